@@ -1,0 +1,65 @@
+"""Errors that teach: what was wrong, where it was set, what to write instead."""
+
+from __future__ import annotations
+
+
+class PolyxlaError(Exception):
+    """The base of every error polyxla raises on purpose.
+
+    The command line prints it without a traceback and leaves with `exit_code`.
+    """
+
+    exit_code = 1
+
+
+class UsageError(PolyxlaError):
+    """Something the caller wrote cannot work; nothing was started.
+
+    Args:
+        what: what was wrong, a sentence without its full stop.
+        where: where it was set, such as ``devices=9`` or ``PJRT_DEVICE=FOO``.
+        fix: what to write instead, a sentence with its full stop.
+    """
+
+    exit_code = 2
+
+    def __init__(self, what: str, *, where: str | None = None, fix: str) -> None:
+        super().__init__(what, where, fix)
+        self.what = what
+        self.where = where
+        self.fix = fix
+
+    def __str__(self) -> str:
+        origin = f" (set by {self.where})" if self.where else ""
+        return f"{self.what}{origin}. {self.fix}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.what, self.where, self.fix))
+
+
+class UnknownRuntimeError(UsageError):
+    """No installed plugin has this runtime's name, and no known one either."""
+
+
+class RuntimeNotInstalledError(UsageError):
+    """The runtime is a known one, but its package is not installed."""
+
+
+class BrokenPluginError(UsageError):
+    """A plugin is installed but cannot be used: import error, clash of names, misspelt hook."""
+
+
+class RuntimeUnavailableError(UsageError):
+    """The chosen runtime cannot run here, or no runtime could be chosen."""
+
+
+class DevicesError(UsageError):
+    """``devices=`` asks for something this machine does not have."""
+
+
+class ReplicaLostError(PolyxlaError):
+    """A replica's process ended without a result: killed, crashed or out of memory."""
+
+
+def _rebuild(kind: type[UsageError], what: str, where: str | None, fix: str) -> UsageError:
+    return kind(what, where=where, fix=fix)
