@@ -1,0 +1,150 @@
+"""What a runtime can see on this machine, and which of it a person asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+from polyxla.env import Setting
+from polyxla.errors import DevicesError
+
+
+class Claim(IntEnum):
+    """How strongly an environment speaks for a runtime; the strongest claim is chosen."""
+
+    NONE = 0
+    """Nothing here points to this runtime."""
+    FALLBACK = 1
+    """It runs on any machine, where nothing better is found."""
+    ATTACHED = 2
+    """Its accelerators are attached to this machine."""
+    CONFIGURED = 3
+    """Variables describe a cluster that only this runtime can use."""
+    EXPLICIT = 4
+    """A variable whose purpose is to choose it is set."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device a replica can run on.
+
+    Attributes:
+        index: its number in ``devices=[index]``.
+        kind: what its runtime calls it, such as ``CPU`` or ``TPU``.
+        name: what a person would recognise it by.
+        host_index: the host it belongs to.
+    """
+
+    index: int
+    kind: str
+    name: str
+    host_index: int = 0
+
+
+@dataclass(frozen=True)
+class Discovery:
+    """A runtime's answer to: what can you see here, and does this environment ask for you?
+
+    Attributes:
+        claim: how strongly the environment speaks for this runtime.
+        reason: what makes the claim, such as ``PJRT_DEVICE=CPU``.
+        kind: the kind of the devices; empty where there are none.
+        devices: the devices a launch from here can use, by index.
+        unavailable: why nothing can run; None where it can.
+        fix: what to do about `unavailable`.
+        host_count: number of hosts the devices are spread over.
+        topology: such as ``v4-16``; None where there is none.
+        variables: each variable the runtime reads, with its value and origin, for ``polyxla env``.
+        notes: what a person should be told once, such as a variable that has no effect.
+    """
+
+    claim: Claim
+    reason: str
+    kind: str = ""
+    devices: tuple[Device, ...] = ()
+    unavailable: str | None = None
+    fix: str = ""
+    host_count: int = 1
+    topology: str | None = None
+    variables: Mapping[str, Setting] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def pick_devices(asked: Setting, runtime: str, devices: Sequence[Device]) -> tuple[int, ...]:
+    """Turn ``devices=`` into the indices of the devices to use.
+
+    Args:
+        asked: ``"auto"``, a count (``8`` or ``"8"``) or indices (``[5]`` or ``"[5]"``), and its origin.
+        runtime: the runtime's name, for the errors.
+        devices: what the runtime has.
+
+    Raises:
+        DevicesError: it asks for what is not there, or cannot be read.
+    """
+    value = _read(asked)
+    if value == "auto":
+        return tuple(device.index for device in devices)
+    if isinstance(value, int):
+        return _first(value, asked, runtime, devices)
+    return _named(value, asked, runtime, devices)
+
+
+def _read(asked: Setting) -> int | list[Any] | str:
+    value = asked.value
+    if isinstance(value, str) and value != "auto":
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError:
+            raise _unreadable(asked) from None
+    if isinstance(value, tuple):
+        value = list(value)
+    if isinstance(value, bool) or not (isinstance(value, int | list) or value == "auto"):
+        raise _unreadable(asked)
+    return value
+
+
+def _unreadable(asked: Setting) -> DevicesError:
+    return DevicesError(
+        f"devices={asked.value!r} is neither a count, a list of indices nor 'auto'",
+        where=asked.origin,
+        fix="Write devices='auto', a count such as devices=8, or indices such as devices=[5].",
+    )
+
+
+def _first(count: int, asked: Setting, runtime: str, devices: Sequence[Device]) -> tuple[int, ...]:
+    if count < 1:
+        raise DevicesError(
+            f"devices={count} asks for no device",
+            where=asked.origin,
+            fix=f"Write a count from 1 to {len(devices)}, or devices='auto' for all of them.",
+        )
+    if count > len(devices):
+        raise DevicesError(
+            f"devices={count} asks for {count} devices, but runtime {runtime} has {len(devices)} here",
+            where=asked.origin,
+            fix=f"Write a count from 1 to {len(devices)}, or devices='auto' for all of them.",
+        )
+    return tuple(device.index for device in devices[:count])
+
+
+def _named(
+    indices: list[Any], asked: Setting, runtime: str, devices: Sequence[Device]
+) -> tuple[int, ...]:
+    have = [device.index for device in devices]
+    span = f"Name devices from {have[0]} to {have[-1]}, each once, such as devices=[{have[-1]}]."
+    if not indices:
+        raise DevicesError("devices=[] names no device", where=asked.origin, fix=span)
+    for index in indices:
+        if isinstance(index, bool) or index not in have:
+            raise DevicesError(
+                f"devices={indices} names device {index!r}, "
+                f"but runtime {runtime} has devices {have[0]} to {have[-1]}",
+                where=asked.origin,
+                fix=span,
+            )
+    if len(set(indices)) != len(indices):
+        raise DevicesError(f"devices={indices} names a device twice", where=asked.origin, fix=span)
+    return tuple(indices)

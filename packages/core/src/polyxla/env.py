@@ -1,0 +1,98 @@
+"""The variables polyxla reads, and the only place in this package that touches `os.environ`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+POLYXLA_RUNTIME = "POLYXLA_RUNTIME"
+"""The runtime to use, by its entry-point name.
+Default: chosen from the other variables and the attached chips; ``polyxla runtimes`` says how.
+"""
+
+POLYXLA_DEVICES = "POLYXLA_DEVICES"
+"""Which devices to use: ``auto``, a count such as ``8``, or indices such as ``[5]``.
+Default: auto.
+"""
+
+POLYXLA_PRECISION = "POLYXLA_PRECISION"
+"""The precision policy's name, such as ``32-true``.
+Default: none; the module keeps the dtypes it was made with.
+"""
+
+POLYXLA_START_TIMEOUT_S = "POLYXLA_START_TIMEOUT_S"
+"""Longest wait for a new replica process to answer for the first time, in seconds.
+Default: 120.
+"""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value and where it came from, so that an error can name the place.
+
+    Attributes:
+        value: the value; None where nothing was set and there is no default.
+        origin: such as ``--devices``, ``POLYXLA_DEVICES=9`` or ``default``.
+    """
+
+    value: Any
+    origin: str
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a person asked for, each value with its origin."""
+
+    runtime: Setting
+    devices: Setting
+    precision: Setting
+
+
+def from_environ(
+    environ: Mapping[str, str],
+    *,
+    runtime: Setting | None = None,
+    devices: Setting | None = None,
+    precision: Setting | None = None,
+) -> Settings:
+    """Merge what was passed in code or as flags (it wins) with the environment and the defaults."""
+    return Settings(
+        runtime=runtime or _setting(environ, POLYXLA_RUNTIME, None),
+        devices=devices or _setting(environ, POLYXLA_DEVICES, "auto"),
+        precision=precision or _setting(environ, POLYXLA_PRECISION, None),
+    )
+
+
+def _setting(environ: Mapping[str, str], name: str, default: str | None) -> Setting:
+    if text := environ.get(name):
+        return Setting(text, f"{name}={text}")
+    return Setting(default, "default")
+
+
+def snapshot() -> dict[str, str]:
+    """Copy this process's environment."""
+    return dict(os.environ)
+
+
+@contextlib.contextmanager
+def lent(environ: Mapping[str, str]) -> Iterator[None]:
+    """Give this process another environment while a replica runs in it, then the old one back.
+
+    A replica that runs inside the caller's process needs its variables where torch_xla reads them.
+    Not for threads: the environment belongs to the whole process.
+    """
+    before = snapshot()
+    _become(environ)
+    try:
+        yield
+    finally:
+        _become(before)
+
+
+def _become(environ: Mapping[str, str]) -> None:
+    for name in os.environ.keys() - environ.keys():
+        del os.environ[name]
+    os.environ.update(environ)
