@@ -1,0 +1,126 @@
+"""Every hook of polyxla, in the order they fire. docs/plugins.md carries a working plugin.
+
+Hooks find things and tell of events; what runs many times a step is a method of an object that a
+hook returned (`polyxla.replication.Replication`, `polyxla.precision.Precision`). An implementation
+may leave out arguments that it does not need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+if TYPE_CHECKING:
+    import typer
+
+    from polyxla.devices import Discovery
+    from polyxla.launch import Job
+    from polyxla.precision import Precision
+    from polyxla.replica import Replica
+    from polyxla.replication import Replication
+    from polyxla.world import World
+
+PROJECT = "polyxla"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec
+def polyxla_add_commands(app: typer.Typer) -> None:
+    """Add commands to the ``polyxla`` command line.
+
+    Called once, in the command's process, on every installed plugin whichever runtime is chosen.
+    Import nothing heavy here: ``polyxla --help`` waits for it.
+    """
+
+
+@hookspec
+def polyxla_discover_devices(environ: Mapping[str, str], accelerator: str) -> Discovery:  # type: ignore[empty-body]
+    """Say what this runtime can see here and whether the environment asks for it.
+
+    Called on each runtime by itself, in the process that launches, once per choice. It must not
+    start a runtime, import torch or wait longer than a few seconds: a wrong setting is reported as
+    `Discovery.unavailable`, not raised.
+
+    Args:
+        environ: the environment to judge by; never `os.environ` itself.
+        accelerator: ``"auto"``, or the kind a person asked for in lower case (``"cpu"``, ``"tpu"``).
+    """
+
+
+@hookspec(firstresult=True)
+def polyxla_environment(environ: Mapping[str, str], devices: tuple[int, ...]) -> dict[str, str] | None:
+    """Return the variables that a process on these devices must start with.
+
+    Called on the chosen runtime, before a launch or ``polyxla run``. What is returned is laid over
+    `environ`; the calling process's own environment stays as it is. None: nothing is needed.
+
+    Raises:
+        UsageError: the runtime cannot use these devices together.
+    """
+
+
+@hookspec(firstresult=True)
+def polyxla_launch(job: Job) -> list[Any]:  # type: ignore[empty-body]
+    """Start every replica of `job`, wait for all, return their results in ordinal order.
+
+    Called on the chosen runtime, once per launch, in the launching process. The runtime arranges
+    processes and threads, and calls ``job.run(place)`` once in each replica with a `place` of its
+    own making. When one replica raises, the others are stopped and its exception leaves here.
+    """
+
+
+@hookspec(firstresult=True)
+def polyxla_replication(job: Job, place: Any) -> Replication:  # type: ignore[empty-body]
+    """Return this replica's connection to its device and to the other replicas.
+
+    Called on the chosen runtime, once in each replica, in its process and thread, before the
+    person's function. This is where a device may be touched for the first time.
+    """
+
+
+@hookspec(firstresult=True)
+def polyxla_precision(name: str) -> Precision | None:
+    """Return the precision policy called `name`, or None where this plugin does not know it.
+
+    Called in the launching process, to refuse a bad name early, and once in each replica.
+    """
+
+
+@hookspec(firstresult=True)
+def polyxla_shard_loader(loader: Any, world: World) -> Any | None:
+    """Return a loader like `loader` that reads only this replica's records; None to leave it to others.
+
+    Called once per loader in each replica, only where there are several replicas.
+    """
+
+
+@hookspec
+def polyxla_replica_started(replica: Replica) -> None:
+    """Hear that a replica has its device. Called once in each replica, before the person's function."""
+
+
+@hookspec
+def polyxla_step_finished(replica: Replica, step: int, logged: Mapping[str, Any]) -> None:
+    """Hear that an optimizer update was handed to the device. Called once per update in each replica.
+
+    The values in `logged` may be tensors that the device has not computed yet: reading one waits
+    for it, so read seldom.
+
+    Args:
+        replica: the replica that stepped.
+        step: number of updates so far, from 1.
+        logged: what the step reported, by name.
+    """
+
+
+@hookspec
+def polyxla_metrics_ready(replica: Replica, step: int, metrics: Mapping[str, float]) -> None:
+    """Hear numbers that hold for all replicas, such as a validation's. Called in each replica."""
+
+
+@hookspec
+def polyxla_replica_stopped(replica: Replica, error: BaseException | None) -> None:
+    """Hear that a replica's function returned, or that `error` ended it. Called once in each replica."""

@@ -1,0 +1,217 @@
+"""Finding and loading plugins: runtimes one by one by name, all others together.
+
+A runtime's module is imported only when it is looked at, and alone, so that a broken one can be
+reported and the others keep working.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib.metadata
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+
+import pluggy
+
+from polyxla import hookspecs
+from polyxla.errors import BrokenPluginError, RuntimeNotInstalledError, UnknownRuntimeError
+from polyxla.notices import say
+
+RUNTIMES = "polyxla.runtimes"
+"""Entry-point group of runtimes: the entry's name is the runtime's name."""
+PLUGINS = "polyxla"
+"""Entry-point group of all other plugins."""
+
+
+@dataclass(frozen=True)
+class KnownRuntime:
+    """A runtime that may be missing, for the errors of the case that it is.
+
+    Attributes:
+        distribution: what to install.
+        variables: the variables that ask for it; one of them set and the runtime missing is an error.
+    """
+
+    distribution: str
+    variables: tuple[str, ...]
+
+
+KNOWN_RUNTIMES: Mapping[str, KnownRuntime] = {
+    "pjrt": KnownRuntime("polyxla-runtime-pjrt", ("PJRT_DEVICE",)),
+    "xrt": KnownRuntime("polyxla-runtime-xrt", ("XRT_TPU_CONFIG",)),
+}
+"""Used in messages only: a stranger's runtime is found and chosen without standing here."""
+
+
+@dataclass(frozen=True)
+class RuntimeEntry:
+    """One installed runtime, not yet imported."""
+
+    name: str
+    points: tuple[importlib.metadata.EntryPoint, ...]
+
+    @property
+    def distribution(self) -> str:
+        """The distributions that provide it; more than one is an error on use."""
+        return ", ".join(sorted(_distribution(point) for point in self.points))
+
+    @property
+    def version(self) -> str | None:
+        """The version of the (first) distribution that provides it."""
+        return self.points[0].dist.version if self.points[0].dist else None
+
+    def load(self) -> ModuleType:
+        """Import the runtime's plugin module.
+
+        Raises:
+            BrokenPluginError: the import fails, or several distributions claim the name.
+        """
+        if len(self.points) > 1:
+            raise BrokenPluginError(
+                f"runtime {self.name!r} is provided by more than one distribution: {self.distribution}",
+                where=f"entry-point group {RUNTIMES}",
+                fix="Uninstall all but one of them.",
+            )
+        return _import(self.points[0], f"runtime {self.name!r}")
+
+
+def runtime_entries() -> dict[str, RuntimeEntry]:
+    """Return the installed runtimes by name, without importing any."""
+    points: dict[str, set[importlib.metadata.EntryPoint]] = {}
+    for point in importlib.metadata.entry_points(group=RUNTIMES):
+        points.setdefault(point.name, set()).add(point)
+    return {name: RuntimeEntry(name, _distinct(found)) for name, found in sorted(points.items())}
+
+
+def find_runtime(name: str, origin: str) -> RuntimeEntry:
+    """Return the installed runtime called `name`.
+
+    Raises:
+        RuntimeNotInstalledError: it is a known one that is not installed.
+        UnknownRuntimeError: nobody knows it.
+    """
+    entries = runtime_entries()
+    if name in entries:
+        return entries[name]
+    installed = ", ".join(entries) or "none"
+    if known := KNOWN_RUNTIMES.get(name):
+        raise RuntimeNotInstalledError(
+            f"runtime {name!r} is not installed (installed: {installed})",
+            where=origin,
+            fix=f"Install it: pip install {known.distribution}",
+        )
+    near = difflib.get_close_matches(name, [*entries, *KNOWN_RUNTIMES], n=1)
+    raise UnknownRuntimeError(
+        f"no runtime is called {name!r} (installed: {installed})",
+        where=origin,
+        fix=f"Did you mean {near[0]!r}?" if near else "`polyxla runtimes` lists those that exist.",
+    )
+
+
+def runtime_alone(entry: RuntimeEntry) -> pluggy.PluginManager:
+    """Return a manager with this runtime and nothing else, to ask it questions."""
+    manager = _manager()
+    _register(manager, entry.load(), entry.name, entry.distribution)
+    return manager
+
+
+def load_plugins(runtime: str, origin: str = "default") -> pluggy.PluginManager:
+    """Return a manager with the chosen runtime and every installed plugin that is not a runtime.
+
+    Raises:
+        UsageError: the runtime cannot be loaded, or a plugin misspells a hook.
+    """
+    manager = runtime_alone(find_runtime(runtime, origin))
+    register_others(manager)
+    return manager
+
+
+def load_everything() -> pluggy.PluginManager:
+    """Return a manager with every plugin that loads, all runtimes too, for the command line."""
+    manager = _manager()
+    for entry in runtime_entries().values():
+        try:
+            _register(manager, entry.load(), entry.name, entry.distribution)
+        except BrokenPluginError as error:
+            say(f"left out: {error}")
+    register_others(manager)
+    return manager
+
+
+def register_others(manager: pluggy.PluginManager) -> None:
+    """Register the plugins that are not runtimes; one that cannot be imported is left out, and said."""
+    for point in _distinct(importlib.metadata.entry_points(group=PLUGINS)):
+        try:
+            module = _import(point, f"plugin {point.name!r}")
+        except BrokenPluginError as error:
+            say(f"left out: {error}")
+            continue
+        _register(manager, module, point.name, _distribution(point))
+
+
+def register_listener(manager: pluggy.PluginManager, listener: object) -> None:
+    """Register an object whose methods implement hooks.
+
+    Raises:
+        BrokenPluginError: it misspells a hook or asks for an argument that the hook does not have.
+    """
+    _register(manager, listener, None, type(listener).__name__)
+
+
+def _manager() -> pluggy.PluginManager:
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    return manager
+
+
+def _import(point: importlib.metadata.EntryPoint, what: str) -> ModuleType:
+    try:
+        module: ModuleType = point.load()
+    except Exception as error:
+        raise BrokenPluginError(
+            f"{what} cannot be imported: {type(error).__name__}: {error}",
+            where=f"{point.value} of {_distribution(point)}",
+            fix=f"Repair or remove it: pip install --force-reinstall {_distribution(point)}",
+        ) from error
+    return module
+
+
+def _register(manager: pluggy.PluginManager, plugin: object, name: str | None, where: str) -> None:
+    try:
+        manager.register(plugin, name)
+        manager.check_pending()
+    except (pluggy.PluginValidationError, ValueError) as error:
+        raise BrokenPluginError(
+            f"plugin {name or where!r} does not fit polyxla's hooks: {_first_line(error)}",
+            where=where,
+            fix=_nearest_hooks(plugin),
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+def _nearest_hooks(plugin: object) -> str:
+    known = [name for name in vars(hookspecs) if name.startswith("polyxla_")]
+    for name in dir(plugin):
+        marked = getattr(getattr(plugin, name, None), f"{hookspecs.PROJECT}_impl", None)
+        if marked and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            return f"Did you mean {near[0]!r}?" if near else f"The hooks are: {', '.join(known)}."
+    return "Its arguments must be among those that polyxla.hookspecs gives for the hook."
+
+
+def _distinct(
+    points: Iterable[importlib.metadata.EntryPoint],
+) -> tuple[importlib.metadata.EntryPoint, ...]:
+    """Drop repeats: a distribution found twice on the path lists its entry points twice."""
+    unique = {(point.name, point.value, _distribution(point)): point for point in points}
+    return tuple(unique[key] for key in sorted(unique))
+
+
+@functools.cache
+def _distribution(point: importlib.metadata.EntryPoint) -> str:
+    return point.dist.name if point.dist else "an unknown distribution"
