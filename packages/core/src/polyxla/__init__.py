@@ -1,0 +1,48 @@
+"""PyTorch training on TPUs with a runtime that is chosen when the program starts.
+
+Importing this imports neither torch nor any runtime.
+"""
+
+from polyxla.devices import Claim as Claim
+from polyxla.devices import Device as Device
+from polyxla.devices import Discovery as Discovery
+from polyxla.env import Setting as Setting
+from polyxla.errors import BrokenPluginError as BrokenPluginError
+from polyxla.errors import DevicesError as DevicesError
+from polyxla.errors import PolyxlaError as PolyxlaError
+from polyxla.errors import ReplicaLostError as ReplicaLostError
+from polyxla.errors import RuntimeNotInstalledError as RuntimeNotInstalledError
+from polyxla.errors import RuntimeUnavailableError as RuntimeUnavailableError
+from polyxla.errors import UnknownRuntimeError as UnknownRuntimeError
+from polyxla.errors import UsageError as UsageError
+from polyxla.hookspecs import hookimpl as hookimpl
+from polyxla.launch import Job as Job
+from polyxla.launch import launch as launch
+from polyxla.precision import Precision as Precision
+from polyxla.replica import Replica as Replica
+from polyxla.replication import Replication as Replication
+from polyxla.trainer import Trainer as Trainer
+from polyxla.world import World as World
+
+__all__ = [
+    "BrokenPluginError",
+    "Claim",
+    "Device",
+    "DevicesError",
+    "Discovery",
+    "Job",
+    "PolyxlaError",
+    "Precision",
+    "Replica",
+    "ReplicaLostError",
+    "Replication",
+    "RuntimeNotInstalledError",
+    "RuntimeUnavailableError",
+    "Setting",
+    "Trainer",
+    "UnknownRuntimeError",
+    "UsageError",
+    "World",
+    "hookimpl",
+    "launch",
+]

@@ -1,0 +1,169 @@
+"""Starting a function in every replica: choose, check everything that can be checked, then launch."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pluggy
+
+from polyxla import env
+from polyxla.devices import pick_devices
+from polyxla.env import Setting
+from polyxla.errors import UsageError
+from polyxla.notices import say
+from polyxla.plugins import load_plugins
+from polyxla.precision import find_precision
+from polyxla.replica import Replica
+from polyxla.selection import Selection, select
+
+StartMethod = Literal["auto", "inline", "spawn"]
+"""How replicas start: ``inline`` in the calling process (one replica), ``spawn`` in fresh processes."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One launch: what every replica runs, and on what. It travels to the replicas' processes.
+
+    Attributes:
+        function: called as ``function(replica, *args)``.
+        args: the rest of its arguments.
+        runtime: the chosen runtime's name.
+        devices: indices of the devices, one per replica.
+        environ: the environment that a replica's process starts with.
+        precision: the precision policy's name, with its origin.
+        start_method: how the replicas start.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    runtime: str
+    devices: tuple[int, ...]
+    environ: Mapping[str, str]
+    precision: Setting
+    start_method: StartMethod = "auto"
+
+    def run(self, place: Any = None) -> Any:
+        """Be one replica: connect, tell the listeners, call the function, leave.
+
+        Called by the runtime once per replica, in the replica's own process and thread.
+
+        Args:
+            place: handed to the runtime's `polyxla_replication`, so that it knows which replica this is.
+        """
+        plugins = load_plugins(self.runtime)
+        policy = find_precision(plugins, self.precision)
+        replication = plugins.hook.polyxla_replication(job=self, place=place)
+        replica = Replica(replication, plugins, policy, self.runtime)
+        try:
+            return self._call(replica, plugins)
+        finally:
+            replication.close()
+
+    def _call(self, replica: Replica, plugins: pluggy.PluginManager) -> Any:
+        failure: BaseException | None = None
+        plugins.hook.polyxla_replica_started(replica=replica)
+        try:
+            return self.function(replica, *self.args)
+        except BaseException as error:
+            failure = error
+            error.add_note(f"raised in the replica with ordinal {replica.ordinal} on {socket.gethostname()}")
+            raise
+        finally:
+            plugins.hook.polyxla_replica_stopped(replica=replica, error=failure)
+
+
+def launch(
+    train_fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    *,
+    runtime: str | None = None,
+    accelerator: str = "auto",
+    devices: int | str | Sequence[int] = "auto",
+    precision: str | int | None = None,
+    start_method: StartMethod = "auto",
+) -> list[Any]:
+    """Run ``train_fn(replica, *args)`` in every replica and wait for all of them.
+
+    What is not given here is taken from the environment (``POLYXLA_RUNTIME``, ``POLYXLA_DEVICES``,
+    ``POLYXLA_PRECISION``), then from the defaults. The caller's environment is the same afterwards.
+
+    Args:
+        train_fn: what each replica calls, with its `polyxla.Replica` first.
+        args: the other arguments; each process gets its own copy.
+        runtime: a runtime's name; default: chosen from the environment.
+        accelerator: ``"auto"``, or the kind of device to insist on (``"cpu"``, ``"tpu"``).
+        devices: ``"auto"``, a count, or indices (``[5]`` is the device with index 5).
+        precision: a precision policy's name.
+        start_method: ``"inline"`` runs one replica in this process, ``"spawn"`` starts fresh
+            processes, ``"auto"`` leaves it to the runtime.
+
+    Returns:
+        The functions' results in ordinal order.
+
+    Raises:
+        UsageError: something that was asked for cannot be had; nothing was started.
+        ReplicaLostError: a replica's process died without a result.
+        Exception: whatever `train_fn` raised in a replica, with its ordinal and host in a note.
+    """
+    _check_function(train_fn, start_method)
+    environ = env.snapshot()
+    settings = env.from_environ(
+        environ,
+        runtime=_given("runtime", runtime),
+        devices=_given("devices", None if devices == "auto" else devices),
+        precision=_given("precision", precision),
+    )
+    selection = select(environ, settings.runtime, accelerator)
+    announce(selection)
+    indices = pick_devices(settings.devices, selection.runtime, selection.discovery.devices)
+    plugins = load_plugins(selection.runtime)
+    find_precision(plugins, settings.precision)
+    job = Job(
+        function=train_fn,
+        args=tuple(args),
+        runtime=selection.runtime,
+        devices=indices,
+        environ=environ | child_environment(plugins, environ, indices),
+        precision=settings.precision,
+        start_method=start_method,
+    )
+    results: list[Any] = plugins.hook.polyxla_launch(job=job)
+    return results
+
+
+def announce(selection: Selection) -> None:
+    """Say the warnings of a choice, and the choice itself where nobody named the runtime."""
+    for warning in selection.warnings:
+        say(warning)
+    if selection.implicit:
+        say(f"runtime {selection.runtime}: {selection.reason}")
+
+
+def child_environment(
+    plugins: pluggy.PluginManager, environ: Mapping[str, str], devices: tuple[int, ...]
+) -> dict[str, str]:
+    """Return the variables that the chosen runtime wants in a process on `devices`."""
+    wanted: dict[str, str] | None = plugins.hook.polyxla_environment(environ=environ, devices=devices)
+    return wanted or {}
+
+
+def _given(name: str, value: Any) -> Setting | None:
+    return None if value is None else Setting(value, f"{name}={value!r}")
+
+
+def _check_function(train_fn: Any, start_method: str) -> None:
+    if not callable(train_fn):
+        raise UsageError(
+            f"launch needs a function, not {train_fn!r}",
+            where="train_fn",
+            fix="Pass the function itself, and its arguments as args=(...).",
+        )
+    if start_method not in StartMethod.__args__:  # type: ignore[attr-defined]
+        raise UsageError(
+            f"start_method={start_method!r} is none of {', '.join(StartMethod.__args__)}",  # type: ignore[attr-defined]
+            where="start_method",
+            fix="Leave it out, or write start_method='spawn'.",
+        )
