@@ -1,0 +1,226 @@
+"""What the Trainer runs in each replica. Heavy: imported there, never by `import polyxla`."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from polyxla.errors import UsageError
+from polyxla.meters import Meter
+from polyxla.module import Steps, configured, own_loader
+from polyxla.move import move_module
+from polyxla.progress import Progress
+from polyxla.replica import Replica
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """What the Trainer was told, as it travels to the replicas.
+
+    Attributes:
+        max_epochs: passes over the training data.
+        max_steps: optimizer updates after which training ends; None for no such limit.
+        strategy: ``auto`` or ``debug``.
+        log_dir: the TensorBoard folder; None for none.
+        log_every_n_steps: how often logged tensors are read, which waits for the device.
+        progress: whether to show progress.
+        parent_pid: the launching process, to know whether its module is trained in place.
+    """
+
+    max_epochs: int
+    max_steps: int | None
+    strategy: str
+    log_dir: str | None
+    log_every_n_steps: int
+    progress: bool
+    parent_pid: int
+
+
+@dataclass
+class LoopState:
+    """Where training stands; a LightningModule sees it as ``self.trainer``.
+
+    Attributes:
+        current_epoch: from 0.
+        global_step: optimizer updates so far.
+        max_epochs: passes over the training data.
+        world_size: number of replicas.
+        is_global_zero: whether this is ordinal 0.
+    """
+
+    current_epoch: int
+    global_step: int
+    max_epochs: int
+    world_size: int
+    is_global_zero: bool
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What comes back from a replica.
+
+    Attributes:
+        metrics: means over all replicas' records, by name.
+        state: ordinal 0's parameters on the host; None where the caller's module was trained in place.
+    """
+
+    metrics: dict[str, float]
+    epochs: int
+    steps: int
+    runtime: str
+    device: str
+    world_size: int
+    state: dict[str, Any] | None = None
+
+
+def run_fit(
+    replica: Replica, module: Any, train: Iterable[Any] | None, val: Iterable[Any] | None, how: LoopSettings
+) -> Outcome:
+    """Train `module` in this replica; see `polyxla.Trainer.fit`."""
+    with Loop(replica, module, how) as loop:
+        train = own_loader(module, train, "train_dataloader")
+        loop.fit(_required(train, "fit", "train"), own_loader(module, val, "val_dataloader"))
+        return loop.finish()
+
+
+def run_test(replica: Replica, module: Any, data: Iterable[Any] | None, how: LoopSettings) -> Outcome:
+    """Test `module` in this replica; see `polyxla.Trainer.test`."""
+    with Loop(replica, module, how) as loop:
+        loop.evaluate(_required(own_loader(module, data, "test_dataloader"), "test", "test"), "test")
+        return loop.finish()
+
+
+def _required(loader: Iterable[Any] | None, method: str, word: str) -> Iterable[Any]:
+    if loader is None:
+        raise UsageError(
+            f"there is nothing to {word} on",
+            where=f"Trainer.{method}",
+            fix=f"Pass the {word} loader, or write {word}_dataloader in the module.",
+        )
+    return loader
+
+
+class Loop:
+    """One replica's training: the module on the device, the counters, the metrics."""
+
+    def __init__(self, replica: Replica, module: Any, how: LoopSettings) -> None:
+        self.replica = replica
+        self.how = how
+        self.in_place = os.getpid() == how.parent_pid and not replica.world.shares_process
+        # Replicas that are threads would otherwise all train the caller's one module.
+        private = copy.deepcopy(module) if replica.world.shares_process else module
+        self.module = move_module(replica.precision.convert(private), replica.device)
+        self.state = LoopState(0, 0, how.max_epochs, replica.world_size, replica.is_first)
+        self.meter = Meter()
+        self.steps = Steps(self.module, self.meter, self.state)
+        self.metrics: dict[str, float] = {}
+
+    def __enter__(self) -> Loop:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.steps.release()
+
+    def fit(self, train: Iterable[Any], val: Iterable[Any] | None) -> None:
+        """Train for the epochs asked for, validating after each."""
+        self.optimizer, self.schedulers = configured(self.module)
+        self._listen(train)
+        uploaded = self.replica.loader(train)
+        self.steps.call("on_fit_start")
+        self.steps.call("on_train_start")
+        for _ in range(self.how.max_epochs):
+            self._epoch(uploaded)
+            if val is not None:
+                self.evaluate(val, "validation")
+            self.schedulers.epoch_finished(self.metrics)
+            self.state.current_epoch += 1
+            if self._is_done():
+                break
+        self.steps.call("on_train_end")
+        self.steps.call("on_fit_end")
+
+    def _listen(self, train: Iterable[Any]) -> None:
+        if not self.replica.is_first:
+            return
+        if self.how.progress:
+            self.replica.add_listener(Progress(self.how, _length(train)))
+        if self.how.log_dir is not None:
+            from polyxla.tensorboard import TensorBoard
+
+            self.replica.add_listener(TensorBoard(self.how.log_dir, self.how.log_every_n_steps))
+
+    def _is_done(self) -> bool:
+        return self.how.max_steps is not None and self.state.global_step >= self.how.max_steps
+
+    def _epoch(self, uploaded: Iterable[Any]) -> None:
+        self.module.train()
+        self.steps.call("on_train_epoch_start")
+        batches = 0
+        for index, batch in enumerate(uploaded):
+            self._train_batch(batch, index)
+            batches += 1
+            if self._is_done():
+                break
+        if batches == 0:
+            raise UsageError(
+                "the training loader gave no batch",
+                where="Trainer.fit",
+                fix="Check its dataset's length, and drop_last where the batch is larger than the dataset.",
+            )
+        self.steps.call("on_train_epoch_end")
+        self._publish()
+
+    def _train_batch(self, batch: Any, index: int) -> None:
+        self.optimizer.zero_grad()
+        with self.replica.precision.forward():
+            loss = self.steps.loss(batch, index)
+        loss.backward()
+        self.replica.step(self.optimizer, {"loss": loss.detach(), **self.meter.latest})
+        self.schedulers.step_finished()
+        self.state.global_step += 1
+
+    @torch.no_grad()
+    def evaluate(self, loader: Iterable[Any], kind: str) -> None:
+        """Run ``validation_step`` or ``test_step`` over `loader`; mean what it logs over its records."""
+        self.module.eval()
+        self.steps.call(f"on_{kind}_epoch_start")
+        for index, batch in enumerate(self.replica.loader(loader)):
+            with self.replica.precision.forward():
+                self.steps.evaluate(kind, batch, index)
+            self.replica.sync()
+        self.steps.call(f"on_{kind}_epoch_end")
+        self._publish()
+
+    def _publish(self) -> None:
+        means = self.meter.take(self.replica)
+        if means:
+            self.metrics |= means
+            self.replica.publish(means)
+
+    def finish(self) -> Outcome:
+        """Bring the module back to the host and say what happened."""
+        if self.how.strategy == "debug":
+            self.replica.print(self.replica.report())
+        move_module(self.module, torch.device("cpu"))
+        carry = self.replica.is_first and not self.in_place
+        return Outcome(
+            metrics=self.metrics,
+            epochs=self.state.current_epoch,
+            steps=self.state.global_step,
+            runtime=self.replica.runtime,
+            device=self.replica.kind,
+            world_size=self.replica.world_size,
+            state=dict(self.module.state_dict()) if carry else None,
+        )
+
+
+def _length(loader: Iterable[Any]) -> int | None:
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except TypeError:
+        return None

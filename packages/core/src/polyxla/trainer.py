@@ -1,0 +1,139 @@
+"""`Trainer`: training without writing the loop, on `polyxla.launch` and `Replica` alone."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from polyxla.errors import UsageError
+from polyxla.launch import StartMethod, launch
+
+if TYPE_CHECKING:
+    from polyxla.loop import LoopSettings, Outcome
+
+STRATEGIES = ("auto", "debug")
+"""``debug`` trains like ``auto`` and prints the runtime's own report afterwards."""
+
+
+class Trainer:
+    """Trains any module that has ``training_step`` and ``configure_optimizers``.
+
+    ``validation_step``, ``test_step`` and ``on_post_move_to_device`` are used where the module has
+    them, so a LightningModule works as it is. What is not given is taken from the environment, as in
+    `polyxla.launch`.
+
+    Args:
+        accelerator: ``"auto"``, or the kind of device to insist on (``"cpu"``, ``"tpu"``).
+        devices: ``"auto"``, a count (``8`` or ``"8"``), or indices (``[5]`` is the device with index 5).
+        precision: a precision policy's name.
+        strategy: ``"auto"`` or ``"debug"``.
+        max_epochs: passes over the training data.
+        max_steps: optimizer updates after which training ends even within an epoch.
+        runtime: a runtime's name; default: chosen from the environment.
+        start_method: as in `polyxla.launch`.
+        log_dir: where TensorBoard's files go; ``"auto"`` is a new folder under ``runs``, None writes none.
+        log_every_n_steps: how often logged tensors are read, which waits for the device.
+        progress: whether to show progress on standard error.
+
+    Attributes:
+        metrics: the last numbers of `fit` or `test`, by name.
+        outcome: the whole of the last run: epochs, steps, runtime, device, world size.
+
+    Raises:
+        UsageError: an argument cannot be used.
+    """
+
+    def __init__(
+        self,
+        accelerator: str = "auto",
+        devices: int | str | Sequence[int] = "auto",
+        precision: str | int | None = None,
+        strategy: str = "auto",
+        max_epochs: int = 1,
+        *,
+        max_steps: int | None = None,
+        runtime: str | None = None,
+        start_method: StartMethod = "auto",
+        log_dir: str | None = "auto",
+        log_every_n_steps: int = 50,
+        progress: bool = True,
+    ) -> None:
+        if strategy not in STRATEGIES:
+            raise UsageError(
+                f"strategy={strategy!r} is none of {', '.join(STRATEGIES)}",
+                where="Trainer",
+                fix="Leave it out: replicas, and how they start, come from devices= and the runtime.",
+            )
+        for name, count in (("max_epochs", max_epochs), ("log_every_n_steps", log_every_n_steps)):
+            _check_positive(name, count)
+        if max_steps is not None:
+            _check_positive("max_steps", max_steps)
+        self._launch = {
+            "accelerator": accelerator,
+            "devices": devices,
+            "precision": precision,
+            "runtime": runtime,
+            "start_method": start_method,
+        }
+        self._how = {
+            "max_epochs": max_epochs,
+            "max_steps": max_steps,
+            "strategy": strategy,
+            "log_every_n_steps": log_every_n_steps,
+            "progress": progress,
+        }
+        self._log_dir = log_dir
+        self.metrics: dict[str, float] = {}
+        self.outcome: Outcome | None = None
+
+    def fit(
+        self, module: Any, train: Iterable[Any] | None = None, val: Iterable[Any] | None = None
+    ) -> dict[str, float]:
+        """Train `module`; afterwards it is on the host and holds the trained parameters.
+
+        Args:
+            module: has ``training_step(batch[, index])`` and ``configure_optimizers()``.
+            train: the training batches; default: the module's ``train_dataloader()``.
+            val: the validation batches, run after each epoch; default: ``val_dataloader()`` or none.
+
+        Returns:
+            The last epoch's metrics: means over all replicas' records, by name.
+
+        Raises:
+            UsageError: nothing was started, or the module's steps cannot be trained on.
+            Exception: what the module or the loaders raised.
+        """
+        needed = ["training_step", "configure_optimizers"]
+        return self._run("run_fit", module, (train, val), needed, self._new_log_dir())
+
+    def test(self, module: Any, data: Iterable[Any] | None = None) -> dict[str, float]:
+        """Run the module's ``test_step`` over `data` and return the means of what it logged."""
+        return self._run("run_test", module, (data,), ["test_step"], None)
+
+    def _run(
+        self, loop: str, module: Any, loaders: tuple[Any, ...], needed: list[str], log_dir: str | None
+    ) -> dict[str, float]:
+        # The loop imports torch, which `import polyxla` must not.
+        import polyxla.loop
+        from polyxla.module import check_module
+
+        check_module(module, needed)
+        how: LoopSettings = polyxla.loop.LoopSettings(**self._how, log_dir=log_dir, parent_pid=os.getpid())  # type: ignore[arg-type]
+        outcomes = launch(getattr(polyxla.loop, loop), (module, *loaders, how), **self._launch)  # type: ignore[arg-type]
+        self.outcome = outcomes[0]
+        if outcomes[0].state is not None:
+            module.load_state_dict(outcomes[0].state)
+        self.metrics = outcomes[0].metrics
+        return self.metrics
+
+    def _new_log_dir(self) -> str | None:
+        if self._log_dir != "auto":
+            return self._log_dir
+        return os.path.join("runs", f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{name}={value!r} is not a whole number from 1", where="Trainer", fix=f"Write {name}=1.")
