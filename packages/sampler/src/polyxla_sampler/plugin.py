@@ -1,0 +1,1 @@
+"""The hooks of polyxla-sampler; `polyxla_shard_loader` comes with the samplers."""
