@@ -1,0 +1,152 @@
+"""What every runtime must do, as tests: subclass, and run with ``--polyxla-runtime``.
+
+The functions that run in replicas are module-level, so that a runtime may send them anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from polyxla.devices import Claim
+from polyxla.selection import look_at
+
+if TYPE_CHECKING:
+    from polyxla.replica import Replica
+    from polyxla.testing.fixtures import RuntimeUnderTest
+
+
+class RuntimeConformance:
+    """The contract of `polyxla.hookspecs` and `polyxla.Replication`, one promise a test.
+
+    Attributes:
+        devices: what the tests launch on, as for `polyxla.launch`.
+    """
+
+    devices: Any = "auto"
+
+    def test_discovery_names_devices_or_says_why_not(self, runtime: RuntimeUnderTest) -> None:
+        from polyxla.plugins import find_runtime
+
+        candidate = look_at(find_runtime(runtime.name, "test"), os.environ, "auto")
+        found = candidate.discovery
+        assert found is not None, candidate.error
+        assert found.claim in Claim
+        assert found.reason
+        assert bool(found.devices) != bool(found.unavailable)
+        assert found.fix or not found.unavailable
+        assert [device.index for device in found.devices] == list(range(len(found.devices)))
+
+    def test_results_come_back_in_ordinal_order(self, runtime: RuntimeUnderTest) -> None:
+        worlds = runtime.launch(_describe, devices=self.devices)
+        assert [ordinal for ordinal, *_ in worlds] == list(range(len(worlds)))
+        assert {size for _, size, *_ in worlds} == {len(worlds)}
+
+    def test_arguments_reach_every_replica(self, runtime: RuntimeUnderTest) -> None:
+        assert set(runtime.launch(_echo, "value", devices=self.devices)) == {"value"}
+
+    def test_tensors_are_made_on_the_replicas_device(self, runtime: RuntimeUnderTest) -> None:
+        assert all(runtime.launch(_is_on_device, devices=self.devices))
+
+    @pytest.mark.parametrize(
+        ("op", "combine"), [("sum", sum), ("min", min), ("max", max), ("mean", lambda v: sum(v) / len(v))]
+    )
+    def test_all_reduce(self, runtime: RuntimeUnderTest, op: str, combine: Any) -> None:
+        results = runtime.launch(_reduce, op, devices=self.devices)
+        expected = combine([ordinal + 1.0 for ordinal in range(len(results))])
+        assert results == [(expected, expected)] * len(results)
+
+    def test_all_gather_and_broadcast(self, runtime: RuntimeUnderTest) -> None:
+        results = runtime.launch(_gather, devices=self.devices)
+        everyone = [{"ordinal": ordinal} for ordinal in range(len(results))]
+        assert results == [(everyone, everyone[-1], [float(i) for i in range(len(results))])] * len(results)
+
+    def test_a_loaders_error_reaches_the_loop(self, runtime: RuntimeUnderTest) -> None:
+        with pytest.raises(ValueError, match="record 3 is broken"):
+            runtime.launch(_read_broken_loader, devices=self.devices)
+
+    def test_an_error_keeps_its_type_and_names_the_replica(self, runtime: RuntimeUnderTest) -> None:
+        with pytest.raises(ZeroDivisionError) as caught:
+            runtime.launch(_fail, devices=self.devices)
+        assert any("ordinal" in note for note in caught.value.__notes__)
+
+    def test_launch_leaves_the_environment_alone(self, runtime: RuntimeUnderTest) -> None:
+        before = dict(os.environ)
+        runtime.launch(_describe, devices=self.devices)
+        assert dict(os.environ) == before
+
+    def test_it_trains(self, runtime: RuntimeUnderTest) -> None:
+        for first, last in runtime.launch(_train, devices=self.devices):
+            assert last < first / 10
+
+
+def _describe(replica: Replica) -> tuple[int, int, int]:
+    return replica.ordinal, replica.world_size, replica.world.process_count
+
+
+def _echo(replica: Replica, value: str) -> str:
+    return value
+
+
+def _is_on_device(replica: Replica) -> bool:
+    import torch
+
+    nest = replica.to_device({"one": [torch.ones(2)], "name": "kept"})
+    assert nest["name"] == "kept"
+    return bool(nest["one"][0].device.type == replica.device.type)
+
+
+def _reduce(replica: Replica, op: Any) -> tuple[float, float]:
+    import torch
+
+    mine = replica.to_device(torch.tensor([replica.ordinal + 1.0]))
+    return replica.all_reduce(mine, op).item(), replica.all_reduce({"x": replica.ordinal + 1.0}, op)["x"]
+
+
+def _gather(replica: Replica) -> tuple[list[Any], Any, list[float]]:
+    import torch
+
+    replica.barrier()
+    everyone = replica.all_gather({"ordinal": replica.ordinal})
+    tensors = replica.all_gather(replica.to_device(torch.tensor(float(replica.ordinal))))
+    last = replica.broadcast({"ordinal": replica.ordinal}, source=replica.world_size - 1)
+    return everyone, last, [tensor.item() for tensor in tensors]
+
+
+class _Broken:
+    def __iter__(self) -> Iterator[Any]:
+        import torch
+
+        for _ in range(3):
+            yield torch.zeros(2)
+        raise ValueError("record 3 is broken")
+
+
+def _read_broken_loader(replica: Replica) -> int:
+    return sum(1 for _ in replica._replication.upload(_Broken()))
+
+
+def _fail(replica: Replica) -> None:
+    raise ZeroDivisionError("on purpose")
+
+
+def _train(replica: Replica) -> tuple[float, float]:
+    import torch
+
+    torch.manual_seed(0)
+    inputs = torch.randn(32, 4)
+    targets = replica.to_device(inputs @ torch.tensor([[1.0], [-2.0], [3.0], [0.5]]))
+    inputs = replica.to_device(inputs)
+    model = torch.nn.Linear(4, 1).to(replica.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        replica.step(optimizer)
+        losses.append(loss.detach())
+    return losses[0].item(), losses[-1].item()

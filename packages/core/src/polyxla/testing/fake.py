@@ -1,0 +1,211 @@
+"""A whole runtime without XLA: replicas are threads of this process, devices are torch's CPU.
+
+Its collectives are real (the threads meet and exchange tensors), so everything that stands on
+`polyxla.Replica` can be tested with several replicas in milliseconds.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from polyxla.devices import Claim, Device, Discovery
+from polyxla.env import Setting, lent
+from polyxla.errors import UsageError
+from polyxla.hookspecs import hookimpl
+from polyxla.processes import run_processes
+from polyxla.replication import ReduceOp, Replication
+from polyxla.tree import map_tensors
+from polyxla.world import World
+
+if TYPE_CHECKING:
+    import torch
+
+    from polyxla.launch import Job
+
+FAKE_DEVICES = "FAKE_DEVICES"
+"""How many devices the fake runtime has; setting it also chooses that runtime.
+Default: 1.
+"""
+
+MEETING_TIMEOUT_S = 30.0
+"""Longest wait in a collective, in seconds: a test that forgets a replica must not hang."""
+
+
+class FakeRuntime:
+    """The plugin; its entry point is ``polyxla.testing.fake:runtime``."""
+
+    @hookimpl
+    def polyxla_discover_devices(self, environ: Mapping[str, str]) -> Discovery:
+        """Offer `FAKE_DEVICES` devices."""
+        text = environ.get(FAKE_DEVICES)
+        count = int(text or 1)
+        return Discovery(
+            claim=Claim.EXPLICIT if text else Claim.NONE,
+            reason=f"{FAKE_DEVICES}={text}" if text else f"{FAKE_DEVICES} is not set",
+            kind="FAKE",
+            devices=tuple(Device(index, "FAKE", f"fake device {index}") for index in range(count)),
+            variables={FAKE_DEVICES: Setting(text, "environment" if text else "default")},
+        )
+
+    @hookimpl
+    def polyxla_environment(self, devices: tuple[int, ...]) -> dict[str, str]:
+        """Tell a replica's process which devices the job has."""
+        return {"FAKE_VISIBLE_DEVICES": ",".join(map(str, devices))}
+
+    @hookimpl
+    def polyxla_launch(self, job: Job) -> list[Any]:
+        """Run one thread per device; or, asked to spawn one replica, one process."""
+        if job.start_method == "spawn":
+            if len(job.devices) > 1:
+                raise UsageError("the fake runtime spawns one replica only", fix="Use devices=1.")
+            return run_processes(job, [_Place(0, _Meeting(1))], [job.environ])
+        with lent(job.environ):
+            return _run_threads(job)
+
+    @hookimpl
+    def polyxla_replication(self, place: _Place) -> Replication:
+        """Connect one thread."""
+        return _FakeReplication(place)
+
+
+runtime = FakeRuntime()
+
+
+class _Meeting:
+    """Where the replicas of one job exchange values."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._slots: dict[tuple[int, ...], tuple[threading.Barrier, dict[int, Any]]] = {}
+        self._lock = threading.Lock()
+        self._is_over = False
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_Meeting, (self.size,))
+
+    def exchange(self, ordinal: int, value: Any, members: Sequence[int] = ()) -> list[Any]:
+        """Give `value`, wait for all members, return all values in ordinal order."""
+        who = tuple(sorted(members)) or tuple(range(self.size))
+        with self._lock:
+            barrier, values = self._slots.setdefault(who, (threading.Barrier(len(who)), {}))
+            if self._is_over:
+                barrier.abort()
+        values[ordinal] = value
+        barrier.wait(MEETING_TIMEOUT_S)
+        gathered = [values[member] for member in who]
+        # Nobody may write the next exchange's value before all have read this one's.
+        barrier.wait(MEETING_TIMEOUT_S)
+        return gathered
+
+    def give_up(self) -> None:
+        """Let everybody who waits, or will wait, fail at once."""
+        with self._lock:
+            self._is_over = True
+            for barrier, _ in self._slots.values():
+                barrier.abort()
+
+
+class _Place:
+    def __init__(self, ordinal: int, meeting: _Meeting) -> None:
+        self.ordinal, self.meeting = ordinal, meeting
+
+
+def _run_threads(job: Job) -> list[Any]:
+    meeting = _Meeting(len(job.devices))
+    results: list[Any] = [None] * meeting.size
+    failures: list[BaseException] = []
+
+    def replica(ordinal: int) -> None:
+        try:
+            results[ordinal] = job.run(_Place(ordinal, meeting))
+        except BaseException as error:
+            failures.append(error)
+            meeting.give_up()
+
+    threads = [threading.Thread(target=replica, args=(ordinal,)) for ordinal in range(meeting.size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        # The first is the cause; the others only found the meeting abandoned.
+        raise failures[0]
+    return results
+
+
+class _FakeReplication(Replication):
+    kind = "FAKE"
+
+    def __init__(self, place: _Place) -> None:
+        import torch
+
+        size = place.meeting.size
+        self.device = torch.device("cpu")
+        self.world = World(size, place.ordinal, place.ordinal, size)
+        self._meeting = place.meeting
+        self._generator = torch.Generator()
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        result: torch.Tensor = _REDUCE[op](self.all_gather(tensor))
+        return result
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return self._meeting.exchange(self.world.ordinal, tensor.clone())
+
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad = self.all_reduce(parameter.grad, "mean")
+
+    def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int] = ()) -> list[bytes]:
+        tagged = self._meeting.exchange(self.world.ordinal, (tag, payload), replicas)
+        if {other for other, _ in tagged} != {tag}:
+            raise RuntimeError(f"replicas met under different tags: {[other for other, _ in tagged]}")
+        return [other for _, other in tagged]
+
+    def to_device(self, value: Any) -> Any:
+        return map_tensors(lambda tensor: tensor.to(self.device), value)
+
+    def upload(self, loader: Iterable[Any]) -> Iterator[Any]:
+        for batch in loader:
+            yield self.to_device(batch)
+
+    def sync(self, wait: bool = False) -> None:
+        pass
+
+    def seed(self, seed: int) -> None:
+        self._generator.manual_seed(seed)
+
+    def report(self) -> str:
+        return f"fake runtime: replica {self.world.ordinal} of {self.world.world_size}"
+
+    def close(self) -> None:
+        pass
+
+
+def _fold(function: Callable[[Any, Any], Any]) -> Callable[[list[torch.Tensor]], Any]:
+    return lambda tensors: functools.reduce(function, tensors)
+
+
+def _smaller(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return one.minimum(other)
+
+
+def _larger(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return one.maximum(other)
+
+
+_REDUCE: Mapping[ReduceOp, Callable[[list[torch.Tensor]], Any]] = {
+    "sum": _fold(operator.add),
+    "mean": lambda tensors: functools.reduce(operator.add, tensors) / len(tensors),
+    "min": _fold(_smaller),
+    "max": _fold(_larger),
+    "mul": _fold(operator.mul),
+    "and": _fold(operator.and_),
+    "or": _fold(operator.or_),
+}

@@ -1,0 +1,134 @@
+"""Pytest fixtures: the runtime under test, plugins installed for one test, and the leak police."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyxla.launch import launch
+from polyxla.plugins import PLUGINS, RUNTIMES, find_runtime
+
+RUN_TIMEOUT_S = 300.0
+"""Longest a script under test may run, in seconds."""
+
+
+@dataclass(frozen=True)
+class RuntimeUnderTest:
+    """The runtime that the suite runs on.
+
+    Attributes:
+        name: its entry-point name.
+        environ: variables that `run` lays over the test's own environment.
+    """
+
+    name: str
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+    def launch(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        """Run ``function(replica, *args)`` on this runtime; `options` as for `polyxla.launch`."""
+        return launch(function, args, runtime=self.name, **options)
+
+    def run(self, *command: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        """Run ``polyxla run --runtime NAME command...`` as a person would, and wait for its end."""
+        return subprocess.run(
+            [sys.executable, "-m", "polyxla", "run", "--runtime", self.name, *command],
+            env={**os.environ, **self.environ, **environ},
+            capture_output=True,
+            text=True,
+            timeout=RUN_TIMEOUT_S,
+            check=False,
+        )
+
+
+class PluginInstaller:
+    """Installs small distributions for one test: modules and metadata in a folder on the path."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(
+        self, distribution: str, code: str = "", *, group: str = RUNTIMES, name: str | None = None
+    ) -> None:
+        """Install `distribution` whose module holds `code` and is registered as a plugin.
+
+        Args:
+            distribution: its name.
+            code: the plugin module's source; empty for metadata only.
+            group: the entry-point group.
+            name: the entry point's name; default: the distribution's.
+        """
+        module = distribution.replace("-", "_")
+        (self.folder / f"{module}.py").write_text(code)
+        self.metadata(distribution, f"[{group}]\n{name or distribution} = {module}\n")
+
+    def metadata(self, distribution: str, entry_points: str = "", version: str = "1.0") -> None:
+        """Write what importlib.metadata finds: a distribution's name, version and entry points."""
+        info = self.folder / f"{distribution.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+        (info / "entry_points.txt").write_text(entry_points)
+        importlib.invalidate_caches()
+
+    def fake_runtime(self) -> None:
+        """Install `polyxla.testing.FakeRuntime` under the name ``fake``."""
+        self.metadata("fake-runtime", f"[{RUNTIMES}]\nfake = polyxla.testing.fake:runtime\n")
+
+    def listener(self, distribution: str, code: str) -> None:
+        """Install a plugin that is not a runtime."""
+        self(distribution, code, group=PLUGINS)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--polyxla-runtime`` and its setting in the configuration file."""
+    parser.addoption("--polyxla-runtime", metavar="NAME", help="the runtime that `runtime` tests run on")
+    parser.addini("polyxla_runtime", "the default of --polyxla-runtime")
+
+
+@pytest.fixture(scope="session")
+def runtime(pytestconfig: pytest.Config) -> RuntimeUnderTest:
+    """The runtime named by ``--polyxla-runtime``; one that is missing is a failure, not a skip."""
+    name = pytestconfig.getoption("--polyxla-runtime") or pytestconfig.getini("polyxla_runtime")
+    if not name:
+        raise pytest.UsageError("name the runtime to test: pytest --polyxla-runtime NAME")
+    find_runtime(name, "--polyxla-runtime")
+    return RuntimeUnderTest(name)
+
+
+@pytest.fixture
+def install_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PluginInstaller:
+    """Install plugins that only this test, and the processes it starts, can see."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+    return PluginInstaller(folder)
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks() -> Iterator[None]:
+    """Fail a test that leaves a changed environment or a running thread behind."""
+    environ, threads = dict(os.environ), set(threading.enumerate())
+    yield
+    changed = {name for name in environ.keys() | os.environ.keys() if environ.get(name) != os.environ.get(name)}
+    # pytest sets this one around each phase of a test.
+    assert not changed - {"PYTEST_CURRENT_TEST"}, f"the test changed {sorted(changed)}"
+    assert not _left_running(threads), "the test left threads running"
+
+
+def _left_running(before: set[threading.Thread], patience_s: float = 5.0) -> list[threading.Thread]:
+    deadline = time.monotonic() + patience_s
+    while True:
+        left = [one for one in threading.enumerate() if one not in before and not one.daemon]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.01)

@@ -1,0 +1,21 @@
+"""The fake runtime keeps every promise that polyxla.testing asks of a runtime."""
+
+from __future__ import annotations
+
+
+import pytest
+
+from polyxla.testing import PluginInstaller, RuntimeConformance, RuntimeUnderTest
+
+
+@pytest.fixture(params=[1, 4], ids=["1-replica", "4-replicas"])
+def runtime(
+    request: pytest.FixtureRequest, install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch
+) -> RuntimeUnderTest:
+    install_plugin.fake_runtime()
+    monkeypatch.setenv("FAKE_DEVICES", str(request.param))
+    return RuntimeUnderTest("fake")
+
+
+class TestFakeRuntime(RuntimeConformance):
+    pass
