@@ -1,0 +1,5 @@
+"""``python -m polyxla``."""
+
+from polyxla.cli import main
+
+main()

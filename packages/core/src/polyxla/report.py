@@ -1,0 +1,52 @@
+"""Every variable that matters here, for ``polyxla env``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from polyxla import env
+from polyxla.devices import pick_devices
+from polyxla.env import Setting, Settings
+from polyxla.errors import UsageError
+from polyxla.launch import child_environment
+from polyxla.plugins import load_plugins
+from polyxla.selection import select, survey
+
+
+def variables(environ: Mapping[str, str], settings: Settings) -> list[dict[str, Any]]:
+    """Return polyxla's own variables, each runtime's, and what the chosen one would set for replicas."""
+    rows = [_row(name, setting, "polyxla") for name, setting in _own(environ, settings).items()]
+    for candidate in survey(environ):
+        if candidate.discovery:
+            found = candidate.discovery.variables.items()
+            rows += [_row(name, setting, f"runtime {candidate.name}") for name, setting in found]
+    return rows + _to_be_set(environ, settings)
+
+
+def _own(environ: Mapping[str, str], settings: Settings) -> dict[str, Setting]:
+    timeout = environ.get(env.POLYXLA_START_TIMEOUT_S)
+    return {
+        env.POLYXLA_RUNTIME: settings.runtime,
+        env.POLYXLA_DEVICES: settings.devices,
+        env.POLYXLA_PRECISION: settings.precision,
+        env.POLYXLA_START_TIMEOUT_S: Setting(timeout or "120", "environment" if timeout else "default"),
+    }
+
+
+def _to_be_set(environ: Mapping[str, str], settings: Settings) -> list[dict[str, Any]]:
+    try:
+        selection = select(environ, settings.runtime)
+        devices = pick_devices(settings.devices, selection.runtime, selection.discovery.devices)
+        wanted = child_environment(load_plugins(selection.runtime), environ, devices)
+    except UsageError as error:
+        # A listing is for finding out what is wrong: show the rest of it, with the error in its place.
+        return [_row("(replicas)", Setting(None, f"error: {error}"), "replicas")]
+    origin = f"set by runtime {selection.runtime}"
+    return [_row(name, Setting(value, origin), "replicas") for name, value in sorted(wanted.items())]
+
+
+def _row(name: str, setting: Setting, reader: str) -> dict[str, Any]:
+    value = setting.value
+    origin = "environment" if setting.origin == f"{name}={value}" else setting.origin
+    return {"name": name, "value": None if value is None else str(value), "origin": origin, "reader": reader}
