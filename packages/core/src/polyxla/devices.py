@@ -119,15 +119,21 @@ def _first(count: int, asked: Setting, runtime: str, devices: Sequence[Device]) 
         raise DevicesError(
             f"devices={count} asks for no device",
             where=asked.origin,
-            fix=f"Write a count from 1 to {len(devices)}, or devices='auto' for all of them.",
+            fix=_counts(devices),
         )
     if count > len(devices):
         raise DevicesError(
             f"devices={count} asks for {count} devices, but runtime {runtime} has {len(devices)} here",
             where=asked.origin,
-            fix=f"Write a count from 1 to {len(devices)}, or devices='auto' for all of them.",
+            fix=_counts(devices),
         )
     return tuple(device.index for device in devices[:count])
+
+
+def _counts(devices: Sequence[Device]) -> str:
+    if len(devices) == 1:
+        return "Write devices=1."
+    return f"Write a count from 1 to {len(devices)}, or devices='auto' for all of them."
 
 
 def _named(

@@ -30,7 +30,7 @@ class UsageError(PolyxlaError):
         self.fix = fix
 
     def __str__(self) -> str:
-        origin = f" (set by {self.where})" if self.where else ""
+        origin = f" (from {self.where})" if self.where else ""
         return f"{self.what}{origin}. {self.fix}"
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -66,6 +66,11 @@ class Outcome:
 
     Attributes:
         metrics: means over all replicas' records, by name.
+        epochs: passes over the training data that were finished.
+        steps: optimizer updates.
+        runtime: the runtime's name.
+        device: what the runtime calls the device.
+        world_size: number of replicas.
         state: ordinal 0's parameters on the host; None where the caller's module was trained in place.
     """
 
@@ -75,7 +80,7 @@ class Outcome:
     runtime: str
     device: str
     world_size: int
-    state: dict[str, Any] | None = None
+    state: dict[str, Any] | None = field(default=None, repr=False)
 
 
 def run_fit(

@@ -6,12 +6,13 @@ reported and the others keep working.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import importlib.metadata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Any
 
 import pluggy
 
@@ -62,7 +63,7 @@ class RuntimeEntry:
         """The version of the (first) distribution that provides it."""
         return self.points[0].dist.version if self.points[0].dist else None
 
-    def load(self) -> ModuleType:
+    def load(self) -> Any:
         """Import the runtime's plugin module.
 
         Raises:
@@ -124,31 +125,38 @@ def load_plugins(runtime: str, origin: str = "default") -> pluggy.PluginManager:
         UsageError: the runtime cannot be loaded, or a plugin misspells a hook.
     """
     manager = runtime_alone(find_runtime(runtime, origin))
-    register_others(manager)
+    _register_others(manager)
     return manager
 
 
 def load_everything() -> pluggy.PluginManager:
-    """Return a manager with every plugin that loads, all runtimes too, for the command line."""
+    """Return a manager with every plugin that loads, all runtimes too, for the command line.
+
+    Broken ones are passed over in silence: ``polyxla runtimes``, or the command that needs one, tells.
+    """
     manager = _manager()
-    for entry in runtime_entries().values():
-        try:
-            _register(manager, entry.load(), entry.name, entry.distribution)
-        except BrokenPluginError as error:
-            say(f"left out: {error}")
-    register_others(manager)
+    loads = [(entry.name, entry.distribution, entry.load) for entry in runtime_entries().values()]
+    loads += [(point.name, _distribution(point), point.load) for point in _plugin_points()]
+    for name, distribution, load in loads:
+        # Whatever importing a stranger's module may raise.
+        with contextlib.suppress(Exception):
+            _register(manager, load(), name, distribution)
     return manager
 
 
-def register_others(manager: pluggy.PluginManager) -> None:
+def _register_others(manager: pluggy.PluginManager) -> None:
     """Register the plugins that are not runtimes; one that cannot be imported is left out, and said."""
-    for point in _distinct(importlib.metadata.entry_points(group=PLUGINS)):
+    for point in _plugin_points():
         try:
-            module = _import(point, f"plugin {point.name!r}")
+            plugin = _import(point, f"plugin {point.name!r}")
         except BrokenPluginError as error:
             say(f"left out: {error}")
             continue
-        _register(manager, module, point.name, _distribution(point))
+        _register(manager, plugin, point.name, _distribution(point))
+
+
+def _plugin_points() -> tuple[importlib.metadata.EntryPoint, ...]:
+    return _distinct(importlib.metadata.entry_points(group=PLUGINS))
 
 
 def register_listener(manager: pluggy.PluginManager, listener: object) -> None:
@@ -166,16 +174,15 @@ def _manager() -> pluggy.PluginManager:
     return manager
 
 
-def _import(point: importlib.metadata.EntryPoint, what: str) -> ModuleType:
+def _import(point: importlib.metadata.EntryPoint, what: str) -> Any:
     try:
-        module: ModuleType = point.load()
+        return point.load()
     except Exception as error:
         raise BrokenPluginError(
             f"{what} cannot be imported: {type(error).__name__}: {error}",
             where=f"{point.value} of {_distribution(point)}",
             fix=f"Repair or remove it: pip install --force-reinstall {_distribution(point)}",
         ) from error
-    return module
 
 
 def _register(manager: pluggy.PluginManager, plugin: object, name: str | None, where: str) -> None:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
     from polyxla.loop import LoopSettings
-    from polyxla.replica import Replica
 
 
 class Progress:
@@ -42,22 +41,22 @@ class Progress:
         if self._bar:
             self._bar.show(step, self._seen)
         elif ends_epoch and self._steps_per_epoch:
-            self._line(f"epoch {step // self._steps_per_epoch}/{self._how.max_epochs}", step)
+            self._line(f"epoch {step // self._steps_per_epoch}/{self._how.max_epochs}", step, self._seen)
 
-    def _line(self, head: str, step: int) -> None:
-        say(f"{head}, step {step}, {time.monotonic() - self._started:.1f} s: {_numbers(self._seen)}")
+    def _line(self, head: str, step: int, values: Mapping[str, float]) -> None:
+        say(f"{head}, step {step}, {time.monotonic() - self._started:.1f} s: {_numbers(values)}")
 
     @hookimpl
     def polyxla_metrics_ready(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a validation's numbers."""
-        self._seen |= metrics
         if self._bar:
+            self._seen |= metrics
             self._bar.show(step, self._seen)
         else:
-            self._line("metrics", step)
+            self._line("metrics", step, metrics)
 
     @hookimpl
-    def polyxla_replica_stopped(self, replica: Replica) -> None:
+    def polyxla_replica_stopped(self) -> None:
         """Leave the terminal as it was."""
         if self._bar:
             self._bar.close()
