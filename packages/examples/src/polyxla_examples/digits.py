@@ -1,0 +1,109 @@
+"""A small CNN learns scikit-learn's handwritten digits: real data that needs no download.
+
+    polyxla run -m polyxla_examples.digits
+
+The test images are held out: they are never trained on, and nothing is tuned by them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Annotated, Any
+
+import torch
+import typer
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import polyxla
+
+CLASSES = 10
+TEST_SHARE = 0.2
+
+
+class DigitsNet(nn.Module):
+    """Two convolutions and a linear layer over images ``[record, 1, 8, 8]``, float32 in 0..1."""
+
+    def __init__(self, learning_rate: float, total_steps: int) -> None:
+        super().__init__()
+        self.learning_rate = learning_rate
+        self.total_steps = total_steps
+        self.conv1 = nn.Conv2d(1, 32, kernel_size=3, padding=1)
+        self.conv2 = nn.Conv2d(32, 64, kernel_size=3, padding=1)
+        self.linear = nn.Linear(64 * 2 * 2, CLASSES)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return the classes' scores, ``[record, 10]``."""
+        hidden = F.max_pool2d(F.relu(self.conv1(images)), 2)
+        hidden = F.max_pool2d(F.relu(self.conv2(hidden)), 2)
+        scores: torch.Tensor = self.linear(hidden.flatten(1))
+        return scores
+
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        """Return the loss of one batch."""
+        images, labels = batch
+        return F.cross_entropy(self(images), labels)
+
+    def test_step(self, batch: list[torch.Tensor]) -> None:
+        """Log the share of images whose best score is the right digit."""
+        images, labels = batch
+        self.log("test_accuracy", (self(images).argmax(dim=1) == labels).float().mean())  # type: ignore[operator]
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """Return AdamW under a one-cycle schedule."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, weight_decay=0.01)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.learning_rate, self.total_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def datasets() -> tuple[TensorDataset, TensorDataset]:
+    """Return the training and the test records: images ``[1, 8, 8]`` and labels."""
+    images, labels = load_digits(return_X_y=True)
+    parts = train_test_split(images, labels, test_size=TEST_SHARE, stratify=labels, random_state=0)
+    train_x, test_x = (torch.tensor(part, dtype=torch.float32).view(-1, 1, 8, 8) / 16 for part in parts[:2])
+    train_y, test_y = (torch.tensor(part, dtype=torch.int64) for part in parts[2:])
+    return TensorDataset(train_x, train_y), TensorDataset(test_x, test_y)
+
+
+def main(
+    epochs: Annotated[int, typer.Option(help="Passes over the training images.")] = 15,
+    batch_size: Annotated[int, typer.Option(help="Images per step and replica.")] = 32,
+    learning_rate: Annotated[float, typer.Option(help="The schedule's peak.")] = 0.01,
+    seed: Annotated[int, typer.Option(help="Seeds the weights and the order of the images.")] = 0,
+    log_dir: Annotated[str | None, typer.Option(help="Write TensorBoard files here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="End with one JSON line.")] = False,
+) -> None:
+    """Train, test on the held-out images, and say how it went."""
+    started = time.perf_counter()
+    torch.manual_seed(seed)
+    train, test = datasets()
+    # Every batch has the same shape, so that one program serves all steps.
+    loader = DataLoader(train, batch_size, shuffle=True, drop_last=True)
+    module = DigitsNet(learning_rate, total_steps=epochs * len(loader))
+    trainer = polyxla.Trainer(max_epochs=epochs, log_dir=log_dir)
+    trainer.fit(module, loader)
+    fitted = trainer.outcome
+    metrics = trainer.test(module, DataLoader(test, batch_size))
+    assert fitted is not None
+    result = {
+        "runtime": fitted.runtime,
+        "device": fitted.device,
+        "world_size": fitted.world_size,
+        "epochs": fitted.epochs,
+        "steps": fitted.steps,
+        "test_accuracy": metrics["test_accuracy"],
+        "seconds": round(time.perf_counter() - started, 3),
+    }
+    if as_json:
+        print(json.dumps(result), flush=True)
+    else:
+        print("  ".join(f"{name} {value}" for name, value in result.items()), file=sys.stdout)
+
+
+if __name__ == "__main__":
+    typer.run(main)
