@@ -1,0 +1,47 @@
+"""The single-device MNIST loop on xu.SampleGenerator: a plain torch_xla script, shortened by its argument."""
+
+import sys
+
+import torch
+import torch.nn.functional as F
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.utils.utils as xu
+from torch import nn, optim
+from torch_xla import runtime as xr
+
+BATCH_SIZE = 128
+SAMPLES = int(sys.argv[1]) if len(sys.argv) > 1 else 60000
+
+
+class MNIST(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(1, 10, kernel_size=5), nn.BatchNorm2d(10)
+        self.conv2, self.bn2 = nn.Conv2d(10, 20, kernel_size=5), nn.BatchNorm2d(20)
+        self.fc1, self.fc2 = nn.Linear(320, 50), nn.Linear(50, 10)
+
+    def forward(self, images):
+        hidden = self.bn1(F.relu(F.max_pool2d(self.conv1(images), 2)))
+        hidden = self.bn2(F.relu(F.max_pool2d(self.conv2(hidden), 2)))
+        hidden = F.relu(self.fc1(torch.flatten(hidden, 1)))
+        return F.log_softmax(self.fc2(hidden), dim=1)
+
+
+train_loader = xu.SampleGenerator(
+    data=(torch.zeros(BATCH_SIZE, 1, 28, 28), torch.zeros(BATCH_SIZE, dtype=torch.int64)),
+    sample_count=SAMPLES // BATCH_SIZE // xr.world_size(),
+)
+device = torch_xla.device()
+model = MNIST().train().to(device)
+loss_fn = nn.NLLLoss()
+optimizer = optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+losses = []
+for data, target in train_loader:
+    optimizer.zero_grad()
+    loss = loss_fn(model(data.to(device)), target.to(device))
+    loss.backward()
+    optimizer.step()
+    xm.mark_step()
+    losses.append(loss)
+print("steps", len(losses), "first", losses[0].item(), "last", losses[-1].item())

@@ -1,0 +1,81 @@
+"""A stranger's runtime is installed from its own package, chosen and trained with, like ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TOY = Path(__file__).parent / "toy_runtime"
+TIMEOUT_S = 300
+
+
+@pytest.fixture(scope="module")
+def toy_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Build and install the toy runtime with pip, into a folder of its own."""
+    target = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--target", str(target), str(TOY)], check=True, timeout=TIMEOUT_S)
+    return str(target)
+
+
+def polyxla(toy_path: str, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PJRT_", "XRT_"))}
+    return subprocess.run(
+        [sys.executable, "-m", "polyxla", *arguments],
+        env={**clean, "PYTHONPATH": toy_path, **environ},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def last_line(text: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(text.splitlines()[-1])
+    return document
+
+
+def test_it_is_listed_beside_ours_and_not_chosen_unasked(toy_path: str) -> None:
+    document = json.loads(polyxla(toy_path, "runtimes", "--json").stdout)
+    assert [row["name"] for row in document["runtimes"]] == ["pjrt", "toy", "xrt"]
+    assert document["chosen"] == "pjrt"
+
+
+def test_its_variable_chooses_it_and_it_trains(toy_path: str) -> None:
+    done = polyxla(toy_path, "run", "-m", "polyxla_examples.digits", "--epochs", "6", "--json", TOY_DEVICE="1")
+    assert done.returncode == 0, done.stderr
+    result = last_line(done.stdout)
+    assert (result["runtime"], result["device"], result["world_size"]) == ("toy", "TOY", 1)
+    assert result["test_accuracy"] > 0.9
+
+
+def test_it_keeps_the_contract(toy_path: str, tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["polyxla.testing.fixtures"]\n')
+    (tmp_path / "test_toy.py").write_text(
+        "from polyxla.testing import RuntimeConformance\n\n\nclass TestToy(RuntimeConformance):\n    pass\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--polyxla-runtime", "toy", str(tmp_path), "--rootdir", str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": toy_path},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+
+
+def test_ours_cannot_be_told_apart_in_core() -> None:
+    import polyxla as package
+
+    folder = Path(package.__file__).parent
+    naming = {path.name for path in folder.rglob("*.py") if "PJRT_" in path.read_text() or "XRT_" in path.read_text()}
+    # The table of what to install when a known runtime is missing, used in messages only.
+    assert naming <= {"plugins.py"}

@@ -1,0 +1,88 @@
+"""A runtime that computes with plain eager torch: one replica, no XLA, one file.
+
+``TOY_DEVICE=1`` asks for it. Only public names of polyxla are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from polyxla import Claim, Device, Discovery, Job, Replication, World, hookimpl
+from polyxla.processes import run_inline, run_processes
+from polyxla.tree import map_tensors
+
+if TYPE_CHECKING:
+    import torch
+
+TOY_DEVICE = "TOY_DEVICE"
+
+
+@hookimpl
+def polyxla_discover_devices(environ: Mapping[str, str]) -> Discovery:
+    asked = environ.get(TOY_DEVICE)
+    return Discovery(
+        claim=Claim.EXPLICIT if asked else Claim.NONE,
+        reason=f"{TOY_DEVICE}={asked}" if asked else f"{TOY_DEVICE} is not set",
+        kind="TOY",
+        devices=(Device(0, "TOY", "this machine's CPU, eagerly"),),
+    )
+
+
+@hookimpl
+def polyxla_environment() -> dict[str, str]:
+    return {TOY_DEVICE: "1"}
+
+
+@hookimpl
+def polyxla_launch(job: Job) -> list[Any]:
+    if job.start_method == "spawn":
+        return run_processes(job, [None], [job.environ])
+    return run_inline(job)
+
+
+@hookimpl
+def polyxla_replication() -> Replication:
+    return ToyReplication()
+
+
+class ToyReplication(Replication):
+    kind = "TOY"
+
+    def __init__(self) -> None:
+        import torch
+
+        self.world = World()
+        self.device = torch.device("cpu")
+
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor]
+
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+    def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int] = ()) -> list[bytes]:
+        return [payload]
+
+    def to_device(self, value: Any) -> Any:
+        return map_tensors(lambda tensor: tensor.to(self.device), value)
+
+    def upload(self, loader: Iterable[Any]) -> Iterator[Any]:
+        return map(self.to_device, loader)
+
+    def sync(self, wait: bool = False) -> None:
+        pass
+
+    def seed(self, seed: int) -> None:
+        import torch
+
+        torch.manual_seed(seed)
+
+    def report(self) -> str:
+        return "toy: nothing to report"
+
+    def close(self) -> None:
+        pass
