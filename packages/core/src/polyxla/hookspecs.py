@@ -51,11 +51,18 @@ def polyxla_discover_devices(environ: Mapping[str, str], accelerator: str) -> Di
 
 
 @hookspec(firstresult=True)
-def polyxla_environment(environ: Mapping[str, str], devices: tuple[int, ...]) -> dict[str, str] | None:
+def polyxla_environment(
+    environ: Mapping[str, str], discovery: Discovery, devices: tuple[int, ...]
+) -> dict[str, str] | None:
     """Return the variables that a process on these devices must start with.
 
     Called on the chosen runtime, before a launch or ``polyxla run``. What is returned is laid over
     `environ`; the calling process's own environment stays as it is. None: nothing is needed.
+
+    Args:
+        environ: the environment that was judged.
+        discovery: what this runtime answered to `polyxla_discover_devices`.
+        devices: indices of the devices that were picked from it.
 
     Raises:
         UsageError: the runtime cannot use these devices together.

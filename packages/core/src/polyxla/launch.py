@@ -126,7 +126,7 @@ def launch(
         args=tuple(args),
         runtime=selection.runtime,
         devices=indices,
-        environ=environ | child_environment(plugins, environ, indices),
+        environ=environ | child_environment(plugins, environ, selection, indices),
         precision=settings.precision,
         start_method=start_method,
     )
@@ -143,10 +143,12 @@ def announce(selection: Selection) -> None:
 
 
 def child_environment(
-    plugins: pluggy.PluginManager, environ: Mapping[str, str], devices: tuple[int, ...]
+    plugins: pluggy.PluginManager, environ: Mapping[str, str], selection: Selection, devices: tuple[int, ...]
 ) -> dict[str, str]:
     """Return the variables that the chosen runtime wants in a process on `devices`."""
-    wanted: dict[str, str] | None = plugins.hook.polyxla_environment(environ=environ, devices=devices)
+    wanted: dict[str, str] | None = plugins.hook.polyxla_environment(
+        environ=environ, discovery=selection.discovery, devices=devices
+    )
     return wanted or {}
 
 

@@ -38,7 +38,7 @@ def _to_be_set(environ: Mapping[str, str], settings: Settings) -> list[dict[str,
     try:
         selection = select(environ, settings.runtime)
         devices = pick_devices(settings.devices, selection.runtime, selection.discovery.devices)
-        wanted = child_environment(load_plugins(selection.runtime), environ, devices)
+        wanted = child_environment(load_plugins(selection.runtime), environ, selection, devices)
     except UsageError as error:
         # A listing is for finding out what is wrong: show the rest of it, with the error in its place.
         return [_row("(replicas)", Setting(None, f"error: {error}"), "replicas")]

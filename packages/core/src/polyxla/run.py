@@ -59,7 +59,7 @@ def make_plan(environ: Mapping[str, str], settings: Settings, command: Sequence[
     devices = pick_devices(settings.devices, selection.runtime, selection.discovery.devices)
     plugins = load_plugins(selection.runtime)
     find_precision(plugins, settings.precision)
-    variables = child_environment(plugins, environ, devices)
+    variables = child_environment(plugins, environ, selection, devices)
     variables[env.POLYXLA_RUNTIME] = selection.runtime
     if settings.devices.value != "auto":
         variables[env.POLYXLA_DEVICES] = json.dumps(list(devices))
