@@ -71,12 +71,23 @@ def look_at(entry: RuntimeEntry, environ: Mapping[str, str], accelerator: str) -
         manager = runtime_alone(entry)
     except BrokenPluginError as error:
         return Candidate(entry, error=error)
-    found = manager.hook.polyxla_discover_devices(environ=environ, accelerator=accelerator)
+    try:
+        found = manager.hook.polyxla_discover_devices(environ=environ, accelerator=accelerator)
+    except Exception as error:
+        return Candidate(entry, error=_failed(entry, error))
     if not found:
         reason = f"runtime {entry.name!r} does not implement polyxla_discover_devices"
         broken = BrokenPluginError(reason, where=entry.distribution, fix="Implement the hook.")
         return Candidate(entry, error=broken)
     return Candidate(entry, found[0])
+
+
+def _failed(entry: RuntimeEntry, error: Exception) -> BrokenPluginError:
+    return BrokenPluginError(
+        f"runtime {entry.name!r} failed to look for devices: {type(error).__name__}: {error}",
+        where=entry.distribution,
+        fix="Report it to its authors: a wrong setting is to be said, not raised.",
+    )
 
 
 def select(environ: Mapping[str, str], runtime: Setting, accelerator: str = "auto") -> Selection:
@@ -111,7 +122,8 @@ def choose(candidates: Sequence[Candidate], environ: Mapping[str, str]) -> Selec
     winner, others = ranked[0], ranked[1:]
     if others and others[0].claim is winner.claim:
         raise _tie(winner, others[0])
-    discovery = _usable(winner, _reason(winner))
+    # What made a fallback is nothing that a person set.
+    discovery = _usable(winner, _reason(winner) if winner.claim >= Claim.CONFIGURED else None)
     return Selection(
         runtime=winner.name,
         reason=discovery.reason,
@@ -121,7 +133,7 @@ def choose(candidates: Sequence[Candidate], environ: Mapping[str, str]) -> Selec
     )
 
 
-def _usable(candidate: Candidate, origin: str) -> Discovery:
+def _usable(candidate: Candidate, origin: str | None) -> Discovery:
     if candidate.error:
         raise candidate.error
     discovery = candidate.discovery
