@@ -34,7 +34,8 @@ class UsageError(PolyxlaError):
         return f"{self.what}{origin}. {self.fix}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.what, self.where, self.fix))
+        # With the dictionary, which holds the notes that say which replica it was.
+        return (_rebuild, (type(self), self.what, self.where, self.fix), self.__dict__)
 
 
 class UnknownRuntimeError(UsageError):
