@@ -97,9 +97,9 @@ def _read(asked: Setting) -> int | list[Any] | str:
     if isinstance(value, str) and value != "auto":
         try:
             value = json.loads(value)
-        except json.JSONDecodeError:
+        except ValueError:  # also a number of more digits than Python reads
             raise _unreadable(asked) from None
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | range):
         value = list(value)
     if isinstance(value, bool) or not (isinstance(value, int | list) or value == "auto"):
         raise _unreadable(asked)
@@ -144,7 +144,7 @@ def _named(
     if not indices:
         raise DevicesError("devices=[] names no device", where=asked.origin, fix=span)
     for index in indices:
-        if isinstance(index, bool) or index not in have:
+        if isinstance(index, bool | float) or index not in have:
             raise DevicesError(
                 f"devices={indices} names device {index!r}, "
                 f"but runtime {runtime} has devices {have[0]} to {have[-1]}",
