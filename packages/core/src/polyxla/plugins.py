@@ -103,7 +103,7 @@ def find_runtime(name: str, origin: str) -> RuntimeEntry:
             where=origin,
             fix=f"Install it: pip install {known.distribution}",
         )
-    near = difflib.get_close_matches(name, [*entries, *KNOWN_RUNTIMES], n=1)
+    near = difflib.get_close_matches(name.lower(), [*entries, *KNOWN_RUNTIMES], n=1)
     raise UnknownRuntimeError(
         f"no runtime is called {name!r} (installed: {installed})",
         where=origin,
