@@ -116,7 +116,7 @@ def launch(
         devices=_given("devices", None if devices == "auto" else devices),
         precision=_given("precision", precision),
     )
-    selection = select(environ, settings.runtime, accelerator)
+    selection = select(environ, settings.runtime, accelerator.lower())
     announce(selection)
     indices = pick_devices(settings.devices, selection.runtime, selection.discovery.devices)
     plugins = load_plugins(selection.runtime)
