@@ -59,9 +59,10 @@ def make_plan(environ: Mapping[str, str], settings: Settings, command: Sequence[
     devices = pick_devices(settings.devices, selection.runtime, selection.discovery.devices)
     plugins = load_plugins(selection.runtime)
     find_precision(plugins, settings.precision)
-    variables = child_environment(plugins, environ, selection, devices)
+    variables = dict(child_environment(plugins, environ, selection, devices))
     variables[env.POLYXLA_RUNTIME] = selection.runtime
-    if settings.devices.value != "auto":
+    # Also for --devices auto, which must win over the variable.
+    if settings.devices.origin != "default":
         variables[env.POLYXLA_DEVICES] = json.dumps(list(devices))
     if settings.precision.value is not None:
         variables[env.POLYXLA_PRECISION] = str(settings.precision.value)
