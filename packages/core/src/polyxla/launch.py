@@ -13,7 +13,7 @@ from polyxla import env
 from polyxla.devices import pick_devices
 from polyxla.env import Setting
 from polyxla.errors import UsageError
-from polyxla.notices import say
+from polyxla.notices import say_once
 from polyxla.plugins import load_plugins
 from polyxla.precision import find_precision
 from polyxla.replica import Replica
@@ -135,11 +135,11 @@ def launch(
 
 
 def announce(selection: Selection) -> None:
-    """Say the warnings of a choice, and the choice itself where nobody named the runtime."""
+    """Say the warnings of a choice, and the choice itself where nobody named the runtime; each once."""
     for warning in selection.warnings:
-        say(warning)
+        say_once(warning)
     if selection.implicit:
-        say(f"runtime {selection.runtime}: {selection.reason}")
+        say_once(f"runtime {selection.runtime}: {selection.reason}")
 
 
 def child_environment(
