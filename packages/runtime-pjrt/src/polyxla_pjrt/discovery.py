@@ -1,0 +1,109 @@
+"""What this machine offers through PJRT, found out without importing torch or touching a device.
+
+A TPU is seen by its PCI ids, its topology in the environment or at the metadata server; torch_xla is
+asked nothing, because its first answer starts the runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from polyxla import Claim, Device, Discovery, Setting, UsageError
+from polyxla_pjrt import env, tpu
+from polyxla_pjrt.chips import PCI_ROOT, Chip, attached_chips
+from polyxla_pjrt.versions import RIGHT_PAIR, versions_problem
+
+KINDS = ("CPU", "TPU")
+"""The device types this runtime drives."""
+
+
+def discover(environ: Mapping[str, str], accelerator: str, pci_root: Path = PCI_ROOT) -> Discovery:
+    """Say what a launch from here could use.
+
+    Args:
+        environ: the environment to judge by.
+        accelerator: ``"auto"``, or the kind of device that is insisted on.
+        pci_root: where the kernel lists PCI devices.
+    """
+    chips = attached_chips(pci_root)
+    claim, reason, kind = _claim(environ, accelerator, chips)
+    bare = Discovery(claim, reason, kind, variables=_variables(environ))
+    try:
+        _check(environ, accelerator, kind)
+        if kind == "TPU":
+            return tpu.with_devices(bare, environ, chips)
+        return replace(bare, devices=_cpus(environ))
+    except UsageError as error:
+        return replace(bare, kind="", unavailable=error.what, fix=error.fix)
+
+
+def replica_environment(
+    environ: Mapping[str, str], discovery: Discovery, devices: tuple[int, ...]
+) -> dict[str, str]:
+    """Return what the process of the one replica must find in its environment.
+
+    Raises:
+        UsageError: more than one device is asked for.
+    """
+    if len(devices) != 1:
+        raise UsageError(
+            f"{len(devices)} devices are asked for, but runtime 'pjrt' runs one replica in this version",
+            where=_count_origin(environ, discovery),
+            fix="Write devices=1, or devices=[i] for the device with index i.",
+        )
+    if discovery.kind == "TPU":
+        return tpu.core_environment(environ, devices[0])
+    return {env.PJRT_DEVICE: "CPU", env.POLYXLA_PJRT_LOCAL_DEVICE: str(devices[0])}
+
+
+def _count_origin(environ: Mapping[str, str], discovery: Discovery) -> str:
+    if discovery.kind == "CPU" and environ.get(env.CPU_NUM_DEVICES):
+        return f"{env.CPU_NUM_DEVICES}={environ[env.CPU_NUM_DEVICES]}"
+    return "devices"
+
+
+def _claim(environ: Mapping[str, str], accelerator: str, chips: tuple[Chip, ...]) -> tuple[Claim, str, str]:
+    if kind := environ.get(env.PJRT_DEVICE):
+        return Claim.EXPLICIT, f"{env.PJRT_DEVICE}={kind}", kind
+    if chips and accelerator in ("auto", "tpu"):
+        return Claim.ATTACHED, f"{len(chips)} TPU chip(s) attached", "TPU"
+    if accelerator == "auto":
+        reason = f"the CPU, because no TPU is attached and no variable says otherwise; {env.PJRT_DEVICE}=CPU is the same"
+        return Claim.FALLBACK, reason, "CPU"
+    return Claim.FALLBACK, f"accelerator={accelerator!r}", accelerator.upper()
+
+
+def _check(environ: Mapping[str, str], accelerator: str, kind: str) -> None:
+    if kind not in KINDS:
+        asked = f"{env.PJRT_DEVICE}={kind}" if environ.get(env.PJRT_DEVICE) else f"accelerator={accelerator!r}"
+        raise UsageError(
+            f"{asked} is not a device that runtime 'pjrt' can drive",
+            fix=f"Write {env.PJRT_DEVICE}=CPU or {env.PJRT_DEVICE}=TPU.",
+        )
+    if accelerator not in ("auto", kind.lower()):
+        raise UsageError(
+            f"accelerator={accelerator!r} and {env.PJRT_DEVICE}={kind} contradict each other",
+            fix=f"Leave accelerator out, or set {env.PJRT_DEVICE}={accelerator.upper()}.",
+        )
+    if problem := versions_problem():
+        raise UsageError(problem, fix=f"Install a pair that fits: {RIGHT_PAIR}")
+
+
+def _cpus(environ: Mapping[str, str]) -> tuple[Device, ...]:
+    text = environ.get(env.CPU_NUM_DEVICES, "1")
+    # torch_xla reads a wrong number as zero devices and says nothing.
+    count = int(text) if text.isascii() and text.isdecimal() else 0
+    if count < 1:
+        raise UsageError(
+            f"{env.CPU_NUM_DEVICES}={text} is not a whole number from 1",
+            fix=f"Write {env.CPU_NUM_DEVICES}=1, or unset it.",
+        )
+    return tuple(Device(index, "CPU", f"CPU device {index} of torch_xla") for index in range(count))
+
+
+def _variables(environ: Mapping[str, str]) -> dict[str, Setting]:
+    return {
+        name: Setting(environ.get(name), "environment" if name in environ else "default") for name in env.READ
+    }

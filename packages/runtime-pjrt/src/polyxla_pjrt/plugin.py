@@ -1,0 +1,43 @@
+"""The hooks of runtime pjrt. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from polyxla import Discovery, Job, Replication, hookimpl
+from polyxla_pjrt import discovery as pjrt
+from polyxla_pjrt import env
+
+
+@hookimpl
+def polyxla_discover_devices(environ: Mapping[str, str], accelerator: str) -> Discovery:
+    """See the attached TPU chips, or this machine's CPU."""
+    return pjrt.discover(environ, accelerator)
+
+
+@hookimpl
+def polyxla_environment(
+    environ: Mapping[str, str], discovery: Discovery, devices: tuple[int, ...]
+) -> dict[str, str]:
+    """Choose torch_xla's device type, and the chip where only one of several is used."""
+    return pjrt.replica_environment(environ, discovery, devices)
+
+
+@hookimpl
+def polyxla_launch(job: Job) -> list[Any]:
+    """Run the one replica in this process, or in a fresh one when asked to."""
+    from polyxla.processes import run_inline, run_processes
+
+    if job.start_method == "spawn":
+        return run_processes(job, [None], [job.environ])
+    return run_inline(job)
+
+
+@hookimpl
+def polyxla_replication(job: Job) -> Replication:
+    """Touch the device, for the first time in this process."""
+    from polyxla_pjrt.replication import SingleReplication
+
+    local_device = int(job.environ[env.POLYXLA_PJRT_LOCAL_DEVICE])
+    return SingleReplication(job.environ[env.PJRT_DEVICE], local_device)
