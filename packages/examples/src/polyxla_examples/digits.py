@@ -8,7 +8,6 @@ The test images are held out: they are never trained on, and nothing is tuned by
 from __future__ import annotations
 
 import json
-import sys
 import time
 from typing import Annotated, Any
 
@@ -24,6 +23,8 @@ import polyxla
 
 CLASSES = 10
 TEST_SHARE = 0.2
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 class DigitsNet(nn.Module):
@@ -70,6 +71,7 @@ def datasets() -> tuple[TensorDataset, TensorDataset]:
     return TensorDataset(train_x, train_y), TensorDataset(test_x, test_y)
 
 
+@app.command()
 def main(
     epochs: Annotated[int, typer.Option(help="Passes over the training images.")] = 15,
     batch_size: Annotated[int, typer.Option(help="Images per step and replica.")] = 32,
@@ -102,8 +104,8 @@ def main(
     if as_json:
         print(json.dumps(result), flush=True)
     else:
-        print("  ".join(f"{name} {value}" for name, value in result.items()), file=sys.stdout)
+        print("  ".join(f"{name} {value}" for name, value in result.items()))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()
