@@ -85,6 +85,12 @@ def _check_program(command: Sequence[str]) -> None:
             where="polyxla run",
             fix="Write the path of a script, or -m and the name of a module.",
         )
+    elif os.path.isdir(command[0]) and not os.path.exists(os.path.join(command[0], "__main__.py")):
+        raise UsageError(
+            f"the folder {command[0]!r} has no __main__.py",
+            where="polyxla run",
+            fix="Write the path of a script in it.",
+        )
 
 
 def _check_module(rest: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ import sys
 import traceback
 from types import CodeType, ModuleType
 
-from polyxla.errors import PolyxlaError
+from polyxla.errors import PolyxlaError, UsageError
 from polyxla.notices import say
 
 
@@ -23,18 +23,26 @@ def main() -> None:
     module = ModuleType("__main__")
     # Kept for good: what the program starts (threads, spawned workers) looks itself up here.
     sys.modules["__main__"] = module
-    code = _module(module) if sys.argv[0] == "-m" else _script(module, sys.argv[0])
     try:
+        code = _module(module) if sys.argv[0] == "-m" else _script(module, sys.argv[0])
         exec(code, module.__dict__)
     except PolyxlaError as error:
-        say(f"error: {error}{_line_of(error, module.__file__)}")
+        say(f"error: {error}{_line_of(error, getattr(module, '__file__', None))}")
         sys.exit(error.exit_code)
 
 
+def _lead_path(folder: str) -> None:
+    """Put `folder` where ``python -m polyxla.script`` put the current one; it puts none under safe_path."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+
+
 def _script(module: ModuleType, path: str) -> CodeType:
+    # Absolute, as python makes it: the script may change its folder.
+    path = os.path.abspath(path)
     if os.path.isdir(path):
         path = os.path.join(path, "__main__.py")
-    sys.path[0] = os.path.dirname(os.path.realpath(path))
+    _lead_path(os.path.dirname(os.path.realpath(path)))
     module.__file__ = path
     loader = importlib.machinery.SourceFileLoader("__main__", path)
     return loader.source_to_code(loader.get_data(path), path)
@@ -43,18 +51,32 @@ def _script(module: ModuleType, path: str) -> CodeType:
 def _module(module: ModuleType) -> CodeType:
     del sys.argv[0]
     name = sys.argv[0]
-    sys.path[0] = os.getcwd()
-    spec = importlib.util.find_spec(name)
+    _lead_path(os.getcwd())
+    spec = _spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         name = f"{name}.__main__"
-        spec = importlib.util.find_spec(name)
+        spec = _spec(name)
     code = spec.loader.get_code(name) if spec and hasattr(spec.loader, "get_code") else None
     if spec is None or code is None:
-        sys.exit(f"polyxla: error: there is no module {name!r} that can be run")
+        raise UsageError(
+            f"there is no module {name!r} that can be run",
+            where="polyxla run -m",
+            fix="Write the name of a module, or of a package that has a __main__.py.",
+        )
     module.__spec__, module.__file__, module.__package__ = spec, spec.origin, spec.parent
     module.__loader__ = spec.loader
     sys.argv[0] = spec.origin or name
     return code
+
+
+def _spec(name: str) -> importlib.machinery.ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        # A parent that is no package; what the parent's own code fails to import is its own error.
+        if error.name and f"{name}.".startswith(f"{error.name}."):
+            return None
+        raise
 
 
 def _line_of(error: BaseException, path: str | None) -> str:
