@@ -61,6 +61,7 @@ def plain_errors(as_json: bool) -> Iterator[None]:
 @app.command()
 def runtimes(runtime: RuntimeOption = None, as_json: JsonFlag = False) -> None:
     """List every runtime: whether it can run here, and which one would be chosen and why."""
+    from polyxla.plugins import plugin_problems
     from polyxla.selection import select, survey
 
     environ = env.snapshot()
@@ -85,6 +86,7 @@ def runtimes(runtime: RuntimeOption = None, as_json: JsonFlag = False) -> None:
         chosen["warnings"] = list(selection.warnings)
     except UsageError as error:
         chosen["error"] = str(error)
+    chosen["warnings"] += plugin_problems()
     if as_json:
         print_json({**chosen, "runtimes": rows})
     else:

@@ -114,7 +114,7 @@ def find_runtime(name: str, origin: str) -> RuntimeEntry:
 def runtime_alone(entry: RuntimeEntry) -> pluggy.PluginManager:
     """Return a manager with this runtime and nothing else, to ask it questions."""
     manager = _manager()
-    _register(manager, entry.load(), entry.name, entry.distribution)
+    _register(manager, entry.load(), f"runtime {entry.name!r}", entry.distribution)
     return manager
 
 
@@ -135,24 +135,39 @@ def load_everything() -> pluggy.PluginManager:
     Broken ones are passed over in silence: ``polyxla runtimes``, or the command that needs one, tells.
     """
     manager = _manager()
-    loads = [(entry.name, entry.distribution, entry.load) for entry in runtime_entries().values()]
-    loads += [(point.name, _distribution(point), point.load) for point in _plugin_points()]
-    for name, distribution, load in loads:
+    loads = [(f"runtime {entry.name!r}", entry.distribution, entry.load) for entry in runtime_entries().values()]
+    loads += [(f"plugin {point.name!r}", _distribution(point), point.load) for point in _plugin_points()]
+    for what, distribution, load in loads:
         # Whatever importing a stranger's module may raise.
         with contextlib.suppress(Exception):
-            _register(manager, load(), name, distribution)
+            _register(manager, load(), what, distribution)
     return manager
+
+
+def plugin_problems() -> list[str]:
+    """Return why each installed plugin that is not a runtime and does not work does not."""
+    manager, problems = _manager(), []
+    for point in _plugin_points():
+        what = f"plugin {point.name!r}"
+        try:
+            _register(manager, _import(point, what), what, _distribution(point))
+        except BrokenPluginError as error:
+            problems.append(str(error))
+            # The old one would blame every later plugin for this one's pending hook.
+            manager = _manager()
+    return problems
 
 
 def _register_others(manager: pluggy.PluginManager) -> None:
     """Register the plugins that are not runtimes; one that cannot be imported is left out, and said."""
     for point in _plugin_points():
+        what = f"plugin {point.name!r}"
         try:
-            plugin = _import(point, f"plugin {point.name!r}")
+            plugin = _import(point, what)
         except BrokenPluginError as error:
             say(f"left out: {error}")
             continue
-        _register(manager, plugin, point.name, _distribution(point))
+        _register(manager, plugin, what, _distribution(point))
 
 
 def _plugin_points() -> tuple[importlib.metadata.EntryPoint, ...]:
@@ -165,7 +180,8 @@ def register_listener(manager: pluggy.PluginManager, listener: object) -> None:
     Raises:
         BrokenPluginError: it misspells a hook or asks for an argument that the hook does not have.
     """
-    _register(manager, listener, None, type(listener).__name__)
+    kind = type(listener)
+    _register(manager, listener, f"listener {kind.__name__!r}", kind.__module__, is_named=False)
 
 
 def _manager() -> pluggy.PluginManager:
@@ -185,20 +201,28 @@ def _import(point: importlib.metadata.EntryPoint, what: str) -> Any:
         ) from error
 
 
-def _register(manager: pluggy.PluginManager, plugin: object, name: str | None, where: str) -> None:
+def _register(
+    manager: pluggy.PluginManager, plugin: object, what: str, where: str, is_named: bool = True
+) -> None:
     try:
-        manager.register(plugin, name)
+        manager.register(plugin, what if is_named else None)
         manager.check_pending()
-    except (pluggy.PluginValidationError, ValueError) as error:
+    except ValueError as error:
         raise BrokenPluginError(
-            f"plugin {name or where!r} does not fit polyxla's hooks: {_first_line(error)}",
+            f"{what} is registered already",
             where=where,
-            fix=_nearest_hooks(plugin),
+            fix="Of two plugins with one name, uninstall one; add a listener once only.",
+        ) from error
+    except pluggy.PluginValidationError as error:
+        raise BrokenPluginError(
+            f"{what} does not fit polyxla's hooks: {_essence(error)}", where=where, fix=_nearest_hooks(plugin)
         ) from error
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+def _essence(error: Exception) -> str:
+    # Of pluggy's several lines, the first names the hook and the last the argument.
+    first, *rest = str(error).strip().splitlines()
+    return f"{first}: {rest[-1]}" if rest else first
 
 
 def _nearest_hooks(plugin: object) -> str:
