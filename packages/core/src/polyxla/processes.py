@@ -2,7 +2,8 @@
 
 The parent talks with each child (`polyxla.child`) over one pipe: the child says hello, the parent
 sends the work, the child answers once. A child that goes away without an answer is seen at once,
-because its end of the pipe closes with it.
+because its end of the pipe closes with it; or within `LOST_CHECK_S`, where a process that the child
+forked (a data loader's worker) still holds that end.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 STOP_GRACE_S = 5.0
 """How long a child may take to end after it was asked to, in seconds, before it is killed."""
+LOST_CHECK_S = 1.0
+"""How often to look whether children that are waited for still live, in seconds."""
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); import polyxla.child; polyxla.child.main()"
 
 
@@ -155,21 +158,44 @@ def _gather(children: Sequence[_Child]) -> list[Any]:
     results: list[Any] = [None] * len(children)
     waiting = {child.pipe: child for child in children}
     while waiting:
-        for pipe in multiprocessing.connection.wait(list(waiting)):
+        ready = multiprocessing.connection.wait(list(waiting), LOST_CHECK_S)
+        for pipe in ready:
             child = waiting.pop(pipe)  # type: ignore[arg-type]
             results[child.index] = _answer(child)
+        if not ready:
+            _check_alive(waiting.values())
     return results
+
+
+def _check_alive(children: Iterable[_Child]) -> None:
+    for child in children:
+        # In this order: what it sent before it ended is in the pipe by now.
+        if child.process.poll() is not None and not child.pipe.poll():
+            raise _lost(child)
 
 
 def _answer(child: _Child) -> Any:
     try:
-        answer: Returned | Raised = cloudpickle.loads(child.pipe.recv_bytes())
+        packed = child.pipe.recv_bytes()
     except (EOFError, OSError):
         raise _lost(child) from None
     child.answered = True
+    answer = _unpacked(packed)
     if isinstance(answer, Raised):
         raise answer.error from RemoteTraceback(answer.traceback)
     return answer.value
+
+
+def _unpacked(packed: bytes) -> Returned | Raised:
+    try:
+        answer: Returned | Raised = cloudpickle.loads(packed)
+    except Exception as error:
+        raise UsageError(
+            f"the function's result cannot be read here: {type(error).__name__}: {error}",
+            where="launch",
+            fix="Return numbers, strings, CPU tensors, or collections of them.",
+        ) from error
+    return answer
 
 
 def _lost(child: _Child) -> PolyxlaError:
