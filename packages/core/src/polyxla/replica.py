@@ -149,7 +149,9 @@ class Replica:
         if is_tensor(value):
             return self._replication.all_reduce(value, op)
         if isinstance(value, Mapping):
-            return {key: self.all_reduce(item, op) for key, item in value.items()}
+            # Sorted: replicas that filled their dicts in another order must still meet key by key.
+            combined = {key: self.all_reduce(value[key], op) for key in sorted(value, key=repr)}
+            return {key: combined[key] for key in value}
         if isinstance(value, list | tuple):
             items = [self.all_reduce(item, op) for item in value]
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
