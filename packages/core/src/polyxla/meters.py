@@ -57,6 +57,9 @@ class Meter:
             zero = torch.zeros(())
             self._totals[name] = zero.to(value.device) if isinstance(value, torch.Tensor) else 0.0
             self._weights[name] = 0.0
+        if isinstance(value, torch.Tensor):
+            # In float16, a loss of 700 in a batch of 128 is already infinite.
+            value = value.to(torch.promote_types(value.dtype, torch.float32))
         self._totals[name] = self._totals[name] + value * weight
         self._weights[name] += weight
 
