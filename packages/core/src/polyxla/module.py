@@ -67,14 +67,20 @@ class Steps:
     def evaluate(self, kind: str, batch: Any, index: int) -> None:
         """Call ``validation_step`` or ``test_step``."""
         self._meter.start_batch(batch, is_training=False)
-        method = getattr(self._module, f"{kind}_step", None)
-        if method is None:
+        _call_step(getattr(self._module, f"{kind}_step"), batch, index)
+
+    def require(self, kind: str) -> None:
+        """Refuse data for a step that the module does not have.
+
+        Raises:
+            UsageError: there is no ``{kind}_step``.
+        """
+        if not callable(getattr(self._module, f"{kind}_step", None)):
             raise UsageError(
                 f"{type(self._module).__name__} has no {kind}_step, but was given data for it",
                 where=f"the {kind} loader",
                 fix=f"Write {kind}_step(self, batch), or pass no {kind} data.",
             )
-        _call_step(method, batch, index)
 
 
 class Schedulers:
@@ -129,10 +135,14 @@ def configured(module: Any) -> tuple[torch.optim.Optimizer, Schedulers]:
 
 
 def _unpacked(answer: Any) -> tuple[list[Any], list[Any]]:
+    if isinstance(answer, list | tuple) and len(answer) == 1 and isinstance(answer[0], Mapping):
+        answer = answer[0]
     if isinstance(answer, Mapping):
         schedule = answer.get("lr_scheduler")
+        if schedule is not None and not isinstance(schedule, Mapping):
+            schedule = {"scheduler": schedule, "monitor": answer.get("monitor")}
         return [answer.get("optimizer")], [] if schedule is None else [schedule]
-    if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], list):
+    if isinstance(answer, list | tuple) and len(answer) == 2 and isinstance(answer[0], list):
         schedules = answer[1]
         return answer[0], schedules if isinstance(schedules, list) else [schedules]
     if isinstance(answer, list | tuple):
