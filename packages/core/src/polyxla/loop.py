@@ -96,7 +96,8 @@ def run_fit(
 def run_test(replica: Replica, module: Any, data: Iterable[Any] | None, how: LoopSettings) -> Outcome:
     """Test `module` in this replica; see `polyxla.Trainer.test`."""
     with Loop(replica, module, how) as loop:
-        loop.evaluate(_required(own_loader(module, data, "test_dataloader"), "test", "test"), "test")
+        data = _required(own_loader(module, data, "test_dataloader"), "test", "test")
+        loop.evaluate(replica.loader(data), "test")
         return loop.finish()
 
 
@@ -134,8 +135,12 @@ class Loop:
     def fit(self, train: Iterable[Any], val: Iterable[Any] | None) -> None:
         """Train for the epochs asked for, validating after each."""
         self.optimizer, self.schedulers = configured(self.module)
-        self._listen(train)
         uploaded = self.replica.loader(train)
+        self._listen(uploaded)
+        if val is not None:
+            # Before an epoch is spent on a module that cannot validate.
+            self.steps.require("validation")
+            val = self.replica.loader(val)
         self.steps.call("on_fit_start")
         self.steps.call("on_train_start")
         for _ in range(self.how.max_epochs):
@@ -191,10 +196,10 @@ class Loop:
 
     @torch.no_grad()
     def evaluate(self, loader: Iterable[Any], kind: str) -> None:
-        """Run ``validation_step`` or ``test_step`` over `loader`; mean what it logs over its records."""
+        """Run ``validation_step`` or ``test_step`` over an uploaded loader; publish what it logs."""
         self.module.eval()
         self.steps.call(f"on_{kind}_epoch_start")
-        for index, batch in enumerate(self.replica.loader(loader)):
+        for index, batch in enumerate(loader):
             with self.replica.precision.forward():
                 self.steps.evaluate(kind, batch, index)
             self.replica.sync()
