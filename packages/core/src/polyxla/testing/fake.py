@@ -42,12 +42,14 @@ class FakeRuntime:
     def polyxla_discover_devices(self, environ: Mapping[str, str]) -> Discovery:
         """Offer `FAKE_DEVICES` devices."""
         text = environ.get(FAKE_DEVICES)
-        count = int(text or 1)
+        count = int(text or 1) if (text or "1").isdecimal() else 0
         return Discovery(
             claim=Claim.EXPLICIT if text else Claim.NONE,
             reason=f"{FAKE_DEVICES}={text}" if text else f"{FAKE_DEVICES} is not set",
             kind="FAKE",
             devices=tuple(Device(index, "FAKE", f"fake device {index}") for index in range(count)),
+            unavailable=None if count else f"{FAKE_DEVICES}={text} is not a number from 1",
+            fix=f"Write {FAKE_DEVICES}=1.",
             variables={FAKE_DEVICES: Setting(text, "environment" if text else "default")},
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -83,6 +84,14 @@ class PluginInstaller:
         """Install `polyxla.testing.FakeRuntime` under the name ``fake``."""
         self.metadata("fake-runtime", f"[{RUNTIMES}]\nfake = polyxla.testing.fake:runtime\n")
 
+    def hide_others(self) -> None:
+        """Hide every plugin that is installed for real, here and in processes that the test starts."""
+        find, mine = importlib.metadata.entry_points, str(self.folder)
+        dists = {point.dist for group in (RUNTIMES, PLUGINS) for point in find(group=group) if point.dist}
+        for name in {dist.name for dist in dists if str(dist.locate_file("")) != mine}:
+            # Of two distributions with one name, the first on the path is the one that counts.
+            self.metadata(name, version="0")
+
     def listener(self, distribution: str, code: str) -> None:
         """Install a plugin that is not a runtime."""
         self(distribution, code, group=PLUGINS)
@@ -105,13 +114,17 @@ def runtime(pytestconfig: pytest.Config) -> RuntimeUnderTest:
 
 
 @pytest.fixture
-def install_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PluginInstaller:
+def install_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PluginInstaller]:
     """Install plugins that only this test, and the processes it starts, can see."""
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
-    return PluginInstaller(folder)
+    yield PluginInstaller(folder)
+    # The next test may install another module under the same name.
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(str(folder)):
+            del sys.modules[name]
 
 
 @pytest.fixture(autouse=True)
