@@ -135,7 +135,8 @@ def load_everything() -> pluggy.PluginManager:
     Broken ones are passed over in silence: ``polyxla runtimes``, or the command that needs one, tells.
     """
     manager = _manager()
-    loads = [(f"runtime {entry.name!r}", entry.distribution, entry.load) for entry in runtime_entries().values()]
+    runtimes = runtime_entries().values()
+    loads = [(f"runtime {entry.name!r}", entry.distribution, entry.load) for entry in runtimes]
     loads += [(f"plugin {point.name!r}", _distribution(point), point.load) for point in _plugin_points()]
     for what, distribution, load in loads:
         # Whatever importing a stranger's module may raise.
