@@ -1,0 +1,287 @@
+"""The types of TPU slices as data: how many chips, on how many hosts, in what arrangement."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from dataclasses import dataclass
+
+from polyxla.errors import UsageError
+
+Shape = tuple[int, int, int]
+"""A count in each direction, ``(x, y, z)``."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How a slice is arranged: its hosts, and the chips within each of them.
+
+    Attributes:
+        hosts: hosts in each direction.
+        chips_per_host: one host's chips in each direction.
+    """
+
+    hosts: Shape
+    chips_per_host: Shape
+
+    @property
+    def host_count(self) -> int:
+        """Number of hosts."""
+        return math.prod(self.hosts)
+
+    @property
+    def chips_per_host_count(self) -> int:
+        """Number of chips of one host."""
+        return math.prod(self.chips_per_host)
+
+    @property
+    def chip_count(self) -> int:
+        """Number of chips of the slice."""
+        return self.host_count * self.chips_per_host_count
+
+    @property
+    def chips(self) -> Shape:
+        """The slice's chips in each direction."""
+        (hx, hy, hz), (cx, cy, cz) = self.hosts, self.chips_per_host
+        return (hx * cx, hy * cy, hz * cz)
+
+    def on_one_host(self) -> Bounds:
+        """Return the same chips as if one host held them all: what an emulated slice looks like."""
+        return Bounds((1, 1, 1), self.chips)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What all slices of one TPU generation have in common.
+
+    Attributes:
+        name: the short name, such as ``v5e``.
+        prefix: what stands before the dash in a type, such as ``v5litepod``.
+        cores_per_chip: TensorCores on a chip.
+        devices_per_chip: devices a chip shows to a program, hence threads per process.
+        counts_cores: whether the number after the dash counts cores; else it counts chips.
+        largest: the largest number after the dash.
+
+    Source: the pages "TPU v2" to "TPU v6e" of the Cloud TPU documentation; for devices per chip,
+        ``num_logical_cores_per_chip`` of torch_xla 2.9.0.
+    """
+
+    name: str
+    prefix: str
+    cores_per_chip: int
+    devices_per_chip: int
+    counts_cores: bool
+    largest: int
+
+
+GENERATIONS = {
+    "v2": Generation("v2", "v2", 2, 2, True, 512),
+    "v3": Generation("v3", "v3", 2, 2, True, 2048),
+    "v4": Generation("v4", "v4", 2, 1, True, 8192),
+    "v5e": Generation("v5e", "v5litepod", 1, 1, False, 256),
+    "v5p": Generation("v5p", "v5p", 2, 1, True, 12288),
+    "v6e": Generation("v6e", "v6e", 1, 1, False, 256),
+}
+"""Every generation, by its short name.
+
+Source: Cloud TPU documentation. A v4 pod has 4096 chips; the largest v5p slice has 6144.
+"""
+
+_BY_PREFIX = {g.prefix: g for g in GENERATIONS.values()} | GENERATIONS
+
+_BOARD: Shape = (2, 2, 1)
+
+_V2_V3_HOSTS: dict[str, dict[int, Shape]] = {
+    "v2": {8: (1, 1, 1), 32: (2, 2, 1), 128: (4, 4, 1), 256: (4, 8, 1), 512: (8, 8, 1)},
+    "v3": {
+        8: (1, 1, 1),
+        32: (2, 2, 1),
+        64: (2, 4, 1),
+        128: (4, 4, 1),
+        256: (4, 8, 1),
+        512: (8, 8, 1),
+        1024: (8, 16, 1),
+        2048: (16, 16, 1),
+    },
+}
+"""Hosts of four chips, by number of cores. Source: ``torch_xla._internal.tpu`` of torch_xla 2.9.0."""
+
+_FLAT: dict[int, Bounds] = {
+    1: Bounds((1, 1, 1), (1, 1, 1)),
+    4: Bounds((1, 1, 1), _BOARD),
+    8: Bounds((1, 1, 1), (2, 4, 1)),
+    16: Bounds((2, 2, 1), _BOARD),
+    32: Bounds((2, 4, 1), _BOARD),
+    64: Bounds((4, 4, 1), _BOARD),
+    128: Bounds((4, 8, 1), _BOARD),
+    256: Bounds((8, 8, 1), _BOARD),
+}
+"""v5e and v6e, by number of chips. Eight chips are one host; GKE can also make them two hosts of four,
+which then says so in its bounds.
+
+Source: the tables of supported configurations in "TPU v5e" and "TPU v6e", Cloud TPU documentation.
+"""
+
+_BELOW_A_CUBE: dict[int, Shape] = {4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)}
+"""v4 and v5p slices of less than a cube of 4x4x4 chips, by number of chips.
+
+Source: "TPU v4" and "TPU v5p", Cloud TPU documentation; 2x2x4 also in "TPU types and topologies".
+"""
+
+
+@dataclass(frozen=True)
+class AcceleratorType:
+    """A type of TPU slice, such as ``v3-8``.
+
+    Attributes:
+        name: the type as Google Cloud spells it (``v5litepod-8``, also where ``v5e-8`` was asked for).
+        generation: the short name, a key of `GENERATIONS`.
+        count: the number after the dash.
+        bounds: the default arrangement of its hosts and chips. Slices of v4 and v5p with the same
+            number of chips come in several shapes: bounds that a slice itself states take precedence.
+    """
+
+    name: str
+    generation: str
+    count: int
+    bounds: Bounds
+
+    @classmethod
+    def parse(cls, text: str, where: str) -> AcceleratorType:
+        """Read a type such as ``v4-16`` or ``v5e-8``.
+
+        Args:
+            text: the type; case and surrounding blanks do not matter.
+            where: where it was set, for the error.
+
+        Raises:
+            UsageError: there is no such generation, or it comes in no such size.
+        """
+        match = re.fullmatch(r"(\w+)-(\d{1,9})", text.strip().lower(), re.ASCII)
+        generation = _BY_PREFIX.get(match[1]) if match else None
+        if match is None or generation is None:
+            raise _no_such_type(text, where)
+        count = int(match[2])
+        if count not in sizes(generation.name):
+            raise _no_such_size(generation, count, where)
+        return cls(f"{generation.prefix}-{count}", generation.name, count, _bounds(generation, count))
+
+    @property
+    def cores_per_chip(self) -> int:
+        """TensorCores on a chip; two of v4 and v5p together are one device."""
+        return GENERATIONS[self.generation].cores_per_chip
+
+    @property
+    def threads_per_process(self) -> int:
+        """Replicas in a process: a process drives one chip, a thread each device the chip shows."""
+        return GENERATIONS[self.generation].devices_per_chip
+
+    @property
+    def chips(self) -> int:
+        """Number of chips, hence of processes."""
+        return self.bounds.chip_count
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts."""
+        return self.bounds.host_count
+
+    @property
+    def chips_per_host(self) -> int:
+        """Number of chips of one host."""
+        return self.bounds.chips_per_host_count
+
+    @property
+    def devices(self) -> int:
+        """Number of devices, hence of replicas: the world size when all are used."""
+        return self.chips * self.threads_per_process
+
+
+def sizes(generation: str) -> tuple[int, ...]:
+    """List the numbers a type of this generation can have after its dash, smallest first.
+
+    Source: Cloud TPU documentation; from a cube of 64 chips on, v4 and v5p come in whole cubes.
+    """
+    if generation in _V2_V3_HOSTS:
+        return tuple(_V2_V3_HOSTS[generation])
+    if not GENERATIONS[generation].counts_cores:
+        return tuple(_FLAT)
+    return (8, 16, 32, 64, *range(128, GENERATIONS[generation].largest + 1, 128))
+
+
+def _bounds(generation: Generation, count: int) -> Bounds:
+    if generation.name in _V2_V3_HOSTS:
+        return Bounds(_V2_V3_HOSTS[generation.name][count], _BOARD)
+    if not generation.counts_cores:
+        return _FLAT[count]
+    x, y, z = most_cubic(count // generation.cores_per_chip)
+    return Bounds((x // 2, y // 2, z), _BOARD)
+
+
+def most_cubic(chips: int) -> Shape:
+    """Arrange chips of a v4 or v5p slice the way they come when nobody asks for another shape.
+
+    Args:
+        chips: 4, 8, 16, 32 or a multiple of 64.
+
+    Source: "TPU types and topologies", Cloud TPU documentation: the default is the shape nearest to a
+        cube, each side a multiple of 4 from 64 chips on. It agrees with all shapes in the tables of
+        "TPU v4" and "TPU v5p", and with all v4 and v5p types xpk knows.
+    """
+    if chips in _BELOW_A_CUBE:
+        return _BELOW_A_CUBE[chips]
+    cubes = chips // 64
+    thin = (x for x in range(1, cubes + 1) if x**3 <= cubes and cubes % x == 0)
+    shapes = ((x, y, cubes // x // y) for x in thin for y in _divisors_between(x, cubes // x))
+    x, y, z = min(shapes, key=_surface)
+    return (4 * x, 4 * y, 4 * z)
+
+
+def _divisors_between(least: int, number: int) -> tuple[int, ...]:
+    return tuple(y for y in range(least, math.isqrt(number) + 1) if number % y == 0)
+
+
+def _surface(shape: Shape) -> int:
+    x, y, z = shape
+    return x * y + y * z + z * x
+
+
+def parse_shape(text: str, where: str) -> Shape:
+    """Read ``x,y,z``.
+
+    Raises:
+        UsageError: these are not three whole numbers from 1.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if len(parts) == 3 and all(re.fullmatch(r"0*[1-9][0-9]{0,5}", part) for part in parts):
+        x, y, z = map(int, parts)
+        return (x, y, z)
+    raise UsageError(
+        f"Bounds are three whole numbers from 1, and {text!r} is not",
+        where=where,
+        fix="Write x,y,z such as 2,2,1.",
+    )
+
+
+def _no_such_type(text: str, where: str) -> UsageError:
+    known = [f"{prefix}-{size}" for prefix, g in _BY_PREFIX.items() for size in sizes(g.name)]
+    near = difflib.get_close_matches(text.strip().lower(), known, n=3) or ["v3-8", "v4-8", "v5litepod-8"]
+    return UsageError(
+        f"There is no TPU type {text!r}",
+        where=where,
+        fix=f"A type is one of {', '.join(_BY_PREFIX)}, a dash and a size, such as {', '.join(near)}.",
+    )
+
+
+def _no_such_size(generation: Generation, count: int, where: str) -> UsageError:
+    known = sizes(generation.name)
+    below = [size for size in known if size < count][-1:]
+    above = [size for size in known if size > count][:1]
+    near = " and ".join(f"{generation.prefix}-{size}" for size in below + above)
+    unit = "cores" if generation.counts_cores else "chips"
+    return UsageError(
+        f"TPU {generation.name} does not come with {count} {unit}",
+        where=where,
+        fix=f"The nearest known: {near}.",
+    )
