@@ -1,0 +1,83 @@
+"""The TPU chips attached to this host, found by their PCI ids.
+
+The kernel's list is read and nothing else: opening a device, or asking libtpu, would take the chips
+away from the processes that are to use them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+PCI_ROOT = Path("/sys/bus/pci/devices")
+"""Where Linux lists PCI devices: a directory for each, named by its address."""
+
+GOOGLE = "0x1ae0"
+"""Google's PCI vendor id, which its network cards and disks have too. Source: torch_xla 2.9.0."""
+
+GENERATION_BY_DEVICE: dict[str, str | None] = {
+    "0x0027": None,
+    "0x0056": None,
+    "0x005e": "v4",
+    "0x0062": "v5p",
+    "0x0063": "v5e",
+    "0x006f": "v6e",
+    "0x0076": "tpu7x",
+}
+"""Generation by PCI device id. v2 and v3 share 0x0027; 0x0056 has no public name.
+
+Source: ``torch_xla._internal.tpu`` of torch_xla 2.9.0, where 0x0062 is only a test id; as v5p it is in
+    ``jax._src.hardware_utils`` of JAX and in ``tpu_info.device`` of tpu-info.
+"""
+
+_GENERATION_BY_SUBSYSTEM = {"0x004e": "v2", "0x004f": "v3"}
+"""Tells v2 from v3 by the PCI subsystem device id. Source: ``tpu_info.device`` of tpu-info."""
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A TPU chip attached to this host.
+
+    Attributes:
+        generation: such as ``v4``; None where the ids do not tell.
+        pci_address: such as ``0000:00:05.0``.
+    """
+
+    generation: str | None
+    pci_address: str
+
+
+def attached_chips(pci_root: Path = PCI_ROOT) -> tuple[Chip, ...]:
+    """List the attached TPU chips by PCI address.
+
+    Never raises: a machine without such a list, and a device that vanishes or cannot be read, has no
+    chips to offer.
+
+    Args:
+        pci_root: where the kernel lists PCI devices.
+    """
+    try:
+        addresses = sorted(entry.name for entry in pci_root.iterdir())
+    except OSError:
+        return ()
+    found = (_chip(pci_root / address) for address in addresses)
+    return tuple(chip for chip in found if chip is not None)
+
+
+def _chip(directory: Path) -> Chip | None:
+    if _read(directory / "vendor") != GOOGLE:
+        return None
+    device = _read(directory / "device")
+    if device not in GENERATION_BY_DEVICE:
+        return None
+    generation = GENERATION_BY_DEVICE[device]
+    if device == "0x0027":
+        generation = _GENERATION_BY_SUBSYSTEM.get(_read(directory / "subsystem_device"))
+    return Chip(generation, directory.name)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip().lower()
+    except OSError:
+        return ""
