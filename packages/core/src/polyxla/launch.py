@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,14 +54,18 @@ class Job:
         Args:
             place: handed to the runtime's `polyxla_replication`, so that it knows which replica this is.
         """
-        plugins = load_plugins(self.runtime)
-        policy = find_precision(plugins, self.precision)
-        replication = plugins.hook.polyxla_replication(job=self, place=place)
-        replica = Replica(replication, plugins, policy, self.runtime)
+        ordinal: int | None = None
         try:
-            return self._call(replica, plugins)
-        finally:
-            replication.close()
+            plugins = load_plugins(self.runtime)
+            policy = find_precision(plugins, self.precision)
+            replication = plugins.hook.polyxla_replication(job=self, place=place)
+            ordinal = replication.world.ordinal
+            with contextlib.closing(replication):
+                return self._call(Replica(replication, plugins, policy, self.runtime), plugins)
+        except BaseException as error:
+            who = "a replica that could not connect" if ordinal is None else f"the replica with ordinal {ordinal}"
+            error.add_note(f"raised in {who} on {socket.gethostname()}")
+            raise
 
     def _call(self, replica: Replica, plugins: pluggy.PluginManager) -> Any:
         failure: BaseException | None = None
@@ -69,7 +74,6 @@ class Job:
             return self.function(replica, *self.args)
         except BaseException as error:
             failure = error
-            error.add_note(f"raised in the replica with ordinal {replica.ordinal} on {socket.gethostname()}")
             raise
         finally:
             plugins.hook.polyxla_replica_stopped(replica=replica, error=failure)

@@ -1,0 +1,189 @@
+"""What runtime pjrt claims and offers, on machines made of folders and variables."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from polyxla import Claim, Discovery, UsageError
+from polyxla_pjrt import env
+from polyxla_pjrt.discovery import discover, replica_environment
+
+V4, V3 = "0x005e", "0x0027"
+DESCRIBED = {env.TPU_SKIP_MDS_QUERY: "1", env.TPU_LIBRARY_PATH: "libtpu.so"}
+
+
+def machine(folder: Path, device_id: str, chips: int) -> Path:
+    """Lay out PCI devices as Linux lists them."""
+    for index in range(chips):
+        device = folder / f"0000:00:{index:02x}.0"
+        device.mkdir()
+        (device / "vendor").write_text("0x1ae0\n")
+        (device / "device").write_text(f"{device_id}\n")
+    return folder
+
+
+@pytest.fixture
+def laptop(tmp_path: Path) -> Path:
+    return machine(tmp_path, V4, 0)
+
+
+@pytest.fixture
+def v4_host(tmp_path: Path) -> Path:
+    return machine(tmp_path, V4, 4)
+
+
+@pytest.fixture
+def v3_host(tmp_path: Path) -> Path:
+    return machine(tmp_path, V3, 4)
+
+
+@pytest.mark.parametrize(
+    ("environ", "claim", "reason"),
+    [
+        ({}, Claim.FALLBACK, "no TPU is attached and no variable says otherwise"),
+        ({"PJRT_DEVICE": ""}, Claim.FALLBACK, "no TPU is attached"),
+        ({"PJRT_DEVICE": "CPU"}, Claim.EXPLICIT, "PJRT_DEVICE=CPU"),
+    ],
+    ids=["nothing set", "set but empty", "asked for"],
+)
+def test_a_laptop_offers_its_cpu(laptop: Path, environ: dict[str, str], claim: Claim, reason: str) -> None:
+    found = discover(environ, "auto", laptop)
+    assert (found.claim, found.kind, found.unavailable, len(found.devices)) == (claim, "CPU", None, 1)
+    assert reason in found.reason
+
+
+def test_cpu_num_devices_counts_devices(laptop: Path) -> None:
+    found = discover({env.CPU_NUM_DEVICES: "8"}, "auto", laptop)
+    assert [device.index for device in found.devices] == list(range(8))
+
+
+@pytest.mark.parametrize("text", ["0", "abc", "-1", "1.5", "", "²", "0x2"])
+def test_a_wrong_cpu_num_devices_is_refused(laptop: Path, text: str) -> None:
+    found = discover({env.PJRT_DEVICE: "CPU", env.CPU_NUM_DEVICES: text}, "auto", laptop)
+    assert found.unavailable == f"CPU_NUM_DEVICES={text} is not a whole number from 1"
+    assert found.fix == "Write CPU_NUM_DEVICES=1, or unset it."
+    assert found.devices == ()
+
+
+@pytest.mark.parametrize("kind", ["FOO", "cpu", "GPU", "CUDA"])
+def test_an_unknown_device_type_is_refused(laptop: Path, kind: str) -> None:
+    found = discover({env.PJRT_DEVICE: kind}, "auto", laptop)
+    assert found.claim is Claim.EXPLICIT
+    assert found.unavailable == f"PJRT_DEVICE={kind} is not a device that runtime 'pjrt' can drive"
+    assert found.fix == "Write PJRT_DEVICE=CPU or PJRT_DEVICE=TPU."
+
+
+def test_an_accelerator_that_contradicts_the_variable_is_refused(laptop: Path) -> None:
+    found = discover({env.PJRT_DEVICE: "CPU"}, "tpu", laptop)
+    assert found.unavailable == "accelerator='tpu' and PJRT_DEVICE=CPU contradict each other"
+    assert "set PJRT_DEVICE=TPU" in found.fix
+
+
+def test_an_unknown_accelerator_is_refused(laptop: Path) -> None:
+    found = discover({}, "gpu", laptop)
+    assert found.unavailable == "accelerator='gpu' is not a device that runtime 'pjrt' can drive"
+
+
+@pytest.mark.parametrize("environ", [{"PJRT_DEVICE": "TPU"}, {}], ids=["by variable", "by accelerator"])
+def test_a_tpu_that_is_not_there_is_refused(laptop: Path, environ: dict[str, str]) -> None:
+    found = discover(environ, "tpu", laptop)
+    assert found.unavailable == "no TPU chip is attached to this machine"
+    assert "set PJRT_DEVICE=CPU" in found.fix
+
+
+def test_attached_chips_claim_the_machine(v4_host: Path) -> None:
+    found = discover({**DESCRIBED, env.TPU_ACCELERATOR_TYPE: "v4-8"}, "auto", v4_host)
+    assert (found.claim, found.reason) == (Claim.ATTACHED, "4 TPU chip(s) attached")
+    assert (found.kind, found.topology, found.host_count, len(found.devices)) == ("TPU", "v4-8", 1, 4)
+
+
+def test_accelerator_cpu_leaves_the_chips_alone(v4_host: Path) -> None:
+    found = discover({}, "cpu", v4_host)
+    assert (found.kind, found.claim, len(found.devices)) == ("CPU", Claim.FALLBACK, 1)
+
+
+def test_a_v3_chip_is_two_devices(v3_host: Path) -> None:
+    found = discover({**DESCRIBED, env.TPU_ACCELERATOR_TYPE: "v3-8"}, "auto", v3_host)
+    assert len(found.devices) == 8
+    assert found.devices[5].name == "v3-8 chip 2 core 1"
+
+
+def test_the_second_host_of_a_pod_offers_its_own_chips(v4_host: Path) -> None:
+    pod = {env.TPU_ACCELERATOR_TYPE: "v4-16", env.TPU_WORKER_ID: "1", env.TPU_WORKER_HOSTNAMES: "a,b"}
+    found = discover({**DESCRIBED, **pod}, "auto", v4_host)
+    assert (found.host_count, len(found.devices)) == (2, 4)
+    assert {device.host_index for device in found.devices} == {1}
+
+
+def test_visible_chips_narrow_the_devices(v4_host: Path) -> None:
+    part = {
+        env.TPU_ACCELERATOR_TYPE: "v4-8",
+        env.TPU_VISIBLE_CHIPS: "2,3",
+        env.TPU_PROCESS_BOUNDS: "1,1,1",
+        env.TPU_CHIPS_PER_PROCESS_BOUNDS: "1,2,1",
+    }
+    environ = {**DESCRIBED, **part}
+    found = discover(environ, "auto", v4_host)
+    assert [device.name for device in found.devices] == ["v4-8 chip 2 core 0", "v4-8 chip 3 core 0"]
+    assert replica_environment(environ, found, (1,))[env.TPU_VISIBLE_CHIPS] == "3"
+
+
+def test_a_missing_libtpu_is_named(v4_host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    environ = {env.TPU_SKIP_MDS_QUERY: "1", env.TPU_ACCELERATOR_TYPE: "v4-8"}
+    found = discover(environ, "auto", v4_host)
+    assert found.unavailable == "TPU chips are attached, but libtpu is not installed"
+    assert "torch_xla[tpu]==2.9.0" in found.fix
+
+
+def test_an_undescribed_slice_says_what_to_set(v4_host: Path) -> None:
+    closed = {env.TPU_LIBRARY_PATH: "libtpu.so", env.GCE_METADATA_HOST: "127.0.0.1:1"}
+    found = discover(closed, "auto", v4_host)
+    assert found.unavailable is not None
+    assert "neither the environment nor the metadata server says" in found.unavailable
+    assert "TPU_ACCELERATOR_TYPE" in found.fix
+
+
+def test_one_cpu_replica_needs_the_device_type(laptop: Path) -> None:
+    environ = {env.CPU_NUM_DEVICES: "8"}
+    wanted = replica_environment(environ, discover(environ, "auto", laptop), (5,))
+    assert wanted == {env.PJRT_DEVICE: "CPU", env.POLYXLA_PJRT_LOCAL_DEVICE: "5"}
+
+
+def test_core_five_of_a_v3_host_is_the_second_core_of_chip_two(v3_host: Path) -> None:
+    environ = {**DESCRIBED, env.TPU_ACCELERATOR_TYPE: "v3-8"}
+    wanted = replica_environment(environ, discover(environ, "auto", v3_host), (5,))
+    assert wanted[env.PJRT_DEVICE] == "TPU"
+    assert (wanted[env.TPU_VISIBLE_CHIPS], wanted[env.POLYXLA_PJRT_LOCAL_DEVICE]) == ("2", "1")
+    assert wanted[env.TPU_PROCESS_BOUNDS] == wanted[env.TPU_CHIPS_PER_PROCESS_BOUNDS] == "1,1,1"
+
+
+def test_a_prepared_process_keeps_its_core(v3_host: Path) -> None:
+    environ = {**DESCRIBED, env.TPU_ACCELERATOR_TYPE: "v3-8"}
+    environ |= replica_environment(environ, discover(environ, "auto", v3_host), (5,))
+    again = discover(environ, "auto", v3_host)
+    assert replica_environment(environ, again, (5,)) == {}
+    with pytest.raises(UsageError, match="this process was prepared for device 5, and device 2 is asked for"):
+        replica_environment(environ, again, (2,))
+
+
+@pytest.mark.parametrize("devices", [(0, 1), ()])
+def test_only_one_replica_runs_in_this_version(laptop: Path, devices: tuple[int, ...]) -> None:
+    environ = {env.CPU_NUM_DEVICES: "2"}
+    with pytest.raises(UsageError) as caught:
+        replica_environment(environ, discover(environ, "auto", laptop), devices)
+    assert "runtime 'pjrt' runs one replica in this version" in str(caught.value)
+    assert "CPU_NUM_DEVICES=2" in str(caught.value)
+
+
+def test_every_variable_is_listed_with_its_origin(laptop: Path) -> None:
+    found: Discovery = discover({env.PJRT_DEVICE: "CPU"}, "auto", laptop)
+    assert found.variables.keys() == set(env.READ)
+    assert (found.variables[env.PJRT_DEVICE].value, found.variables[env.PJRT_DEVICE].origin) == (
+        "CPU",
+        "environment",
+    )
+    assert found.variables[env.CPU_NUM_DEVICES].origin == "default"

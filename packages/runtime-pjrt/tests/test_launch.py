@@ -1,0 +1,88 @@
+"""One replica on torch_xla's own clients, in fresh processes; on a TPU as far as loading libtpu."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from polyxla import Job, Setting, launch
+from polyxla_pjrt import env, plugin
+from polyxla_pjrt.discovery import discover, replica_environment
+
+TIMEOUT_S = 120
+
+
+def describe(replica: object) -> tuple[str, str, int]:
+    return replica.kind, str(replica.device), os.getpid()  # type: ignore[attr-defined]
+
+
+def python(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of its own, so that the tests' process never starts a runtime."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PJRT_", "CPU_NUM"))}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(
+        command, env={**clean, **environ}, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+
+
+def test_a_spawned_replica_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env.CPU_NUM_DEVICES, "8")
+    [(kind, device, pid)] = launch(describe, runtime="pjrt", devices=[5], start_method="spawn")
+    assert (kind, device) == ("CPU", "xla:5")
+    assert pid != os.getpid()
+
+
+def test_an_inline_replica_can_be_launched_twice_and_leaves_no_variable() -> None:
+    done = python(
+        "import os, polyxla\n"
+        "def device(replica): return str(replica.device), os.environ['PJRT_DEVICE']\n"
+        "print(polyxla.launch(device), polyxla.launch(device))\n"
+        "print([name for name in os.environ if name.startswith(('PJRT', 'POLYXLA'))])\n"
+    )
+    assert done.stdout.splitlines() == ["[('xla:0', 'CPU')] [('xla:0', 'CPU')]", "[]"], done.stderr
+    assert done.stderr.count("polyxla: runtime pjrt: the CPU") == 1
+
+
+def test_a_running_client_that_does_not_fit_is_refused() -> None:
+    done = python(
+        "import os, polyxla\n"
+        "def device(replica): return str(replica.device)\n"
+        "polyxla.launch(device)\n"
+        "os.environ['CPU_NUM_DEVICES'] = '4'\n"
+        "try: polyxla.launch(device, devices=[3])\n"
+        "except polyxla.UsageError as error: print(error)\n"
+    )
+    assert "device 3 is not among the 1 that torch_xla already runs with in this process" in done.stdout
+    assert "start_method='spawn'" in done.stdout
+
+
+def test_a_process_that_runs_on_another_device_type_is_refused() -> None:
+    done = python(
+        "import torch_xla; torch_xla.device()\n"
+        "from polyxla_pjrt.replication import SingleReplication\n"
+        "try: SingleReplication('TPU', 0)\n"
+        "except Exception as error: print(error)\n",
+        PJRT_DEVICE="CPU",
+    )
+    assert "torch_xla already runs on CPU in this process, and cannot change to TPU" in done.stdout
+
+
+def test_a_tpu_job_gets_as_far_as_loading_libtpu(tmp_path: Path) -> None:
+    pci = tmp_path / "pci"
+    for index in range(4):
+        device = pci / f"0000:00:{index:02x}.0"
+        device.mkdir(parents=True)
+        (device / "vendor").write_text("0x1ae0")
+        (device / "device").write_text("0x005e")
+    library = str(tmp_path / "libtpu.so")
+    described = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v4-8", "TPU_LIBRARY_PATH": library}
+    environ = {**os.environ, **described}
+    wanted = replica_environment(environ, discover(environ, "auto", pci), (2,))
+    job = Job(describe, (), "pjrt", (2,), environ | wanted, Setting(None, "default"), "spawn")
+    with pytest.raises(RuntimeError, match="Failed to open .*libtpu.so") as caught:
+        plugin.polyxla_launch(job)
+    assert any("a replica that could not connect" in note for note in caught.value.__notes__)
