@@ -1,0 +1,117 @@
+"""The seven packages fit together: one version, one licence, arrows that point one way."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
+# Which of ours a package may need. An arrow the other way would be a cycle in the making.
+ARROWS = {
+    "bridge": set(),
+    "core": set(),
+    "examples": {"core", "precision", "runtime-pjrt", "runtime-xrt", "sampler"},
+    "precision": set(),
+    "runtime-pjrt": {"bridge", "core"},
+    "runtime-xrt": {"bridge", "core"},
+    "sampler": set(),
+}
+NEEDS_TORCH = {"examples", "runtime-pjrt"}
+
+
+def project(package: str) -> dict[str, Any]:
+    table: dict[str, Any] = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())[
+        "project"
+    ]
+    return table
+
+
+def requirements(package: str) -> dict[str, str]:
+    """Map the names that a package requires, without extras, to what follows them."""
+    table = project(package)
+    lists = [table["dependencies"], *table.get("optional-dependencies", {}).values()]
+    parts = (re.fullmatch(r"([\w.-]+)(?:\[[^]]*\])?(.*)", one) for part in lists for one in part)
+    return {match[1].replace("_", "-"): match[2] for match in parts if match}
+
+
+def modules(package: str) -> list[Path]:
+    return [path.parent for path in (ROOT / "packages" / package / "src").glob("*/__init__.py")]
+
+
+def test_all_packages_share_one_version() -> None:
+    assert len({project(package)["version"] for package in PACKAGES}) == 1
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_installed_version_is_the_declared_one(package: str) -> None:
+    assert importlib.metadata.version(f"polyxla-{package}") == project(package)["version"]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_siblings_are_pinned_and_allowed(package: str) -> None:
+    ours = {
+        name.removeprefix("polyxla-"): pin
+        for name, pin in requirements(package).items()
+        if name.startswith("polyxla-")
+    }
+    assert set(ours) <= ARROWS[package]
+    assert set(ours.values()) <= {f"=={project(package)['version']}"}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_torch_is_pinned_where_it_is_needed_and_nowhere_else(package: str) -> None:
+    needs = {name: pin for name, pin in requirements(package).items() if name in ("torch", "torch-xla")}
+    assert set(needs.values()) <= {"==2.9.*"}
+    assert ("torch" in needs) == (package in NEEDS_TORCH)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_is_complete(package: str) -> None:
+    folder = ROOT / "packages" / package
+    table = project(package)
+    assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert (folder / "README.md").read_text().startswith(f"# polyxla-{package}\n")
+    assert table["name"] == f"polyxla-{package}"
+    assert table["license"] == "Apache-2.0"
+    assert table["requires-python"] == ">=3.11,<3.14"
+    assert len(modules(package)) == 1
+    assert (modules(package)[0] / "py.typed").is_file()
+
+
+def test_entry_points_are_found_once_each() -> None:
+    for group in ("polyxla", "polyxla.runtimes"):
+        declared = {
+            (name, value)
+            for package in PACKAGES
+            for name, value in project(package).get("entry-points", {}).get(group, {}).items()
+        }
+        installed = [(point.name, point.value) for point in importlib.metadata.entry_points(group=group)]
+        assert sorted(installed) == sorted(declared)
+
+
+def test_ci_runs_what_the_readme_says() -> None:
+    """CI and a newcomer type the same line, so that neither can rot alone."""
+    command = next(
+        line.removesuffix(" || status=$?")
+        for line in (ROOT / ".ci" / "run").read_text().splitlines()
+        if ".venv/bin/nox" in line
+    )
+    fenced = re.findall(r"^```\w*\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    lines = [line.strip() for block in fenced for line in block.splitlines()]
+    assert command in lines
+
+
+def test_nothing_of_one_machine_is_committed() -> None:
+    script = ROOT / ".ci" / "tracked.py"
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
