@@ -1,0 +1,63 @@
+"""Settings remember where they came from; a lent environment goes back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import pytest
+
+from polyxla import env
+from polyxla.env import Setting, from_environ
+
+EVERYTHING = {"POLYXLA_RUNTIME": "xrt", "POLYXLA_DEVICES": "8", "POLYXLA_PRECISION": "32-true"}
+
+
+@pytest.mark.parametrize(
+    ("field", "name", "default"),
+    [
+        pytest.param("runtime", env.POLYXLA_RUNTIME, None, id="runtime"),
+        pytest.param("devices", env.POLYXLA_DEVICES, "auto", id="devices"),
+        pytest.param("precision", env.POLYXLA_PRECISION, None, id="precision"),
+    ],
+)
+def test_what_is_passed_wins_over_the_environment_and_that_over_the_default(
+    field: str, name: str, default: str | None
+) -> None:
+    passed = Setting("mine", f"--{field} mine")
+    assert getattr(from_environ(EVERYTHING, **{field: passed}), field) == passed
+    assert getattr(from_environ(EVERYTHING), field) == Setting(EVERYTHING[name], f"{name}={EVERYTHING[name]}")
+    assert getattr(from_environ({}), field) == Setting(default, "default")
+    assert getattr(from_environ({name: ""}), field) == Setting(default, "default"), (
+        "empty is as good as unset"
+    )
+
+
+def test_settings_do_not_leak_into_one_another() -> None:
+    settings = from_environ({}, devices=Setting(2, "devices=2"))
+    assert (settings.runtime.value, settings.devices.value, settings.precision.value) == (None, 2, None)
+
+
+def test_a_snapshot_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYXLA_TEST", "before")
+    copied = env.snapshot()
+    copied["POLYXLA_TEST"] = "changed"
+    assert os.environ["POLYXLA_TEST"] == "before"
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError], ids=["returns", "raises"])
+def test_a_lent_environment_goes_back(error: type[Exception] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYXLA_TEST_KEPT", "before")
+    monkeypatch.setenv("POLYXLA_TEST_GONE", "before")
+    before = dict(os.environ)
+    lent = {name: value for name, value in before.items() if name != "POLYXLA_TEST_GONE"}
+    with (
+        contextlib.nullcontext() if error is None else pytest.raises(error),
+        env.lent({**lent, "POLYXLA_TEST_KEPT": "lent", "POLYXLA_TEST_NEW": "lent"}),
+    ):
+        assert os.environ["POLYXLA_TEST_KEPT"] == os.environ["POLYXLA_TEST_NEW"] == "lent"
+        assert "POLYXLA_TEST_GONE" not in os.environ
+        os.environ["POLYXLA_TEST_NEW"] = os.environ["POLYXLA_TEST_GONE"] = "changed by the replica"
+        if error is not None:
+            raise error
+    assert dict(os.environ) == before
