@@ -50,7 +50,7 @@ class Discovery:
 
     Attributes:
         claim: how strongly the environment speaks for this runtime.
-        reason: what makes the claim, such as ``PJRT_DEVICE=CPU``.
+        reason: what makes the claim, such as ``TOY_DEVICE=1``.
         kind: the kind of the devices; empty where there are none.
         devices: the devices a launch from here can use, by index.
         unavailable: why nothing can run; None where it can.

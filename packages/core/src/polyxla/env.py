@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,20 +79,24 @@ def snapshot() -> dict[str, str]:
 
 @contextlib.contextmanager
 def lent(environ: Mapping[str, str]) -> Iterator[None]:
-    """Give this process another environment while a replica runs in it, then the old one back.
+    """Give this process another environment while a replica runs in it, then take it back.
 
     A replica that runs inside the caller's process needs its variables where torch_xla reads them.
+    Only what was lent is undone: what libraries set for themselves on import they go on needing.
     Not for threads: the environment belongs to the whole process.
     """
     before = snapshot()
-    _become(environ)
+    touched = {name for name in before.keys() | environ.keys() if before.get(name) != environ.get(name)}
+    _set(touched, environ)
     try:
         yield
     finally:
-        _become(before)
+        _set(touched, before)
 
 
-def _become(environ: Mapping[str, str]) -> None:
-    for name in os.environ.keys() - environ.keys():
-        del os.environ[name]
-    os.environ.update(environ)
+def _set(names: Iterable[str], values: Mapping[str, str]) -> None:
+    for name in names:
+        if name in values:
+            os.environ[name] = values[name]
+        else:
+            os.environ.pop(name, None)

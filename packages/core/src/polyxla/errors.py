@@ -17,7 +17,7 @@ class UsageError(PolyxlaError):
 
     Args:
         what: what was wrong, a sentence without its full stop.
-        where: where it was set, such as ``devices=9`` or ``PJRT_DEVICE=FOO``.
+        where: where it was set, such as ``devices=9`` or ``POLYXLA_RUNTIME=foo``.
         fix: what to write instead, a sentence with its full stop.
     """
 

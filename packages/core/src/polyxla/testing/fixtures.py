@@ -129,10 +129,14 @@ def install_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 @pytest.fixture(autouse=True)
 def _no_leaks() -> Iterator[None]:
-    """Fail a test that leaves a changed environment or a running thread behind."""
+    """Fail a test that changes a variable, leaves one of polyxla's behind, or a running thread.
+
+    New variables of others are let pass: torch_xla and scikit-learn set some when first imported.
+    """
     environ, threads = dict(os.environ), set(threading.enumerate())
     yield
-    changed = {name for name in environ.keys() | os.environ.keys() if environ.get(name) != os.environ.get(name)}
+    watched = {*environ, *(name for name in os.environ if name.startswith("POLYXLA_"))}
+    changed = {name for name in watched if environ.get(name) != os.environ.get(name)}
     # pytest sets this one around each phase of a test.
     assert not changed - {"PYTEST_CURRENT_TEST"}, f"the test changed {sorted(changed)}"
     assert not _left_running(threads), "the test left threads running"
