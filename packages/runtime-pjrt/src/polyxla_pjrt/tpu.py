@@ -57,6 +57,9 @@ def core_environment(environ: Mapping[str, str], device: int) -> dict[str, str]:
     # The type's own bounds: the slice's may speak of fewer chips than the host has.
     accelerator = AcceleratorType.parse(slice_.accelerator.name, slice_.origin)
     variables, local_device = single_core_environment(_core_of(slice_, device), accelerator)
+    if slice_.origin == "environment":
+        # torch_xla would ask the metadata server again, which had nothing to say.
+        variables[env.TPU_SKIP_MDS_QUERY] = "1"
     return {
         env.PJRT_DEVICE: "TPU",
         **variables,
