@@ -1,0 +1,99 @@
+"""What a person can get wrong on the command line: the text, exit code 2, no traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TIMEOUT_S = 120
+HELLO = "import polyxla\nprint(polyxla.launch(lambda replica: replica.ordinal))\n"
+
+
+def polyxla(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PJRT_", "XRT_", "POLYXLA_", "CPU_NUM_"))
+    }
+    command = [sys.executable, "-m", "polyxla", *arguments]
+    return subprocess.run(
+        command, env={**clean, **environ}, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "hello.py"
+    path.write_text(HELLO)
+    return str(path)
+
+
+EIGHT = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "text"),
+    [
+        (["--runtime", "pjrtt"], {}, "no runtime is called 'pjrtt'"),
+        (["--runtime", "pjrtt"], {}, "Did you mean 'pjrt'?"),
+        ([], {"POLYXLA_RUNTIME": "ddp"}, "(from POLYXLA_RUNTIME=ddp)"),
+        ([], {"PJRT_DEVICE": "FOO"}, "Write PJRT_DEVICE=CPU or PJRT_DEVICE=TPU."),
+        ([], {"CPU_NUM_DEVICES": "0"}, "CPU_NUM_DEVICES=0 is not a whole number from 1"),
+        ([], {"CPU_NUM_DEVICES": "abc"}, "CPU_NUM_DEVICES=abc is not a whole number from 1"),
+        ([], {"PJRT_DEVICE": "TPU"}, "no TPU chip is attached to this machine"),
+        ([], {"XRT_TPU_CONFIG": "tpu_worker;0;10.0.0.2:8470"}, "this version cannot drive a TPU node yet"),
+        (["--devices", "9"], EIGHT, "devices=9 asks for 9 devices, but runtime pjrt has 8 here"),
+        (["--devices", "[8]"], EIGHT, "runtime pjrt has devices 0 to 7"),
+        (["--devices", "0"], EIGHT, "devices=0 asks for no device"),
+        (["--devices", "x"], EIGHT, "neither a count, a list of indices nor 'auto'"),
+        (["--devices", "[]"], EIGHT, "devices=[] names no device"),
+        (["--devices", "2"], EIGHT, "runs one replica in this version"),
+        ([], {"POLYXLA_DEVICES": "9", **EIGHT}, "(from POLYXLA_DEVICES=9)"),
+        (["--precision", "bf15"], {}, "no installed plugin knows the precision 'bf15'"),
+    ],
+)
+def test_a_wrong_choice(script: str, options: list[str], environ: dict[str, str], text: str) -> None:
+    done = polyxla("run", *options, script, **environ)
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_script_that_does_not_exist() -> None:
+    done = polyxla("run", "trian.py")
+    assert done.returncode == 2
+    assert "there is no file 'trian.py'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_two_variables_that_disagree_are_warned_of(script: str) -> None:
+    done = polyxla("run", script, PJRT_DEVICE="CPU", XRT_TPU_CONFIG="tpu_worker;0;10.0.0.2:8470")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[0]\n"
+    assert "asks for runtime 'xrt' and PJRT_DEVICE=CPU for 'pjrt': 'pjrt' wins" in done.stderr
+
+
+def test_a_function_that_cannot_travel(tmp_path: Path) -> None:
+    path = tmp_path / "locked.py"
+    path.write_text(
+        "import threading, polyxla\n"
+        "lock = threading.Lock()\n"
+        "polyxla.launch(lambda replica: lock.locked(), start_method='spawn')\n"
+    )
+    done = polyxla("run", str(path), PJRT_DEVICE="CPU")
+    assert done.returncode == 2
+    assert "train_fn (<lambda>) cannot be sent to another process" in done.stderr
+    assert f"at {path}:3" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_listing_still_answers_when_nothing_can_be_chosen() -> None:
+    done = polyxla("runtimes", "--json", PJRT_DEVICE="FOO")
+    assert done.returncode == 2
+    assert '"chosen": null' in done.stdout
+    assert "PJRT_DEVICE=FOO" in done.stdout

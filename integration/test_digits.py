@@ -1,0 +1,61 @@
+"""The main example: real data, trained to the accuracy that its page promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from polyxla_examples.digits import DigitsNet, datasets
+from torch.utils.data import DataLoader
+
+from polyxla import Trainer
+from polyxla.testing import RuntimeUnderTest
+
+FIELDS = ["runtime", "device", "world_size", "epochs", "steps", "test_accuracy", "seconds"]
+
+
+def last_line(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr
+    document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return document
+
+
+def test_digits_reaches_its_accuracy(runtime: RuntimeUnderTest) -> None:
+    done = runtime.run("-m", "polyxla_examples.digits", "--json")
+    result = last_line(done)
+    assert list(result) == FIELDS
+    assert result["runtime"] == runtime.name
+    assert result["test_accuracy"] >= 0.97
+    assert result["steps"] == result["epochs"] * 44
+    assert "epoch 15/15" in done.stderr
+
+
+def test_digits_with_no_variable_set_says_what_it_chose() -> None:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PJRT_", "XRT_", "POLYXLA_"))}
+    command = [sys.executable, "-m", "polyxla", "run", "-m", "polyxla_examples.digits", "--epochs", "5", "--json"]
+    done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=300, check=False)
+    assert last_line(done)["test_accuracy"] > 0.9
+    assert done.stderr.count("polyxla: runtime pjrt: the CPU, because no TPU is attached") == 1
+
+
+@pytest.mark.parametrize("start_method", ["inline", "spawn"])
+def test_digits_trains_the_callers_module(runtime: RuntimeUnderTest, start_method: Any) -> None:
+    torch.manual_seed(0)
+    train, test = datasets()
+    loader = DataLoader(train, 32, shuffle=True, drop_last=True)
+    module = DigitsNet(0.01, total_steps=3 * len(loader))
+    trainer = Trainer(
+        max_epochs=3, devices=1, runtime=runtime.name, start_method=start_method, log_dir=None, progress=False
+    )
+    trainer.fit(module, loader)
+    assert next(module.parameters()).device.type == "cpu"
+    images, labels = test.tensors
+    right = (module(images).argmax(dim=1) == labels).float().mean().item()
+    assert right > 0.9
+    # What the runtime computes on its device is what torch computes here.
+    assert trainer.test(module, DataLoader(test, 64))["test_accuracy"] == pytest.approx(right, abs=0.005)
