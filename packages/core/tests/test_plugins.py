@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from polyxla import BrokenPluginError, RuntimeNotInstalledError, UnknownRuntimeError, hookimpl
+from polyxla import BrokenPluginError, RuntimeNotInstalledError, UnknownRuntimeError, UsageError, hookimpl
 from polyxla.plugins import (
     PLUGINS,
     RUNTIMES,
@@ -121,7 +121,9 @@ def test_only_the_runtime_that_is_looked_at_is_imported(install_plugin: PluginIn
         ),
     ],
 )
-def test_a_name_that_is_not_there(name: str, kind: type, text: str, install_plugin: PluginInstaller) -> None:
+def test_a_name_that_is_not_there(
+    name: str, kind: type[UsageError], text: str, install_plugin: PluginInstaller
+) -> None:
     install_plugin("toy", TOY)
     with pytest.raises(kind) as caught:
         find_runtime(name, "--runtime")

@@ -1,0 +1,348 @@
+"""launch checks everything first, hands the runtime one job, and leaves the caller as it was."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from polyxla import Job, Replica, UsageError, launch
+from polyxla.notices import say_once
+from polyxla.testing import PluginInstaller
+
+ECHO = """
+from polyxla import Claim, Device, Discovery, hookimpl
+
+@hookimpl
+def polyxla_discover_devices(environ, accelerator):
+    devices = tuple(Device(index, "ECHO", f"echo device {index}") for index in range(8))
+    notes = (environ["ECHO_NOTE"],) if "ECHO_NOTE" in environ else ()
+    return Discovery(Claim.FALLBACK, f"accelerator {accelerator}", "ECHO", devices, notes=notes)
+
+@hookimpl
+def polyxla_environment(environ, discovery, devices):
+    return {"ECHO_DEVICES": f"{list(devices)} of {len(discovery.devices)}, {environ.get('ECHO_BEFORE')}"}
+
+@hookimpl
+def polyxla_launch(job):
+    return [job]
+"""
+DIARY = """
+from polyxla import hookimpl
+
+diary = []
+
+@hookimpl
+def polyxla_replica_started(replica):
+    diary.append(f"started {replica.ordinal}")
+
+@hookimpl
+def polyxla_replica_stopped(replica, error):
+    diary.append(f"stopped {replica.ordinal} {error!r}")
+"""
+# A fake runtime whose connections say when they are closed.
+CLOSING = """
+from polyxla import hookimpl
+from polyxla.testing.fake import runtime as fake
+
+closed = []
+polyxla_discover_devices = fake.polyxla_discover_devices
+polyxla_environment = fake.polyxla_environment
+polyxla_launch = fake.polyxla_launch
+
+@hookimpl
+def polyxla_replication(job, place):
+    if job.environ.get("CLOSING_FAILS"):
+        raise ConnectionRefusedError("nobody listens")
+    replication = fake.polyxla_replication(place)
+    replication.close = lambda: closed.append(place.ordinal)
+    return replication
+"""
+
+
+@pytest.fixture(autouse=True)
+def _alone(install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    install_plugin.hide_others()
+    for name in ("POLYXLA_RUNTIME", "POLYXLA_DEVICES", "POLYXLA_PRECISION", "PJRT_DEVICE", "XRT_TPU_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    say_once.cache_clear()
+    yield
+    say_once.cache_clear()
+
+
+@pytest.fixture
+def echo(install_plugin: PluginInstaller) -> Callable[..., Job]:
+    """Launch on a runtime that runs nothing and returns the job."""
+    install_plugin("echo", ECHO)
+
+    def launched(train_fn: Any = print, args: Any = (), **options: Any) -> Job:
+        (job,) = launch(train_fn, args, **options)
+        assert isinstance(job, Job)
+        return job
+
+    return launched
+
+
+@pytest.fixture
+def fake(install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_plugin.fake_runtime()
+    monkeypatch.setenv("FAKE_DEVICES", "4")
+
+
+def _ordinal(replica: Replica, *args: Any) -> tuple[Any, ...]:
+    return (replica.ordinal, replica.world_size, *args)
+
+
+def test_results_come_in_ordinal_order(fake: None) -> None:
+    assert launch(_ordinal, ("a", 1)) == [(0, 4, "a", 1), (1, 4, "a", 1), (2, 4, "a", 1), (3, 4, "a", 1)]
+    assert launch(_ordinal, devices=2) == [(0, 2), (1, 2)]
+
+
+def test_a_job_says_what_to_run_and_on_what(echo: Callable[..., Job]) -> None:
+    job = echo(print, ["a", "b"], runtime="echo", devices=[5, 2], start_method="spawn")
+    assert (job.function, job.args, job.runtime, job.devices) == (print, ("a", "b"), "echo", (5, 2))
+    assert (job.start_method, job.precision.value) == ("spawn", None)
+    assert job.environ["ECHO_DEVICES"] == "[5, 2] of 8, None"
+
+
+@pytest.mark.parametrize(
+    ("variable", "given", "devices"),
+    [
+        pytest.param(None, {}, (0, 1, 2, 3, 4, 5, 6, 7), id="default"),
+        pytest.param("2", {}, (0, 1), id="environment"),
+        pytest.param("[6]", {}, (6,), id="environment-index"),
+        pytest.param("2", {"devices": 1}, (0,), id="argument-wins"),
+        pytest.param("2", {"devices": "auto"}, (0, 1), id="auto-leaves-it-to-the-environment"),
+    ],
+)
+def test_what_is_not_given_is_taken_from_the_environment(
+    variable: str | None,
+    given: dict[str, Any],
+    devices: tuple[int, ...],
+    echo: Callable[..., Job],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if variable:
+        monkeypatch.setenv("POLYXLA_DEVICES", variable)
+    assert echo(**given).devices == devices
+
+
+def test_the_environment_names_the_runtime(
+    echo: Callable[..., Job], install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_plugin("echo-b", ECHO)
+    monkeypatch.setenv("POLYXLA_RUNTIME", "echo-b")
+    assert echo().runtime == "echo-b"
+    assert echo(runtime="echo").runtime == "echo"
+
+
+@pytest.mark.parametrize("accelerator", ["auto", "tpu", "TPU"])
+def test_runtimes_see_the_accelerator_in_lower_case(
+    accelerator: str, echo: Callable[..., Job], capsys: pytest.CaptureFixture[str]
+) -> None:
+    echo(accelerator=accelerator)
+    assert capsys.readouterr().err == f"polyxla: runtime echo: accelerator {accelerator.lower()}\n"
+
+
+def test_a_choice_that_nobody_named_is_said_once(
+    echo: Callable[..., Job], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ECHO_NOTE", "TPU_CORES has no effect")
+    echo()
+    assert capsys.readouterr().err == (
+        "polyxla: TPU_CORES has no effect\npolyxla: runtime echo: accelerator auto\n"
+    )
+    echo()
+    assert capsys.readouterr().err == ""
+    monkeypatch.delenv("ECHO_NOTE")
+    echo(runtime="echo", accelerator="cpu")
+    assert capsys.readouterr().err == "", "what a person named needs no saying"
+
+
+def test_the_callers_environment_stays(
+    fake: None, echo: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ECHO_BEFORE", "kept")
+    before = dict(os.environ)
+    job = echo(runtime="echo", devices=1)
+    assert dict(os.environ) == before
+    assert dict(job.environ) == {**before, "ECHO_DEVICES": "[0] of 8, kept"}
+    visible = launch(lambda _: os.environ["FAKE_VISIBLE_DEVICES"], runtime="fake", devices=[3, 1])
+    assert visible == ["3,1", "3,1"]
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    ("train_fn", "options", "text"),
+    [
+        pytest.param(
+            None,
+            {},
+            "launch needs a function, not None (from train_fn). "
+            "Pass the function itself, and its arguments as args=(...).",
+            id="not-a-function",
+        ),
+        pytest.param(
+            print,
+            {"start_method": "fork"},
+            "start_method='fork' is none of auto, inline, spawn (from start_method). "
+            "Leave it out, or write start_method='spawn'.",
+            id="start-method",
+        ),
+        pytest.param(
+            print,
+            {"runtime": "eccho"},
+            "no runtime is called 'eccho' (installed: echo) (from runtime='eccho'). Did you mean 'echo'?",
+            id="unknown-runtime",
+        ),
+        pytest.param(
+            print,
+            {"runtime": "xrt"},
+            "runtime 'xrt' is not installed (installed: echo) (from runtime='xrt'). "
+            "Install it: pip install polyxla-runtime-xrt",
+            id="missing-runtime",
+        ),
+        pytest.param(
+            print,
+            {"devices": 9},
+            "devices=9 asks for 9 devices, but runtime echo has 8 here (from devices=9). "
+            "Write a count from 1 to 8, or devices='auto' for all of them.",
+            id="too-many-devices",
+        ),
+        pytest.param(
+            print,
+            {"devices": []},
+            "devices=[] names no device (from devices=[]). "
+            "Name devices from 0 to 7, each once, such as devices=[7].",
+            id="no-device",
+        ),
+        pytest.param(
+            print,
+            {"devices": True},
+            "devices=True is neither a count, a list of indices nor 'auto' (from devices=True). "
+            "Write devices='auto', a count such as devices=8, or indices such as devices=[5].",
+            id="bool-device",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(
+    train_fn: Any, options: dict[str, Any], text: str, echo: Callable[..., Job]
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        echo(train_fn, **options)
+    assert str(caught.value) == text
+    assert caught.value.exit_code == 2
+
+
+def test_an_error_names_the_variable_that_is_wrong(
+    echo: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POLYXLA_DEVICES", "9")
+    with pytest.raises(UsageError, match=r"\(from POLYXLA_DEVICES=9\)"):
+        echo()
+
+
+@pytest.mark.parametrize("precision", ["half", 16], ids=["name", "number"])
+@pytest.mark.parametrize(
+    ("is_installed", "fix"),
+    [
+        pytest.param(False, "Install the usual policies: pip install polyxla-precision", id="not-installed"),
+        pytest.param(
+            True,
+            "Write precision='32-true', or leave it out to keep the module's own dtypes.",
+            id="installed",
+        ),
+    ],
+)
+def test_a_precision_that_no_plugin_knows(
+    precision: str | int,
+    is_installed: bool,
+    fix: str,
+    echo: Callable[..., Job],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def version(name: str) -> str:
+        if not is_installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(UsageError) as caught:
+        echo(precision=precision)
+    assert str(caught.value) == (
+        f"no installed plugin knows the precision {precision!r} (from precision={precision!r}). {fix}"
+    )
+
+
+def test_a_plugin_brings_the_precision_that_a_replica_holds(
+    fake: None, install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = """
+from polyxla import hookimpl
+from polyxla.precision import AsMade
+
+@hookimpl
+def polyxla_precision(name):
+    if name == "32":
+        policy = AsMade()
+        policy.name = "of the plugin"
+        return policy
+"""
+    install_plugin.listener("policies", code)
+    assert launch(lambda replica: replica.precision.name, devices=1) == ["as-made"]
+    assert launch(lambda replica: replica.precision.name, devices=1, precision=32) == ["of the plugin"]
+    monkeypatch.setenv("POLYXLA_PRECISION", "32")
+    assert launch(lambda replica: replica.precision.name, devices=1) == ["of the plugin"]
+
+
+def test_listeners_hear_a_replicas_beginning_and_end(fake: None, install_plugin: PluginInstaller) -> None:
+    install_plugin.listener("diary", DIARY)
+    launch(_ordinal, devices=2)
+    import diary  # type: ignore[import-not-found]
+
+    assert sorted(diary.diary) == ["started 0", "started 1", "stopped 0 None", "stopped 1 None"]
+    diary.diary.clear()
+    with pytest.raises(KeyError):
+        launch(_fail, devices=1)
+    assert diary.diary == ["started 0", "stopped 0 KeyError('on purpose')"]
+
+
+def _fail(replica: Replica) -> None:
+    replica.barrier()
+    if replica.ordinal == replica.world_size - 1:
+        raise KeyError("on purpose")
+    replica.barrier()
+
+
+def test_an_error_says_which_replica_it_was_and_where(fake: None) -> None:
+    with pytest.raises(KeyError) as caught:
+        launch(_fail)
+    assert caught.value.__notes__ == [f"raised in the replica with ordinal 3 on {socket.gethostname()}"]
+
+
+def test_an_error_before_there_is_an_ordinal_says_so(
+    install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_plugin("closing", CLOSING)
+    monkeypatch.setenv("CLOSING_FAILS", "1")
+    with pytest.raises(ConnectionRefusedError) as caught:
+        launch(_ordinal, runtime="closing")
+    assert caught.value.__notes__ == [f"raised in a replica that could not connect on {socket.gethostname()}"]
+
+
+def test_the_connection_is_closed_also_after_an_error(
+    install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_plugin("closing", CLOSING)
+    monkeypatch.setenv("FAKE_DEVICES", "2")
+    launch(_ordinal, runtime="closing")
+    import closing  # type: ignore[import-not-found]
+
+    assert sorted(closing.closed) == [0, 1]
+    with pytest.raises(KeyError):
+        launch(_fail, runtime="closing", devices=1)
+    assert len(closing.closed) == 3
