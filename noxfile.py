@@ -129,7 +129,7 @@ def tests(session: nox.Session, package: str) -> None:
 def integration(session: nox.Session, runtime: str) -> None:
     """Test all packages together, installed as a person installs them, on one runtime."""
     install(session, PROJECTS, group("integration"))
-    options = ["-n", "2", "--polyxla-runtime", runtime, junit(f"integration-{runtime}")]
+    options = ["-n", "2", "--durations=10", "--polyxla-runtime", runtime, junit(f"integration-{runtime}")]
     session.run("pytest", "integration", *options, *session.posargs)
 
 
