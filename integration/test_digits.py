@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from polyxla_examples.digits import DigitsNet, datasets
 from torch.utils.data import DataLoader
 
 from polyxla import Trainer
 from polyxla.testing import RuntimeUnderTest
+from polyxla_examples.digits import DigitsNet, datasets
 
 FIELDS = ["runtime", "device", "world_size", "epochs", "steps", "test_accuracy", "seconds"]
 
@@ -36,8 +36,22 @@ def test_digits_reaches_its_accuracy(runtime: RuntimeUnderTest) -> None:
 
 
 def test_digits_with_no_variable_set_says_what_it_chose() -> None:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PJRT_", "XRT_", "POLYXLA_"))}
-    command = [sys.executable, "-m", "polyxla", "run", "-m", "polyxla_examples.digits", "--epochs", "5", "--json"]
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PJRT_", "XRT_", "POLYXLA_"))
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "polyxla",
+        "run",
+        "-m",
+        "polyxla_examples.digits",
+        "--epochs",
+        "5",
+        "--json",
+    ]
     done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=300, check=False)
     assert last_line(done)["test_accuracy"] > 0.9
     assert done.stderr.count("polyxla: runtime pjrt: the CPU, because no TPU is attached") == 1

@@ -48,7 +48,9 @@ def test_it_is_listed_beside_ours_and_not_chosen_unasked(toy_path: str) -> None:
 
 
 def test_its_variable_chooses_it_and_it_trains(toy_path: str) -> None:
-    done = polyxla(toy_path, "run", "-m", "polyxla_examples.digits", "--epochs", "6", "--json", TOY_DEVICE="1")
+    done = polyxla(
+        toy_path, "run", "-m", "polyxla_examples.digits", "--epochs", "6", "--json", TOY_DEVICE="1"
+    )
     assert done.returncode == 0, done.stderr
     result = last_line(done.stdout)
     assert (result["runtime"], result["device"], result["world_size"]) == ("toy", "TOY", 1)
@@ -61,7 +63,17 @@ def test_it_keeps_the_contract(toy_path: str, tmp_path: Path) -> None:
         "from polyxla.testing import RuntimeConformance\n\n\nclass TestToy(RuntimeConformance):\n    pass\n"
     )
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--polyxla-runtime", "toy", str(tmp_path), "--rootdir", str(tmp_path)],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "--polyxla-runtime",
+            "toy",
+            str(tmp_path),
+            "--rootdir",
+            str(tmp_path),
+        ],
         env={**os.environ, "PYTHONPATH": toy_path},
         capture_output=True,
         text=True,
@@ -76,6 +88,10 @@ def test_ours_cannot_be_told_apart_in_core() -> None:
     import polyxla as package
 
     folder = Path(package.__file__).parent
-    naming = {path.name for path in folder.rglob("*.py") if "PJRT_" in path.read_text() or "XRT_" in path.read_text()}
+    naming = {
+        path.name
+        for path in folder.rglob("*.py")
+        if "PJRT_" in path.read_text() or "XRT_" in path.read_text()
+    }
     # The table of what to install when a known runtime is missing, used in messages only.
     assert naming <= {"plugins.py"}

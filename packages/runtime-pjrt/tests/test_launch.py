@@ -83,6 +83,6 @@ def test_a_tpu_job_gets_as_far_as_loading_libtpu(tmp_path: Path) -> None:
     environ = {**os.environ, **described}
     wanted = replica_environment(environ, discover(environ, "auto", pci), (2,))
     job = Job(describe, (), "pjrt", (2,), environ | wanted, Setting(None, "default"), "spawn")
-    with pytest.raises(RuntimeError, match="Failed to open .*libtpu.so") as caught:
+    with pytest.raises(RuntimeError, match=r"Failed to open .*libtpu\.so") as caught:
         plugin.polyxla_launch(job)
     assert any("a replica that could not connect" in note for note in caught.value.__notes__)

@@ -165,7 +165,7 @@ def environment(runtime: RuntimeOption = None, as_json: JsonFlag = False) -> Non
 class _RunCommand(typer.core.TyperCommand):
     """Like python, hand everything behind the script, or behind ``-m MODULE``, to the program."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Put ``--`` before the program's part."""
         takes_value = {"--runtime", "--devices", "--precision"}
         index = 0
@@ -178,7 +178,9 @@ class _RunCommand(typer.core.TyperCommand):
 
 @app.command(cls=_RunCommand)
 def run(
-    command: Annotated[list[str], typer.Argument(metavar="(SCRIPT | -m MODULE) [ARGS]...", show_default=False)],
+    command: Annotated[
+        list[str], typer.Argument(metavar="(SCRIPT | -m MODULE) [ARGS]...", show_default=False)
+    ],
     runtime: RuntimeOption = None,
     devices: DevicesOption = None,
     precision: PrecisionOption = None,

@@ -84,26 +84,26 @@ def pick_devices(asked: Setting, runtime: str, devices: Sequence[Device]) -> tup
     Raises:
         DevicesError: it asks for what is not there, or cannot be read.
     """
-    value = _read(asked)
-    if value == "auto":
+    if asked.value == "auto":
         return tuple(device.index for device in devices)
+    value = _read(asked)
     if isinstance(value, int):
         return _first(value, asked, runtime, devices)
     return _named(value, asked, runtime, devices)
 
 
-def _read(asked: Setting) -> int | list[Any] | str:
+def _read(asked: Setting) -> int | list[Any]:
     value = asked.value
-    if isinstance(value, str) and value != "auto":
+    if isinstance(value, str):
         try:
             value = json.loads(value)
         except ValueError:  # also a number of more digits than Python reads
             raise _unreadable(asked) from None
     if isinstance(value, tuple | range):
         value = list(value)
-    if isinstance(value, bool) or not (isinstance(value, int | list) or value == "auto"):
-        raise _unreadable(asked)
-    return value
+    if isinstance(value, int | list) and not isinstance(value, bool):
+        return value
+    raise _unreadable(asked)
 
 
 def _unreadable(asked: Setting) -> DevicesError:
@@ -136,9 +136,7 @@ def _counts(devices: Sequence[Device]) -> str:
     return f"Write a count from 1 to {len(devices)}, or devices='auto' for all of them."
 
 
-def _named(
-    indices: list[Any], asked: Setting, runtime: str, devices: Sequence[Device]
-) -> tuple[int, ...]:
+def _named(indices: list[Any], asked: Setting, runtime: str, devices: Sequence[Device]) -> tuple[int, ...]:
     have = [device.index for device in devices]
     span = f"Name devices from {have[0]} to {have[-1]}, each once, such as devices=[{have[-1]}]."
     if not indices:

@@ -63,7 +63,11 @@ class Job:
             with contextlib.closing(replication):
                 return self._call(Replica(replication, plugins, policy, self.runtime), plugins)
         except BaseException as error:
-            who = "a replica that could not connect" if ordinal is None else f"the replica with ordinal {ordinal}"
+            who = (
+                "a replica that could not connect"
+                if ordinal is None
+                else f"the replica with ordinal {ordinal}"
+            )
             error.add_note(f"raised in {who} on {socket.gethostname()}")
             raise
 

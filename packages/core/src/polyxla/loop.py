@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -126,7 +126,7 @@ class Loop:
         self.steps = Steps(self.module, self.meter, self.state)
         self.metrics: dict[str, float] = {}
 
-    def __enter__(self) -> Loop:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -87,7 +87,9 @@ class Schedulers:
     """The learning-rate schedules that ``configure_optimizers`` returned."""
 
     def __init__(self, configs: Iterable[Any]) -> None:
-        self._configs = [config if isinstance(config, Mapping) else {"scheduler": config} for config in configs]
+        self._configs = [
+            config if isinstance(config, Mapping) else {"scheduler": config} for config in configs
+        ]
         self._steps = self._epochs = 0
 
     def step_finished(self) -> None:
@@ -103,7 +105,7 @@ class Schedulers:
             monitor = config.get("monitor")
             if not isinstance(config["scheduler"], torch.optim.lr_scheduler.ReduceLROnPlateau):
                 config["scheduler"].step()
-            elif monitor in metrics:
+            elif isinstance(monitor, str) and monitor in metrics:
                 config["scheduler"].step(metrics[monitor])
             else:
                 raise UsageError(

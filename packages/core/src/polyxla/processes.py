@@ -135,7 +135,9 @@ def _pickles(value: Any) -> bool:
 def _start(index: int, environ: Mapping[str, str]) -> _Child:
     ours, theirs = multiprocessing.connection.Pipe()
     command = [sys.executable, "-c", _START, str(theirs.fileno()), json.dumps(sys.path)]
-    process = subprocess.Popen(command, env=dict(environ), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, env=dict(environ), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+    )
     # Only the child may hold this end, or its death would not close the pipe.
     theirs.close()
     return _Child(index, process, ours)
@@ -156,11 +158,11 @@ def _greet(child: _Child, payload: bytes, timeout_s: float) -> None:
 
 def _gather(children: Sequence[_Child]) -> list[Any]:
     results: list[Any] = [None] * len(children)
-    waiting = {child.pipe: child for child in children}
+    waiting: dict[object, _Child] = {child.pipe: child for child in children}
     while waiting:
-        ready = multiprocessing.connection.wait(list(waiting), LOST_CHECK_S)
+        ready = multiprocessing.connection.wait([child.pipe for child in waiting.values()], LOST_CHECK_S)
         for pipe in ready:
-            child = waiting.pop(pipe)  # type: ignore[arg-type]
+            child = waiting.pop(pipe)
             results[child.index] = _answer(child)
         if not ready:
             _check_alive(waiting.values())

@@ -11,8 +11,8 @@ from polyxla.hookspecs import hookimpl
 from polyxla.notices import say
 
 if TYPE_CHECKING:
-    from rich.progress import TaskID
     from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
 
     from polyxla.loop import LoopSettings
 

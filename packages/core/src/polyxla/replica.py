@@ -96,9 +96,7 @@ class Replica:
         return _Uploaded(loader, self._replication)
 
     def _sharded(self, loader: Iterable[Any]) -> Iterable[Any]:
-        mine: Iterable[Any] | None = self._plugins.hook.polyxla_shard_loader(
-            loader=loader, world=self.world
-        )
+        mine: Iterable[Any] | None = self._plugins.hook.polyxla_shard_loader(loader=loader, world=self.world)
         if mine is None:
             raise UsageError(
                 f"no installed plugin can divide the records of {type(loader).__name__} "
@@ -107,9 +105,7 @@ class Replica:
             )
         return mine
 
-    def step(
-        self, optimizer: torch.optim.Optimizer, logged: Mapping[str, Any] | None = None
-    ) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, logged: Mapping[str, Any] | None = None) -> None:
         """Average the gradients over the replicas, update the parameters, hand the step to the device.
 
         Args:

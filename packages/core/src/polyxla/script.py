@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from types import CodeType, ModuleType
+from typing import Any
 
 from polyxla.errors import PolyxlaError, UsageError
 from polyxla.notices import say
@@ -56,7 +57,8 @@ def _module(module: ModuleType) -> CodeType:
     if spec is not None and spec.submodule_search_locations is not None:
         name = f"{name}.__main__"
         spec = _spec(name)
-    code = spec.loader.get_code(name) if spec and hasattr(spec.loader, "get_code") else None
+    loader: Any = spec.loader if spec else None
+    code: CodeType | None = loader.get_code(name) if hasattr(loader, "get_code") else None
     if spec is None or code is None:
         raise UsageError(
             f"there is no module {name!r} that can be run",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyxla.errors import UsageError
@@ -131,9 +132,11 @@ class Trainer:
     def _new_log_dir(self) -> str | None:
         if self._log_dir != "auto":
             return self._log_dir
-        return os.path.join("runs", f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+        return str(Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
 
 
 def _check_positive(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{name}={value!r} is not a whole number from 1", where="Trainer", fix=f"Write {name}=1.")
+        raise UsageError(
+            f"{name}={value!r} is not a whole number from 1", where="Trainer", fix=f"Write {name}=1."
+        )

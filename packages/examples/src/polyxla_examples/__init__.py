@@ -1,1 +1,1 @@
-"""One idea a file. Each runs on whatever runtime the environment selects: ``python -m polyxla_examples.digits``."""
+"""One idea a file; each runs on the runtime that the environment selects."""

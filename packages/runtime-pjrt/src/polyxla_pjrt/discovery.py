@@ -70,14 +70,16 @@ def _claim(environ: Mapping[str, str], accelerator: str, chips: tuple[Chip, ...]
     if chips and accelerator in ("auto", "tpu"):
         return Claim.ATTACHED, f"{len(chips)} TPU chip(s) attached", "TPU"
     if accelerator == "auto":
-        reason = f"the CPU, because no TPU is attached and no variable says otherwise; {env.PJRT_DEVICE}=CPU is the same"
-        return Claim.FALLBACK, reason, "CPU"
+        why = "no TPU is attached and no variable says otherwise"
+        return Claim.FALLBACK, f"the CPU, because {why}; {env.PJRT_DEVICE}=CPU is the same", "CPU"
     return Claim.FALLBACK, f"accelerator={accelerator!r}", accelerator.upper()
 
 
 def _check(environ: Mapping[str, str], accelerator: str, kind: str) -> None:
     if kind not in KINDS:
-        asked = f"{env.PJRT_DEVICE}={kind}" if environ.get(env.PJRT_DEVICE) else f"accelerator={accelerator!r}"
+        asked = (
+            f"{env.PJRT_DEVICE}={kind}" if environ.get(env.PJRT_DEVICE) else f"accelerator={accelerator!r}"
+        )
         raise UsageError(
             f"{asked} is not a device that runtime 'pjrt' can drive",
             fix=f"Write {env.PJRT_DEVICE}=CPU or {env.PJRT_DEVICE}=TPU.",

@@ -81,8 +81,7 @@ def _check_same(prepared: int, device: int) -> None:
         raise UsageError(
             f"this process was prepared for device {prepared}, and device {device} is asked for in the code",
             where=f"devices=[{device}]",
-            fix="Leave devices= out of the code, or run it with polyxla run --devices "
-            f"'[{device}]'.",
+            fix=f"Leave devices= out of the code, or run it with polyxla run --devices '[{device}]'.",
         )
 
 
