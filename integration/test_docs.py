@@ -1,0 +1,54 @@
+"""The pages name every hook, variable and option, and their Python compiles."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import ModuleType
+
+import polyxla_pjrt.env
+import polyxla_xrt.env
+import pytest
+
+import polyxla.env
+import polyxla.hookspecs
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text()
+
+
+@pytest.mark.parametrize("hook", [name for name in vars(polyxla.hookspecs) if name.startswith("polyxla_")])
+def test_every_hook_is_on_the_plugins_page(hook: str) -> None:
+    assert f"`{hook}(" in page("plugins.md")
+
+
+@pytest.mark.parametrize("module", [polyxla.env, polyxla_pjrt.env, polyxla_xrt.env])
+def test_every_variable_is_on_the_environment_page(module: ModuleType) -> None:
+    names = [name for name, value in vars(module).items() if name.isupper() and value == name]
+    assert names
+    assert [name for name in names if f"`{name}`" not in page("environment.md")] == []
+
+
+@pytest.mark.parametrize("path", [*PAGES, ROOT / "README.md"], ids=lambda path: path.name)
+def test_python_in_the_pages_compiles(path: Path) -> None:
+    for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL):
+        if "--8<--" not in block:
+            compile(block, path.name, "exec")
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    assert [path.name for path in PAGES if path.name not in navigation] == []
+
+
+def test_the_tests_that_the_features_page_names_exist() -> None:
+    folders = [ROOT / "integration", *(ROOT / "packages").glob("*/tests")]
+    files = [path for folder in folders for path in folder.glob("test_*.py")]
+    kit = (ROOT / "packages/core/src/polyxla/testing/conformance.py").read_text()
+    sources = kit + "".join(path.read_text() for path in files)
+    named = set(re.findall(r"\btest_\w+", page("features.md"))) - {path.stem for path in files}
+    assert [name for name in sorted(named) if f"def {name}(" not in sources] == []
