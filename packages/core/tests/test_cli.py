@@ -1,0 +1,597 @@
+"""The command line: tables and documents, what goes to the program, and errors without a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from polyxla.cli import app
+from polyxla.notices import say_once
+from polyxla.testing import PluginInstaller
+
+TIMEOUT_S = 60.0
+# A runtime without torch, whose devices and claim come from variables.
+TOY = """
+from polyxla import Claim, Device, Discovery, Setting, hookimpl
+
+@hookimpl
+def polyxla_discover_devices(environ):
+    text = environ.get("{variable}")
+    return Discovery(
+        Claim[environ.get("{variable}_CLAIM", "EXPLICIT")] if text else Claim.NONE,
+        f"{variable}={{text}}" if text else "{variable} is not set",
+        "TOY",
+        tuple(Device(index, "TOY", f"toy device {{index}}", index // 4) for index in range(int(text or 1))),
+        host_count=2,
+        topology="toy-8",
+        variables={{"{variable}": Setting(text, "environment" if text else "default")}},
+    )
+
+@hookimpl
+def polyxla_environment(devices):
+    return {{"{variable}_VISIBLE": ",".join(map(str, devices))}}
+"""
+XRT_MISSING = (
+    "runtime 'xrt' is not installed (installed: toy) (from {}). Install it: pip install polyxla-runtime-xrt"
+)
+COUNTS = "Write a count from 1 to 8, or devices='auto' for all of them."
+NAMES = "Name devices from 0 to 7, each once, such as devices=[7]."
+FORMS = "Write devices='auto', a count such as devices=8, or indices such as devices=[5]."
+
+UNREADABLE = f"devices='{{}}' is neither a count, a list of indices nor 'auto' (from {{{{}}}}). {FORMS}"
+
+
+@pytest.fixture(autouse=True)
+def _toy(install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    install_plugin.hide_others()
+    install_plugin("toy", TOY.format(variable="TOY"))
+    for name in ("POLYXLA_RUNTIME", "POLYXLA_DEVICES", "POLYXLA_PRECISION", "PJRT_DEVICE", "XRT_TPU_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TOY", "8")
+    monkeypatch.chdir(tmp_path)
+    # `run -m` looks for modules in the current folder.
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "script.py").write_text("import sys; print(sys.argv)")
+    say_once.cache_clear()
+    yield
+    say_once.cache_clear()
+
+
+def _invoke(*args: str) -> Result:
+    return CliRunner().invoke(app, list(args))
+
+
+def _polyxla(*args: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "polyxla", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, **options)
+
+
+def _document(*args: str, exit_code: int = 0) -> dict[str, Any]:
+    result = _invoke(*args)
+    assert result.exit_code == exit_code, result.output
+    document: dict[str, Any] = json.loads(result.stdout)
+    return document
+
+
+def _lines(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines()]
+
+
+class TestRuntimes:
+    def test_table(self) -> None:
+        result = _invoke("runtimes")
+        assert result.exit_code == 0
+        assert _lines(result.stdout) == [
+            ["runtime", "can", "run", "here", "devices", "asked", "for", "by"],
+            ["→", "toy", "yes", "8", "TOY", "TOY=8"],
+            ["chosen:", "toy", "(TOY=8)"],
+        ]
+
+    def test_document(self, install_plugin: PluginInstaller) -> None:
+        install_plugin("broken", "raise ImportError('no grpc')")
+        why_not = (
+            "runtime 'broken' cannot be imported: ImportError: no grpc (from broken of broken). "
+            "Repair or remove it: pip install --force-reinstall broken"
+        )
+        assert _document("runtimes", "--json") == {
+            "chosen": "toy",
+            "reason": "TOY=8",
+            "warnings": [f"left out: {why_not}"],
+            "error": None,
+            "runtimes": [
+                {
+                    "name": "broken",
+                    "package": "broken",
+                    "version": "1.0",
+                    "available": False,
+                    "asked_for_by": None,
+                    "kind": None,
+                    "devices": 0,
+                    "why_not": why_not,
+                },
+                {
+                    "name": "toy",
+                    "package": "toy",
+                    "version": "1.0",
+                    "available": True,
+                    "asked_for_by": "TOY=8",
+                    "kind": "TOY",
+                    "devices": 8,
+                    "why_not": None,
+                },
+            ],
+        }
+
+    def test_a_broken_runtime_is_in_the_table_and_the_others_work(
+        self, install_plugin: PluginInstaller
+    ) -> None:
+        install_plugin("broken", "raise ImportError('no grpc')")
+        result = _invoke("runtimes")
+        assert result.exit_code == 0
+        assert "no: runtime 'broken' cannot be imported: ImportError: no grpc" in result.stdout
+        assert "chosen: toy (TOY=8)" in result.stdout
+
+    @pytest.mark.parametrize(
+        ("code", "text"),
+        [
+            pytest.param(
+                "raise ImportError('no disk')", "plugin 'extra' cannot be imported: ImportError: no disk"
+            ),
+            pytest.param(
+                "from polyxla import hookimpl\n@hookimpl\ndef polyxla_step_finishd(): pass",
+                "plugin 'extra' does not fit polyxla's hooks: unknown hook 'polyxla_step_finishd'",
+            ),
+        ],
+        ids=["import", "misspelt"],
+    )
+    def test_a_broken_plugin_is_told(self, code: str, text: str, install_plugin: PluginInstaller) -> None:
+        install_plugin.listener("extra", code)
+        result = _invoke("runtimes")
+        assert result.exit_code == 0
+        assert result.stderr.startswith(f"polyxla: {text}")
+        assert _document("runtimes", "--json")["warnings"][0].startswith(text)
+
+    def test_two_that_are_asked_for(
+        self, install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        install_plugin("toy-b", TOY.format(variable="TOY_B"))
+        monkeypatch.setenv("TOY_B", "1")
+        monkeypatch.setenv("TOY_B_CLAIM", "CONFIGURED")
+        warning = (
+            "TOY_B=1 asks for runtime 'toy-b' and TOY=8 for 'toy': 'toy' wins. "
+            "Unset one of them, or name a runtime with --runtime."
+        )
+        assert _invoke("runtimes").stderr == f"polyxla: {warning}\n"
+        assert _document("runtimes", "--json")["warnings"] == [warning]
+        named = _document("runtimes", "--runtime", "toy-b", "--json")
+        assert (named["chosen"], named["reason"], named["warnings"]) == ("toy-b", "--runtime toy-b", [])
+
+    def test_nothing_can_be_chosen(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("TOY")
+        error = "no runtime can be chosen (toy: not asked for). Name one with --runtime or POLYXLA_RUNTIME."
+        document = _document("runtimes", "--json", exit_code=2)
+        assert (document["chosen"], document["error"]) == (None, error)
+        assert document["runtimes"][0]["asked_for_by"] is None
+        result = _invoke("runtimes")
+        assert (result.exit_code, result.stderr) == (2, f"polyxla: error: {error}\n")
+        assert "toy" in result.stdout, "the table is for finding out what is wrong"
+
+
+class TestDevices:
+    def test_table(self) -> None:
+        result = _invoke("devices")
+        assert result.exit_code == 0
+        first, *rows, last = _lines(result.stdout)
+        assert first == ["index", "kind", "name", "host_index"]
+        assert rows[0] == ["0", "TOY", "toy", "device", "0", "0"]
+        assert [(row[0], row[-1]) for row in rows] == [(str(index), str(index // 4)) for index in range(8)]
+        assert last == ["runtime", "toy,", "topology", "toy-8,", "2", "host(s)"]
+
+    def test_document(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TOY", "1")
+        assert _document("devices", "--runtime", "toy", "--json") == {
+            "runtime": "toy",
+            "reason": "--runtime toy",
+            "topology": "toy-8",
+            "host_count": 2,
+            "devices": [{"index": 0, "kind": "TOY", "name": "toy device 0", "host_index": 0}],
+        }
+
+    def test_a_choice_nobody_named_is_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TOY_CLAIM", "FALLBACK")
+        assert _invoke("devices").stderr == "polyxla: runtime toy: TOY=8\n"
+
+    def test_an_error_is_a_document_too(self) -> None:
+        assert _document("devices", "--runtime", "xrt", "--json", exit_code=2) == {
+            "error": XRT_MISSING.format("--runtime xrt")
+        }
+
+
+class TestEnv:
+    def test_document(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("POLYXLA_DEVICES", "[5]")
+        monkeypatch.setenv("POLYXLA_START_TIMEOUT_S", "9")
+        rows = _document("env", "--runtime", "toy", "--json")["variables"]
+        assert [tuple(row[key] for key in ("name", "value", "origin", "reader")) for row in rows] == [
+            ("POLYXLA_RUNTIME", "toy", "--runtime toy", "polyxla"),
+            ("POLYXLA_DEVICES", "[5]", "environment", "polyxla"),
+            ("POLYXLA_PRECISION", None, "default", "polyxla"),
+            ("POLYXLA_START_TIMEOUT_S", "9", "environment", "polyxla"),
+            ("TOY", "8", "environment", "runtime toy"),
+            ("TOY_VISIBLE", "5", "set by runtime toy", "replicas"),
+        ]
+
+    def test_table(self) -> None:
+        result = _invoke("env")
+        assert result.exit_code == 0
+        table = _lines(result.stdout)
+        assert table[0] == ["variable", "value", "origin", "read", "by"]
+        assert table[2] == ["POLYXLA_DEVICES", "auto", "default", "polyxla"]
+        assert table[-1] == ["TOY_VISIBLE", "0,1,2,3,4,5,6,7", "set", "by", "runtime", "toy", "replicas"]
+
+    def test_what_is_wrong_stands_in_its_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("POLYXLA_DEVICES", "9")
+        rows = _document("env", "--json")["variables"]
+        assert rows[1]["value"] == "9"
+        assert rows[-1]["name"] == "(replicas)"
+        assert rows[-1]["origin"] == (
+            "error: devices=9 asks for 9 devices, but runtime toy has 8 here "
+            f"(from POLYXLA_DEVICES=9). {COUNTS}"
+        )
+
+
+def _plan(*args: str) -> dict[str, Any]:
+    plan = _document("run", "--dry-run", "--json", *args)
+    assert plan["command"][:3] == [sys.executable, "-m", "polyxla.script"]
+    return {**plan, "command": plan["command"][3:]}
+
+
+class TestRun:
+    @pytest.mark.parametrize(
+        ("args", "command", "devices"),
+        [
+            pytest.param(["script.py"], ["script.py"], 8, id="script"),
+            pytest.param(["--", "script.py", "--json"], ["script.py", "--json"], 8, id="dashes"),
+            pytest.param(
+                ["-m", "json.tool", "--json"], ["-m", "json.tool", "--json"], 8, id="module-with-json"
+            ),
+            pytest.param(["-m", "script", "-m", "-h"], ["-m", "script", "-m", "-h"], 8, id="module-here"),
+            pytest.param(
+                ["--devices", "1", "script.py", "--devices", "7"],
+                ["script.py", "--devices", "7"],
+                1,
+                id="both",
+            ),
+            pytest.param(
+                ["--devices=2", "script.py", "--runtime", "mine"],
+                ["script.py", "--runtime", "mine"],
+                2,
+                id="equals",
+            ),
+            pytest.param(
+                ["--runtime", "toy", "--precision", "p", "-m", "script", "--dry-run"],
+                ["-m", "script", "--dry-run"],
+                8,
+                id="every-option",
+            ),
+            pytest.param(["script.py", "--help"], ["script.py", "--help"], 8, id="help"),
+            pytest.param(["script.py", "--", "x"], ["script.py", "--", "x"], 8, id="dashes-behind"),
+        ],
+    )
+    def test_what_stands_behind_the_program_is_the_programs(
+        self, args: list[str], command: list[str], devices: int, install_plugin: PluginInstaller
+    ) -> None:
+        install_plugin.listener(
+            "policies", "from polyxla import hookimpl\n@hookimpl\ndef polyxla_precision(name): return name"
+        )
+        plan = _plan(*args)
+        assert plan["command"] == command
+        assert plan["devices"] == list(range(devices))
+
+    @pytest.mark.parametrize(
+        ("args", "variables"),
+        [
+            pytest.param([], {"TOY_VISIBLE": "0,1,2,3,4,5,6,7", "POLYXLA_RUNTIME": "toy"}, id="default"),
+            pytest.param(
+                ["--devices", "2"],
+                {"TOY_VISIBLE": "0,1", "POLYXLA_RUNTIME": "toy", "POLYXLA_DEVICES": "[0, 1]"},
+                id="count",
+            ),
+            pytest.param(
+                ["--devices", "[5]"],
+                {"TOY_VISIBLE": "5", "POLYXLA_RUNTIME": "toy", "POLYXLA_DEVICES": "[5]"},
+                id="index",
+            ),
+            pytest.param(
+                ["--precision", "32"],
+                {"TOY_VISIBLE": "0,1,2,3,4,5,6,7", "POLYXLA_RUNTIME": "toy", "POLYXLA_PRECISION": "32"},
+                id="precision",
+            ),
+        ],
+    )
+    def test_the_program_finds_the_choice_in_its_environment(
+        self, args: list[str], variables: dict[str, str], install_plugin: PluginInstaller
+    ) -> None:
+        install_plugin.listener(
+            "policies", "from polyxla import hookimpl\n@hookimpl\ndef polyxla_precision(name): return name"
+        )
+        before = dict(os.environ)
+        plan = _plan(*args, "script.py")
+        assert plan["environment"] == variables
+        assert (plan["runtime"], plan["reason"], plan["warnings"]) == ("toy", "TOY=8", [])
+        assert dict(os.environ) == before
+
+    def test_devices_auto_wins_over_the_variable(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("POLYXLA_DEVICES", "2")
+        assert _plan("script.py")["devices"] == [0, 1]
+        plan = _plan("--devices", "auto", "script.py")
+        assert plan["environment"]["POLYXLA_DEVICES"] == "[0, 1, 2, 3, 4, 5, 6, 7]"
+
+    def test_a_plugins_own_dictionary_is_not_written_into(self, install_plugin: PluginInstaller) -> None:
+        install_plugin("shared", TOY.format(variable="S").split("@hookimpl\ndef polyxla_environment")[0])
+        with (install_plugin.folder / "shared.py").open("a") as file:
+            file.write(
+                "\nSHARED = {'A': '1'}\n@hookimpl\ndef polyxla_environment():\n    assert len(SHARED) == 1\n"
+                "    return SHARED\n"
+            )
+        for _ in range(2):
+            plan = _plan("--runtime", "shared", "script.py")
+            assert plan["environment"] == {"A": "1", "POLYXLA_RUNTIME": "shared"}
+
+    def test_a_dry_run_in_words(self) -> None:
+        result = _invoke("run", "--dry-run", "--devices", "1", "script.py", "--lr", "1")
+        assert result.exit_code == 0
+        *variables, command = result.stdout.splitlines()
+        assert variables == ["TOY_VISIBLE=0", "POLYXLA_RUNTIME=toy", "POLYXLA_DEVICES=[0]"]
+        assert command == f"{sys.executable} -m polyxla.script script.py --lr 1"
+
+    def test_the_script_runs_with_the_choice_and_its_own_arguments(self, tmp_path: Path) -> None:
+        (tmp_path / "script.py").write_text(
+            "import json, os, sys\n"
+            "names = ('POLYXLA_RUNTIME', 'POLYXLA_DEVICES', 'TOY_VISIBLE')\n"
+            "print(json.dumps([sys.argv, [os.environ[name] for name in names]]))\n"
+        )
+        done = _polyxla("run", "--devices", "[1, 3]", "script.py", "--devices", "7", "--json")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert json.loads(done.stdout) == [
+            ["script.py", "--devices", "7", "--json"],
+            ["toy", "[1, 3]", "1,3"],
+        ]
+
+    def test_json_is_a_line_on_standard_error(self) -> None:
+        done = _polyxla("run", "--json", "script.py", "--json")
+        assert done.stdout == "['script.py', '--json']\n"
+        assert json.loads(done.stderr)["command"][-2:] == ["script.py", "--json"]
+
+    def test_warnings_are_said_before_the_script_starts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("XRT_TPU_CONFIG", "tpu_worker;0;10.0.0.2:8470")
+        done = _polyxla("run", "script.py")
+        assert done.stdout == "['script.py']\n"
+        assert done.stderr == (
+            "polyxla: XRT_TPU_CONFIG=tpu_worker;0;10.0.0.2:8470 asks for runtime 'xrt' and TOY=8 for 'toy': "
+            "'toy' wins. Unset one of them, or name a runtime with --runtime.\n"
+        )
+
+    @pytest.mark.parametrize(
+        ("code", "exit_code"),
+        [
+            pytest.param("raise SystemExit(7)", 7, id="exit"),
+            pytest.param("1/0", 1, id="exception"),
+            pytest.param("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -15, id="signal"),
+        ],
+    )
+    def test_the_exit_code_is_the_scripts(self, code: str, exit_code: int, tmp_path: Path) -> None:
+        (tmp_path / "script.py").write_text(code)
+        assert _polyxla("run", "script.py").returncode == exit_code
+
+    def test_a_plain_exception_of_the_script_keeps_its_traceback(self, tmp_path: Path) -> None:
+        (tmp_path / "script.py").write_text("print('before')\n1/0\n")
+        done = _polyxla("run", "script.py")
+        assert done.stdout == "before\n"
+        assert "Traceback (most recent call last):" in done.stderr
+        assert f'File "{tmp_path / "script.py"}", line 2' in done.stderr
+        assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
+
+    def test_standard_input_is_the_scripts(self, tmp_path: Path) -> None:
+        (tmp_path / "script.py").write_text("print(input())")
+        assert _polyxla("run", "script.py", input="hello\n").stdout == "hello\n"
+
+
+def _refused(args: list[str], text: str) -> None:
+    result = _invoke(*args)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"polyxla: error: {text}\n"
+    assert isinstance(result.exception, SystemExit), "anything else would have been a traceback"
+
+
+class TestBadInput:
+    @pytest.mark.parametrize("command", [["devices"], ["run", "script.py"]], ids=["devices", "run"])
+    @pytest.mark.parametrize(
+        ("name", "text"),
+        [
+            pytest.param(
+                "toi",
+                "no runtime is called 'toi' (installed: toy) (from {}). Did you mean 'toy'?",
+                id="unknown",
+            ),
+            pytest.param("xrt", XRT_MISSING, id="not-installed"),
+        ],
+    )
+    def test_a_runtime_that_is_not_there(
+        self, name: str, text: str, command: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first, *rest = command
+        _refused([first, "--runtime", name, *rest], text.format(f"--runtime {name}"))
+        monkeypatch.setenv("POLYXLA_RUNTIME", name)
+        _refused(command, text.format(f"POLYXLA_RUNTIME={name}"))
+
+    @pytest.mark.parametrize("break_it", [False, True], ids=["not-installed", "broken"])
+    def test_xrt_asked_for_is_never_replaced(
+        self, break_it: bool, install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("XRT_TPU_CONFIG", "tpu_worker;0;10.0.0.2:8470")
+        monkeypatch.setenv("TOY_CLAIM", "FALLBACK")
+        text = XRT_MISSING.format("XRT_TPU_CONFIG=tpu_worker;0;10.0.0.2:8470")
+        if break_it:
+            install_plugin("polyxla-xrt", "raise ImportError('no grpc')", name="xrt")
+            text = (
+                "runtime 'xrt' cannot be imported: ImportError: no grpc (from polyxla_xrt of polyxla-xrt). "
+                "Repair or remove it: pip install --force-reinstall polyxla-xrt"
+            )
+        _refused(["devices"], text)
+        _refused(["run", "script.py"], text)
+
+    def test_two_runtimes_with_one_name(self, install_plugin: PluginInstaller) -> None:
+        install_plugin("toy-copy", TOY.format(variable="TOY"), name="toy")
+        text = (
+            "runtime 'toy' is provided by more than one distribution: toy, toy-copy "
+            "(from entry-point group polyxla.runtimes). Uninstall all but one of them."
+        )
+        _refused(["devices", "--runtime", "toy"], text)
+        assert _document("runtimes", "--json", exit_code=2)["runtimes"][0]["why_not"] == text
+
+    @pytest.mark.parametrize(
+        "install", [PluginInstaller.__call__, PluginInstaller.listener], ids=["runtime", "plugin"]
+    )
+    def test_a_misspelt_hook(self, install: Callable[..., None], install_plugin: PluginInstaller) -> None:
+        install(
+            install_plugin, "odd", "from polyxla import hookimpl\n@hookimpl\ndef polyxla_lunch(job): pass"
+        )
+        result = _invoke(
+            "run", *(["--runtime", "odd"] if install is PluginInstaller.__call__ else []), "script.py"
+        )
+        assert result.exit_code == 2
+        assert "'odd' does not fit polyxla's hooks: unknown hook 'polyxla_lunch' in plugin" in result.stderr
+        assert result.stderr.endswith("(from odd). Did you mean 'polyxla_launch'?\n")
+
+    def test_a_tie(self, install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch) -> None:
+        install_plugin("toy-b", TOY.format(variable="TOY_B"))
+        monkeypatch.setenv("TOY_B", "1")
+        _refused(
+            ["devices"],
+            "runtimes 'toy' (TOY=8) and 'toy-b' (TOY_B=1) claim this environment alike. "
+            "Name one with --runtime or POLYXLA_RUNTIME.",
+        )
+
+    @pytest.mark.parametrize(
+        ("devices", "text"),
+        [
+            pytest.param(
+                "9", f"devices=9 asks for 9 devices, but runtime toy has 8 here (from {{}}). {COUNTS}", id="9"
+            ),
+            pytest.param("0", f"devices=0 asks for no device (from {{}}). {COUNTS}", id="0"),
+            pytest.param("-1", f"devices=-1 asks for no device (from {{}}). {COUNTS}", id="negative"),
+            pytest.param(
+                "[8]",
+                f"devices=[8] names device 8, but runtime toy has devices 0 to 7 (from {{}}). {NAMES}",
+                id="[8]",
+            ),
+            pytest.param("[0,0]", f"devices=[0, 0] names a device twice (from {{}}). {NAMES}", id="twice"),
+            pytest.param("[]", f"devices=[] names no device (from {{}}). {NAMES}", id="empty"),
+            *(
+                pytest.param(
+                    asked,
+                    UNREADABLE.format(asked),
+                    id=asked,
+                )
+                for asked in ("x", "true", "1.5")
+            ),
+        ],
+    )
+    def test_devices(self, devices: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        _refused(["run", "--devices", devices, "script.py"], text.format(f"--devices {devices}"))
+        monkeypatch.setenv("POLYXLA_DEVICES", devices)
+        _refused(["run", "script.py"], text.format(f"POLYXLA_DEVICES={devices}"))
+
+    @pytest.mark.parametrize(
+        ("args", "text"),
+        [
+            pytest.param(
+                ["nosuch.py"],
+                "there is no file 'nosuch.py' in {cwd} (from polyxla run). "
+                "Write the path of a script, or -m and the name of a module.",
+                id="script",
+            ),
+            pytest.param(
+                ["empty"],
+                "the folder 'empty' has no __main__.py (from polyxla run). Write the path of a script in it.",
+                id="folder",
+            ),
+            pytest.param(
+                ["-m", "nosuch.module"],
+                "there is no module 'nosuch.module' (from polyxla run -m). "
+                "Install it into this environment, or run its file: polyxla run path/to/script.py.",
+                id="module",
+            ),
+            pytest.param(
+                ["-m"],
+                "-m names no module (from polyxla run). Write -m and the name of a module.",
+                id="no-module",
+            ),
+        ],
+    )
+    def test_a_program_that_is_not_there(self, args: list[str], text: str, tmp_path: Path) -> None:
+        (tmp_path / "empty").mkdir()
+        _refused(["run", *args], text.format(cwd=tmp_path))
+
+    def test_a_precision_that_no_plugin_knows(self) -> None:
+        result = _invoke("run", "--precision", "half", "script.py")
+        assert result.exit_code == 2
+        assert result.stderr.startswith(
+            "polyxla: error: no installed plugin knows the precision 'half' (from --precision half). "
+        )
+
+    def test_an_error_of_a_dry_run_is_a_document_too(self) -> None:
+        assert _document("run", "--dry-run", "--json", "--runtime", "xrt", "script.py", exit_code=2) == {
+            "error": XRT_MISSING.format("--runtime xrt")
+        }
+
+    def test_no_program(self) -> None:
+        result = _invoke("run")
+        assert result.exit_code == 2
+        assert "Missing argument '(SCRIPT | -m MODULE) [ARGS]...'" in result.stderr
+
+
+class TestTheRealCommand:
+    """What only a process of its own shows: no traceback, and the commands of plugins."""
+
+    def test_an_error_is_one_line_and_exit_code_2(self) -> None:
+        done = _polyxla("run", "--runtime", "xrt", "script.py")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == f"polyxla: error: {XRT_MISSING.format('--runtime xrt')}\n"
+
+    def test_a_usage_error_of_launch_names_the_scripts_line(self, tmp_path: Path) -> None:
+        (tmp_path / "script.py").write_text("from polyxla import launch\n\n\nlaunch(print, devices=9)\n")
+        done = _polyxla("run", "script.py")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == (
+            "polyxla: error: devices=9 asks for 9 devices, but runtime toy has 8 here (from devices=9). "
+            f"{COUNTS}\n  at {tmp_path / 'script.py'}:4\n"
+        )
+
+    def test_plugins_add_commands_and_a_broken_one_does_no_harm(
+        self, install_plugin: PluginInstaller
+    ) -> None:
+        install_plugin("broken", "raise RuntimeError('at import')")
+        install_plugin.listener(
+            "hello",
+            "from polyxla import hookimpl\n"
+            "@hookimpl\ndef polyxla_add_commands(app):\n"
+            "    @app.command()\n    def hello(): print('hello from a plugin')\n",
+        )
+        done = _polyxla("hello")
+        assert (done.returncode, done.stdout, done.stderr) == (0, "hello from a plugin\n", "")
+
+    def test_help_lists_the_commands(self) -> None:
+        done = _polyxla("--help")
+        assert done.returncode == 0
+        for command in ("runtimes", "devices", "env", "run"):
+            assert f"\n  {command} " in done.stdout
