@@ -1,0 +1,173 @@
+"""A script under `polyxla run` finds what it would find under python."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TIMEOUT_S = 60.0
+# Everything that a script may look at, as JSON.
+LOOK = """
+import json, os, pickle, sys
+class Thing:
+    pass
+main = sys.modules["__main__"]
+print(json.dumps({
+    "name": __name__,
+    "file": __file__,
+    "code": sys._getframe().f_code.co_filename,
+    "argv": sys.argv,
+    "path": sys.path[0],
+    "package": __package__,
+    "spec": None if __spec__ is None else __spec__.name,
+    "is main": main.__dict__ is globals(),
+    "pickles": type(pickle.loads(pickle.dumps(Thing()))) is Thing,
+}))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder" / "package").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    for name in (
+        "look.py",
+        "folder/look.py",
+        "folder/__main__.py",
+        "folder/package/__main__.py",
+        "folder/package/look.py",
+    ):
+        (tmp_path / name).write_text(LOOK)
+    (tmp_path / "folder" / "package" / "__init__.py").touch()
+    (tmp_path / "elsewhere" / "link.py").symlink_to(tmp_path / "folder" / "look.py")
+
+
+def _run(*command: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=TIMEOUT_S, check=False, **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "folder"),
+    [
+        pytest.param(["look.py", "-m", "--x"], ".", id="script"),
+        pytest.param(["folder/look.py"], ".", id="in-a-folder"),
+        pytest.param(["elsewhere/link.py"], ".", id="link"),
+        pytest.param(["folder"], ".", id="folder"),
+        pytest.param(["-m", "look", "a", "-m"], ".", id="module"),
+        pytest.param(["-m", "package", "a"], "folder", id="package"),
+        pytest.param(["-m", "package.look"], "folder", id="submodule"),
+    ],
+)
+def test_a_program_sees_what_python_would_show_it(command: list[str], folder: str) -> None:
+    ours = _run("-m", "polyxla.script", *command, cwd=folder)
+    pythons = _run(*command, cwd=folder)
+    assert (ours.returncode, ours.stderr) == (0, "")
+    seen, expected = json.loads(ours.stdout), json.loads(pythons.stdout)
+    if command == ["folder"]:
+        # Python gives a folder's __main__ the spec of a module on the path.
+        expected |= {"spec": None, "package": None}
+    assert seen == expected
+    assert seen["name"] == "__main__"
+    assert seen["is main"]
+    assert seen["pickles"]
+
+
+def test_without_the_folder_on_the_path_the_first_entry_is_kept() -> None:
+    (Path.cwd() / "look.py").write_text("import sys; print(sys.path[0])")
+    safe = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": "first:second"}
+    assert _run("-m", "polyxla.script", "look.py", env=safe).stdout == _run("look.py", env=safe).stdout
+
+
+SPAWNS = """
+import concurrent.futures
+import multiprocessing
+
+def square(n):
+    return n * n
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+        print(pool.submit(square, 7).result(timeout=60))
+"""
+
+
+@pytest.mark.parametrize("command", [["spawns.py"], ["-m", "spawns"]], ids=["script", "module"])
+def test_workers_that_the_program_spawns_find_its_functions(command: list[str]) -> None:
+    (Path.cwd() / "spawns.py").write_text(SPAWNS)
+    done = _run("-m", "polyxla.script", *command)
+    assert (done.stdout, done.stderr, done.returncode) == ("49\n", "", 0)
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "exit_code"),
+    [
+        pytest.param(
+            "from polyxla import UsageError\n\nraise UsageError('No', where='there', fix='Yes.')\n",
+            "polyxla: error: No (from there). Yes.\n  at {path}:3\n",
+            2,
+            id="usage",
+        ),
+        pytest.param(
+            "from polyxla import ReplicaLostError\nraise ReplicaLostError('process 1 was ended')\n",
+            "polyxla: error: process 1 was ended\n  at {path}:2\n",
+            1,
+            id="lost-replica",
+        ),
+        pytest.param(
+            "from polyxla import Trainer\n\ndef make():\n    return Trainer(strategy='ddp')\n\n\nmake()\n",
+            "polyxla: error: strategy='ddp' is none of auto, debug (from Trainer). "
+            "Leave it out: replicas, and how they start, come from devices= and the runtime.\n"
+            "  at {path}:4\n",
+            2,
+            id="innermost-line",
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", [["wrong.py"], ["-m", "wrong"]], ids=["script", "module"])
+def test_an_error_of_ours_is_its_text_and_the_line(
+    command: list[str], code: str, text: str, exit_code: int
+) -> None:
+    path = Path.cwd() / "wrong.py"
+    path.write_text(code)
+    done = _run("-m", "polyxla.script", *command)
+    assert (done.returncode, done.stdout) == (exit_code, "")
+    assert done.stderr == text.format(path=path)
+
+
+@pytest.mark.parametrize(
+    "name", ["package.nosuch", "look.nosuch", "elsewhere"], ids=["missing", "of-a-module", "no-main"]
+)
+def test_a_module_that_cannot_be_run(name: str) -> None:
+    (Path.cwd() / "package").mkdir()
+    missing = f"{name}.__main__" if name == "elsewhere" else name
+    done = _run("-m", "polyxla.script", "-m", name)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"polyxla: error: there is no module {missing!r} that can be run (from polyxla run -m). "
+        "Write the name of a module, or of a package that has a __main__.py.\n"
+    )
+
+
+def test_what_a_package_fails_to_import_is_its_own_error() -> None:
+    (Path.cwd() / "pack").mkdir()
+    (Path.cwd() / "pack" / "__init__.py").write_text("import pac")
+    done = _run("-m", "polyxla.script", "-m", "pack.look")
+    assert done.returncode == 1
+    assert done.stderr.endswith("ModuleNotFoundError: No module named 'pac'\n")
+
+
+def test_a_syntax_error_is_pythons() -> None:
+    (Path.cwd() / "wrong.py").write_text("def (:\n")
+    done = _run("-m", "polyxla.script", "wrong.py")
+    assert done.returncode == 1
+    assert "SyntaxError" in done.stderr
