@@ -200,15 +200,15 @@ def test_a_core_that_is_not_there(name: str, core: int) -> None:
     [
         ({"hostnames": ["a"]}, "has 4 hosts .2,2,1., and 1 name of them are given"),
         ({"hostnames": ["a", "b", "c", "d", "e"]}, "and 5 names"),
-        ({"hostnames": ["a", "b", "a", "c"]}, "More than one worker is said to be a"),
+        ({"hostnames": ["a", "b", "a", "c"]}, "more than one worker is said to be a"),
         ({"worker_id": 4}, "worker id '4' does not fit a slice of 4 hosts"),
         ({"worker_id": -1}, "worker id '-1' does not fit"),
         ({"local_processes": 8}, "has 4 chips and as many processes, not 8"),
-        ({"chips": [0, 1, 2]}, "Each of 4 processes needs a chip of its own"),
-        ({"chips": [0, 1, 2, 2]}, "Each of 4 processes"),
-        ({"chips": [-1, 1, 2, 3]}, "Each of 4 processes"),
-        ({"base_port": 65533}, "The 4 ports from 65533 do not exist"),
-        ({"base_port": 0}, "The 4 ports from 0 do not exist"),
+        ({"chips": [0, 1, 2]}, "each of 4 processes needs a chip of its own"),
+        ({"chips": [0, 1, 2, 2]}, "each of 4 processes"),
+        ({"chips": [-1, 1, 2, 3]}, "each of 4 processes"),
+        ({"base_port": 65533}, "the 4 ports from 65533 do not exist"),
+        ({"base_port": 0}, "the 4 ports from 0 do not exist"),
     ],
 )
 def test_numbers_that_contradict_each_other(arguments: dict[str, Any], message: str) -> None:

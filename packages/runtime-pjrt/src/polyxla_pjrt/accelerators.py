@@ -258,7 +258,7 @@ def parse_shape(text: str, where: str) -> Shape:
         x, y, z = map(int, parts)
         return (x, y, z)
     raise UsageError(
-        f"Bounds are three whole numbers from 1, and {text!r} is not",
+        f"bounds are three whole numbers from 1, and {text!r} is not",
         where=where,
         fix="Write x,y,z such as 2,2,1.",
     )
@@ -268,7 +268,7 @@ def _no_such_type(text: str, where: str) -> UsageError:
     known = [f"{prefix}-{size}" for prefix, g in _BY_PREFIX.items() for size in sizes(g.name)]
     near = difflib.get_close_matches(text.strip().lower(), known, n=3) or ["v3-8", "v4-8", "v5litepod-8"]
     return UsageError(
-        f"There is no TPU type {text!r}",
+        f"there is no TPU type {text!r}",
         where=where,
         fix=f"A type is one of {', '.join(_BY_PREFIX)}, a dash and a size, such as {', '.join(near)}.",
     )

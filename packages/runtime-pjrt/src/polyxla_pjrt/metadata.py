@@ -55,7 +55,7 @@ class MetadataClient:
     def __init__(self, host: str = DEFAULT_HOST, timeout_s: float = 2.0) -> None:
         if not re.fullmatch(r"([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?", host, re.ASCII):
             raise UsageError(
-                f"The metadata server's host cannot be {host!r}",
+                f"the metadata server's host cannot be {host!r}",
                 where=env.GCE_METADATA_HOST,
                 fix=f"Write host or host:port, or unset it: the default is {DEFAULT_HOST}.",
             )
@@ -132,12 +132,12 @@ class MetadataClient:
         reason = f" ({call.error})" if call.error else f" within {self.timeout_s:g} s"
         if call.answering:
             return MetadataError(
-                f"The metadata server {self.host} did not finish its answer{reason}",
+                f"the metadata server {self.host} did not finish its answer{reason}",
                 where=self._source(),
                 fix=f"Try again, or describe the slice by variables: {env.TPU_SKIP_MDS_QUERY}=1.",
             )
         return MetadataUnreachableError(
-            f"No metadata server answers at {self.host}{reason}",
+            f"no metadata server answers at {self.host}{reason}",
             where=self._source(),
             fix=f"On a TPU outside of Google Cloud, set {env.TPU_SKIP_MDS_QUERY}=1 and "
             f"{env.TPU_ACCELERATOR_TYPE}, such as v4-8.",
@@ -146,7 +146,7 @@ class MetadataClient:
     def _refused(self, key: str, status: int) -> MetadataError:
         if status == 404:
             return MetadataKeyError(
-                f"The metadata server {self.host} has no attribute {key}",
+                f"the metadata server {self.host} has no attribute {key}",
                 where=self._source(),
                 fix=f"Start this on a TPU VM, or set {env.TPU_SKIP_MDS_QUERY}=1 and "
                 f"{env.TPU_ACCELERATOR_TYPE}, such as v4-8.",
@@ -155,7 +155,7 @@ class MetadataClient:
 
     def _unusable(self, key: str, what: str) -> MetadataError:
         return MetadataError(
-            f"The attribute {key} of the metadata server {self.host} {what}",
+            f"the attribute {key} of the metadata server {self.host} {what}",
             where=self._source(),
             fix=f"Try again, or describe the slice by variables: {env.TPU_SKIP_MDS_QUERY}=1.",
         )

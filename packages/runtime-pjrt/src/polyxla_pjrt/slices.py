@@ -89,7 +89,7 @@ def read_visible_chips(environ: Mapping[str, str], chip_count: int) -> tuple[int
     if len(chips) != len(parts) or len(set(chips)) != len(parts) or max(chips) >= chip_count:
         numbers = "0" if chip_count == 1 else f"0 to {chip_count - 1}"
         raise UsageError(
-            f"This host's chips have the numbers {numbers}, and {text!r} names others",
+            f"this host's chips have the numbers {numbers}, and {text!r} names others",
             where=f"{env.TPU_VISIBLE_CHIPS}={text}",
             fix="Name each chip to use once, comma separated, or unset it to use all.",
         )
@@ -178,7 +178,7 @@ def _endpoints(metadata: MetadataClient) -> _Said | None:
 def _slice(told: _Told, origin: Origin, environ: Mapping[str, str]) -> Slice:
     if told.accelerator is None:
         raise UsageError(
-            "The slice's type is not given",
+            "the slice's type is not given",
             where=f"{env.TPU_SKIP_MDS_QUERY}={environ.get(env.TPU_SKIP_MDS_QUERY, '')}",
             fix=f"Set {env.TPU_ACCELERATOR_TYPE}, such as v4-8, or unset {env.TPU_SKIP_MDS_QUERY} "
             "to ask the metadata server.",
@@ -213,7 +213,7 @@ def _bounds(accelerator: AcceleratorType, told: _Told, origin: Origin) -> Bounds
     if bounds.chip_count > accelerator.chips:
         said = [said.where for said in (told.hosts, told.chips_per_host) if said]
         raise UsageError(
-            f"Hosts {join(hosts)} with chips {join(chips)} each are {bounds.chip_count} chips, "
+            f"hosts {join(hosts)} with chips {join(chips)} each are {bounds.chip_count} chips, "
             f"but {accelerator.name} has {accelerator.chips}",
             where=" and ".join(said),
             fix=f"Unset them, or write {join(accelerator.bounds.hosts)} and "

@@ -93,7 +93,7 @@ def single_core_environment(
     here = (bounds or accelerator.bounds).chips_per_host_count * threads
     if not 0 <= core_index < here:
         raise DevicesError(
-            f"A host of {accelerator.name} has the devices 0 to {here - 1}",
+            f"a host of {accelerator.name} has the devices 0 to {here - 1}",
             where=f"devices=[{core_index}]",
             fix="Choose one of those.",
         )
@@ -127,7 +127,7 @@ def check_workers(
     count = bounds.host_count
     if len(hostnames) != count:
         raise UsageError(
-            f"The slice has {count} {_plural(count, 'host')} ({join(bounds.hosts)}), "
+            f"the slice has {count} {_plural(count, 'host')} ({join(bounds.hosts)}), "
             f"and {len(hostnames)} {_plural(len(hostnames), 'name')} of them are given",
             where=where,
             fix=f"Give {count} {_plural(count, 'name')}, comma separated, in the order of the worker ids.",
@@ -135,7 +135,7 @@ def check_workers(
     if len(set(hostnames)) != count:
         twice, _ = Counter(hostnames).most_common(1)[0]
         raise UsageError(
-            f"More than one worker is said to be {twice}",
+            f"more than one worker is said to be {twice}",
             where=where,
             fix="Name each host once, in the order of the worker ids.",
         )
@@ -147,7 +147,7 @@ def no_such_worker(text: str, host_count: int, where: str) -> UsageError:
     """Make the error for a worker id that is no number, negative or too large."""
     allowed = f"a whole number from 0 to {host_count - 1}, a different one on each host"
     return UsageError(
-        f"The worker id {text!r} does not fit a slice of {host_count} {_plural(host_count, 'host')}",
+        f"the worker id {text!r} does not fit a slice of {host_count} {_plural(host_count, 'host')}",
         where=where,
         fix=f"Write {allowed if host_count > 1 else '0'}.",
     )
@@ -182,7 +182,7 @@ def _check_chips(here: int, chips: Sequence[int] | None) -> Sequence[int]:
         return range(here)
     if len(set(chips)) != here or len(chips) != here or min(chips) < 0:
         raise UsageError(
-            f"Each of {here} {_plural(here, 'process')} needs a chip of its own",
+            f"each of {here} {_plural(here, 'process')} needs a chip of its own",
             where=f"chips={join(chips)}",
             fix=f"Name {here} different chips.",
         )
@@ -192,7 +192,7 @@ def _check_chips(here: int, chips: Sequence[int] | None) -> Sequence[int]:
 def _check_ports(base_port: int, here: int) -> None:
     if not 0 < base_port <= 65536 - here:
         raise UsageError(
-            f"The {here} ports from {base_port} do not exist",
+            f"the {here} ports from {base_port} do not exist",
             where=f"base_port={base_port}",
             fix=f"Choose a number from 1 to {65536 - here}.",
         )
