@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 
 from polyxla.testing import PluginInstaller, RuntimeConformance, RuntimeUnderTest
