@@ -68,9 +68,13 @@ def install(
 ) -> None:
     """Install our packages from their folders, with what they need, and other requirements, at once."""
     arguments = [*options, *requirements]
+    as_built = not editable and session.venv_backend == "uv"
+    if as_built:
+        # To uv, a sibling found in the workspace is an editable one.
+        arguments.append("--no-sources")
     for package in with_siblings(packages):
         # A reused environment may hold the same version of yesterday's sources.
-        if not editable and session.venv_backend == "uv":
+        if as_built:
             arguments.append(f"--reinstall-package=polyxla-{package}")
         folder = f"./packages/{package}{(extras or {}).get(package, '')}"
         arguments += ["-e", folder] if editable else [folder]
