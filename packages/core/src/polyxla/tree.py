@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 
@@ -20,7 +21,12 @@ def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
         return function(value)
     if isinstance(value, Mapping):
         changed = {key: map_tensors(function, item) for key, item in value.items()}
-        return changed if type(value) is dict else type(value)(changed)  # type: ignore[call-arg]
+        if not isinstance(value, MutableMapping):
+            return type(value)(changed)  # type: ignore[call-arg]
+        # Filled into a copy, which keeps what a subclass holds besides, such as a default factory.
+        again = copy.copy(value)
+        again.update(changed)
+        return again
     if isinstance(value, list | tuple):
         items = [map_tensors(function, item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
