@@ -73,7 +73,7 @@ def test_the_original_is_left_alone() -> None:
 
 
 def test_a_default_dict_keeps_its_factory() -> None:
-    batch = collections.defaultdict(list, x=torch.ones(1))
+    batch: dict[str, Any] = collections.defaultdict(list, x=torch.ones(1))
     moved = map_tensors(_double, batch)
     assert (moved["x"].item(), moved["new"], moved.default_factory) == (2, [], list)
     assert batch["x"].item() == 1
