@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,6 +13,9 @@ META, CPU = torch.device("meta"), torch.device("cpu")
 
 
 class _Tied(torch.nn.Module):
+    scale: torch.Tensor
+    none: Any
+
     def __init__(self) -> None:
         super().__init__()
         self.embed = torch.nn.Embedding(4, 3)
@@ -19,8 +24,9 @@ class _Tied(torch.nn.Module):
         self.out.weight = self.embed.weight
         self.again = torch.nn.ModuleDict({"deep": torch.nn.Linear(3, 4, bias=False)})
         self.again["deep"].weight = self.embed.weight
-        self.register_buffer("scale", torch.ones(2))
-        self.hidden.register_buffer("scale", self.scale)
+        scale = torch.ones(2)
+        self.register_buffer("scale", scale)
+        self.hidden.register_buffer("scale", scale)
         self.register_buffer("none", None)
 
 
