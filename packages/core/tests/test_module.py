@@ -22,6 +22,12 @@ def _halving(optimizer: Optimizer) -> ExponentialLR:
 
 
 class _Net(torch.nn.Module):
+    # What a test looks at or replaces.
+    seen: Any
+    log: Any
+    trainer: Any
+    on_train_start: Any
+
     def __init__(self, configure: Callable[[Optimizer], Any] = lambda optimizer: optimizer) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(2))
@@ -207,12 +213,14 @@ def test_the_loss_of_a_step(answer: Callable[[Any], Any]) -> None:
     ],
 )
 def test_a_step_that_returns_nothing_to_train_on(answer: Any, described: str) -> None:
-    module = _Net()
-    module.training_step = lambda _: answer  # type: ignore[method-assign]
+    class Answers(_Net):
+        def training_step(self, batch: Any) -> Any:
+            return answer
+
     with pytest.raises(UsageError) as caught:
-        _steps(module).loss(torch.zeros(2), 0)
+        _steps(Answers()).loss(torch.zeros(2), 0)
     assert str(caught.value) == (
-        f"training_step returned {described} (from _Net.training_step). "
+        f"training_step returned {described} (from Answers.training_step). "
         "Return the loss: a tensor of one element computed from the parameters, "
         "or a dict with it under 'loss'."
     )
