@@ -18,7 +18,7 @@ import pluggy
 
 from polyxla import hookspecs
 from polyxla.errors import BrokenPluginError, RuntimeNotInstalledError, UnknownRuntimeError
-from polyxla.notices import say
+from polyxla.notices import say_once
 
 RUNTIMES = "polyxla.runtimes"
 """Entry-point group of runtimes: the entry's name is the runtime's name."""
@@ -166,7 +166,8 @@ def _register_others(manager: pluggy.PluginManager) -> None:
         try:
             plugin = _import(point, what)
         except BrokenPluginError as error:
-            say(f"left out: {error}")
+            # Once, because every replica loads the plugins for itself.
+            say_once(f"left out: {error}")
             continue
         _register(manager, plugin, what, _distribution(point))
 
