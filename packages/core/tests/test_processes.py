@@ -194,7 +194,13 @@ def test_an_exception_that_does_not_pickle_comes_in_words() -> None:
         pytest.param(lambda: os._exit(0), "exited with code 0", id="exited-with-0"),
     ],
 )
-def test_a_replica_that_dies_is_named_with_how(end: Callable[[], None], how: str, tmp_path: Path) -> None:
+def test_a_replica_that_dies_is_named_with_how(
+    end: Callable[[], None], how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its closed pipe must tell, without looking.
+    monkeypatch.setattr(processes, "_check_alive", lambda _: pytest.fail("nobody noticed"))
+    monkeypatch.setattr(processes, "LOST_CHECK_S", PATIENCE_S)
+
     def die(replica: Replica) -> None:
         if replica.ordinal == 1:
             (tmp_path / "pid").write_text(str(os.getpid()))
@@ -211,16 +217,26 @@ def test_a_replica_that_dies_is_named_with_how(end: Callable[[], None], how: str
 def test_a_lost_replica_is_seen_while_a_process_it_forked_lives_on(tmp_path: Path) -> None:
     def fork_and_die(_: Replica) -> None:
         if (pid := os.fork()) == 0:
-            time.sleep(PATIENCE_S)
+            time.sleep(10 * PATIENCE_S)
             os._exit(0)
         (tmp_path / "pid").write_text(str(pid))
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def end_the_forked_one() -> None:
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+    # Its end closes the pipe, which would make up for a loss that is not seen.
+    rescue = threading.Timer(PATIENCE_S, end_the_forked_one)
+    rescue.start()
     try:
         with pytest.raises(ReplicaLostError, match="was ended by SIGKILL"):
             _run(fork_and_die)
+        assert rescue.is_alive(), "seen only when the forked process ended"
     finally:
-        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+        rescue.cancel()
+        rescue.join()
+        with contextlib.suppress(ProcessLookupError):
+            end_the_forked_one()
 
 
 def test_when_one_fails_the_others_are_ended(tmp_path: Path) -> None:
