@@ -75,8 +75,8 @@ def test_means_are_over_all_replicas_records_and_names_may_differ() -> None:
 def test_of_training_the_step_keeps_the_last_values_only() -> None:
     meter = Meter()
     meter.start_batch(torch.zeros(2), is_training=True)
-    meter.log("loss", 1.0, prog_bar=True, on_step=True)
-    meter.log("seen", 7)
+    meter.log("loss", 1.0, True, on_step=True)
+    meter.log("seen", 7, prog_bar=True)
     assert meter.latest == {"loss": 1.0, "seen": 7}
     meter.start_batch(torch.zeros(2), is_training=True)
     assert meter.latest == {}

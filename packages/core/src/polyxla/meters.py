@@ -34,13 +34,21 @@ class Meter:
         self.batch_size = _records(batch) or 1
 
     def log(
-        self, name: str, value: Any, *, on_epoch: bool | None = None, batch_size: int | None = None, **_: Any
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        *,
+        on_epoch: bool | None = None,
+        batch_size: int | None = None,
+        **_: Any,
     ) -> None:
         """Log one value.
 
         Args:
             name: its name.
             value: a number or a tensor of one element.
+            prog_bar: third, as Lightning has it; progress shows every value.
             on_epoch: whether to report its mean over the epoch; default: only in evaluation.
             batch_size: its weight in the mean; default: the batch's first dimension.
         """
