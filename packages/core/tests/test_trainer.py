@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -513,8 +514,10 @@ def test_the_events_are_on_the_disk_also_after_an_error() -> None:
                 raise ZeroDivisionError
             return super().training_step(batch)
 
+    threads = threading.active_count()
     with pytest.raises(ZeroDivisionError):
         _trainer(log_dir="here", log_every_n_steps=1).fit(FailsLater(), _data(4))
+    assert threading.active_count() == threads, "the writer is closed"
     assert [step for step, _ in _scalars(Path("here"))["loss"]] == [1, 2]
 
 
