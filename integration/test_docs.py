@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 from types import ModuleType
 
-import polyxla_pjrt.env
-import polyxla_xrt.env
 import pytest
 
 import polyxla.env
 import polyxla.hookspecs
+import polyxla_pjrt.env
+import polyxla_xrt.env
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))

@@ -41,7 +41,7 @@ def test_an_inline_replica_can_be_launched_twice_and_leaves_no_variable() -> Non
         "import os, polyxla\n"
         "def device(replica): return str(replica.device), os.environ['PJRT_DEVICE']\n"
         "print(polyxla.launch(device), polyxla.launch(device))\n"
-        "print([name for name in os.environ if name.startswith(('PJRT', 'POLYXLA'))])\n"
+        "print([name for name in os.environ if name.startswith(('PJRT_DEVICE', 'POLYXLA'))])\n"
     )
     assert done.stdout.splitlines() == ["[('xla:0', 'CPU')] [('xla:0', 'CPU')]", "[]"], done.stderr
     assert done.stderr.count("polyxla: runtime pjrt: the CPU") == 1
