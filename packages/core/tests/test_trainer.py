@@ -546,6 +546,33 @@ def test_progress_counts_the_batches_of_one_replica(devices: int, capsys: pytest
     ]
 
 
+class _Endless:
+    """A loader that does not know its length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from _data(1)
+
+
+def test_a_loader_without_a_length_trains_to_the_step_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = _trainer(max_steps=5, progress=True)
+    trainer.fit(_Validated(), _Endless(), UNEVEN)
+    assert trainer.outcome is not None
+    assert trainer.outcome.steps == 5
+    assert capsys.readouterr().err.startswith("polyxla: metrics, step 5, ")
+
+
+def test_without_tensorboard_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.delitem(sys.modules, "polyxla.tensorboard", raising=False)
+    with pytest.raises(UsageError) as caught:
+        _trainer(log_dir="here").fit(_Net(), _data(1))
+    assert str(caught.value) == (
+        "TensorBoard is not installed (from Trainer(log_dir=...)). "
+        "Install it: pip install 'polyxla-core[tensorboard]', or pass log_dir=None."
+    )
+
+
 @pytest.fixture
 def _by_value() -> Iterator[None]:
     # Children cannot import a test module.
