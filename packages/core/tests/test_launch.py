@@ -346,3 +346,11 @@ def test_the_connection_is_closed_also_after_an_error(
     with pytest.raises(KeyError):
         launch(_fail, runtime="closing", devices=1)
     assert len(closing.closed) == 3
+
+
+@pytest.mark.parametrize(
+    "arguments", [5, "text", {"a": 1}, iter([1])], ids=["number", "text", "dict", "iterator"]
+)
+def test_arguments_that_are_not_a_list_are_refused(arguments: Any) -> None:
+    with pytest.raises(UsageError, match=r"is not a list or tuple of arguments .* with the comma"):
+        launch(print, arguments)

@@ -19,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
     EventAccumulator,
 )
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 from polyxla import Trainer, UsageError
 from polyxla.testing import PluginInstaller
@@ -592,3 +593,99 @@ def test_a_module_trained_in_another_process_comes_home() -> None:
     assert module.seen.item() == 4
     assert trainer.outcome is not None
     assert trainer.outcome.state is not None
+
+
+class Sociable(lightning.LightningModule):
+    """Uses what LightningModules commonly use of their trainer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(4, 2)
+        self.heard: list[str] = []
+
+    def setup(self, stage: str) -> None:
+        self.heard.append(f"setup {stage}")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.heard.append(f"batch {batch_idx}")
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        assert self.logger is None
+        assert isinstance(self.optimizers(), torch.optim.SGD)
+        assert isinstance(self.lr_schedulers(), torch.optim.lr_scheduler.StepLR)
+        self.print("rank", self.global_rank, "of", self.trainer.estimated_stepping_batches)
+        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def on_train_epoch_end(self) -> None:
+        self.log("epoch_seen", float(self.current_epoch))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+def tiny(records: int = 8) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.randn(records, 4), torch.zeros(records).long()), batch_size=4)
+
+
+def test_a_lightning_module_finds_what_it_expects_of_its_trainer(capfd: pytest.CaptureFixture[str]) -> None:
+    module = Sociable()
+    metrics = _trainer(max_epochs=2).fit(module, tiny())
+    assert metrics == {"epoch_seen": 1.0}
+    assert module.heard == ["setup fit", "batch 0", "batch 1", "batch 0", "batch 1"]
+    assert capfd.readouterr().out.splitlines() == ["rank 0 of 4.0"] * 4
+    assert module.training
+    assert not {"optimizers", "lr_schedulers", "log"} & set(vars(module))
+
+
+def test_a_lightning_module_without_a_test_step_is_refused() -> None:
+    with pytest.raises(UsageError, match="Sociable has no test_step, but was given data for it"):
+        _trainer().test(Sociable(), tiny())
+
+
+class Counting:
+    """Stands for a metric object: torchmetrics' has these methods too."""
+
+    def __init__(self) -> None:
+        self.right = self.seen = 0
+
+    def compute(self) -> float:
+        return self.right / self.seen
+
+    def reset(self) -> None:
+        self.right = self.seen = 0
+
+
+class Measured(torch.nn.Module):
+    def __init__(self, logged: Any) -> None:
+        super().__init__()
+        self.logged = logged
+
+    def test_step(self, batch: Any) -> None:
+        if isinstance(self.logged, Counting):
+            self.logged.right += 1
+            self.logged.seen += 2
+        self.log("accuracy", self.logged)  # type: ignore[operator]
+
+
+def test_a_metric_object_is_computed_and_reset() -> None:
+    metric = Counting()
+    module = Measured(metric)
+    module.logged = metric
+    assert _trainer().test(module, tiny()) == {"accuracy": 0.5}
+    assert metric.seen == 0
+
+
+def test_metric_objects_of_several_replicas_are_refused() -> None:
+    with pytest.raises(UsageError, match="metric objects cannot be combined over 2 replicas"):
+        _trainer(2).test(Measured(Counting()), tiny())
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [(torch.ones(3), r"a tensor of shape \(3,\)"), ("high", "'high'")],
+    ids=["tensor", "text"],
+)
+def test_what_cannot_be_logged_is_refused(value: Any, kind: str) -> None:
+    with pytest.raises(UsageError, match=f"'accuracy' is logged as {kind}"):
+        _trainer().test(Measured(value), tiny())

@@ -42,7 +42,11 @@ def main() -> None:
     """Run the command line with the commands of every installed plugin."""
     from polyxla.plugins import load_everything
 
-    load_everything().hook.polyxla_add_commands(app=app)
+    try:
+        load_everything().hook.polyxla_add_commands(app=app)
+    except Exception as error:
+        # A stranger's plugin; the commands that find out what is wrong with it must go on working.
+        say(f"a plugin's commands are left out: {type(error).__name__}: {error}")
     app()
 
 

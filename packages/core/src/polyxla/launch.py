@@ -96,7 +96,8 @@ def launch(
     """Run ``train_fn(replica, *args)`` in every replica and wait for all of them.
 
     What is not given here is taken from the environment (``POLYXLA_RUNTIME``, ``POLYXLA_DEVICES``,
-    ``POLYXLA_PRECISION``), then from the defaults. The caller's environment is the same afterwards.
+    ``POLYXLA_PRECISION``), then from the defaults. The caller's environment is as it was
+    afterwards, but for what an inline replica's own code set in it.
 
     Args:
         train_fn: what each replica calls, with its `polyxla.Replica` first.
@@ -116,7 +117,7 @@ def launch(
         ReplicaLostError: a replica's process died without a result.
         Exception: whatever `train_fn` raised in a replica, with its ordinal and host in a note.
     """
-    _check_function(train_fn, start_method)
+    _check_call(train_fn, args, start_method)
     environ = env.snapshot()
     settings = env.from_environ(
         environ,
@@ -164,12 +165,18 @@ def _given(name: str, value: Any) -> Setting | None:
     return None if value is None else Setting(value, f"{name}={value!r}")
 
 
-def _check_function(train_fn: Any, start_method: str) -> None:
+def _check_call(train_fn: Any, args: Any, start_method: str) -> None:
     if not callable(train_fn):
         raise UsageError(
             f"launch needs a function, not {train_fn!r}",
             where="train_fn",
             fix="Pass the function itself, and its arguments as args=(...).",
+        )
+    if not isinstance(args, list | tuple):
+        raise UsageError(
+            f"args={args!r} is not a list or tuple of arguments",
+            where="args",
+            fix="Write args=(argument,), with the comma, also for a single one.",
         )
     if start_method not in StartMethod.__args__:  # type: ignore[attr-defined]
         raise UsageError(

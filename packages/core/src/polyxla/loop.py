@@ -51,6 +51,11 @@ class LoopState:
         max_epochs: passes over the training data.
         world_size: number of replicas.
         is_global_zero: whether this is ordinal 0.
+        global_rank: the ordinal, under Lightning's name.
+        local_rank: the local ordinal, under Lightning's name.
+        estimated_stepping_batches: optimizer updates that training will make; inf where nobody knows.
+        logger: None; what is logged goes to the listeners.
+        progress_bar_callback: None; so ``self.print`` of a LightningModule prints plainly.
     """
 
     current_epoch: int
@@ -58,6 +63,11 @@ class LoopState:
     max_epochs: int
     world_size: int
     is_global_zero: bool
+    global_rank: int = 0
+    local_rank: int = 0
+    estimated_stepping_batches: float = float("inf")
+    logger: None = None
+    progress_bar_callback: None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +107,8 @@ def run_test(replica: Replica, module: Any, data: Iterable[Any] | None, how: Loo
     """Test `module` in this replica; see `polyxla.Trainer.test`."""
     with Loop(replica, module, how) as loop:
         data = _required(own_loader(module, data, "test_dataloader"), "test", "test")
+        loop.steps.require("test")
+        loop.steps.call("setup", "test", only_lightning=True)
         loop.evaluate(replica.loader(data), "test")
         return loop.finish()
 
@@ -121,7 +133,10 @@ class Loop:
         # Replicas that are threads would otherwise all train the caller's one module.
         private = copy.deepcopy(module) if replica.world.shares_process else module
         self.module = move_module(replica.precision.convert(private), replica.device)
-        self.state = LoopState(0, 0, how.max_epochs, replica.world_size, replica.is_first)
+        world = replica.world
+        self.state = LoopState(
+            0, 0, how.max_epochs, world.world_size, replica.is_first, world.ordinal, world.local_ordinal
+        )
         self.meter = Meter()
         self.steps = Steps(self.module, self.meter, self.state)
         self.metrics: dict[str, float] = {}
@@ -134,8 +149,11 @@ class Loop:
 
     def fit(self, train: Iterable[Any], val: Iterable[Any] | None) -> None:
         """Train for the epochs asked for, validating after each."""
-        self.optimizer, self.schedulers = configured(self.module)
         uploaded = self.replica.loader(train)
+        self.state.estimated_stepping_batches = self._expected_steps(_length(uploaded))
+        self.steps.call("setup", "fit", only_lightning=True)
+        self.optimizer, self.schedulers = configured(self.module)
+        self.steps.lend_optimizer(self.optimizer, self.schedulers)
         self._listen(uploaded)
         if val is not None:
             # Before an epoch is spent on a module that cannot validate.
@@ -153,6 +171,10 @@ class Loop:
                 break
         self.steps.call("on_train_end")
         self.steps.call("on_fit_end")
+
+    def _expected_steps(self, steps_per_epoch: int | None) -> float:
+        whole = float("inf") if steps_per_epoch is None else float(steps_per_epoch * self.how.max_epochs)
+        return min(whole, float(self.how.max_steps or whole))
 
     def _listen(self, train: Iterable[Any]) -> None:
         if not self.replica.is_first:
@@ -182,10 +204,12 @@ class Loop:
                 where="Trainer.fit",
                 fix="Check its dataset's length, and drop_last where the batch is larger than the dataset.",
             )
+        self.meter.end_batches()
         self.steps.call("on_train_epoch_end")
         self._publish()
 
     def _train_batch(self, batch: Any, index: int) -> None:
+        self.steps.call("on_train_batch_start", batch, index, only_lightning=True)
         self.optimizer.zero_grad()
         with self.replica.precision.forward():
             loss = self.steps.loss(batch, index)
@@ -193,6 +217,7 @@ class Loop:
         self.replica.step(self.optimizer, {"loss": loss.detach(), **self.meter.latest})
         self.schedulers.step_finished()
         self.state.global_step += 1
+        self.steps.call("on_train_batch_end", loss.detach(), batch, index, only_lightning=True)
 
     @torch.no_grad()
     def evaluate(self, loader: Iterable[Any], kind: str) -> None:
@@ -203,6 +228,7 @@ class Loop:
             with self.replica.precision.forward():
                 self.steps.evaluate(kind, batch, index)
             self.replica.sync()
+        self.meter.end_batches()
         self.steps.call(f"on_{kind}_epoch_end")
         self._publish()
 
@@ -216,6 +242,7 @@ class Loop:
         """Bring the module back to the host and say what happened."""
         if self.how.strategy == "debug":
             self.replica.print(self.replica.report())
+        self.module.train()
         move_module(self.module, torch.device("cpu"))
         carry = self.replica.is_first and not self.in_place
         return Outcome(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from polyxla.errors import UsageError
 
 if TYPE_CHECKING:
     from polyxla.replica import Replica
@@ -24,6 +27,7 @@ class Meter:
         self.latest: dict[str, Any] = {}
         self.batch_size = 1
         self.is_training = True
+        self._objects: dict[str, Any] = {}
         self._totals: dict[str, Any] = {}
         self._weights: dict[str, float] = {}
 
@@ -32,6 +36,11 @@ class Meter:
         self.latest = {}
         self.is_training = is_training
         self.batch_size = _records(batch) or 1
+
+    def end_batches(self) -> None:
+        """Take what is logged from here on, by an epoch's last hook, into the means as it is."""
+        self.is_training = False
+        self.batch_size = 1
 
     def log(
         self,
@@ -47,13 +56,18 @@ class Meter:
 
         Args:
             name: its name.
-            value: a number or a tensor of one element.
+            value: a number, a tensor of one element, or a metric object such as torchmetrics'.
             prog_bar: third, as Lightning has it; progress shows every value.
             on_epoch: whether to report its mean over the epoch; default: only in evaluation.
             batch_size: its weight in the mean; default: the batch's first dimension.
+
+        Raises:
+            UsageError: the value is none of these.
         """
-        if isinstance(value, torch.Tensor):
-            value = value.detach()
+        if callable(getattr(value, "compute", None)):
+            self._objects[name] = value
+            return
+        value = _scalar(name, value)
         self.latest[name] = value
         if on_epoch if on_epoch is not None else not self.is_training:
             self._add(name, value, batch_size or self.batch_size)
@@ -79,13 +93,43 @@ class Meter:
     def take(self, replica: Replica) -> dict[str, float]:
         """Return the means over every replica's records since the last call, and start anew.
 
-        A collective: every replica calls it at the same point. Waits for the device.
+        A collective: every replica calls it at the same point. Waits for the device. A metric object
+        is computed and reset; it holds for one replica's records.
+
+        Raises:
+            UsageError: there are metric objects and several replicas, whose results have no mean.
         """
+        computed = self._computed(replica)
         sums = {name: (float(self._totals[name]), self._weights[name]) for name in self._totals}
         self._totals, self._weights = {}, {}
         everyone = replica.all_gather(sums)
         names = {name for one in everyone for name in one}
-        return {name: _mean([one[name] for one in everyone if name in one]) for name in sorted(names)}
+        means = {name: _mean([one[name] for one in everyone if name in one]) for name in sorted(names)}
+        return means | computed
+
+    def _computed(self, replica: Replica) -> dict[str, float]:
+        objects, self._objects = self._objects, {}
+        if objects and replica.world_size > 1:
+            raise UsageError(
+                f"metric objects cannot be combined over {replica.world_size} replicas: {sorted(objects)}",
+                where="self.log",
+                fix="Log the batch's own value, such as the share that is right: its mean is exact.",
+            )
+        values = {name: float(metric.compute()) for name, metric in objects.items()}
+        for metric in objects.values():
+            metric.reset()
+        return values
+
+
+def _scalar(name: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.detach().reshape(()) if value.dim() else value.detach()
+    if isinstance(value, numbers.Real):
+        return value
+    kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+    raise UsageError(
+        f"{name!r} is logged as {kind}", where="self.log", fix="Log a number, or a tensor of one element."
+    )
 
 
 def _mean(parts: list[tuple[float, float]]) -> float:

@@ -40,11 +40,24 @@ class Steps:
             if value is not _UNSET:
                 self._module.__dict__[slot] = value
 
-    def call(self, hook: str) -> None:
-        """Call a hook such as ``on_train_start`` where the module has it."""
+    def lend_optimizer(self, optimizer: torch.optim.Optimizer, schedulers: Schedulers) -> None:
+        """Let a LightningModule find its optimizer and schedules with ``self.optimizers()``."""
+        if _is_lightning(self._module):
+            found = [config["scheduler"] for config in schedulers.configs]
+            self._lend("optimizers", lambda **_: optimizer)
+            self._lend("lr_schedulers", lambda: found[0] if len(found) == 1 else found or None)
+
+    def call(self, hook: str, *arguments: Any, only_lightning: bool = False) -> None:
+        """Call a hook such as ``on_train_start`` where the module has it.
+
+        Args:
+            hook: the method's name.
+            arguments: what it is given.
+            only_lightning: whether the name means this to a LightningModule only.
+        """
         method = getattr(self._module, hook, None)
-        if callable(method):
-            method()
+        if callable(method) and (not only_lightning or _is_lightning(self._module)):
+            method(*arguments)
 
     def loss(self, batch: Any, index: int) -> torch.Tensor:
         """Call ``training_step`` and return its loss.
@@ -75,7 +88,8 @@ class Steps:
         Raises:
             UsageError: there is no ``{kind}_step``.
         """
-        if not callable(getattr(self._module, f"{kind}_step", None)):
+        method = f"{kind}_step"
+        if not callable(getattr(self._module, method, None)) or not _is_overridden(self._module, method):
             raise UsageError(
                 f"{type(self._module).__name__} has no {kind}_step, but was given data for it",
                 where=f"the {kind} loader",
@@ -87,7 +101,7 @@ class Schedulers:
     """The learning-rate schedules that ``configure_optimizers`` returned."""
 
     def __init__(self, configs: Iterable[Any]) -> None:
-        self._configs = [
+        self.configs = [
             config if isinstance(config, Mapping) else {"scheduler": config} for config in configs
         ]
         self._steps = self._epochs = 0
@@ -115,7 +129,7 @@ class Schedulers:
                 )
 
     def _due(self, interval: str, count: int) -> list[Mapping[str, Any]]:
-        mine = [config for config in self._configs if config.get("interval", "epoch") == interval]
+        mine = [config for config in self.configs if config.get("interval", "epoch") == interval]
         return [config for config in mine if count % config.get("frequency", 1) == 0]
 
 
@@ -199,7 +213,7 @@ def _is_lightning(module: Any) -> bool:
 def _is_overridden(module: Any, method: str) -> bool:
     # A LightningModule has every method; its own data hooks raise until they are overridden.
     owner = next((base for base in type(module).__mro__ if method in vars(base)), None)
-    return owner is not None and not owner.__module__.startswith(("lightning.", "pytorch_lightning."))
+    return owner is None or not owner.__module__.startswith(("lightning.", "pytorch_lightning."))
 
 
 def _slot(module: Any, name: str) -> str:

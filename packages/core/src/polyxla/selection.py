@@ -103,7 +103,8 @@ def select(environ: Mapping[str, str], runtime: Setting, accelerator: str = "aut
     """
     if runtime.value is not None:
         candidate = look_at(find_runtime(runtime.value, runtime.origin), environ, accelerator)
-        return Selection(candidate.name, runtime.origin, _usable(candidate, runtime.origin))
+        discovery = _usable(candidate, runtime.origin)
+        return Selection(candidate.name, runtime.origin, discovery, warnings=discovery.notes)
     return choose(survey(environ, accelerator), environ)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyxla.errors import UsageError
 from polyxla.launch import StartMethod, launch
+from polyxla.notices import say_once
 
 if TYPE_CHECKING:
     from polyxla.loop import LoopSettings, Outcome
@@ -34,7 +36,8 @@ class Trainer:
         max_steps: optimizer updates after which training ends even within an epoch.
         runtime: a runtime's name; default: chosen from the environment.
         start_method: as in `polyxla.launch`.
-        log_dir: where TensorBoard's files go; ``"auto"`` is a new folder under ``runs``, None writes none.
+        log_dir: where TensorBoard's files go; ``"auto"`` is a new folder under ``runs`` where
+            TensorBoard is installed, None writes none.
         log_every_n_steps: how often logged tensors are read, which waits for the device.
         progress: whether to show progress on standard error.
 
@@ -132,6 +135,11 @@ class Trainer:
     def _new_log_dir(self) -> str | None:
         if self._log_dir != "auto":
             return self._log_dir
+        if importlib.util.find_spec("tensorboard") is None:
+            say_once(
+                "TensorBoard is not installed, so nothing is logged: pip install 'polyxla-core[tensorboard]'"
+            )
+            return None
         return str(Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
 
 
