@@ -1,1 +1,4 @@
-"""A PJRT plugin written in Python: any engine becomes a torch_xla device. Nothing is in here yet."""
+"""A PJRT plugin written in Python: any `Engine` becomes a torch_xla device.
+
+Importing this, or `polyxla_bridge.plugin`, starts nothing and imports neither jax nor numpy.
+"""

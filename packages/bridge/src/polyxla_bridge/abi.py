@@ -1,0 +1,348 @@
+"""The struct layouts of the PJRT C API, declared by hand.
+
+Facts of an ABI: names, order and types. `nox -s abi` compiles a C program against the header that the
+tensorflow-cpu wheel carries and compares every size and offset with what stands here.
+
+Source: pjrt_c_api.h, API version 0.72, as in tensorflow-cpu 2.20.0; torch_xla 2.9.0 accepts it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
+from typing import Any
+
+MAJOR, MINOR = 0, 72
+"""The API version that is spoken."""
+
+_TYPES: dict[str, Any] = {
+    "p": c_void_p,  # any pointer: opaque objects, arrays, callbacks
+    "n": c_size_t,
+    "i": c_int,  # enums too
+    "q": c_int64,
+    "b": c_bool,
+}
+
+
+def _fields(declaration: str) -> list[tuple[str, Any]]:
+    pairs = (word.split(":") for word in declaration.split())
+    return [(name, _TYPES[code]) for name, code in pairs]
+
+
+def _struct(name: str, declaration: str) -> type[Structure]:
+    header = [("struct_size", c_size_t), ("extension_start", c_void_p)]
+    return type(name, (Structure,), {"_fields_": [*header, *_fields(declaration)]})
+
+
+class _Value(ctypes.Union):
+    _fields_ = (
+        ("string_value", c_char_p),
+        ("int64_value", c_int64),
+        ("int64_array_value", c_void_p),
+        ("float_value", c_float),
+        ("bool_value", c_bool),
+    )
+
+
+class NamedValue(Structure):
+    """``PJRT_NamedValue``: one attribute."""
+
+    _anonymous_ = ("value",)
+    _fields_ = (
+        ("struct_size", c_size_t),
+        ("extension_start", c_void_p),
+        ("name", c_char_p),
+        ("name_size", c_size_t),
+        ("type", c_int),
+        ("value", _Value),
+        ("value_size", c_size_t),
+    )
+
+
+class NamedValueType:
+    """``PJRT_NamedValue_Type``."""
+
+    STRING, INT64, INT64_LIST, FLOAT, BOOL = range(5)
+
+
+class Tiled(Structure):
+    """``PJRT_Buffer_MemoryLayout_Tiled``."""
+
+    _fields_ = (
+        ("struct_size", c_size_t),
+        ("extension_start", c_void_p),
+        *_fields("minor_to_major:p minor_to_major_size:n tile_dims:p tile_dim_sizes:p num_tiles:n"),
+    )
+
+
+class _Layout(ctypes.Union):
+    _fields_ = (("tiled", Tiled),)
+
+
+class MemoryLayout(Structure):
+    """``PJRT_Buffer_MemoryLayout``; its other form, strides, is smaller than the tiled one."""
+
+    _fields_ = (
+        ("struct_size", c_size_t),
+        ("extension_start", c_void_p),
+        ("layout", _Layout),
+        ("type", c_int),
+    )
+
+
+Program = _struct("Program", "code:p code_size:n format:p format_size:n")
+"""``PJRT_Program``."""
+
+ExecuteOptions = _struct(
+    "ExecuteOptions",
+    "send_callbacks:p recv_callbacks:p num_send_ops:n num_recv_ops:n launch_id:i "
+    "non_donatable_input_indices:p num_non_donatable_input_indices:n context:p",
+)
+"""``PJRT_ExecuteOptions``."""
+
+ApiVersion = _struct("ApiVersion", "major_version:i minor_version:i")
+"""``PJRT_Api_Version``."""
+
+_DEVICE_STATS = (
+    "peak_bytes_in_use",
+    "num_allocs",
+    "largest_alloc_size",
+    "bytes_limit",
+    "bytes_reserved",
+    "peak_bytes_reserved",
+    "bytes_reservable_limit",
+    "largest_free_block_bytes",
+    "pool_bytes",
+    "peak_pool_bytes",
+)
+
+FUNCTIONS: dict[str, str] = {
+    "Error_Destroy": "error:p",
+    "Error_Message": "error:p message:p message_size:n",
+    "Error_GetCode": "error:p code:i",
+    "Plugin_Initialize": "",
+    "Plugin_Attributes": "attributes:p num_attributes:n",
+    "Event_Destroy": "event:p",
+    "Event_IsReady": "event:p is_ready:b",
+    "Event_Error": "event:p",
+    "Event_Await": "event:p",
+    "Event_OnReady": "event:p callback:p user_arg:p",
+    "Client_Create": "create_options:p num_options:n kv_get_callback:p kv_get_user_arg:p kv_put_callback:p "
+    "kv_put_user_arg:p client:p kv_try_get_callback:p kv_try_get_user_arg:p",
+    "Client_Destroy": "client:p",
+    "Client_PlatformName": "client:p platform_name:p platform_name_size:n",
+    "Client_ProcessIndex": "client:p process_index:i",
+    "Client_PlatformVersion": "client:p platform_version:p platform_version_size:n",
+    "Client_Devices": "client:p devices:p num_devices:n",
+    "Client_AddressableDevices": "client:p addressable_devices:p num_addressable_devices:n",
+    "Client_LookupDevice": "client:p id:i device:p",
+    "Client_LookupAddressableDevice": "client:p local_hardware_id:i addressable_device:p",
+    "Client_AddressableMemories": "client:p addressable_memories:p num_addressable_memories:n",
+    "Client_Compile": "client:p program:p compile_options:p compile_options_size:n executable:p",
+    "Client_DefaultDeviceAssignment": "client:p num_replicas:i num_partitions:i "
+    "default_assignment_size:n default_assignment:p",
+    "Client_BufferFromHostBuffer": "client:p data:p type:i dims:p num_dims:n byte_strides:p "
+    "num_byte_strides:n host_buffer_semantics:i device:p memory:p device_layout:p "
+    "done_with_host_buffer:p buffer:p",
+    "DeviceDescription_Id": "device_description:p id:i",
+    "DeviceDescription_ProcessIndex": "device_description:p process_index:i",
+    "DeviceDescription_Attributes": "device_description:p num_attributes:n attributes:p",
+    "DeviceDescription_Kind": "device_description:p device_kind:p device_kind_size:n",
+    "DeviceDescription_DebugString": "device_description:p debug_string:p debug_string_size:n",
+    "DeviceDescription_ToString": "device_description:p to_string:p to_string_size:n",
+    "Device_GetDescription": "device:p device_description:p",
+    "Device_IsAddressable": "device:p is_addressable:b",
+    "Device_LocalHardwareId": "device:p local_hardware_id:i",
+    "Device_AddressableMemories": "device:p memories:p num_memories:n",
+    "Device_DefaultMemory": "device:p memory:p",
+    "Device_MemoryStats": "device:p bytes_in_use:q "
+    + " ".join(f"{name}:q {name}_is_set:b" for name in _DEVICE_STATS),
+    "Memory_Id": "memory:p id:i",
+    "Memory_Kind": "memory:p kind:p kind_size:n",
+    "Memory_DebugString": "memory:p debug_string:p debug_string_size:n",
+    "Memory_ToString": "memory:p to_string:p to_string_size:n",
+    "Memory_AddressableByDevices": "memory:p devices:p num_devices:n",
+    "Executable_Destroy": "executable:p",
+    "Executable_Name": "executable:p executable_name:p executable_name_size:n",
+    "Executable_NumReplicas": "executable:p num_replicas:n",
+    "Executable_NumPartitions": "executable:p num_partitions:n",
+    "Executable_NumOutputs": "executable:p num_outputs:n",
+    "Executable_SizeOfGeneratedCodeInBytes": "executable:p size_in_bytes:q",
+    "Executable_GetCostAnalysis": "executable:p num_properties:n properties:p",
+    "Executable_OutputMemoryKinds": "executable:p num_outputs:n memory_kinds:p memory_kind_sizes:p",
+    "Executable_OptimizedProgram": "executable:p program:p",
+    "Executable_Serialize": "executable:p serialized_bytes:p serialized_bytes_size:n "
+    "serialized_executable:p serialized_executable_deleter:p",
+    "LoadedExecutable_Destroy": "executable:p",
+    "LoadedExecutable_GetExecutable": "loaded_executable:p executable:p",
+    "LoadedExecutable_AddressableDevices": "executable:p addressable_devices:p num_addressable_devices:n",
+    "LoadedExecutable_Delete": "executable:p",
+    "LoadedExecutable_IsDeleted": "executable:p is_deleted:b",
+    "LoadedExecutable_Execute": "executable:p options:p argument_lists:p num_devices:n num_args:n "
+    "output_lists:p device_complete_events:p execute_device:p",
+    "Executable_DeserializeAndLoad": "client:p serialized_executable:p serialized_executable_size:n "
+    "loaded_executable:p overridden_serialized_compile_options:p "
+    "overridden_serialized_compile_options_size:n",
+    "LoadedExecutable_Fingerprint": "executable:p executable_fingerprint:p executable_fingerprint_size:n",
+    "Buffer_Destroy": "buffer:p",
+    "Buffer_ElementType": "buffer:p type:i",
+    "Buffer_Dimensions": "buffer:p dims:p num_dims:n",
+    "Buffer_UnpaddedDimensions": "buffer:p unpadded_dims:p num_dims:n",
+    "Buffer_DynamicDimensionIndices": "buffer:p dynamic_dim_indices:p num_dynamic_dims:n",
+    "Buffer_GetMemoryLayout": "buffer:p",  # and a MemoryLayout by value, added below
+    "Buffer_OnDeviceSizeInBytes": "buffer:p on_device_size_in_bytes:n",
+    "Buffer_Device": "buffer:p device:p",
+    "Buffer_Memory": "buffer:p memory:p",
+    "Buffer_Delete": "buffer:p",
+    "Buffer_IsDeleted": "buffer:p is_deleted:b",
+    "Buffer_CopyToDevice": "buffer:p dst_device:p dst_buffer:p",
+    "Buffer_ToHostBuffer": "src:p host_layout:p dst:p dst_size:n event:p",
+    "Buffer_IsOnCpu": "buffer:p is_on_cpu:b",
+    "Buffer_ReadyEvent": "buffer:p event:p",
+    "Buffer_UnsafePointer": "buffer:p buffer_pointer:n",
+    "Buffer_IncreaseExternalReferenceCount": "buffer:p",
+    "Buffer_DecreaseExternalReferenceCount": "buffer:p",
+    "Buffer_OpaqueDeviceMemoryDataPointer": "buffer:p device_memory_ptr:p",
+    "CopyToDeviceStream_Destroy": "stream:p",
+    "CopyToDeviceStream_AddChunk": "stream:p chunk:p transfer_complete:p",
+    "CopyToDeviceStream_TotalBytes": "stream:p total_bytes:q",
+    "CopyToDeviceStream_GranuleSize": "stream:p granule_size_in_bytes:q",
+    "CopyToDeviceStream_CurrentBytes": "stream:p current_bytes:q",
+    "TopologyDescription_Create": "topology_name:p topology_name_size:n create_options:p num_options:n "
+    "topology:p",
+    "TopologyDescription_Destroy": "topology:p",
+    "TopologyDescription_PlatformName": "topology:p platform_name:p platform_name_size:n",
+    "TopologyDescription_PlatformVersion": "topology:p platform_version:p platform_version_size:n",
+    "TopologyDescription_GetDeviceDescriptions": "topology:p descriptions:p num_descriptions:n",
+    "TopologyDescription_Serialize": "topology:p serialized_bytes:p serialized_bytes_size:n "
+    "serialized_topology:p serialized_topology_deleter:p",
+    "TopologyDescription_Attributes": "topology:p attributes:p num_attributes:n",
+    "Compile": "topology:p program:p compile_options:p compile_options_size:n client:p executable:p",
+    "Executable_OutputElementTypes": "executable:p output_types:p num_output_types:n",
+    "Executable_OutputDimensions": "executable:p num_outputs:n dims:p dim_sizes:p",
+    "Buffer_CopyToMemory": "buffer:p dst_memory:p dst_buffer:p",
+    "Client_CreateViewOfDeviceBuffer": "client:p device_buffer_ptr:p dims:p num_dims:n element_type:i "
+    "layout:p device:p on_delete_callback:p on_delete_callback_arg:p stream:n buffer:p memory:p",
+    "Executable_Fingerprint": "executable:p executable_fingerprint:p executable_fingerprint_size:n",
+    "Client_TopologyDescription": "client:p topology:p",
+    "Executable_GetCompiledMemoryStats": "executable:p generated_code_size_in_bytes:q "
+    "argument_size_in_bytes:q output_size_in_bytes:q alias_size_in_bytes:q temp_size_in_bytes:q "
+    "host_generated_code_size_in_bytes:q host_argument_size_in_bytes:q host_output_size_in_bytes:q "
+    "host_alias_size_in_bytes:q host_temp_size_in_bytes:q peak_memory_in_bytes:q",
+    "Memory_Kind_Id": "memory:p kind_id:i",
+    "ExecuteContext_Create": "context:p",
+    "ExecuteContext_Destroy": "context:p",
+    "Buffer_CopyRawToHost": "buffer:p dst:p offset:q transfer_size:q event:p",
+    "AsyncHostToDeviceTransferManager_Destroy": "transfer_manager:p",
+    "AsyncHostToDeviceTransferManager_TransferData": "transfer_manager:p buffer_index:i data:p offset:q "
+    "transfer_size:q is_last_transfer:b done_with_h2d_transfer:p",
+    "Client_CreateBuffersForAsyncHostToDevice": "client:p shape_specs:p num_shape_specs:n "
+    "device_layouts:p num_device_layouts:n memory:p transfer_manager:p",
+    "AsyncHostToDeviceTransferManager_RetrieveBuffer": "transfer_manager:p buffer_index:i buffer_out:p",
+    "AsyncHostToDeviceTransferManager_Device": "transfer_manager:p device_out:p",
+    "AsyncHostToDeviceTransferManager_BufferCount": "transfer_manager:p buffer_count:n",
+    "AsyncHostToDeviceTransferManager_BufferSize": "transfer_manager:p buffer_index:i buffer_size:n",
+    "AsyncHostToDeviceTransferManager_SetBufferError": "transfer_manager:p buffer_index:i error_code:i "
+    "error_message:p error_message_size:n",
+    "AsyncHostToDeviceTransferManager_AddMetadata": "transfer_manager:p transfer_metadata:p num_metadata:n",
+    "Client_DmaMap": "client:p data:p size:n",
+    "Client_DmaUnmap": "client:p data:p",
+    "Client_CreateUninitializedBuffer": "client:p shape_dims:p shape_num_dims:n shape_element_type:i "
+    "shape_layout:p device:p memory:p buffer:p",
+}
+"""Every function of the table, in the table's order, with the fields of its argument struct."""
+
+ARGS: dict[str, type[Structure]] = {
+    name: _struct(f"{name}_Args", declaration) for name, declaration in FUNCTIONS.items()
+}
+"""Argument structs by function name."""
+
+ARGS["Buffer_GetMemoryLayout"] = type(
+    "Buffer_GetMemoryLayout_Args",
+    (Structure,),
+    {
+        "_fields_": [
+            ("struct_size", c_size_t),
+            ("extension_start", c_void_p),
+            ("buffer", c_void_p),
+            ("layout", MemoryLayout),
+        ]
+    },
+)
+
+RETURNS_NOTHING = frozenset({"Error_Destroy", "Error_Message"})
+"""The two functions that cannot fail."""
+
+CALLBACKS: dict[str, Any] = {
+    name: ctypes.CFUNCTYPE(None if name in RETURNS_NOTHING else c_void_p, POINTER(args))
+    for name, args in ARGS.items()
+}
+"""The C type of each function."""
+
+
+class Api(Structure):
+    """``PJRT_Api``: the table itself."""
+
+    _fields_ = (
+        ("struct_size", c_size_t),
+        ("extension_start", c_void_p),
+        ("pjrt_api_version", ApiVersion),
+        *((name, c_void_p) for name in FUNCTIONS),
+    )
+
+
+OnReady = ctypes.CFUNCTYPE(None, c_void_p, c_void_p)
+"""What `Event_OnReady` is given: called with an error (or null) and ``user_arg``."""
+
+Deleter = ctypes.CFUNCTYPE(None, c_void_p)
+"""Called with what is to be freed."""
+
+DTYPES = (
+    "invalid",
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+    "bfloat16",
+    "complex64",
+    "complex128",
+    "float8_e5m2",
+    "float8_e4m3fn",
+    "float8_e4m3b11fnuz",
+    "float8_e5m2fnuz",
+    "float8_e4m3fnuz",
+    "int4",
+    "uint4",
+    "token",
+    "int2",
+    "uint2",
+    "float8_e4m3",
+    "float8_e3m4",
+    "float8_e8m0fnu",
+    "float4_e2m1fn",
+)
+"""numpy's (and ml_dtypes') names in the order of ``PJRT_Buffer_Type``."""
+
+
+class Code:
+    """``PJRT_Error_Code``, those that are raised here."""
+
+    CANCELLED = 1
+    UNKNOWN = 2
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    ABORTED = 10
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+    UNAVAILABLE = 14
