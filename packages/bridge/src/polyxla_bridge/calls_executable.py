@@ -1,0 +1,191 @@
+"""The functions of the table about programs."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from polyxla_bridge import abi, hlo
+from polyxla_bridge.abi import Code
+from polyxla_bridge.calls_buffer import Held
+from polyxla_bridge.calls_client import MEMORY_KIND
+from polyxla_bridge.engine import Executable
+from polyxla_bridge.errors import PjrtError
+from polyxla_bridge.state import Bridge, address, array, call, completed, text
+
+PROGRAM_FORMAT = "hlo"
+"""What torch_xla sends: a serialised HloModuleProto."""
+
+
+@call("Client_Compile")
+def client_compile(bridge: Bridge, args: Any) -> None:
+    program = abi.Program.from_address(args.program)
+    format_ = ctypes.string_at(program.format, program.format_size).decode()
+    if format_ != PROGRAM_FORMAT:
+        raise PjrtError(
+            Code.UNIMPLEMENTED, f"programs in format {format_!r}; only {PROGRAM_FORMAT!r} is known"
+        )
+    code = ctypes.string_at(program.code, program.code_size)
+    options = ctypes.string_at(args.compile_options, args.compile_options_size)
+    args.executable = bridge.handles.new(bridge.engine.compile(code, options))
+
+
+@call("LoadedExecutable_GetExecutable")
+def loaded_get_executable(bridge: Bridge, args: Any) -> None:
+    args.executable = bridge.handles.new(bridge.handles[args.loaded_executable])
+
+
+@call("LoadedExecutable_Destroy")
+def loaded_destroy(bridge: Bridge, args: Any) -> None:
+    bridge.handles.drop(args.executable)
+
+
+@call("Executable_Destroy")
+def executable_destroy(bridge: Bridge, args: Any) -> None:
+    bridge.handles.drop(args.executable)
+
+
+@call("LoadedExecutable_Delete")
+def loaded_delete(bridge: Bridge, args: Any) -> None:
+    # The memory goes with the last handle; PJRT only promises that nothing runs it any more.
+    pass
+
+
+@call("LoadedExecutable_IsDeleted")
+def loaded_is_deleted(bridge: Bridge, args: Any) -> None:
+    args.is_deleted = False
+
+
+@call("LoadedExecutable_AddressableDevices")
+def loaded_addressable_devices(bridge: Bridge, args: Any) -> None:
+    args.addressable_devices = address(bridge.local_array)
+    args.num_addressable_devices = len(bridge.local)
+
+
+@call("LoadedExecutable_Fingerprint")
+def loaded_fingerprint(bridge: Bridge, args: Any) -> None:
+    args.executable_fingerprint, args.executable_fingerprint_size = text(
+        bridge.handles[args.executable].fingerprint
+    )
+
+
+@call("Executable_Fingerprint")
+def executable_fingerprint(bridge: Bridge, args: Any) -> None:
+    loaded_fingerprint(bridge, args)
+
+
+@call("Executable_Name")
+def executable_name(bridge: Bridge, args: Any) -> None:
+    args.executable_name, args.executable_name_size = text(bridge.handles[args.executable].name)
+
+
+@call("Executable_NumReplicas")
+def executable_num_replicas(bridge: Bridge, args: Any) -> None:
+    args.num_replicas = bridge.handles[args.executable].num_replicas
+
+
+@call("Executable_NumPartitions")
+def executable_num_partitions(bridge: Bridge, args: Any) -> None:
+    args.num_partitions = 1
+
+
+@call("Executable_NumOutputs")
+def executable_num_outputs(bridge: Bridge, args: Any) -> None:
+    args.num_outputs = len(bridge.handles[args.executable].outputs)
+
+
+@call("Executable_SizeOfGeneratedCodeInBytes")
+def executable_code_size(bridge: Bridge, args: Any) -> None:
+    args.size_in_bytes = bridge.handles[args.executable].code_size_bytes
+
+
+@call("Executable_OutputElementTypes")
+def executable_output_element_types(bridge: Bridge, args: Any) -> None:
+    executable = bridge.handles[args.executable]
+    numbers = [abi.DTYPES.index(one.dtype) for one in executable.outputs]
+    args.output_types = _kept(executable, "types", array(numbers, ctypes.c_int))
+    args.num_output_types = len(numbers)
+
+
+@call("Executable_OutputDimensions")
+def executable_output_dimensions(bridge: Bridge, args: Any) -> None:
+    executable = bridge.handles[args.executable]
+    sizes = [size for one in executable.outputs for size in one.dims]
+    args.dims = _kept(executable, "dims", array(sizes, ctypes.c_int64))
+    ranks = [len(one.dims) for one in executable.outputs]
+    args.dim_sizes = _kept(executable, "ranks", array(ranks, ctypes.c_size_t))
+    args.num_outputs = len(ranks)
+
+
+@call("Executable_OutputMemoryKinds")
+def executable_output_memory_kinds(bridge: Bridge, args: Any) -> None:
+    executable = bridge.handles[args.executable]
+    where, length = text(MEMORY_KIND)
+    count = len(executable.outputs)
+    args.memory_kinds = _kept(executable, "kinds", array([where] * count))
+    args.memory_kind_sizes = _kept(executable, "kind sizes", array([length] * count, ctypes.c_size_t))
+    args.num_outputs = count
+
+
+def _kept(executable: Executable, name: str, numbers: Any) -> int:
+    """Let the executable keep an array that C reads later; return its address."""
+    return address(executable.native.setdefault(f"C {name}", numbers))
+
+
+@call("Executable_OptimizedProgram")
+def executable_optimized_program(bridge: Bridge, args: Any) -> None:
+    program = abi.Program.from_address(args.program)
+    code = hlo.with_config(bridge.handles[args.executable].optimized_hlo)
+    program.format, program.format_size = text("hlo_with_config")
+    if not program.code:
+        program.code_size = len(code)
+        return
+    ctypes.memmove(program.code, code, min(len(code), program.code_size))
+
+
+@call("Executable_GetCostAnalysis")
+def executable_get_cost_analysis(bridge: Bridge, args: Any) -> None:
+    args.properties, args.num_properties = None, 0
+
+
+@call("LoadedExecutable_Execute")
+def loaded_execute(bridge: Bridge, args: Any) -> None:
+    executable = bridge.handles[args.executable]
+    if args.num_devices != 1:
+        raise PjrtError(
+            Code.UNIMPLEMENTED, f"one execution on {args.num_devices} devices: each replica runs its own here"
+        )
+    device = bridge.handles[args.execute_device].device if args.execute_device else bridge.local[0].device
+    (row,) = read_array_of_pointers(args.argument_lists, 1)
+    arguments = [bridge.handles[one].buffer for one in read_array_of_pointers(row, args.num_args)]
+    outputs = bridge.engine.execute(executable, device, arguments)
+    (out,) = read_array_of_pointers(args.output_lists, 1)
+    if outputs:
+        (ctypes.c_void_p * len(outputs)).from_address(out)[:] = [
+            bridge.handles.new(Held(output)) for output in outputs
+        ]
+    if args.device_complete_events:
+        done = outputs[0].value if outputs else completed()
+        (ctypes.c_void_p * 1).from_address(args.device_complete_events)[0] = bridge.event(done)
+
+
+def read_array_of_pointers(pointer: int | None, count: int) -> list[int]:
+    """Return the pointers that a C array holds."""
+    return list((ctypes.c_void_p * count).from_address(pointer)) if count and pointer else []
+
+
+@call("Executable_Serialize")
+def executable_serialize(bridge: Bridge, args: Any) -> None:
+    data = bridge.engine.serialize(bridge.handles[args.executable])
+    kept = ctypes.create_string_buffer(data, len(data))
+    args.serialized_bytes, args.serialized_bytes_size = address(kept), len(data)
+    deleter = abi.Deleter(bridge.handles.drop)
+    # The deleter lives with the bytes: C calls it to free them.
+    args.serialized_executable = bridge.handles.new((kept, deleter))
+    args.serialized_executable_deleter = ctypes.cast(deleter, ctypes.c_void_p).value
+
+
+@call("Executable_DeserializeAndLoad")
+def executable_deserialize_and_load(bridge: Bridge, args: Any) -> None:
+    data = ctypes.string_at(args.serialized_executable, args.serialized_executable_size)
+    args.loaded_executable = bridge.handles.new(bridge.engine.deserialize(data))
