@@ -1,0 +1,87 @@
+"""The bridge as torch_xla sees it: a plugin whose library's table is filled here.
+
+torch_xla imports this whenever it is imported itself, so nothing is started before it asks for the
+library, and a process may still be forked until then.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch_xla
+from torch_xla.experimental.plugins import DevicePlugin
+
+from polyxla_bridge import env
+
+if TYPE_CHECKING:
+    from polyxla_bridge.engine import Engine
+
+LIBRARY = Path(__file__).with_name("library.so")
+"""Built with the package from library.c."""
+
+
+class EnginePlugin(DevicePlugin):
+    """Shows the engine that `make_engine` returns to torch_xla."""
+
+    def make_engine(self) -> Engine:
+        """Start the engine; called once, when torch_xla creates its client."""
+        raise NotImplementedError
+
+    def library_path(self) -> str:
+        """Fill the library's table and return where the library is."""
+        activate(self.make_engine)
+        return str(LIBRARY)
+
+    def configure_single_process(self) -> None:
+        """Leave everything as the environment has it."""
+
+
+class CpuPlugin(EnginePlugin):
+    """Replicas on this machine's CPU, through jaxlib."""
+
+    def make_engine(self) -> Engine:
+        """Start jaxlib's clients for this process's share of the replicas."""
+        from polyxla_bridge.jax_engine import JaxEngine
+
+        return JaxEngine(env.current())
+
+    def physical_chip_count(self) -> int:
+        """Return how many processes torch_xla should start."""
+        return env.current().processes
+
+
+_active = threading.Lock()
+
+
+def activate(make_engine: Callable[[], Engine]) -> None:
+    """Fill the library's table; once in a process, since torch_xla has one client.
+
+    When Python ends, torch_xla lets go of its objects first, then the engine is closed, then the table
+    is silenced: what C++ destroys after that finds functions that do nothing.
+    """
+    if not _active.acquire(blocking=False):
+        return
+    from polyxla_bridge.state import Bridge
+    from polyxla_bridge.table import Table
+
+    library = ctypes.CDLL(str(LIBRARY))
+    bridge = Bridge(make_engine)
+    nothing = ctypes.cast(library.polyxla_nothing, ctypes.c_void_p).value
+    assert nothing is not None
+    table = Table(bridge, nothing)
+    library.polyxla_set_api.argtypes = [ctypes.c_void_p]
+    library.polyxla_set_api(ctypes.addressof(table.api))
+
+    def leave() -> None:
+        torch_xla._prepare_to_exit()
+        bridge.close()
+        table.silence()
+
+    # torch_xla's own hook would run after ours, and needs what ours takes away.
+    atexit.unregister(torch_xla._prepare_to_exit)
+    atexit.register(leave)
