@@ -1,0 +1,41 @@
+"""Which replicas a process holds."""
+
+from __future__ import annotations
+
+import pytest
+
+from polyxla_bridge import env
+from polyxla_bridge.env import Share, from_environ
+
+
+def environ(**values: object) -> dict[str, str]:
+    return {f"POLYXLA_BRIDGE_{name.upper()}": str(value) for name, value in values.items()}
+
+
+def test_nothing_set_is_one_replica() -> None:
+    share = from_environ({})
+    assert share == Share(1, 1, 0, "")
+    assert share.local == (0,)
+
+
+@pytest.mark.parametrize(
+    ("process", "local"), [(0, (0, 1)), (1, (2, 3)), (3, (6, 7))], ids=["first", "second", "last"]
+)
+def test_processes_hold_equal_shares(process: int, local: tuple[int, ...]) -> None:
+    share = from_environ(environ(replicas=8, processes=4, process=process, coordinator="127.0.0.1:1"))
+    assert share.local == local
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"replicas": 3, "processes": 2, "coordinator": "h:1"}, "3 replicas cannot be shared equally by 2"),
+        ({"replicas": 0}, "0 replicas cannot be shared"),
+        ({"replicas": 2, "processes": 2, "process": 2, "coordinator": "h:1"}, "is not in 0..1"),
+        ({"replicas": 2}, f"2 replicas need {env.POLYXLA_BRIDGE_COORDINATOR}"),
+        ({"replicas": "two"}, "invalid literal"),
+    ],
+)
+def test_numbers_that_do_not_fit(values: dict[str, object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        from_environ(environ(**values))
