@@ -31,9 +31,7 @@ class LibraryBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         try:
             subprocess.run(command, check=True)
         except FileNotFoundError:
-            message = (
-                f"polyxla-bridge needs a C compiler, not found: {compiler[0]!r}. Install gcc or set CC"
-            )
+            message = f"polyxla-bridge needs a C compiler, not found: {compiler[0]!r}. Install gcc or set CC"
             raise SystemExit(message) from None
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
