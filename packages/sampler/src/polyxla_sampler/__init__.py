@@ -1,1 +1,1 @@
-"""Which records each replica sees. Nothing divides records yet: one replica reads all of them."""
+"""Which records each replica sees."""

@@ -1,1 +1,18 @@
-"""The hooks of polyxla-sampler; `polyxla_shard_loader` comes with the samplers."""
+"""The hooks of polyxla-sampler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pluggy
+
+# The marker by its project name, so that this package needs pluggy and not polyxla.
+hookimpl = pluggy.HookimplMarker("polyxla")
+
+
+@hookimpl
+def polyxla_shard_loader(loader: Any, world: Any) -> Any | None:
+    """Divide a DataLoader's records among the replicas of `world`; None for what is none."""
+    from polyxla_sampler.loader import shard
+
+    return shard(loader, world.ordinal, world.world_size)
