@@ -62,7 +62,7 @@ def test_digits_trains_the_callers_module(runtime: RuntimeUnderTest, start_metho
     torch.manual_seed(0)
     train, test = datasets()
     loader = DataLoader(train, 32, shuffle=True, drop_last=True)
-    module = DigitsNet(0.01, total_steps=3 * len(loader))
+    module = DigitsNet(0.01)
     trainer = Trainer(
         max_epochs=3, devices=1, runtime=runtime.name, start_method=start_method, log_dir=None, progress=False
     )

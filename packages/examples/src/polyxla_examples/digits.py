@@ -30,10 +30,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 class DigitsNet(nn.Module):
     """Two convolutions and a linear layer over images ``[record, 1, 8, 8]``, float32 in 0..1."""
 
-    def __init__(self, learning_rate: float, total_steps: int) -> None:
+    def __init__(self, learning_rate: float) -> None:
         super().__init__()
         self.learning_rate = learning_rate
-        self.total_steps = total_steps
         self.conv1 = nn.Conv2d(1, 32, kernel_size=3, padding=1)
         self.conv2 = nn.Conv2d(32, 64, kernel_size=3, padding=1)
         self.linear = nn.Linear(64 * 2 * 2, CLASSES)
@@ -58,7 +57,9 @@ class DigitsNet(nn.Module):
     def configure_optimizers(self) -> dict[str, Any]:
         """Return AdamW under a one-cycle schedule."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, weight_decay=0.01)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.learning_rate, self.total_steps)
+        # Known only now: each of several replicas makes fewer steps, of more images together.
+        steps = int(self.trainer.estimated_stepping_batches)  # type: ignore[union-attr, arg-type]
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.learning_rate, steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
@@ -86,7 +87,7 @@ def main(
     train, test = datasets()
     # Every batch has the same shape, so that one program serves all steps.
     loader = DataLoader(train, batch_size, shuffle=True, drop_last=True)
-    module = DigitsNet(learning_rate, total_steps=epochs * len(loader))
+    module = DigitsNet(learning_rate)
     trainer = polyxla.Trainer(max_epochs=epochs, log_dir=log_dir)
     trainer.fit(module, loader)
     fitted = trainer.outcome
