@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from polyxla import Claim, Device, Discovery, Job, Replication, World, hookimpl
 from polyxla.processes import run_inline, run_processes
-from polyxla.tree import map_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -66,12 +65,6 @@ class ToyReplication(Replication):
 
     def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int] = ()) -> list[bytes]:
         return [payload]
-
-    def to_device(self, value: Any) -> Any:
-        return map_tensors(lambda tensor: tensor.to(self.device), value)
-
-    def upload(self, loader: Iterable[Any]) -> Iterator[Any]:
-        return map(self.to_device, loader)
 
     def sync(self, wait: bool = False) -> None:
         pass

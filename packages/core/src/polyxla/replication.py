@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from polyxla.tree import map_tensors
 from polyxla.world import World
 
 if TYPE_CHECKING:
@@ -52,16 +53,17 @@ class Replication(ABC):
             replicas: ordinals that take part, the same in every one of them; empty means all.
         """
 
-    @abstractmethod
     def to_device(self, value: Any) -> Any:
         """Return `value` with every tensor in it (nested lists, tuples, dicts) on the device."""
+        return map_tensors(lambda tensor: tensor.to(self.device), value)
 
-    @abstractmethod
     def upload(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Iterate over `loader` with its batches on the device, copying ahead where possible.
+        """Iterate over `loader` with its batches on the device; a runtime may copy ahead.
 
         An exception in `loader` reaches the caller where the missing batch would have been.
         """
+        for batch in loader:
+            yield self.to_device(batch)
 
     @abstractmethod
     def sync(self, wait: bool = False) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch_xla
@@ -12,7 +11,6 @@ import torch_xla.debug.metrics as met
 
 from polyxla import Replication, UsageError, World
 from polyxla.replication import ReduceOp
-from polyxla.tree import map_tensors
 from polyxla_pjrt import env
 
 
@@ -44,15 +42,6 @@ class XlaReplication(Replication):
                 where=f"{env.PJRT_DEVICE}={kind}",
                 fix="Launch with start_method='spawn', which starts a fresh process.",
             )
-
-    def to_device(self, value: Any) -> Any:
-        """Copy every tensor in `value` to the device; the copies run in the background."""
-        return map_tensors(lambda tensor: tensor.to(self.device), value)
-
-    def upload(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Copy batch by batch; while the device computes a step, the next batch is on its way."""
-        for batch in loader:
-            yield self.to_device(batch)
 
     def sync(self, wait: bool = False) -> None:
         """Cut the graph here and hand it to the device."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from polyxla.devices import Claim, Device, Discovery
@@ -18,7 +18,6 @@ from polyxla.errors import UsageError
 from polyxla.hookspecs import hookimpl
 from polyxla.processes import run_processes
 from polyxla.replication import ReduceOp, Replication
-from polyxla.tree import map_tensors
 from polyxla.world import World
 
 if TYPE_CHECKING:
@@ -169,13 +168,6 @@ class _FakeReplication(Replication):
         if {other for other, _ in tagged} != {tag}:
             raise RuntimeError(f"replicas met under different tags: {[other for other, _ in tagged]}")
         return [other for _, other in tagged]
-
-    def to_device(self, value: Any) -> Any:
-        return map_tensors(lambda tensor: tensor.to(self.device), value)
-
-    def upload(self, loader: Iterable[Any]) -> Iterator[Any]:
-        for batch in loader:
-            yield self.to_device(batch)
 
     def sync(self, wait: bool = False) -> None:
         pass
