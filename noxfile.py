@@ -225,6 +225,16 @@ def look_into(wheel: Path, package: str) -> list[str]:
 
 
 @nox.session
+def abi(session: nox.Session) -> None:
+    """Compare the bridge's struct layouts with the C header, which a wheel of 230 MB carries."""
+    install(session, ["bridge"], ["pip"])
+    folder = Path(session.cache_dir) / "abi"
+    what = ["--quiet", "--no-deps", "--dest", str(folder), "tensorflow-cpu==2.20.0"]
+    session.run("python", "-m", "pip", "download", *what)
+    session.run("python", ".ci/abi.py", str(next(folder.glob("tensorflow_cpu-*.whl"))))
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation into site/; a broken link is an error."""
     install(session, requirements=group("docs"))
