@@ -24,7 +24,7 @@ ARROWS = {
     "runtime-xrt": {"bridge", "core"},
     "sampler": set(),
 }
-NEEDS_TORCH = {"examples", "runtime-pjrt"}
+NEEDS_TORCH = {"examples", "runtime-pjrt", "sampler"}
 
 
 def project(package: str) -> dict[str, Any]:
