@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jaxlib import xla_client
-from jaxlib._hlo import hlo_module_from_text
+from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
 from polyxla_bridge.abi import DTYPES
 from polyxla_bridge.engine import ArrayType, Buffer, Executable
@@ -47,7 +47,9 @@ def replicas(request: pytest.FixtureRequest) -> Iterator[JaxEngine]:
 def program(function: Callable[..., Any], *examples: Any) -> bytes:
     """Return a serialised HloModuleProto of a jax function."""
     lowered = jax.jit(function).lower(*examples)
-    data: bytes = lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
+    module = lowered.compiler_ir("hlo")
+    assert module is not None
+    data: bytes = module.as_serialized_hlo_module_proto()
     return data
 
 
