@@ -11,7 +11,7 @@ from polyxla_bridge.calls_buffer import Held
 from polyxla_bridge.calls_client import MEMORY_KIND
 from polyxla_bridge.engine import Executable
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.state import Bridge, address, array, call, completed, text
+from polyxla_bridge.state import Bridge, address, array, call, completed, read_array, text
 
 PROGRAM_FORMAT = "hlo"
 """What torch_xla sends: a serialised HloModuleProto."""
@@ -156,10 +156,10 @@ def loaded_execute(bridge: Bridge, args: Any) -> None:
             Code.UNIMPLEMENTED, f"one execution on {args.num_devices} devices: each replica runs its own here"
         )
     device = bridge.handles[args.execute_device].device if args.execute_device else bridge.local[0].device
-    (row,) = read_array_of_pointers(args.argument_lists, 1)
-    arguments = [bridge.handles[one].buffer for one in read_array_of_pointers(row, args.num_args)]
+    (row,) = read_array(args.argument_lists, 1, ctypes.c_void_p)
+    arguments = [bridge.handles[one].buffer for one in read_array(row, args.num_args, ctypes.c_void_p)]
     outputs = bridge.engine.execute(executable, device, arguments)
-    (out,) = read_array_of_pointers(args.output_lists, 1)
+    (out,) = read_array(args.output_lists, 1, ctypes.c_void_p)
     if outputs:
         (ctypes.c_void_p * len(outputs)).from_address(out)[:] = [
             bridge.handles.new(Held(output)) for output in outputs
@@ -167,11 +167,6 @@ def loaded_execute(bridge: Bridge, args: Any) -> None:
     if args.device_complete_events:
         done = outputs[0].value if outputs else completed()
         (ctypes.c_void_p * 1).from_address(args.device_complete_events)[0] = bridge.event(done)
-
-
-def read_array_of_pointers(pointer: int | None, count: int) -> list[int]:
-    """Return the pointers that a C array holds."""
-    return list((ctypes.c_void_p * count).from_address(pointer)) if count and pointer else []
 
 
 @call("Executable_Serialize")

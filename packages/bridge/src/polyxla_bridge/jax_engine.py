@@ -57,7 +57,6 @@ class JaxEngine(Engine):
             for index in range(share.replicas)
         )
         self._share = share
-        self._service: Any = None
         self._readers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="polyxla-read")
         self._clients = _Clients(share)
         self._streams = {index: _Stream(f"polyxla-device-{index}") for index in share.local}
