@@ -124,3 +124,19 @@ def test_an_error_travels_between_processes_with_its_notes() -> None:
     assert type(again) is DevicesError
     assert str(again) == "what (from devices=9). Fix."
     assert again.__notes__ == ["raised in the replica with ordinal 3"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "picked"),
+    [(4, (0, 1, 2, 3)), ("4", (0, 1, 2, 3)), ([0, 1, 2], (0, 1, 2)), (1, (0,)), ("auto", (0,)), ([0], (0,))],
+)
+def test_devices_that_can_be_made_are_made(asked: Any, picked: tuple[int, ...]) -> None:
+    one = [Device(0, "FAKE", "fake")]
+    assert pick_devices(Setting(asked, "here"), "fake", one, growable=True) == picked
+
+
+@pytest.mark.parametrize("asked", [[1, 2], [5], 0, 5000, 10**9, [0, 2], "[3]"])
+def test_devices_that_are_not_the_first_so_many_are_not_made(asked: Any) -> None:
+    one = [Device(0, "FAKE", "fake")]
+    with pytest.raises(DevicesError):
+        pick_devices(Setting(asked, "here"), "fake", one, growable=True)

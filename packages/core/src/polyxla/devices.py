@@ -11,6 +11,9 @@ from typing import Any
 from polyxla.env import Setting
 from polyxla.errors import DevicesError
 
+MOST_GROWN = 4096
+"""The largest count that is made on request; more is a slip of the pen."""
+
 
 class Claim(IntEnum):
     """How strongly an environment speaks for a runtime; the strongest claim is chosen."""
@@ -55,6 +58,7 @@ class Discovery:
         devices: the devices a launch from here can use, by index.
         unavailable: why nothing can run; None where it can.
         fix: what to do about `unavailable`.
+        growable: whether a larger count than `devices` can be had by asking for it.
         host_count: number of hosts the devices are spread over.
         topology: such as ``v4-16``; None where there is none.
         variables: each variable the runtime reads, with its value and origin, for ``polyxla env``.
@@ -67,19 +71,23 @@ class Discovery:
     devices: tuple[Device, ...] = ()
     unavailable: str | None = None
     fix: str = ""
+    growable: bool = False
     host_count: int = 1
     topology: str | None = None
     variables: Mapping[str, Setting] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
-def pick_devices(asked: Setting, runtime: str, devices: Sequence[Device]) -> tuple[int, ...]:
+def pick_devices(
+    asked: Setting, runtime: str, devices: Sequence[Device], growable: bool = False
+) -> tuple[int, ...]:
     """Turn ``devices=`` into the indices of the devices to use.
 
     Args:
         asked: ``"auto"``, a count (``8`` or ``"8"``) or indices (``[5]`` or ``"[5]"``), and its origin.
         runtime: the runtime's name, for the errors.
         devices: what the runtime has.
+        growable: whether a larger count can be had by asking for it.
 
     Raises:
         DevicesError: it asks for what is not there, or cannot be read.
@@ -87,9 +95,19 @@ def pick_devices(asked: Setting, runtime: str, devices: Sequence[Device]) -> tup
     if asked.value == "auto":
         return tuple(device.index for device in devices)
     value = _read(asked)
+    if growable and (count := _grown(value, len(devices))):
+        return tuple(range(count))
     if isinstance(value, int):
         return _first(value, asked, runtime, devices)
     return _named(value, asked, runtime, devices)
+
+
+def _grown(value: int | list[Any], have: int) -> int | None:
+    """Return how many devices to make: more than there are, whether they are counted or named from 0."""
+    count = value if isinstance(value, int) else len(value)
+    if not have < count <= MOST_GROWN or (isinstance(value, list) and value != list(range(count))):
+        return None
+    return count
 
 
 def _read(asked: Setting) -> int | list[Any]:

@@ -127,7 +127,7 @@ def launch(
     )
     selection = select(environ, settings.runtime, accelerator.lower())
     announce(selection)
-    indices = pick_devices(settings.devices, selection.runtime, selection.discovery.devices)
+    indices = picked(settings.devices, selection)
     plugins = load_plugins(selection.runtime)
     find_precision(plugins, settings.precision)
     job = Job(
@@ -149,6 +149,12 @@ def announce(selection: Selection) -> None:
         say_once(warning)
     if selection.implicit:
         say_once(f"runtime {selection.runtime}: {selection.reason}")
+
+
+def picked(asked: Setting, selection: Selection) -> tuple[int, ...]:
+    """Return the indices of the devices to use, of those that the chosen runtime has."""
+    found = selection.discovery
+    return pick_devices(asked, selection.runtime, found.devices, found.growable)
 
 
 def child_environment(

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from polyxla import env
-from polyxla.devices import pick_devices
 from polyxla.env import Setting, Settings
 from polyxla.errors import UsageError
-from polyxla.launch import child_environment
+from polyxla.launch import child_environment, picked
 from polyxla.plugins import load_plugins
 from polyxla.selection import select, survey
 
@@ -37,7 +36,7 @@ def _own(environ: Mapping[str, str], settings: Settings) -> dict[str, Setting]:
 def _to_be_set(environ: Mapping[str, str], settings: Settings) -> list[dict[str, Any]]:
     try:
         selection = select(environ, settings.runtime)
-        devices = pick_devices(settings.devices, selection.runtime, selection.discovery.devices)
+        devices = picked(settings.devices, selection)
         wanted = child_environment(load_plugins(selection.runtime), environ, selection, devices)
     except UsageError as error:
         # A listing is for finding out what is wrong: show the rest of it, with the error in its place.

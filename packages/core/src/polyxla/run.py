@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from polyxla import env
-from polyxla.devices import pick_devices
 from polyxla.env import Settings
 from polyxla.errors import UsageError
-from polyxla.launch import child_environment
+from polyxla.launch import child_environment, picked
 from polyxla.plugins import load_plugins
 from polyxla.precision import find_precision
 from polyxla.selection import Selection, select
@@ -56,7 +55,7 @@ def make_plan(environ: Mapping[str, str], settings: Settings, command: Sequence[
     """
     _check_program(command)
     selection = select(environ, settings.runtime)
-    devices = pick_devices(settings.devices, selection.runtime, selection.discovery.devices)
+    devices = picked(settings.devices, selection)
     plugins = load_plugins(selection.runtime)
     find_precision(plugins, settings.precision)
     variables = dict(child_environment(plugins, environ, selection, devices))
