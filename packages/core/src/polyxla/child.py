@@ -14,6 +14,8 @@ import cloudpickle
 
 from polyxla.errors import PolyxlaError, UsageError
 
+REPLICA_THREAD = "polyxla-replica"
+"""How the name of a thread begins that is a replica."""
 PARENT_GONE = 3
 """Exit code of a child whose parent went away."""
 
@@ -44,8 +46,17 @@ def main() -> None:
     pipe.send_bytes(b"hello")
     payload = pipe.recv_bytes()
     threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
-    pipe.send_bytes(_packed(_work(payload)))
+    answer = _work(payload)
+    pipe.send_bytes(_packed(answer))
     sys.stdout.flush()
+    sys.stderr.flush()
+    if isinstance(answer, Raised) and _holds_replicas():
+        # They wait in a collective for the one that failed; nothing but the end of the process stops them.
+        os._exit(1)
+
+
+def _holds_replicas() -> bool:
+    return any(thread.name.startswith(REPLICA_THREAD) for thread in threading.enumerate())
 
 
 def _end_with_parent(pipe: Connection) -> None:

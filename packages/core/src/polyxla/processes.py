@@ -14,10 +14,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import cloudpickle
 
@@ -33,6 +33,25 @@ STOP_GRACE_S = 5.0
 LOST_CHECK_S = 1.0
 """How often to look whether children that are waited for still live, in seconds."""
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); import polyxla.child; polyxla.child.main()"
+
+
+class Work(Protocol):
+    """What a process is started for: a `polyxla.Job`, or a runtime's own object around one."""
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """What the person asked to run, to be named in errors."""
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """The function's arguments, to be named in errors."""
+
+    @property
+    def environ(self) -> Mapping[str, str]:
+        """The environment that holds the limits of waiting."""
+
+    def run(self, place: Any) -> Any:
+        """Do it, in the new process, and return what the parent is to have."""
 
 
 class RemoteTraceback(Exception):
@@ -56,7 +75,7 @@ def run_inline(job: Job, place: Any = None) -> list[Any]:
         return [job.run(place)]
 
 
-def run_processes(job: Job, places: Sequence[Any], environs: Sequence[Mapping[str, str]]) -> list[Any]:
+def run_processes(job: Work, places: Sequence[Any], environs: Sequence[Mapping[str, str]]) -> list[Any]:
     """Run ``job.run(place)`` in a fresh process for each place; return the results in that order.
 
     When one fails, the others are ended within `STOP_GRACE_S` and its exception is raised here.
@@ -106,7 +125,7 @@ def start_timeout_s(environ: Mapping[str, str]) -> float:
     return seconds
 
 
-def _packed(job: Job, place: Any) -> bytes:
+def _packed(job: Work, place: Any) -> bytes:
     try:
         return bytes(cloudpickle.dumps((job, place)))
     except Exception as error:
@@ -119,7 +138,7 @@ def _packed(job: Job, place: Any) -> bytes:
         ) from error
 
 
-def _parts(job: Job) -> list[tuple[str, Any]]:
+def _parts(job: Work) -> list[tuple[str, Any]]:
     name = getattr(job.function, "__qualname__", repr(job.function))
     return [(f"train_fn ({name})", job.function), *((f"args[{i}]", arg) for i, arg in enumerate(job.args))]
 
