@@ -170,13 +170,21 @@ def test_a_prepared_process_keeps_its_core(v3_host: Path) -> None:
         replica_environment(environ, again, (2,))
 
 
-@pytest.mark.parametrize("devices", [(0, 1), ()])
-def test_only_one_replica_runs_in_this_version(laptop: Path, devices: tuple[int, ...]) -> None:
-    environ = {env.CPU_NUM_DEVICES: "2"}
-    with pytest.raises(UsageError) as caught:
-        replica_environment(environ, discover(environ, "auto", laptop), devices)
-    assert "runtime 'pjrt' runs one replica in this version" in str(caught.value)
-    assert "CPU_NUM_DEVICES=2" in str(caught.value)
+def test_replicas_without_the_bridge_are_refused(laptop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "polyxla_bridge", None)
+    with pytest.raises(UsageError, match="3 replicas on the CPU need polyxla-bridge, which is not installed"):
+        replica_environment({}, discover({}, "auto", laptop), (0, 1, 2))
+
+
+def test_a_fixed_number_of_devices_does_not_grow(laptop: Path) -> None:
+    assert discover({}, "auto", laptop).growable
+    assert not discover({env.CPU_NUM_DEVICES: "2"}, "auto", laptop).growable
+
+
+def test_several_tpu_cores_are_refused(v4_host: Path) -> None:
+    environ = {**DESCRIBED, env.TPU_ACCELERATOR_TYPE: "v4-8"}
+    with pytest.raises(UsageError, match="4 TPU cores are asked for, but runtime 'pjrt' drives one"):
+        replica_environment(environ, discover(environ, "auto", v4_host), (0, 1, 2, 3))
 
 
 def test_every_variable_is_listed_with_its_origin(laptop: Path) -> None:

@@ -6,6 +6,7 @@ asked nothing, because its first answer starts the runtime.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,12 @@ from pathlib import Path
 from polyxla import Claim, Device, Discovery, Setting, UsageError
 from polyxla_pjrt import env, tpu
 from polyxla_pjrt.chips import PCI_ROOT, Chip, attached_chips
+from polyxla_pjrt.replicas import threads_environment
 from polyxla_pjrt.versions import RIGHT_PAIR, versions_problem
 
 KINDS = ("CPU", "TPU")
 """The device types this runtime drives."""
+_PREPARED_CPU = "CPU_POLYXLA"
 
 
 def discover(environ: Mapping[str, str], accelerator: str, pci_root: Path = PCI_ROOT) -> Discovery:
@@ -34,7 +37,8 @@ def discover(environ: Mapping[str, str], accelerator: str, pci_root: Path = PCI_
         _check(environ, accelerator, kind)
         if kind == "TPU":
             return tpu.with_devices(bare, environ, chips)
-        return replace(bare, devices=_cpus(environ))
+        # Unless a number was fixed, as many can be had as are asked for.
+        return replace(bare, devices=_cpus(environ), growable=not environ.get(env.CPU_NUM_DEVICES))
     except UsageError as error:
         return replace(bare, kind="", unavailable=error.what, fix=error.fix)
 
@@ -42,30 +46,28 @@ def discover(environ: Mapping[str, str], accelerator: str, pci_root: Path = PCI_
 def replica_environment(
     environ: Mapping[str, str], discovery: Discovery, devices: tuple[int, ...]
 ) -> dict[str, str]:
-    """Return what the process of the one replica must find in its environment.
+    """Return what the process of the replicas must find in its environment.
 
     Raises:
-        UsageError: more than one device is asked for.
+        UsageError: more than one TPU core is asked for, or several replicas without the bridge.
     """
+    if discovery.kind == "CPU" and len(devices) > 1:
+        return threads_environment(len(devices), os.cpu_count() or 1)
     if len(devices) != 1:
         raise UsageError(
-            f"{len(devices)} devices are asked for, but runtime 'pjrt' runs one replica in this version",
-            where=_count_origin(environ, discovery),
-            fix="Write devices=1, or devices=[i] for the device with index i.",
+            f"{len(devices)} TPU cores are asked for, but runtime 'pjrt' drives one in this version",
+            where="devices",
+            fix="Write devices=1, or devices=[i] for the core with index i.",
         )
     if discovery.kind == "TPU":
         return tpu.core_environment(environ, devices[0])
     return {env.PJRT_DEVICE: "CPU", env.POLYXLA_PJRT_LOCAL_DEVICE: str(devices[0])}
 
 
-def _count_origin(environ: Mapping[str, str], discovery: Discovery) -> str:
-    if discovery.kind == "CPU" and environ.get(env.CPU_NUM_DEVICES):
-        return f"{env.CPU_NUM_DEVICES}={environ[env.CPU_NUM_DEVICES]}"
-    return "devices"
-
-
 def _claim(environ: Mapping[str, str], accelerator: str, chips: tuple[Chip, ...]) -> tuple[Claim, str, str]:
     if kind := environ.get(env.PJRT_DEVICE):
+        # What `polyxla run` gives a process of several replicas; its second half says how they are made.
+        kind = "CPU" if kind == _PREPARED_CPU else kind
         return Claim.EXPLICIT, f"{env.PJRT_DEVICE}={kind}", kind
     if chips and accelerator in ("auto", "tpu"):
         return Claim.ATTACHED, f"{len(chips)} TPU chip(s) attached", "TPU"

@@ -77,6 +77,16 @@ TPU_LIBRARY_PATH = "TPU_LIBRARY_PATH"
 Default: the installed libtpu package's.
 """
 
+NPROC = "NPROC"
+"""Given: how many threads XLA's own pools have.
+Default: the number of cores.
+"""
+
+XLA_THREAD_POOL_SIZE = "XLA_THREAD_POOL_SIZE"
+"""Given: how many threads torch_xla's pool has.
+Default: the number of cores.
+"""
+
 POLYXLA_PJRT_DEVICE = "POLYXLA_PJRT_DEVICE"
 """Given: the index of the device that a process was prepared for, as in ``devices=[index]``."""
 

@@ -8,6 +8,7 @@ from typing import Any
 from polyxla import Discovery, Job, Replication, hookimpl
 from polyxla_pjrt import discovery as pjrt
 from polyxla_pjrt import env
+from polyxla_pjrt.replicas import run_threads
 
 
 @hookimpl
@@ -26,17 +27,24 @@ def polyxla_environment(
 
 @hookimpl
 def polyxla_launch(job: Job) -> list[Any]:
-    """Run the one replica in this process, or in a fresh one when asked to."""
+    """Run one replica in this process, or in a fresh one when asked to; several in a fresh one."""
     from polyxla.processes import run_inline, run_processes
 
+    if len(job.devices) > 1:
+        return run_threads(job)
     if job.start_method == "spawn":
         return run_processes(job, [None], [job.environ])
     return run_inline(job)
 
 
 @hookimpl
-def polyxla_replication(job: Job) -> Replication:
-    """Touch the device, for the first time in this process."""
+def polyxla_replication(job: Job, place: int | None) -> Replication:
+    """Touch the device, for the first time in this process (or thread)."""
+    if len(job.devices) > 1:
+        from polyxla_pjrt.threads import ThreadReplication
+
+        assert place is not None
+        return ThreadReplication(place)
     from polyxla_pjrt.replication import SingleReplication
 
     local_device = int(job.environ[env.POLYXLA_PJRT_LOCAL_DEVICE])

@@ -14,15 +14,15 @@ from polyxla.replication import ReduceOp
 from polyxla_pjrt import env
 
 
-class SingleReplication(Replication):
-    """The only replica of its job, on torch_xla's own client: every collective is the identity.
+class XlaReplication(Replication):
+    """What every replica on torch_xla does alike; its collectives are its subclasses'.
 
     Args:
         kind: the device type that this process must run on, ``CPU`` or ``TPU``.
         local_index: the device's number among those that this process sees.
 
     Raises:
-        UsageError: torch_xla already runs on another device type in this process.
+        UsageError: torch_xla already runs in this process, on other devices.
     """
 
     def __init__(self, kind: str, local_index: int) -> None:
@@ -36,13 +36,38 @@ class SingleReplication(Replication):
             )
         self.device = torch_xla.device(local_index)
         self.kind = xm.xla_device_hw(self.device)
-        self.world = World()
         if self.kind != kind:
             raise UsageError(
                 f"torch_xla already runs on {self.kind} in this process, and cannot change to {kind}",
                 where=f"{env.PJRT_DEVICE}={kind}",
                 fix="Launch with start_method='spawn', which starts a fresh process.",
             )
+
+    def sync(self, wait: bool = False) -> None:
+        """Cut the graph here and hand it to the device."""
+        torch_xla.sync(wait=wait)
+
+    def seed(self, seed: int) -> None:
+        """Seed the device's generator; torch.manual_seed does not reach it."""
+        xm.set_rng_state(seed, str(self.device))
+
+    def report(self) -> str:
+        """Return torch_xla's metrics report."""
+        report: str = met.metrics_report()
+        return report
+
+    def close(self) -> None:
+        """Wait until the device has finished what it was given."""
+        # For this device alone: waiting takes a device's lock, and another replica may be using its own.
+        xm.wait_device_ops(xm.xla_real_devices([self.device]))
+
+
+class SingleReplication(XlaReplication):
+    """The only replica of its job, on torch_xla's own client: every collective is the identity."""
+
+    def __init__(self, kind: str, local_index: int) -> None:
+        super().__init__(kind, local_index)
+        self.world = World()
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         """Return the one replica's tensor."""
@@ -60,21 +85,3 @@ class SingleReplication(Replication):
         if any(ordinal != 0 for ordinal in replicas):
             raise ValueError(f"rendezvous {tag!r}: replicas={list(replicas)}, but there is only ordinal 0")
         return [payload]
-
-    def sync(self, wait: bool = False) -> None:
-        """Cut the graph here and hand it to the device."""
-        torch_xla.sync(wait=wait)
-
-    def seed(self, seed: int) -> None:
-        """Seed the device's generator; torch.manual_seed does not reach it."""
-        xm.set_rng_state(seed, str(self.device))
-
-    def report(self) -> str:
-        """Return torch_xla's metrics report."""
-        report: str = met.metrics_report()
-        return report
-
-    def close(self) -> None:
-        """Wait until the device has finished what it was given."""
-        # For this device alone: waiting takes a device's lock, and a neighbour may be using its own.
-        xm.wait_device_ops(xm.xla_real_devices([self.device]))
