@@ -51,7 +51,6 @@ EIGHT = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}
         (["--devices", "0"], EIGHT, "devices=0 asks for no device"),
         (["--devices", "x"], EIGHT, "neither a count, a list of indices nor 'auto'"),
         (["--devices", "[]"], EIGHT, "devices=[] names no device"),
-        (["--devices", "2"], EIGHT, "runs one replica in this version"),
         ([], {"POLYXLA_DEVICES": "9", **EIGHT}, "(from POLYXLA_DEVICES=9)"),
         (["--precision", "bf15"], {}, "no installed plugin knows the precision 'bf15'"),
     ],
