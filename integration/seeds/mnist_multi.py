@@ -30,7 +30,6 @@ class MNIST(nn.Module):
 
 
 def _mp_fn(index):
-    torch.manual_seed(0)
     device = torch_xla.device()
     train_loader = xu.SampleGenerator(
         data=(torch.zeros(BATCH_SIZE, 1, 28, 28), torch.zeros(BATCH_SIZE, dtype=torch.int64)),
