@@ -145,5 +145,9 @@ class Engine(ABC):
         """Return bytes in use, at the peak and at the limit, under PJRT's names; what is known of them."""
 
     @abstractmethod
+    def finish(self, timeout_s: float) -> bool:
+        """Wait until what was asked for is done, at most `timeout_s` seconds; return whether it is."""
+
+    @abstractmethod
     def close(self) -> None:
         """Finish what was asked for, then let go of all devices."""

@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
@@ -160,6 +160,11 @@ class JaxEngine(Engine):
         page = os.sysconf("SC_PAGE_SIZE")
         limit = os.sysconf("SC_PHYS_PAGES") * page
         return {"bytes_in_use": limit - os.sysconf("SC_AVPHYS_PAGES") * page, "bytes_limit": limit}
+
+    def finish(self, timeout_s: float) -> bool:
+        """Wait for a mark that is queued behind everything else."""
+        marks = [stream.run(int) for stream in self._streams.values()]
+        return not wait(marks, timeout_s).not_done
 
     def close(self) -> None:
         """Finish what was queued; then the clients leave, and after them the service."""

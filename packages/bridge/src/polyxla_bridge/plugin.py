@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +23,10 @@ from polyxla_bridge import env
 if TYPE_CHECKING:
     from polyxla_bridge.engine import Engine
 
+FINISH_TIMEOUT_S = 60
+"""Longest wait, at the end of the program, for what its devices still do, in seconds."""
+UNFINISHED = 4
+"""Exit code of a process whose devices did not finish."""
 LIBRARY = Path(__file__).with_name("library.so")
 """Built with the package from library.c."""
 
@@ -78,6 +84,12 @@ def activate(make_engine: Callable[[], Engine]) -> None:
     library.polyxla_set_api(ctypes.addressof(table.api))
 
     def leave() -> None:
+        # First, because torch_xla waits for its devices with Python's lock held, and the engine needs
+        # that lock to finish: together they would wait for ever.
+        if not bridge.finish(FINISH_TIMEOUT_S):
+            unfinished = f"the devices had not finished {FINISH_TIMEOUT_S} s after the program's end"
+            print(f"polyxla: {unfinished}; ending without them", file=sys.stderr, flush=True)
+            os._exit(UNFINISHED)
         torch_xla._prepare_to_exit()
         bridge.close()
         table.silence()

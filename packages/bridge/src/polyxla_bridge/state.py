@@ -99,6 +99,10 @@ class Bridge:
                 self.local_array = array([one.handle for one in self.local])
                 self.memory_array = array([one.memory for one in self.local])
 
+    def finish(self, timeout_s: float) -> bool:
+        """Wait for what the devices still do, at most `timeout_s` seconds; return whether it is done."""
+        return self._engine is None or self._engine.finish(timeout_s)
+
     def close(self) -> None:
         """Let go of the engine; once."""
         with self._lock:

@@ -1,0 +1,235 @@
+"""torch_xla on the bridge: real programs in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+TIMEOUT_S = 150
+HEAD = """
+import torch, torch_xla, torch_xla.core.xla_model as xm, torch_xla.runtime as xr
+import torch_xla.debug.metrics as met
+"""
+REPLICAS = """
+from torch_xla._internal import pjrt
+def everywhere(function):
+    results = pjrt._run_thread_per_device(0, 1, function, pjrt.initialize_multiprocess)
+    return [results[ordinal] for ordinal in sorted(results)]
+"""
+
+
+def environment(replicas: int) -> dict[str, str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return {
+        **os.environ,
+        "PJRT_DEVICE": "CPU_POLYXLA",
+        "POLYXLA_BRIDGE_REPLICAS": str(replicas),
+        "POLYXLA_BRIDGE_COORDINATOR": f"127.0.0.1:{port}",
+        # XLA's pools must hold every replica's waiting collectives at once.
+        "NPROC": str(4 * replicas),
+        "XLA_THREAD_POOL_SIZE": str(4 * replicas),
+    }
+
+
+def python(code: str, replicas: int = 1) -> subprocess.CompletedProcess[str]:
+    code = HEAD + (REPLICAS if replicas > 1 else "") + textwrap.dedent(code)
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(replicas),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def printed(code: str, replicas: int = 1) -> list[str]:
+    done = python(code, replicas)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    # Gloo's own greeting, which jaxlib lets through to standard output.
+    return [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
+
+
+def test_every_dtype_and_odd_shapes_travel_both_ways() -> None:
+    lines = printed(
+        """
+        device = torch_xla.device()
+        dtypes = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,
+                  torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+                  torch.float8_e4m3fn, torch.float8_e5m2]
+        for dtype in dtypes:
+            here = torch.tensor([[0, 1, 1], [1, 0, 1]]).to(dtype)
+            back = here.to(device).cpu()
+            wide = torch.complex128
+            assert back.dtype == dtype and torch.equal(back.to(wide), here.to(wide)), dtype
+        for shape in [(), (0,), (3, 0, 2), (1,), (2, 3, 4)]:
+            here = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+            assert torch.equal(here.to(device).cpu(), here), shape
+        turned = torch.arange(6.0).reshape(2, 3).t()
+        assert torch.equal(turned.to(device).cpu(), turned)
+        print(xm.xla_device_hw(device), xr.device_type(), xr.global_device_count(), "all the same")
+        """
+    )
+    assert lines == ["CPU CPU 1 all the same"]
+
+
+def test_training_computes_what_torch_computes() -> None:
+    lines = printed(
+        """
+        import copy
+        torch.manual_seed(0)
+        layers = [torch.nn.Conv2d(1, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(144, 3)]
+        here = torch.nn.Sequential(*layers)
+        there = copy.deepcopy(here).to(torch_xla.device())
+        data, labels = torch.randn(16, 1, 8, 8), torch.randint(3, (16,))
+        def train(model, data, labels):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            for _ in range(10):
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(data), labels).backward()
+                optimizer.step()
+                torch_xla.sync()
+        train(here, data, labels)
+        train(there, data.to(torch_xla.device()), labels.to(torch_xla.device()))
+        worst = max((a - b.cpu()).abs().max().item() for a, b in zip(here.parameters(), there.parameters()))
+        compiles = met.metric_data("CompileTime")[0]
+        print(worst < 1e-4, compiles <= 4)
+        """
+    )
+    assert lines == ["True True"]
+
+
+def test_memory_is_given_back() -> None:
+    lines = printed(
+        """
+        import resource
+        device = torch_xla.device()
+        def used():
+            with open("/proc/self/statm") as file: return int(file.read().split()[1]) * 4096
+        for step in range(300):
+            tensor = torch.ones(1 << 20).to(device) * 2
+            torch_xla.sync(wait=True)
+            if step == 50: before = used()
+        print((used() - before) < 32 << 20)
+        """
+    )
+    assert lines == ["True"]
+
+
+def test_an_exception_keeps_its_exit_code_and_text() -> None:
+    done = python("x = torch.ones(2, device='xla') + 1\nraise SystemExit(7)")
+    assert done.returncode == 7
+    done = python("x = torch.ones(2, device='xla') + 1\nprint(x.sum().item())\nraise KeyError('mine')")
+    assert done.returncode == 1
+    assert "KeyError: 'mine'" in done.stderr
+    assert "core dumped" not in done.stderr
+    assert done.stdout == "4.0\n"
+
+
+def test_what_is_not_implemented_says_so_by_name() -> None:
+    done = python("torch_xla._XLAC._xla_get_devices()\nimport ctypes\n" + UNIMPLEMENTED)
+    assert "PJRT_Client_DmaMap is not implemented by polyxla-bridge" in done.stdout, done.stderr
+
+
+UNIMPLEMENTED = """
+from polyxla_bridge import abi
+from polyxla_bridge.plugin import LIBRARY
+library = ctypes.CDLL(str(LIBRARY))
+library.GetPjrtApi.restype = ctypes.c_void_p
+api = abi.Api.from_address(library.GetPjrtApi())
+error = abi.CALLBACKS["Client_DmaMap"](api.Client_DmaMap)(ctypes.byref(abi.ARGS["Client_DmaMap"]()))
+message = abi.ARGS["Error_Message"](error=error)
+abi.CALLBACKS["Error_Message"](api.Error_Message)(ctypes.byref(message))
+print(ctypes.string_at(message.message, message.message_size).decode())
+"""
+
+
+@pytest.mark.parametrize("replicas", [2, 4, 8])
+def test_collectives_of_replicas_that_are_threads(replicas: int) -> None:
+    lines = printed(COLLECTIVES, replicas)
+    assert lines == ["right"] * replicas
+
+
+COLLECTIVES = """
+def check():
+    device, ordinal, size = torch_xla.device(), xr.global_ordinal(), xr.world_size()
+    mine = torch.tensor([ordinal + 1.0, 2.0], device=device)
+    every = [torch.tensor([i + 1.0, 2.0]) for i in range(size)]
+    stacked = torch.stack(every)
+    expected = {xm.REDUCE_SUM: stacked.sum(0), xm.REDUCE_MUL: stacked.prod(0),
+                xm.REDUCE_MIN: stacked.min(0).values, xm.REDUCE_MAX: stacked.max(0).values}
+    for op, value in expected.items():
+        assert torch.allclose(xm.all_reduce(op, mine).cpu(), value), op
+    flags = torch.tensor([ordinal == 0, True], device=device)
+    assert xm.all_reduce(xm.REDUCE_AND, flags).cpu().tolist() == [size == 1, True]
+    assert xm.all_reduce(xm.REDUCE_OR, flags).cpu().tolist() == [True, True]
+    assert torch.allclose(xm.all_reduce(xm.REDUCE_SUM, mine, scale=1 / size).cpu(), stacked.mean(0))
+    pair = [torch.ones(2, device=device), torch.full((3,), float(ordinal), device=device)]
+    xm.all_reduce(xm.REDUCE_SUM, pair)
+    assert pair[0].cpu().tolist() == [size] * 2 and pair[1].cpu()[0].item() == size * (size - 1) / 2
+    groups = [[i, i + 1] for i in range(0, size, 2)]
+    near = xm.all_reduce(xm.REDUCE_SUM, mine, groups=groups).cpu()[0].item()
+    first = ordinal - ordinal % 2
+    assert near == (first + 1) + (first + 2)
+    for pinned in (True, False):
+        assert torch.equal(xm.all_gather(mine, pin_layout=pinned).cpu(), torch.cat(every))
+    whole = torch.arange(2.0 * size, device=device) + ordinal
+    part = xm.reduce_scatter(xm.REDUCE_SUM, whole, scale=1.0, scatter_dim=0, shard_count=size).cpu()
+    base = torch.arange(2.0 * size) * size + size * (size - 1) / 2
+    assert torch.allclose(part, base[2 * ordinal : 2 * ordinal + 2])
+    turned = xm.all_to_all(torch.arange(float(size), device=device) + 100 * ordinal, 0, 0, size).cpu()
+    assert turned.tolist() == [100.0 * i + ordinal for i in range(size)]
+    ring = xm.collective_permute(mine, [[i, (i + 1) % size] for i in range(size)]).cpu()
+    assert ring[0].item() == (ordinal - 1) % size + 1.0
+    assert xm.mesh_reduce("sum", ordinal + 1, sum) == size * (size + 1) // 2
+    assert xm.rendezvous("tag", str(ordinal).encode()) == [str(i).encode() for i in range(size)]
+    model = torch.nn.Linear(2, 2).to(device)
+    with torch.no_grad():
+        model.weight.fill_(float(ordinal + 3))
+    xm.broadcast_master_param(model)
+    assert model.weight.cpu()[0, 0].item() == 3.0
+    leaf = torch.full((2,), ordinal + 1.0, device=device, requires_grad=True)
+    import torch_xla.core.functions as xf
+    (xf.all_gather(leaf) * (ordinal + 1.0)).sum().backward()
+    # torch_xla's own backward takes this replica's slice of this replica's gradient.
+    assert leaf.grad.cpu().tolist() == [ordinal + 1.0] * 2
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.full((4, 2), ordinal + 1.0, device=device)).sum().backward()
+    xm.optimizer_step(optimizer, barrier=True)
+    weights = xm.all_gather(model.weight.detach()[None])
+    assert torch.equal(weights.cpu()[0], weights.cpu()[-1])
+    return "right"
+print(*everywhere(check), sep="\\n")
+"""
+
+
+def test_ctrl_c_ends_a_waiting_replica(tmp_path: Path) -> None:
+    script = (
+        HEAD
+        + "x = torch.ones(2, device='xla'); print(x.sum().item(), flush=True)\nimport time\ntime.sleep(60)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        env=environment(1),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "2.0\n"
+        process.send_signal(signal.SIGINT)
+        started = time.monotonic()
+        _, errors = process.communicate(timeout=TIMEOUT_S)
+        assert "KeyboardInterrupt" in errors
+        assert process.returncode in (1, 130, -signal.SIGINT), time.monotonic() - started
