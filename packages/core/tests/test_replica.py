@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -101,6 +102,41 @@ def test_dicts_meet_key_by_key_in_whatever_order_they_were_filled() -> None:
         return dict(sorted(combined.items()))
 
     assert _same_everywhere(reduce) == {"a": 4, "b": 400}
+
+
+@pytest.mark.parametrize(
+    ("op", "make", "expected"),
+    [
+        pytest.param("or", lambda n: {n}, {1, 2, 3, 7}, id="sets-united"),
+        pytest.param("and", lambda n: {n, 0}, {0}, id="sets-met"),
+        pytest.param("sum", lambda n: Counter({"a": n}), Counter({"a": 13}), id="counters"),
+        pytest.param("sum", str, "1237", id="text"),
+        pytest.param("max", lambda n: f"of {n}", "of 7", id="last-text"),
+    ],
+)
+def test_all_reduce_of_other_objects(op: ReduceOp, make: Callable[[int], Any], expected: Any) -> None:
+    assert _same_everywhere(lambda replica: replica.all_reduce(make(VALUES[replica.ordinal]), op)) == expected
+
+
+@pytest.mark.parametrize("destination", [0, 3])
+def test_reduce_gives_one_replica_the_result(destination: int) -> None:
+    def reduce(replica: Replica) -> Any:
+        value = {"n": VALUES[replica.ordinal], "t": torch.tensor([1.0])}
+        return replica.reduce(value, destination=destination)
+
+    results = _everywhere(reduce)
+    assert results.pop(destination) == {"n": 13, "t": torch.tensor([4.0])}
+    assert results == [None, None, None]
+
+
+def test_reduce_takes_every_operation() -> None:
+    results = _everywhere(lambda replica: replica.reduce(VALUES[replica.ordinal], "mul", destination=1))
+    assert results == [None, 42, None, None]
+
+
+def test_reduce_for_nobody() -> None:
+    with pytest.raises(ValueError, match="destination=4 is not an ordinal: 0 <= destination < 4"):
+        _everywhere(lambda replica: replica.reduce(1, destination=4))
 
 
 def test_all_gather_is_in_ordinal_order() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import numbers
 import operator
 import pickle
 import statistics
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 class Replica:
     """One copy of the program on one device.
 
-    Every method that meets other replicas (`all_reduce`, `all_gather`, `broadcast`, `barrier`,
+    Every method that meets other replicas (`all_reduce`, `reduce`, `all_gather`, `broadcast`, `barrier`,
     `step`) must be called by all of them, in the same order. Belongs to one thread.
 
     Args:
@@ -139,7 +140,8 @@ class Replica:
 
         Args:
             value: a tensor (same shape and dtype everywhere), a number, or lists, tuples and dicts of
-                them with the same structure everywhere. Numbers come back as numbers.
+                them with the same structure everywhere. Numbers come back as numbers. Any other object
+                that pickles is combined as Python does it: ``or`` unites sets, ``sum`` adds Counters.
             op: ``sum``, ``mean``, ``min``, ``max``, ``mul``, ``and`` or ``or``.
         """
         if is_tensor(value):
@@ -152,6 +154,22 @@ class Replica:
             items = [self.all_reduce(item, op) for item in value]
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         return _COMBINE[op](self.all_gather(value))
+
+    def reduce(self, value: Any, op: ReduceOp = "sum", destination: int = 0) -> Any:
+        """Combine every replica's `value` for one of them.
+
+        Args:
+            value: as for `all_reduce`.
+            op: as for `all_reduce`.
+            destination: the ordinal that is given the result; the others get None.
+
+        Raises:
+            ValueError: there is no such ordinal.
+        """
+        self._check_ordinal("destination", destination)
+        # The others combine as well: replicas that run one program need not compile several.
+        combined = self.all_reduce(value, op)
+        return combined if self.ordinal == destination else None
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return every replica's `value` in ordinal order.
@@ -170,9 +188,12 @@ class Replica:
         Raises:
             ValueError: there is no such ordinal.
         """
-        if not 0 <= source < self.world_size:
-            raise ValueError(f"source={source} is not an ordinal: 0 <= source < {self.world_size}")
+        self._check_ordinal("source", source)
         return self.all_gather(value)[source]
+
+    def _check_ordinal(self, name: str, ordinal: int) -> None:
+        if not 0 <= ordinal < self.world_size:
+            raise ValueError(f"{name}={ordinal} is not an ordinal: 0 <= {name} < {self.world_size}")
 
     def barrier(self, tag: str = "polyxla.barrier") -> None:
         """Wait until every replica is here."""
@@ -202,8 +223,14 @@ def _fold(function: Callable[[Any, Any], Any]) -> Callable[[list[Any]], Any]:
     return lambda values: functools.reduce(function, values)
 
 
+def _total(values: list[Any]) -> Any:
+    # Only numbers can be added to the 0 that Python's sum starts from, which makes numbers of bools.
+    is_number = isinstance(values[0], numbers.Number)
+    return sum(values) if is_number else functools.reduce(operator.add, values)
+
+
 _COMBINE: Mapping[ReduceOp, Callable[[list[Any]], Any]] = {
-    "sum": sum,
+    "sum": _total,
     "mean": statistics.fmean,
     "min": min,
     "max": max,
