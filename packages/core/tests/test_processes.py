@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,9 +19,10 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from polyxla import Job, Replica, ReplicaLostError, Setting, UsageError, processes
-from polyxla.child import PARENT_GONE, ReplicaFailedError
-from polyxla.processes import RemoteTraceback, run_inline, run_processes, start_timeout_s
+from polyxla import Job, Replica, ReplicaLostError, Setting, StalledError, UsageError, child, processes
+from polyxla.child import PARENT_GONE, Message, ReplicaFailedError, Setup
+from polyxla.processes import ProcessMethod, RemoteTraceback, run_inline, run_processes, start_timeout_s
+from polyxla.starting import spawn
 from polyxla.testing import PluginInstaller
 
 PATIENCE_S = 60.0
@@ -59,10 +63,16 @@ def _bare(install_plugin: PluginInstaller) -> Iterator[None]:
     cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
-def _run(function: Callable[..., Any], *args: Any, size: int = 1, **environ: str) -> list[Any]:
+def _run(
+    function: Callable[..., Any], *args: Any, size: int = 1, method: ProcessMethod = "spawn", **environ: str
+) -> list[Any]:
     whole = {**os.environ, **environ}
     job = Job(function, args, "bare", tuple(range(size)), whole, Setting(None, "default"))
-    return run_processes(job, range(size), [{**whole, "MINE": str(ordinal)} for ordinal in range(size)])
+    environs = [{**whole, "MINE": str(ordinal)} for ordinal in range(size)]
+    return run_processes(job, range(size), environs, method=method, preload=["json.tool"])
+
+
+every_method = pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 
 
 def _wait_for(*paths: Path) -> None:
@@ -81,6 +91,13 @@ def _is_alive(pid: int) -> bool:
     return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
 
 
+def _wait_for_state(state: str, pid: int) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while f"\nState:\t{state}" not in Path(f"/proc/{pid}/status").read_text():
+        assert time.monotonic() < deadline, f"{pid} is not in state {state}"
+        time.sleep(0.01)
+
+
 def _wait_for_end_of(pids: list[int]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while any(_is_alive(pid) for pid in pids):
@@ -95,8 +112,9 @@ def _answer_in_reverse(replica: Replica, folder: Path) -> tuple[int, int, str]:
     return replica.ordinal, os.getpid(), os.environ["MINE"]
 
 
-def test_results_come_in_order_whoever_answers_first(tmp_path: Path) -> None:
-    ordinals, pids, mine = zip(*_run(_answer_in_reverse, tmp_path, size=3), strict=True)
+@every_method
+def test_results_come_in_order_whoever_answers_first(method: ProcessMethod, tmp_path: Path) -> None:
+    ordinals, pids, mine = zip(*_run(_answer_in_reverse, tmp_path, size=3, method=method), strict=True)
     assert ordinals == (0, 1, 2)
     assert mine == ("0", "1", "2")
     assert len({*pids, os.getpid()}) == 4
@@ -132,9 +150,10 @@ def _fail(replica: Replica) -> None:
     raise ZeroDivisionError("on purpose")
 
 
-def test_an_exception_keeps_its_type_its_note_and_its_traceback() -> None:
+@every_method
+def test_an_exception_keeps_its_type_its_note_and_its_traceback(method: ProcessMethod) -> None:
     with pytest.raises(ZeroDivisionError, match="on purpose") as caught:
-        _run(_fail)
+        _run(_fail, method=method)
     (note,) = caught.value.__notes__
     assert note.startswith("raised in the replica with ordinal 0 on ")
     cause = caught.value.__cause__
@@ -152,9 +171,10 @@ def test_a_usage_error_keeps_its_note() -> None:
     assert caught.value.__notes__[0].startswith("raised in the replica with ordinal 0 on ")
 
 
-def test_an_exit_of_the_function_is_an_exit_here() -> None:
+@every_method
+def test_an_exit_of_the_function_is_an_exit_here(method: ProcessMethod) -> None:
     with pytest.raises(SystemExit) as caught:
-        _run(lambda _: sys.exit(7))
+        _run(lambda _: sys.exit(7), method=method)
     assert caught.value.code == 7
 
 
@@ -173,20 +193,23 @@ def test_an_exception_that_does_not_load_again_comes_in_words() -> None:
     assert "in fail" in str(caught.value.__cause__)
 
 
-def test_an_exception_that_does_not_pickle_comes_in_words() -> None:
+@every_method
+def test_an_exception_that_does_not_pickle_comes_in_words(method: ProcessMethod) -> None:
     def fail(_: Replica) -> None:
         raise ValueError("holds a lock", threading.Lock())
 
     with pytest.raises(ReplicaFailedError, match=r"ValueError: \('holds a lock', <unlocked"):
-        _run(fail)
+        _run(fail, method=method)
 
 
+@every_method
 @pytest.mark.parametrize(
     ("end", "how"),
     [
         pytest.param(
             lambda: os.kill(os.getpid(), signal.SIGKILL),
-            "was ended by SIGKILL (often the kernel, when memory runs out)",
+            "was ended by SIGKILL (often the kernel, when memory runs out; "
+            "it had held {peak} MiB at its peak)",
             id="killed",
         ),
         pytest.param(lambda: os.kill(os.getpid(), signal.SIGSEGV), "was ended by SIGSEGV", id="crashed"),
@@ -195,7 +218,7 @@ def test_an_exception_that_does_not_pickle_comes_in_words() -> None:
     ],
 )
 def test_a_replica_that_dies_is_named_with_how(
-    end: Callable[[], None], how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: ProcessMethod, end: Callable[[], None], how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Its closed pipe must tell, without looking.
     monkeypatch.setattr(processes, "_check_alive", lambda _: pytest.fail("nobody noticed"))
@@ -208,13 +231,20 @@ def test_a_replica_that_dies_is_named_with_how(
         time.sleep(PATIENCE_S)
 
     with pytest.raises(ReplicaLostError) as caught:
-        _run(die, size=2)
+        _run(die, size=2, method=method)
     pid = (tmp_path / "pid").read_text()
-    assert str(caught.value) == f"process 1 (pid {pid}) {how} before it gave a result"
+    text = str(caught.value)
+    peak = re.search(r"held (\d+) MiB", text)
+    # A Python needs 5 MiB at least; a figure in the wrong unit would be far off.
+    assert peak is None or 5 < int(peak[1]) < 5000
+    assert text == f"process 1 (pid {pid}) {how.format(peak=peak and peak[1])} before it gave a result"
     assert caught.value.exit_code == 1
 
 
-def test_a_lost_replica_is_seen_while_a_process_it_forked_lives_on(tmp_path: Path) -> None:
+@every_method
+def test_a_lost_replica_is_seen_while_a_process_it_forked_lives_on(
+    method: ProcessMethod, tmp_path: Path
+) -> None:
     def fork_and_die(_: Replica) -> None:
         if (pid := os.fork()) == 0:
             time.sleep(10 * PATIENCE_S)
@@ -230,7 +260,7 @@ def test_a_lost_replica_is_seen_while_a_process_it_forked_lives_on(tmp_path: Pat
     rescue.start()
     try:
         with pytest.raises(ReplicaLostError, match="was ended by SIGKILL"):
-            _run(fork_and_die)
+            _run(fork_and_die, method=method)
         assert rescue.is_alive(), "seen only when the forked process ended"
     finally:
         rescue.cancel()
@@ -239,7 +269,8 @@ def test_a_lost_replica_is_seen_while_a_process_it_forked_lives_on(tmp_path: Pat
             end_the_forked_one()
 
 
-def test_when_one_fails_the_others_are_ended(tmp_path: Path) -> None:
+@every_method
+def test_when_one_fails_the_others_are_ended(method: ProcessMethod, tmp_path: Path) -> None:
     def wait_or_fail(replica: Replica) -> None:
         (tmp_path / f"{replica.ordinal}.part").write_text(str(os.getpid()))
         (tmp_path / f"{replica.ordinal}.part").rename(tmp_path / f"{replica.ordinal}.pid")
@@ -249,12 +280,15 @@ def test_when_one_fails_the_others_are_ended(tmp_path: Path) -> None:
         time.sleep(PATIENCE_S)
 
     with pytest.raises(ZeroDivisionError):
-        _run(wait_or_fail, size=3)
+        _run(wait_or_fail, size=3, method=method)
     pids = [int((tmp_path / f"{ordinal}.pid").read_text()) for ordinal in range(3)]
     assert not any(_is_alive(pid) for pid in pids)
 
 
-def test_one_that_ignores_being_ended_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@every_method
+def test_one_that_ignores_being_ended_is_killed(
+    method: ProcessMethod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def ignore_or_fail(replica: Replica) -> None:
         if replica.ordinal == 0:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -266,7 +300,7 @@ def test_one_that_ignores_being_ended_is_killed(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(processes, "STOP_GRACE_S", 0.1)
     with pytest.raises(ZeroDivisionError):
-        _run(ignore_or_fail, size=2)
+        _run(ignore_or_fail, size=2, method=method)
     assert not _is_alive(int((tmp_path / "pid").read_text()))
 
 
@@ -317,6 +351,7 @@ class _DoesNotLoad:
         return (int, ("not a number",))
 
 
+@every_method
 @pytest.mark.parametrize(
     ("make", "text"),
     [
@@ -333,9 +368,9 @@ class _DoesNotLoad:
         ),
     ],
 )
-def test_a_result_that_cannot_come_back(make: Callable[[], Any], text: str) -> None:
+def test_a_result_that_cannot_come_back(method: ProcessMethod, make: Callable[[], Any], text: str) -> None:
     with pytest.raises(UsageError) as caught:
-        _run(lambda _: make())
+        _run(lambda _: make(), method=method)
     assert str(caught.value) == (
         f"{text} (from launch). Return numbers, strings, CPU tensors, or collections of them."
     )
@@ -462,9 +497,76 @@ def test_children_do_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None
 
 
 def test_a_child_whose_parent_closes_the_pipe_leaves_with_its_own_code() -> None:
-    child = processes._start(0, dict(os.environ))
-    assert child.pipe.recv_bytes() == b"hello"
+    ours, theirs = multiprocessing.Pipe()
+    process = spawn(theirs, os.environ)
+    theirs.close()
+    assert ours.recv() == Message("hello")
     job = Job(lambda _: time.sleep(PATIENCE_S), (), "bare", (0,), {}, Setting(None, "default"))
-    child.pipe.send_bytes(cloudpickle.dumps((job, 0)))
-    child.pipe.close()
-    assert child.process.wait(PATIENCE_S) == PARENT_GONE
+    ours.send(Setup(dict(os.environ), cloudpickle.dumps((job, 0))))
+    ours.close()
+    end = process.wait(time.monotonic() + PATIENCE_S)
+    assert end is not None
+    assert end.code == PARENT_GONE
+
+
+@every_method
+def test_replicas_that_wait_in_vain_are_shown_and_ended(
+    method: ProcessMethod, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dawdle(replica: Replica) -> None:
+        (tmp_path / f"{replica.ordinal}.part").write_text(str(os.getpid()))
+        (tmp_path / f"{replica.ordinal}.part").rename(tmp_path / f"{replica.ordinal}.pid")
+        if replica.ordinal == 1:
+            _wait_for(tmp_path / "0.pid", tmp_path / "2.pid")
+            _wait_for_state("T", int((tmp_path / "2.pid").read_text()))
+            child.report_stall("all-reduce of step, for 3 s\nand more")
+        if replica.ordinal == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(PATIENCE_S)
+
+    monkeypatch.setattr(processes, "POSITION_WAIT_S", 2.0)
+    with pytest.raises(StalledError) as caught:
+        _run(dawdle, size=3, method=method)
+    text = str(caught.value)
+    assert "waited in vain for other replicas: all-reduce of step, for 3 s; where each" in text
+    shown = capfd.readouterr().err
+    assert "process 1 (pid" in shown.split("waits in vain:\nall-reduce of step, for 3 s\nand more", 1)[0]
+    position = shown.partition("polyxla: process 0 (pid")[2].partition("polyxla: process 2")[0]
+    assert "thread MainThread:" in position
+    assert "in dawdle" in position
+    assert "did not say where it is within 2 s: its Python does not run" in shown
+
+
+def test_a_fork_server_that_cannot_import_is_a_lost_replica(capfd: pytest.CaptureFixture[str]) -> None:
+    job = Job(_fail, (), "bare", (0,), dict(os.environ), Setting(None, "default"))
+    with pytest.raises(ReplicaLostError, match="exited with code 1 before"):
+        run_processes(job, [0], [os.environ], method="forkserver", preload=["no_such_module"])
+    assert "No module named 'no_such_module'" in capfd.readouterr().err
+
+
+def test_a_fork_server_imports_once_for_all() -> None:
+    def look(_: Replica) -> tuple[int, bool]:
+        return os.getppid(), "json.tool" in sys.modules
+
+    (one, loaded), (other, loaded_too) = _run(look, size=2, method="forkserver")
+    assert one == other != os.getpid()
+    assert (loaded, loaded_too) == (True, True)
+
+
+def test_a_fork_has_what_this_process_made_and_leaves_its_exit_hooks(tmp_path: Path) -> None:
+    lock = threading.Lock()
+
+    def leave(name: str) -> None:
+        (tmp_path / f"{name}-{os.getpid()}").touch()
+
+    def use(replica: Replica) -> int:
+        atexit.register(leave, "own")
+        with lock:
+            return os.getpid()
+
+    atexit.register(leave, "parent's")
+    try:
+        pids = _run(use, size=2, method="fork")
+    finally:
+        atexit.unregister(leave)
+    assert sorted(path.name for path in tmp_path.glob("*-*")) == sorted(f"own-{pid}" for pid in pids)

@@ -13,6 +13,7 @@ from polyxla.errors import PolyxlaError as PolyxlaError
 from polyxla.errors import ReplicaLostError as ReplicaLostError
 from polyxla.errors import RuntimeNotInstalledError as RuntimeNotInstalledError
 from polyxla.errors import RuntimeUnavailableError as RuntimeUnavailableError
+from polyxla.errors import StalledError as StalledError
 from polyxla.errors import UnknownRuntimeError as UnknownRuntimeError
 from polyxla.errors import UsageError as UsageError
 from polyxla.hookspecs import hookimpl as hookimpl
@@ -39,6 +40,7 @@ __all__ = [
     "RuntimeNotInstalledError",
     "RuntimeUnavailableError",
     "Setting",
+    "StalledError",
     "Trainer",
     "UnknownRuntimeError",
     "UsageError",

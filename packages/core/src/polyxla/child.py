@@ -2,22 +2,57 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import faulthandler
+import json
 import os
 import sys
 import threading
 import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 import cloudpickle
 
+from polyxla import env
 from polyxla.errors import PolyxlaError, UsageError
+from polyxla.notices import say
 
 REPLICA_THREAD = "polyxla-replica"
 """How the name of a thread begins that is a replica."""
 PARENT_GONE = 3
 """Exit code of a child whose parent went away."""
+STALLED = 5
+"""Exit code of a process whose replicas wait in vain, where no parent is there to end it."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a new process gets first.
+
+    Attributes:
+        environ: its whole environment.
+        work: the pickled job and place.
+    """
+
+    environ: dict[str, str]
+    work: bytes
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a child tells its parent.
+
+    Attributes:
+        kind: ``hello``, ``answer``, ``stalled`` or ``position``.
+        content: of an answer, the pickled `Returned` or `Raised`; else text.
+    """
+
+    kind: str
+    content: Any = None
 
 
 @dataclass(frozen=True)
@@ -40,14 +75,46 @@ class ReplicaFailedError(PolyxlaError):
 
 
 def main() -> None:
-    """Serve one job over the pipe whose descriptor is the first argument, then end."""
-    pipe = Connection(int(sys.argv[1]))
+    """Serve the pipe whose descriptor is the second argument, then end."""
+    (number,) = json.loads(sys.argv[2])
+    serve(Connection(number))
+
+
+def serve(pipe: Connection) -> None:
+    """Be the process that the parent at the other end wants: get its environment and work, answer once."""
     sys.argv[:] = [""]
-    pipe.send_bytes(b"hello")
-    payload = pipe.recv_bytes()
-    threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
-    answer = _work(payload)
-    pipe.send_bytes(_packed(answer))
+    faulthandler.enable()
+    pipe.send(Message("hello"))
+    setup: Setup = pipe.recv()
+    env.take_over(setup.environ)
+    finish(pipe, setup.work)
+
+
+def be_forked(pipe: Connection, environ: Mapping[str, str], work: Callable[[], Any]) -> NoReturn:
+    """Be a fork of the parent: do the work, answer, and end without returning into the parent's program."""
+    code = 1
+    try:
+        # What the parent has registered for its own end is not this process's to do.
+        atexit._clear()  # noqa: SLF001
+        env.take_over(environ)
+        faulthandler.enable()
+        finish(pipe, work)
+        # As at the end of any Python: first its threads, then its exit hooks.
+        threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001
+        atexit._run_exitfuncs()  # noqa: SLF001
+        sys.stdout.flush()
+        sys.stderr.flush()
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def finish(pipe: Connection, work: bytes | Callable[[], Any]) -> None:
+    """Do the work and answer, while the parent is listened to."""
+    link = _here.link = _Link(pipe)
+    threading.Thread(target=link.listen, name="polyxla-parent", daemon=True).start()
+    answer = _work(work)
+    link.send(Message("answer", _packed(answer)))
     sys.stdout.flush()
     sys.stderr.flush()
     if isinstance(answer, Raised) and _holds_replicas():
@@ -55,21 +122,74 @@ def main() -> None:
         os._exit(1)
 
 
+def report_stall(text: str) -> None:
+    """Tell the parent that the replicas here wait in vain; it asks all others where they are, and ends them.
+
+    Args:
+        text: what they wait for, and where they are.
+    """
+    if _here.link is None:
+        say(text)
+        os._exit(STALLED)
+    _here.link.send(Message("stalled", text))
+
+
+def describe_with(describe: Callable[[], str]) -> None:
+    """Let `describe` say where this process's replicas are, when the parent asks."""
+    _here.describe = describe
+
+
+def stacks() -> str:
+    """Return the Python stack of every thread of this process."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(number, number)}:\n{''.join(traceback.format_stack(frame)).rstrip()}"
+        for number, frame in sys._current_frames().items()  # noqa: SLF001
+        if number != threading.get_ident()
+    )
+
+
+class _Link:
+    """The pipe to the parent, which several threads write to."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._lock = threading.Lock()
+
+    def send(self, message: Message) -> None:
+        with self._lock, contextlib.suppress(BrokenPipeError):
+            self._pipe.send(message)
+
+    def listen(self) -> None:
+        """Answer the parent; and do not outlive it: nobody would stop this process or take its result."""
+        try:
+            while True:
+                self._pipe.recv()
+                self.send(Message("position", _here.describe()))
+        except (EOFError, OSError):
+            os._exit(PARENT_GONE)
+
+
+@dataclass
+class _Here:
+    """What this process knows of itself."""
+
+    link: _Link | None = None
+    describe: Callable[[], str] = stacks
+
+
+_here = _Here()
+
+
 def _holds_replicas() -> bool:
     return any(thread.name.startswith(REPLICA_THREAD) for thread in threading.enumerate())
 
 
-def _end_with_parent(pipe: Connection) -> None:
-    """Do not outlive the parent: nobody would stop this process or take its result."""
+def _work(work: bytes | Callable[[], Any]) -> Returned | Raised:
     try:
-        pipe.recv_bytes()
-    except (EOFError, OSError):
-        os._exit(PARENT_GONE)
-
-
-def _work(payload: bytes) -> Returned | Raised:
-    try:
-        job, place = cloudpickle.loads(payload)
+        if callable(work):
+            return Returned(work())
+        job, place = cloudpickle.loads(work)
         return Returned(job.run(place))
     except BaseException as error:
         return Raised(error, traceback.format_exc())

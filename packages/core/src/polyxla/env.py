@@ -77,6 +77,12 @@ def snapshot() -> dict[str, str]:
     return dict(os.environ)
 
 
+def take_over(environ: Mapping[str, str]) -> None:
+    """Make `environ` this process's whole environment, for good."""
+    os.environ.clear()
+    os.environ.update(environ)
+
+
 @contextlib.contextmanager
 def lent(environ: Mapping[str, str]) -> Iterator[None]:
     """Give this process another environment while a replica runs in it, then take it back.

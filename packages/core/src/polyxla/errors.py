@@ -62,5 +62,9 @@ class ReplicaLostError(PolyxlaError):
     """A replica's process ended without a result: killed, crashed or out of memory."""
 
 
+class StalledError(PolyxlaError):
+    """Replicas waited for each other longer than POLYXLA_STALL_TIMEOUT_S, and were ended."""
+
+
 def _rebuild(kind: type[UsageError], what: str, where: str | None, fix: str) -> UsageError:
     return kind(what, where=where, fix=fix)

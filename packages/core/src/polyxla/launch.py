@@ -20,8 +20,10 @@ from polyxla.precision import find_precision
 from polyxla.replica import Replica
 from polyxla.selection import Selection, select
 
-StartMethod = Literal["auto", "inline", "spawn"]
-"""How replicas start: ``inline`` in the calling process (one replica), ``spawn`` in fresh processes."""
+StartMethod = Literal["auto", "inline", "spawn", "forkserver", "fork"]
+"""How replicas start: ``inline`` in the calling process (one replica), ``spawn`` in fresh processes,
+``forkserver`` in forks of one fresh process that has imported what all need, ``fork`` in forks of the
+calling process, with all that it has made."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,8 @@ def launch(
         devices: ``"auto"``, a count, or indices (``[5]`` is the device with index 5).
         precision: a precision policy's name.
         start_method: ``"inline"`` runs one replica in this process, ``"spawn"`` starts fresh
-            processes, ``"auto"`` leaves it to the runtime.
+            processes, ``"forkserver"`` forks them from one that is prepared, ``"fork"`` from this one;
+            ``"auto"`` leaves it to the runtime.
 
     Returns:
         The functions' results in ordinal order.
@@ -115,6 +118,7 @@ def launch(
     Raises:
         UsageError: something that was asked for cannot be had; nothing was started.
         ReplicaLostError: a replica's process died without a result.
+        StalledError: replicas waited for each other too long.
         Exception: whatever `train_fn` raised in a replica, with its ordinal and host in a note.
     """
     _check_call(train_fn, args, start_method)

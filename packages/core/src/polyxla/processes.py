@@ -1,29 +1,33 @@
 """Replicas as processes: started with an environment of their own, watched, and never left behind.
 
 The parent talks with each child (`polyxla.child`) over one pipe: the child says hello, the parent
-sends the work, the child answers once. A child that goes away without an answer is seen at once,
-because its end of the pipe closes with it; or within `LOST_CHECK_S`, where a process that the child
-forked (a data loader's worker) still holds that end.
+sends the work, the child answers once. In between the child may report that its replicas wait in vain;
+the parent then asks all the others where they are, before it ends them. A child that goes away without
+an answer is seen at once, because its end of the pipe closes with it; or within `LOST_CHECK_S`, where a
+process that the child forked (a data loader's worker) still holds that end.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import functools
 import multiprocessing.connection
+import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import cloudpickle
 
 from polyxla import env
-from polyxla.child import Raised, Returned
-from polyxla.errors import PolyxlaError, ReplicaLostError, UsageError
+from polyxla.child import Message, Raised, Returned, Setup, be_forked
+from polyxla.errors import PolyxlaError, ReplicaLostError, StalledError, UsageError
+from polyxla.notices import say
+from polyxla.starting import ForkServer, OwnProcess, Process, ServedProcess, spawn
 
 if TYPE_CHECKING:
     from polyxla.launch import Job
@@ -32,7 +36,10 @@ STOP_GRACE_S = 5.0
 """How long a child may take to end after it was asked to, in seconds, before it is killed."""
 LOST_CHECK_S = 1.0
 """How often to look whether children that are waited for still live, in seconds."""
-_START = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); import polyxla.child; polyxla.child.main()"
+POSITION_WAIT_S = 5.0
+"""Longest wait, when replicas stall, for all processes to say where they are, in seconds."""
+ProcessMethod = Literal["spawn", "forkserver", "fork"]
+"""How a process comes to be; see `run_processes`."""
 
 
 class Work(Protocol):
@@ -64,9 +71,12 @@ class RemoteTraceback(Exception):
 @dataclass
 class _Child:
     index: int
-    process: subprocess.Popen[bytes]
+    process: Process
     pipe: Connection
     answered: bool = False
+
+    def __str__(self) -> str:
+        return f"process {self.index} (pid {self.process.pid})"
 
 
 def run_inline(job: Job, place: Any = None) -> list[Any]:
@@ -75,34 +85,72 @@ def run_inline(job: Job, place: Any = None) -> list[Any]:
         return [job.run(place)]
 
 
-def run_processes(job: Work, places: Sequence[Any], environs: Sequence[Mapping[str, str]]) -> list[Any]:
-    """Run ``job.run(place)`` in a fresh process for each place; return the results in that order.
+def run_processes(
+    job: Work,
+    places: Sequence[Any],
+    environs: Sequence[Mapping[str, str]],
+    *,
+    method: ProcessMethod = "spawn",
+    preload: Sequence[str] = (),
+) -> list[Any]:
+    """Run ``job.run(place)`` in a process for each place; return the results in that order.
 
     When one fails, the others are ended within `STOP_GRACE_S` and its exception is raised here.
 
     Args:
-        job: the work; it must pickle (functions of scripts and notebooks do, lambdas too).
+        job: the work. Unless they are forked from this process it must pickle (functions of scripts and
+            notebooks do, lambdas too).
         places: what each process hands to the runtime's `polyxla_replication`.
         environs: the whole environment of each process.
+        method: ``spawn`` starts a fresh Python each; ``forkserver`` starts one, which imports `preload`
+            and forks them; ``fork`` forks this process, with all that it has made.
+        preload: names of the modules that every process needs; importing them must start nothing.
 
     Raises:
         UsageError: the job cannot be sent to another process.
         ReplicaLostError: a process ended without an answer, or never said hello.
+        StalledError: replicas waited for each other too long.
         Exception: what a replica raised, with the text of its traceback as the cause.
     """
-    payloads = [_packed(job, place) for place in places]
     timeout_s = start_timeout_s(job.environ)
     children: list[_Child] = []
+    server: ForkServer | None = None
     try:
-        for index, environ in enumerate(environs):
-            children.append(_start(index, environ))
-        for child, payload in zip(children, payloads, strict=True):
-            _greet(child, payload, timeout_s)
+        if method == "fork":
+            children = _fork(job, places, environs)
+        else:
+            setups = _setups(job, places, environs)
+            pairs = [multiprocessing.connection.Pipe() for _ in places]
+            server = (
+                ForkServer([end for _, end in pairs], environs[0], preload) if method != "spawn" else None
+            )
+            for index, (ours, theirs) in enumerate(pairs):
+                process = ServedProcess(server, index) if server else spawn(theirs, environs[index])
+                children.append(_Child(index, process, ours))
+                # Only the child may hold this end, or its death would not close the pipe.
+                theirs.close()
+            for child, setup in zip(children, setups, strict=True):
+                _greet(child, setup, timeout_s)
         return _gather(children)
     finally:
-        _stop([child for child in children if child.process.poll() is None])
-        for child in children:
-            child.pipe.close()
+        _stop(children, server)
+
+
+def _fork(job: Work, places: Sequence[Any], environs: Sequence[Mapping[str, str]]) -> list[_Child]:
+    children: list[_Child] = []
+    # Or what waits in them would be written once more by each process.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for index, (place, environ) in enumerate(zip(places, environs, strict=True)):
+        ours, theirs = multiprocessing.connection.Pipe()
+        pid = os.fork()
+        if pid == 0:
+            for pipe in [ours, *(child.pipe for child in children)]:
+                pipe.close()
+            be_forked(theirs, environ, functools.partial(job.run, place))
+        theirs.close()
+        children.append(_Child(index, OwnProcess(pid), ours))
+    return children
 
 
 def start_timeout_s(environ: Mapping[str, str]) -> float:
@@ -151,28 +199,23 @@ def _pickles(value: Any) -> bool:
     return True
 
 
-def _start(index: int, environ: Mapping[str, str]) -> _Child:
-    ours, theirs = multiprocessing.connection.Pipe()
-    command = [sys.executable, "-c", _START, str(theirs.fileno()), json.dumps(sys.path)]
-    process = subprocess.Popen(
-        command, env=dict(environ), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-    )
-    # Only the child may hold this end, or its death would not close the pipe.
-    theirs.close()
-    return _Child(index, process, ours)
+def _setups(job: Work, places: Sequence[Any], environs: Sequence[Mapping[str, str]]) -> list[Setup]:
+    return [
+        Setup(dict(environ), _packed(job, place)) for place, environ in zip(places, environs, strict=True)
+    ]
 
 
-def _greet(child: _Child, payload: bytes, timeout_s: float) -> None:
+def _greet(child: _Child, setup: Setup, timeout_s: float) -> None:
     try:
         if not child.pipe.poll(timeout_s):
             raise ReplicaLostError(
-                f"process {child.index} (pid {child.process.pid}) did not answer within {timeout_s:g} s "
-                f"of its start; {env.POLYXLA_START_TIMEOUT_S} sets the limit"
+                f"{child} did not answer within {timeout_s:g} s of its start; "
+                f"{env.POLYXLA_START_TIMEOUT_S} sets the limit"
             )
-        child.pipe.recv_bytes()
-        child.pipe.send_bytes(payload)
+        child.pipe.recv()
+        child.pipe.send(setup)
     except (EOFError, OSError):
-        raise _lost(child) from None
+        raise _lost([child]) from None
 
 
 def _gather(children: Sequence[_Child]) -> list[Any]:
@@ -181,8 +224,13 @@ def _gather(children: Sequence[_Child]) -> list[Any]:
     while waiting:
         ready = multiprocessing.connection.wait([child.pipe for child in waiting.values()], LOST_CHECK_S)
         for pipe in ready:
-            child = waiting.pop(pipe)
-            results[child.index] = _answer(child)
+            child = waiting[pipe]
+            message = _message(child, children)
+            if message.kind == "stalled":
+                raise _stalled(children, child, message.content)
+            waiting.pop(pipe)
+            child.answered = True
+            results[child.index] = _value(message.content)
         if not ready:
             _check_alive(waiting.values())
     return results
@@ -191,16 +239,20 @@ def _gather(children: Sequence[_Child]) -> list[Any]:
 def _check_alive(children: Iterable[_Child]) -> None:
     for child in children:
         # In this order: what it sent before it ended is in the pipe by now.
-        if child.process.poll() is not None and not child.pipe.poll():
-            raise _lost(child)
+        if child.process.ended() and not child.pipe.poll():
+            raise _lost([child])
 
 
-def _answer(child: _Child) -> Any:
+def _message(child: _Child, children: Sequence[_Child]) -> Message:
     try:
-        packed = child.pipe.recv_bytes()
+        message: Message = child.pipe.recv()
     except (EOFError, OSError):
-        raise _lost(child) from None
-    child.answered = True
+        # One that was killed takes those with it that talked to it: name the first.
+        raise _lost([child, *(other for other in children if other is not child)]) from None
+    return message
+
+
+def _value(packed: bytes) -> Any:
     answer = _unpacked(packed)
     if isinstance(answer, Raised):
         raise answer.error from RemoteTraceback(answer.traceback)
@@ -219,28 +271,56 @@ def _unpacked(packed: bytes) -> Returned | Raised:
     return answer
 
 
-def _lost(child: _Child) -> PolyxlaError:
+def _lost(children: Sequence[_Child]) -> PolyxlaError:
+    first = children[0]
+    end = first.process.wait(time.monotonic() + STOP_GRACE_S)
+    if end is None:
+        return ReplicaLostError(f"{first} closed its pipe and hangs")
+    killed = [
+        child for child in children if (found := child.process.ended()) and found.code == -signal.SIGKILL
+    ]
+    if killed and end.code != -signal.SIGKILL:
+        first = killed[0]
+    return ReplicaLostError(f"{first} {first.process.ended()} before it gave a result")
+
+
+def _stalled(children: Sequence[_Child], first: _Child, text: str) -> StalledError:
+    """Ask everyone where it is, say so, and return the error that ends them all."""
+    others = [child for child in children if child is not first and not child.answered]
+    for child in others:
+        with contextlib.suppress(OSError):
+            child.pipe.send(None)
+    deadline = time.monotonic() + POSITION_WAIT_S
+    say(f"{first} waits in vain:\n{text}")
+    for child in others:
+        say(f"{child}:\n{_position(child, deadline)}")
+    return StalledError(
+        f"{first} waited in vain for other replicas: {text.partition(chr(10))[0]}; "
+        "where each of them is stands above"
+    )
+
+
+def _position(child: _Child, deadline: float) -> str:
     try:
-        code = child.process.wait(STOP_GRACE_S)
-    except subprocess.TimeoutExpired:
-        return ReplicaLostError(f"process {child.index} (pid {child.process.pid}) closed its pipe and hangs")
-    how = f"exited with code {code}"
-    if code < 0:
-        how = f"was ended by {signal.Signals(-code).name}"
-    if code == -signal.SIGKILL:
-        how += " (often the kernel, when memory runs out)"
-    return ReplicaLostError(f"process {child.index} (pid {child.process.pid}) {how} before it gave a result")
+        while child.pipe.poll(max(0.0, deadline - time.monotonic())):
+            message: Message = child.pipe.recv()
+            if message.kind in ("position", "stalled"):
+                return str(message.content)
+    except (EOFError, OSError):
+        return str(child.process.wait(deadline) or "its pipe is closed")
+    return f"did not say where it is within {POSITION_WAIT_S:g} s: its Python does not run"
 
 
-def _stop(children: Sequence[_Child]) -> None:
+def _stop(children: Sequence[_Child], server: ForkServer | None) -> None:
     deadline = time.monotonic() + STOP_GRACE_S
     for child in children:
         # One that has answered is on its way out; interrupting its exit would only make noise.
         if not child.answered:
-            child.process.terminate()
+            child.process.signal(signal.SIGTERM)
     for child in children:
-        try:
-            child.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            child.process.kill()
-            child.process.wait()
+        if child.process.wait(deadline) is None:
+            child.process.signal(signal.SIGKILL)
+            child.process.wait(time.monotonic() + STOP_GRACE_S)
+        child.pipe.close()
+    if server:
+        server.close(time.monotonic() + STOP_GRACE_S)

@@ -1,0 +1,167 @@
+"""How a process for replicas comes to be: started afresh, forked from this one, or from a fork server.
+
+A fork server is a process that imports what all replicas need, once, and forks them before anything
+runs. Importing torch_xla takes seconds; a fork takes none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing.connection
+import os
+import signal
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+LOOK_S = 0.01
+"""How often to look whether a process that was told to end has ended, in seconds."""
+_MAIN = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import polyxla.{0}; polyxla.{0}.main()"
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a process ended.
+
+    Attributes:
+        code: its exit code; the negative number of a signal that ended it.
+        peak_bytes: the most memory it held at once, shared pages included.
+    """
+
+    code: int
+    peak_bytes: int
+
+    def __str__(self) -> str:
+        if self.code >= 0:
+            return f"exited with code {self.code}"
+        how = f"was ended by {signal.Signals(-self.code).name}"
+        held = f"it had held {self.peak_bytes / 2**20:,.0f} MiB at its peak"
+        return f"{how} (often the kernel, when memory runs out; {held})" if self.code == -9 else how
+
+
+class Process(ABC):
+    """A process that this one may end, and whose end it sees.
+
+    Attributes:
+        pid: its number; 0 as long as its fork server has not forked it.
+    """
+
+    pid: int
+
+    @abstractmethod
+    def ended(self) -> Exit | None:
+        """Return how it ended, or None while it lives; never waits."""
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal, if it still lives."""
+        if self.ended() is None and self.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def wait(self, deadline: float) -> Exit | None:
+        """Wait for its end until `time.monotonic()` is `deadline`; None if it still lives then."""
+        while (end := self.ended()) is None and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+        return end
+
+
+class OwnProcess(Process):
+    """A child of this process."""
+
+    def __init__(self, pid: int, popen: subprocess.Popen[bytes] | None = None) -> None:
+        self.pid = pid
+        self._popen = popen
+        self._end: Exit | None = None
+
+    def ended(self) -> Exit | None:
+        """Look with wait4, which also tells the peak of its memory."""
+        if self._end is None:
+            pid, status, usage = os.wait4(self.pid, os.WNOHANG)
+            if pid:
+                self._end = Exit(os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024)
+                if self._popen:
+                    # Or it would look for its child itself, which is gone.
+                    self._popen.returncode = self._end.code
+        return self._end
+
+
+class ServedProcess(Process):
+    """A process that a fork server forked: a grandchild, whose end the server reports."""
+
+    def __init__(self, server: ForkServer, index: int) -> None:
+        self._server = server
+        self._index = index
+
+    @property
+    def pid(self) -> int:  # type: ignore[override]
+        """The number that the server reported."""
+        self._server.read()
+        return self._server.pids[self._index] if self._server.pids else 0
+
+    def ended(self) -> Exit | None:
+        """Return what the server reported, or the server's own end, which nobody survives."""
+        self._server.read()
+        return self._server.exits.get(self._index) or self._server.process.ended()
+
+
+class ForkServer:
+    """The parent's side of `polyxla.forkserver`.
+
+    Args:
+        ends: the children's ends of their pipes, one for each process to fork.
+        environ: the environment in which it imports; each process gets its own afterwards.
+        preload: names of modules to import before forking.
+    """
+
+    def __init__(
+        self, ends: Sequence[Connection], environ: Mapping[str, str], preload: Sequence[str]
+    ) -> None:
+        self._control, theirs = multiprocessing.connection.Pipe(duplex=False)[0:2]
+        descriptors = [end.fileno() for end in ends]
+        self.process = _python(
+            "forkserver", [theirs.fileno(), *descriptors], environ, json.dumps(list(preload))
+        )
+        theirs.close()
+        self.pids: list[int] = []
+        self.exits: dict[int, Exit] = {}
+
+    def read(self) -> None:
+        """Take what it has reported; never waits."""
+        with contextlib.suppress(EOFError, OSError):
+            while self._control.poll():
+                message = self._control.recv()
+                if isinstance(message, list):
+                    self.pids = message
+                else:
+                    index, code, peak_bytes = message
+                    self.exits[index] = Exit(code, peak_bytes)
+
+    def close(self, deadline: float) -> None:
+        """Wait for its end, which follows that of the last process; kill it if it is late."""
+        if self.process.wait(deadline) is None:
+            self.process.signal(signal.SIGKILL)
+            self.process.wait(deadline + 1)
+        self._control.close()
+
+
+def spawn(end: Connection, environ: Mapping[str, str]) -> OwnProcess:
+    """Start a fresh Python that serves the pipe whose other end is here."""
+    return _python("child", [end.fileno()], environ)
+
+
+def _python(module: str, descriptors: Sequence[int], environ: Mapping[str, str], *more: str) -> OwnProcess:
+    command = [
+        sys.executable,
+        "-c",
+        _MAIN.format(module),
+        json.dumps(sys.path),
+        json.dumps(descriptors),
+        *more,
+    ]
+    popen = subprocess.Popen(command, env=dict(environ), pass_fds=descriptors, stdin=subprocess.DEVNULL)
+    return OwnProcess(popen.pid, popen)
