@@ -167,8 +167,9 @@ class Replica:
             ValueError: there is no such ordinal.
         """
         self._check_ordinal("destination", destination)
-        # The others combine as well: replicas that run one program need not compile several.
         combined = self.all_reduce(value, op)
+        # Before the others drop it: a lazy device would never run their part, and this one wait for ever.
+        self._replication.sync()
         return combined if self.ordinal == destination else None
 
     def all_gather(self, value: Any) -> list[Any]:
