@@ -8,9 +8,14 @@ Source: field numbers of xla/service/hlo.proto and xla/xla_data.proto, as of jax
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+from polyxla_bridge.abi import Code
+from polyxla_bridge.errors import PjrtError
 
 _Field = descriptor_pb2.FieldDescriptorProto
 
@@ -20,9 +25,27 @@ _SCHEMA: dict[str, list[tuple[str, int, Any, bool]]] = {
         ("element_type", 2, _Field.TYPE_INT32, False),
         ("dimensions", 3, _Field.TYPE_INT64, True),
         ("tuple_shapes", 4, "Shape", True),
+        ("is_dynamic_dimension", 6, _Field.TYPE_BOOL, True),
     ],
     "ProgramShape": [("parameters", 1, "Shape", True), ("result", 2, "Shape", False)],
-    "Module": [("name", 1, _Field.TYPE_STRING, False), ("host_program_shape", 4, "ProgramShape", False)],
+    "Instruction": [
+        ("name", 1, _Field.TYPE_STRING, False),
+        ("opcode", 2, _Field.TYPE_STRING, False),
+        ("shape", 3, "Shape", False),
+        ("metadata", 7, _Field.TYPE_BYTES, False),
+        ("channel_id", 26, _Field.TYPE_INT64, False),
+        ("id", 35, _Field.TYPE_INT64, False),
+        ("operand_ids", 36, _Field.TYPE_INT64, True),
+    ],
+    "Computation": [("instructions", 2, "Instruction", True)],
+    "Alias": [("parameter_number", 2, _Field.TYPE_INT64, False)],
+    "Aliases": [("entries", 1, "Alias", True)],
+    "Module": [
+        ("name", 1, _Field.TYPE_STRING, False),
+        ("computations", 3, "Computation", True),
+        ("host_program_shape", 4, "ProgramShape", False),
+        ("input_output_alias", 8, "Aliases", False),
+    ],
     "Config": [("entry_computation_layout", 1, "ProgramShape", False)],
     "ModuleWithConfig": [("hlo_module", 1, "Module", False), ("config", 2, "Config", False)],
 }
@@ -60,6 +83,17 @@ _PRIMITIVES = {
     33: "float8_e8m0fnu",
 }
 
+_COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+)
+"""What waits for other replicas. Source: HloOpcode in xla/hlo/ir/hlo_opcode.h."""
+
 
 def _messages() -> dict[str, Any]:
     file = descriptor_pb2.FileDescriptorProto(
@@ -92,11 +126,83 @@ def module_name(hlo: bytes) -> str:
 
 
 def results(hlo: bytes) -> list[tuple[str, tuple[int, ...]]]:
-    """Return dtype and sizes of each result of a serialised HloModuleProto."""
-    shape = _parsed("Module", hlo).host_program_shape.result
+    """Return dtype and sizes of each result of a serialised HloModuleProto.
+
+    Raises:
+        PjrtError: a size is not known before the program runs.
+    """
+    module = _parsed("Module", hlo)
+    shape = module.host_program_shape.result
     # A tuple is flat here: torch_xla makes no nested ones.
     parts = shape.tuple_shapes if shape.element_type not in _PRIMITIVES else [shape]
+    for part in (*parts, *module.host_program_shape.parameters):
+        if any(part.is_dynamic_dimension):
+            raise PjrtError(
+                Code.UNIMPLEMENTED,
+                f"{module.name} has an array whose size {tuple(part.dimensions)} is only a limit: dynamic "
+                "shapes are not supported; give it a fixed shape, by padding or by a mask",
+            )
     return [(_PRIMITIVES[part.element_type], tuple(part.dimensions)) for part in parts]
+
+
+def donated(hlo: bytes) -> frozenset[int]:
+    """Return the numbers of the parameters whose memory the results take over."""
+    return frozenset(one.parameter_number for one in _parsed("Module", hlo).input_output_alias.entries)
+
+
+def collectives(hlo: bytes) -> tuple[str, ...]:
+    """Return the kinds of collectives in a serialised HloModuleProto, each once."""
+    found = {
+        instruction.opcode.removesuffix("-start")
+        for computation in _parsed("Module", hlo).computations
+        for instruction in computation.instructions
+    }
+    return tuple(kind for kind in _COLLECTIVES if kind in found)
+
+
+def split_reduce_scatters(hlo: bytes) -> bytes:
+    """Return the module with one reduce-scatter for each operand of those that have several.
+
+    StableHLO's has a single operand, while ``xm.reduce_scatter`` of a list sends one with many. Each of
+    the new ones has a channel of its own, or the runtime would take them for one another; the original
+    becomes the tuple of their results, so that whatever refers to it need not change.
+    """
+    module = _parsed("Module", hlo)
+    every = [one for computation in module.computations for one in computation.instructions]
+    if not any(map(_is_variadic, every)):
+        return hlo
+    channels = itertools.count(max(one.channel_id for one in every) + 1)
+    # The upper half of an id may say which computation it is in: only the lower half is counted on.
+    lower = itertools.count(max(one.id % 2**32 for one in every) + 1)
+    for computation in module.computations:
+        instructions = list(computation.instructions)
+        del computation.instructions[:]
+        for one in instructions:
+            computation.instructions.extend(_split(one, channels, lower) if _is_variadic(one) else [one])
+    data: bytes = module.SerializeToString()
+    return data
+
+
+def _is_variadic(instruction: Any) -> bool:
+    return instruction.opcode == "reduce-scatter" and len(instruction.operand_ids) > 1
+
+
+def _split(one: Any, channels: Iterator[int], lower: Iterator[int]) -> list[Any]:
+    singles = []
+    for index, operand in enumerate(one.operand_ids):
+        single = _MESSAGES["Instruction"]()
+        single.CopyFrom(one)
+        single.name = f"{one.name}.part{index}"
+        single.shape.CopyFrom(one.shape.tuple_shapes[index])
+        single.id = one.id // 2**32 * 2**32 + next(lower)
+        single.operand_ids[:] = [operand]
+        if one.channel_id:
+            single.channel_id = next(channels)
+        singles.append(single)
+    parts = _MESSAGES["Instruction"](name=one.name, opcode="tuple", id=one.id, metadata=one.metadata)
+    parts.shape.CopyFrom(one.shape)
+    parts.operand_ids[:] = [single.id for single in singles]
+    return [*singles, parts]
 
 
 def with_config(hlo: bytes) -> bytes:

@@ -1,0 +1,89 @@
+"""Reading and changing programs, checked with XLA's own parser and printer."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from jaxlib._hlo import HloModule, hlo_module_from_text  # type: ignore[import-not-found]
+
+from polyxla_bridge import hlo
+from polyxla_bridge.errors import PjrtError
+
+ADD = "add { a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }"
+
+
+def module(text: str) -> bytes:
+    data: bytes = hlo_module_from_text(text).as_serialized_hlo_module_proto()
+    return data
+
+
+def scatter_of_three(channels: bool = True) -> bytes:
+    shape = "(f32[2], f32[3], f32[1])"
+    channel = "channel_id=3, use_global_device_ids=true, " if channels else ""
+    return module(f"""HloModule lists, replica_count=2
+    {ADD}
+    ENTRY main {{
+      x = f32[4] parameter(0) y = f32[6] parameter(1) z = f32[2] parameter(2)
+      before = f32[4] all-reduce(x), {channel.replace("3", "9")}replica_groups={{{{0,1}}}}, to_apply=add
+      r = {shape} reduce-scatter(before, y, z), {channel}replica_groups={{{{0,1}}}}, dimensions={{0}},
+        to_apply=add
+      second = f32[3] get-tuple-element(r), index=1
+      ROOT t = (f32[3], {shape}) tuple(second, r)
+    }}""")
+
+
+def written(data: bytes) -> str:
+    """Return a module's text; XLA checks it when it reads it."""
+    text: str = HloModule.from_serialized_hlo_module_proto(data).to_string()
+    return text
+
+
+def test_a_reduce_scatter_of_several_becomes_several() -> None:
+    text = written(hlo.split_reduce_scatters(scatter_of_three()))
+    found = re.findall(r"= (f32\[\d\]).*? reduce-scatter\(.*?channel_id=(\d+)", text)
+    assert [shape for shape, _ in found] == ["f32[2]", "f32[3]", "f32[1]"]
+    assert len({channel for _, channel in found} | {"9"}) == 4, "channels are distinct"
+    assert text.count("use_global_device_ids=true") == 4, "fields that are not declared survive"
+    assert re.search(r"ROOT .*tuple\(", text), "the root is the root"
+
+
+def test_without_channels_none_are_added() -> None:
+    text = written(hlo.split_reduce_scatters(scatter_of_three(channels=False)))
+    assert "channel_id" not in text
+
+
+def test_a_program_without_lists_stays_as_it_is() -> None:
+    data = module(f"HloModule plain\n{ADD}\nENTRY main {{ ROOT x = f32[2] parameter(0) }}")
+    assert hlo.split_reduce_scatters(data) is data
+
+
+def test_collectives_are_named_once_each() -> None:
+    assert hlo.collectives(scatter_of_three()) == ("all-reduce", "reduce-scatter")
+    assert hlo.collectives(module("HloModule none\nENTRY main { ROOT x = f32[2] parameter(0) }")) == ()
+
+
+def test_donated_parameters() -> None:
+    text = """HloModule give, input_output_alias={ {0}: (1, {}, may-alias), {1}: (2, {}, must-alias) }
+    ENTRY main { x = f32[2] parameter(0) y = f32[2] parameter(1) z = f32[2] parameter(2)
+      a = f32[2] add(x, y) b = f32[2] add(x, z) ROOT t = (f32[2], f32[2]) tuple(a, b) }"""
+    assert hlo.donated(module(text)) == {1, 2}
+    assert hlo.donated(scatter_of_three()) == frozenset()
+
+
+def test_results_of_one_of_many_and_of_none() -> None:
+    one = module("HloModule one\nENTRY main { ROOT x = bf16[2,3] parameter(0) }")
+    assert hlo.results(one) == [("bfloat16", (2, 3))]
+    none = module("HloModule none\nENTRY main { ROOT t = () tuple() }")
+    assert hlo.results(none) == []
+    assert [dims for _, dims in hlo.results(module(NESTED))] == [(3,), (2,)]
+
+
+NESTED = """HloModule two
+ENTRY main { x = s32[3] parameter(0) y = u8[2] parameter(1) ROOT t = (s32[3], u8[2]) tuple(x, y) }"""
+
+
+def test_dynamic_shapes_are_refused() -> None:
+    text = "HloModule grows\nENTRY main { ROOT x = f32[<=4] parameter(0) }"
+    with pytest.raises(PjrtError, match=r"grows has an array whose size \(4,\) is only a limit"):
+        hlo.results(module(text))
