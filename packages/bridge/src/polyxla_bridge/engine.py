@@ -79,6 +79,29 @@ class Executable:
     native: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Position:
+    """What one local device does.
+
+    Attributes:
+        device: its number.
+        program: the program that runs on it; None while it is idle.
+        collectives: the kinds of collectives in that program.
+        seconds: since when it runs, or is idle.
+    """
+
+    device: int
+    program: str | None
+    collectives: tuple[str, ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        if self.program is None:
+            return f"replica {self.device}: idle for {self.seconds:.1f} s"
+        with_ = f" with {', '.join(self.collectives)}" if self.collectives else ""
+        return f"replica {self.device}: in {self.program}{with_} for {self.seconds:.1f} s"
+
+
 class Engine(ABC):
     """Compiles and runs XLA programs on devices. Every method may be called from any thread.
 
@@ -105,11 +128,16 @@ class Engine(ABC):
 
     @abstractmethod
     def execute(
-        self, executable: Executable, device: EngineDevice, arguments: Sequence[Buffer]
+        self,
+        executable: Executable,
+        device: EngineDevice,
+        arguments: Sequence[Buffer],
+        keep: frozenset[int] = frozenset(),
     ) -> list[Buffer]:
         """Run a program on one local device; its results are promised at once.
 
-        Executions on one device happen in the order of the calls.
+        Executions on one device happen in the order of the calls. Arguments whose memory the program
+        gives to its results are deleted from then on, but for those whose numbers are in `keep`.
         """
 
     @abstractmethod
@@ -143,6 +171,10 @@ class Engine(ABC):
     @abstractmethod
     def memory_stats(self, device: EngineDevice) -> Mapping[str, int]:
         """Return bytes in use, at the peak and at the limit, under PJRT's names; what is known of them."""
+
+    def positions(self) -> list[Position]:
+        """Return what each local device does; nothing, where the engine does not know."""
+        return []
 
     @abstractmethod
     def finish(self, timeout_s: float) -> bool:

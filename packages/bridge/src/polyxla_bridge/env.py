@@ -29,15 +29,35 @@ POLYXLA_BRIDGE_COORDINATOR = "POLYXLA_BRIDGE_COORDINATOR"
 Default: none, which is right for one replica only.
 """
 
+POLYXLA_BRIDGE_PLATFORM = "POLYXLA_BRIDGE_PLATFORM"
+"""What torch_xla is told that the devices are; an emulated TPU says ``TPU``.
+Default: ``CPU``.
+"""
+
+POLYXLA_BRIDGE_KIND = "POLYXLA_BRIDGE_KIND"
+"""The kind of device in its attributes, ``TPU v3`` for one.
+Default: ``polyxla CPU``.
+"""
+
+POLYXLA_STALL_TIMEOUT_S = "POLYXLA_STALL_TIMEOUT_S"
+"""How long a program may wait in its collectives for other replicas before the process says where each
+of its replicas is and ends, in seconds. A replica that compiles or computes keeps the others waiting
+rightly; one that never comes does not.
+Default: 300.
+"""
+
 
 @dataclass(frozen=True)
 class Share:
-    """Which replicas there are, and which of them this process holds."""
+    """Which replicas there are, which of them this process holds, and what they call themselves."""
 
     replicas: int = 1
     processes: int = 1
     process: int = 0
     coordinator: str = ""
+    platform: str = "CPU"
+    kind: str = "polyxla CPU"
+    stall_timeout_s: float = 300.0
 
     @property
     def per_process(self) -> int:
@@ -61,6 +81,9 @@ def from_environ(environ: Mapping[str, str]) -> Share:
         processes=int(environ.get(POLYXLA_BRIDGE_PROCESSES, "1")),
         process=int(environ.get(POLYXLA_BRIDGE_PROCESS, "0")),
         coordinator=environ.get(POLYXLA_BRIDGE_COORDINATOR, ""),
+        platform=environ.get(POLYXLA_BRIDGE_PLATFORM, Share.platform),
+        kind=environ.get(POLYXLA_BRIDGE_KIND, Share.kind),
+        stall_timeout_s=_seconds(environ, POLYXLA_STALL_TIMEOUT_S, Share.stall_timeout_s),
     )
     if share.replicas < 1 or share.processes < 1 or share.replicas % share.processes:
         raise ValueError(f"{share.replicas} replicas cannot be shared equally by {share.processes} processes")
@@ -68,7 +91,22 @@ def from_environ(environ: Mapping[str, str]) -> Share:
         raise ValueError(f"{POLYXLA_BRIDGE_PROCESS}={share.process} is not in 0..{share.processes - 1}")
     if share.replicas > 1 and not share.coordinator:
         raise ValueError(f"{share.replicas} replicas need {POLYXLA_BRIDGE_COORDINATOR} to meet")
+    host, _, port = share.coordinator.rpartition(":")
+    if share.coordinator and not (host and port.isdecimal()):
+        raise ValueError(f"{POLYXLA_BRIDGE_COORDINATOR}={share.coordinator!r} is not host:port")
     return share
+
+
+def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
+    text = environ.get(name, str(default))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    # Written so that "nan" is refused too; "inf" is a wish that can be met.
+    if not seconds > 0:
+        raise ValueError(f"{name}={text!r} is not a number of seconds above 0")
+    return seconds
 
 
 def current() -> Share:
