@@ -1,1 +1,39 @@
+"""Fixtures of the whole suite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from polyxla import Replica
+
+if TYPE_CHECKING:
+    from polyxla.testing import RuntimeUnderTest
+
 pytest_plugins = ["polyxla.testing.fixtures"]
+
+
+@pytest.fixture
+def everywhere(
+    request: pytest.FixtureRequest, runtime: RuntimeUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., list[Any]]:
+    """Run ``function(replica, *args)`` in every replica of one layout, and see that it was that layout.
+
+    Parametrized indirectly with the number of replicas and of the processes that share them.
+    """
+    count, processes = request.param
+    monkeypatch.setenv("POLYXLA_PJRT_PROCESSES", str(processes))
+
+    def launch(function: Callable[..., Any], *args: Any) -> list[Any]:
+        # Spawned also where there is one: what torch.distributed leaves behind ends with the process.
+        answers = runtime.launch(_with_layout, function, *args, devices=count, start_method="spawn")
+        assert [layout for layout, _ in answers] == [(count, processes)] * count
+        return [result for _, result in answers]
+
+    return launch
+
+
+def _with_layout(replica: Replica, function: Callable[..., Any], *args: Any) -> Any:
+    return (replica.world_size, replica.world.process_count), function(replica, *args)
