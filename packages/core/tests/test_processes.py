@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +20,17 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from polyxla import Job, Replica, ReplicaLostError, Setting, StalledError, UsageError, child, processes
+from polyxla import (
+    Job,
+    Replica,
+    ReplicaLostError,
+    Setting,
+    StalledError,
+    UsageError,
+    child,
+    processes,
+    starting,
+)
 from polyxla.child import PARENT_GONE, Message, ReplicaFailedError, Setup
 from polyxla.processes import ProcessMethod, RemoteTraceback, run_inline, run_processes, start_timeout_s
 from polyxla.starting import spawn
@@ -502,7 +513,7 @@ def test_a_child_whose_parent_closes_the_pipe_leaves_with_its_own_code() -> None
     theirs.close()
     assert ours.recv() == Message("hello")
     job = Job(lambda _: time.sleep(PATIENCE_S), (), "bare", (0,), {}, Setting(None, "default"))
-    ours.send(Setup(dict(os.environ), cloudpickle.dumps((job, 0))))
+    ours.send(Setup(dict(os.environ), sys.path, ".", cloudpickle.dumps((job, 0))))
     ours.close()
     end = process.wait(time.monotonic() + PATIENCE_S)
     assert end is not None
@@ -551,6 +562,65 @@ def test_a_fork_server_imports_once_for_all() -> None:
     (one, loaded), (other, loaded_too) = _run(look, size=2, method="forkserver")
     assert one == other != os.getpid()
     assert (loaded, loaded_too) == (True, True)
+
+
+def test_what_a_preloaded_module_sets_stays_unless_a_process_is_to_have_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import os; os.environ.update(FRESH='import', CHANGED='import', MINE='import')"
+    (tmp_path / "setter.py").write_text(code)
+    # A new process looks for modules where this one does.
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def look(_: Replica) -> tuple[str, ...]:
+        return os.environ["FRESH"], os.environ["CHANGED"], os.environ["MINE"]
+
+    shared = {**os.environ, "CHANGED": "given"}
+    job = Job(look, (), "bare", (0, 1), shared, Setting(None, "default"))
+    environs = [{**shared, "MINE": "0"}, {**shared, "MINE": "1"}]
+    found = run_processes(job, [0, 1], environs, method="forkserver", preload=["setter"])
+    # MINE of the first is what the server itself was started with, so the import's value is newer.
+    assert found == [("import", "import", "import"), ("import", "import", "1")]
+
+
+def test_a_fork_server_stays_for_the_next_launch_and_is_replaced_when_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parent(_: Replica) -> int:
+        return os.getppid()
+
+    def here(_: Replica) -> tuple[str, bool]:
+        return str(Path.cwd()), str(tmp_path) in sys.path
+
+    (first,) = _run(parent, method="forkserver")
+    assert _run(parent, size=2, method="forkserver") == [first, first]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert _run(here, method="forkserver") == [(str(tmp_path), True)]
+    os.kill(first, signal.SIGKILL)
+    deadline = time.monotonic() + PATIENCE_S
+    while starting.fork_server(os.environ, ["json.tool"]).process.pid == first:
+        assert time.monotonic() < deadline
+    (second,) = _run(parent, method="forkserver")
+    assert second != first
+
+
+def test_an_idle_fork_server_ends() -> None:
+    code = "import polyxla.forkserver as server, sys; server.IDLE_S = 0.3; server.main()"
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-c", code, "", f"[{theirs.fileno()}]", "[]"]
+    with ours, theirs:
+        subprocess.run(command, pass_fds=[theirs.fileno()], timeout=PATIENCE_S, check=True)
+
+
+def test_a_fork_server_ends_with_its_parent(tmp_path: Path) -> None:
+    code = """
+import os
+from polyxla.starting import fork_server
+print(fork_server(os.environ, ["json.tool"]).process.pid)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    _wait_for_end_of([int(done.stdout)])
 
 
 def test_a_fork_has_what_this_process_made_and_leaves_its_exit_hooks(tmp_path: Path) -> None:

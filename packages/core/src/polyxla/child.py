@@ -35,10 +35,14 @@ class Setup:
 
     Attributes:
         environ: its whole environment.
+        path: where it looks for modules.
+        folder: its current folder.
         work: the pickled job and place.
     """
 
     environ: dict[str, str]
+    path: list[str]
+    folder: str
     work: bytes
 
 
@@ -80,13 +84,20 @@ def main() -> None:
     serve(Connection(number))
 
 
-def serve(pipe: Connection) -> None:
-    """Be the process that the parent at the other end wants: get its environment and work, answer once."""
+def serve(pipe: Connection, adapt: Callable[[dict[str, str]], dict[str, str]] = dict) -> None:
+    """Be the process that the parent at the other end wants: get its environment and work, answer once.
+
+    Args:
+        pipe: the child's end.
+        adapt: makes the environment of the one that the parent sends.
+    """
     sys.argv[:] = [""]
     faulthandler.enable()
     pipe.send(Message("hello"))
     setup: Setup = pipe.recv()
-    env.take_over(setup.environ)
+    env.take_over(adapt(setup.environ))
+    sys.path[:] = setup.path
+    os.chdir(setup.folder)
     finish(pipe, setup.work)
 
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import cloudpickle
@@ -27,7 +28,7 @@ from polyxla import env
 from polyxla.child import Message, Raised, Returned, Setup, be_forked
 from polyxla.errors import PolyxlaError, ReplicaLostError, StalledError, UsageError
 from polyxla.notices import say
-from polyxla.starting import ForkServer, OwnProcess, Process, ServedProcess, spawn
+from polyxla.starting import OwnProcess, Process, fork_server, spawn
 
 if TYPE_CHECKING:
     from polyxla.launch import Job
@@ -102,8 +103,8 @@ def run_processes(
             notebooks do, lambdas too).
         places: what each process hands to the runtime's `polyxla_replication`.
         environs: the whole environment of each process.
-        method: ``spawn`` starts a fresh Python each; ``forkserver`` starts one, which imports `preload`
-            and forks them; ``fork`` forks this process, with all that it has made.
+        method: ``spawn`` starts a fresh Python each; ``forkserver`` starts one, which imports `preload`,
+            forks them, and stays for later launches; ``fork`` forks this process, with all that it has made.
         preload: names of the modules that every process needs; importing them must start nothing.
 
     Raises:
@@ -114,18 +115,15 @@ def run_processes(
     """
     timeout_s = start_timeout_s(job.environ)
     children: list[_Child] = []
-    server: ForkServer | None = None
     try:
         if method == "fork":
             children = _fork(job, places, environs)
         else:
             setups = _setups(job, places, environs)
             pairs = [multiprocessing.connection.Pipe() for _ in places]
-            server = (
-                ForkServer([end for _, end in pairs], environs[0], preload) if method != "spawn" else None
-            )
+            server = fork_server(environs[0], preload) if method == "forkserver" else None
             for index, (ours, theirs) in enumerate(pairs):
-                process = ServedProcess(server, index) if server else spawn(theirs, environs[index])
+                process = server.fork(theirs) if server else spawn(theirs, environs[index])
                 children.append(_Child(index, process, ours))
                 # Only the child may hold this end, or its death would not close the pipe.
                 theirs.close()
@@ -133,7 +131,7 @@ def run_processes(
                 _greet(child, setup, timeout_s)
         return _gather(children)
     finally:
-        _stop(children, server)
+        _stop(children)
 
 
 def _fork(job: Work, places: Sequence[Any], environs: Sequence[Mapping[str, str]]) -> list[_Child]:
@@ -200,8 +198,10 @@ def _pickles(value: Any) -> bool:
 
 
 def _setups(job: Work, places: Sequence[Any], environs: Sequence[Mapping[str, str]]) -> list[Setup]:
+    folder = str(Path.cwd())
     return [
-        Setup(dict(environ), _packed(job, place)) for place, environ in zip(places, environs, strict=True)
+        Setup(dict(environ), sys.path, folder, _packed(job, place))
+        for place, environ in zip(places, environs, strict=True)
     ]
 
 
@@ -311,7 +311,7 @@ def _position(child: _Child, deadline: float) -> str:
     return f"did not say where it is within {POSITION_WAIT_S:g} s: its Python does not run"
 
 
-def _stop(children: Sequence[_Child], server: ForkServer | None) -> None:
+def _stop(children: Sequence[_Child]) -> None:
     deadline = time.monotonic() + STOP_GRACE_S
     for child in children:
         # One that has answered is on its way out; interrupting its exit would only make noise.
@@ -322,5 +322,3 @@ def _stop(children: Sequence[_Child], server: ForkServer | None) -> None:
             child.process.signal(signal.SIGKILL)
             child.process.wait(time.monotonic() + STOP_GRACE_S)
         child.pipe.close()
-    if server:
-        server.close(time.monotonic() + STOP_GRACE_S)

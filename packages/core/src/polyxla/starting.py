@@ -1,18 +1,21 @@
 """How a process for replicas comes to be: started afresh, forked from this one, or from a fork server.
 
 A fork server is a process that imports what all replicas need, once, and forks them before anything
-runs. Importing torch_xla takes seconds; a fork takes none.
+runs. Importing torch_xla takes seconds; a fork takes none. It stays for the launches that follow.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import itertools
 import json
-import multiprocessing.connection
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -21,6 +24,8 @@ from multiprocessing.connection import Connection
 
 LOOK_S = 0.01
 """How often to look whether a process that was told to end has ended, in seconds."""
+CLOSE_S = 1.0
+"""How long to wait for a fork server's end, in seconds, when this process ends."""
 _MAIN = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import polyxla.{0}; polyxla.{0}.main()"
 
 
@@ -93,60 +98,83 @@ class OwnProcess(Process):
 class ServedProcess(Process):
     """A process that a fork server forked: a grandchild, whose end the server reports."""
 
-    def __init__(self, server: ForkServer, index: int) -> None:
+    def __init__(self, server: ForkServer, number: int) -> None:
         self._server = server
-        self._index = index
+        self._number = number
 
     @property
     def pid(self) -> int:  # type: ignore[override]
         """The number that the server reported."""
         self._server.read()
-        return self._server.pids[self._index] if self._server.pids else 0
+        return self._server.pids.get(self._number, 0)
 
     def ended(self) -> Exit | None:
         """Return what the server reported, or the server's own end, which nobody survives."""
         self._server.read()
-        return self._server.exits.get(self._index) or self._server.process.ended()
+        return self._server.exits.get(self._number) or self._server.process.ended()
 
 
 class ForkServer:
-    """The parent's side of `polyxla.forkserver`.
+    """The parent's side of `polyxla.forkserver`, which lives as long as this process or until it is idle.
 
     Args:
-        ends: the children's ends of their pipes, one for each process to fork.
         environ: the environment in which it imports; each process gets its own afterwards.
-        preload: names of modules to import before forking.
+        preload: names of modules to import before anything is forked.
     """
 
-    def __init__(
-        self, ends: Sequence[Connection], environ: Mapping[str, str], preload: Sequence[str]
-    ) -> None:
-        self._control, theirs = multiprocessing.connection.Pipe(duplex=False)[0:2]
-        descriptors = [end.fileno() for end in ends]
-        self.process = _python(
-            "forkserver", [theirs.fileno(), *descriptors], environ, json.dumps(list(preload))
-        )
+    def __init__(self, environ: Mapping[str, str], preload: Sequence[str]) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.process = _python("forkserver", [theirs.fileno()], environ, json.dumps(list(preload)))
         theirs.close()
-        self.pids: list[int] = []
+        self._control.setblocking(False)
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self.pids: dict[int, int] = {}
         self.exits: dict[int, Exit] = {}
+
+    def fork(self, end: Connection) -> ServedProcess:
+        """Have a process forked that serves the pipe whose other end is here."""
+        number = next(self._numbers)
+        # One that has ended shows that when the process is waited for.
+        with contextlib.suppress(OSError):
+            socket.send_fds(self._control, [json.dumps(number).encode()], [end.fileno()])
+        return ServedProcess(self, number)
 
     def read(self) -> None:
         """Take what it has reported; never waits."""
-        with contextlib.suppress(EOFError, OSError):
-            while self._control.poll():
-                message = self._control.recv()
-                if isinstance(message, list):
-                    self.pids = message
-                else:
-                    index, code, peak_bytes = message
-                    self.exits[index] = Exit(code, peak_bytes)
+        with self._lock, contextlib.suppress(OSError):
+            while data := self._control.recv(4096):
+                number, pid, *end = json.loads(data)
+                self.pids[number] = pid
+                if end:
+                    self.exits[number] = Exit(*end)
 
-    def close(self, deadline: float) -> None:
-        """Wait for its end, which follows that of the last process; kill it if it is late."""
-        if self.process.wait(deadline) is None:
-            self.process.signal(signal.SIGKILL)
-            self.process.wait(deadline + 1)
+    def close(self) -> None:
+        """Let it end, which it does as soon as its processes have."""
         self._control.close()
+        self.process.wait(time.monotonic() + CLOSE_S)
+
+
+_servers: dict[tuple[str, ...], ForkServer] = {}
+_servers_lock = threading.Lock()
+
+
+def fork_server(environ: Mapping[str, str], preload: Sequence[str]) -> ForkServer:
+    """Return the fork server of this process that has imported `preload`; start it if there is none."""
+    with _servers_lock:
+        server = _servers.get(tuple(preload))
+        if server and server.process.ended():
+            server.close()
+            server = None
+        if server is None:
+            server = _servers[tuple(preload)] = ForkServer(environ, preload)
+        return server
+
+
+@atexit.register
+def _close_servers() -> None:
+    for server in _servers.values():
+        server.close()
 
 
 def spawn(end: Connection, environ: Mapping[str, str]) -> OwnProcess:
