@@ -40,7 +40,7 @@ def written(data: bytes) -> str:
 
 
 def test_a_reduce_scatter_of_several_becomes_several() -> None:
-    text = written(hlo.split_reduce_scatters(scatter_of_three()))
+    text = written(hlo.for_stablehlo(scatter_of_three()))
     found = re.findall(r"= (f32\[\d\]).*? reduce-scatter\(.*?channel_id=(\d+)", text)
     assert [shape for shape, _ in found] == ["f32[2]", "f32[3]", "f32[1]"]
     assert len({channel for _, channel in found} | {"9"}) == 4, "channels are distinct"
@@ -49,13 +49,22 @@ def test_a_reduce_scatter_of_several_becomes_several() -> None:
 
 
 def test_without_channels_none_are_added() -> None:
-    text = written(hlo.split_reduce_scatters(scatter_of_three(channels=False)))
+    text = written(hlo.for_stablehlo(scatter_of_three(channels=False)))
     assert "channel_id" not in text
+
+
+def test_an_exchange_of_one_part_is_that_part() -> None:
+    data = module("""HloModule alone
+    ENTRY main { x = f32[2] parameter(0) e = (f32[2]) all-to-all(x), replica_groups={{0}}
+      ROOT r = f32[2] get-tuple-element(e), index=0 }""")
+    text = written(hlo.for_stablehlo(data))
+    assert "all-to-all" not in text.replace("%", "").split("get-tuple-element")[0]
+    assert re.search(r"= \(f32\[2\]\S*\) tuple\(", text)
 
 
 def test_a_program_without_lists_stays_as_it_is() -> None:
     data = module(f"HloModule plain\n{ADD}\nENTRY main {{ ROOT x = f32[2] parameter(0) }}")
-    assert hlo.split_reduce_scatters(data) is data
+    assert hlo.for_stablehlo(data) is data
 
 
 def test_collectives_are_named_once_each() -> None:

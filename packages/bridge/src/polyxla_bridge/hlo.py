@@ -9,7 +9,7 @@ Source: field numbers of xla/service/hlo.proto and xla/xla_data.proto, as of jax
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -160,16 +160,18 @@ def collectives(hlo: bytes) -> tuple[str, ...]:
     return tuple(kind for kind in _COLLECTIVES if kind in found)
 
 
-def split_reduce_scatters(hlo: bytes) -> bytes:
-    """Return the module with one reduce-scatter for each operand of those that have several.
+def for_stablehlo(hlo: bytes) -> bytes:
+    """Return the module with what jaxlib cannot convert to StableHLO said in another way.
 
-    StableHLO's has a single operand, while ``xm.reduce_scatter`` of a list sends one with many. Each of
-    the new ones has a channel of its own, or the runtime would take them for one another; the original
-    becomes the tuple of their results, so that whatever refers to it need not change.
+    A reduce-scatter of several operands, which ``xm.reduce_scatter`` of a list sends, becomes one for
+    each: StableHLO's has a single operand. Each has a channel of its own, or the runtime would take them
+    for one another. An all-to-all of one part, which goes nowhere, becomes that part: jaxlib 0.10.2 ends
+    the process over it. The original instruction becomes the tuple of the results, so that whatever
+    refers to it need not change.
     """
     module = _parsed("Module", hlo)
     every = [one for computation in module.computations for one in computation.instructions]
-    if not any(map(_is_variadic, every)):
+    if not any(_is_variadic_scatter(one) or _is_lonely_exchange(one) for one in every):
         return hlo
     channels = itertools.count(max(one.channel_id for one in every) + 1)
     # The upper half of an id may say which computation it is in: only the lower half is counted on.
@@ -178,16 +180,26 @@ def split_reduce_scatters(hlo: bytes) -> bytes:
         instructions = list(computation.instructions)
         del computation.instructions[:]
         for one in instructions:
-            computation.instructions.extend(_split(one, channels, lower) if _is_variadic(one) else [one])
+            if _is_variadic_scatter(one):
+                singles = _singles(one, channels, lower)
+                computation.instructions.extend([*singles, _tuple(one, [single.id for single in singles])])
+            elif _is_lonely_exchange(one):
+                computation.instructions.append(_tuple(one, one.operand_ids))
+            else:
+                computation.instructions.append(one)
     data: bytes = module.SerializeToString()
     return data
 
 
-def _is_variadic(instruction: Any) -> bool:
+def _is_variadic_scatter(instruction: Any) -> bool:
     return instruction.opcode == "reduce-scatter" and len(instruction.operand_ids) > 1
 
 
-def _split(one: Any, channels: Iterator[int], lower: Iterator[int]) -> list[Any]:
+def _is_lonely_exchange(instruction: Any) -> bool:
+    return instruction.opcode == "all-to-all" and len(instruction.shape.tuple_shapes) == 1
+
+
+def _singles(one: Any, channels: Iterator[int], lower: Iterator[int]) -> list[Any]:
     singles = []
     for index, operand in enumerate(one.operand_ids):
         single = _MESSAGES["Instruction"]()
@@ -199,10 +211,14 @@ def _split(one: Any, channels: Iterator[int], lower: Iterator[int]) -> list[Any]
         if one.channel_id:
             single.channel_id = next(channels)
         singles.append(single)
+    return singles
+
+
+def _tuple(one: Any, operands: Sequence[int]) -> Any:
     parts = _MESSAGES["Instruction"](name=one.name, opcode="tuple", id=one.id, metadata=one.metadata)
     parts.shape.CopyFrom(one.shape)
-    parts.operand_ids[:] = [single.id for single in singles]
-    return [*singles, parts]
+    parts.operand_ids[:] = operands
+    return parts
 
 
 def with_config(hlo: bytes) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -19,7 +18,7 @@ from jaxlib import _jax, xla_client
 from polyxla_bridge import container, hlo, memory
 from polyxla_bridge.abi import Code
 from polyxla_bridge.board import Board
-from polyxla_bridge.clients import SHUTDOWN_TIMEOUT_S, Clients, Program
+from polyxla_bridge.clients import Clients, Program
 from polyxla_bridge.engine import ArrayType, Buffer, Engine, EngineDevice, Executable, Position
 from polyxla_bridge.env import Share
 from polyxla_bridge.errors import PjrtError
@@ -105,7 +104,7 @@ class JaxEngine(Engine):
         try:
             # Refused before it is compiled, if its shapes are.
             hlo.results(hlo_module)
-            module = _jax.mlir.hlo_to_stablehlo(hlo.split_reduce_scatters(hlo_module))
+            module = _jax.mlir.hlo_to_stablehlo(hlo.for_stablehlo(hlo_module))
             first = self._share.local[0]
             native = self._clients.compile(first, module, self._options(options))
         finally:
@@ -258,15 +257,11 @@ class JaxEngine(Engine):
             raise PjrtError(
                 Code.DEADLINE_EXCEEDED, f"not finished {FINISH_TIMEOUT_S} s after it was closed: {where}"
             )
-        self._leave(time.monotonic() + 2 * SHUTDOWN_TIMEOUT_S)
-
-    def _leave(self, deadline: float) -> None:
         # On threads that exist: at the end of the interpreter no new ones can be started.
         leaving = [stream.run(self._clients.leave, index) for index, stream in self._streams.items()]
-        for done in leaving:
-            done.result(max(0.0, deadline - time.monotonic()))
+        _, late = wait(leaving, FINISH_TIMEOUT_S)
         for stream in self._streams.values():
-            stream.close(max(0.0, deadline - time.monotonic()))
+            stream.close(0 if late else FINISH_TIMEOUT_S)
         self._clients.close()
 
 
