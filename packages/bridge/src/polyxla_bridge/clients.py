@@ -22,8 +22,8 @@ CONNECT_TIMEOUT_S = 120
 """Longest wait for all replicas to have a client, in seconds."""
 HOST = "127.0.0.1"
 """Where gloo listens: all replicas are on this machine."""
-SHUTDOWN_TIMEOUT_S = 10
-"""Longest wait for all replicas to say goodbye, in seconds."""
+LEAVE_TIMEOUT_S = 300
+"""How long process 0 stays for others that still compute, in seconds; it holds what they meet through."""
 
 
 class Clients:
@@ -46,19 +46,18 @@ class Clients:
         self._clients: dict[int, Any] = {}
         self._links: dict[int, Any] = {}
         self._service: Any = None
+        self._company: roll_call.Company | None = None
         if share.replicas == 1:
             self._clients[0] = _jax.get_tfrt_cpu_client(asynchronous=False, num_devices=1)
         else:
-            roll_call.hold(share, self._start_service, timeout_s)
+            self._company = roll_call.hold(share, self._start_service, timeout_s)
             self._connect(timeout_s)
         self._shardings = {i: SingleDeviceSharding(self._device(i)) for i in self._clients}
         self.global_ids = [device.id for device in self._clients[share.local[0]].devices()]
         self.link = self._links.get(share.local[0])
 
     def _start_service(self) -> None:
-        self._service = _jax.get_distributed_runtime_service(
-            self._share.coordinator, self._share.replicas, shutdown_timeout=SHUTDOWN_TIMEOUT_S
-        )
+        self._service = _jax.get_distributed_runtime_service(self._share.coordinator, self._share.replicas)
 
     def _connect(self, timeout_s: float) -> None:
         local = self._share.local
@@ -72,7 +71,6 @@ class Clients:
             self._share.coordinator,
             index,
             init_timeout=max(1, int(timeout_s)),
-            shutdown_timeout=SHUTDOWN_TIMEOUT_S,
             # On one machine, packing takes longer than sending.
             use_compression=False,
             shutdown_on_destruction=False,
@@ -115,17 +113,25 @@ class Clients:
         return _jax.DeviceList((self._device(index),))
 
     def leave(self, index: int) -> None:
-        """Say goodbye for one replica, and wait until all have: each on a thread of its own."""
+        """Let go of one replica's device and of its connection to the others."""
         self._clients.pop(index, None)
         if index in self._links:
             self._links.pop(index).shutdown()
 
     def close(self) -> None:
-        """End the service, after every link: jaxlib ends a process whose service went first."""
+        """End the service, after every link in every process: jaxlib ends a process whose service went first.
+
+        Raises:
+            PjrtError: another process did not leave in time.
+        """
         self.link = None
-        if self._service is not None:
-            self._service.shutdown()
-            self._service = None
+        try:
+            if self._company is not None:
+                self._company.leave(LEAVE_TIMEOUT_S)
+        finally:
+            if self._service is not None:
+                self._service.shutdown()
+                self._service = None
 
 
 class Program:

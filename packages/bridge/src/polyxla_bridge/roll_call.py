@@ -10,7 +10,7 @@ import json
 import socket
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any
 
 from polyxla_bridge.abi import Code
@@ -23,7 +23,52 @@ _GREETING_TIMEOUT_S = 5.0
 _GO = b"go\n"
 
 
-def hold(share: Share, start_service: Callable[[], None], timeout_s: float) -> None:
+class Company:
+    """The processes that came. A connection to process 0 lasts until its process leaves, or dies.
+
+    Args:
+        share: this process's.
+        peers: the connections; process 0 has all of them, any other the one to process 0.
+    """
+
+    def __init__(self, share: Share, peers: dict[int, socket.socket]) -> None:
+        self._share = share
+        self._peers = peers
+
+    def leave(self, timeout_s: float) -> None:
+        """Say that this process needs the others no more; process 0 waits until all have said so.
+
+        jaxlib ends a process that still uses its service when the service ends, and asks nobody.
+
+        Raises:
+            PjrtError: somebody was still there after `timeout_s` seconds.
+        """
+        deadline = time.monotonic() + timeout_s
+        staying = [process for process, peer in self._peers.items() if not self._part(peer, deadline)]
+        self._peers.clear()
+        if staying:
+            raise PjrtError(
+                Code.DEADLINE_EXCEEDED,
+                f"process 0 waited {timeout_s:g} s for {_named(staying, self._share)} to end, and ends first",
+            )
+
+    def _part(self, peer: socket.socket, deadline: float) -> bool:
+        with peer:
+            try:
+                if self._share.process == 0:
+                    peer.settimeout(max(0.001, deadline - time.monotonic()))
+                    peer.recv(1)
+                # Not only closed: a process that was forked from this one may hold it too.
+                peer.shutdown(socket.SHUT_RDWR)
+            except TimeoutError:
+                return False
+            except OSError:
+                # It is gone, however it went.
+                return True
+        return True
+
+
+def hold(share: Share, start_service: Callable[[], None], timeout_s: float) -> Company:
     """Wait for all processes; process 0 starts what they will connect to before any goes on.
 
     Raises:
@@ -31,28 +76,29 @@ def hold(share: Share, start_service: Callable[[], None], timeout_s: float) -> N
     """
     deadline = time.monotonic() + timeout_s
     if share.process:
-        _answer(share, deadline, timeout_s)
-    else:
-        _call(share, start_service, deadline, timeout_s)
+        return Company(share, {0: _answer(share, deadline, timeout_s)})
+    return Company(share, _call(share, start_service, deadline, timeout_s))
 
 
-def _call(share: Share, start_service: Callable[[], None], deadline: float, timeout_s: float) -> None:
-    with ExitStack() as kept:
-        here: dict[int, socket.socket] = {}
-        try:
-            with _listen(share) as listener:
-                while len(here) < share.processes - 1:
-                    process, peer = _next(listener, share, deadline, set(here), timeout_s)
-                    here[process] = kept.enter_context(peer)
-            # On the port that the listener had: closed, so that it is free.
-            start_service()
-        except BaseException as error:
-            for peer in here.values():
-                with suppress(OSError):
-                    peer.sendall(f"{error}\n".encode())
-            raise
+def _call(
+    share: Share, start_service: Callable[[], None], deadline: float, timeout_s: float
+) -> dict[int, socket.socket]:
+    here: dict[int, socket.socket] = {}
+    try:
+        with _listen(share) as listener:
+            while len(here) < share.processes - 1:
+                process, peer = _next(listener, share, deadline, set(here), timeout_s)
+                here[process] = peer
+        # On the port that the listener had: closed, so that it is free.
+        start_service()
         for peer in here.values():
             peer.sendall(_GO)
+    except BaseException as error:
+        for peer in here.values():
+            with suppress(OSError), peer:
+                peer.sendall(f"{error}\n".encode())
+        raise
+    return here
 
 
 def _listen(share: Share) -> socket.socket:
@@ -116,20 +162,22 @@ def _line(peer: socket.socket) -> bytes:
         return file.readline(1 << 16)
 
 
-def _answer(share: Share, deadline: float, timeout_s: float) -> None:
-    with _reach(share, deadline, timeout_s) as peer:
-        said = {"process": share.process, "shape": _shape(share)}
+def _answer(share: Share, deadline: float, timeout_s: float) -> socket.socket:
+    peer = _reach(share, deadline, timeout_s)
+    said = {"process": share.process, "shape": _shape(share)}
+    try:
         peer.sendall(json.dumps(said).encode() + b"\n")
         # Process 0 has the same deadline, and needs a moment to say who is missing.
         peer.settimeout(max(0.0, deadline - time.monotonic()) + _GREETING_TIMEOUT_S)
-        try:
-            answer = _line(peer)
-        except OSError as error:
-            answer = f"process 0, at {share.coordinator}, gave no answer: {error}".encode()
+        answer = _line(peer)
+    except OSError as error:
+        answer = f"process 0, at {share.coordinator}, gave no answer: {error}".encode()
     if answer != _GO:
+        peer.close()
         reason = answer.decode(errors="replace").strip()
         text = reason or f"process 0, at {share.coordinator}, ended before all replicas had come"
         raise PjrtError(Code.UNAVAILABLE, text)
+    return peer
 
 
 def _reach(share: Share, deadline: float, timeout_s: float) -> socket.socket:
