@@ -346,3 +346,28 @@ class Code:
     UNIMPLEMENTED = 12
     INTERNAL = 13
     UNAVAILABLE = 14
+
+
+_WIDTHS = {"invalid": 0, "token": 0, "bool": 1, "bfloat16": 2, "complex64": 8, "complex128": 16}
+_WITHIN_A_BYTE = ("int4", "uint4", "int2", "uint2", "float4_e2m1fn")
+
+
+def width(dtype: str) -> int:
+    """Return the bytes of an element on the host, where less than a byte takes one; 0 for what has none."""
+    if dtype in _WIDTHS or dtype in _WITHIN_A_BYTE:
+        return _WIDTHS.get(dtype, 1)
+    digits = dtype.removeprefix("u").removeprefix("int").removeprefix("float").partition("_")[0]
+    return int(digits) // 8
+
+
+class Record(Structure):
+    """Ours, not PJRT's: what Python hears from buffers.c about one buffer.
+
+    Attributes:
+        buffer: its handle.
+        is_deleted: whether it was given up; else it is new.
+        data: a new one's bytes, Python's from now on.
+        size: how many.
+    """
+
+    _fields_ = tuple(_fields("buffer:p is_deleted:b data:p size:n place:p type:i dims:p num_dims:n"))

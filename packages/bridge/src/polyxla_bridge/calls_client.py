@@ -1,37 +1,17 @@
-"""The functions of the table about errors, events, the client, devices and memories."""
+"""The functions of the table about the client, devices and memories."""
 
 from __future__ import annotations
 
 import ctypes
 import platform
-from concurrent.futures import Future
 from typing import Any
 
-from polyxla_bridge import abi
 from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.state import Bridge, address, call, failure, text
+from polyxla_bridge.state import Bridge, address, call, text
 
 MEMORY_KIND = "device"
 """The one kind of memory that a device has."""
-
-
-@call("Error_Destroy")
-def error_destroy(bridge: Bridge, args: Any) -> None:
-    bridge.handles.drop(args.error)
-
-
-@call("Error_Message")
-def error_message(bridge: Bridge, args: Any) -> None:
-    error = bridge.handles[args.error]
-    # Kept by the error itself: texts differ too much to be kept for good.
-    error.kept = ctypes.create_string_buffer(error.message.encode(errors="replace"))
-    args.message, args.message_size = address(error.kept), len(error.kept) - 1
-
-
-@call("Error_GetCode")
-def error_get_code(bridge: Bridge, args: Any) -> None:
-    args.code = bridge.handles[args.error].code
 
 
 @call("Plugin_Initialize")
@@ -42,39 +22,6 @@ def plugin_initialize(bridge: Bridge, args: Any) -> None:
 @call("Plugin_Attributes")
 def plugin_attributes(bridge: Bridge, args: Any) -> None:
     args.attributes, args.num_attributes = None, 0
-
-
-@call("Event_Destroy")
-def event_destroy(bridge: Bridge, args: Any) -> None:
-    bridge.handles.drop(args.event)
-
-
-@call("Event_IsReady")
-def event_is_ready(bridge: Bridge, args: Any) -> None:
-    args.is_ready = bridge.handles[args.event].done()
-
-
-@call("Event_Error")
-def event_error(bridge: Bridge, args: Any) -> None:
-    if error := failure(bridge.handles[args.event]):
-        raise error
-
-
-@call("Event_Await")
-def event_await(bridge: Bridge, args: Any) -> None:
-    if error := failure(bridge.handles[args.event]):
-        raise error
-
-
-@call("Event_OnReady")
-def event_on_ready(bridge: Bridge, args: Any) -> None:
-    callback, user_arg = abi.OnReady(args.callback), args.user_arg
-
-    def pass_on(done: Future[Any]) -> None:
-        error = failure(done)
-        callback(bridge.error(error) if error else None, user_arg)
-
-    bridge.handles[args.event].add_done_callback(pass_on)
 
 
 @call("Client_Create")
@@ -134,7 +81,7 @@ def client_lookup_addressable_device(bridge: Bridge, args: Any) -> None:
 
 @call("Client_AddressableMemories")
 def client_addressable_memories(bridge: Bridge, args: Any) -> None:
-    args.addressable_memories = address(bridge.memory_array)
+    args.addressable_memories = address(bridge.local_array)
     args.num_addressable_memories = len(bridge.local)
 
 
@@ -180,7 +127,7 @@ def _name(bridge: Bridge, handle: int) -> str:
 
 @call("Device_GetDescription")
 def device_get_description(bridge: Bridge, args: Any) -> None:
-    args.device_description = bridge.handles[args.device].description
+    args.device_description = args.device
 
 
 @call("Device_IsAddressable")
@@ -195,12 +142,7 @@ def device_local_hardware_id(bridge: Bridge, args: Any) -> None:
 
 @call("Device_AddressableMemories")
 def device_addressable_memories(bridge: Bridge, args: Any) -> None:
-    args.memories, args.num_memories = address(bridge.handles[args.device].memories), 1
-
-
-@call("Device_DefaultMemory")
-def device_default_memory(bridge: Bridge, args: Any) -> None:
-    args.memory = bridge.handles[args.device].memory
+    args.memories, args.num_memories = address(bridge.handles[args.device].itself), 1
 
 
 @call("Device_MemoryStats")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
-from polyxla_bridge import abi, hlo
+from polyxla_bridge import abi, hlo, native
 from polyxla_bridge.abi import Code
-from polyxla_bridge.calls_buffer import Held
 from polyxla_bridge.calls_client import MEMORY_KIND
-from polyxla_bridge.engine import Executable
+from polyxla_bridge.engine import ArrayType, Executable
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.state import Bridge, address, array, call, completed, read_array, text
+from polyxla_bridge.state import ArrayTypes, Bridge, address, array, call, completed, read_array, text
 
 PROGRAM_FORMAT = "hlo"
 """What torch_xla sends: a serialised HloModuleProto."""
@@ -101,35 +101,39 @@ def executable_code_size(bridge: Bridge, args: Any) -> None:
 
 @call("Executable_OutputElementTypes")
 def executable_output_element_types(bridge: Bridge, args: Any) -> None:
-    executable = bridge.handles[args.executable]
-    numbers = [abi.DTYPES.index(one.dtype) for one in executable.outputs]
-    args.output_types = _kept(executable, "types", array(numbers, ctypes.c_int))
-    args.num_output_types = len(numbers)
+    outputs = _outputs(bridge.handles[args.executable])
+    args.output_types, args.num_output_types = address(outputs.numbers), outputs.count
 
 
 @call("Executable_OutputDimensions")
 def executable_output_dimensions(bridge: Bridge, args: Any) -> None:
-    executable = bridge.handles[args.executable]
-    sizes = [size for one in executable.outputs for size in one.dims]
-    args.dims = _kept(executable, "dims", array(sizes, ctypes.c_int64))
-    ranks = [len(one.dims) for one in executable.outputs]
-    args.dim_sizes = _kept(executable, "ranks", array(ranks, ctypes.c_size_t))
-    args.num_outputs = len(ranks)
+    outputs = _outputs(bridge.handles[args.executable])
+    args.dims, args.dim_sizes, args.num_outputs = address(outputs.dims), address(outputs.ranks), outputs.count
 
 
 @call("Executable_OutputMemoryKinds")
 def executable_output_memory_kinds(bridge: Bridge, args: Any) -> None:
-    executable = bridge.handles[args.executable]
-    where, length = text(MEMORY_KIND)
-    count = len(executable.outputs)
-    args.memory_kinds = _kept(executable, "kinds", array([where] * count))
-    args.memory_kind_sizes = _kept(executable, "kind sizes", array([length] * count, ctypes.c_size_t))
-    args.num_outputs = count
+    outputs = _outputs(bridge.handles[args.executable])
+    args.memory_kinds, args.memory_kind_sizes = address(outputs.kinds), address(outputs.kind_sizes)
+    args.num_outputs = outputs.count
 
 
-def _kept(executable: Executable, name: str, numbers: Any) -> int:
-    """Let the executable keep an array that C reads later; return its address."""
-    return address(executable.native.setdefault(f"C {name}", numbers))
+class _Outputs(ArrayTypes):
+    """What a program returns, as C reads it."""
+
+    def __init__(self, types: Sequence[ArrayType]) -> None:
+        super().__init__(types)
+        where, length = text(MEMORY_KIND)
+        self.kinds = array([where] * self.count)
+        self.kind_sizes = array([length] * self.count, ctypes.c_size_t)
+
+
+def _outputs(executable: Executable) -> _Outputs:
+    # Kept by the executable, as C reads it after the call.
+    if "C" not in executable.native:
+        executable.native["C"] = _Outputs(executable.outputs)
+    outputs: _Outputs = executable.native["C"]
+    return outputs
 
 
 @call("Executable_OptimizedProgram")
@@ -155,15 +159,22 @@ def loaded_execute(bridge: Bridge, args: Any) -> None:
         raise PjrtError(
             Code.UNIMPLEMENTED, f"one execution on {args.num_devices} devices: each replica runs its own here"
         )
-    device = bridge.handles[args.execute_device].device if args.execute_device else bridge.local[0].device
+    bridge.take()
+    place = args.execute_device or bridge.local[0].handle
     (row,) = read_array(args.argument_lists, 1, ctypes.c_void_p)
-    arguments = [bridge.handles[one].buffer for one in read_array(row, args.num_args, ctypes.c_void_p)]
-    outputs = bridge.engine.execute(executable, device, arguments)
+    arguments = read_array(row, args.num_args, ctypes.c_void_p)
+    options = abi.ExecuteOptions.from_address(args.options)
+    keep = read_array(
+        options.non_donatable_input_indices, options.num_non_donatable_input_indices, ctypes.c_int64
+    )
+    buffers = [bridge.buffer(one) for one in arguments]
+    outputs = bridge.engine.execute(executable, bridge.handles[place].device, buffers, frozenset(keep))
+    for handle, buffer in zip(arguments, buffers, strict=True):
+        if buffer.is_deleted:
+            native.LOCKED.polyxla_delete(handle)
+    handles = bridge.promise(place, outputs, _outputs(executable))
     (out,) = read_array(args.output_lists, 1, ctypes.c_void_p)
-    if outputs:
-        (ctypes.c_void_p * len(outputs)).from_address(out)[:] = [
-            bridge.handles.new(Held(output)) for output in outputs
-        ]
+    ctypes.memmove(out, handles, len(outputs) * ctypes.sizeof(ctypes.c_void_p))
     if args.device_complete_events:
         done = outputs[0].value if outputs else completed()
         (ctypes.c_void_p * 1).from_address(args.device_complete_events)[0] = bridge.event(done)

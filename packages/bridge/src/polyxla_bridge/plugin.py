@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import logging
 import os
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch_xla
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 FINISH_TIMEOUT_S = 60
 """Longest wait, at the end of the program, for what its devices still do, in seconds."""
+FAILED = 1
+"""Exit code of a process whose last step failed after its end."""
 UNFINISHED = 4
 """Exit code of a process whose devices did not finish."""
-LIBRARY = Path(__file__).with_name("library.so")
-"""Built with the package from library.c."""
 
 
 class EnginePlugin(DevicePlugin):
@@ -40,8 +40,10 @@ class EnginePlugin(DevicePlugin):
 
     def library_path(self) -> str:
         """Fill the library's table and return where the library is."""
+        from polyxla_bridge import native
+
         activate(self.make_engine)
-        return str(LIBRARY)
+        return str(native.PATH)
 
     def configure_single_process(self) -> None:
         """Leave everything as the environment has it."""
@@ -62,6 +64,7 @@ class CpuPlugin(EnginePlugin):
 
 
 _active = threading.Lock()
+_log = logging.getLogger("polyxla.bridge")
 
 
 def activate(make_engine: Callable[[], Engine]) -> None:
@@ -72,21 +75,27 @@ def activate(make_engine: Callable[[], Engine]) -> None:
     """
     if not _active.acquire(blocking=False):
         return
+    from torch_xla.core import xla_model
+
+    from polyxla_bridge import native
     from polyxla_bridge.state import Bridge
     from polyxla_bridge.table import Table
 
-    library = ctypes.CDLL(str(LIBRARY))
-    bridge = Bridge(make_engine)
-    nothing = ctypes.cast(library.polyxla_nothing, ctypes.c_void_p).value
-    assert nothing is not None
-    table = Table(bridge, nothing)
-    library.polyxla_set_api.argtypes = [ctypes.c_void_p]
-    library.polyxla_set_api(ctypes.addressof(table.api))
+    # Without Python's lock, unlike torch_xla._prepare_to_exit.
+    bridge = Bridge(make_engine, xla_model.wait_device_ops)
+    table = Table(bridge)
+    native.LOCKED.polyxla_set_api(ctypes.addressof(table.api))
 
     def leave() -> None:
-        # First, because torch_xla waits for its devices with Python's lock held, and the engine needs
-        # that lock to finish: together they would wait for ever.
-        if not bridge.finish(FINISH_TIMEOUT_S):
+        # First, because torch_xla waits for its devices with Python's lock held, and executions need
+        # that lock: together they would wait for ever.
+        try:
+            is_finished = bridge.finish(FINISH_TIMEOUT_S)
+        except RuntimeError:
+            # As torch_xla does it: an exception would not change the exit code here.
+            _log.exception("what was still running when the program ended has failed")
+            os._exit(FAILED)
+        if not is_finished:
             unfinished = f"the devices had not finished {FINISH_TIMEOUT_S} s after the program's end"
             print(f"polyxla: {unfinished}; ending without them", file=sys.stderr, flush=True)
             os._exit(UNFINISHED)

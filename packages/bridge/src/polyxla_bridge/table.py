@@ -1,4 +1,4 @@
-"""Filling ``PJRT_Api`` with Python functions, and taking them out again before Python ends."""
+"""Filling ``PJRT_Api`` with functions, and taking Python's out again before Python ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 import logging
 from typing import Any
 
-from polyxla_bridge import abi, calls_buffer, calls_client, calls_executable
+from polyxla_bridge import abi, calls_buffer, calls_client, calls_executable, native
 from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.state import CALLS, Bridge, Call
@@ -17,30 +17,32 @@ _IMPLEMENTED = (calls_buffer, calls_client, calls_executable)
 
 
 class Table:
-    """The function table of one bridge.
+    """The function table of one bridge: C's functions, and Python's where C has none.
 
     Args:
-        bridge: what the functions work on.
-        nothing: the address of a C function that takes a pointer and returns null.
+        bridge: what Python's functions work on.
     """
 
-    def __init__(self, bridge: Bridge, nothing: int) -> None:
-        self._nothing = nothing
-        self._functions = {name: abi.CALLBACKS[name](_guarded(bridge, name)) for name in abi.FUNCTIONS}
+    def __init__(self, bridge: Bridge) -> None:
         self.api = abi.Api(struct_size=ctypes.sizeof(abi.Api))
         self.api.pjrt_api_version = abi.ApiVersion(
             struct_size=ctypes.sizeof(abi.ApiVersion), major_version=abi.MAJOR, minor_version=abi.MINOR
         )
-        for name, function in self._functions.items():
-            setattr(self.api, name, ctypes.cast(function, ctypes.c_void_p).value)
+        self._of_python: dict[str, Any] = {}
+        for name in abi.FUNCTIONS:
+            where = native.address(f"PJRT_{name}")
+            if where is None:
+                self._of_python[name] = abi.CALLBACKS[name](_guarded(bridge, name))
+                where = ctypes.cast(self._of_python[name], ctypes.c_void_p).value
+            setattr(self.api, name, where)
 
     def silence(self) -> None:
-        """Put a C function that does nothing in every place.
+        """Put a C function that does nothing in place of each of Python's.
 
         torch_xla's own objects are destroyed after Python is gone, and destroying calls the table.
         """
-        for name in self._functions:
-            setattr(self.api, name, self._nothing)
+        for name in self._of_python:
+            setattr(self.api, name, native.address("polyxla_nothing"))
 
 
 def _guarded(bridge: Bridge, name: str) -> Any:
@@ -55,13 +57,7 @@ def _guarded(bridge: Bridge, name: str) -> Any:
             return bridge.error(error)
         return None
 
-    def entry_without_result(args: Any) -> None:
-        try:
-            function(bridge, args.contents)
-        except BaseException:
-            _log.exception("PJRT_%s failed", name)
-
-    return entry_without_result if name in abi.RETURNS_NOTHING else entry
+    return entry
 
 
 def _unimplemented(name: str) -> Call:
