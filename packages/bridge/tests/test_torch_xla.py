@@ -143,9 +143,8 @@ def test_what_is_not_implemented_says_so_by_name() -> None:
 
 
 UNIMPLEMENTED = """
-from polyxla_bridge import abi
-from polyxla_bridge.plugin import LIBRARY
-library = ctypes.CDLL(str(LIBRARY))
+from polyxla_bridge import abi, native
+library = ctypes.CDLL(str(native.PATH))
 library.GetPjrtApi.restype = ctypes.c_void_p
 api = abi.Api.from_address(library.GetPjrtApi())
 error = abi.CALLBACKS["Client_DmaMap"](api.Client_DmaMap)(ctypes.byref(abi.ARGS["Client_DmaMap"]()))
@@ -212,6 +211,60 @@ def check():
     return "right"
 print(*everywhere(check), sep="\\n")
 """
+
+
+def test_a_thread_that_lets_go_of_tensors_does_not_stop_the_step() -> None:
+    # torch_xla makes the step's seed with a lock held that tensors need when they go, and these go with
+    # Python's lock held: whatever makes the seed must not need that one.
+    lines = printed(
+        """
+        import threading, time
+        device = torch_xla.device()
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)).to(device)
+        here = torch.ones(2, 4)
+        def let_go(tensors):
+            while tensors: tensors.pop()
+        end = time.monotonic() + 5
+        while time.monotonic() < end:
+            tensors = [here.to(device) for _ in range(1000)]
+            torch_xla.sync()
+            thread = threading.Thread(target=let_go, args=[tensors])
+            thread.start()
+            while thread.is_alive():
+                model(here.to(device)).sum().backward()
+                torch_xla.sync()
+        print("done")
+        """
+    )
+    assert lines == ["done"]
+
+
+def test_programs_end_while_their_devices_still_work() -> None:
+    # Forked, because importing torch_xla takes longer than all of them.
+    done = python(
+        """
+        import os, sys, time
+        LIMIT_S = 30
+        def program(number):
+            for _ in range(3):
+                tensor = torch.ones(200_000).to(torch_xla.device()) * 2
+                torch_xla.sync()
+            if number % 3 == 1: raise KeyError("mine")
+            sys.exit(number % 3)
+        codes = []
+        for number in range(6):
+            child = os.fork()
+            if child == 0:
+                program(number)
+            end = time.monotonic() + LIMIT_S
+            while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
+                time.sleep(0.01)
+            if ended == (0, 0): os.kill(child, 9)
+            codes.append(os.waitstatus_to_exitcode(ended[1]) if ended[0] else "hangs")
+        print(codes)
+        """
+    )
+    assert done.stdout == f"{[0, 1, 2] * 2}\n", done.stderr
 
 
 def test_ctrl_c_ends_a_waiting_replica(tmp_path: Path) -> None:
