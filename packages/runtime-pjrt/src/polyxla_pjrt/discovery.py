@@ -12,14 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from polyxla import Claim, Device, Discovery, Setting, UsageError
-from polyxla_pjrt import env, tpu
+from polyxla.devices import pick_devices
+from polyxla.env import from_environ
+from polyxla_pjrt import env, torchrun, tpu
+from polyxla_pjrt.accelerators import AcceleratorType
 from polyxla_pjrt.chips import PCI_ROOT, Chip, attached_chips
-from polyxla_pjrt.replicas import threads_environment
+from polyxla_pjrt.layout import PREPARED, Plan, cpu_layout, require_bridge, tpu_layout
 from polyxla_pjrt.versions import RIGHT_PAIR, versions_problem
 
 KINDS = ("CPU", "TPU")
 """The device types this runtime drives."""
-_PREPARED_CPU = "CPU_POLYXLA"
 
 
 def discover(environ: Mapping[str, str], accelerator: str, pci_root: Path = PCI_ROOT) -> Discovery:
@@ -35,6 +37,8 @@ def discover(environ: Mapping[str, str], accelerator: str, pci_root: Path = PCI_
     bare = Discovery(claim, reason, kind, variables=_variables(environ))
     try:
         _check(environ, accelerator, kind)
+        if emulated := emulated_type(environ):
+            return _emulate(bare, emulated)
         if kind == "TPU":
             return tpu.with_devices(bare, environ, chips)
         # Unless a number was fixed, as many can be had as are asked for.
@@ -46,13 +50,13 @@ def discover(environ: Mapping[str, str], accelerator: str, pci_root: Path = PCI_
 def replica_environment(
     environ: Mapping[str, str], discovery: Discovery, devices: tuple[int, ...]
 ) -> dict[str, str]:
-    """Return what the process of the replicas must find in its environment.
+    """Return what is laid over the environment of a job; `Plan.each` adds what is each process's own.
 
     Raises:
-        UsageError: more than one TPU core is asked for, or several replicas without the bridge.
+        UsageError: more than one real TPU core is asked for, or several replicas without the bridge.
     """
-    if discovery.kind == "CPU" and len(devices) > 1:
-        return threads_environment(len(devices), os.cpu_count() or 1)
+    if plan := plan_for(environ, discovery.kind, devices):
+        return plan.whole(os.cpu_count() or 1)
     if len(devices) != 1:
         raise UsageError(
             f"{len(devices)} TPU cores are asked for, but runtime 'pjrt' drives one in this version",
@@ -64,10 +68,63 @@ def replica_environment(
     return {env.PJRT_DEVICE: "CPU", env.POLYXLA_PJRT_LOCAL_DEVICE: str(devices[0])}
 
 
+def plan_for(environ: Mapping[str, str], kind: str, devices: tuple[int, ...]) -> Plan | None:
+    """Return where replicas on the bridge are to be; None where torch_xla's own client is used.
+
+    Raises:
+        UsageError: they cannot be laid out so, or the bridge is not installed.
+    """
+    emulated = emulated_type(environ)
+    if emulated is None and kind == "TPU":
+        return None
+    if emulated is None and len(devices) == 1 and torchrun.process_count(environ) in (None, 1):
+        return None
+    require_bridge(len(devices))
+    layout = tpu_layout(emulated, devices) if emulated else cpu_layout(len(devices), environ)
+    plan = Plan("TPU" if emulated else "CPU", layout, emulated)
+    torchrun.check(plan, environ)
+    return plan
+
+
+def asked_devices(environ: Mapping[str, str], found: Discovery) -> tuple[int, ...]:
+    """Return the devices that the environment alone asks for.
+
+    Raises:
+        DevicesError: they are not there.
+    """
+    return pick_devices(from_environ(environ).devices, "pjrt", found.devices, found.growable)
+
+
+def asked_kind(environ: Mapping[str, str]) -> str:
+    """Return what ``PJRT_DEVICE`` asks for; `polyxla run` may have prepared the process for the bridge."""
+    kind = environ.get(env.PJRT_DEVICE, "")
+    return {prepared: plain for plain, prepared in PREPARED.items()}.get(kind, kind)
+
+
+def emulated_type(environ: Mapping[str, str]) -> AcceleratorType | None:
+    """Return the type of TPU that is to be emulated, if any.
+
+    Raises:
+        UsageError: there is no such type.
+    """
+    text = environ.get(env.POLYXLA_EMULATE)
+    return AcceleratorType.parse(text, f"{env.POLYXLA_EMULATE}={text}") if text else None
+
+
+def _emulate(bare: Discovery, accelerator: AcceleratorType) -> Discovery:
+    cores = range(accelerator.devices)
+    return replace(
+        bare,
+        devices=tuple(Device(i, "TPU", f"emulated core {i} of a {accelerator.name}") for i in cores),
+        host_count=accelerator.hosts,
+        topology=accelerator.name,
+    )
+
+
 def _claim(environ: Mapping[str, str], accelerator: str, chips: tuple[Chip, ...]) -> tuple[Claim, str, str]:
-    if kind := environ.get(env.PJRT_DEVICE):
-        # What `polyxla run` gives a process of several replicas; its second half says how they are made.
-        kind = "CPU" if kind == _PREPARED_CPU else kind
+    if text := environ.get(env.POLYXLA_EMULATE):
+        return Claim.EXPLICIT, f"{env.POLYXLA_EMULATE}={text}", "TPU"
+    if kind := asked_kind(environ):
         return Claim.EXPLICIT, f"{env.PJRT_DEVICE}={kind}", kind
     if chips and accelerator in ("auto", "tpu"):
         return Claim.ATTACHED, f"{len(chips)} TPU chip(s) attached", "TPU"
@@ -91,12 +148,18 @@ def _check(environ: Mapping[str, str], accelerator: str, kind: str) -> None:
             f"accelerator={accelerator!r} and {env.PJRT_DEVICE}={kind} contradict each other",
             fix=f"Leave accelerator out, or set {env.PJRT_DEVICE}={accelerator.upper()}.",
         )
+    if environ.get(env.POLYXLA_EMULATE) and asked_kind(environ) not in ("", "TPU"):
+        raise UsageError(
+            f"{env.POLYXLA_EMULATE}={environ[env.POLYXLA_EMULATE]} and "
+            f"{env.PJRT_DEVICE}={environ[env.PJRT_DEVICE]} contradict each other",
+            fix=f"Unset {env.PJRT_DEVICE}: an emulated TPU needs none.",
+        )
     if problem := versions_problem():
         raise UsageError(problem, fix=f"Install a pair that fits: {RIGHT_PAIR}")
 
 
 def _cpus(environ: Mapping[str, str]) -> tuple[Device, ...]:
-    text = environ.get(env.CPU_NUM_DEVICES, "1")
+    text = environ.get(env.CPU_NUM_DEVICES, str(torchrun.process_count(environ) or 1))
     # torch_xla reads a wrong number as zero devices and says nothing.
     count = int(text) if text.isascii() and text.isdecimal() else 0
     if count < 1:

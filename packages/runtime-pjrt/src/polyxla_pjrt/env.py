@@ -1,9 +1,13 @@
 """The variables this runtime reads or gives to its processes, each spelt as itself.
 
-Nothing here touches the process's environment: every function that needs a variable takes a mapping.
+Functions that need a variable take a mapping. Only a plain torch_xla program's process is itself given
+variables (`add`): nobody else could.
 """
 
 from __future__ import annotations
+
+import os
+from collections.abc import Mapping
 
 PJRT_DEVICE = "PJRT_DEVICE"
 """The kind of device torch_xla opens, such as ``TPU`` or ``CPU``.
@@ -77,6 +81,44 @@ TPU_LIBRARY_PATH = "TPU_LIBRARY_PATH"
 Default: the installed libtpu package's.
 """
 
+POLYXLA_EMULATE = "POLYXLA_EMULATE"
+"""A TPU's type, such as ``v3-8``, to be emulated on this machine's CPU: same processes, threads and names.
+Default: unset.
+"""
+
+POLYXLA_PJRT_PROCESSES = "POLYXLA_PJRT_PROCESSES"
+"""How many processes share the CPU replicas equally; in a process of several each is a thread.
+Default: as many as replicas.
+"""
+
+PJRT_LOCAL_PROCESS_RANK = "PJRT_LOCAL_PROCESS_RANK"
+"""Given: a process's number on its host, as torch_xla's own launch sets it."""
+
+PJRT_LOCAL_PROCESS_COUNT = "PJRT_LOCAL_PROCESS_COUNT"
+"""Given: number of processes on a host, as torch_xla's own launch sets it."""
+
+MASTER_ADDR = "MASTER_ADDR"
+"""Given, but read under torchrun: where torch.distributed's store is."""
+
+MASTER_PORT = "MASTER_PORT"
+"""Given, but read under torchrun: the port of torch.distributed's store."""
+
+WORLD_SIZE = "WORLD_SIZE"
+"""Number of processes that torchrun has started.
+Default: unset, which means that it has not.
+"""
+
+LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
+"""Number of processes that torchrun has started on this host."""
+
+RANK = "RANK"
+"""This process's number among those that torchrun has started."""
+
+TORCHELASTIC_RUN_ID = "TORCHELASTIC_RUN_ID"
+"""Set by torchrun in the processes it starts.
+Default: unset.
+"""
+
 NPROC = "NPROC"
 """Given: how many threads XLA's own pools have.
 Default: the number of cores.
@@ -96,6 +138,8 @@ POLYXLA_PJRT_LOCAL_DEVICE = "POLYXLA_PJRT_LOCAL_DEVICE"
 READ = (
     PJRT_DEVICE,
     CPU_NUM_DEVICES,
+    POLYXLA_EMULATE,
+    POLYXLA_PJRT_PROCESSES,
     TPU_SKIP_MDS_QUERY,
     TPU_ACCELERATOR_TYPE,
     TPU_PROCESS_BOUNDS,
@@ -110,3 +154,13 @@ READ = (
     GCE_METADATA_HOST,
 )
 """What a person may set."""
+
+
+def snapshot() -> dict[str, str]:
+    """Copy this process's environment."""
+    return dict(os.environ)
+
+
+def add(variables: Mapping[str, str]) -> None:
+    """Lay variables over this process's environment, for good."""
+    os.environ.update(variables)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from polyxla import Discovery, Job, Replication, hookimpl
+from polyxla.processes import ProcessMethod, run_inline, run_processes
 from polyxla_pjrt import discovery as pjrt
 from polyxla_pjrt import env
-from polyxla_pjrt.replicas import run_threads
+from polyxla_pjrt.launching import PRELOAD_ONE, Place, run_job
 
 
 @hookimpl
@@ -27,24 +28,22 @@ def polyxla_environment(
 
 @hookimpl
 def polyxla_launch(job: Job) -> list[Any]:
-    """Run one replica in this process, or in a fresh one when asked to; several in a fresh one."""
-    from polyxla.processes import run_inline, run_processes
-
-    if len(job.devices) > 1:
-        return run_threads(job)
-    if job.start_method == "spawn":
-        return run_processes(job, [None], [job.environ])
-    return run_inline(job)
+    """Run one replica in this process, or in a fresh one when asked to; bridged ones in processes."""
+    if plan := pjrt.plan_for(job.environ, pjrt.asked_kind(job.environ), job.devices):
+        return run_job(job, plan)
+    if job.start_method in ("auto", "inline"):
+        return run_inline(job)
+    method = cast("ProcessMethod", job.start_method)
+    return run_processes(job, [None], [job.environ], method=method, preload=PRELOAD_ONE)
 
 
 @hookimpl
-def polyxla_replication(job: Job, place: int | None) -> Replication:
+def polyxla_replication(job: Job, place: Place | None) -> Replication:
     """Touch the device, for the first time in this process (or thread)."""
-    if len(job.devices) > 1:
-        from polyxla_pjrt.threads import ThreadReplication
+    if place is not None:
+        from polyxla_pjrt.bridged import BridgedReplication
 
-        assert place is not None
-        return ThreadReplication(place)
+        return BridgedReplication(place)
     from polyxla_pjrt.replication import SingleReplication
 
     local_device = int(job.environ[env.POLYXLA_PJRT_LOCAL_DEVICE])

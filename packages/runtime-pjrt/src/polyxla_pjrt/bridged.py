@@ -1,0 +1,139 @@
+"""Replicas on the bridge. Heavy: imported in their processes, or in the fork server that makes them.
+
+It is torch_xla's own model: a process has as many devices as replicas, each replica a thread whose default
+device is its own; the only one of a process is its main thread. What they compute together runs in the
+bridge's engine.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import queue
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+from torch_xla._internal import pjrt
+
+from polyxla import UsageError, child
+from polyxla.child import REPLICA_THREAD
+from polyxla.replication import ReduceOp
+from polyxla_bridge import watch
+from polyxla_pjrt.launching import Place
+from polyxla_pjrt.layout import Plan
+from polyxla_pjrt.replication import XlaReplication
+
+_OPS = {
+    "sum": xm.REDUCE_SUM,
+    "mean": xm.REDUCE_SUM,
+    "min": xm.REDUCE_MIN,
+    "max": xm.REDUCE_MAX,
+    "mul": xm.REDUCE_MUL,
+    "and": xm.REDUCE_AND,
+    "or": xm.REDUCE_OR,
+}
+
+
+SWITCH_INTERVAL_S = 1e-4
+"""How long a thread may keep Python to itself while others wait, in seconds. Every call of the bridge
+needs Python for some microseconds; at Python's own 5 ms each would wait for the other replicas' tracing."""
+
+
+class BridgedReplication(XlaReplication):
+    """One of several replicas, on the bridge."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place.plan.kind, place.thread)
+        self.world = place.plan.layout.world(place.process, place.thread)
+        told = (xr.global_ordinal(), xr.global_device_count())
+        # Everything that is divided among replicas goes by these.
+        if told != (self.world.ordinal, self.world.world_size):
+            raise RuntimeError(f"torch_xla says {told}, the plan {self.world}")
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        """Combine the replicas' tensors in the program of the current step."""
+        scale = 1.0 / self.world.world_size if op == "mean" else 1.0
+        return cast("torch.Tensor", xm.all_reduce(_OPS[op], tensor, scale=scale))
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Gather the replicas' tensors in the program of the current step."""
+        return list(xm.all_gather(tensor[None]).unbind())
+
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Average the gradients in place, in the program of the current step."""
+        xm.reduce_gradients(optimizer)
+
+    def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int] = ()) -> list[bytes]:
+        """Exchange payloads through a gather of their bytes.
+
+        Raises:
+            UsageError: only some of the replicas take part.
+        """
+        if replicas and sorted(replicas) != list(range(self.world.world_size)):
+            raise UsageError(
+                f"rendezvous {tag!r} of replicas {list(replicas)} out of {self.world.world_size}",
+                where="replicas",
+                fix="Let all replicas take part: leave replicas out.",
+            )
+        payloads: list[bytes] = xm.rendezvous(tag, payload)
+        return payloads
+
+
+def run_replicas(replica: Callable[[Place], Any], plan: Plan, process: int) -> list[Any]:
+    """Run every replica of this process and return their results in ordinal order.
+
+    The first exception of one is raised at once: the others may wait for it in a collective for ever,
+    and end with the process.
+    """
+    watch.on_stall(child.report_stall)
+    # Forked with the parent's, which ended with it.
+    atexit.unregister(torch_xla._prepare_to_exit)
+    atexit.register(torch_xla._prepare_to_exit)
+    pjrt.initialize_multiprocess(process % plan.layout.processes, plan.layout.processes)
+    if plan.layout.threads == 1:
+        return [_on_own_device(replica, Place(plan, process, 0))]
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    return _run_threads(
+        [
+            functools.partial(_on_own_device, replica, Place(plan, process, i))
+            for i in range(plan.layout.threads)
+        ]
+    )
+
+
+def _on_own_device(replica: Callable[[Place], Any], place: Place) -> Any:
+    """Run a replica in a thread whose default device, which ordinals and random numbers go by, is its own."""
+    device = xm.xla_device(place.thread)
+    torch_xla._XLAC._xla_set_default_device(str(device))  # type: ignore[attr-defined]
+    # Compiled programs ask for these, and cannot ask the device.
+    xr._init_world_size_ordinal()
+    return replica(place)
+
+
+def _run_threads(replicas: Sequence[Callable[[], Any]]) -> list[Any]:
+    outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
+
+    def be(index: int) -> None:
+        try:
+            outcomes.put((index, replicas[index](), None))
+        except BaseException as error:
+            outcomes.put((index, None, error))
+
+    for index in range(len(replicas)):
+        threading.Thread(target=be, args=(index,), name=f"{REPLICA_THREAD}-{index}", daemon=True).start()
+    results: dict[int, Any] = {}
+    while len(results) < len(replicas):
+        index, result, error = outcomes.get()
+        if error is not None:
+            raise error
+        results[index] = result
+    return [results[index] for index in sorted(results)]
+
+
+_Outcome = tuple[int, Any, BaseException | None]

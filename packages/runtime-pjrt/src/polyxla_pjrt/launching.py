@@ -1,0 +1,112 @@
+"""Starting the processes of bridged replicas. Light: what is heavy is imported in those processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from polyxla import Job, UsageError
+from polyxla.notices import say_once
+from polyxla.processes import ProcessMethod, run_processes
+from polyxla_pjrt import torchrun
+from polyxla_pjrt.layout import Plan
+
+PRELOAD = ("polyxla_pjrt.bridged", "polyxla_bridge.jax_engine")
+"""What every process of bridged replicas imports; neither starts anything."""
+PRELOAD_ONE = ("polyxla_pjrt.replication",)
+"""What the process of one replica on torch_xla's own client imports."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which replica of a plan one is.
+
+    Attributes:
+        plan: where all replicas are.
+        process: the number of its process.
+        thread: its number within the process.
+    """
+
+    plan: Plan
+    process: int
+    thread: int
+
+
+@dataclass(frozen=True)
+class ReplicasOfProcess:
+    """What each process does: run all of its replicas.
+
+    Attributes:
+        replica: what a replica does; it is given its place.
+        plan: where all replicas are.
+        function: what the person asked for, to be named in errors.
+        args: its arguments, to be named in errors.
+        environ: the environment that holds the limits of waiting.
+    """
+
+    replica: Callable[[Place], Any]
+    plan: Plan
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    environ: Mapping[str, str]
+
+    def run(self, process: int) -> list[Any]:
+        """Be that process, and return its replicas' results in ordinal order."""
+        from polyxla_pjrt.bridged import run_replicas
+
+        return run_replicas(self.replica, self.plan, process)
+
+
+def refuse_touched(launcher: str) -> None:
+    """Refuse to launch from a process whose own torch_xla already uses a device.
+
+    Raises:
+        UsageError: it does; the error names the place that touched it first.
+    """
+    if "torch_xla" in sys.modules:
+        from polyxla_pjrt import first_touch
+
+        first_touch.refuse(launcher)
+
+
+def run_job(job: Job, plan: Plan) -> list[Any]:
+    """Run every replica of `job` and return their results in ordinal order.
+
+    Raises:
+        UsageError: they are asked to run in this process.
+    """
+    if job.start_method == "inline":
+        raise UsageError(
+            f"{plan.layout.replicas} replicas cannot run inline: one that fails could not be stopped",
+            where="start_method='inline'",
+            fix="Leave start_method out.",
+        )
+    refuse_touched("launch")
+    method: ProcessMethod = "forkserver" if job.start_method == "auto" else job.start_method
+    return run_plan(ReplicasOfProcess(job.run, plan, job.function, job.args, job.environ), method)
+
+
+def run_plan(work: ReplicasOfProcess, method: ProcessMethod) -> list[Any]:
+    """Run every replica of a plan and return their results in ordinal order.
+
+    In a process of torchrun's, run those of this process, and return theirs.
+    """
+    plan = work.plan
+    say_emulated(plan)
+    if torchrun.process_count(work.environ) is not None:
+        return torchrun.run_here(work.run, plan, work.environ)
+    environs = plan.each(work.environ, os.cpu_count() or 1)
+    results = run_processes(work, range(len(environs)), environs, method=method, preload=PRELOAD)
+    return [result for of_process in results for result in of_process]
+
+
+def say_emulated(plan: Plan) -> None:
+    """Say, once, that a TPU is emulated, if it is."""
+    if plan.accelerator:
+        say_once(
+            f"emulating a {plan.accelerator.name} on this machine's CPU: {plan.layout.replicas} replicas, "
+            f"{plan.layout}; names and layout are a TPU's, numbers and speed the CPU's"
+        )

@@ -1,0 +1,208 @@
+"""How replicas are laid out over hosts, processes and threads, and what each process must be told.
+
+Pure functions: no environment, no files but the search for a free port.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from polyxla import UsageError, World
+from polyxla_pjrt import env
+from polyxla_pjrt.accelerators import AcceleratorType
+from polyxla_pjrt.topology import join
+
+THREADS_PER_REPLICA = 4
+"""How many threads XLA's pools must have for each replica of a process: its collectives wait in them,
+and a pool that is full of waiting ones never starts the one they wait for."""
+LOCALHOST = "127.0.0.1"
+PREPARED = {"CPU": "CPU_POLYXLA", "TPU": "TPU_POLYXLA"}
+"""The values of ``PJRT_DEVICE`` that choose the bridge. torch_xla's Python reads them up to the first
+underscore, and so calls the device what it is, or stands for."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Replicas in threads, in processes, on hosts; ordinals count through them in that order.
+
+    Attributes:
+        threads: replicas of each process.
+        processes: processes of each host.
+        hosts: number of hosts; where they are emulated, all are this machine.
+    """
+
+    threads: int = 1
+    processes: int = 1
+    hosts: int = 1
+
+    @property
+    def process_count(self) -> int:
+        """Number of processes on all hosts."""
+        return self.processes * self.hosts
+
+    @property
+    def replicas(self) -> int:
+        """The world size."""
+        return self.threads * self.process_count
+
+    def __str__(self) -> str:
+        hosts = f"{self.hosts} hosts x " if self.hosts > 1 else ""
+        return f"{hosts}{self.processes} processes x {self.threads} threads"
+
+    def world(self, process: int, thread: int) -> World:
+        """Return where the replica in a thread of a process stands."""
+        host, local_process = divmod(process, self.processes)
+        return World(
+            world_size=self.replicas,
+            ordinal=process * self.threads + thread,
+            local_ordinal=local_process * self.threads + thread,
+            local_world_size=self.processes * self.threads,
+            process_index=process,
+            process_count=self.process_count,
+            host_index=host,
+            host_count=self.hosts,
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a job of bridged replicas runs on.
+
+    Attributes:
+        kind: what the devices are called, ``CPU`` or ``TPU``.
+        layout: where the replicas are.
+        accelerator: the TPU that is emulated; None on the CPU.
+    """
+
+    kind: str
+    layout: Layout
+    accelerator: AcceleratorType | None = None
+
+    def whole(self, cpu_count: int) -> dict[str, str]:
+        """Return what a process must find in its environment that holds all the replicas itself."""
+        return self._own(Layout(threads=self.layout.replicas), 0, cpu_count, self._meeting())
+
+    def each(self, environ: Mapping[str, str], cpu_count: int) -> list[dict[str, str]]:
+        """Return the whole environment of each process, over `environ`; they meet at a port of their own."""
+        meeting = self._meeting()
+        return [
+            {**environ, **self.one(process, cpu_count, meeting)}
+            for process in range(self.layout.process_count)
+        ]
+
+    def one(self, process: int, cpu_count: int, meeting: Mapping[str, str]) -> dict[str, str]:
+        """Return what is laid over the environment of one process."""
+        host, rank = divmod(process, self.layout.processes)
+        local = {
+            env.PJRT_LOCAL_PROCESS_RANK: str(rank),
+            env.PJRT_LOCAL_PROCESS_COUNT: str(self.layout.processes),
+        }
+        return self._own(self.layout, process, cpu_count, meeting) | local | self._slice(host, process)
+
+    def _own(
+        self, layout: Layout, process: int, cpu_count: int, meeting: Mapping[str, str]
+    ) -> dict[str, str]:
+        from polyxla_bridge import env as bridge
+
+        threads = str(max(cpu_count, THREADS_PER_REPLICA * layout.threads))
+        kind = f"TPU {self.accelerator.generation}" if self.accelerator else "polyxla CPU"
+        return {
+            **meeting,
+            env.PJRT_DEVICE: PREPARED[self.kind],
+            env.NPROC: threads,
+            env.XLA_THREAD_POOL_SIZE: threads,
+            bridge.POLYXLA_BRIDGE_REPLICAS: str(layout.replicas),
+            bridge.POLYXLA_BRIDGE_PROCESSES: str(layout.process_count),
+            bridge.POLYXLA_BRIDGE_PROCESS: str(process),
+            bridge.POLYXLA_BRIDGE_PLATFORM: self.kind,
+            bridge.POLYXLA_BRIDGE_KIND: kind,
+        } | (self._slice(0, 0) if self.accelerator else {})
+
+    def _slice(self, host: int, process: int) -> dict[str, str]:
+        """Describe the emulated slice, so that nothing asks the metadata server."""
+        if self.accelerator is None:
+            return {}
+        names = ",".join(["localhost"] * self.layout.hosts)
+        return {
+            env.TPU_SKIP_MDS_QUERY: "1",
+            env.TPU_ACCELERATOR_TYPE: self.accelerator.name,
+            env.TPU_PROCESS_BOUNDS: join(self.accelerator.bounds.hosts),
+            env.TPU_CHIPS_PER_PROCESS_BOUNDS: join(self.accelerator.bounds.chips_per_host),
+            env.TPU_WORKER_ID: str(host),
+            env.TPU_WORKER_HOSTNAMES: names,
+            env.CLOUD_TPU_TASK_ID: str(process),
+        }
+
+    def _meeting(self) -> dict[str, str]:
+        from polyxla_bridge import env as bridge
+
+        coordinator, store = free_ports(2)
+        return {
+            bridge.POLYXLA_BRIDGE_COORDINATOR: f"{LOCALHOST}:{coordinator}",
+            # torch.distributed's store; torch_xla's own choice is one port for all jobs of a machine.
+            env.MASTER_ADDR: LOCALHOST,
+            env.MASTER_PORT: str(store),
+        }
+
+
+def cpu_layout(count: int, environ: Mapping[str, str]) -> Layout:
+    """Lay out CPU replicas: a process each, unless POLYXLA_PJRT_PROCESSES says otherwise.
+
+    Raises:
+        UsageError: the replicas cannot be shared equally by that many processes.
+    """
+    started = environ.get(env.WORLD_SIZE) if environ.get(env.TORCHELASTIC_RUN_ID) else None
+    text = environ.get(env.POLYXLA_PJRT_PROCESSES) or started or str(count)
+    processes = int(text) if text.isascii() and text.isdecimal() else 0
+    if not 1 <= processes <= count or count % processes:
+        divisors = [str(number) for number in range(1, count + 1) if count % number == 0]
+        raise UsageError(
+            f"{count} replicas cannot be shared equally by {text} processes",
+            where=f"{env.POLYXLA_PJRT_PROCESSES}={text}",
+            fix=f"Write one of {', '.join(divisors)}, or unset it for a process each.",
+        )
+    return Layout(threads=count // processes, processes=processes)
+
+
+def tpu_layout(accelerator: AcceleratorType, devices: Sequence[int]) -> Layout:
+    """Lay out replicas on some of an emulated slice's devices: as the slice has them if it can be so.
+
+    A process holds a chip, a thread each of its devices. Of a chip's two devices both or one may be
+    chosen, but every process holds as many.
+    """
+    threads = accelerator.threads_per_process
+    if len(devices) == accelerator.devices:
+        return Layout(threads, accelerator.chips_per_host, accelerator.hosts)
+    chips = {device // threads for device in devices}
+    if len(chips) * threads == len(devices):
+        return Layout(threads, len(chips))
+    return Layout(processes=len(devices))
+
+
+def require_bridge(count: int) -> None:
+    """Check that the bridge is installed.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if importlib.util.find_spec("polyxla_bridge") is None:
+        raise UsageError(
+            f"{count} replicas on the CPU need polyxla-bridge, which is not installed",
+            where="devices",
+            fix="Install it (pip install polyxla-bridge), or write devices=1.",
+        )
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that nobody listens at now, all different."""
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind((LOCALHOST, 0))
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()

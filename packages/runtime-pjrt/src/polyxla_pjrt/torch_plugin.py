@@ -1,0 +1,124 @@
+"""What torch_xla imports of this runtime whenever it is imported itself: plain torch_xla programs come here.
+
+Where the environment asks for bridged replicas, ``torch_xla.launch`` and ``xmp.spawn`` start them as
+`polyxla.launch` does: prepared processes, real collectives, no silent hang. Else nothing is changed but
+one thing: the place is remembered that first touches a device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch_xla._internal import pjrt
+from torch_xla.experimental import plugins
+
+import polyxla.env
+from polyxla import UsageError
+from polyxla_pjrt import discovery, env, first_touch, torchrun
+from polyxla_pjrt.launching import ReplicasOfProcess, run_plan, say_emulated
+from polyxla_pjrt.layout import PREPARED, Plan
+from polyxla_pjrt.main_module import Call, refuse_while_importing
+
+_LAUNCH = "torch_xla.launch"
+
+
+class EmulatedTpu(plugins.DevicePlugin):
+    """An emulated TPU, as torch_xla's registry of plugins knows it."""
+
+    def library_path(self) -> str:
+        """Fill the bridge's table and return where its library is."""
+        from polyxla_bridge.plugin import CpuPlugin
+
+        # A replica's launcher has said it for all.
+        if env.PJRT_LOCAL_PROCESS_COUNT not in env.snapshot() and (plan := prepared_plan()):
+            say_emulated(plan)
+        return CpuPlugin().library_path()
+
+    def host_index(self) -> int:
+        """Return the number of the emulated host."""
+        return int(env.snapshot()[env.TPU_WORKER_ID])
+
+    def physical_chip_count(self) -> int:
+        """Return the number of processes of this host."""
+        plan = prepared_plan()
+        return plan.layout.processes if plan else 1
+
+    def configure_single_process(self) -> None:
+        """Leave everything as the environment has it."""
+
+
+def prepared_plan() -> Plan | None:
+    """Return where the replicas of a program in this environment are; None where torch_xla decides."""
+    environ = env.snapshot()
+    if environ.get(env.PJRT_DEVICE) not in PREPARED.values():
+        return None
+    found = discovery.discover(environ, "auto")
+    return discovery.plan_for(environ, found.kind, discovery.asked_devices(environ, found))
+
+
+def prepare(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what a plain torch_xla program needs in its environment, which asks for bridged replicas or not.
+
+    Raises:
+        UsageError: it asks for what cannot be.
+    """
+    if environ.get(polyxla.env.POLYXLA_RUNTIME) not in (None, "", "pjrt"):
+        return {}
+    if environ.get(env.PJRT_DEVICE) in PREPARED.values():
+        return {}
+    if not environ.get(env.POLYXLA_EMULATE) and environ.get(env.PJRT_DEVICE) != "CPU":
+        return {}
+    found = discovery.discover(environ, "auto")
+    if found.unavailable:
+        raise UsageError(found.unavailable, fix=found.fix)
+    plan = discovery.plan_for(environ, found.kind, discovery.asked_devices(environ, found))
+    if plan is None:
+        return {}
+    if torchrun.process_count(environ) is not None:
+        return torchrun.environment(plan, environ, os.cpu_count() or 1)
+    return plan.whole(os.cpu_count() or 1)
+
+
+def run_multiprocess(
+    function: Callable[..., Any], *args: Any, start_method: str = "spawn", **kwargs: Any
+) -> dict[int, Any]:
+    """Run `function` in every replica, in place of torch_xla's own of this name.
+
+    Args:
+        function: called in each replica; its module is imported again in each process.
+        args: its arguments.
+        start_method: ``fork`` forks this process, all else imports anew, in forks of a prepared process.
+        kwargs: its named arguments.
+
+    Returns:
+        The results by ordinal.
+
+    Raises:
+        UsageError: this process has touched a device already, or imports a script to be a replica.
+    """
+    plan = prepared_plan()
+    if plan is None:
+        return _own_run_multiprocess(function, *args, start_method=start_method, **kwargs)
+    refuse_while_importing(_LAUNCH)
+    first_touch.refuse(_LAUNCH)
+    is_fork = start_method == "fork"
+    call = Call((function, args, kwargs)) if is_fork else Call.for_new_process(function, args, kwargs)
+    work = ReplicasOfProcess(call, plan, function, args, env.snapshot())
+    return dict(enumerate(run_plan(work, "fork" if is_fork else "forkserver")))
+
+
+_own_run_multiprocess = pjrt.run_multiprocess
+
+
+def _install() -> None:
+    env.add(prepare(env.snapshot()))
+    pjrt.run_multiprocess = run_multiprocess  # type: ignore[assignment]
+    first_touch.remember()
+    if env.snapshot().get(env.PJRT_DEVICE) == PREPARED["TPU"]:
+        # torch_xla's Python looks for the plugin of a device by the name that it calls it.
+        plugins._plugin_registry["TPU"] = EmulatedTpu()
+
+
+_install()
