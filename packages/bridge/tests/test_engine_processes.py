@@ -221,6 +221,26 @@ def test_a_long_compile_is_waited_for() -> None:
     assert found == [["1 2.0"], ["0 2.0"]]
 
 
+@pytest.mark.parametrize("platforms", ["tpu", "cuda,cpu", ""])
+def test_jaxs_own_choice_of_devices_does_not_matter(platforms: str) -> None:
+    """And jax starts none of its own: they would take threads, or the accelerator."""
+    found = said(
+        """
+        engine = JaxEngine(share)
+        executable = engine.compile(PROGRAMS["of_0"], OPTIONS)
+        results = [run(engine, executable, index, 1) for index in share.local]
+        from jax._src import xla_bridge
+        print(">", [value(one) for one in results], xla_bridge._backends)
+        engine.close()
+        """,
+        2,
+        1,
+        JAX_PLATFORMS=platforms,
+        JAX_NUM_CPU_DEVICES="3",
+    )
+    assert found == [["[2.0, 2.0] {}"]]
+
+
 def answers(shares: list[Share], timeout_s: float) -> list[BaseException | None]:
     """Hold a roll call between threads, one for each share; return what each got."""
     found: list[BaseException | None] = [None] * len(shares)

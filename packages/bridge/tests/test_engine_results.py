@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,9 +39,7 @@ def compiled(engine: JaxEngine, text: str) -> Executable:
 
 def upload(engine: JaxEngine, value: float, count: int = COUNT) -> Buffer:
     host = np.full(count, value, np.float32)
-    return engine.from_host(
-        engine.devices[0], ArrayType("float32", (count,)), memoryview(host.view(np.uint8))
-    )
+    return engine.from_host(engine.devices[0], ArrayType("float32", (count,)), host.view(np.uint8).data)
 
 
 def first(engine: JaxEngine, buffer: Buffer) -> float:
@@ -217,6 +217,14 @@ def test_positions_say_what_runs(engine: JaxEngine) -> None:
     result.value.result(TIMEOUT_S)
     assert engine.finish(TIMEOUT_S)
     assert engine.positions()[0].program is None
+
+
+@pytest.mark.parametrize(("text", "expected"), [("1048576\n", 1 << 20), ("max\n", None), (None, None)])
+def test_a_container_may_limit_memory(tmp_path: Path, text: str | None, expected: int | None) -> None:
+    limit = tmp_path / "memory.max"
+    if text is not None:
+        limit.write_text(text)
+    assert machine_bytes(limit) == (expected or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 def test_a_closed_engine_leaves_no_threads() -> None:

@@ -16,6 +16,16 @@ def test_nothing_set_is_one_replica() -> None:
     share = from_environ({})
     assert share == Share(1, 1, 0, "")
     assert share.local == (0,)
+    assert (share.platform, share.kind, share.stall_timeout_s) == ("CPU", "polyxla CPU", 300)
+
+
+def test_devices_may_say_that_they_are_others() -> None:
+    share = from_environ(environ(platform="TPU", kind="TPU v3"))
+    assert (share.platform, share.kind) == ("TPU", "TPU v3")
+
+
+def test_a_wait_has_a_length() -> None:
+    assert from_environ({env.POLYXLA_STALL_TIMEOUT_S: "1.5"}).stall_timeout_s == 1.5
 
 
 @pytest.mark.parametrize(
@@ -34,6 +44,8 @@ def test_processes_hold_equal_shares(process: int, local: tuple[int, ...]) -> No
         ({"replicas": 2, "processes": 2, "process": 2, "coordinator": "h:1"}, "is not in 0..1"),
         ({"replicas": 2}, f"2 replicas need {env.POLYXLA_BRIDGE_COORDINATOR}"),
         ({"replicas": "two"}, "invalid literal"),
+        ({"replicas": 2, "coordinator": "here"}, "POLYXLA_BRIDGE_COORDINATOR='here' is not host:port"),
+        ({"replicas": 2, "coordinator": "here:http"}, "is not host:port"),
     ],
 )
 def test_numbers_that_do_not_fit(values: dict[str, object], text: str) -> None:
