@@ -39,9 +39,11 @@ def main() -> None:
         importlib.import_module(name)
     imported = {name: value for name, value in env.snapshot().items() if before.get(name) != value}
     pipe = _Server(control).serve()
-    if pipe:
-        # What the imports have set is not to be undone, unless the process is to have another value.
-        child.serve(pipe, lambda environ: _merged(before, imported, environ))
+    if pipe is None:
+        # Nothing was made that needs an orderly end, which would take its time.
+        os._exit(0)
+    # What the imports have set is not to be undone, unless the process is to have another value.
+    child.serve(pipe, lambda environ: _merged(before, imported, environ))
 
 
 class _Server:

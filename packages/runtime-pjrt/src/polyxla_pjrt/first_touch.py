@@ -21,8 +21,8 @@ _native: Any = torch_xla._XLAC  # type: ignore[attr-defined]
 _places: list[str] = []
 
 
-def remember() -> None:
-    """Remember who touches a device first; from then on torch_xla is as it was."""
+def remember(then: Callable[[], None]) -> None:
+    """Remember who touches a device first, and call `then`; from then on torch_xla is as it was."""
     own = {name: getattr(_native, name) for name in _TOUCHES}
 
     def remembering(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,6 +34,7 @@ def remember() -> None:
                 _places.append(place)
                 for name, plain in own.items():
                     setattr(_native, name, plain)
+                then()
             return result
 
         return touch

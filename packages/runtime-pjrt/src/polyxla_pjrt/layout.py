@@ -83,11 +83,13 @@ class Plan:
 
     def whole(self, cpu_count: int) -> dict[str, str]:
         """Return what a process must find in its environment that holds all the replicas itself."""
-        return self._own(Layout(threads=self.layout.replicas), 0, cpu_count, self._meeting())
+        return self._own(Layout(threads=self.layout.replicas), 0, cpu_count, _meeting(free_ports(1)[0]))
 
     def each(self, environ: Mapping[str, str], cpu_count: int) -> list[dict[str, str]]:
         """Return the whole environment of each process, over `environ`; they meet at a port of their own."""
-        meeting = self._meeting()
+        coordinator, store = free_ports(2)
+        # The store is torch.distributed's; torch_xla's own choice is one port for all jobs of a machine.
+        meeting = _meeting(coordinator) | {env.MASTER_ADDR: LOCALHOST, env.MASTER_PORT: str(store)}
         return [
             {**environ, **self.one(process, cpu_count, meeting)}
             for process in range(self.layout.process_count)
@@ -136,16 +138,11 @@ class Plan:
             env.CLOUD_TPU_TASK_ID: str(process),
         }
 
-    def _meeting(self) -> dict[str, str]:
-        from polyxla_bridge import env as bridge
 
-        coordinator, store = free_ports(2)
-        return {
-            bridge.POLYXLA_BRIDGE_COORDINATOR: f"{LOCALHOST}:{coordinator}",
-            # torch.distributed's store; torch_xla's own choice is one port for all jobs of a machine.
-            env.MASTER_ADDR: LOCALHOST,
-            env.MASTER_PORT: str(store),
-        }
+def _meeting(port: int) -> dict[str, str]:
+    from polyxla_bridge import env as bridge
+
+    return {bridge.POLYXLA_BRIDGE_COORDINATOR: f"{LOCALHOST}:{port}"}
 
 
 def cpu_layout(count: int, environ: Mapping[str, str]) -> Layout:

@@ -11,6 +11,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch_xla
+import torch_xla.core.xla_model as xm
 from torch_xla._internal import pjrt
 from torch_xla.experimental import plugins
 
@@ -68,7 +70,9 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
         return {}
     if environ.get(env.PJRT_DEVICE) in PREPARED.values():
         return {}
-    if not environ.get(env.POLYXLA_EMULATE) and environ.get(env.PJRT_DEVICE) != "CPU":
+    is_started_by_torchrun = torchrun.process_count(environ) is not None
+    asks_for_cpu = environ.get(env.PJRT_DEVICE, "CPU" if is_started_by_torchrun else "") == "CPU"
+    if not environ.get(env.POLYXLA_EMULATE) and not asks_for_cpu:
         return {}
     found = discovery.discover(environ, "auto")
     if found.unavailable:
@@ -76,7 +80,7 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
     plan = discovery.plan_for(environ, found.kind, discovery.asked_devices(environ, found))
     if plan is None:
         return {}
-    if torchrun.process_count(environ) is not None:
+    if is_started_by_torchrun:
         return torchrun.environment(plan, environ, os.cpu_count() or 1)
     return plan.whole(os.cpu_count() or 1)
 
@@ -112,10 +116,18 @@ def run_multiprocess(
 _own_run_multiprocess = pjrt.run_multiprocess
 
 
+def _join_torchrun() -> None:
+    """Let one of torchrun's processes know that there are others, which torch_xla leaves to the script."""
+    environ = env.snapshot()
+    if torchrun.process_count(environ) is not None and environ.get(env.PJRT_DEVICE) in PREPARED.values():
+        devices: Any = xm.get_xla_supported_devices()
+        xm.set_replication(torch_xla.device(), devices)
+
+
 def _install() -> None:
     env.add(prepare(env.snapshot()))
     pjrt.run_multiprocess = run_multiprocess  # type: ignore[assignment]
-    first_touch.remember()
+    first_touch.remember(_join_torchrun)
     if env.snapshot().get(env.PJRT_DEVICE) == PREPARED["TPU"]:
         # torch_xla's Python looks for the plugin of a device by the name that it calls it.
         plugins._plugin_registry["TPU"] = EmulatedTpu()
