@@ -3,6 +3,8 @@
 Importing this imports neither torch nor any runtime.
 """
 
+from polyxla.check import ReplicaCheck as ReplicaCheck
+from polyxla.check import check_replicas as check_replicas
 from polyxla.devices import Claim as Claim
 from polyxla.devices import Device as Device
 from polyxla.devices import Discovery as Discovery
@@ -35,6 +37,7 @@ __all__ = [
     "PolyxlaError",
     "Precision",
     "Replica",
+    "ReplicaCheck",
     "ReplicaLostError",
     "Replication",
     "RuntimeNotInstalledError",
@@ -45,6 +48,7 @@ __all__ = [
     "UnknownRuntimeError",
     "UsageError",
     "World",
+    "check_replicas",
     "hookimpl",
     "launch",
 ]

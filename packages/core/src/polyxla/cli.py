@@ -222,6 +222,33 @@ def _show_plan(plan: dict[str, Any]) -> None:
     typer.echo(" ".join(plan["command"]))
 
 
+@app.command()
+def check_replicas(
+    factory: Annotated[str, typer.Argument(metavar="MODULE:ATTRIBUTE", show_default=False)],
+    steps: Annotated[int, typer.Option(help="Optimizer updates of each run.")] = 10,
+    devices: Annotated[int, typer.Option(help="Number of replicas to compare with one.")] = 4,
+    batch_size: Annotated[int, typer.Option(help="Records in a batch, of all replicas together.")] = 32,
+    tolerance: Annotated[float, typer.Option(help="Largest relative difference that passes.")] = 1e-5,
+    runtime: RuntimeOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Train a torch module on one replica and on several, and compare the parameters.
+
+    Exit code 1 when they are further apart than the tolerance.
+    """
+    from polyxla import check
+
+    with plain_errors(as_json):
+        made = check.load_factory(factory)
+        found = check.check_replicas(
+            made, steps=steps, devices=devices, batch_size=batch_size, tolerance=tolerance, runtime=runtime
+        )
+    for warning in found.warnings:
+        say(warning)
+    print_json(found.as_json()) if as_json else typer.echo(found)
+    raise typer.Exit(0 if found.within else 1)
+
+
 def print_json(document: Any) -> None:
     """Print one JSON document on standard output."""
     typer.echo(json.dumps(document, indent=2))
