@@ -3,6 +3,7 @@
 Starting replicas costs seconds, so one launch runs all the cases, and a test names those that went wrong.
 """
 
+# ruff: noqa: ARG005 -- a case takes what every case takes
 from __future__ import annotations
 
 import functools

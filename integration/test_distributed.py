@@ -49,7 +49,7 @@ def test_torch_distributed_is_right(everywhere: Callable[..., list[Any]]) -> Non
 
 
 def _run(replica: Replica) -> dict[str, Any]:
-    import torch_xla.distributed.xla_backend
+    import torch_xla.distributed.xla_backend  # noqa: F401 -- it registers itself
 
     if replica.world.shares_process:
         _let_threads_have_a_world_each()
