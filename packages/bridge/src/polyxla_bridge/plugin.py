@@ -97,7 +97,7 @@ def activate(make_engine: Callable[[], Engine]) -> None:
             os._exit(FAILED)
         if not is_finished:
             unfinished = f"the devices had not finished {FINISH_TIMEOUT_S} s after the program's end"
-            print(f"polyxla: {unfinished}; ending without them", file=sys.stderr, flush=True)
+            sys.stderr.write(f"polyxla: {unfinished}; ending without them\n")
             os._exit(UNFINISHED)
         torch_xla._prepare_to_exit()
         bridge.close()
