@@ -27,8 +27,9 @@ def everywhere(
     monkeypatch.setenv("POLYXLA_PJRT_PROCESSES", str(processes))
 
     def launch(function: Callable[..., Any], *args: Any) -> list[Any]:
-        # Spawned also where there is one: what torch.distributed leaves behind ends with the process.
-        answers = runtime.launch(_with_layout, function, *args, devices=count, start_method="spawn")
+        # A process also where there is one: what torch.distributed leaves behind ends with it.
+        start = "spawn" if count == 1 else "auto"
+        answers = runtime.launch(_with_layout, function, *args, devices=count, start_method=start)
         assert [layout for layout, _ in answers] == [(count, processes)] * count
         return [result for _, result in answers]
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 STALLED = 5
 """Exit code of a process whose replicas waited in vain."""
+OWN_THREADS = ("polyxla-device", "polyxla-read", "polyxla-buffers", "polyxla-watch", "polyxla-parent")
+"""How the names of threads begin that nobody needs to see: the engine's, and a launcher's."""
 TICK_S = 1.0
 """How often the watch looks, in seconds."""
 
@@ -46,11 +48,27 @@ def describe(engine: Engine) -> str:
     """Return what this process's replicas do, and where each of its threads is."""
     lines = [f"process {engine.process_index} (pid {os.getpid()}):"]
     lines += [f"  {position}" for position in engine.positions()]
+    return "\n".join([*lines, stacks()])
+
+
+def describe_here() -> str:
+    """Return the same of the engine that is watched in this process, if one is."""
+    return describe(_watched[0]) if _watched else stacks()
+
+
+def stacks() -> str:
+    """Return the Python stack of every thread of this process, but for the engine's own."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = []
     for ident, frame in sys._current_frames().items():  # noqa: SLF001  (there is no other way)
-        lines.append(f"thread {names.get(ident, 'unknown')} ({ident}):")
-        lines += "".join(traceback.format_stack(frame)).rstrip().splitlines()
+        name = names.get(ident, "unknown")
+        if not name.startswith(OWN_THREADS):
+            lines.append(f"thread {name}:")
+            lines += "".join(traceback.format_stack(frame)).rstrip().splitlines()
     return "\n".join(lines)
+
+
+_watched: list[Engine] = []
 
 
 class Watch:
@@ -75,6 +93,7 @@ class Watch:
         self._signs: dict[str, str] = {}
         self._worked = time.monotonic()
         self._stop = threading.Event()
+        _watched.append(engine)
         self._thread = threading.Thread(target=self._look, name="polyxla-watch", daemon=True)
         self._thread.start()
 
@@ -112,5 +131,7 @@ class Watch:
     def close(self) -> None:
         """Stop looking."""
         self._stop.set()
+        if self._engine in _watched:
+            _watched.remove(self._engine)
         if self._thread is not threading.current_thread():
             self._thread.join(self._tick_s + 1)

@@ -92,6 +92,7 @@ def run_replicas(replica: Callable[[Place], Any], plan: Plan, process: int) -> l
     and end with the process.
     """
     watch.on_stall(child.report_stall)
+    child.describe_with(watch.describe_here)
     # Forked with the parent's, which ended with it.
     atexit.unregister(torch_xla._prepare_to_exit)
     atexit.register(torch_xla._prepare_to_exit)
