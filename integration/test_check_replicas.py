@@ -121,4 +121,5 @@ class _Summed(nn.Linear):
     example_input_array = torch.zeros(1, 4)
 
     def training_step(self, batch: torch.Tensor) -> torch.Tensor:
-        return self(batch).square().sum()
+        loss: torch.Tensor = self(batch).square().sum()
+        return loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,9 +66,7 @@ class Functions:
         }
         for dim in (0, 1):
             wide = torch.cat([weight * (i + 1) for i in range(size)], dim)
-            results[f"gather {dim}"] = _gradient(
-                lambda x, dim=dim: functions.all_gather(x, dim=dim), mine, wide
-            )
+            results[f"gather {dim}"] = _gradient(functools.partial(functions.all_gather, dim=dim), mine, wide)
         inputs = replica.to_device(torch.stack(shares(size, 3, seed=2))[:, 0].repeat_interleave(2, 0))
         results["distributed_mm"] = functions.distributed_mm(mine[:, :2], inputs + ordinal)
         return results
@@ -197,16 +196,17 @@ class Compile:
     def run(replica: Replica) -> dict[str, Any]:
         import torch_xla.core.xla_model as xm
 
-        def total(given: Tensor) -> Tensor:
-            reduced: Tensor = xm.all_reduce(xm.REDUCE_SUM, given.sin())
-            return reduced + 1
+        def add_up(given: Tensor) -> Tensor:
+            reduced: Any = xm.all_reduce(xm.REDUCE_SUM, given.sin())
+            total: Tensor = reduced + 1
+            return total
 
         def compiled(function: Any) -> Any:
             return torch.compile(function, backend="openxla")
 
         given = replica.to_device(shares(replica.world_size, 4)[replica.ordinal])
         with torch.no_grad():
-            sums = [compiled(total)(given), compiled(total)(given * 2)]
+            sums = [compiled(add_up)(given), compiled(add_up)(given * 2)]
         return {"sums": sums, "steps": _train_replica(replica, replica.step, compiled)}
 
     @staticmethod

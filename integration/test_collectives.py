@@ -136,18 +136,26 @@ def _reduction(op: str, dtype: torch.dtype) -> Case:
     )
 
 
+def _bool_reduction(op: str) -> Case:
+    return Case(
+        lambda here, given: here.xm.all_reduce(op, given > 2),
+        lambda here, every: functools.reduce(REDUCTIONS[op], [one > 2 for one in every]),
+    )
+
+
+def _grouped(kind: str) -> Case:
+    return Case(
+        lambda here, given: here.xm.all_reduce("sum", given, groups=getattr(here, kind)),
+        lambda here, every: sum(every[i] for i in here.mine(getattr(here, kind))),
+    )
+
+
 def _all_reduce_cases() -> dict[str, Case]:
     return {
         **{f"all_reduce {op}": _reduction(op, torch.float32) for op in ("sum", "mul", "min", "max")},
         **{f"all_reduce {op} int32": _reduction(op, torch.int32) for op in ("sum", "mul", "min", "max")},
         **{f"all_reduce sum {dtype}": _reduction("sum", dtype) for dtype in DTYPES},
-        **{
-            f"all_reduce {op} bool": Case(
-                lambda here, given, op=op: here.xm.all_reduce(op, given > 2),
-                lambda here, every, op=op: functools.reduce(REDUCTIONS[op], [one > 2 for one in every]),
-            )
-            for op in ("and", "or")
-        },
+        **{f"all_reduce {op} bool": _bool_reduction(op) for op in ("and", "or")},
         "all_reduce of a number": Case(
             lambda here, given: here.xm.all_reduce("sum", given[0, 1]),
             lambda here, every: sum(one[0, 1] for one in every),
@@ -164,13 +172,7 @@ def _all_reduce_cases() -> dict[str, Case]:
             lambda here, every: [sum(one) / here.size for one in zip(*every, strict=True)],
             _two,
         ),
-        **{
-            f"all_reduce in {kind}": Case(
-                lambda here, given, kind=kind: here.xm.all_reduce("sum", given, groups=getattr(here, kind)),
-                lambda here, every, kind=kind: sum(every[i] for i in here.mine(getattr(here, kind))),
-            )
-            for kind in ("halves", "combs", "uneven")
-        },
+        **{f"all_reduce in {kind}": _grouped(kind) for kind in ("halves", "combs", "uneven")},
         "all_reduce twice in one step": Case(
             lambda here, given: here.xm.all_reduce("sum", given * here.xm.all_reduce("max", given)),
             lambda here, every: sum(every) * functools.reduce(torch.maximum, every),
@@ -191,6 +193,14 @@ def _bucketized_gradients(here: Here, given: list[Tensor]) -> list[Tensor]:
     here.xm.all_reduce_bucketized_gradients(alone, 0.25, None, pin_layout=True, bucket_cap_mb=0)
     here.xm.all_reduce_bucketized_gradients(together, 0.25, None, pin_layout=False, bucket_cap_mb=1)
     return alone + together
+
+
+def _gathered_buckets(cap: int) -> Case:
+    return Case(
+        lambda here, given: here.xm.all_gather_bucketized(given, dim=1, bucket_cap_mb=cap),
+        lambda here, every: [torch.cat(one, 1) for one in zip(*every, strict=True)],
+        _two,
+    )
 
 
 def _all_gather_cases() -> dict[str, Case]:
@@ -230,14 +240,7 @@ def _all_gather_cases() -> dict[str, Case]:
             ),
             lambda here, every: torch.cat(every),
         ),
-        **{
-            f"all_gather_bucketized, cap {cap}": Case(
-                lambda here, given, cap=cap: here.xm.all_gather_bucketized(given, dim=1, bucket_cap_mb=cap),
-                lambda here, every: [torch.cat(one, 1) for one in zip(*every, strict=True)],
-                _two,
-            )
-            for cap in (0, 160)
-        },
+        **{f"all_gather_bucketized, cap {cap}": _gathered_buckets(cap) for cap in (0, 160)},
     }
 
 
@@ -259,6 +262,15 @@ def _reduce_scatter_cases() -> dict[str, Case]:
 
     def parts(here: Here, every: list[list[Tensor]]) -> list[Tensor]:
         return [_scattered(here, list(one), 0, _everyone(here)) / 2 for one in zip(*every, strict=True)]
+
+    def buckets(cap: int) -> Case:
+        return Case(
+            lambda here, given: here.xm.reduce_scatter_bucketized(
+                "sum", given, 0.5, 0, here.size, bucket_cap_mb=cap
+            ),
+            parts,
+            _two,
+        )
 
     return {
         "reduce_scatter dim 0": scatter(0, True, None),
@@ -285,16 +297,7 @@ def _reduce_scatter_cases() -> dict[str, Case]:
             parts,
             _two,
         ),
-        **{
-            f"reduce_scatter_bucketized, cap {cap}": Case(
-                lambda here, given, cap=cap: here.xm.reduce_scatter_bucketized(
-                    "sum", given, 0.5, 0, here.size, bucket_cap_mb=cap
-                ),
-                parts,
-                _two,
-            )
-            for cap in (0, 160)
-        },
+        **{f"reduce_scatter_bucketized, cap {cap}": buckets(cap) for cap in (0, 160)},
     }
 
 
@@ -397,7 +400,8 @@ def _own_steps(here: Here, given: Tensor) -> Tensor:
         # A step of this replica's own, which nobody else takes.
         rest = rest + 1
         here.xm.mark_step()
-    return total + here.xm.all_reduce("sum", rest - here.ordinal)
+    result: Tensor = total + here.xm.all_reduce("sum", rest - here.ordinal)
+    return result
 
 
 CASES = (

@@ -42,10 +42,11 @@ def test_torch_distributed_is_right(everywhere: Callable[..., list[Any]]) -> Non
         wanted = _expected(ordinal, len(results))
         assert result.keys() == wanted.keys()
         for name, value in wanted.items():
-            what = f"{name}, ordinal {ordinal}"
-            torch.testing.assert_close(
-                result[name], value, rtol=1e-5, atol=1e-6, msg=lambda text, what=what: f"{what}: {text}"
-            )
+            try:
+                torch.testing.assert_close(result[name], value, rtol=1e-5, atol=1e-6)
+            except AssertionError as error:
+                error.add_note(f"in {name}, ordinal {ordinal}")
+                raise
 
 
 def _run(replica: Replica) -> dict[str, Any]:
@@ -71,10 +72,11 @@ def _let_threads_have_a_world_each() -> None:
     from torch.testing._internal.distributed import multi_threaded_pg
 
     with _once:
-        if not isinstance(dist.distributed_c10d._world, multi_threaded_pg.ThreadLocalWorld):
+        world: Any = dist.distributed_c10d._world
+        if not isinstance(world, multi_threaded_pg.ThreadLocalWorld):
             multi_threaded_pg._install_threaded_pg()
             # And this, which torch 2.9 needs besides: names of groups may repeat in every thread.
-            torch._C._distributed_c10d._set_thread_isolation_mode(True)
+            torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
 
 
 def _given(ordinal: int, size: int) -> Tensor:
@@ -160,7 +162,8 @@ def _expected(ordinal: int, size: int) -> dict[str, Any]:
     every = torch.stack([_given(i, size) for i in range(size)])
     total = every.sum(0)
     pair = _pairs(size)[ordinal // 2]
-    trained = _trained(_model(), *(torch.cat(one) for one in _records(size)))
+    inputs, targets = (torch.cat(one) for one in _records(size))
+    trained = _trained(_model(), inputs, targets)
     return {
         "all_reduce SUM": total,
         "all_reduce PRODUCT": every.prod(0),

@@ -108,7 +108,8 @@ class Summed(Plain):
     """Its gradient grows with the batch, and each replica's batch is a share."""
 
     def training_step(self, batch: torch.Tensor) -> torch.Tensor:
-        return self(batch).square().sum()
+        loss: torch.Tensor = self(batch).square().sum()
+        return loss
 
 
 def _checked(make: Callable[[], nn.Module], batches: Any = None, **options: Any) -> ReplicaCheck:
@@ -276,8 +277,8 @@ class TestCommand:
         assert message in json.loads(done.stdout)["error"]
 
     def test_finds_modules_of_the_current_folder(self, tmp_path: Path) -> None:
-        (tmp_path / "beside.py").write_text("Net = dict")
-        assert load_factory("beside:Net") is dict
+        (tmp_path / "beside.py").write_text("import torch\nNet = torch.nn.Identity")
+        assert isinstance(load_factory("beside:Net")(), nn.Identity)
 
 
 def _invoke(*args: str) -> Any:
