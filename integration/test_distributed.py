@@ -125,7 +125,9 @@ def _pairs(size: int) -> list[list[int]]:
 def _ddp(replica: Replica) -> list[list[Tensor]]:
     inputs, targets = (replica.to_device(one[replica.ordinal]) for one in _records(replica.world_size))
     model = _model().to(replica.device)
-    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    # Not with gradient_as_bucket_view: the gradient that comes last in a bucket is then left unreduced in
+    # torch_xla 2.9's graph, where a tensor does not see the latest change of a view of it.
+    wrapped = nn.parallel.DistributedDataParallel(model)
     return _trained(wrapped, inputs, targets, replica.sync)
 
 
