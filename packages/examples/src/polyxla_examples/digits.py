@@ -8,6 +8,7 @@ The test images are held out: they are never trained on, and nothing is tuned by
 from __future__ import annotations
 
 import json
+import math
 import time
 from typing import Annotated, Any
 
@@ -57,9 +58,11 @@ class DigitsNet(nn.Module):
     def configure_optimizers(self) -> dict[str, Any]:
         """Return AdamW under a one-cycle schedule."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, weight_decay=0.01)
-        # Known only now: each of several replicas makes fewer steps, of more images together.
-        steps = int(self.trainer.estimated_stepping_batches)  # type: ignore[union-attr, arg-type]
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.learning_rate, steps)
+        # Known only now: several replicas make fewer steps, of more images together, which bear larger ones.
+        trainer: Any = self.trainer
+        peak = self.learning_rate * math.sqrt(trainer.world_size)
+        steps = int(trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peak, steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
@@ -76,7 +79,7 @@ def datasets() -> tuple[TensorDataset, TensorDataset]:
 def main(
     epochs: Annotated[int, typer.Option(help="Passes over the training images.")] = 15,
     batch_size: Annotated[int, typer.Option(help="Images per step and replica.")] = 32,
-    learning_rate: Annotated[float, typer.Option(help="The schedule's peak.")] = 0.01,
+    learning_rate: Annotated[float, typer.Option(help="The schedule's peak, for one replica.")] = 0.01,
     seed: Annotated[int, typer.Option(help="Seeds the weights and the order of the images.")] = 0,
     log_dir: Annotated[str | None, typer.Option(help="Write TensorBoard files here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="End with one JSON line.")] = False,
