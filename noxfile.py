@@ -57,6 +57,13 @@ def with_siblings(packages: Iterable[str]) -> list[str]:
     return sorted(found)
 
 
+def optional_siblings(package: str) -> list[str]:
+    """Return the packages of ours that one of its extras brings; its tests need them."""
+    extras = PROJECTS[package].get("optional-dependencies", {}).values()
+    needs = (re.match(r"polyxla-([a-z-]+)==", one) for extra in extras for one in extra)
+    return [match[1] for match in needs if match]
+
+
 def install(
     session: nox.Session,
     packages: Iterable[str] = (),
@@ -112,12 +119,17 @@ def types(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("package", list(PROJECTS))
 def tests(session: nox.Session, package: str) -> None:
-    """Test one package in an environment that holds its own requirements and no other package's."""
+    """Test one package in an environment that holds its own requirements, its extras', and no others."""
     folder = f"packages/{package}"
     if not any((ROOT / folder / "tests").glob("test_*.py")):
         session.skip(f"{folder}/tests has no tests yet")
     name = f"test-{package}"
-    install(session, [package], group(name if name in GROUPS else "test"), editable=True)
+    install(
+        session,
+        [package, *optional_siblings(package)],
+        group(name if name in GROUPS else "test"),
+        editable=True,
+    )
     data = ROOT / ".cache" / "coverage" / package
     data.mkdir(parents=True, exist_ok=True)
     environ = {"COVERAGE_FILE": str(data / "data")}

@@ -1,0 +1,198 @@
+"""Where replicas are, and what their processes are told; pure functions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from polyxla import UsageError
+from polyxla_bridge.env import from_environ
+from polyxla_pjrt import env, torchrun
+from polyxla_pjrt.accelerators import AcceleratorType
+from polyxla_pjrt.discovery import asked_devices, discover, plan_for, replica_environment
+from polyxla_pjrt.layout import Layout, Plan, cpu_layout, tpu_layout
+
+TORCHRUN = {env.TORCHELASTIC_RUN_ID: "a", env.WORLD_SIZE: "4", env.LOCAL_WORLD_SIZE: "4", env.RANK: "1"}
+
+
+def tpu(name: str) -> AcceleratorType:
+    return AcceleratorType.parse(name, "the test")
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("v2-8", Layout(threads=2, processes=4)),
+        ("v3-8", Layout(threads=2, processes=4)),
+        ("v3-32", Layout(threads=2, processes=4, hosts=4)),
+        ("v4-8", Layout(threads=1, processes=4)),
+        ("v4-16", Layout(threads=1, processes=4, hosts=2)),
+        ("v5e-8", Layout(threads=1, processes=8)),
+        ("v5litepod-16", Layout(threads=1, processes=4, hosts=4)),
+        ("v6e-1", Layout()),
+    ],
+)
+def test_a_whole_slice_is_laid_out_as_a_tpu_is(name: str, layout: Layout) -> None:
+    accelerator = tpu(name)
+    assert tpu_layout(accelerator, range(accelerator.devices)) == layout
+    assert layout.replicas == accelerator.devices
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "layout"),
+    [
+        ("v3-8", [5], Layout()),
+        ("v3-8", [0, 1], Layout(threads=2)),
+        ("v3-8", [4, 5, 6, 7], Layout(threads=2, processes=2)),
+        # One of each chip's cores, and a mixture: no two processes may differ.
+        ("v3-8", [1, 3], Layout(processes=2)),
+        ("v3-8", [0, 1, 2], Layout(processes=3)),
+        ("v4-8", [0, 2], Layout(processes=2)),
+    ],
+)
+def test_some_of_a_slices_devices(name: str, devices: list[int], layout: Layout) -> None:
+    assert tpu_layout(tpu(name), devices) == layout
+
+
+@pytest.mark.parametrize(
+    ("count", "processes", "layout"),
+    [
+        (4, None, Layout(processes=4)),
+        (4, "", Layout(processes=4)),
+        (4, "1", Layout(threads=4)),
+        (4, "2", Layout(threads=2, processes=2)),
+    ],
+)
+def test_cpu_replicas_are_processes_unless_told(count: int, processes: str | None, layout: Layout) -> None:
+    environ = {} if processes is None else {env.POLYXLA_PJRT_PROCESSES: processes}
+    assert cpu_layout(count, environ) == layout
+
+
+@pytest.mark.parametrize("text", ["3", "0", "-1", "8", "two", "²"])
+def test_processes_that_cannot_share_equally_are_refused(text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        cpu_layout(4, {env.POLYXLA_PJRT_PROCESSES: text})
+    assert str(caught.value) == (
+        f"4 replicas cannot be shared equally by {text} processes (from POLYXLA_PJRT_PROCESSES={text}). "
+        "Write one of 1, 2, 4, or unset it for a process each."
+    )
+
+
+def test_ordinals_count_through_threads_then_processes_then_hosts() -> None:
+    layout = Layout(threads=2, processes=2, hosts=2)
+    worlds = [layout.world(process, thread) for process in range(4) for thread in range(2)]
+    assert [world.ordinal for world in worlds] == list(range(8))
+    assert [world.local_ordinal for world in worlds] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert [world.process_index for world in worlds] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [world.host_index for world in worlds] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert {(one.world_size, one.local_world_size, one.process_count, one.host_count) for one in worlds} == {
+        (8, 4, 4, 2)
+    }
+
+
+def test_each_process_is_told_its_share_and_they_meet() -> None:
+    plan = Plan("TPU", Layout(threads=1, processes=4, hosts=2), tpu("v4-16"))
+    told = plan.each({"KEPT": "yes"}, cpu_count=2)
+    shares = [from_environ(one) for one in told]
+    assert [share.local for share in shares] == [(index,) for index in range(8)]
+    assert len({share.coordinator for share in shares}) == 1
+    assert len({one[env.MASTER_PORT] for one in told}) == 1
+    assert {(share.platform, share.kind) for share in shares} == {("TPU", "TPU v4")}
+    assert [one[env.PJRT_LOCAL_PROCESS_RANK] for one in told] == ["0", "1", "2", "3"] * 2
+    assert [one[env.TPU_WORKER_ID] for one in told] == ["0"] * 4 + ["1"] * 4
+    assert [one[env.CLOUD_TPU_TASK_ID] for one in told] == [str(index) for index in range(8)]
+    assert {one[env.TPU_SKIP_MDS_QUERY] for one in told} == {"1"}
+    assert {one["KEPT"] for one in told} == {"yes"}
+
+
+def test_two_launches_meet_at_ports_of_their_own() -> None:
+    plan = Plan("CPU", Layout(processes=2))
+    (one, _), (other, _) = plan.each({}, 2), plan.each({}, 2)
+    assert one["POLYXLA_BRIDGE_COORDINATOR"] != other["POLYXLA_BRIDGE_COORDINATOR"]
+
+
+@pytest.mark.parametrize(("layout", "least"), [(Layout(threads=8), 32), (Layout(processes=8), 4)])
+def test_xlas_pools_hold_every_replica_of_the_process(layout: Layout, least: int) -> None:
+    told = Plan("CPU", layout).each({}, cpu_count=2)[0]
+    assert int(told[env.NPROC]) >= least
+    assert int(told[env.XLA_THREAD_POOL_SIZE]) >= least
+
+
+def test_an_emulated_tpu_is_discovered_as_one(tmp_path: Path) -> None:
+    environ = {env.POLYXLA_EMULATE: "v3-8"}
+    found = discover(environ, "auto", tmp_path)
+    assert (found.kind, found.topology, found.host_count, len(found.devices)) == ("TPU", "v3-8", 1, 8)
+    assert found.reason == "POLYXLA_EMULATE=v3-8"
+    assert found.devices[7].name == "emulated core 7 of a v3-8"
+    assert discover(environ, "tpu", tmp_path).unavailable is None
+    prepared = environ | replica_environment(environ, found, (0, 1))
+    assert prepared[env.PJRT_DEVICE] == "TPU_POLYXLA"
+    # What `polyxla run` prepares is understood by the launch in the script.
+    again = discover(prepared, "auto", tmp_path)
+    assert (again.kind, len(again.devices)) == ("TPU", 8)
+    plan = plan_for(prepared, again.kind, (0, 1))
+    assert plan == Plan("TPU", Layout(threads=2), tpu("v3-8"))
+
+
+def test_one_emulated_core_is_bridged_and_one_cpu_is_not() -> None:
+    assert plan_for({env.POLYXLA_EMULATE: "v4-8"}, "TPU", (2,)) == Plan("TPU", Layout(), tpu("v4-8"))
+    assert plan_for({}, "CPU", (0,)) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "text"),
+    [
+        ({env.POLYXLA_EMULATE: "v9-8"}, "there is no TPU type 'v9-8'"),
+        ({env.POLYXLA_EMULATE: "v3-9"}, "TPU v3 does not come with 9 cores"),
+        (
+            {env.POLYXLA_EMULATE: "v3-8", env.PJRT_DEVICE: "CPU"},
+            "POLYXLA_EMULATE=v3-8 and PJRT_DEVICE=CPU contradict each other",
+        ),
+    ],
+)
+def test_what_cannot_be_emulated_is_refused(environ: dict[str, str], text: str, tmp_path: Path) -> None:
+    assert text in str(discover(environ, "auto", tmp_path).unavailable)
+
+
+def test_torchruns_processes_are_the_replicas(tmp_path: Path) -> None:
+    found = discover(TORCHRUN, "auto", tmp_path)
+    assert asked_devices(TORCHRUN, found) == (0, 1, 2, 3)
+    assert plan_for(TORCHRUN, "CPU", (0, 1, 2, 3)) == Plan("CPU", Layout(processes=4))
+    # Two threads in each of its four.
+    assert plan_for(TORCHRUN, "CPU", tuple(range(8))) == Plan("CPU", Layout(threads=2, processes=4))
+
+
+@pytest.mark.parametrize(
+    ("environ", "devices", "text"),
+    [
+        (TORCHRUN, 1, "1 replicas cannot be shared equally by 4 processes"),
+        (TORCHRUN, 2, "2 replicas cannot be shared equally by 4 processes"),
+        (
+            TORCHRUN | {env.POLYXLA_PJRT_PROCESSES: "2"},
+            4,
+            "torchrun has started 4 processes, but 4 replicas here are 2 processes x 2 threads "
+            "(from WORLD_SIZE=4). Write torchrun --nproc-per-node 2.",
+        ),
+        (
+            TORCHRUN | {env.POLYXLA_EMULATE: "v5e-8"},
+            8,
+            "torchrun has started 4 processes, but 8 replicas here are 8 processes x 1 threads "
+            "(from WORLD_SIZE=4). Write torchrun --nproc-per-node 8.",
+        ),
+        (
+            TORCHRUN | {env.LOCAL_WORLD_SIZE: "2"},
+            4,
+            "torchrun has started 2 of 4 processes on this host",
+        ),
+    ],
+)
+def test_a_torchrun_that_does_not_match_is_refused(environ: dict[str, str], devices: int, text: str) -> None:
+    kind = "TPU" if env.POLYXLA_EMULATE in environ else "CPU"
+    with pytest.raises(UsageError) as caught:
+        plan_for(environ, kind, tuple(range(devices)))
+    assert text in str(caught.value)
+
+
+def test_without_torchrun_nothing_is_joined() -> None:
+    assert torchrun.process_count({env.WORLD_SIZE: "4", env.RANK: "0"}) is None
