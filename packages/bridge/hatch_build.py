@@ -15,7 +15,9 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-FLAGS = ["-std=c11", "-shared", "-fPIC", "-O2", "-pthread", "-Wall", "-Wextra", "-Werror"]
+FLAGS = ["-fPIC", "-O2", "-pthread", "-Wall", "-Wextra", "-Werror"]
+LANGUAGES = {"*.c": ("CC", "cc", "-std=c11"), "*.cc": ("CXX", "c++", "-std=c++17")}
+"""By pattern: the variable that chooses the compiler, its default, and the standard."""
 C_TYPES = {
     ctypes.c_void_p: "void *",
     ctypes.c_size_t: "size_t ",
@@ -26,25 +28,38 @@ C_TYPES = {
 
 
 class LibraryBuildHook(BuildHookInterface):  # type: ignore[type-arg]
-    """Runs the C compiler once; the wheel is for this platform and any Python."""
+    """Runs the compilers once; the wheel is for this platform and any Python."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile next to the source; the build picks it up as an artifact."""
         folder = Path(self.root) / "src" / "polyxla_bridge"
-        compiler = shlex.split(os.environ.get("CC", "cc"))
-        with tempfile.TemporaryDirectory() as generated:
-            (Path(generated) / "abi.h").write_text(header(folder / "abi.py"))
-            sources = map(str, sorted(folder.glob("*.c")))
-            command = [*compiler, *FLAGS, f"-I{generated}", "-o", str(folder / "library.so"), *sources]
-            try:
-                subprocess.run(command, check=True)
-            except FileNotFoundError:
-                message = (
-                    f"polyxla-bridge needs a C compiler, not found: {compiler[0]!r}. Install gcc or set CC"
-                )
-                raise SystemExit(message) from None
+        with tempfile.TemporaryDirectory() as made:
+            (Path(made) / "abi.h").write_text(header(folder / "abi.py"))
+            objects = []
+            for pattern, (variable, default, standard) in LANGUAGES.items():
+                for source in sorted(folder.glob(pattern)):
+                    objects.append(f"{made}/{source.name}.o")
+                    what = [standard, f"-I{made}", "-c", "-o", objects[-1], str(source)]
+                    compiler(variable, default, *what)
+            # At once: where it is installed editably, programs may be starting meanwhile.
+            new = folder / "library.so.new"
+            compiler("CXX", "c++", "-shared", "-o", str(new), *objects)
+            new.replace(folder / "library.so")
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+
+
+def compiler(variable: str, default: str, *arguments: str) -> None:
+    """Run the compiler that the environment chooses."""
+    command = [*shlex.split(os.environ.get(variable, default)), *FLAGS, *arguments]
+    try:
+        subprocess.run(command, check=True)
+    except FileNotFoundError:
+        message = (
+            f"polyxla-bridge needs a C and a C++ compiler, not found: {command[0]!r}. "
+            f"Install gcc and g++, or set {variable}"
+        )
+        raise SystemExit(message) from None
 
 
 def header(path: Path) -> str:
@@ -52,8 +67,10 @@ def header(path: Path) -> str:
     abi = runpy.run_path(str(path))
     structs = {name: abi[name] for name in ("Tiled", "MemoryLayout", "Record")}
     structs |= {f"PJRT_{name}_Args": args for name, args in abi["ARGS"].items()}
+    structs |= abi["PROFILER"]
     names = {struct: name for name, struct in structs.items()}
     codes = {name: code for name, code in vars(abi["Code"]).items() if name.isupper()}
+    codes["PJRT_Extension_Type_Profiler"] = abi["EXTENSION_TYPE_PROFILER"]
     widths = ", ".join(f'{{"{name}", {abi["width"](name)}}}' for name in abi["DTYPES"])
     lines = [f"typedef struct {{ {' '.join(members(one, names))} }} {name};" for name, one in structs.items()]
     lines.append(f"enum {{ {', '.join(f'{name} = {code}' for name, code in codes.items())} }};")

@@ -16,7 +16,7 @@ from polyxla_bridge.jax_engine import JaxEngine
 
 TIMEOUT_S = 200
 HEAD = """
-import gc, os, sys, torch, torch_xla, torch_xla.core.xla_model as xm, torch_xla.runtime as xr
+import gc, os, torch, torch_xla, torch_xla.core.xla_model as xm, torch_xla.runtime as xr
 import torch_xla.debug.metrics as met
 from torch_xla._internal import pjrt
 PROCESS, PROCESSES = int(os.environ["POLYXLA_BRIDGE_PROCESS"]), int(os.environ["POLYXLA_BRIDGE_PROCESSES"])
@@ -29,15 +29,11 @@ def engine():
     from polyxla_bridge.jax_engine import JaxEngine
     (found,) = [one for one in gc.get_objects() if type(one) is JaxEngine]
     return found
-
-def say(*words):
-    # Gloo greets on standard output, and may do so within a line.
-    print(*words, file=sys.stderr, flush=True)
 """
 
 
 def said(code: str, replicas: int = 1, processes: int = 1) -> list[list[str]]:
-    """Run a program in each process; return the lines that each said, marked by ``> ``."""
+    """Run a program in each process; return the lines that each printed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -57,27 +53,25 @@ def said(code: str, replicas: int = 1, processes: int = 1) -> list[list[str]]:
                 "XLA_THREAD_POOL_SIZE": threads,
                 "TF_CPP_MIN_LOG_LEVEL": "2",
             },
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         for process in range(processes)
     ]
     try:
-        errors = [one.communicate(timeout=TIMEOUT_S)[1] for one in running]
+        texts = [one.communicate(timeout=TIMEOUT_S) for one in running]
     finally:
         for one in running:
             one.kill()
             one.wait(TIMEOUT_S)
-    assert [one.returncode for one in running] == [0] * processes, [text[-3000:] for text in errors]
-    return [
-        [line.removeprefix("> ") for line in text.splitlines() if line.startswith("> ")] for text in errors
-    ]
+    assert [one.returncode for one in running] == [0] * processes, [err[-3000:] for _, err in texts]
+    return [out.splitlines() for out, _ in texts]
 
 
 @pytest.mark.parametrize(("replicas", "processes"), [(1, 1), (2, 1), (4, 1), (4, 4)])
 def test_collectives_of_lists_groups_and_dtypes(replicas: int, processes: int) -> None:
-    found = said(LISTS + "say('>', *everywhere(check))", replicas, processes)
+    found = said(LISTS + "print(*everywhere(check))", replicas, processes)
     assert found == [[" ".join(["right"] * (replicas // processes))]] * processes
 
 
@@ -176,7 +170,7 @@ def test_four_processes_compile_one_program_once() -> None:
                 torch_xla.sync()
             weight = model[0].weight.detach().cpu().sum().item()
             return engine().compiles, met.metric_data("CompileTime")[0], round(weight, 5)
-        say(">", *everywhere(train)[0])
+        print(*everywhere(train)[0])
         """,
         4,
         4,
@@ -200,7 +194,7 @@ def test_what_torch_xlas_cache_keeps_can_be_loaded(tmp_path: Path) -> None:
         y = torch.softmax(x @ x.t(), 0)
         torch_xla.sync()
         return y.cpu().sum().item()
-    say(">", *everywhere(work), met.counter_value("PersistentCacheMiss"))
+    print(*everywhere(work), met.counter_value("PersistentCacheMiss"))
     """
     assert said(code) == [["2.0 1"]]
     (kept,) = tmp_path.iterdir()
@@ -223,10 +217,10 @@ def test_memory_is_what_tensors_take() -> None:
         # torch_xla sends a tensor when a program first needs it.
         more.cpu()
         info = xm.get_memory_info(device)
-        say(">", info["bytes_used"] - start, info["bytes_limit"] > info["peak_bytes_used"] >= 8 << 20)
+        print(info["bytes_used"] - start, info["bytes_limit"] > info["peak_bytes_used"] >= 8 << 20)
         del big, more
         gc.collect()
-        say(">", xm.get_memory_info(device)["bytes_used"] - start)
+        print(xm.get_memory_info(device)["bytes_used"] - start)
         """
     )
     assert lines == [f"{8 << 20} True", "0"]
@@ -249,7 +243,7 @@ def test_training_takes_no_more_memory_with_every_step() -> None:
             if step in (500, 2000):
                 xm.wait_device_ops()
                 live = len(engine()._accounts[0]._live)
-                say(">", live, engine().memory_stats(engine().devices[0])["bytes_in_use"], used())
+                print(live, engine().memory_stats(engine().devices[0])["bytes_in_use"], used())
         """
     )
     (live, in_use, resident), (live_after, in_use_after, resident_after) = (

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from jaxlib import _jax
 
-from polyxla_bridge import roll_call
+from polyxla_bridge import native, roll_call
 from polyxla_bridge.env import Share
 
 CONNECT_TIMEOUT_S = 120
@@ -50,6 +50,7 @@ class Clients:
         if share.replicas == 1:
             self._clients[0] = _jax.get_tfrt_cpu_client(asynchronous=False, num_devices=1)
         else:
+            native.LOCKED.polyxla_drop_greetings()
             self._company = roll_call.hold(share, self._start_service, timeout_s)
             self._connect(timeout_s)
         self._shardings = {i: SingleDeviceSharding(self._device(i)) for i in self._clients}
