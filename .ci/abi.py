@@ -19,7 +19,12 @@ from pathlib import Path
 
 from polyxla_bridge import abi
 
-HEADER = "tensorflow/include/xla/pjrt/c/pjrt_c_api.h"
+INCLUDE = "tensorflow/include/"
+HEADERS = [
+    "xla/pjrt/c/pjrt_c_api.h",
+    "xla/pjrt/c/pjrt_c_api_profiler_extension.h",
+    "xla/backends/profiler/plugin/profiler_c_api.h",
+]
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     **{f"PJRT_{name}_Args": struct for name, struct in abi.ARGS.items()},
     "PJRT_Api": abi.Api,
@@ -28,6 +33,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "PJRT_ExecuteOptions": abi.ExecuteOptions,
     "PJRT_NamedValue": abi.NamedValue,
     "PJRT_Program": abi.Program,
+    **abi.PROFILER,
 }
 UNNAMED = {"value"}
 """Fields that are an unnamed union in C."""
@@ -35,6 +41,8 @@ UNNAMED = {"value"}
 
 def ours() -> Iterator[tuple[str, str, int]]:
     """Yield a label, the C expression for it, and our number."""
+    profiler = "PJRT_Extension_Type_Profiler"
+    yield profiler, f"(size_t){profiler}", abi.EXTENSION_TYPE_PROFILER
     for name, struct in STRUCTS.items():
         yield name, f"sizeof({name})", ctypes.sizeof(struct)
         for field, *_ in struct._fields_:
@@ -43,14 +51,15 @@ def ours() -> Iterator[tuple[str, str, int]]:
                 yield f"{name}.{field}", f"offsetof({name}, {c_field})", getattr(struct, field).offset
 
 
-def theirs(header: Path) -> list[int]:
+def theirs(folder: Path) -> list[int]:
     """Return the compiler's numbers, in the order of `ours`."""
     lines = "\n".join(f'  printf("%zu\\n", {expression});' for _, expression, _ in ours())
-    source = f'#include <stdio.h>\n#include "{header.name}"\nint main(void) {{\n{lines}\n  return 0;\n}}\n'
-    program = header.with_name("layouts")
+    includes = "\n".join(f'#include "{header}"' for header in HEADERS)
+    source = f"#include <stdio.h>\n{includes}\nint main(void) {{\n{lines}\n  return 0;\n}}\n"
+    program = folder / "layouts"
     program.with_suffix(".c").write_text(source)
     compiler = shutil.which("cc") or "gcc"
-    subprocess.run([compiler, "-o", program, program.with_suffix(".c")], check=True)
+    subprocess.run([compiler, f"-I{folder}", "-o", program, program.with_suffix(".c")], check=True)
     printed = subprocess.run([program], check=True, capture_output=True, text=True).stdout
     return [int(number) for number in printed.split()]
 
@@ -58,9 +67,11 @@ def theirs(header: Path) -> list[int]:
 def main() -> int:
     """Compare, print, and return the exit code."""
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(sys.argv[1]) as wheel:
-        header = Path(folder) / Path(HEADER).name
-        header.write_bytes(wheel.read(HEADER))
-        compared = list(zip(ours(), theirs(header), strict=True))
+        for header in HEADERS:
+            path = Path(folder) / header
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(wheel.read(INCLUDE + header))
+        compared = list(zip(ours(), theirs(Path(folder)), strict=True))
     wrong = [f"{label}: {here} here, {there} in C" for (label, _, here), there in compared if here != there]
     print("\n".join([*wrong, f"{len(compared)} sizes and offsets compared, {len(wrong)} differ"]))
     return 1 if wrong else 0

@@ -3,7 +3,8 @@
 Facts of an ABI: names, order and types. `nox -s abi` compiles a C program against the header that the
 tensorflow-cpu wheel carries and compares every size and offset with what stands here.
 
-Source: pjrt_c_api.h, API version 0.72, as in tensorflow-cpu 2.20.0; torch_xla 2.9.0 accepts it.
+Source: pjrt_c_api.h, API version 0.72, pjrt_c_api_profiler_extension.h and profiler_c_api.h, as in
+tensorflow-cpu 2.20.0; torch_xla 2.9.0 accepts it.
 """
 
 from __future__ import annotations
@@ -290,6 +291,37 @@ class Api(Structure):
         *((name, c_void_p) for name in FUNCTIONS),
     )
 
+
+EXTENSION_TYPE_PROFILER = 1
+"""``PJRT_Extension_Type_Profiler``."""
+
+
+def _plain(name: str, *fields: tuple[str, Any]) -> type[Structure]:
+    return type(name, (Structure,), {"_fields_": fields})
+
+
+_BASE = _plain("ExtensionBase", *_fields("struct_size:n type:i next:p"))
+
+PROFILER: dict[str, type[Structure]] = {
+    "PJRT_Extension_Base": _BASE,
+    "PJRT_Profiler_Extension": _plain(
+        "ProfilerExtension", ("base", _BASE), *_fields("profiler_api:p traceme_context_id:q")
+    ),
+    "PLUGIN_Profiler_Api": _plain(
+        "ProfilerApi",
+        *_fields(
+            "struct_size:n priv:p error_destroy:p error_message:p error_get_code:p create:p destroy:p "
+            "start:p stop:p collect_data:p"
+        ),
+    ),
+    "PLUGIN_Profiler_Create_Args": _plain(
+        "ProfilerCreate", *_fields("struct_size:n options:p options_size:n profiler:p")
+    ),
+    "PLUGIN_Profiler_CollectData_Args": _plain(
+        "ProfilerCollectData", *_fields("struct_size:n profiler:p buffer:p buffer_size_in_bytes:n")
+    ),
+}
+"""What profiler.c fills, by C's names."""
 
 OnReady = ctypes.CFUNCTYPE(None, c_void_p, c_void_p)
 """What `Event_OnReady` is given: called with an error (or null) and ``user_arg``."""

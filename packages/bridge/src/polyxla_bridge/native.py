@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_bool, c_char_p, c_int, c_size_t, c_void_p
+from ctypes import POINTER, c_bool, c_char, c_char_p, c_int, c_size_t, c_void_p
 from pathlib import Path
 
 from polyxla_bridge import abi
@@ -30,6 +30,9 @@ LOCKED.polyxla_take.restype = c_bool
 UNLOCKED.polyxla_free.argtypes = [c_void_p]
 LOCKED.polyxla_drop.argtypes = [c_void_p]
 LOCKED.polyxla_delete.argtypes = [c_void_p]
+
+PROFILER = ctypes.addressof(c_char.in_dll(UNLOCKED, "polyxla_profiler"))
+"""Where the table's extension is that stands for a profiler."""
 
 
 def address(name: str) -> int | None:

@@ -24,7 +24,7 @@ class Table:
     """
 
     def __init__(self, bridge: Bridge) -> None:
-        self.api = abi.Api(struct_size=ctypes.sizeof(abi.Api))
+        self.api = abi.Api(struct_size=ctypes.sizeof(abi.Api), extension_start=native.PROFILER)
         self.api.pjrt_api_version = abi.ApiVersion(
             struct_size=ctypes.sizeof(abi.ApiVersion), major_version=abi.MAJOR, minor_version=abi.MINOR
         )
