@@ -19,6 +19,7 @@ import torch_xla
 from torch_xla.experimental.plugins import DevicePlugin
 
 from polyxla_bridge import env
+from polyxla_bridge.errors import as_pjrt_error
 
 if TYPE_CHECKING:
     from polyxla_bridge.engine import Engine
@@ -28,7 +29,7 @@ FINISH_TIMEOUT_S = 60
 FAILED = 1
 """Exit code of a process whose last step failed after its end."""
 UNFINISHED = 4
-"""Exit code of a process whose devices did not finish."""
+"""Exit code of a process whose devices did not finish, or could not be let go of."""
 
 
 class EnginePlugin(DevicePlugin):
@@ -94,15 +95,27 @@ def activate(make_engine: Callable[[], Engine]) -> None:
         except RuntimeError:
             # As torch_xla does it: an exception would not change the exit code here.
             _log.exception("what was still running when the program ended has failed")
-            os._exit(FAILED)
+            _end(FAILED)
         if not is_finished:
-            unfinished = f"the devices had not finished {FINISH_TIMEOUT_S} s after the program's end"
-            sys.stderr.write(f"polyxla: {unfinished}; ending without them\n")
-            os._exit(UNFINISHED)
+            late = f"the devices had not finished {FINISH_TIMEOUT_S} s after the program's end"
+            sys.stderr.write(f"polyxla: {late}; ending without them\n")
+            _end(UNFINISHED)
         torch_xla._prepare_to_exit()
-        bridge.close()
+        try:
+            bridge.close()
+        except Exception as error:
+            sys.stderr.write(f"polyxla: {as_pjrt_error(error).message}\n")
+            # Without Python's own end: the engine's threads may still be at work in C++.
+            _end(UNFINISHED)
         table.silence()
 
     # torch_xla's own hook would run after ours, and needs what ours takes away.
     atexit.unregister(torch_xla._prepare_to_exit)
     atexit.register(leave)
+
+
+def _end(code: int) -> None:
+    # Python writes out what was printed only after its exit functions, and this is called by one.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
