@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,13 @@ if TYPE_CHECKING:
     from polyxla.testing import RuntimeUnderTest
 
 pytest_plugins = ["polyxla.testing.fixtures"]
+
+
+@pytest.fixture
+def clean_environ() -> dict[str, str]:
+    """An environment in which no variable chooses a runtime, or anything about it."""
+    chooses = ("PJRT_", "XRT_", "TPU_", "POLYXLA_", "CPU_NUM_DEVICES", "TORCHELASTIC_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(chooses)}
 
 
 @pytest.fixture
