@@ -1,0 +1,98 @@
+"""A TPU that is not there: its layout, names and numbers, for plain torch_xla programs and for polyxla's."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from polyxla import Replica
+from polyxla.testing import RuntimeUnderTest
+
+DESCRIBE = """
+import torch, torch_xla, torch_xla.core.xla_model as xm, torch_xla.runtime as xr
+
+def describe(index):
+    total = xm.all_reduce("sum", torch.ones(2, device=torch_xla.device()) * xr.global_ordinal())
+    torch_xla.sync()
+    numbers = [index, xr.global_ordinal(), xr.world_size(), xr.local_ordinal(), xr.process_index(),
+               xr.process_count(), xr.local_process_count(), xr.host_index(), xr.addressable_device_count()]
+    words = [xm.xla_device_hw(torch_xla.device()), xr.device_type(), int(total[0].item())]
+    # One string: several processes write to one pipe.
+    print(" ".join(map(str, ["DESCRIBED", *numbers, *words])) + "\\n", end="", flush=True)
+
+if __name__ == "__main__":
+    torch_xla.launch(describe)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "describe.py"
+    path.write_text(DESCRIBE)
+    return path
+
+
+def described(output: str) -> list[list[str]]:
+    # Replicas that are threads may print into each other's lines.
+    return sorted(found.split() for found in re.findall(r"DESCRIBED((?: \w+){12})", output))
+
+
+@pytest.mark.parametrize(
+    ("kind", "threads", "local_processes", "hosts"), [("v3-8", 2, 4, 1), ("v4-16", 1, 4, 2)]
+)
+def test_a_plain_program_finds_itself_on_that_tpu(
+    script: Path, clean_environ: dict[str, str], kind: str, threads: int, local_processes: int, hosts: int
+) -> None:
+    # Under plain python: the environment alone asks for it.
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**clean_environ, "POLYXLA_EMULATE": kind},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    size = threads * local_processes * hosts
+    expected = []
+    for ordinal in range(size):
+        process = ordinal // threads
+        host, rank = divmod(process, local_processes)
+        numbers = [ordinal, ordinal, size, rank * threads + ordinal % threads, process]
+        numbers += [local_processes * hosts, local_processes, host, threads]
+        expected.append([str(number) for number in numbers] + ["TPU", "TPU", str(sum(range(size)))])
+    assert described(done.stdout) == sorted(expected)
+    layout = f"{local_processes} processes x {threads} threads"
+    said = [line for line in done.stderr.splitlines() if "emulating a" in line]
+    assert len(said) == 1
+    assert f"emulating a {kind} on this machine's CPU: {size} replicas" in said[0]
+    assert layout in said[0]
+
+
+def _stand(replica: Replica) -> tuple[int, int, int, str, list[int]]:
+    world = replica.world
+    return world.ordinal, world.world_size, world.process_count, replica.kind, replica.all_gather(7)
+
+
+@pytest.mark.parametrize(("devices", "processes"), [([5], 1), ([4, 5], 1), ([1, 3], 2)])
+def test_some_of_its_cores(
+    runtime: RuntimeUnderTest, monkeypatch: pytest.MonkeyPatch, devices: list[int], processes: int
+) -> None:
+    monkeypatch.setenv("POLYXLA_EMULATE", "v3-8")
+    size = len(devices)
+    assert runtime.launch(_stand, devices=devices) == [
+        (ordinal, size, processes, "TPU", [7] * size) for ordinal in range(size)
+    ]
+
+
+def test_digits_trains_on_eight_cores(runtime: RuntimeUnderTest) -> None:
+    done = runtime.run("-m", "polyxla_examples.digits", "--json", POLYXLA_EMULATE="v3-8")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert (result["world_size"], result["device"]) == (8, "TPU")
+    assert result["test_accuracy"] >= 0.97
