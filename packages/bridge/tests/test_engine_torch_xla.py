@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,64 +10,12 @@ import pytest
 from polyxla_bridge.env import Share
 from polyxla_bridge.jax_engine import JaxEngine
 
-TIMEOUT_S = 200
-HEAD = """
-import gc, os, torch, torch_xla, torch_xla.core.xla_model as xm, torch_xla.runtime as xr
-import torch_xla.debug.metrics as met
-from torch_xla._internal import pjrt
-PROCESS, PROCESSES = int(os.environ["POLYXLA_BRIDGE_PROCESS"]), int(os.environ["POLYXLA_BRIDGE_PROCESSES"])
-
-def everywhere(function):
-    results = pjrt._run_thread_per_device(PROCESS, PROCESSES, function, pjrt.initialize_multiprocess)
-    return [results[ordinal] for ordinal in sorted(results)]
-
-def engine():
-    from polyxla_bridge.jax_engine import JaxEngine
-    (found,) = [one for one in gc.get_objects() if type(one) is JaxEngine]
-    return found
-"""
-
-
-def said(code: str, replicas: int = 1, processes: int = 1) -> list[list[str]]:
-    """Run a program in each process; return the lines that each printed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    # XLA's pools must hold every replica's waiting collectives at once.
-    threads = str(max(2, 4 * replicas // processes))
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", HEAD + textwrap.dedent(code)],
-            env={
-                **os.environ,
-                "PJRT_DEVICE": "CPU_POLYXLA",
-                "POLYXLA_BRIDGE_REPLICAS": str(replicas),
-                "POLYXLA_BRIDGE_PROCESSES": str(processes),
-                "POLYXLA_BRIDGE_PROCESS": str(process),
-                "POLYXLA_BRIDGE_COORDINATOR": f"127.0.0.1:{port}",
-                "NPROC": threads,
-                "XLA_THREAD_POOL_SIZE": threads,
-                "TF_CPP_MIN_LOG_LEVEL": "2",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process in range(processes)
-    ]
-    try:
-        texts = [one.communicate(timeout=TIMEOUT_S) for one in running]
-    finally:
-        for one in running:
-            one.kill()
-            one.wait(TIMEOUT_S)
-    assert [one.returncode for one in running] == [0] * processes, [err[-3000:] for _, err in texts]
-    return [out.splitlines() for out, _ in texts]
+Printed = Callable[..., list[list[str]]]
 
 
 @pytest.mark.parametrize(("replicas", "processes"), [(1, 1), (2, 1), (4, 1), (4, 4)])
-def test_collectives_of_lists_groups_and_dtypes(replicas: int, processes: int) -> None:
-    found = said(LISTS + "print(*everywhere(check))", replicas, processes)
+def test_collectives_of_lists_groups_and_dtypes(printed: Printed, replicas: int, processes: int) -> None:
+    found = printed(LISTS + "print(*everywhere(check))", replicas, processes)
     assert found == [[" ".join(["right"] * (replicas // processes))]] * processes
 
 
@@ -152,8 +96,8 @@ def check():
 """
 
 
-def test_four_processes_compile_one_program_once() -> None:
-    found = said(
+def test_four_processes_compile_one_program_once(printed: Printed) -> None:
+    found = printed(
         """
         def train():
             torch.manual_seed(0)
@@ -182,7 +126,7 @@ def test_four_processes_compile_one_program_once() -> None:
     assert sum(map(int, mine)) == int(asked[0]), found
 
 
-def test_what_torch_xlas_cache_keeps_can_be_loaded(tmp_path: Path) -> None:
+def test_what_torch_xlas_cache_keeps_can_be_loaded(printed: Printed, tmp_path: Path) -> None:
     """By the engine: torch_xla 2.9.0 itself loads nothing back from a plugin.
 
     Source: https://github.com/pytorch/xla/issues/9094 (it asks a function that plugins do not have).
@@ -196,7 +140,7 @@ def test_what_torch_xlas_cache_keeps_can_be_loaded(tmp_path: Path) -> None:
         return y.cpu().sum().item()
     print(*everywhere(work), met.counter_value("PersistentCacheMiss"))
     """
-    assert said(code) == [["2.0 1"]]
+    assert printed(code) == [["2.0 1"]]
     (kept,) = tmp_path.iterdir()
     engine = JaxEngine(Share())
     try:
@@ -207,8 +151,8 @@ def test_what_torch_xlas_cache_keeps_can_be_loaded(tmp_path: Path) -> None:
         engine.close()
 
 
-def test_memory_is_what_tensors_take() -> None:
-    (lines,) = said(
+def test_memory_is_what_tensors_take(printed: Printed) -> None:
+    (lines,) = printed(
         """
         device = torch_xla.device()
         start = xm.get_memory_info(device)["bytes_used"]
@@ -226,8 +170,8 @@ def test_memory_is_what_tensors_take() -> None:
     assert lines == [f"{8 << 20} True", "0"]
 
 
-def test_training_takes_no_more_memory_with_every_step() -> None:
-    (lines,) = said(
+def test_training_takes_no_more_memory_with_every_step(printed: Printed) -> None:
+    (lines,) = printed(
         """
         device = torch_xla.device()
         model = torch.nn.Linear(64, 64).to(device)
