@@ -24,13 +24,10 @@ LAYOUTS = [
 ]
 # Without threads: torch.compile shares what it compiled among the threads of a process, and torch_xla
 # writes one replica's graphs into it while another uses them.
-# In several processes it hangs often: torch_xla waits for its device with Python's lock held (in
-# _run_cached_graph), and the step before, which has the device, waits for Python in the bridge.
-_HANGS = pytest.mark.xfail(run=False, reason="torch.compile can hang on the bridge")
 PROCESSES = [
     pytest.param((1, 1), id="1-alone"),
-    pytest.param((2, 2), id="2-processes", marks=_HANGS),
-    pytest.param((4, 4), id="4-processes", marks=_HANGS),
+    pytest.param((2, 2), id="2-processes"),
+    pytest.param((4, 4), id="4-processes"),
 ]
 SHARE, STEPS = 6, 3
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import logging
 import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch_xla
 from torch_xla.experimental.plugins import DevicePlugin
@@ -109,9 +110,28 @@ def activate(make_engine: Callable[[], Engine]) -> None:
             _end(UNFINISHED)
         table.silence()
 
+    _wait_without_the_lock()
     # torch_xla's own hook would run after ours, and needs what ours takes away.
     atexit.unregister(torch_xla._prepare_to_exit)
     atexit.register(leave)
+
+
+def _wait_without_the_lock() -> None:
+    """Let compiled functions (torch.compile's ``openxla``) wait for their device without Python's lock.
+
+    torch_xla holds that lock while it waits for the step before, and the step before needs it to start.
+    """
+    from torch_xla.core import xla_model
+
+    native_part: Any = torch_xla._XLAC  # type: ignore[attr-defined]
+    run = native_part._run_cached_graph
+
+    @functools.wraps(run)
+    def run_cached_graph(*args: Any) -> Any:
+        xla_model.wait_device_ops(xla_model.xla_real_devices([torch_xla.device()]))
+        return run(*args)
+
+    native_part._run_cached_graph = run_cached_graph
 
 
 def _end(code: int) -> None:
