@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -49,6 +50,16 @@ def run(engine, executable, index, value):
 
 def value(promise):
     return float(np.frombuffer(promise.result(40), np.float32)[0])
+
+def tell(news):
+    open(os.path.join(os.environ["NEWS"], news), "w").close()
+
+def hear(news):
+    "Wait for another thread or process to tell."
+    end = time.monotonic() + 60
+    while not os.path.exists(os.path.join(os.environ["NEWS"], news)):
+        assert time.monotonic() < end, news
+        time.sleep(0.01)
 """
 
 
@@ -65,6 +76,7 @@ def started(
 ) -> Iterator[list[subprocess.Popen[str]]]:
     coordinator = f"127.0.0.1:{free_port()}"
     each = 4 * replicas // processes
+    news = tempfile.TemporaryDirectory()
     running = [
         subprocess.Popen(
             [sys.executable, "-c", HEAD + textwrap.dedent(code)],
@@ -75,6 +87,7 @@ def started(
                 "POLYXLA_BRIDGE_PROCESS": str(process),
                 "POLYXLA_BRIDGE_COORDINATOR": coordinator,
                 "NPROC": str(each),
+                "NEWS": news.name,
                 "TF_CPP_MIN_LOG_LEVEL": "2",
                 **environ,
             },
@@ -90,6 +103,7 @@ def started(
         for process in running:
             process.kill()
             process.communicate(timeout=TIMEOUT_S)
+        news.cleanup()
 
 
 def outcomes(code: str, replicas: int, processes: int, **environ: str) -> list[tuple[int, list[str], str]]:
@@ -188,8 +202,9 @@ def test_who_waits_for_a_process_that_stopped_compiles_itself() -> None:
         if share.process == 0:
             # Takes the program, and does nothing about it.
             engine._board.claim(hashlib.sha256(PROGRAMS["of_0"] + OPTIONS).hexdigest())
+            tell("claimed")
         else:
-            time.sleep(0.5)
+            hear("claimed")
             started = time.monotonic()
             engine.compile(PROGRAMS["of_0"], OPTIONS)
             print(">", engine.compiles, time.monotonic() - started < 20)
@@ -204,13 +219,13 @@ def test_who_waits_for_a_process_that_stopped_compiles_itself() -> None:
 def test_a_long_compile_is_waited_for() -> None:
     found = said(
         """
-        board.PATIENCE_S = 2.0
+        board.PATIENCE_S = 3.0
         engine = JaxEngine(share)
         if share.process == 0:
             fast = engine._clients.compile
-            engine._clients.compile = lambda *arguments: (time.sleep(6), fast(*arguments))[1]
+            engine._clients.compile = lambda *arguments: (tell("began"), time.sleep(7), fast(*arguments))[2]
         else:
-            time.sleep(0.5)
+            hear("began")
         executable = engine.compile(summing(), OPTIONS)
         print(">", engine.compiles, value(run(engine, executable, share.process, 1)))
         engine.close()
@@ -319,13 +334,16 @@ def test_process_0_stays_until_the_others_have_ended(ends: str) -> None:
     executable = engine.compile(PROGRAMS["of_0"], OPTIONS)
     value(run(engine, executable, share.process, 1))
     started = time.monotonic()
-    if share.process == 1:
-        time.sleep(3)
+    if share.process == 0:
+        tell("leaving")
+    else:
+        hear("leaving")
+        time.sleep(1)
         if os.environ["ENDS"] == "dies":
             os._exit(0)
         engine.compile(PROGRAMS["of_1"], OPTIONS)
     engine.close()
-    print(">", time.monotonic() - started > 2)
+    print(">", share.process == 1 or time.monotonic() - started > 1)
     """
     found = said(code, 2, 2, ENDS=ends)
     assert found == [["True"], ["True"] if ends == "leaves" else []]
@@ -338,12 +356,13 @@ def test_who_stays_too_long_is_named() -> None:
         clients.LEAVE_TIMEOUT_S = 0.5
         engine = JaxEngine(share)
         if share.process == 1:
-            time.sleep(4)
+            hear("left")
             os._exit(0)
         try:
             engine.close()
         except Exception as error:
             print(">", error)
+        tell("left")
         """,
         2,
         2,
@@ -354,8 +373,10 @@ def test_who_stays_too_long_is_named() -> None:
 def test_a_process_that_fails_to_connect_says_who_is_missing() -> None:
     code = """
     from polyxla_bridge import clients
+    tell(f"{share.process} is here")
+    hear(f"{2 - share.process} is here")
     try:
-        clients.Clients(share, timeout_s=2)
+        clients.Clients(share, timeout_s=3)
     except Exception as error:
         print(">", error)
     """

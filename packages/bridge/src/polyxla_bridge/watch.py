@@ -75,7 +75,7 @@ class Watch:
     """A thread that looks after the replicas of a process.
 
     Only programs with collectives wait for others. That one waits is no stall while any process shows
-    that it compiles, or computes without collectives: then the others have reason to wait.
+    that it compiles, or computes: then the others have reason to wait.
 
     Args:
         engine: whose positions are watched.
@@ -111,7 +111,9 @@ class Watch:
 
     def _stalled(self, positions: list[Position]) -> list[Position]:
         lasting = [one for one in positions if one.program is not None and one.seconds > self._tick_s]
-        if self._compiling() or any(not one.collectives for one in lasting):
+        # Whose programs are short is hardly ever seen in one, but has always just begun or ended something.
+        moved = any(one.seconds < self._tick_s for one in positions)
+        if self._compiling() or moved or any(not one.collectives for one in lasting):
             self._board.sign()
         waiting = [one for one in lasting if one.collectives]
         if waiting and (signs := self._board.signs()) != self._signs:
