@@ -11,7 +11,8 @@ from polyxla_bridge.abi import Code
 from polyxla_bridge.calls_client import MEMORY_KIND
 from polyxla_bridge.engine import ArrayType, Executable
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.state import ArrayTypes, Bridge, address, array, call, completed, read_array, text
+from polyxla_bridge.promises import Kept
+from polyxla_bridge.state import ArrayTypes, Bridge, address, array, call, read_array, text
 
 PROGRAM_FORMAT = "hlo"
 """What torch_xla sends: a serialised HloModuleProto."""
@@ -176,7 +177,7 @@ def loaded_execute(bridge: Bridge, args: Any) -> None:
     (out,) = read_array(args.output_lists, 1, ctypes.c_void_p)
     ctypes.memmove(out, handles, len(outputs) * ctypes.sizeof(ctypes.c_void_p))
     if args.device_complete_events:
-        done = outputs[0].value if outputs else completed()
+        done = outputs[0].value if outputs else Kept()
         (ctypes.c_void_p * 1).from_address(args.device_complete_events)[0] = bridge.event(done)
 
 

@@ -8,6 +8,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from polyxla_bridge.promises import Promise
+
 
 @dataclass(frozen=True)
 class EngineDevice:
@@ -52,7 +54,7 @@ class Buffer:
 
     type: ArrayType
     device: EngineDevice
-    value: Future[Any]
+    value: Promise
     is_deleted: bool = False
 
 

@@ -114,6 +114,12 @@ void polyxla_event_complete(Event *event, Error *error) {
   polyxla_event_drop(event);
 }
 
+/* Complete events that are done together. `error` may be null, and is taken. */
+void polyxla_events_complete(Event **events, size_t count, Error *error) {
+  for (size_t i = 0; i < count; i++) polyxla_event_complete(events[i], copy(error));
+  free(error);
+}
+
 Error *PJRT_Event_Destroy(PJRT_Event_Destroy_Args *args) {
   if (args->event != NULL) polyxla_event_drop(args->event);
   return NULL;

@@ -22,7 +22,8 @@ from polyxla_bridge.clients import Clients, Program
 from polyxla_bridge.engine import ArrayType, Buffer, Engine, EngineDevice, Executable, Position
 from polyxla_bridge.env import Share
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.stream import Stream, broken, complete, part, then
+from polyxla_bridge.promises import Gone, Kept, Part, Promise, complete, share, then
+from polyxla_bridge.stream import Stream
 from polyxla_bridge.watch import Watch
 
 FINISH_TIMEOUT_S = 60
@@ -143,17 +144,20 @@ class JaxEngine(Engine):
         keep: frozenset[int] = frozenset(),
     ) -> list[Buffer]:
         """Queue one execution on the device's own thread."""
-        done: Future[list[Any]] = Future()
-        outputs = [Buffer(type_, device, part(done, i)) for i, type_ in enumerate(executable.outputs)]
+        done: Future[None] = Future()
+        results = [Part(done) for _ in executable.outputs]
+        outputs = [Buffer(type_, device, one) for type_, one in zip(executable.outputs, results, strict=True)]
         values = [argument.value for argument in arguments]
         kept = executable.native["donated"] & keep
-        self._streams[device.index].put(done, lambda: self._run(executable, device.index, values, kept))
+        self._streams[device.index].put(
+            done, lambda: share(results, self._run(executable, device.index, values, kept))
+        )
         for number in executable.native["donated"] - keep:
             self._forget(arguments[number], "was given to a program for its results")
         return outputs
 
     def _run(
-        self, executable: Executable, index: int, values: list[Future[Any]], kept: frozenset[int]
+        self, executable: Executable, index: int, values: list[Promise], kept: frozenset[int]
     ) -> list[Any]:
         arguments = [value.result() for value in values]
         # Whose memory is being looked at, as here, the program copies instead of taking it.
@@ -174,9 +178,7 @@ class JaxEngine(Engine):
     def from_host(self, device: EngineDevice, type_: ArrayType, data: memoryview) -> Buffer:
         """Copy now: the caller's memory is only lent."""
         host = np.frombuffer(data, _numpy_dtype(type_.dtype), math.prod(type_.dims)).reshape(type_.dims)
-        ready: Future[Any] = Future()
-        ready.set_result(self._put(device.index, host))
-        return Buffer(type_, device, ready)
+        return Buffer(type_, device, Kept(self._put(device.index, host)))
 
     def _put(self, index: int, host: np.ndarray[Any, Any]) -> Any:
         array = self._clients.put(index, host)
@@ -210,7 +212,7 @@ class JaxEngine(Engine):
     def _forget(self, buffer: Buffer, why: str) -> None:
         if not buffer.is_deleted:
             buffer.is_deleted = True
-            buffer.value = broken(PjrtError(Code.INVALID_ARGUMENT, f"this array {why}: {buffer.type}"))
+            buffer.value = Gone(why, buffer.type)
 
     def serialize(self, executable: Executable) -> bytes:
         """Return jaxlib's own form, and what it leaves out."""

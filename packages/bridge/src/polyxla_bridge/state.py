@@ -15,6 +15,7 @@ from polyxla_bridge.abi import DTYPES, Code, Record
 from polyxla_bridge.engine import ArrayType, Buffer, Engine, EngineDevice
 from polyxla_bridge.errors import PjrtError, as_pjrt_error
 from polyxla_bridge.native import LOCKED, UNLOCKED
+from polyxla_bridge.promises import Promise, end_of
 
 _log = logging.getLogger("polyxla.bridge")
 GONE = "this array was deleted, or given to a program for its results"
@@ -154,16 +155,17 @@ class Bridge:
         made: int = LOCKED.polyxla_error(known.code, text, len(text))
         return made
 
-    def event(self, done: Future[Any]) -> int:
+    def event(self, done: Promise) -> int:
         """Return a new PJRT_Event that completes with `done`."""
         event: int = LOCKED.polyxla_event()
-        self._complete_with(done, event)
+        self._complete_with(done, [event])
         return event
 
-    def _complete_with(self, done: Future[Any], event: int) -> None:
-        def complete(done: Future[Any]) -> None:
+    def _complete_with(self, done: Promise, events: list[int]) -> None:
+        def complete(done: Promise) -> None:
             error = done.exception()
-            UNLOCKED.polyxla_event_complete(event, self.error(error) if error else None)
+            # One call: each lets go of Python's lock, and has to wait to get it back.
+            UNLOCKED.polyxla_events_complete(array(events), len(events), self.error(error) if error else None)
 
         done.add_done_callback(complete)
 
@@ -171,9 +173,12 @@ class Bridge:
         """Return a C array of new PJRT_Buffers on the device `place`, which are ready with the engine's."""
         handles, events = array([0] * len(buffers)), array([0] * len(buffers))
         LOCKED.polyxla_outputs(place, len(buffers), types.numbers, types.ranks, types.dims, handles, events)
+        together: dict[Promise, list[int]] = {}
         for buffer, handle, event in zip(buffers, handles, events, strict=False):
             self._buffers[handle] = buffer
-            self._complete_with(buffer.value, event)
+            together.setdefault(end_of(buffer.value), []).append(event)
+        for done, ready in together.items():
+            self._complete_with(done, ready)
         return handles
 
     def buffer(self, handle: int) -> Buffer:
@@ -257,10 +262,3 @@ def address(kept: Any) -> int:
 def read_array(pointer: int | None, count: int, type_: Any) -> list[int]:
     """Return the numbers that a C array holds."""
     return list((type_ * count).from_address(pointer)) if count and pointer else []
-
-
-def completed(value: Any = None) -> Future[Any]:
-    """Return a promise that is kept already."""
-    done: Future[Any] = Future()
-    done.set_result(value)
-    return done

@@ -1,4 +1,4 @@
-"""A device's thread, and promises that are kept by others."""
+"""A device's thread."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from polyxla_bridge.engine import Position
+from polyxla_bridge.promises import complete
 
 
 class Stream:
@@ -60,39 +61,3 @@ class Stream:
         """End after what was queued, waiting at most `timeout_s` seconds for it."""
         self._tasks.put(None)
         self._thread.join(timeout_s)
-
-
-def complete(done: Future[Any], task: Callable[[], Any]) -> None:
-    """Keep a promise with the result of a task, or with its error."""
-    try:
-        result = task()
-    except BaseException as error:
-        done.set_exception(error)
-    else:
-        done.set_result(result)
-
-
-def then(first: Future[Any], follow: Callable[[Any], None], done: Future[Any]) -> None:
-    """Call `follow` with a promise's value, on the thread that makes it; an error goes to `done`."""
-
-    def pass_on(first: Future[Any]) -> None:
-        try:
-            follow(first.result())
-        except BaseException as error:
-            done.set_exception(error)
-
-    first.add_done_callback(pass_on)
-
-
-def part(whole: Future[list[Any]], index: int) -> Future[Any]:
-    """Promise one of several results."""
-    one: Future[Any] = Future()
-    then(whole, lambda results: one.set_result(results[index]), one)
-    return one
-
-
-def broken(error: BaseException) -> Future[Any]:
-    """Return a promise that cannot be kept any more."""
-    done: Future[Any] = Future()
-    done.set_exception(error)
-    return done
