@@ -35,9 +35,9 @@ def polyxla_environment() -> dict[str, str]:
 
 @hookimpl
 def polyxla_launch(job: Job) -> list[Any]:
-    if job.start_method == "spawn":
-        return run_processes(job, [None], [job.environ])
-    return run_inline(job)
+    if job.process_method is None:
+        return run_inline(job)
+    return run_processes(job, [None], [job.environ], method=job.process_method)
 
 
 @hookimpl

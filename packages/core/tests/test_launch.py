@@ -188,8 +188,8 @@ def test_the_callers_environment_stays(
         ),
         pytest.param(
             print,
-            {"start_method": "fork"},
-            "start_method='fork' is none of auto, inline, spawn (from start_method). "
+            {"start_method": "thread"},
+            "start_method='thread' is none of auto, inline, spawn, forkserver, fork (from start_method). "
             "Leave it out, or write start_method='spawn'.",
             id="start-method",
         ),

@@ -171,14 +171,18 @@ def test_torchruns_processes_are_the_replicas(tmp_path: Path) -> None:
         (
             TORCHRUN | {env.POLYXLA_PJRT_PROCESSES: "2"},
             4,
-            "torchrun has started 4 processes, but 4 replicas here are 2 processes x 2 threads "
-            "(from WORLD_SIZE=4). Write torchrun --nproc-per-node 2.",
+            (
+                "torchrun has started 4 processes, but 4 replicas here are 2 processes x 2 threads "
+                "(from WORLD_SIZE=4). Write torchrun --nproc-per-node 2."
+            ),
         ),
         (
             TORCHRUN | {env.POLYXLA_EMULATE: "v5e-8"},
             8,
-            "torchrun has started 4 processes, but 8 replicas here are 8 processes x 1 threads "
-            "(from WORLD_SIZE=4). Write torchrun --nproc-per-node 8.",
+            (
+                "torchrun has started 4 processes, but 8 replicas here are 8 processes x 1 threads "
+                "(from WORLD_SIZE=4). Write torchrun --nproc-per-node 8."
+            ),
         ),
         (
             TORCHRUN | {env.LOCAL_WORLD_SIZE: "2"},

@@ -111,7 +111,7 @@ def check_replicas(
 
     work = prepare(make_module, batches, steps, devices, batch_size)
     # Not in this process, where a device that was once opened would stand in the way of later launches.
-    [alone] = launch(train, (work,), devices=1, runtime=runtime, start_method="spawn")
+    [alone] = launch(train, (work,), devices=1, runtime=runtime, start_method="forkserver")
     together = launch(train, (work,), devices=devices, runtime=runtime)
     return ReplicaCheck(devices, steps, tolerance, compare(alone, together), work.warnings)
 

@@ -6,7 +6,7 @@ import contextlib
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import pluggy
 
@@ -19,6 +19,9 @@ from polyxla.plugins import load_plugins
 from polyxla.precision import find_precision
 from polyxla.replica import Replica
 from polyxla.selection import Selection, select
+
+if TYPE_CHECKING:
+    from polyxla.processes import ProcessMethod
 
 StartMethod = Literal["auto", "inline", "spawn", "forkserver", "fork"]
 """How replicas start: ``inline`` in the calling process (one replica), ``spawn`` in fresh processes,
@@ -47,6 +50,11 @@ class Job:
     environ: Mapping[str, str]
     precision: Setting
     start_method: StartMethod = "auto"
+
+    @property
+    def process_method(self) -> ProcessMethod | None:
+        """How a process is to be made for a replica; None where it may run in this one."""
+        return None if self.start_method in ("auto", "inline") else cast("ProcessMethod", self.start_method)
 
     def run(self, place: Any = None) -> Any:
         """Be one replica: connect, tell the listeners, call the function, leave.

@@ -25,6 +25,7 @@ from polyxla import UsageError, child
 from polyxla.child import REPLICA_THREAD
 from polyxla.replication import ReduceOp
 from polyxla_bridge import watch
+from polyxla_pjrt import torch_plugin
 from polyxla_pjrt.launching import Place
 from polyxla_pjrt.layout import Plan
 from polyxla_pjrt.replication import XlaReplication
@@ -93,6 +94,9 @@ def run_replicas(replica: Callable[[Place], Any], plan: Plan, process: int) -> l
     """
     watch.on_stall(child.report_stall)
     child.describe_with(watch.describe_here)
+    if plan.kind == "TPU":
+        # The fork server may have imported torch_xla for a launch on the CPU.
+        torch_plugin.register_emulated()
     # Forked with the parent's, which ended with it.
     atexit.unregister(torch_xla._prepare_to_exit)
     atexit.register(torch_xla._prepare_to_exit)

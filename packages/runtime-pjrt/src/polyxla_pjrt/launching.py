@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -14,10 +15,9 @@ from polyxla.processes import ProcessMethod, run_processes
 from polyxla_pjrt import torchrun
 from polyxla_pjrt.layout import Plan
 
-PRELOAD = ("polyxla_pjrt.bridged", "polyxla_bridge.jax_engine")
-"""What every process of bridged replicas imports; neither starts anything."""
-PRELOAD_ONE = ("polyxla_pjrt.replication",)
-"""What the process of one replica on torch_xla's own client imports."""
+_BRIDGED = ("polyxla_pjrt.bridged", "polyxla_bridge.jax_engine")
+PRELOAD = ("polyxla_pjrt.replication", *(_BRIDGED if importlib.util.find_spec("polyxla_bridge") else ()))
+"""What a replica's process imports, and what starts nothing. One list for all, hence one fork server."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def run_job(job: Job, plan: Plan) -> list[Any]:
             fix="Leave start_method out.",
         )
     refuse_touched("launch")
-    method: ProcessMethod = "forkserver" if job.start_method == "auto" else job.start_method
+    method = job.process_method or "forkserver"
     return run_plan(ReplicasOfProcess(job.run, plan, job.function, job.args, job.environ), method)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from polyxla import Discovery, Job, Replication, hookimpl
-from polyxla.processes import ProcessMethod, run_inline, run_processes
+from polyxla.processes import run_inline, run_processes
 from polyxla_pjrt import discovery as pjrt
 from polyxla_pjrt import env
-from polyxla_pjrt.launching import PRELOAD_ONE, Place, run_job
+from polyxla_pjrt.launching import PRELOAD, Place, run_job
 
 
 @hookimpl
@@ -31,10 +31,9 @@ def polyxla_launch(job: Job) -> list[Any]:
     """Run one replica in this process, or in a fresh one when asked to; bridged ones in processes."""
     if plan := pjrt.plan_for(job.environ, pjrt.asked_kind(job.environ), job.devices):
         return run_job(job, plan)
-    if job.start_method in ("auto", "inline"):
+    if job.process_method is None:
         return run_inline(job)
-    method = cast("ProcessMethod", job.start_method)
-    return run_processes(job, [None], [job.environ], method=method, preload=PRELOAD_ONE)
+    return run_processes(job, [None], [job.environ], method=job.process_method, preload=PRELOAD)
 
 
 @hookimpl

@@ -68,7 +68,9 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
     """
     if environ.get(polyxla.env.POLYXLA_RUNTIME) not in (None, "", "pjrt"):
         return {}
-    if environ.get(env.PJRT_DEVICE) in PREPARED.values():
+    # What a launcher has prepared, for the bridge or for one replica, stays as it is.
+    prepared = (env.POLYXLA_PJRT_LOCAL_DEVICE, env.PJRT_LOCAL_PROCESS_COUNT)
+    if environ.get(env.PJRT_DEVICE) in PREPARED.values() or any(name in environ for name in prepared):
         return {}
     is_started_by_torchrun = torchrun.process_count(environ) is not None
     asks_for_cpu = environ.get(env.PJRT_DEVICE, "CPU" if is_started_by_torchrun else "") == "CPU"
@@ -129,8 +131,12 @@ def _install() -> None:
     pjrt.run_multiprocess = run_multiprocess  # type: ignore[assignment]
     first_touch.remember(_join_torchrun)
     if env.snapshot().get(env.PJRT_DEVICE) == PREPARED["TPU"]:
-        # torch_xla's Python looks for the plugin of a device by the name that it calls it.
-        plugins._plugin_registry["TPU"] = EmulatedTpu()
+        register_emulated()
+
+
+def register_emulated() -> None:
+    """Let torch_xla's Python find the emulated TPU, which it looks for by the name of a real one."""
+    plugins._plugin_registry["TPU"] = EmulatedTpu()
 
 
 _install()

@@ -59,13 +59,13 @@ class FakeRuntime:
 
     @hookimpl
     def polyxla_launch(self, job: Job) -> list[Any]:
-        """Run one thread per device; or, asked to spawn one replica, one process."""
-        if job.start_method == "spawn":
-            if len(job.devices) > 1:
-                raise UsageError("the fake runtime spawns one replica only", fix="Use devices=1.")
-            return run_processes(job, [_Place(0, _Meeting(1))], [job.environ])
-        with lent(job.environ):
-            return _run_threads(job)
+        """Run one thread per device; or, asked for a process and one replica, one process."""
+        if job.process_method is None:
+            with lent(job.environ):
+                return _run_threads(job)
+        if len(job.devices) > 1:
+            raise UsageError("the fake runtime makes a process for one replica only", fix="Use devices=1.")
+        return run_processes(job, [_Place(0, _Meeting(1))], [job.environ], method=job.process_method)
 
     @hookimpl
     def polyxla_replication(self, place: _Place) -> Replication:
