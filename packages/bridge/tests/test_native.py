@@ -198,7 +198,10 @@ def test_waiting_for_an_event_does_not_hold_python_up(call: Caller) -> None:
 
 def test_results_are_ready_with_the_engines_and_go_with_torch_xlas(call: Caller) -> None:
     types = [ArrayType("float32", (2, 3)), ArrayType("bool", ())]
-    buffers = [Buffer(one, call.engine.devices[0], Future()) for one in types]
+    values: list[Future[Any]] = [Future() for _ in types]
+    buffers = [
+        Buffer(type_, call.engine.devices[0], value) for type_, value in zip(types, values, strict=True)
+    ]
     handles = call.bridge.promise(call.device, buffers, ArrayTypes(types))[:]
     ready = [call("Buffer_ReadyEvent", buffer=handle).event for handle in handles]
     assert [call("Buffer_OnDeviceSizeInBytes", buffer=one).on_device_size_in_bytes for one in handles] == [
@@ -207,8 +210,8 @@ def test_results_are_ready_with_the_engines_and_go_with_torch_xlas(call: Caller)
     ]
     call("Buffer_Destroy", buffer=handles[0])
     wait_until(lambda: call.engine.deleted == buffers[:1])
-    for buffer in buffers:
-        buffer.value.set_result(None)
+    for value in values:
+        value.set_result(None)
     for event in ready:
         call("Event_Await", event=event)
         call("Event_Destroy", event=event)
