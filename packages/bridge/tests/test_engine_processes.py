@@ -160,6 +160,10 @@ def test_different_programs_are_compiled_side_by_side() -> None:
         engine = JaxEngine(share)
         mine = engine.compile(PROGRAMS[f"of_{share.process}"], OPTIONS)
         own = engine.compiles
+        # Or one that is early would compile the others' programs too.
+        tell(f"compiled-{share.process}")
+        for other in range(share.processes):
+            hear(f"compiled-{other}")
         # All of them, in an order of each process's own: nobody waits for somebody who waits for them.
         order = [(share.process + i) % share.processes for i in range(share.processes)]
         every = {i: engine.compile(PROGRAMS[f"of_{i}"], OPTIONS) for i in order}
