@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import gc
 import logging
 import os
 import sys
@@ -109,6 +110,8 @@ def activate(make_engine: Callable[[], Engine]) -> None:
             # Without Python's own end: the engine's threads may still be at work in C++.
             _end(UNFINISHED)
         table.silence()
+        # Python's last collections would destroy, in any order, what C++ has made for clients that are gone.
+        gc.freeze()
 
     _wait_without_the_lock()
     # torch_xla's own hook would run after ours, and needs what ours takes away.
