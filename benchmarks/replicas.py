@@ -482,7 +482,7 @@ def used(command: Sequence[str], environ: Mapping[str, str]) -> Usage:
 
 
 def measure_compile() -> None:
-    """Seconds in the compiler, all replicas' together, which compile one program."""
+    """Seconds in the compiler of the slowest replica: all but one wait there for the one that compiles."""
     runs: dict[str, list[float]] = {"one": [], "four": []}
     for _ in range(STARTS):
         runs["one"].append(sum(json.loads(used(do(compile_once), one_bridged()).output)))
