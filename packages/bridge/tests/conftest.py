@@ -23,6 +23,10 @@ from polyxla_bridge.jax_engine import JaxEngine
 
 def everywhere(function):
     process, processes = (int(os.environ[f"POLYXLA_BRIDGE_{name}"]) for name in ("PROCESS", "PROCESSES"))
+    pjrt.initialize_multiprocess(process, processes)
+    # In a forked process torch makes its autograd engine anew at the first use, which no two threads may be;
+    # with a queue for each of the devices that there are by then.
+    torch.zeros((), requires_grad=True).backward()
     results = pjrt._run_thread_per_device(process, processes, function, pjrt.initialize_multiprocess)
     return [results[ordinal] for ordinal in sorted(results)]
 

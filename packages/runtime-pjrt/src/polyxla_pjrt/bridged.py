@@ -104,6 +104,9 @@ def run_replicas(replica: Callable[[Place], Any], plan: Plan, process: int) -> l
     if plan.layout.threads == 1:
         return [_on_own_device(replica, Place(plan, process, 0))]
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    # In a forked process torch makes its autograd engine anew at the first use, which no two threads may be;
+    # with a queue for each of the devices that there are by then.
+    torch.zeros((), requires_grad=True).backward()
     return _run_threads(
         [
             functools.partial(_on_own_device, replica, Place(plan, process, i))
