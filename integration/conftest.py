@@ -9,11 +9,22 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from polyxla import Replica
+from polyxla.env import lent
 
 if TYPE_CHECKING:
     from polyxla.testing import RuntimeUnderTest
 
 pytest_plugins = ["polyxla.testing.fixtures"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _device_first() -> None:
+    """Touch the device before any test computes gradients: torch's autograd engine counts devices once."""
+    # What torch_xla sets in the environment when it is imported is not the tests'.
+    with lent({**os.environ, "PJRT_DEVICE": "CPU"}):
+        import torch_xla
+
+        torch_xla.device()
 
 
 @pytest.fixture

@@ -84,8 +84,10 @@ def run_job(job: Job, plan: Plan) -> list[Any]:
             where="start_method='inline'",
             fix="Leave start_method out.",
         )
-    refuse_touched("launch")
     method = job.process_method or "forkserver"
+    if method == "fork":
+        # The others are fresh, and what this process uses is its own.
+        refuse_touched("launch")
     return run_plan(ReplicasOfProcess(job.run, plan, job.function, job.args, job.environ), method)
 
 
