@@ -77,10 +77,11 @@ def plan_for(environ: Mapping[str, str], kind: str, devices: tuple[int, ...]) ->
     emulated = emulated_type(environ)
     if emulated is None and kind == "TPU":
         return None
-    if emulated is None and len(devices) == 1 and torchrun.process_count(environ) in (None, 1):
+    started = torchrun.process_count(environ)
+    if emulated is None and len(devices) == 1 and started in (None, 1):
         return None
     require_bridge(len(devices))
-    layout = tpu_layout(emulated, devices) if emulated else cpu_layout(len(devices), environ)
+    layout = tpu_layout(emulated, devices) if emulated else cpu_layout(len(devices), environ, started)
     plan = Plan("TPU" if emulated else "CPU", layout, emulated)
     torchrun.check(plan, environ)
     return plan
@@ -93,6 +94,18 @@ def asked_devices(environ: Mapping[str, str], found: Discovery) -> tuple[int, ..
         DevicesError: they are not there.
     """
     return pick_devices(from_environ(environ).devices, "pjrt", found.devices, found.growable)
+
+
+def asked_plan(environ: Mapping[str, str]) -> Plan | None:
+    """Return what the environment alone asks for, as `plan_for` does.
+
+    Raises:
+        UsageError: it asks for what cannot be.
+    """
+    found = discover(environ, "auto")
+    if found.unavailable:
+        raise UsageError(found.unavailable, fix=found.fix)
+    return plan_for(environ, found.kind, asked_devices(environ, found))
 
 
 def asked_kind(environ: Mapping[str, str]) -> str:

@@ -156,11 +156,6 @@ READ = (
 """What a person may set."""
 
 
-def snapshot() -> dict[str, str]:
-    """Copy this process's environment."""
-    return dict(os.environ)
-
-
 def add(variables: Mapping[str, str]) -> None:
     """Lay variables over this process's environment, for good."""
     os.environ.update(variables)

@@ -145,14 +145,18 @@ def _meeting(port: int) -> dict[str, str]:
     return {bridge.POLYXLA_BRIDGE_COORDINATOR: f"{LOCALHOST}:{port}"}
 
 
-def cpu_layout(count: int, environ: Mapping[str, str]) -> Layout:
+def cpu_layout(count: int, environ: Mapping[str, str], started: int | None = None) -> Layout:
     """Lay out CPU replicas: a process each, unless POLYXLA_PJRT_PROCESSES says otherwise.
+
+    Args:
+        count: number of replicas.
+        environ: where that variable is.
+        started: number of processes that torchrun has started; None where it has not.
 
     Raises:
         UsageError: the replicas cannot be shared equally by that many processes.
     """
-    started = environ.get(env.WORLD_SIZE) if environ.get(env.TORCHELASTIC_RUN_ID) else None
-    text = environ.get(env.POLYXLA_PJRT_PROCESSES) or started or str(count)
+    text = environ.get(env.POLYXLA_PJRT_PROCESSES) or str(started or count)
     processes = int(text) if text.isascii() and text.isdecimal() else 0
     if not 1 <= processes <= count or count % processes:
         divisors = [str(number) for number in range(1, count + 1) if count % number == 0]

@@ -16,8 +16,7 @@ import torch_xla.core.xla_model as xm
 from torch_xla._internal import pjrt
 from torch_xla.experimental import plugins
 
-import polyxla.env
-from polyxla import UsageError
+from polyxla.env import POLYXLA_RUNTIME, snapshot
 from polyxla_pjrt import discovery, env, first_touch, torchrun
 from polyxla_pjrt.launching import ReplicasOfProcess, run_plan, say_emulated
 from polyxla_pjrt.layout import PREPARED, Plan
@@ -34,13 +33,13 @@ class EmulatedTpu(plugins.DevicePlugin):
         from polyxla_bridge.plugin import CpuPlugin
 
         # A replica's launcher has said it for all.
-        if env.PJRT_LOCAL_PROCESS_COUNT not in env.snapshot() and (plan := prepared_plan()):
+        if env.PJRT_LOCAL_PROCESS_COUNT not in snapshot() and (plan := prepared_plan()):
             say_emulated(plan)
         return CpuPlugin().library_path()
 
     def host_index(self) -> int:
         """Return the number of the emulated host."""
-        return int(env.snapshot()[env.TPU_WORKER_ID])
+        return int(snapshot()[env.TPU_WORKER_ID])
 
     def physical_chip_count(self) -> int:
         """Return the number of processes of this host."""
@@ -53,11 +52,10 @@ class EmulatedTpu(plugins.DevicePlugin):
 
 def prepared_plan() -> Plan | None:
     """Return where the replicas of a program in this environment are; None where torch_xla decides."""
-    environ = env.snapshot()
+    environ = snapshot()
     if environ.get(env.PJRT_DEVICE) not in PREPARED.values():
         return None
-    found = discovery.discover(environ, "auto")
-    return discovery.plan_for(environ, found.kind, discovery.asked_devices(environ, found))
+    return discovery.asked_plan(environ)
 
 
 def prepare(environ: Mapping[str, str]) -> dict[str, str]:
@@ -66,7 +64,7 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
     Raises:
         UsageError: it asks for what cannot be.
     """
-    if environ.get(polyxla.env.POLYXLA_RUNTIME) not in (None, "", "pjrt"):
+    if environ.get(POLYXLA_RUNTIME) not in (None, "", "pjrt"):
         return {}
     # What a launcher has prepared, for the bridge or for one replica, stays as it is.
     prepared = (env.POLYXLA_PJRT_LOCAL_DEVICE, env.PJRT_LOCAL_PROCESS_COUNT)
@@ -76,10 +74,7 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
     asks_for_cpu = environ.get(env.PJRT_DEVICE, "CPU" if is_started_by_torchrun else "") == "CPU"
     if not environ.get(env.POLYXLA_EMULATE) and not asks_for_cpu:
         return {}
-    found = discovery.discover(environ, "auto")
-    if found.unavailable:
-        raise UsageError(found.unavailable, fix=found.fix)
-    plan = discovery.plan_for(environ, found.kind, discovery.asked_devices(environ, found))
+    plan = discovery.asked_plan(environ)
     if plan is None:
         return {}
     if is_started_by_torchrun:
@@ -111,7 +106,7 @@ def run_multiprocess(
     first_touch.refuse(_LAUNCH)
     is_fork = start_method == "fork"
     call = Call((function, args, kwargs)) if is_fork else Call.for_new_process(function, args, kwargs)
-    work = ReplicasOfProcess(call, plan, function, args, env.snapshot())
+    work = ReplicasOfProcess(call, plan, function, args, snapshot())
     return dict(enumerate(run_plan(work, "fork" if is_fork else "forkserver")))
 
 
@@ -120,17 +115,17 @@ _own_run_multiprocess = pjrt.run_multiprocess
 
 def _join_torchrun() -> None:
     """Let one of torchrun's processes know that there are others, which torch_xla leaves to the script."""
-    environ = env.snapshot()
+    environ = snapshot()
     if torchrun.process_count(environ) is not None and environ.get(env.PJRT_DEVICE) in PREPARED.values():
         devices: Any = xm.get_xla_supported_devices()
         xm.set_replication(torch_xla.device(), devices)
 
 
 def _install() -> None:
-    env.add(prepare(env.snapshot()))
+    env.add(prepare(snapshot()))
     pjrt.run_multiprocess = run_multiprocess  # type: ignore[assignment]
     first_touch.remember(_join_torchrun)
-    if env.snapshot().get(env.PJRT_DEVICE) == PREPARED["TPU"]:
+    if snapshot().get(env.PJRT_DEVICE) == PREPARED["TPU"]:
         register_emulated()
 
 
