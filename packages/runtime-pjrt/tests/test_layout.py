@@ -112,11 +112,16 @@ def test_two_launches_meet_at_ports_of_their_own() -> None:
     assert one["POLYXLA_BRIDGE_COORDINATOR"] != other["POLYXLA_BRIDGE_COORDINATOR"]
 
 
-@pytest.mark.parametrize(("layout", "least"), [(Layout(threads=8), 32), (Layout(processes=8), 4)])
-def test_xlas_pools_hold_every_replica_of_the_process(layout: Layout, least: int) -> None:
-    told = Plan("CPU", layout).each({}, cpu_count=2)[0]
-    assert int(told[env.NPROC]) >= least
-    assert int(told[env.XLA_THREAD_POOL_SIZE]) >= least
+@pytest.mark.parametrize(
+    ("layout", "waiting", "compute"),
+    [(Layout(), 4, 3), (Layout(threads=8), 32, 1), (Layout(processes=8), 4, 1), (Layout(threads=2), 8, 1)],
+)
+def test_pools_hold_every_waiting_replica_and_share_the_cores(
+    layout: Layout, waiting: int, compute: int
+) -> None:
+    told = Plan("CPU", layout).each({}, cpu_count=3)[0]
+    assert int(told[env.XLA_THREAD_POOL_SIZE]) >= waiting
+    assert int(told[env.NPROC]) == compute
 
 
 def test_an_emulated_tpu_is_discovered_as_one(tmp_path: Path) -> None:

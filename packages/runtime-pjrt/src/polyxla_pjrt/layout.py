@@ -16,8 +16,8 @@ from polyxla_pjrt.accelerators import AcceleratorType
 from polyxla_pjrt.topology import join
 
 THREADS_PER_REPLICA = 4
-"""How many threads XLA's pools must have for each replica of a process: its collectives wait in them,
-and a pool that is full of waiting ones never starts the one they wait for."""
+"""How many threads torch_xla's pool must have for each replica of a process: executions wait in it for each
+other, and a pool that is full of waiting ones never starts the one they wait for."""
 LOCALHOST = "127.0.0.1"
 PREPARED = {"CPU": "CPU_POLYXLA", "TPU": "TPU_POLYXLA"}
 """The values of ``PJRT_DEVICE`` that choose the bridge. torch_xla's Python reads them up to the first
@@ -109,13 +109,15 @@ class Plan:
     ) -> dict[str, str]:
         from polyxla_bridge import env as bridge
 
-        threads = str(max(cpu_count, THREADS_PER_REPLICA * layout.threads))
+        # Each replica has pools of its own, and more threads than cores only stand in each other's way.
+        compute = max(1, cpu_count // layout.replicas)
+        waiting = THREADS_PER_REPLICA * layout.threads
         kind = f"TPU {self.accelerator.generation}" if self.accelerator else "polyxla CPU"
         return {
             **meeting,
             env.PJRT_DEVICE: PREPARED[self.kind],
-            env.NPROC: threads,
-            env.XLA_THREAD_POOL_SIZE: threads,
+            env.NPROC: str(compute),
+            env.XLA_THREAD_POOL_SIZE: str(max(cpu_count, waiting)),
             bridge.POLYXLA_BRIDGE_REPLICAS: str(layout.replicas),
             bridge.POLYXLA_BRIDGE_PROCESSES: str(layout.process_count),
             bridge.POLYXLA_BRIDGE_PROCESS: str(process),
