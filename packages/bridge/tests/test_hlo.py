@@ -7,7 +7,7 @@ import re
 import pytest
 from jaxlib._hlo import HloModule, hlo_module_from_text  # type: ignore[import-not-found]
 
-from polyxla_bridge import hlo
+from polyxla_bridge import hlo, rewrite
 from polyxla_bridge.errors import PjrtError
 
 ADD = "add { a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }"
@@ -40,7 +40,7 @@ def written(data: bytes) -> str:
 
 
 def test_a_reduce_scatter_of_several_becomes_several() -> None:
-    text = written(hlo.for_stablehlo(scatter_of_three()))
+    text = written(rewrite.for_jaxlib(scatter_of_three(), 2))
     found = re.findall(r"= (f32\[\d\]).*? reduce-scatter\(.*?channel_id=(\d+)", text)
     assert [shape for shape, _ in found] == ["f32[2]", "f32[3]", "f32[1]"]
     assert len({channel for _, channel in found} | {"9"}) == 4, "channels are distinct"
@@ -49,7 +49,7 @@ def test_a_reduce_scatter_of_several_becomes_several() -> None:
 
 
 def test_without_channels_none_are_added() -> None:
-    text = written(hlo.for_stablehlo(scatter_of_three(channels=False)))
+    text = written(rewrite.for_jaxlib(scatter_of_three(channels=False), 2))
     assert "channel_id" not in text
 
 
@@ -57,14 +57,14 @@ def test_an_exchange_of_one_part_is_that_part() -> None:
     data = module("""HloModule alone
     ENTRY main { x = f32[2] parameter(0) e = (f32[2]) all-to-all(x), replica_groups={{0}}
       ROOT r = f32[2] get-tuple-element(e), index=0 }""")
-    text = written(hlo.for_stablehlo(data))
+    text = written(rewrite.for_jaxlib(data, 2))
     assert "all-to-all" not in text.replace("%", "").split("get-tuple-element")[0]
     assert re.search(r"= \(f32\[2\]\S*\) tuple\(", text)
 
 
 def test_a_program_without_lists_stays_as_it_is() -> None:
     data = module(f"HloModule plain\n{ADD}\nENTRY main {{ ROOT x = f32[2] parameter(0) }}")
-    assert hlo.for_stablehlo(data) is data
+    assert rewrite.for_jaxlib(data, 2) is data
 
 
 def test_collectives_are_named_once_each() -> None:
@@ -96,3 +96,38 @@ def test_dynamic_shapes_are_refused() -> None:
     text = "HloModule grows\nENTRY main { ROOT x = f32[<=4] parameter(0) }"
     with pytest.raises(PjrtError, match=r"grows has an array whose size \(4,\) is only a limit"):
         hlo.results(module(text))
+
+
+def all_reduce_of(*shapes: str) -> bytes:
+    parameters = " ".join(f"p{i} = {shape} parameter({i})" for i, shape in enumerate(shapes))
+    names, whole = ", ".join(f"p{i}" for i in range(len(shapes))), ", ".join(shapes)
+    return module(f"""HloModule several, replica_count=2
+    {ADD}
+    ENTRY main {{ {parameters}
+      r = ({whole}) all-reduce({names}), replica_groups={{{{0,1}}}}, to_apply=add
+      last = {shapes[-1]} get-tuple-element(r), index={len(shapes) - 1}
+      first = {shapes[0]} get-tuple-element(r), index=0
+      ROOT t = ({shapes[-1]}, {shapes[0]}) tuple(last, first) }}""")
+
+
+def reduced(text: str) -> str:
+    """Return what a module's only all-reduce returns, without layouts."""
+    (found,) = re.findall(r"= (.*?) all-reduce\(", text)
+    return re.sub(r"\{[\d,]*\}", "", found)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "becomes"),
+    [
+        (("f32[2,3]", "f32[]", "f32[0]", "f32[5]"), "f32[12]"),
+        (("f32[2]", "bf16[4]", "f32[3]", "bf16[1]"), "(f32[5], bf16[5])"),
+        (("f32[2]", "f32[600000]", "f32[3]"), "(f32[5], f32[600000])"),
+        (("f32[2]", "bf16[4]"), "(f32[2], bf16[4])"),
+        (("f32[600000]", "f32[600000]"), "(f32[600000], f32[600000])"),
+    ],
+)
+def test_small_operands_of_an_all_reduce_are_packed(shapes: tuple[str, ...], becomes: str) -> None:
+    data = all_reduce_of(*shapes)
+    text = written(rewrite.for_jaxlib(data, 2))
+    assert reduced(text) == becomes
+    assert hlo.results(rewrite.for_jaxlib(data, 2)) == hlo.results(data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -160,6 +161,64 @@ def test_replicas_sum_across_their_clients(replicas: JaxEngine) -> None:
     results = [replicas.execute(executable, device, [inputs[device.index]])[0] for device in replicas.devices]
     expected = [count * (count + 1) / 2] * 4
     assert [download(replicas, one).tolist() for one in results] == [expected] * count
+
+
+@pytest.mark.parametrize(("combine", "expected"), [("and", 8), ("or", 15)])
+@pytest.mark.parametrize("groups", ["{}", "{{0,1}}", "{{1,0}}"])
+def test_whole_numbers_are_combined_bit_by_bit(combine: str, expected: int, groups: str) -> None:
+    text = f"""HloModule bits, replica_count=2
+both {{ a = u8[] parameter(0) b = u8[] parameter(1) ROOT s = u8[] {combine}(a, b) }}
+ENTRY main {{ x = u8[2,3] parameter(0) y = u8[] parameter(1)
+  one = u8[2,3] all-reduce(x), replica_groups={groups}, to_apply=both
+  two = (u8[2,3], u8[]) all-reduce(one, y), replica_groups={groups}, to_apply=both
+  z = u8[] get-tuple-element(two), index=1
+  ROOT t = (u8[2,3], u8[]) tuple(one, z) }}"""
+    engine = JaxEngine(Share(2, 1, 0, f"127.0.0.1:{free_port()}"))
+    module = hlo_module_from_text(text).as_serialized_hlo_module_proto()
+    executable = engine.compile(module, xla_client.CompileOptions().SerializeAsString())
+    inputs = [np.full((2, 3), value, np.uint8) for value in (12, 11)]
+    inputs[1][0, 2] = 0
+    results = [
+        engine.execute(
+            executable, device, [upload(engine, host, device.index), upload(engine, host[1, 1], device.index)]
+        )
+        for device, host in zip(engine.devices, inputs, strict=True)
+    ]
+    for x, y in results:
+        assert download(engine, y) == expected
+        assert download(engine, x)[1].tolist() == [expected] * 3
+        assert download(engine, x)[0, 2] == (0 if combine == "and" else 12)
+    engine.close()
+
+
+def test_several_operands_are_summed_each_by_itself(replicas: JaxEngine) -> None:
+    count = len(replicas.devices)
+    text = f"""HloModule several, replica_count={count}
+add {{ a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }}
+ENTRY main {{ x = f32[2,3] parameter(0) y = f32[] parameter(1) z = f32[300000] parameter(2)
+  w = f32[2] parameter(3)
+  ROOT r = (f32[2,3], f32[], f32[300000], f32[2]) all-reduce(x, y, z, w), replica_groups={{}},
+    to_apply=add }}"""
+    module = hlo_module_from_text(text).as_serialized_hlo_module_proto()
+    executable = replicas.compile(module, xla_client.CompileOptions().SerializeAsString())
+    shapes: list[tuple[int, ...]] = [(2, 3), (), (300000,), (2,)]
+    hosts = [np.arange(math.prod(shape), dtype=np.float32).reshape(shape) + 1 for shape in shapes]
+    results = [
+        replicas.execute(executable, device, [upload(replicas, host, device.index) for host in hosts])
+        for device in replicas.devices
+    ]
+    for result in results:
+        for buffer, host in zip(result, hosts, strict=True):
+            np.testing.assert_array_equal(download(replicas, buffer), host * count)
+
+
+def test_a_flag_of_the_persons_own_wins(engine: JaxEngine) -> None:
+    example = np.ones((64, 64), np.float32)
+    flag = "--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_DOT"
+    other = JaxEngine(Share(xla_flags=flag))
+    hlos = [compiled(one, lambda a: a @ a, example).optimized_hlo for one in (engine, other)]
+    assert [b"ynn" in one for one in hlos] == [False, True]
+    other.close()
 
 
 def test_replicas_may_run_different_programs(replicas: JaxEngine) -> None:

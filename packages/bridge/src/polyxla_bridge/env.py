@@ -46,6 +46,11 @@ rightly; one that never comes does not.
 Default: 300.
 """
 
+XLA_FLAGS = "XLA_FLAGS"
+"""XLA's own options; one that is set here is not set otherwise by the engine.
+Default: none.
+"""
+
 
 @dataclass(frozen=True)
 class Share:
@@ -58,6 +63,7 @@ class Share:
     platform: str = "CPU"
     kind: str = "polyxla CPU"
     stall_timeout_s: float = 300.0
+    xla_flags: str = ""
 
     @property
     def per_process(self) -> int:
@@ -84,6 +90,7 @@ def from_environ(environ: Mapping[str, str]) -> Share:
         platform=environ.get(POLYXLA_BRIDGE_PLATFORM, Share.platform),
         kind=environ.get(POLYXLA_BRIDGE_KIND, Share.kind),
         stall_timeout_s=_seconds(environ, POLYXLA_STALL_TIMEOUT_S, Share.stall_timeout_s),
+        xla_flags=environ.get(XLA_FLAGS, ""),
     )
     if share.replicas < 1 or share.processes < 1 or share.replicas % share.processes:
         raise ValueError(f"{share.replicas} replicas cannot be shared equally by {share.processes} processes")

@@ -8,13 +8,12 @@ Source: field numbers of xla/service/hlo.proto and xla/xla_data.proto, as of jax
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+import math
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from polyxla_bridge.abi import Code
+from polyxla_bridge.abi import Code, width
 from polyxla_bridge.errors import PjrtError
 
 _Field = descriptor_pb2.FieldDescriptorProto
@@ -33,11 +32,29 @@ _SCHEMA: dict[str, list[tuple[str, int, Any, bool]]] = {
         ("opcode", 2, _Field.TYPE_STRING, False),
         ("shape", 3, "Shape", False),
         ("metadata", 7, _Field.TYPE_BYTES, False),
+        ("tuple_index", 13, _Field.TYPE_INT64, False),
+        ("dimensions", 14, _Field.TYPE_INT64, True),
+        ("slice_dimensions", 17, "Slice", True),
         ("channel_id", 26, _Field.TYPE_INT64, False),
         ("id", 35, _Field.TYPE_INT64, False),
         ("operand_ids", 36, _Field.TYPE_INT64, True),
+        ("called_computation_ids", 38, _Field.TYPE_INT64, True),
+        # Where the groups of a collective are; XLA wrote them in the one, and now writes them in the other.
+        ("replica_groups", 49, "Group", True),
+        ("device_list", 87, "DeviceList", False),
     ],
-    "Computation": [("instructions", 2, "Instruction", True)],
+    "Group": [("replica_ids", 1, _Field.TYPE_INT64, True)],
+    "DeviceList": [("replica_groups", 1, "Group", True)],
+    "Slice": [
+        ("start", 1, _Field.TYPE_INT64, False),
+        ("limit", 2, _Field.TYPE_INT64, False),
+        ("stride", 3, _Field.TYPE_INT64, False),
+    ],
+    "Computation": [
+        ("instructions", 2, "Instruction", True),
+        ("id", 5, _Field.TYPE_INT64, False),
+        ("root_id", 6, _Field.TYPE_INT64, False),
+    ],
     "Alias": [("parameter_number", 2, _Field.TYPE_INT64, False)],
     "Aliases": [("entries", 1, "Alias", True)],
     "Module": [
@@ -83,6 +100,9 @@ _PRIMITIVES = {
     33: "float8_e8m0fnu",
 }
 
+PRED, TUPLE = 1, 13
+"""The types of truth values and of what holds several arrays. Source: as above."""
+
 _COLLECTIVES = (
     "all-gather",
     "all-reduce",
@@ -116,12 +136,12 @@ def _messages() -> dict[str, Any]:
     }
 
 
-_MESSAGES = _messages()
+MESSAGES = _messages()
 
 
 def module_name(hlo: bytes) -> str:
     """Return the name of a serialised HloModuleProto."""
-    name: str = _parsed("Module", hlo).name
+    name: str = parsed("Module", hlo).name
     return name
 
 
@@ -131,7 +151,7 @@ def results(hlo: bytes) -> list[tuple[str, tuple[int, ...]]]:
     Raises:
         PjrtError: a size is not known before the program runs.
     """
-    module = _parsed("Module", hlo)
+    module = parsed("Module", hlo)
     shape = module.host_program_shape.result
     # A tuple is flat here: torch_xla makes no nested ones.
     parts = shape.tuple_shapes if shape.element_type not in _PRIMITIVES else [shape]
@@ -145,80 +165,26 @@ def results(hlo: bytes) -> list[tuple[str, tuple[int, ...]]]:
     return [(_PRIMITIVES[part.element_type], tuple(part.dimensions)) for part in parts]
 
 
+def size_bytes(shape: Any) -> int:
+    """Return what an array of a shape takes; 0 for what is no array."""
+    dtype = _PRIMITIVES.get(shape.element_type, "token")
+    count: int = math.prod(shape.dimensions)
+    return count * width(dtype)
+
+
 def donated(hlo: bytes) -> frozenset[int]:
     """Return the numbers of the parameters whose memory the results take over."""
-    return frozenset(one.parameter_number for one in _parsed("Module", hlo).input_output_alias.entries)
+    return frozenset(one.parameter_number for one in parsed("Module", hlo).input_output_alias.entries)
 
 
 def collectives(hlo: bytes) -> tuple[str, ...]:
     """Return the kinds of collectives in a serialised HloModuleProto, each once."""
     found = {
         instruction.opcode.removesuffix("-start")
-        for computation in _parsed("Module", hlo).computations
+        for computation in parsed("Module", hlo).computations
         for instruction in computation.instructions
     }
     return tuple(kind for kind in _COLLECTIVES if kind in found)
-
-
-def for_stablehlo(hlo: bytes) -> bytes:
-    """Return the module with what jaxlib cannot convert to StableHLO said in another way.
-
-    A reduce-scatter of several operands, which ``xm.reduce_scatter`` of a list sends, becomes one for
-    each: StableHLO's has a single operand. Each has a channel of its own, or the runtime would take them
-    for one another. An all-to-all of one part, which goes nowhere, becomes that part: jaxlib 0.10.2 ends
-    the process over it. The original instruction becomes the tuple of the results, so that whatever
-    refers to it need not change.
-    """
-    module = _parsed("Module", hlo)
-    every = [one for computation in module.computations for one in computation.instructions]
-    if not any(_is_variadic_scatter(one) or _is_lonely_exchange(one) for one in every):
-        return hlo
-    channels = itertools.count(max(one.channel_id for one in every) + 1)
-    # The upper half of an id may say which computation it is in: only the lower half is counted on.
-    lower = itertools.count(max(one.id % 2**32 for one in every) + 1)
-    for computation in module.computations:
-        instructions = list(computation.instructions)
-        del computation.instructions[:]
-        for one in instructions:
-            if _is_variadic_scatter(one):
-                singles = _singles(one, channels, lower)
-                computation.instructions.extend([*singles, _tuple(one, [single.id for single in singles])])
-            elif _is_lonely_exchange(one):
-                computation.instructions.append(_tuple(one, one.operand_ids))
-            else:
-                computation.instructions.append(one)
-    data: bytes = module.SerializeToString()
-    return data
-
-
-def _is_variadic_scatter(instruction: Any) -> bool:
-    return instruction.opcode == "reduce-scatter" and len(instruction.operand_ids) > 1
-
-
-def _is_lonely_exchange(instruction: Any) -> bool:
-    return instruction.opcode == "all-to-all" and len(instruction.shape.tuple_shapes) == 1
-
-
-def _singles(one: Any, channels: Iterator[int], lower: Iterator[int]) -> list[Any]:
-    singles = []
-    for index, operand in enumerate(one.operand_ids):
-        single = _MESSAGES["Instruction"]()
-        single.CopyFrom(one)
-        single.name = f"{one.name}.part{index}"
-        single.shape.CopyFrom(one.shape.tuple_shapes[index])
-        single.id = one.id // 2**32 * 2**32 + next(lower)
-        single.operand_ids[:] = [operand]
-        if one.channel_id:
-            single.channel_id = next(channels)
-        singles.append(single)
-    return singles
-
-
-def _tuple(one: Any, operands: Sequence[int]) -> Any:
-    parts = _MESSAGES["Instruction"](name=one.name, opcode="tuple", id=one.id, metadata=one.metadata)
-    parts.shape.CopyFrom(one.shape)
-    parts.operand_ids[:] = operands
-    return parts
 
 
 def with_config(hlo: bytes) -> bytes:
@@ -226,14 +192,15 @@ def with_config(hlo: bytes) -> bytes:
 
     torch_xla reads result layouts from there, and ends the process where there is none.
     """
-    whole = _MESSAGES["ModuleWithConfig"]()
+    whole = MESSAGES["ModuleWithConfig"]()
     whole.hlo_module.MergeFromString(hlo)
     whole.config.entry_computation_layout.CopyFrom(whole.hlo_module.host_program_shape)
     data: bytes = whole.SerializeToString()
     return data
 
 
-def _parsed(name: str, data: bytes) -> Any:
-    message = _MESSAGES[name]()
+def parsed(name: str, data: bytes) -> Any:
+    """Return a message of this schema."""
+    message = MESSAGES[name]()
     message.ParseFromString(data)
     return message
