@@ -107,6 +107,7 @@ def run_replicas(replica: Callable[[Place], Any], plan: Plan, process: int) -> l
     # In a forked process torch makes its autograd engine anew at the first use, which no two threads may be;
     # with a queue for each of the devices that there are by then.
     torch.zeros((), requires_grad=True).backward()
+    _wait_for_own_device()
     return _run_threads(
         [
             functools.partial(_on_own_device, replica, Place(plan, process, i))
@@ -122,6 +123,23 @@ def _on_own_device(replica: Callable[[Place], Any], place: Place) -> Any:
     # Compiled programs ask for these, and cannot ask the device.
     xr._init_world_size_ordinal()
     return replica(place)
+
+
+def _wait_for_own_device() -> None:
+    """Let ``xm.wait_device_ops()`` mean, in a replica's thread, that replica's device.
+
+    torch_xla takes the locks of all devices for it. Another replica that cannot begin its step meanwhile is
+    missed in the collective that is waited for: both would wait for ever.
+    """
+    native: Any = torch_xla._XLAC  # type: ignore[attr-defined]
+    wait = native._xla_wait_device_ops
+
+    @functools.wraps(wait)
+    def wait_device_ops(devices: Sequence[str] = ()) -> None:
+        own = threading.current_thread().name.startswith(REPLICA_THREAD)
+        wait(devices=list(devices) or (xm.xla_real_devices([torch_xla.device()]) if own else []))
+
+    native._xla_wait_device_ops = wait_device_ops
 
 
 def _run_threads(replicas: Sequence[Callable[[], Any]]) -> list[Any]:
