@@ -70,6 +70,31 @@ def test_a_launch_under_torchrun_joins(clean_environ: dict[str, str], tmp_path: 
     assert done.stdout.count("RESULT [([0, 1], 2)]") == 2
 
 
+BEGUN = """
+import os
+from pathlib import Path
+
+begun = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+
+import polyxla
+
+def parent(replica):
+    return str(os.getppid())
+
+if __name__ == "__main__":
+    print("RESULT", len(begun), begun * 2 == polyxla.launch(parent))
+"""
+
+
+def test_under_polyxla_run_the_replicas_imports_begin_with_the_script(
+    clean_environ: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "begun.py").write_text(BEGUN)
+    command = [sys.executable, "-m", "polyxla", "run", "--devices", "2", str(tmp_path / "begun.py")]
+    done = run(command, {**clean_environ, "PJRT_DEVICE": "CPU"})
+    assert "RESULT 1 True" in done.stdout, done.stderr
+
+
 def test_a_torchrun_that_does_not_match_is_refused(clean_environ: dict[str, str]) -> None:
     done = run(torchrun(2, str(SEEDS / "all_reduce.py")), {**clean_environ, "POLYXLA_EMULATE": "v5e-4"})
     assert done.returncode != 0

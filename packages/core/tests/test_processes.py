@@ -623,6 +623,19 @@ print(fork_server(os.environ, ["json.tool"]).process.pid)
     _wait_for_end_of([int(done.stdout)])
 
 
+def test_a_fork_server_that_nobody_used_ends_while_it_imports(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time; time.sleep(600)")
+    code = """
+import os
+from polyxla.starting import fork_server
+print(fork_server(os.environ, ["slow"]).process.pid)
+"""
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    _wait_for_end_of([int(done.stdout)])
+
+
 def test_a_fork_has_what_this_process_made_and_leaves_its_exit_hooks(tmp_path: Path) -> None:
     lock = threading.Lock()
 

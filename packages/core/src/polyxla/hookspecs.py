@@ -69,6 +69,18 @@ def polyxla_environment(
     """
 
 
+@hookspec
+def polyxla_prepare(environ: Mapping[str, str]) -> None:
+    """Begin, in the background, what a launch will need and what takes long.
+
+    Called on the chosen runtime when ``polyxla run`` is about to run a program, in that program's process
+    before its first line. It must return at once, and start no thread here; the program may never launch.
+
+    Args:
+        environ: this process's environment, with what `polyxla_environment` returned in it.
+    """
+
+
 @hookspec(firstresult=True)
 def polyxla_launch(job: Job) -> list[Any]:  # type: ignore[empty-body]
     """Start every replica of `job`, wait for all, return their results in ordinal order.

@@ -14,8 +14,10 @@ import traceback
 from types import CodeType, ModuleType
 from typing import Any
 
+from polyxla import env
 from polyxla.errors import PolyxlaError, UsageError
 from polyxla.notices import say
+from polyxla.plugins import find_runtime, runtime_alone
 
 
 def main() -> None:
@@ -25,11 +27,17 @@ def main() -> None:
     # Kept for good: what the program starts (threads, spawned workers) looks itself up here.
     sys.modules["__main__"] = module
     try:
+        _prepare()
         code = _module(module) if sys.argv[0] == "-m" else _script(module, sys.argv[0])
         exec(code, module.__dict__)
     except PolyxlaError as error:
         say(f"error: {error}{_line_of(error, getattr(module, '__file__', None))}")
         sys.exit(error.exit_code)
+
+
+def _prepare() -> None:
+    if runtime := env.snapshot().get(env.POLYXLA_RUNTIME):
+        runtime_alone(find_runtime(runtime, "default")).hook.polyxla_prepare(environ=env.snapshot())
 
 
 def _lead_path(folder: str) -> None:

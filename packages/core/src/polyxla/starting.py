@@ -150,7 +150,10 @@ class ForkServer:
                     self.exits[number] = Exit(*end)
 
     def close(self) -> None:
-        """Let it end, which it does as soon as its processes have."""
+        """Let it end, which it does as soon as its processes have; at once if it never had any."""
+        if not next(self._numbers):
+            # It may still be importing, and would see only afterwards that nobody needs it.
+            self.process.signal(signal.SIGTERM)
         self._control.close()
         self.process.wait(time.monotonic() + CLOSE_S)
 

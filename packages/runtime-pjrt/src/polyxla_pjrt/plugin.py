@@ -7,8 +7,9 @@ from typing import Any
 
 from polyxla import Discovery, Job, Replication, hookimpl
 from polyxla.processes import run_inline, run_processes
+from polyxla.starting import fork_server
 from polyxla_pjrt import discovery as pjrt
-from polyxla_pjrt import env
+from polyxla_pjrt import env, torchrun
 from polyxla_pjrt.launching import PRELOAD, Place, run_job
 
 
@@ -24,6 +25,13 @@ def polyxla_environment(
 ) -> dict[str, str]:
     """Choose torch_xla's device type, and the chip where only one of several is used."""
     return pjrt.replica_environment(environ, discovery, devices)
+
+
+@hookimpl
+def polyxla_prepare(environ: Mapping[str, str]) -> None:
+    """Let the fork server import torch_xla while the program does."""
+    if pjrt.asked_plan(environ) and torchrun.process_count(environ) is None:
+        fork_server(environ, PRELOAD)
 
 
 @hookimpl
