@@ -9,7 +9,8 @@ import pytest
 
 from polyxla import Claim, Discovery, UsageError
 from polyxla_pjrt import env
-from polyxla_pjrt.discovery import discover, replica_environment
+from polyxla_pjrt.discovery import discover, plan_for, replica_environment
+from polyxla_pjrt.layout import Layout
 
 V4, V3 = "0x005e", "0x0027"
 DESCRIBED = {env.TPU_SKIP_MDS_QUERY: "1", env.TPU_LIBRARY_PATH: "libtpu.so"}
@@ -181,12 +182,6 @@ def test_a_fixed_number_of_devices_does_not_grow(laptop: Path) -> None:
     assert not discover({env.CPU_NUM_DEVICES: "2"}, "auto", laptop).growable
 
 
-def test_several_tpu_cores_are_refused(v4_host: Path) -> None:
-    environ = {**DESCRIBED, env.TPU_ACCELERATOR_TYPE: "v4-8"}
-    with pytest.raises(UsageError, match="4 TPU cores are asked for, but runtime 'pjrt' drives one"):
-        replica_environment(environ, discover(environ, "auto", v4_host), (0, 1, 2, 3))
-
-
 def test_every_variable_is_listed_with_its_origin(laptop: Path) -> None:
     found: Discovery = discover({env.PJRT_DEVICE: "CPU"}, "auto", laptop)
     assert found.variables.keys() == set(env.READ)
@@ -195,3 +190,55 @@ def test_every_variable_is_listed_with_its_origin(laptop: Path) -> None:
         "environment",
     )
     assert found.variables[env.CPU_NUM_DEVICES].origin == "default"
+
+
+V4_32 = {env.TPU_ACCELERATOR_TYPE: "v4-32", env.TPU_WORKER_ID: "2", env.TPU_WORKER_HOSTNAMES: "a,b,c,d"}
+
+
+@pytest.mark.parametrize(
+    ("described", "devices", "layout", "first", "bounds", "chips"),
+    [
+        ({env.TPU_ACCELERATOR_TYPE: "v4-8"}, (0, 1, 2, 3), Layout(1, 4), 0, "2,2,1", "0123"),
+        ({env.TPU_ACCELERATOR_TYPE: "v4-8"}, (2, 3), Layout(1, 2), 0, "2,1,1", "23"),
+        ({env.TPU_ACCELERATOR_TYPE: "v4-8"}, (1, 3), Layout(1, 2), 0, "1,2,1", "13"),
+        ({env.TPU_ACCELERATOR_TYPE: "v3-8"}, tuple(range(8)), Layout(2, 4), 0, "2,2,1", "0123"),
+        ({env.TPU_ACCELERATOR_TYPE: "v3-8"}, (4, 5, 6, 7), Layout(2, 2), 0, "2,1,1", "23"),
+        (V4_32, (0, 1, 2, 3), Layout(1, 4, 4), 8, "2,2,4", "0123"),
+    ],
+)
+def test_several_tpu_cores_get_a_process_for_each_chip(
+    described: dict[str, str], devices: tuple[int, ...], layout: Layout, first: int, bounds: str, chips: str
+) -> None:
+    plan = plan_for(DESCRIBED | described, "TPU", devices)
+    assert plan is not None
+    assert (plan.layout, plan.first_process, plan.is_bridged) == (layout, first, False)
+    told = plan.each({"KEPT": "1"}, cpu_count=2)
+    assert [one[env.TPU_VISIBLE_CHIPS] for one in told] == list(chips)
+    assert [one[env.CLOUD_TPU_TASK_ID] for one in told] == [str(first + i) for i in range(len(told))]
+    assert [one[env.PJRT_LOCAL_PROCESS_RANK] for one in told] == [str(i) for i in range(len(told))]
+    assert {one[env.TPU_PROCESS_BOUNDS] for one in told} == {bounds}
+    assert {(one[env.PJRT_DEVICE], one["KEPT"], one[env.TPU_SKIP_MDS_QUERY]) for one in told} == {
+        ("TPU", "1", "1")
+    }
+    assert plan.whole(2) == {env.PJRT_DEVICE: "TPU"}
+
+
+@pytest.mark.parametrize(
+    ("described", "devices", "why"),
+    [
+        ({env.TPU_ACCELERATOR_TYPE: "v4-8"}, (0, 3), "not neighbours that form a box"),
+        ({env.TPU_ACCELERATOR_TYPE: "v4-8"}, (0, 1, 2), "not neighbours that form a box"),
+        ({env.TPU_ACCELERATOR_TYPE: "v3-8"}, (1, 2), "take both or none"),
+        (V4_32, (0, 1), "4 hosts must use all their chips"),
+        (
+            {env.TPU_ACCELERATOR_TYPE: "v4-8", "TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "4"},
+            (0, 1, 2, 3),
+            "torchrun has started this process",
+        ),
+    ],
+)
+def test_tpu_cores_that_cannot_be_used_together_are_refused(
+    described: dict[str, str], devices: tuple[int, ...], why: str
+) -> None:
+    with pytest.raises(UsageError, match=why):
+        plan_for(DESCRIBED | described, "TPU", devices)

@@ -53,30 +53,24 @@ def replica_environment(
     """Return what is laid over the environment of a job; `Plan.each` adds what is each process's own.
 
     Raises:
-        UsageError: more than one real TPU core is asked for, or several replicas without the bridge.
+        UsageError: these TPU cores cannot be used together, or several replicas need the bridge.
     """
     if plan := plan_for(environ, discovery.kind, devices):
         return plan.whole(os.cpu_count() or 1)
-    if len(devices) != 1:
-        raise UsageError(
-            f"{len(devices)} TPU cores are asked for, but runtime 'pjrt' drives one in this version",
-            where="devices",
-            fix="Write devices=1, or devices=[i] for the core with index i.",
-        )
     if discovery.kind == "TPU":
         return tpu.core_environment(environ, devices[0])
     return {env.PJRT_DEVICE: "CPU", env.POLYXLA_PJRT_LOCAL_DEVICE: str(devices[0])}
 
 
 def plan_for(environ: Mapping[str, str], kind: str, devices: tuple[int, ...]) -> Plan | None:
-    """Return where replicas on the bridge are to be; None where torch_xla's own client is used.
+    """Return where several replicas are to be; None where torch_xla's own client has one.
 
     Raises:
         UsageError: they cannot be laid out so, or the bridge is not installed.
     """
     emulated = emulated_type(environ)
     if emulated is None and kind == "TPU":
-        return None
+        return tpu.plan(environ, devices) if len(devices) > 1 else None
     started = torchrun.process_count(environ)
     if emulated is None and len(devices) == 1 and started in (None, 1):
         return None

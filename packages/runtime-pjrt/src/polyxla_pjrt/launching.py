@@ -1,4 +1,4 @@
-"""Starting the processes of bridged replicas. Light: what is heavy is imported in those processes."""
+"""Starting the processes of several replicas. Light: what is heavy is imported in those processes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from polyxla.processes import ProcessMethod, run_processes
 from polyxla_pjrt import torchrun
 from polyxla_pjrt.layout import Plan
 
-_BRIDGED = ("polyxla_pjrt.bridged", "polyxla_bridge.jax_engine")
-PRELOAD = ("polyxla_pjrt.replication", *(_BRIDGED if importlib.util.find_spec("polyxla_bridge") else ()))
+_BRIDGE = ("polyxla_bridge.jax_engine",) if importlib.util.find_spec("polyxla_bridge") else ()
+PRELOAD = ("polyxla_pjrt.replicas", *_BRIDGE)
 """What a replica's process imports, and what starts nothing. One list for all, hence one fork server."""
 
 
@@ -55,7 +55,7 @@ class ReplicasOfProcess:
 
     def run(self, process: int) -> list[Any]:
         """Be that process, and return its replicas' results in ordinal order."""
-        from polyxla_pjrt.bridged import run_replicas
+        from polyxla_pjrt.replicas import run_replicas
 
         return run_replicas(self.replica, self.plan, process)
 
@@ -101,7 +101,9 @@ def run_plan(work: ReplicasOfProcess, method: ProcessMethod) -> list[Any]:
     if torchrun.process_count(work.environ) is not None:
         return torchrun.run_here(work.run, plan, work.environ)
     environs = plan.each(work.environ, os.cpu_count() or 1)
-    results = run_processes(work, range(len(environs)), environs, method=method, preload=PRELOAD)
+    first = plan.first_process
+    places = range(first, first + len(environs))
+    results = run_processes(work, places, environs, method=method, preload=PRELOAD)
     return [result for of_process in results for result in of_process]
 
 

@@ -69,7 +69,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a job of bridged replicas runs on.
+    """What a job of several replicas runs on: here, on the bridge.
 
     Attributes:
         kind: what the devices are called, ``CPU`` or ``TPU``.
@@ -80,6 +80,16 @@ class Plan:
     kind: str
     layout: Layout
     accelerator: AcceleratorType | None = None
+
+    @property
+    def is_bridged(self) -> bool:
+        """Whether the replicas are on the bridge; else they are on torch_xla's own client."""
+        return True
+
+    @property
+    def first_process(self) -> int:
+        """The number of the first process that this host starts."""
+        return 0
 
     def whole(self, cpu_count: int) -> dict[str, str]:
         """Return what a process must find in its environment that holds all the replicas itself."""

@@ -36,7 +36,7 @@ def polyxla_prepare(environ: Mapping[str, str]) -> None:
 
 @hookimpl
 def polyxla_launch(job: Job) -> list[Any]:
-    """Run one replica in this process, or in a fresh one when asked to; bridged ones in processes."""
+    """Run one replica in this process, or in a fresh one when asked to; several in processes."""
     if plan := pjrt.plan_for(job.environ, pjrt.asked_kind(job.environ), job.devices):
         return run_job(job, plan)
     if job.process_method is None:
@@ -48,9 +48,9 @@ def polyxla_launch(job: Job) -> list[Any]:
 def polyxla_replication(job: Job, place: Place | None) -> Replication:
     """Touch the device, for the first time in this process (or thread)."""
     if place is not None:
-        from polyxla_pjrt.bridged import BridgedReplication
+        from polyxla_pjrt.replicas import SeveralReplication
 
-        return BridgedReplication(place)
+        return SeveralReplication(place)
     from polyxla_pjrt.replication import SingleReplication
 
     local_device = int(job.environ[env.POLYXLA_PJRT_LOCAL_DEVICE])

@@ -16,7 +16,7 @@ import torch_xla.core.xla_model as xm
 from torch_xla._internal import pjrt
 from torch_xla.experimental import plugins
 
-from polyxla.env import POLYXLA_RUNTIME, snapshot
+from polyxla.env import POLYXLA_DEVICES, POLYXLA_RUNTIME, snapshot
 from polyxla_pjrt import discovery, env, first_touch, torchrun
 from polyxla_pjrt.launching import ReplicasOfProcess, run_plan, say_emulated
 from polyxla_pjrt.layout import PREPARED, Plan
@@ -53,9 +53,10 @@ class EmulatedTpu(plugins.DevicePlugin):
 def prepared_plan() -> Plan | None:
     """Return where the replicas of a program in this environment are; None where torch_xla decides."""
     environ = snapshot()
-    if environ.get(env.PJRT_DEVICE) not in PREPARED.values():
-        return None
-    return discovery.asked_plan(environ)
+    kind = environ.get(env.PJRT_DEVICE)
+    # All of a host's TPU cores torch_xla launches itself; of some it knows nothing.
+    some_cores = kind == "TPU" and environ.get(POLYXLA_DEVICES, "auto") != "auto"
+    return discovery.asked_plan(environ) if kind in PREPARED.values() or some_cores else None
 
 
 def prepare(environ: Mapping[str, str]) -> dict[str, str]:

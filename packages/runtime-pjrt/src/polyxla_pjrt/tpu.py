@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from polyxla import Device, Discovery, Setting, UsageError
-from polyxla_pjrt import env
-from polyxla_pjrt.accelerators import AcceleratorType
+from polyxla_pjrt import env, torchrun
+from polyxla_pjrt.accelerators import AcceleratorType, Bounds, Shape
 from polyxla_pjrt.chips import Chip
+from polyxla_pjrt.layout import Layout, Plan
 from polyxla_pjrt.metadata import MetadataClient
 from polyxla_pjrt.slices import Slice, read_slice
-from polyxla_pjrt.topology import single_core_environment
+from polyxla_pjrt.topology import process_environments, single_core_environment
 
 
 def with_devices(bare: Discovery, environ: Mapping[str, str], chips: tuple[Chip, ...]) -> Discovery:
@@ -66,6 +67,111 @@ def core_environment(environ: Mapping[str, str], device: int) -> dict[str, str]:
         env.POLYXLA_PJRT_DEVICE: str(device),
         env.POLYXLA_PJRT_LOCAL_DEVICE: str(local_device),
     }
+
+
+@dataclass(frozen=True)
+class TpuPlan(Plan):
+    """What a job on several of this host's TPU cores runs on; the slice's other hosts launch theirs.
+
+    Attributes:
+        variables: what each process of this host is told about the slice, and its chip.
+        worker_id: this host's number in the slice.
+    """
+
+    variables: tuple[Mapping[str, str], ...] = ()
+    worker_id: int = 0
+
+    @property
+    def is_bridged(self) -> bool:
+        """False: torch_xla drives TPUs itself."""
+        return False
+
+    @property
+    def first_process(self) -> int:
+        """The number of this host's first process in the slice."""
+        return self.worker_id * self.layout.processes
+
+    def whole(self, cpu_count: int) -> dict[str, str]:
+        """Return what a program finds in its environment that launches them."""
+        return {env.PJRT_DEVICE: self.kind}
+
+    def each(self, environ: Mapping[str, str], cpu_count: int) -> list[dict[str, str]]:
+        """Return the whole environment of each process of this host, over `environ`."""
+        own = {env.PJRT_DEVICE: self.kind, env.PJRT_LOCAL_PROCESS_COUNT: str(len(self.variables))}
+        return [
+            {**environ, **own, **told, env.PJRT_LOCAL_PROCESS_RANK: str(rank)}
+            for rank, told in enumerate(self.variables)
+        ]
+
+
+def plan(environ: Mapping[str, str], devices: tuple[int, ...]) -> TpuPlan:
+    """Return what several of this host's cores are used by: a process each chip, a thread each core of it.
+
+    Raises:
+        UsageError: these cores cannot be used together, or torchrun has started this process.
+    """
+    if torchrun.process_count(environ) is not None:
+        raise UsageError(
+            "torchrun has started this process, and a launch on TPU cores starts the processes itself",
+            where=f"devices={list(devices)}",
+            fix="Start the script once on each host, with python or polyxla run.",
+        )
+    slice_ = this_slice(environ)
+    threads = slice_.accelerator.threads_per_process
+    cores = [_core_of(slice_, device) for device in devices]
+    chips = sorted({core // threads for core in cores})
+    bounds = slice_.bounds if len(chips) == slice_.bounds.chips_per_host_count else _part(slice_, chips)
+    if len(chips) * threads != len(cores):
+        raise _not_together(devices, f"each chip's {threads} cores are one process's: take both or none")
+    variables = process_environments(
+        slice_.accelerator,
+        worker_id=slice_.worker_id if bounds is slice_.bounds else 0,
+        hostnames=slice_.hostnames if bounds is slice_.bounds else ("localhost",),
+        bounds=bounds,
+        chips=chips,
+    )
+    # torch_xla would ask the metadata server again, which had nothing to say.
+    skip = {env.TPU_SKIP_MDS_QUERY: "1"} if slice_.origin == "environment" else {}
+    return TpuPlan(
+        "TPU",
+        Layout(threads, len(chips), bounds.host_count),
+        variables=tuple(one | skip for one in variables),
+        worker_id=slice_.worker_id if bounds is slice_.bounds else 0,
+    )
+
+
+def _part(slice_: Slice, chips: list[int]) -> Bounds:
+    """Return the arrangement of some chips of a host, which must form a box, on their own.
+
+    Raises:
+        UsageError: they form none, or the slice has other hosts, which would wait for the rest.
+    """
+    if slice_.bounds.host_count > 1:
+        raise _not_together(chips, f"the slice's {slice_.bounds.host_count} hosts must use all their chips")
+    places = [_place(chip, slice_.bounds.chips_per_host) for chip in chips]
+    corners = [(min(line), max(line)) for line in zip(*places, strict=True)]
+    x, y, z = (last - first + 1 for first, last in corners)
+    if x * y * z != len(chips):
+        raise _not_together(chips, "they are not neighbours that form a box")
+    return Bounds((1, 1, 1), (x, y, z))
+
+
+def _place(chip: int, shape: Shape) -> Shape:
+    """Return where a chip is on its host, counted along x first.
+
+    Source: torch_xla 2.9.0 lets the process with the n-th task id, which libtpu counts so, open chip n.
+    """
+    rest, x = divmod(chip, shape[0])
+    z, y = divmod(rest, shape[1])
+    return x, y, z
+
+
+def _not_together(which: Sequence[int], why: str) -> UsageError:
+    return UsageError(
+        f"the TPU chips {list(which)} cannot be used together: {why}",
+        where="devices",
+        fix="Leave devices out for all of them, or write devices=[i] for one core.",
+    )
 
 
 def _core_of(slice_: Slice, device: int) -> int:

@@ -1,8 +1,8 @@
-"""Replicas on the bridge. Heavy: imported in their processes, or in the fork server that makes them.
+"""One of several replicas, on TPU cores or on the bridge.
 
-It is torch_xla's own model: a process has as many devices as replicas, each replica a thread whose default
-device is its own; the only one of a process is its main thread. What they compute together runs in the
-bridge's engine.
+Heavy: imported in their processes, or in the fork server that makes them. It is torch_xla's own model: a
+process has as many devices as replicas, each replica a thread whose default device is its own; the only one
+of a process is its main thread.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -21,10 +22,9 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch_xla._internal import pjrt
 
-from polyxla import UsageError, child
+from polyxla import UsageError, World, child
 from polyxla.child import REPLICA_THREAD
 from polyxla.replication import ReduceOp
-from polyxla_bridge import watch
 from polyxla_pjrt import torch_plugin
 from polyxla_pjrt.launching import Place
 from polyxla_pjrt.layout import Plan
@@ -46,16 +46,12 @@ SWITCH_INTERVAL_S = 1e-4
 needs Python for some microseconds; at Python's own 5 ms each would wait for the other replicas' tracing."""
 
 
-class BridgedReplication(XlaReplication):
-    """One of several replicas, on the bridge."""
+class SeveralReplication(XlaReplication):
+    """One of several replicas: torch_xla's collectives."""
 
     def __init__(self, place: Place) -> None:
         super().__init__(place.plan.kind, place.thread)
-        self.world = place.plan.layout.world(place.process, place.thread)
-        told = (xr.global_ordinal(), xr.global_device_count())
-        # Everything that is divided among replicas goes by these.
-        if told != (self.world.ordinal, self.world.world_size):
-            raise RuntimeError(f"torch_xla says {told}, the plan {self.world}")
+        self.world = _world(place)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         """Combine the replicas' tensors in the program of the current step."""
@@ -86,17 +82,27 @@ class BridgedReplication(XlaReplication):
         return payloads
 
 
+def _world(place: Place) -> World:
+    """Return where this replica stands. Everything that is divided among replicas goes by it."""
+    planned = place.plan.layout.world(place.process, place.thread)
+    world = planned
+    if not place.plan.is_bridged:
+        # libtpu numbers processes by where their chips are, not by how they were started.
+        world = replace(planned, ordinal=xr.global_ordinal(), process_index=xr.process_index())
+    told = (xr.global_ordinal(), xr.global_device_count())
+    if told != (world.ordinal, world.world_size):
+        raise RuntimeError(f"torch_xla says {told}, the plan {world}")
+    return world
+
+
 def run_replicas(replica: Callable[[Place], Any], plan: Plan, process: int) -> list[Any]:
     """Run every replica of this process and return their results in ordinal order.
 
     The first exception of one is raised at once: the others may wait for it in a collective for ever,
     and end with the process.
     """
-    watch.on_stall(child.report_stall)
-    child.describe_with(watch.describe_here)
-    if plan.kind == "TPU":
-        # The fork server may have imported torch_xla for a launch on the CPU.
-        torch_plugin.register_emulated()
+    if plan.is_bridged:
+        _watch(plan)
     # Forked with the parent's, which ended with it.
     atexit.unregister(torch_xla._prepare_to_exit)
     atexit.register(torch_xla._prepare_to_exit)
@@ -114,6 +120,16 @@ def run_replicas(replica: Callable[[Place], Any], plan: Plan, process: int) -> l
             for i in range(plan.layout.threads)
         ]
     )
+
+
+def _watch(plan: Plan) -> None:
+    from polyxla_bridge import watch
+
+    watch.on_stall(child.report_stall)
+    child.describe_with(watch.describe_here)
+    if plan.kind == "TPU":
+        # The fork server may have imported torch_xla for a launch on the CPU.
+        torch_plugin.register_emulated()
 
 
 def _on_own_device(replica: Callable[[Place], Any], place: Place) -> Any:
