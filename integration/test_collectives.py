@@ -388,8 +388,18 @@ def _own_program_cases() -> dict[str, Case]:
                 one.square() if i % 2 else one + one.sum() for i, one in enumerate(every)
             ),
         ),
+        "waiting for the device after each step": Case(_waits, lambda here, every: 5 * sum(every)),
         "other steps between two": Case(_own_steps, lambda here, every: sum(every) + sum(every)),
     }
+
+
+def _waits(here: Here, given: Tensor) -> Tensor:
+    total = torch.zeros_like(given)
+    for _ in range(5):
+        total = total + here.xm.all_reduce("sum", given)
+        here.xm.mark_step()
+        here.xm.wait_device_ops()
+    return total
 
 
 def _own_steps(here: Here, given: Tensor) -> Tensor:
