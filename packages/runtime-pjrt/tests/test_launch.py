@@ -60,6 +60,21 @@ def test_a_running_client_that_does_not_fit_is_refused() -> None:
     assert "start_method='spawn'" in done.stdout
 
 
+def test_a_process_whose_autograd_came_before_the_device_is_refused() -> None:
+    done = python(
+        "import polyxla, torch\n"
+        "torch.ones(3, requires_grad=True).sum().backward()\n"
+        "def train(replica):\n"
+        "    torch.ones(3, device=replica.device, requires_grad=True).sum().backward()\n"
+        "    return 'trained'\n"
+        "try: polyxla.launch(train)\n"
+        "except polyxla.UsageError as error: print(error)\n"
+        "print(polyxla.launch(train, start_method='forkserver'))\n"
+    )
+    assert "this process called backward() before it had xla:0" in done.stdout, done.stderr
+    assert done.stdout.endswith("['trained']\n")
+
+
 def test_a_process_that_runs_on_another_device_type_is_refused() -> None:
     done = python(
         "import torch_xla; torch_xla.device()\n"

@@ -68,6 +68,24 @@ class SingleReplication(XlaReplication):
     def __init__(self, kind: str, local_index: int) -> None:
         super().__init__(kind, local_index)
         self.world = World()
+        self._check_autograd()
+
+    def _check_autograd(self) -> None:
+        """Refuse a process whose autograd knows nothing of the device.
+
+        torch makes a queue for each device at the first ``backward()`` of a process, and never again; a
+        device that came later ends every ``backward()`` with an internal assertion.
+        """
+        try:
+            torch.zeros((), device=self.device, requires_grad=True).backward()
+        except RuntimeError as error:
+            raise UsageError(
+                f"this process called backward() before it had {self.device}, which torch's autograd "
+                "therefore cannot use",
+                where="start_method",
+                fix="Launch with start_method='forkserver', which starts a fresh process, or call backward() "
+                "after the launch.",
+            ) from error
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         """Return the one replica's tensor."""
