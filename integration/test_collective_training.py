@@ -295,8 +295,8 @@ def _difference(result: Any, name: str, wanted: Any) -> str:
     found = _flat(result[name])
     for one, other in zip(found, _flat(wanted), strict=True):
         try:
-            # What float32 keeps of sums in another order.
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+            # What float32 keeps of sums in another order, some of numbers near 20 that almost cancel.
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
         except AssertionError as error:
             return f"{str(error).splitlines()[0]} {one!r}, not {other!r}".replace("\n", " ")
         except TypeError:

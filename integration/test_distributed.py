@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,6 @@ LAYOUTS = [
     pytest.param((4, 4), id="4-processes"),
 ]
 SHARE, STEPS = 6, 3
-_once = threading.Lock()
 
 
 @pytest.fixture(autouse=True)
@@ -52,10 +50,6 @@ def test_torch_distributed_is_right(everywhere: Callable[..., list[Any]]) -> Non
 def _run(replica: Replica) -> dict[str, Any]:
     import torch_xla.distributed.xla_backend  # noqa: F401 -- it registers itself
 
-    if replica.world.shares_process:
-        _let_threads_have_a_world_each()
-        # Also backwards: the hooks of DistributedDataParallel ask for the world of their thread.
-        torch.autograd.set_multithreading_enabled(False)
     dist.init_process_group("xla", init_method="xla://")
     try:
         assert (dist.get_rank(), dist.get_world_size()) == (replica.ordinal, replica.world_size)
@@ -65,18 +59,6 @@ def _run(replica: Replica) -> dict[str, Any]:
         return on_host
     finally:
         dist.destroy_process_group()
-
-
-def _let_threads_have_a_world_each() -> None:
-    # What torch_xla.experimental.pjrt_backend does on TPU v2 and v3, whose replicas are threads too.
-    from torch.testing._internal.distributed import multi_threaded_pg
-
-    with _once:
-        world: Any = dist.distributed_c10d._world
-        if not isinstance(world, multi_threaded_pg.ThreadLocalWorld):
-            multi_threaded_pg._install_threaded_pg()
-            # And this, which torch 2.9 needs besides: names of groups may repeat in every thread.
-            torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
 
 
 def _given(ordinal: int, size: int) -> Tensor:

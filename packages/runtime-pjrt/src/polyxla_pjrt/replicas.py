@@ -114,6 +114,7 @@ def run_replicas(replica: Callable[[Place], Any], plan: Plan, process: int) -> l
     # with a queue for each of the devices that there are by then.
     torch.zeros((), requires_grad=True).backward()
     _wait_for_own_device()
+    _give_threads_a_world_each()
     return _run_threads(
         [
             functools.partial(_on_own_device, replica, Place(plan, process, i))
@@ -138,7 +139,22 @@ def _on_own_device(replica: Callable[[Place], Any], place: Place) -> Any:
     torch_xla._XLAC._xla_set_default_device(str(device))  # type: ignore[attr-defined]
     # Compiled programs ask for these, and cannot ask the device.
     xr._init_world_size_ordinal()
+    if place.plan.layout.threads > 1:
+        # Backwards too: what hooks ask of torch.distributed is of their thread.
+        torch.autograd.set_multithreading_enabled(False)
     return replica(place)
+
+
+def _give_threads_a_world_each() -> None:
+    """Let ``torch.distributed`` be set up by each replica that is a thread, as on TPU v2 and v3.
+
+    Source: torch_xla 2.9.0 does the first in pjrt_backend.py where such chips are attached; torch 2.9 needs
+    the second too, since names of groups repeat in every thread.
+    """
+    from torch.testing._internal.distributed import multi_threaded_pg
+
+    multi_threaded_pg._install_threaded_pg()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
 
 
 def _wait_for_own_device() -> None:
