@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from polyxla_bridge.env import Share
 from polyxla_bridge.jax_engine import JaxEngine
 
 Printed = Callable[..., list[list[str]]]
+Run = Callable[..., list[subprocess.CompletedProcess[str]]]
 
 
 @pytest.mark.parametrize(("replicas", "processes"), [(1, 1), (2, 1), (4, 1), (4, 4)])
@@ -141,7 +143,7 @@ def test_what_torch_xlas_cache_keeps_can_be_loaded(printed: Printed, tmp_path: P
     print(*everywhere(work), met.counter_value("PersistentCacheMiss"))
     """
     assert printed(code) == [["2.0 1"]]
-    (kept,) = tmp_path.iterdir()
+    (kept,) = [one for one in tmp_path.iterdir() if not one.name.startswith("polyxla-")]
     engine = JaxEngine(Share())
     try:
         executable = engine.deserialize(kept.read_bytes())
@@ -149,6 +151,38 @@ def test_what_torch_xlas_cache_keeps_can_be_loaded(printed: Printed, tmp_path: P
         assert engine.compiles == 0
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("folder", ["shared", "of-{ordinal}"])
+@pytest.mark.parametrize(("replicas", "processes"), [(1, 1), (2, 1), (2, 2)])
+def test_the_next_job_compiles_nothing(
+    run: Run, tmp_path: Path, replicas: int, processes: int, folder: str
+) -> None:
+    code = f"""
+    import hashlib
+    asked, compile_ = set(), JaxEngine.compile
+    def compile(engine, module, options):
+        asked.add(hashlib.sha256(module + options).hexdigest())
+        return compile_(engine, module, options)
+    JaxEngine.compile = compile
+    xr.initialize_cache({str(tmp_path / folder)!r}.format(ordinal=os.environ["POLYXLA_BRIDGE_PROCESS"]))
+    def work():
+        x = torch.arange(6.0, device=torch_xla.device()).reshape(2, 3) + xr.global_ordinal()
+        y = xm.all_reduce(xm.REDUCE_SUM, torch.softmax(x @ x.t(), 0))
+        torch_xla.sync()
+        return round(y.cpu().sum().item(), 5)
+    print(*everywhere(work), *sorted(asked))
+    print(engine().compiles, engine().cache_hits)
+    """
+    before, after = run(code, replicas, processes), run(code, replicas, processes)
+    # What torch_xla's own attempt comes to, and nothing else.
+    lines = [line for one in (*before, *after) for line in one.stderr.splitlines()]
+    assert [line for line in lines if "Failed to deserialize executable" not in line] == []
+    (first, second) = ([one.stdout.splitlines() for one in job] for job in (before, after))
+    assert [one[0] for one in first] == [one[0] for one in second]
+    counts = [[sum(int(one[1].split()[i]) for one in job) for i in (0, 1)] for job in (first, second)]
+    programs = len({name for one in first for name in one[0].split() if len(name) == 64})
+    assert counts == [[programs, 0], [0, programs]]
 
 
 def test_memory_is_what_tensors_take(printed: Printed) -> None:

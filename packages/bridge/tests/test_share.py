@@ -29,6 +29,16 @@ def test_a_wait_has_a_length() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "is_readonly"), [("0", False), ("1", True), ("false", False), ("true", True)]
+)
+def test_a_cache_is_as_torch_xla_asks_for_it(text: str, is_readonly: bool) -> None:
+    assert (from_environ({}).cache_path, from_environ({}).cache_is_readonly) == ("", False)
+    asked = {env.XLA_PERSISTENT_CACHE_PATH: "/there", env.XLA_PERSISTENT_CACHE_READ_ONLY: text}
+    share = from_environ(asked)
+    assert (share.cache_path, share.cache_is_readonly) == ("/there", is_readonly)
+
+
+@pytest.mark.parametrize(
     ("process", "local"), [(0, (0, 1)), (1, (2, 3)), (3, (6, 7))], ids=["first", "second", "last"]
 )
 def test_processes_hold_equal_shares(process: int, local: tuple[int, ...]) -> None:

@@ -46,6 +46,21 @@ rightly; one that never comes does not.
 Default: 300.
 """
 
+XLA_PERSISTENT_CACHE_PATH = "XLA_PERSISTENT_CACHE_PATH"
+"""Folder where compiled programs are kept and looked for; torch_xla's ``xr.initialize_cache`` sets it.
+Default: none, and programs are compiled in every job anew.
+"""
+
+XLA_PERSISTENT_CACHE_READ_ONLY = "XLA_PERSISTENT_CACHE_READ_ONLY"
+"""Anything but ``0`` or ``false``: programs are taken from that folder, and none is added.
+Default: ``0``.
+"""
+
+NPROC = "NPROC"
+"""How many threads XLA's own pools have; a program is compiled for so many.
+Default: the number of cores.
+"""
+
 XLA_FLAGS = "XLA_FLAGS"
 """XLA's own options; one that is set here is not set otherwise by the engine.
 Default: none.
@@ -64,6 +79,9 @@ class Share:
     kind: str = "polyxla CPU"
     stall_timeout_s: float = 300.0
     xla_flags: str = ""
+    nproc: str = ""
+    cache_path: str = ""
+    cache_is_readonly: bool = False
 
     @property
     def per_process(self) -> int:
@@ -91,6 +109,9 @@ def from_environ(environ: Mapping[str, str]) -> Share:
         kind=environ.get(POLYXLA_BRIDGE_KIND, Share.kind),
         stall_timeout_s=_seconds(environ, POLYXLA_STALL_TIMEOUT_S, Share.stall_timeout_s),
         xla_flags=environ.get(XLA_FLAGS, ""),
+        nproc=environ.get(NPROC, ""),
+        cache_path=environ.get(XLA_PERSISTENT_CACHE_PATH, ""),
+        cache_is_readonly=environ.get(XLA_PERSISTENT_CACHE_READ_ONLY, "").lower() not in ("", "0", "false"),
     )
     if share.replicas < 1 or share.processes < 1 or share.replicas % share.processes:
         raise ValueError(f"{share.replicas} replicas cannot be shared equally by {share.processes} processes")

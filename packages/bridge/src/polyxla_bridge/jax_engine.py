@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from jaxlib import _jax, xla_client
 
-from polyxla_bridge import container, hlo, memory, rewrite
+from polyxla_bridge import cache, container, hlo, memory, rewrite
 from polyxla_bridge.abi import Code
 from polyxla_bridge.board import Board
 from polyxla_bridge.clients import Clients, Program
@@ -41,6 +41,7 @@ class JaxEngine(Engine):
 
     Attributes:
         compiles: how many programs this process compiled.
+        cache_hits: how many it found in the folder of the environment's persistent cache instead.
 
     Raises:
         PjrtError: the replicas did not find each other in time.
@@ -54,7 +55,7 @@ class JaxEngine(Engine):
             EngineDevice(index, index // share.per_process, index in share.local, share.kind)
             for index in range(share.replicas)
         )
-        self.compiles = 0
+        self.compiles = self.cache_hits = 0
         self._share = share
         self._readers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="polyxla-read")
         self._clients = Clients(share)
@@ -64,6 +65,7 @@ class JaxEngine(Engine):
         self._accounts = {index: memory.Account(each) for index in share.local}
         self._turns: dict[str, threading.Lock] = {}
         self._compiled: WeakValueDictionary[str, Executable] = WeakValueDictionary()
+        self._cache = cache.of_job(share, COMPILER)
         self._compiling = 0
         self._lock = threading.Lock()
         self._board = Board(self._clients.link, share.process) if share.replicas > 1 else None
@@ -88,32 +90,48 @@ class JaxEngine(Engine):
     def _obtain(self, fingerprint: str, hlo_module: bytes, options: bytes) -> Executable:
         board = self._board if self._share.processes > 1 else None
         if board is None:
-            return self._compile(fingerprint, hlo_module, options)
+            return self._make(fingerprint, hlo_module, options)
         if not board.claim(fingerprint):
             data = board.wait(fingerprint)
+            if data:
+                executable = self.deserialize(data)
+                # Each process may have a folder of its own, and claim other programs the next time.
+                self._cache.save(fingerprint, lambda: data, is_replaced=False)
+                return executable
             # Better twice than never: the process that was to compile it gives no more sign of life.
-            return self.deserialize(data) if data else self._compile(fingerprint, hlo_module, options)
+            return self._make(fingerprint, hlo_module, options)
         try:
-            executable = self._compile(fingerprint, hlo_module, options)
+            executable = self._make(fingerprint, hlo_module, options)
             board.publish(fingerprint, self.serialize(executable))
         except BaseException as error:
             board.fail(fingerprint, error)
             raise
         return executable
 
-    def _compile(self, fingerprint: str, hlo_module: bytes, options: bytes) -> Executable:
+    def _make(self, fingerprint: str, hlo_module: bytes, options: bytes) -> Executable:
         with self._lock:
-            self.compiles += 1
             self._compiling += 1
         try:
-            # Refused before it is compiled, if its shapes are.
-            hlo.results(hlo_module)
-            module = _jax.mlir.hlo_to_stablehlo(rewrite.for_jaxlib(hlo_module, self._share.replicas))
-            first = self._share.local[0]
-            native = self._clients.compile(first, module, self._options(options))
+            executable = self._cache.load(fingerprint, self.deserialize)
+            if executable is None:
+                compiled = executable = self._compile(fingerprint, hlo_module, options)
+                self._cache.save(fingerprint, lambda: self.serialize(compiled))
+            else:
+                with self._lock:
+                    self.cache_hits += 1
         finally:
             with self._lock:
                 self._compiling -= 1
+        return executable
+
+    def _compile(self, fingerprint: str, hlo_module: bytes, options: bytes) -> Executable:
+        with self._lock:
+            self.compiles += 1
+        # Refused before it is compiled, if its shapes are.
+        hlo.results(hlo_module)
+        module = _jax.mlir.hlo_to_stablehlo(rewrite.for_jaxlib(hlo_module, self._share.replicas))
+        first = self._share.local[0]
+        native = self._clients.compile(first, module, self._options(options))
         optimized = native.hlo_modules()[0].as_serialized_hlo_module_proto()
         executable = Executable(
             name=hlo.module_name(hlo_module),

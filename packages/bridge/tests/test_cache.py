@@ -1,0 +1,169 @@
+"""Programs in a folder: the cache with the engine, without torch_xla."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jaxlib import xla_client
+from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
+
+from polyxla_bridge import cache
+from polyxla_bridge.engine import ArrayType
+from polyxla_bridge.env import Share
+from polyxla_bridge.jax_engine import JaxEngine
+
+TIMEOUT_S = 60
+
+
+def share(folder: Path, replicas: int = 1, **values: Any) -> Share:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return Share(replicas, coordinator=f"127.0.0.1:{port}", cache_path=str(folder), **values)
+
+
+@functools.cache
+def program(replicas: int, factor: int) -> bytes:
+    # Once each: jaxlib numbers the modules that a process parses, and torch_xla does not.
+    text = f"""HloModule sum_of_all, replica_count={replicas}
+add {{ a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }}
+ENTRY main {{ x = f32[4] parameter(0) c = f32[] constant({factor}) d = f32[4] broadcast(c), dimensions={{}}
+  y = f32[4] multiply(x, d)
+  ROOT r = f32[4] all-reduce(y), replica_groups={{}}, to_apply=add }}"""
+    data: bytes = hlo_module_from_text(text).as_serialized_hlo_module_proto()
+    return data
+
+
+def job(share: Share, factor: int = 2) -> tuple[int, int]:
+    """Run a program on all replicas, see that it is right, and return compiles and hits."""
+    engine = JaxEngine(share)
+    try:
+        executable = engine.compile(
+            program(share.replicas, factor), xla_client.CompileOptions().SerializeAsString()
+        )
+        host = np.arange(4, dtype=np.float32)
+        type_ = ArrayType("float32", (4,))
+        inputs = [
+            engine.from_host(one, type_, memoryview(host.view(np.uint8).data)) for one in engine.devices
+        ]
+        results = [engine.execute(executable, one, [inputs[one.index]])[0] for one in engine.devices]
+        for result in results:
+            found = np.frombuffer(engine.to_host(result).result(TIMEOUT_S), np.float32)
+            assert found.tolist() == (host * factor * share.replicas).tolist()
+        return engine.compiles, engine.cache_hits
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_second_job_finds_what_the_first_compiled(tmp_path: Path, replicas: int) -> None:
+    folder = tmp_path / "made" / "on demand"
+    assert job(share(folder, replicas)) == (1, 0)
+    assert job(share(folder, replicas)) == (0, 1)
+    assert job(share(folder, replicas), factor=3) == (1, 0)
+    assert [one.name.startswith("polyxla-") for one in folder.iterdir()] == [True, True]
+
+
+def test_without_a_folder_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert [job(Share()), job(Share())] == [(1, 0), (1, 0)]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "values", [{"replicas": 2}, {"xla_flags": "--xla_cpu_enable_fast_math=true"}, {"nproc": "1"}], ids=str
+)
+def test_what_makes_another_binary_is_not_found(tmp_path: Path, values: dict[str, Any]) -> None:
+    assert job(share(tmp_path)) == (1, 0)
+    assert job(share(tmp_path, **values)) == (1, 0)
+    assert job(share(tmp_path)) == (0, 1)
+
+
+def test_the_context_is_all_that_a_binary_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Share()
+    flags = tmp_path / "flags"
+    flags.write_text("--xla_cpu_enable_fast_math=true")
+    from_file = dataclasses.replace(plain, xla_flags=str(flags))
+    found = [cache.context(plain, {}), cache.context(plain, {"an": "option"}), cache.context(from_file, {})]
+    flags.write_text("--xla_cpu_enable_fast_math=false")
+    found.append(cache.context(from_file, {}))
+    for name, value in (("version", lambda _: "0.0.1"), ("cpu", lambda: "flags: none")):
+        with monkeypatch.context() as patch:
+            patch.setattr(cache, name, value)
+            found.append(cache.context(plain, {}))
+    assert len(set(found)) == len(found)
+    assert cache.context(Share(platform="TPU", stall_timeout_s=1), {}) == found[0]
+
+
+def test_a_processor_is_its_model_and_what_it_has(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    one = "processor\t: {}\nmodel\t\t: 17\nmodel name\t: EPYC\ncpu MHz\t\t: {}\nflags\t\t: fpu avx2\n\n"
+    cpuinfo.write_text(one.format(0, 2400.5) + one.format(1, 3000))
+    assert cache.cpu(cpuinfo) == "model\t\t: 17\nflags\t\t: fpu avx2"
+    assert cache.cpu(tmp_path / "none") == ""
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "foreign", "another"])
+def test_a_file_that_is_no_good_is_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    assert job(share(tmp_path / "another"), factor=3) == (1, 0)
+    (another,) = (tmp_path / "another").iterdir()
+    folder = tmp_path / "cache"
+    assert job(share(folder)) == (1, 0)
+    (path,) = folder.iterdir()
+    good = path.read_bytes()
+    middle = len(good) // 2
+    path.write_bytes(
+        {
+            "cut": good[:middle],
+            "flipped": good[:middle] + bytes([good[middle] ^ 1]) + good[middle + 1 :],
+            "empty": b"",
+            "foreign": b"something else",
+            "another": another.read_bytes(),
+        }[damage]
+    )
+    with caplog.at_level(logging.WARNING, "polyxla.bridge"):
+        assert job(share(folder)) == (1, 0)
+    (record,) = caplog.records
+    assert f"cannot use {path}" in record.getMessage()
+    assert job(share(folder)) == (0, 1)
+    assert list(folder.iterdir()) == [path]
+
+
+def test_where_nothing_may_be_written_nothing_is(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    assert job(share(folder, cache_is_readonly=True)) == (1, 0)
+    assert not folder.exists()
+    assert job(share(folder)) == (1, 0)
+    assert job(share(folder, cache_is_readonly=True)) == (0, 1)
+    assert job(share(folder, cache_is_readonly=True), factor=3) == (1, 0)
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_a_folder_that_cannot_be_made_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert job(share(file / "cache")) == (1, 0)
+    (record,) = caplog.records
+    assert f"cannot use {file}/cache/polyxla-" in record.getMessage()
+
+
+def test_what_cannot_be_written_whole_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(number: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    assert job(share(tmp_path)) == (1, 0)
+    assert list(tmp_path.iterdir()) == []
+    (record,) = caplog.records
+    assert "No space left on device" in record.getMessage()
