@@ -1,0 +1,60 @@
+"""The list of variables is whole, and a misspelt one is told from one that is only ignored."""
+
+from __future__ import annotations
+
+import pytest
+
+from polyxla_xrt import env
+
+
+def test_every_constant_is_spelt_as_itself_and_known() -> None:
+    names = {name for name, value in vars(env).items() if name.startswith(("XRT_", "TPU_"))}
+    assert all(getattr(env, name) == name for name in names)
+    assert names == env.KNOWN - set(env.WITHOUT_EFFECT)
+
+
+def test_read_and_given_do_not_overlap() -> None:
+    assert not set(env.READ) & {*env.ONLY_GIVEN, env.XRT_HOST_ORDINAL, *env.WITHOUT_EFFECT}
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("XRT_TPU_CONFG", "XRT_TPU_CONFIG"),
+        ("XRT_TPU_CONFIGS", "XRT_TPU_CONFIG"),
+        ("xrt_tpu_config", "XRT_TPU_CONFIG"),
+        ("XRT_WORKER", "XRT_WORKERS"),
+        ("XRT_LOCALWORKER", "XRT_LOCAL_WORKER"),
+        ("XRT_MESH_SERVICE_ADDR", "XRT_MESH_SERVICE_ADDRESS"),
+        ("XRT_GRPC_MULTI_STREAM", "XRT_GRPC_MULTISTREAM"),
+    ],
+)
+def test_a_misspelt_name_is_told_the_right_one(name: str, near: str) -> None:
+    assert env.remarks({name: "1"}) == (
+        f"{name} is not a variable of XRT, and has no effect. Did you mean {near}?",
+    )
+
+
+def test_a_name_like_no_other_is_only_unknown() -> None:
+    assert env.remarks({"XRT_ZZZZZZZZZZZ": ""}) == (
+        "XRT_ZZZZZZZZZZZ is not a variable of XRT, and has no effect.",
+    )
+
+
+@pytest.mark.parametrize("name", env.WITHOUT_EFFECT)
+def test_a_known_name_without_effect_says_why(name: str) -> None:
+    assert env.remarks({name: "1"}) == (f"{name} has no effect: {env.WITHOUT_EFFECT[name]}.",)
+
+
+def test_other_variables_are_nobodys_concern() -> None:
+    known = dict.fromkeys(env.KNOWN - set(env.WITHOUT_EFFECT), "1")
+    assert env.remarks({**known, "PATH": "/bin", "TPU_NAME": "node", "MY_XRT_FLAG": "1"}) == ()
+
+
+def test_remarks_come_in_the_order_of_names() -> None:
+    remarks = env.remarks({"XRT_TPU_CONFG": "", "XRT_GRPC_COMPRESSION": "", "XRT_ABCDEFGHIJK": ""})
+    assert [remark.split()[0] for remark in remarks] == [
+        "XRT_ABCDEFGHIJK",
+        "XRT_GRPC_COMPRESSION",
+        "XRT_TPU_CONFG",
+    ]
