@@ -1,0 +1,255 @@
+"""What each process of a job is told, for the cases of XRT's own launcher."""
+
+from __future__ import annotations
+
+import pytest
+
+from polyxla import UsageError, World
+from polyxla_xrt import env
+from polyxla_xrt.contract import Configuration, read
+from polyxla_xrt.cores import child_environment, child_world, cores, local_devices, process_count
+from polyxla_xrt.workers import WorkerId
+
+NODE = {env.XRT_TPU_CONFIG: "tpu_worker;0;10.0.0.2:8470"}
+CONFIG = "|".join(f"c_w;{task};10.0.0.{task}:8470" for task in range(4))
+MESH = {env.XRT_MESH_SERVICE_ADDRESS: "10.0.0.9:8477"}
+FIRST_HOST = {env.XRT_TPU_CONFIG: CONFIG, env.XRT_LOCAL_WORKER: "c_w:0", **MESH}
+# As its launcher leaves it: without the list of workers.
+THIRD_HOST = {env.XRT_LOCAL_WORKER: "c_w:2", env.XRT_SHARD_WORLD_SIZE: "4", env.TPU_NUM_DEVICES: "8", **MESH}
+MAP = {
+    env.XRT_DEVICE_MAP: "|".join(f"TPU:{n};/job:w/replica:0/task:0/device:TPU:{n}" for n in range(2)),
+    env.XRT_WORKERS: "w:0;a:8470",
+}
+
+
+def configuration(environ: dict[str, str]) -> Configuration:
+    found = read(environ)
+    assert found is not None
+    return found
+
+
+def numbers(world: World) -> tuple[int, int, int]:
+    return world.ordinal, world.local_ordinal, world.world_size
+
+
+@pytest.mark.parametrize("index", range(8))
+def test_eight_processes_of_a_node(index: int) -> None:
+    expected: dict[str, str | None] = {
+        "XRT_MULTI_PROCESSING_DEVICE": f"TPU:{index}",
+        "XRT_SHARD_ORDINAL": str(index),
+        "XRT_SHARD_LOCAL_ORDINAL": str(index),
+        "XRT_SHARD_WORLD_SIZE": "8",
+        "XRT_HOST_WORLD_SIZE": "1",
+        "XRT_LOCAL_WORKER": "tpu_worker:0",
+        "XRT_DEVICE_MAP": None,
+        "XRT_WORKERS": None,
+        "XRT_MESH_SERVICE_ADDRESS": "10.0.0.9:8477",
+    }
+    if index:
+        expected |= {"XRT_TPU_CONFIG": None, "TPU_NUM_DEVICES": None}
+    assert child_environment(configuration(NODE | MESH), index) == expected
+    assert child_environment(configuration(NODE | MESH), index, 8) == expected
+
+
+def test_the_launcher_may_choose_where_the_processes_of_one_host_meet() -> None:
+    assert env.XRT_MESH_SERVICE_ADDRESS not in child_environment(configuration(NODE), 3)
+
+
+def test_one_process_of_a_node_has_no_mesh() -> None:
+    assert child_environment(configuration(NODE | MESH), 0, 1) == {
+        "XRT_MULTI_PROCESSING_DEVICE": "TPU:0",
+        "XRT_SHARD_ORDINAL": "0",
+        "XRT_SHARD_LOCAL_ORDINAL": "0",
+        "XRT_SHARD_WORLD_SIZE": "1",
+        "XRT_HOST_WORLD_SIZE": "1",
+        "XRT_LOCAL_WORKER": "tpu_worker:0",
+        "XRT_DEVICE_MAP": None,
+        "XRT_WORKERS": None,
+        "XRT_MESH_SERVICE_ADDRESS": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("environ", "index", "device", "ordinal", "describes"),
+    [
+        (FIRST_HOST, 0, "TPU:0", "0", True),
+        (FIRST_HOST, 1, "TPU:1", "1", False),
+        (THIRD_HOST, 0, "TPU:16", "16", False),
+        (THIRD_HOST, 7, "TPU:23", "23", False),
+        (FIRST_HOST | {env.XRT_LOCAL_WORKER: "c_w:2"}, 0, "TPU:16", "16", False),
+    ],
+)
+def test_a_process_of_a_pod(
+    environ: dict[str, str], index: int, device: str, ordinal: str, describes: bool
+) -> None:
+    given = child_environment(configuration(environ), index)
+    assert given["XRT_MULTI_PROCESSING_DEVICE"] == device
+    assert given["XRT_SHARD_ORDINAL"] == ordinal
+    assert given["XRT_SHARD_LOCAL_ORDINAL"] == str(index)
+    assert given["XRT_SHARD_WORLD_SIZE"] == "32"
+    assert given["XRT_HOST_WORLD_SIZE"] == "4"
+    assert given["XRT_LOCAL_WORKER"] == environ[env.XRT_LOCAL_WORKER]
+    assert given["XRT_MESH_SERVICE_ADDRESS"] == "10.0.0.9:8477"
+    assert ("XRT_TPU_CONFIG" not in given) is describes
+    assert ("TPU_NUM_DEVICES" not in given) is describes
+
+
+def test_a_process_keeps_the_map_that_describes_its_worker() -> None:
+    given = child_environment(configuration(MAP), 0, 1)
+    assert env.XRT_DEVICE_MAP not in given
+    assert env.XRT_WORKERS not in given
+
+
+def test_the_world_of_a_process() -> None:
+    assert child_world(configuration(THIRD_HOST), 1) == World(
+        world_size=32,
+        ordinal=17,
+        local_ordinal=1,
+        local_world_size=8,
+        process_index=17,
+        process_count=32,
+        host_index=2,
+        host_count=4,
+    )
+    assert numbers(child_world(configuration(NODE), 7)) == (7, 7, 8)
+    assert child_world(configuration(NODE), 0, 1) == World()
+
+
+@pytest.mark.parametrize(("index", "nprocs"), [(8, None), (-1, 8), (1, 1)])
+def test_a_process_that_is_not_there(index: int, nprocs: int | None) -> None:
+    with pytest.raises(ValueError, match=rf"index={index} is not in 0 <= index < nprocs="):
+        child_world(configuration(NODE), index, nprocs)
+
+
+@pytest.mark.parametrize(
+    ("environ", "nprocs", "count"),
+    [
+        (NODE, None, 8),
+        (NODE, 8, 8),
+        (NODE, 1, 1),
+        (NODE | {env.TPU_NUM_DEVICES: "2"}, 2, 2),
+        (NODE | {env.TPU_NUM_DEVICES: "1"}, None, 1),
+        (THIRD_HOST, None, 8),
+        (THIRD_HOST | {env.TPU_NUM_DEVICES: "1"}, 1, 1),
+        ({env.TPU_NUM_DEVICES: "8"}, 1, 1),
+        ({env.TPU_NUM_DEVICES: "1"}, None, 1),
+        (MAP, 1, 1),
+    ],
+)
+def test_one_process_or_all(environ: dict[str, str], nprocs: int | None, count: int) -> None:
+    assert process_count(configuration(environ), nprocs) == count
+
+
+NO_MEETING = {name: value for name, value in FIRST_HOST.items() if name not in MESH}
+
+
+@pytest.mark.parametrize(
+    ("environ", "nprocs", "what", "where", "fix"),
+    [
+        (
+            NODE,
+            4,
+            "4 processes cannot share 8 core(s)",
+            "nprocs=4",
+            "Write nprocs=1 or nprocs=8, or nothing for all; TPU_NUM_DEVICES says how many cores there are.",
+        ),
+        (NODE, 0, "0 processes cannot share 8", "nprocs=0", "Write nprocs=1 or nprocs=8"),
+        (NODE, -1, "-1 processes cannot share 8", "nprocs=-1", "Write nprocs=1 or nprocs=8"),
+        (
+            NODE | {env.TPU_NUM_DEVICES: "1"},
+            8,
+            "8 processes cannot share 1",
+            "nprocs=8",
+            "Write nprocs=1, or",
+        ),
+        (MAP, 3, "3 processes cannot share 2", "nprocs=3", "XRT_DEVICE_MAP says how many cores"),
+        (
+            THIRD_HOST,
+            1,
+            "one process cannot stand for the 8 cores of a host where 4 hosts work together",
+            "nprocs=1",
+            "Leave nprocs out, or write nprocs=8.",
+        ),
+        (
+            MAP,
+            None,
+            "XRT_DEVICE_MAP describes the devices of one process, not of several",
+            "nprocs",
+            'Set XRT_TPU_CONFIG="w;0;a:8470" and TPU_NUM_DEVICES=2, or write nprocs=1.',
+        ),
+        (
+            {env.TPU_NUM_DEVICES: "4"},
+            4,
+            "TPU_NUM_DEVICES describes the devices of one process",
+            "nprocs=4",
+            'Set XRT_TPU_CONFIG="localservice;0;localhost:51011" and TPU_NUM_DEVICES=4',
+        ),
+        (
+            NO_MEETING,
+            None,
+            "4 hosts do not know where to meet",
+            "XRT_MESH_SERVICE_ADDRESS is unset",
+            "Set XRT_MESH_SERVICE_ADDRESS=HOST:8477 on all of them",
+        ),
+    ],
+)
+def test_a_number_of_processes_that_cannot_be(
+    environ: dict[str, str], nprocs: int | None, what: str, where: str, fix: str
+) -> None:
+    for function in (process_count, lambda found, count: child_environment(found, 0, count)):
+        with pytest.raises(UsageError) as wrong:
+            function(configuration(environ), nprocs)
+        assert what in wrong.value.what
+        assert wrong.value.where == where
+        assert fix in wrong.value.fix
+
+
+def test_the_fix_for_a_map_is_a_right_configuration() -> None:
+    found = configuration({env.XRT_TPU_CONFIG: "w;0;a:8470", env.TPU_NUM_DEVICES: "2"})
+    assert process_count(found) == 2
+
+
+@pytest.mark.parametrize("environ", [FIRST_HOST, THIRD_HOST])
+def test_cores_are_numbered_from_worker_to_worker(environ: dict[str, str]) -> None:
+    found = cores(configuration(environ))
+    assert [core.name for core in found] == [f"TPU:{ordinal}" for ordinal in range(32)]
+    assert [core.ordinal for core in found] == list(range(32))
+    assert [core.worker for core in found[15:17]] == [WorkerId("c_w", 1), WorkerId("c_w", 2)]
+    assert [core.index for core in found[15:17]] == [7, 0]
+
+
+def test_a_maps_kind_names_its_cores() -> None:
+    environ = {
+        env.XRT_DEVICE_MAP: "CPU:0;/job:w/replica:0/task:0/device:XLA_CPU:0",
+        env.XRT_WORKERS: "w:0;a:1",
+    }
+    assert [core.name for core in cores(configuration(environ))] == ["CPU:0"]
+    assert child_environment(configuration(environ), 0)["XRT_MULTI_PROCESSING_DEVICE"] == "CPU:0"
+
+
+SECOND_HOST = FIRST_HOST | {env.XRT_LOCAL_WORKER: "c_w:1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "index", "nprocs", "devices"),
+    [
+        (NODE, None, None, ["CPU:0", *(f"TPU:{n}" for n in range(8))]),
+        (NODE, 0, None, ["CPU:0", "TPU:0"]),
+        (NODE, 3, None, ["TPU:3"]),
+        (NODE, 0, 1, ["CPU:0", "TPU:0"]),
+        (THIRD_HOST, 0, None, ["TPU:16"]),
+        (
+            SECOND_HOST,
+            None,
+            None,
+            ["CPU:1", *(f"TPU:{n}" for n in range(10, 16)), "TPU:8", "TPU:9"],
+        ),
+        (SECOND_HOST, 0, None, ["TPU:8"]),
+        (MAP, None, None, ["TPU:0", "TPU:1"]),
+        (MAP, 0, 1, ["TPU:0"]),
+    ],
+)
+def test_what_xla_n_means(
+    environ: dict[str, str], index: int | None, nprocs: int | None, devices: list[str]
+) -> None:
+    assert list(local_devices(configuration(environ), index, nprocs)) == devices
