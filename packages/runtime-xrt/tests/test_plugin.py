@@ -49,3 +49,52 @@ def test_every_variable_it_reads_is_shown_with_its_origin() -> None:
         "XRT_DEVICE_MAP": Setting(None, "default"),
         "XRT_WORKERS": Setting(None, "default"),
     }
+
+
+def test_a_host_of_a_pod_that_is_not_its_first_is_claimed() -> None:
+    environ = {env.XRT_MESH_SERVICE_ADDRESS: "a:8477", env.XRT_LOCAL_WORKER: "w:1"}
+    found = polyxla_discover_devices(environ | {env.XRT_SHARD_WORLD_SIZE: "2"})
+    assert found.claim is Claim.CONFIGURED
+    assert found.reason == "XRT_MESH_SERVICE_ADDRESS=a:8477 with XRT_LOCAL_WORKER=w:1"
+    assert found.unavailable == "this version cannot drive a TPU node yet"
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [{env.TPU_NUM_DEVICES: "8"}, {env.XRT_MESH_SERVICE_ADDRESS: "a:1"}, {env.XRT_LOCAL_WORKER: "w:1"}],
+)
+def test_what_is_said_beside_a_configuration_claims_nothing_alone(environ: dict[str, str]) -> None:
+    assert polyxla_discover_devices(environ).claim is Claim.NONE
+
+
+def test_a_wrong_configuration_is_claimed_and_explained() -> None:
+    found = polyxla_discover_devices({env.XRT_TPU_CONFIG: "tpu_worker;0;:8470"})
+    assert found.claim is Claim.CONFIGURED
+    assert found.unavailable is not None
+    assert found.unavailable.startswith("there is no host in ':8470'")
+    assert "(from" not in found.unavailable
+    assert found.fix == "Write the address as host:port, such as 10.0.0.2:8470."
+
+
+def test_a_wrong_variable_that_is_not_the_reason_is_named() -> None:
+    found = polyxla_discover_devices({env.XRT_TPU_CONFIG: CONFIG, env.TPU_NUM_DEVICES: "0"})
+    assert found.unavailable == "'0' is not a whole number from 1 (from TPU_NUM_DEVICES=0)"
+    assert found.variables["TPU_NUM_DEVICES"] == Setting("0", "environment")
+
+
+def test_half_a_map_is_explained_though_it_claims_nothing() -> None:
+    found = polyxla_discover_devices(MAP)
+    assert found.unavailable is not None
+    assert "XRT_DEVICE_MAP says nothing without XRT_WORKERS" in found.unavailable
+
+
+@pytest.mark.parametrize("config", [CONFIG, "wrong", None])
+def test_warnings_are_passed_on(config: str | None) -> None:
+    environ = {"XRT_MESH_CONECT_WAIT": "5"} | ({env.XRT_TPU_CONFIG: config} if config else {})
+    (note,) = polyxla_discover_devices(environ).notes
+    assert note.endswith("Did you mean XRT_MESH_CONNECT_WAIT?")
+
+
+def test_a_warning_of_the_configuration_itself_is_passed_on() -> None:
+    (note,) = polyxla_discover_devices({env.XRT_TPU_CONFIG: "w;0;grpc://a:1"}).notes
+    assert note.startswith("XRT_TPU_CONFIG needs no grpc://")

@@ -1,1 +1,1 @@
-"""polyxla's runtime for TPU nodes. It is found and named, but cannot run anything yet."""
+"""polyxla's runtime for TPU nodes. It reads what it is told, but cannot run anything yet."""
