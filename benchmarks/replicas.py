@@ -36,7 +36,6 @@ POOL = 4
 """How many host batches a contestant goes through, in turn."""
 CLASSES = 10
 WORDS, TOKENS, WIDTH = 1000, 64, 128
-BLOCK_BATCH = 16
 STEPS = 2000
 SETTLED = 200
 """From which step on memory must be flat."""
@@ -261,7 +260,7 @@ def compile_once() -> None:
 def _compile_seconds(replica: Any) -> float:
     from torch_xla.debug import metrics
 
-    XlaTraining("block", BLOCK_BATCH).run(3)
+    XlaTraining("block", BATCH).run(3)
     found: tuple[int, float, Any] = metrics.metric_data("CompileTime")
     return found[1] / 1e9
 
@@ -423,7 +422,7 @@ def measure_step() -> None:
 
 def measure_scaling() -> None:
     """Four replicas against the native client with as many samples, and against DistributedDataParallel."""
-    cases = (("convnet", BATCH, 0.85, None), ("block", BLOCK_BATCH, None, 1.0))
+    cases = (("convnet", BATCH, 0.85, None), ("block", BATCH, None, 1.0))
     for model, batch, of_native, of_ddp in cases:
         with contest(
             partial(Contestant, bridged, model, batch, REPLICAS, processes(REPLICAS)),
