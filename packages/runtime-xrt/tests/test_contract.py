@@ -83,6 +83,7 @@ def test_nothing_is_asked_for(environ: dict[str, str]) -> None:
         (NODE | CORES | MAP | WORKERS | MESH, "XRT_TPU_CONFIG"),
         (CORES | MAP | WORKERS | MESH, "TPU_NUM_DEVICES"),
         (CORES | MESH, "TPU_NUM_DEVICES"),
+        (CORES | {env.XRT_LOCAL_WORKER: "localservice:0"}, "TPU_NUM_DEVICES"),
         (
             CORES | MESH | {env.XRT_LOCAL_WORKER: "w:1", env.XRT_SHARD_WORLD_SIZE: "2"},
             "XRT_MESH_SERVICE_ADDRESS",
@@ -189,6 +190,12 @@ def test_the_other_variables(changes: dict[str, str], attribute: str, value: Any
             "drives c_tpu_worker:2, but there is only room for tasks below 2",
             "XRT_LOCAL_WORKER=c_tpu_worker:2",
             "Set XRT_SHARD_WORLD_SIZE to the number of hosts, at least 3.",
+        ),
+        (
+            MESH | {env.XRT_LOCAL_WORKER: "w:1"},
+            "drives w:1, but there is only room for tasks below 1",
+            "XRT_LOCAL_WORKER=w:1",
+            "Set XRT_SHARD_WORLD_SIZE to the number of hosts, at least 2.",
         ),
         # Item 4: what replicas have left behind.
         (

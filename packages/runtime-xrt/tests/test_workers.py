@@ -94,7 +94,7 @@ def test_wrong(text: str, what: str, fix: str) -> None:
 
 @pytest.mark.parametrize("text", ["w;0;a:1", "w0;a:1", "w:0", ":0;a:1", "w:x;a:1", "w;0:a:1"])
 def test_xrt_workers_joins_name_and_task_by_a_colon(text: str) -> None:
-    with pytest.raises(UsageError, match=r"such as tpu_worker:0;10\.0\.0\.2:8470"):
+    with pytest.raises(UsageError, match=r"Write name:task;host:port, such as tpu_worker:0;10\.0\.0\.2:8470"):
         addresses(text)
 
 

@@ -73,13 +73,13 @@ def _check_numbers(
     variable: Variable, kind: Kind, devices: Sequence[_Device], known: Sequence[WorkerId]
 ) -> None:
     found = sorted(device for device in devices if device.kind == kind)
-    each, uneven = divmod(len(found), len(known))
+    each = len(found) // len(known)
     wanted = [
         _Device(kind, position * each + index, worker, index)
         for position, worker in enumerate(known)
         for index in range(each)
     ]
-    if uneven or found != wanted:
+    if found != wanted:
         raise variable.error(
             f"its {kind} devices do not count from {kind}:0 through the workers in their order, "
             "as many of each worker",
