@@ -14,8 +14,8 @@ from polyxla_bridge import hlo
 
 PACKED_BYTES = 1 << 20
 """Largest operand of an all-reduce that is packed with others, in bytes. The client reduces one operand
-after the other, and each costs some messages to and fro: 1.3 ms with 4 processes on 2 cores, which is
-what copying 4 MiB there and back takes."""
+after the other, and each costs some messages there and back: 1.3 ms with 4 processes on 2 cores, which is
+what copying some 4 MiB twice takes."""
 
 BITWISE = ("and", "or")
 """The reductions that jaxlib's CPU client knows for truth values only."""
