@@ -1,0 +1,1 @@
+"""The messages between processes, and the code that protoc makes of them."""
