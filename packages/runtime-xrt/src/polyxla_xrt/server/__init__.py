@@ -1,0 +1,1 @@
+"""The mesh service: `mesh` is what it decides, `service` its calls, `app` its life."""
