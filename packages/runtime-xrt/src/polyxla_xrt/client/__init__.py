@@ -1,0 +1,1 @@
+"""A process's side of the mesh service."""

@@ -1,0 +1,247 @@
+"""A process's place in the mesh: connect, meet the others, say goodbye."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType, TracebackType
+from typing import Any, Self
+
+import grpc
+
+from polyxla.errors import UsageError
+from polyxla_xrt import env
+from polyxla_xrt.client.attendance import Attendance, attend
+from polyxla_xrt.client.probe import look, proxies
+from polyxla_xrt.errors import (
+    MeshConnectError,
+    MeshError,
+    MeshRefusedError,
+    MeshServiceLostError,
+    MismatchError,
+    MissingError,
+    ParticipantLostError,
+)
+from polyxla_xrt.mesh_protocol import LONGEST_TIMEOUT_S, OPTIONS, PAYLOAD_BYTES, PROTOCOL, TIMEOUT_S, pieces
+from polyxla_xrt.proto import mesh_pb2 as pb
+from polyxla_xrt.proto import mesh_pb2_grpc
+
+CONNECT_WAIT_S = 3.5
+"""Longest wait for a mesh service that should be there; an error comes within 5 s."""
+MARGIN_S = 60.0
+"""What a rendezvous may take beyond its own deadline: payloads travel, and the missing are named."""
+GOODBYE_S = 5.0
+"""Longest wait for the answer to a goodbye."""
+
+_CHANNEL_OPTIONS = (
+    *OPTIONS,
+    # The processes of a job reach each other directly; a proxy would answer in place of the service.
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Two clients of a process are two participants, each with a connection of its own.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+_FAILURES: dict[grpc.StatusCode, tuple[type[MeshError], str]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: (
+        MismatchError,
+        "Every participant of a tag calls it once, with the same replicas and its own ordinal.",
+    ),
+    grpc.StatusCode.OUT_OF_RANGE: (
+        MissingError,
+        (
+            "See what these replicas do instead: every participant must reach the same call. "
+            "Where they are only slow, give a longer timeout_s."
+        ),
+    ),
+    grpc.StatusCode.ABORTED: (ParticipantLostError, "See the output of that replica for why it ended."),
+    grpc.StatusCode.FAILED_PRECONDITION: (
+        MeshRefusedError,
+        (
+            "All processes of a job need the same version of polyxla-runtime-xrt, the same world size and "
+            "an ordinal each; a process left over from another run takes the place of a new one."
+        ),
+    ),
+}
+"""What a status of the service means. Any other comes from the connection."""
+
+
+class MeshClient:
+    """A participant. Make it after a fork; any thread may use it.
+
+    Args:
+        address: ``host:port`` of the mesh service.
+        ordinal: this participant, ``0 <= ordinal < world_size``.
+        world_size: number of participants.
+        connect_wait_s: longest wait for the service. Where it may start later than this process, give
+            ``Configuration.mesh_connect_wait_s``.
+        environ: where to look for proxies, which error messages name.
+        protocol: what to announce.
+
+    Raises:
+        MeshConnectError: nothing answers at the address, or what answers is no mesh service.
+        MeshRefusedError: it speaks another version, or has another participant of this ordinal.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        ordinal: int,
+        world_size: int,
+        *,
+        connect_wait_s: float = CONNECT_WAIT_S,
+        environ: Mapping[str, str] = MappingProxyType({}),
+        protocol: int = PROTOCOL,
+    ) -> None:
+        self.address = address
+        self.ordinal = ordinal
+        self._lock = threading.Lock()
+        self._is_closed = False
+        # The scheme is written, or a host called `unix` would be one.
+        self._channel: Any = grpc.insecure_channel(f"dns:///{address}", options=_CHANNEL_OPTIONS)
+        self._stub = mesh_pb2_grpc.MeshStub(self._channel)
+        request = pb.AttendRequest(protocol=protocol, ordinal=ordinal, world_size=world_size)
+        try:
+            self._attendance = self._attend(request, connect_wait_s, environ)
+        except BaseException:
+            self._channel.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def rendezvous(
+        self, tag: str, payload: bytes = b"", replicas: Iterable[int] = (), timeout_s: float = TIMEOUT_S
+    ) -> tuple[bytes, ...]:
+        """Wait for the other participants of a tag. Blocks; Ctrl-C ends the wait.
+
+        Args:
+            tag: the meeting's name; free to be used again once it is over.
+            payload: what the others are given, at most 1 GiB.
+            replicas: the ordinals that meet, this one among them; none for all.
+            timeout_s: longest wait, in seconds; the shortest of the participants' holds for all of them.
+
+        Returns:
+            The payloads in the order of their ordinals.
+
+        Raises:
+            RendezvousError: participants contradict each other, are missing or gone. All are told.
+            MeshServiceLostError: the mesh service went away.
+            UsageError: the payload or `timeout_s` cannot be.
+        """
+        _check(tag, payload, timeout_s)
+        first = pb.RendezvousRequest(tag=tag, ordinal=self.ordinal, replicas=replicas, timeout_s=timeout_s)
+        if self._is_closed:
+            raise self._lost(tag, "this process has said goodbye")
+        call = self._stub.Rendezvous(_requests(first, payload), timeout=timeout_s + MARGIN_S)
+        try:
+            return _payloads(call)
+        except grpc.RpcError as error:
+            raise self._explain(tag, error) from None
+        except BaseException:
+            call.cancel()
+            raise
+
+    def close(self) -> None:
+        """Say goodbye; calls that still wait fail. A service that is gone is no error here."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        try:
+            with contextlib.suppress(grpc.RpcError):
+                self._stub.Goodbye(pb.GoodbyeRequest(ordinal=self.ordinal), timeout=GOODBYE_S)
+            self._attendance.end(timeout_s=1.0)
+        finally:
+            self._channel.close()
+
+    def _attend(self, request: pb.AttendRequest, wait_s: float, environ: Mapping[str, str]) -> Attendance:
+        try:
+            return attend(self._stub, request, wait_s)
+        except TimeoutError:
+            raise self._unreachable(look(self.address), environ) from None
+        except grpc.RpcError as error:
+            code, details = _status(error)
+            if code in _FAILURES:
+                kind, fix = _FAILURES[code]
+                raise kind(f"the mesh service refuses: {details}", where=self._where, fix=fix) from None
+            if code is grpc.StatusCode.UNIMPLEMENTED:
+                found = "a gRPC server answers there, but it is not a mesh service"
+            else:
+                found = look(self.address)
+            raise self._unreachable(found, environ) from None
+
+    @property
+    def _where(self) -> str:
+        return f"{env.XRT_MESH_SERVICE_ADDRESS}={self.address}"
+
+    def _unreachable(self, found: str, environ: Mapping[str, str]) -> MeshConnectError:
+        return MeshConnectError(
+            f"ordinal {self.ordinal} finds no mesh service at {self.address}: {found}",
+            where=self._where,
+            fix="See whether ordinal 0 is running there, whether the address is that of its host, and "
+            f"whether the port is open between the hosts.{proxies(environ)}",
+        )
+
+    def _explain(self, tag: str, error: grpc.RpcError) -> MeshError:
+        code, details = _status(error)
+        if code not in _FAILURES:
+            return self._lost(tag, f"{details} ({code.name})")
+        kind, fix = _FAILURES[code]
+        return kind(f"rendezvous {_short(tag)} failed: {details}", where=self._where, fix=fix)
+
+    def _lost(self, tag: str, why: str) -> MeshServiceLostError:
+        return MeshServiceLostError(
+            f"rendezvous {_short(tag)} failed: ordinal {self.ordinal} has no mesh service at {self.address} "
+            f"any more: {why}",
+            where=self._where,
+            fix="See the output of ordinal 0, whose process serves it, for why it ended.",
+        )
+
+
+def _requests(first: pb.RendezvousRequest, payload: bytes) -> Iterator[pb.RendezvousRequest]:
+    request = first
+    for piece, _ in pieces(payload):
+        request.payload = piece
+        yield request
+        request = pb.RendezvousRequest()
+
+
+def _payloads(replies: Iterable[pb.RendezvousReply]) -> tuple[bytes, ...]:
+    payloads, parts = list[bytes](), list[bytes]()
+    for reply in replies:
+        parts.append(reply.payload)
+        if reply.ends:
+            payloads.append(b"".join(parts))
+            parts.clear()
+    return tuple(payloads)
+
+
+def _check(tag: str, payload: bytes, timeout_s: float) -> None:
+    if len(payload) > PAYLOAD_BYTES:
+        raise UsageError(
+            f"the payload of rendezvous {_short(tag)} has {len(payload)} bytes, more than {PAYLOAD_BYTES}",
+            fix="Give each process its part in smaller pieces, or write it to a file.",
+        )
+    if not 0 < timeout_s <= LONGEST_TIMEOUT_S:
+        raise UsageError(
+            f"a rendezvous cannot wait for {timeout_s} seconds",
+            where=f"timeout_s={timeout_s}",
+            fix=f"Write more than 0 and at most {LONGEST_TIMEOUT_S:.0f}.",
+        )
+
+
+def _short(tag: str) -> str:
+    return repr(tag if len(tag) <= 80 else f"{tag[:80]}...")
+
+
+def _status(error: Any) -> tuple[grpc.StatusCode, str]:
+    return error.code(), error.details()

@@ -1,0 +1,45 @@
+"""What a short look at an address says."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+
+from polyxla_xrt.client.probe import look, proxies
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n", "an HTTP server answers there, or a proxy"),
+        (b"<!DOCTYPE HTML>", "an HTTP server answers there, or a proxy"),
+        (
+            b"\x00\x00\x00\x04\x00\x00\x00\x00\x00",
+            "it speaks HTTP/2, but did not let this process in in time",
+        ),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "what answers there does not speak gRPC"),
+        (b"hi", "what answers there does not speak gRPC"),
+        (b"", "something there closes connections"),
+    ],
+)
+def test_an_answer_is_told_from_its_first_bytes(answer: bytes, says: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            peer, _ = listener.accept()
+            with peer:
+                peer.recv(100)
+                peer.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert look(f"127.0.0.1:{listener.getsockname()[1]}") == says
+        thread.join(5)
+
+
+def test_every_proxy_that_is_set_is_named() -> None:
+    found = proxies({"HTTP_PROXY": "a", "https_proxy": "b", "http_proxy": "", "no_proxy": "c"})
+    assert found == " https_proxy, HTTP_PROXY is set: processes of a job meet without a proxy."
+    assert proxies({}) == ""
