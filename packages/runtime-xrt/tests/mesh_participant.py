@@ -1,0 +1,39 @@
+"""A process that takes part in a mesh, told what to do by lines of JSON; each is answered by one."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+from polyxla import PolyxlaError
+from polyxla_xrt.client.mesh import MeshClient
+from polyxla_xrt.server.app import MeshServer
+
+
+def perform(client: MeshClient, order: dict[str, Any]) -> dict[str, Any]:
+    begin = time.monotonic()
+    try:
+        payloads = client.rendezvous(order["tag"], order["payload"].encode(), order["replicas"], order["s"])
+    except PolyxlaError as error:
+        return {"error": type(error).__name__, "text": str(error), "seconds": time.monotonic() - begin}
+    return {"payloads": [payload.decode() for payload in payloads]}
+
+
+def main(address: str, ordinal: int, world_size: int) -> None:
+    server = MeshServer(address, world_size) if address.endswith(":0") else None
+    client = MeshClient(server.address if server else address, ordinal, world_size, connect_wait_s=30)
+    print(json.dumps({"address": client.address}), flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        if order == "leave":
+            client.close()
+            staying = server.close(30) if server else ()
+            print(json.dumps({"staying": staying}), flush=True)
+            return
+        print(json.dumps(perform(client, order)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,307 @@
+"""What is no mesh service, cannot become one, or ends; and who interrupts a wait."""
+
+from __future__ import annotations
+
+import http.server
+import pickle
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+
+from polyxla import UsageError
+from polyxla_xrt.client.mesh import CONNECT_WAIT_S, MeshClient
+from polyxla_xrt.errors import (
+    MeshConnectError,
+    MeshError,
+    MeshRefusedError,
+    MeshServiceLostError,
+    MismatchError,
+    MissingError,
+)
+from polyxla_xrt.mesh_protocol import CHUNK_BYTES, PAYLOAD_BYTES, PROTOCOL
+from polyxla_xrt.proto import mesh_pb2 as pb
+from polyxla_xrt.proto import mesh_pb2_grpc
+from polyxla_xrt.server.app import MeshServer
+
+
+@pytest.fixture
+def server() -> Iterator[MeshServer]:
+    running = MeshServer("127.0.0.1:0", 2)
+    yield running
+    running.close(0)
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        yield made
+
+
+def address_of(made: socket.socket) -> str:
+    return f"127.0.0.1:{made.getsockname()[1]}"
+
+
+def connect_error(address: str, environ: dict[str, str] | None = None, wait_s: float = CONNECT_WAIT_S) -> str:
+    begin = time.monotonic()
+    with pytest.raises(MeshConnectError) as caught:
+        MeshClient(address, 1, 2, connect_wait_s=wait_s, environ=environ or {})
+    assert time.monotonic() - begin < 5
+    assert f"ordinal 1 finds no mesh service at {address}: " in str(caught.value)
+    assert f"XRT_MESH_SERVICE_ADDRESS={address}" in str(caught.value)
+    return str(caught.value)
+
+
+def test_nobody_listens(listener: socket.socket) -> None:
+    address = address_of(listener)
+    listener.close()
+    text = connect_error(address, {"http_proxy": "http://proxy:1", "HTTPS_PROXY": "", "no_proxy": "x"})
+    assert "Connection refused" in text
+    assert "http_proxy is set: processes of a job meet without a proxy." in text
+    assert "HTTPS_PROXY" not in text
+
+
+def test_a_listener_that_never_answers(listener: socket.socket) -> None:
+    text = connect_error(address_of(listener))
+    assert "something accepts connections there and never answers" in text
+    assert "proxy" not in text
+
+
+def test_an_http_server() -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as web:
+        thread = threading.Thread(target=web.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            assert "an HTTP server answers there, or a proxy" in connect_error(
+                address_of(web.socket), wait_s=1
+            )
+        finally:
+            web.shutdown()
+            thread.join()
+
+
+def test_a_grpc_server_that_is_no_mesh_service() -> None:
+    other = grpc.server(ThreadPoolExecutor(1))
+    port = other.add_insecure_port("127.0.0.1:0")
+    other.start()
+    try:
+        text = connect_error(f"127.0.0.1:{port}")
+    finally:
+        other.stop(0).wait(5)
+    assert "a gRPC server answers there, but it is not a mesh service" in text
+
+
+def test_a_host_that_does_not_resolve() -> None:
+    assert "its host does not resolve" in connect_error("no-such-host.invalid:8477", wait_s=1)
+
+
+def test_a_service_that_starts_later_is_waited_for(listener: socket.socket) -> None:
+    address = address_of(listener)
+    listener.close()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(MeshClient, address, 0, 1, connect_wait_s=20)
+        time.sleep(0.5)
+        server = MeshServer(address, 1)
+        with waiting.result(20) as client:
+            assert client.rendezvous("alone", b"x") == (b"x",)
+    assert server.close(5) == ()
+
+
+def test_a_port_that_is_taken(server: MeshServer) -> None:
+    with pytest.raises(UsageError, match=r"cannot be bound to 127.*: Address already in use") as caught:
+        MeshServer(server.address, 2)
+    assert f"XRT_MESH_SERVICE_ADDRESS={server.address}" in str(caught.value)
+    assert "free port" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [("192.0.2.1:8477", "Cannot assign requested address"), ("no-such-host.invalid:1", "does not resolve")],
+)
+def test_an_address_that_is_not_of_this_host(address: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        MeshServer(address, 2)
+
+
+def test_another_protocol_world_or_the_same_ordinal_is_refused(server: MeshServer) -> None:
+    with pytest.raises(MeshRefusedError, match=rf"Ordinal 0 speaks protocol 9, the mesh service {PROTOCOL}"):
+        MeshClient(server.address, 0, 2, protocol=9)
+    with pytest.raises(MeshRefusedError, match="Ordinal 0 was told of 3 replicas"):
+        MeshClient(server.address, 0, 3)
+    twice = pytest.raises(MeshRefusedError, match="Duplicate ordinal: 0 takes part already")
+    with MeshClient(server.address, 0, 2), twice:
+        MeshClient(server.address, 0, 2)
+
+
+def test_several_threads_of_a_participant_meet_under_tags_of_their_own(server: MeshServer) -> None:
+    tags = [f"tag {number}" for number in range(40)]
+    one, other = MeshClient(server.address, 0, 2), MeshClient(server.address, 1, 2)
+    with one, other, ThreadPoolExecutor(80) as pool:
+        found = [pool.submit(one.rendezvous, tag, b"0") for tag in tags]
+        found += [pool.submit(other.rendezvous, tag, b"1") for tag in tags[::-1]]
+        assert {future.result(30) for future in found} == {(b"0", b"1")}
+
+
+def test_a_tag_may_be_used_once_at_a_time(server: MeshServer) -> None:
+    with MeshClient(server.address, 0, 2) as client, ThreadPoolExecutor(2) as pool:
+        twice = [pool.submit(client.rendezvous, "twice", b"") for _ in range(2)]
+        for future in twice:
+            with pytest.raises(MismatchError, match="Duplicate ordinal: 0 waits here already"):
+                future.result(10)
+
+
+@pytest.mark.parametrize("size", [0, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 32 << 20])
+def test_payloads_of_every_size_arrive_whole(server: MeshServer, size: int) -> None:
+    payload = random.Random(size).randbytes(size)
+    one, other = MeshClient(server.address, 0, 2), MeshClient(server.address, 1, 2)
+    with one, other, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(one.rendezvous, "large", payload)
+        assert other.rendezvous("large", b"small") == (payload, b"small")
+        assert waiting.result(30) == (payload, b"small")
+
+
+class Huge(bytes):
+    def __len__(self) -> int:
+        return PAYLOAD_BYTES + 1
+
+
+def test_what_cannot_be_is_refused_before_it_is_sent(server: MeshServer) -> None:
+    with MeshClient(server.address, 0, 2) as client:
+        with pytest.raises(UsageError, match="'big' has 1073741825 bytes, more than 1073741824"):
+            client.rendezvous("big", Huge())
+        for timeout_s in (0.0, -1.0, float("inf"), float("nan")):
+            with pytest.raises(UsageError, match="a rendezvous cannot wait for"):
+                client.rendezvous("tag", timeout_s=timeout_s)
+    with pytest.raises(MeshServiceLostError, match="this process has said goodbye"):
+        client.rendezvous("tag")
+    client.close()
+
+
+def test_the_service_says_who_stayed_and_cuts_them_off(server: MeshServer) -> None:
+    with MeshClient(server.address, 0, 2) as client, ThreadPoolExecutor(1) as pool:
+        waiting: Future[tuple[bytes, ...]] = pool.submit(client.rendezvous, "x" * 500, b"")
+        time.sleep(0.2)
+        assert server.close(0.1) == (0, 1)
+        assert server.close(0.1) == (0, 1)
+        lost = rf"no mesh service at {server.address} any more"
+        with pytest.raises(MeshServiceLostError, match=lost) as caught:
+            waiting.result(10)
+    assert len(str(caught.value)) < 600
+
+
+def test_an_error_survives_the_way_between_processes(server: MeshServer) -> None:
+    with MeshClient(server.address, 0, 2) as client, pytest.raises(MissingError) as caught:
+        client.rendezvous("tag", timeout_s=0.1)
+    caught.value.add_note("of replica 0")
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert isinstance(again, MissingError)
+    assert isinstance(again, MeshError)
+    assert str(again) == str(caught.value)
+    assert again.__notes__ == ["of replica 0"]
+    assert "(of these never connected: 1)" in str(again)
+
+
+INTERRUPTED = """
+import sys
+from polyxla_xrt.client.mesh import MeshClient
+from polyxla_xrt.server.app import MeshServer
+server = MeshServer("127.0.0.1:0", 2)
+try:
+    if sys.argv[1] == "close":
+        print("ready", flush=True)
+        server.close(60)
+    elif sys.argv[1] == "connect":
+        print("ready", flush=True)
+        MeshClient("127.0.0.1:9", 0, 2, connect_wait_s=60)
+    client = MeshClient(server.address, 0, 2)
+    print("ready", flush=True)
+    if sys.argv[1] == "meet":
+        client.rendezvous("tag")
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.parametrize("what", ["meet", "close", "connect"])
+def test_ctrl_c_ends_every_wait_and_the_service_with_its_process(what: str) -> None:
+    command = [sys.executable, "-c", INTERRUPTED, what]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.2)
+        begin = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "interrupted\n"
+        assert process.wait(10) == 0
+        assert time.monotonic() - begin < 3
+
+
+def test_a_process_that_closes_nothing_ends() -> None:
+    command = [sys.executable, "-c", INTERRUPTED, "nothing"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    assert (done.stdout, done.stderr) == ("ready\n", "")
+
+
+def test_a_peer_that_never_reads_its_connection_does_not_keep_the_others(server: MeshServer) -> None:
+    host, _, port = server.address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=5) as silent:
+        silent.sendall(b"\x00\xff" * 50)
+        with MeshClient(server.address, 0, 2) as client:
+            assert client.rendezvous("alone", b"x", [0]) == (b"x",)
+
+
+def test_who_leaves_right_after_the_last_rendezvous_cuts_nobody() -> None:
+    def work(address: str, ordinal: int) -> int:
+        with MeshClient(address, ordinal, 4) as client:
+            return len(client.rendezvous("last", b"x"))
+
+    for _ in range(10):
+        server = MeshServer("127.0.0.1:0", 4)
+        with ThreadPoolExecutor(4) as pool:
+            found = [pool.submit(work, server.address, ordinal) for ordinal in range(4)]
+            assert server.close(20) == ()
+            assert [future.result(1) for future in found] == [4] * 4
+
+
+@pytest.mark.parametrize(
+    ("requests", "code", "says"),
+    [
+        ([], grpc.StatusCode.FAILED_PRECONDITION, "no timeout_s of more than 0"),
+        ([{}], grpc.StatusCode.FAILED_PRECONDITION, "no timeout_s of more than 0"),
+        ([{"timeout_s": 1e9}], grpc.StatusCode.FAILED_PRECONDITION, "at most 604800"),
+        ([{"timeout_s": 9}], grpc.StatusCode.FAILED_PRECONDITION, "Ordinal 0 has not attended"),
+        ([{"timeout_s": 9, "ordinal": 7}], grpc.StatusCode.INVALID_ARGUMENT, "Invalid ordinal: 7"),
+        ([{"payload": bytes(5 << 20)}], grpc.StatusCode.RESOURCE_EXHAUSTED, "larger"),
+    ],
+)
+def test_a_stranger_is_answered_and_the_service_goes_on(
+    server: MeshServer, requests: list[dict[str, Any]], code: grpc.StatusCode, says: str
+) -> None:
+    with grpc.insecure_channel(server.address) as channel:
+        messages = iter([pb.RendezvousRequest(**request) for request in requests])
+        with pytest.raises(grpc.RpcError) as caught:
+            list(mesh_pb2_grpc.MeshStub(channel).Rendezvous(messages, timeout=10))
+        assert caught.value.code() is code
+        assert says in caught.value.details()
+        mesh_pb2_grpc.MeshStub(channel).Goodbye(pb.GoodbyeRequest(ordinal=7), timeout=10)
+    with MeshClient(server.address, 0, 2) as client:
+        assert client.rendezvous("alone", b"x", [0]) == (b"x",)
+
+
+def test_a_payload_that_grows_beyond_its_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polyxla_xrt.server.service.PAYLOAD_BYTES", CHUNK_BYTES)
+    server = MeshServer("127.0.0.1:0", 1)
+    with MeshClient(server.address, 0, 1) as client:
+        assert client.rendezvous("fits", bytes(CHUNK_BYTES))
+        with pytest.raises(MeshRefusedError, match="A payload has more than 1048576 bytes"):
+            client.rendezvous("does not", bytes(CHUNK_BYTES + 1))
+    assert server.close(5) == ()

@@ -1,0 +1,105 @@
+"""Eight processes meet; one that hurts the others is named to all of them."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+EVERYBODY = tuple(range(8))
+
+
+@pytest.fixture(scope="module")
+def crew(make_crew: Callable[..., Any]) -> Any:
+    return make_crew(8)
+
+
+def test_everybody_gets_the_payloads_in_the_order_of_ordinals(crew: Any) -> None:
+    for tag in ("a", "b", "c"):
+        expected = [f"{tag}{ordinal}" for ordinal in EVERYBODY]
+        for found in crew.meet_all(tag, EVERYBODY[::-1]):
+            assert found == {"payloads": expected}
+
+
+def test_a_tag_is_used_again_and_again(crew: Any) -> None:
+    for _ in range(50):
+        for ordinal in EVERYBODY:
+            crew.meet(ordinal, "again")
+    for ordinal in EVERYBODY:
+        for _ in range(50):
+            assert crew.read(ordinal) == {"payloads": [f"again{one}" for one in EVERYBODY]}
+
+
+def test_subsets_meet_at_once_under_tags_of_their_own(crew: Any) -> None:
+    for ordinal in EVERYBODY:
+        crew.meet(ordinal, "odd" if ordinal % 2 else "even", (1, 3, 5, 7) if ordinal % 2 else (6, 4, 2, 0))
+    for ordinal in EVERYBODY:
+        same = [f"{'odd' if one % 2 else 'even'}{one}" for one in EVERYBODY if one % 2 == ordinal % 2]
+        assert crew.read(ordinal) == {"payloads": same}
+
+
+def test_mismatching_replicas_are_told_to_everybody_even_to_those_who_come_later(crew: Any) -> None:
+    crew.meet(0, "mismatch", (0, 1, 2))
+    crew.meet(1, "mismatch", (0, 1))
+    found = [crew.read(0), crew.read(1)]
+    crew.meet(2, "mismatch", (0, 1, 2))
+    found.append(crew.read(2))
+    for one in found:
+        assert one["error"] == "MismatchError"
+        assert "'mismatch' failed: Mismatching replicas: (" in one["text"]
+    assert len(crew.meet_all("mismatch", (0, 1, 2), (0, 1, 2))[0]["payloads"]) == 3
+
+
+def test_the_deadline_names_the_tag_and_who_is_missing(crew: Any) -> None:
+    for ordinal in (0, 1, 2, 4, 5, 6):
+        crew.meet(ordinal, "late", timeout_s=0.7 if ordinal == 2 else 30)
+    for ordinal in (0, 1, 2, 4, 5, 6):
+        found = crew.read(ordinal)
+        assert found["error"] == "MissingError"
+        assert "rendezvous 'late' failed: Ordinals missing at the deadline: 3, 7 (from" in found["text"]
+        assert found["seconds"] < 10
+
+
+def test_ordinal_0_may_leave_first(make_crew: Callable[..., Any]) -> None:
+    crew = make_crew(3)
+    crew.meet_all("last of all", (0, 1, 2))
+    crew.send(0, "leave")
+    time.sleep(0.3)
+    assert crew.meet_all("after", (1, 2), (1, 2)) == [{"payloads": ["after1", "after2"]}] * 2
+    (found,) = crew.meet_all("with 0", (1,))
+    assert found["error"] == "ParticipantLostError"
+    assert "Ordinal 0 has said goodbye" in found["text"]
+    for ordinal in (1, 2, 0):
+        if ordinal:
+            crew.send(ordinal, "leave")
+        assert crew.read(ordinal) == {"staying": []}
+        assert crew.processes[ordinal].wait(10) == 0
+
+
+def test_a_killed_participant_is_named_to_those_who_wait_and_those_who_come(crew: Any) -> None:
+    # The last of this crew.
+    for ordinal in (0, 1, 2, 4, 5, 6):
+        crew.meet(ordinal, "killed")
+    time.sleep(0.3)
+    begin = time.monotonic()
+    crew.processes[3].send_signal(signal.SIGKILL)
+    found = [crew.read(ordinal) for ordinal in (0, 1, 2, 4, 5, 6)]
+    assert time.monotonic() - begin < 2
+    found += crew.meet_all("killed", (7,)) + crew.meet_all("another", (0, 7))
+    for one in found:
+        assert one["error"] == "ParticipantLostError"
+        assert "Ordinal 3 died or lost its connection" in one["text"]
+    assert crew.meet_all("without", (0, 1), (0, 1)) == [{"payloads": ["without0", "without1"]}] * 2
+    begin = time.monotonic()
+    for ordinal in (1, 2):
+        crew.meet(ordinal, "no service", (0, 1, 2))
+    time.sleep(0.2)
+    crew.processes[0].send_signal(signal.SIGKILL)
+    for ordinal in (1, 2):
+        one = crew.read(ordinal)
+        assert one["error"] == "MeshServiceLostError"
+        assert crew.address in one["text"]
+    assert time.monotonic() - begin < 3
