@@ -247,6 +247,23 @@ def abi(session: nox.Session) -> None:
 
 
 @nox.session
+def proto(session: nox.Session) -> None:
+    """Make the code of runtime-xrt's messages with the oldest tools allowed; fail if it was not theirs."""
+    needs = (re.fullmatch(r"grpcio>=([\d.]+),.*", one) for one in PROJECTS["runtime-xrt"]["dependencies"])
+    (oldest,) = (match[1] for match in needs if match)
+    session.install(f"grpcio-tools=={oldest}")
+    source = ROOT / "packages" / "runtime-xrt" / "src"
+    before = {path: path.read_bytes() for path in sorted(source.rglob("*_pb2*.py*"))}
+    for path in sorted(source.rglob("*.proto")):
+        outs = [f"--{kind}_out={source}" for kind in ("python", "pyi", "grpc_python")]
+        name = str(path.relative_to(source))
+        session.run("python", "-m", "grpc_tools.protoc", f"-I{source}", *outs, name)
+    after = {path: path.read_bytes() for path in sorted(source.rglob("*_pb2*.py*"))}
+    if before != after:
+        session.error("the generated code was not that of the .proto files; commit what has changed")
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation into site/; a broken link is an error."""
     install(session, requirements=group("docs"))
