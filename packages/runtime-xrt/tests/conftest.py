@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from polyxla_xrt.server.app import MeshServer
+
 PARTICIPANT = Path(__file__).with_name("mesh_participant.py")
 
 
@@ -76,3 +78,10 @@ def make_crew() -> Iterator[Callable[..., Crew]]:
     yield make
     for crew in crews:
         crew.end()
+
+
+@pytest.fixture
+def server() -> Iterator[MeshServer]:
+    running = MeshServer("127.0.0.1:0", 2)
+    yield running
+    running.close(0)
