@@ -27,8 +27,8 @@ from polyxla_xrt.mesh_protocol import LONGEST_TIMEOUT_S, OPTIONS, PAYLOAD_BYTES,
 from polyxla_xrt.proto import mesh_pb2 as pb
 from polyxla_xrt.proto import mesh_pb2_grpc
 
-CONNECT_WAIT_S = 3.5
-"""Longest wait for a mesh service that should be there; an error comes within 5 s."""
+CONNECT_WAIT_S = 2.5
+"""Longest wait for a mesh service that should be there; an error comes within 5 s on a busy host as well."""
 MARGIN_S = 60.0
 """What a rendezvous may take beyond its own deadline: payloads travel, and the missing are named."""
 GOODBYE_S = 5.0
