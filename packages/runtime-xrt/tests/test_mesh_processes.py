@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from polyxla_xrt.server import app
+
 EVERYBODY = tuple(range(8))
 
 
@@ -77,6 +79,21 @@ def test_ordinal_0_may_leave_first(make_crew: Callable[..., Any]) -> None:
             crew.send(ordinal, "leave")
         assert crew.read(ordinal) == {"staying": []}
         assert crew.processes[ordinal].wait(10) == 0
+
+
+def test_a_frozen_participant_is_lost(make_crew: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    hasty = [
+        (name, min(value, 1000) if name.endswith("_ms") else value) for name, value in app._SERVER_OPTIONS
+    ]
+    monkeypatch.setattr(app, "_SERVER_OPTIONS", hasty)
+    server = app.MeshServer("127.0.0.1:0", 2)
+    crew = make_crew(2, server.address)
+    crew.processes[1].send_signal(signal.SIGSTOP)
+    (found,) = crew.meet_all("frozen", (0,))
+    assert found["error"] == "ParticipantLostError"
+    assert found["seconds"] < 15
+    crew.send(0, "leave")
+    assert server.close(10) == ()
 
 
 def test_a_killed_participant_is_named_to_those_who_wait_and_those_who_come(crew: Any) -> None:

@@ -27,6 +27,8 @@ OPTIONS = (
     # A closed socket shows by itself. Pings find a host that vanished; a short cut of the network passes.
     ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
+    # Without it a process that is frozen, whose kernel still answers, would not be found.
+    ("grpc.http2.ping_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
