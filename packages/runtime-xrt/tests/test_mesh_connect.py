@@ -18,6 +18,9 @@ from polyxla_xrt.errors import MeshConnectError, MeshRefusedError
 from polyxla_xrt.mesh_protocol import PROTOCOL
 from polyxla_xrt.server.app import MeshServer
 
+BOUND_S = 20.0
+"""Well below any limit that would end the wait otherwise, and above what a busy machine takes."""
+
 
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
@@ -33,7 +36,7 @@ def connect_error(address: str, environ: dict[str, str] | None = None, wait_s: f
     begin = time.monotonic()
     with pytest.raises(MeshConnectError) as caught:
         MeshClient(address, 1, 2, connect_wait_s=wait_s, environ=environ or {})
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < BOUND_S
     assert f"ordinal 1 finds no mesh service at {address}: " in str(caught.value)
     assert f"XRT_MESH_SERVICE_ADDRESS={address}" in str(caught.value)
     return str(caught.value)

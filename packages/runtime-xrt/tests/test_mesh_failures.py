@@ -29,6 +29,9 @@ from polyxla_xrt.proto import mesh_pb2 as pb
 from polyxla_xrt.proto import mesh_pb2_grpc
 from polyxla_xrt.server.app import MeshServer
 
+BOUND_S = 20.0
+"""Well below any limit that would end the wait otherwise, and above what a busy machine takes."""
+
 
 def test_several_threads_of_a_participant_meet_under_tags_of_their_own(server: MeshServer) -> None:
     tags = [f"tag {number}" for number in range(40)]
@@ -130,7 +133,7 @@ def test_ctrl_c_ends_every_wait_and_the_service_with_its_process(what: str) -> N
         process.send_signal(signal.SIGINT)
         assert process.stdout.readline() == "interrupted\n"
         assert process.wait(10) == 0
-        assert time.monotonic() - begin < 3
+        assert time.monotonic() - begin < BOUND_S
 
 
 def test_a_process_that_closes_nothing_ends() -> None:
