@@ -84,11 +84,10 @@ class SeveralReplication(XlaReplication):
 
 def _world(place: Place) -> World:
     """Return where this replica stands. Everything that is divided among replicas goes by it."""
-    planned = place.plan.layout.world(place.process, place.thread)
-    world = planned
+    world = place.plan.layout.world(place.process, place.thread)
     if not place.plan.is_bridged:
         # libtpu numbers processes by where their chips are, not by how they were started.
-        world = replace(planned, ordinal=xr.global_ordinal(), process_index=xr.process_index())
+        world = replace(world, ordinal=xr.global_ordinal(), process_index=xr.process_index())
     told = (xr.global_ordinal(), xr.global_device_count())
     if told != (world.ordinal, world.world_size):
         raise RuntimeError(f"torch_xla says {told}, the plan {world}")

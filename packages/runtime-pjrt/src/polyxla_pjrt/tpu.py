@@ -58,12 +58,10 @@ def core_environment(environ: Mapping[str, str], device: int) -> dict[str, str]:
     # The type's own bounds: the slice's may speak of fewer chips than the host has.
     accelerator = AcceleratorType.parse(slice_.accelerator.name, slice_.origin)
     variables, local_device = single_core_environment(_core_of(slice_, device), accelerator)
-    if slice_.origin == "environment":
-        # torch_xla would ask the metadata server again, which had nothing to say.
-        variables[env.TPU_SKIP_MDS_QUERY] = "1"
     return {
         env.PJRT_DEVICE: "TPU",
         **variables,
+        **_unasked(slice_),
         env.POLYXLA_PJRT_DEVICE: str(device),
         env.POLYXLA_PJRT_LOCAL_DEVICE: str(local_device),
     }
@@ -118,26 +116,30 @@ def plan(environ: Mapping[str, str], devices: tuple[int, ...]) -> TpuPlan:
         )
     slice_ = this_slice(environ)
     threads = slice_.accelerator.threads_per_process
-    cores = [_core_of(slice_, device) for device in devices]
-    chips = sorted({core // threads for core in cores})
-    bounds = slice_.bounds if len(chips) == slice_.bounds.chips_per_host_count else _part(slice_, chips)
-    if len(chips) * threads != len(cores):
+    chips = sorted({_core_of(slice_, device) // threads for device in devices})
+    if len(chips) != slice_.bounds.chips_per_host_count:
+        bounds = _part(slice_, chips)
+        slice_ = replace(slice_, bounds=bounds, worker_id=0, hostnames=("localhost",))
+    if len(chips) * threads != len(devices):
         raise _not_together(devices, f"each chip's {threads} cores are one process's: take both or none")
     variables = process_environments(
         slice_.accelerator,
-        worker_id=slice_.worker_id if bounds is slice_.bounds else 0,
-        hostnames=slice_.hostnames if bounds is slice_.bounds else ("localhost",),
-        bounds=bounds,
+        worker_id=slice_.worker_id,
+        hostnames=slice_.hostnames,
+        bounds=slice_.bounds,
         chips=chips,
     )
-    # torch_xla would ask the metadata server again, which had nothing to say.
-    skip = {env.TPU_SKIP_MDS_QUERY: "1"} if slice_.origin == "environment" else {}
     return TpuPlan(
         "TPU",
-        Layout(threads, len(chips), bounds.host_count),
-        variables=tuple(one | skip for one in variables),
-        worker_id=slice_.worker_id if bounds is slice_.bounds else 0,
+        Layout(threads, len(chips), slice_.bounds.host_count),
+        variables=tuple(one | _unasked(slice_) for one in variables),
+        worker_id=slice_.worker_id,
     )
+
+
+def _unasked(slice_: Slice) -> dict[str, str]:
+    """Return what keeps torch_xla from asking the metadata server again, where it had nothing to say."""
+    return {env.TPU_SKIP_MDS_QUERY: "1"} if slice_.origin == "environment" else {}
 
 
 def _part(slice_: Slice, chips: list[int]) -> Bounds:
