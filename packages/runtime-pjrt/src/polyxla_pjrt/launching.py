@@ -67,7 +67,7 @@ def refuse_touched(launcher: str) -> None:
         UsageError: it does; the error names the place that touched it first.
     """
     if "torch_xla" in sys.modules:
-        from polyxla_pjrt import first_touch
+        from polyxla.xla import first_touch
 
         first_touch.refuse(launcher)
 

@@ -17,10 +17,11 @@ from torch_xla._internal import pjrt
 from torch_xla.experimental import plugins
 
 from polyxla.env import POLYXLA_DEVICES, POLYXLA_RUNTIME, snapshot
-from polyxla_pjrt import discovery, env, first_touch, torchrun
+from polyxla.xla import first_touch
+from polyxla.xla.main_module import Call, refuse_while_importing
+from polyxla_pjrt import discovery, env, torchrun
 from polyxla_pjrt.launching import ReplicasOfProcess, run_plan, say_emulated
 from polyxla_pjrt.layout import PREPARED, Plan
-from polyxla_pjrt.main_module import Call, refuse_while_importing
 
 _LAUNCH = "torch_xla.launch"
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polyxla import UsageError
-from polyxla_pjrt.launching import Place
 
 _MAIN = ("init_main_from_path", "init_main_from_name")
 
@@ -38,7 +37,7 @@ class Call:
         names = (*_MAIN, "sys_argv", "dir", "orig_dir")
         return cls(pickle.dumps(call), {name: data[name] for name in names if name in data})
 
-    def __call__(self, place: Place) -> Any:
+    def __call__(self, place: Any) -> Any:
         """Be a replica: make the call, for which every place is alike."""
         # The first of a process's replicas imports for all.
         with _here.lock:
