@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch_xla
@@ -24,47 +24,22 @@ from torch_xla._internal import pjrt
 
 from polyxla import UsageError, World, child
 from polyxla.child import REPLICA_THREAD
-from polyxla.replication import ReduceOp
+from polyxla.xla.replication import CollectiveReplication
 from polyxla_pjrt import torch_plugin
 from polyxla_pjrt.launching import Place
 from polyxla_pjrt.layout import Plan
-from polyxla_pjrt.replication import XlaReplication
-
-_OPS = {
-    "sum": xm.REDUCE_SUM,
-    "mean": xm.REDUCE_SUM,
-    "min": xm.REDUCE_MIN,
-    "max": xm.REDUCE_MAX,
-    "mul": xm.REDUCE_MUL,
-    "and": xm.REDUCE_AND,
-    "or": xm.REDUCE_OR,
-}
-
 
 SWITCH_INTERVAL_S = 1e-4
 """How long a thread may keep Python to itself while others wait, in seconds. Every call of the bridge
 needs Python for some microseconds; at Python's own 5 ms each would wait for the other replicas' tracing."""
 
 
-class SeveralReplication(XlaReplication):
-    """One of several replicas: torch_xla's collectives."""
+class SeveralReplication(CollectiveReplication):
+    """One of several replicas, of which all take part in whatever they do together."""
 
     def __init__(self, place: Place) -> None:
         super().__init__(place.plan.kind, place.thread)
         self.world = _world(place)
-
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        """Combine the replicas' tensors in the program of the current step."""
-        scale = 1.0 / self.world.world_size if op == "mean" else 1.0
-        return cast("torch.Tensor", xm.all_reduce(_OPS[op], tensor, scale=scale))
-
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Gather the replicas' tensors in the program of the current step."""
-        return list(xm.all_gather(tensor[None]).unbind())
-
-    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Average the gradients in place, in the program of the current step."""
-        xm.reduce_gradients(optimizer)
 
     def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int] = ()) -> list[bytes]:
         """Exchange payloads through a gather of their bytes.

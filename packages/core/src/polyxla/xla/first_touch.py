@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch_xla
 
-from polyxla import UsageError
+from polyxla.errors import UsageError
 
 _TOUCHES = ("_xla_get_default_device", "_xla_get_devices", "_xla_real_devices", "_xla_set_default_device")
 """The functions of torch_xla's C++ part through which Python programs come to a device first."""

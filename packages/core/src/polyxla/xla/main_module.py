@@ -8,7 +8,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyxla import UsageError
+from polyxla.errors import UsageError
 
 _MAIN = ("init_main_from_path", "init_main_from_name")
 

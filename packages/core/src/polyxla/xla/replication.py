@@ -1,0 +1,89 @@
+"""Replicas on torch_xla. Heavy: imported in the replica, never for discovery."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as met
+from torch_xla.core.xla_env_vars import PJRT_DEVICE
+
+from polyxla.errors import UsageError
+from polyxla.replication import ReduceOp, Replication
+
+_OPS = {
+    "sum": xm.REDUCE_SUM,
+    "mean": xm.REDUCE_SUM,
+    "min": xm.REDUCE_MIN,
+    "max": xm.REDUCE_MAX,
+    "mul": xm.REDUCE_MUL,
+    "and": xm.REDUCE_AND,
+    "or": xm.REDUCE_OR,
+}
+
+
+class XlaReplication(Replication):
+    """What every replica on torch_xla does alike; its collectives are its subclasses'.
+
+    Args:
+        kind: the device type that this process must run on, ``CPU`` or ``TPU``.
+        local_index: the device's number among those that this process sees.
+
+    Raises:
+        UsageError: torch_xla already runs in this process, on other devices.
+    """
+
+    def __init__(self, kind: str, local_index: int) -> None:
+        # Before torch_xla.device(), whose own range check is off by one.
+        if local_index >= torch_xla.device_count():
+            raise UsageError(
+                f"device {local_index} is not among the {torch_xla.device_count()} that torch_xla already "
+                "runs with in this process",
+                where="devices",
+                fix="Launch with start_method='spawn', which starts a fresh process.",
+            )
+        self.device = torch_xla.device(local_index)
+        self.kind = xm.xla_device_hw(self.device)
+        if self.kind != kind:
+            raise UsageError(
+                f"torch_xla already runs on {self.kind} in this process, and cannot change to {kind}",
+                where=f"{PJRT_DEVICE}={kind}",
+                fix="Launch with start_method='spawn', which starts a fresh process.",
+            )
+
+    def sync(self, wait: bool = False) -> None:
+        """Cut the graph here and hand it to the device."""
+        torch_xla.sync(wait=wait)
+
+    def seed(self, seed: int) -> None:
+        """Seed the device's generator; torch.manual_seed does not reach it."""
+        xm.set_rng_state(seed, str(self.device))
+
+    def report(self) -> str:
+        """Return torch_xla's metrics report."""
+        report: str = met.metrics_report()
+        return report
+
+    def close(self) -> None:
+        """Wait until the device has finished what it was given."""
+        # For this device alone: waiting takes a device's lock, and another replica may be using its own.
+        xm.wait_device_ops(xm.xla_real_devices([self.device]))
+
+
+class CollectiveReplication(XlaReplication):
+    """One of several replicas: torch_xla's collectives. Its world and its rendezvous are its subclasses'."""
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        """Combine the replicas' tensors in the program of the current step."""
+        scale = 1.0 / self.world.world_size if op == "mean" else 1.0
+        return cast("torch.Tensor", xm.all_reduce(_OPS[op], tensor, scale=scale))
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Gather the replicas' tensors in the program of the current step."""
+        return list(xm.all_gather(tensor[None]).unbind())
+
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Average the gradients in place, in the program of the current step."""
+        xm.reduce_gradients(optimizer)
