@@ -7,10 +7,8 @@ of a process is its main thread.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import queue
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,14 +22,11 @@ from torch_xla._internal import pjrt
 
 from polyxla import UsageError, World, child
 from polyxla.child import REPLICA_THREAD
+from polyxla.xla import own_device
 from polyxla.xla.replication import CollectiveReplication
 from polyxla_pjrt import torch_plugin
 from polyxla_pjrt.launching import Place
 from polyxla_pjrt.layout import Plan
-
-SWITCH_INTERVAL_S = 1e-4
-"""How long a thread may keep Python to itself while others wait, in seconds. Every call of the bridge
-needs Python for some microseconds; at Python's own 5 ms each would wait for the other replicas' tracing."""
 
 
 class SeveralReplication(CollectiveReplication):
@@ -77,13 +72,11 @@ def run_replicas(replica: Callable[[Place], Any], plan: Plan, process: int) -> l
     """
     if plan.is_bridged:
         _watch(plan)
-    # Forked with the parent's, which ended with it.
-    atexit.unregister(torch_xla._prepare_to_exit)
-    atexit.register(torch_xla._prepare_to_exit)
+    own_device.prepare_to_exit()
     pjrt.initialize_multiprocess(process % plan.layout.processes, plan.layout.processes)
     if plan.layout.threads == 1:
         return [_on_own_device(replica, Place(plan, process, 0))]
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    own_device.take_turns()
     # In a forked process torch makes its autograd engine anew at the first use, which no two threads may be;
     # with a queue for each of the devices that there are by then.
     torch.zeros((), requires_grad=True).backward()
@@ -108,14 +101,7 @@ def _watch(plan: Plan) -> None:
 
 
 def _on_own_device(replica: Callable[[Place], Any], place: Place) -> Any:
-    """Run a replica in a thread whose default device, which ordinals and random numbers go by, is its own."""
-    device = xm.xla_device(place.thread)
-    torch_xla._XLAC._xla_set_default_device(str(device))  # type: ignore[attr-defined]
-    # Compiled programs ask for these, and cannot ask the device.
-    xr._init_world_size_ordinal()
-    if place.plan.layout.threads > 1:
-        # Backwards too: what hooks ask of torch.distributed is of their thread.
-        torch.autograd.set_multithreading_enabled(False)
+    own_device.take(place.thread, place.plan.layout.threads)
     return replica(place)
 
 
