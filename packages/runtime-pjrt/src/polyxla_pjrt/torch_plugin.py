@@ -8,22 +8,19 @@ one thing: the place is remembered that first touches a device.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch_xla
 import torch_xla.core.xla_model as xm
-from torch_xla._internal import pjrt
 from torch_xla.experimental import plugins
 
 from polyxla.env import POLYXLA_DEVICES, POLYXLA_RUNTIME, snapshot
 from polyxla.xla import first_touch
-from polyxla.xla.main_module import Call, refuse_while_importing
+from polyxla.xla.launches import Launched, serve
 from polyxla_pjrt import discovery, env, torchrun
 from polyxla_pjrt.launching import ReplicasOfProcess, run_plan, say_emulated
 from polyxla_pjrt.layout import PREPARED, Plan
-
-_LAUNCH = "torch_xla.launch"
 
 
 class EmulatedTpu(plugins.DevicePlugin):
@@ -84,35 +81,9 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
     return plan.whole(os.cpu_count() or 1)
 
 
-def run_multiprocess(
-    function: Callable[..., Any], *args: Any, start_method: str = "spawn", **kwargs: Any
-) -> dict[int, Any]:
-    """Run `function` in every replica, in place of torch_xla's own of this name.
-
-    Args:
-        function: called in each replica; its module is imported again in each process.
-        args: its arguments.
-        start_method: ``fork`` forks this process, all else imports anew, in forks of a prepared process.
-        kwargs: its named arguments.
-
-    Returns:
-        The results by ordinal.
-
-    Raises:
-        UsageError: this process has touched a device already, or imports a script to be a replica.
-    """
-    plan = prepared_plan()
-    if plan is None:
-        return _own_run_multiprocess(function, *args, start_method=start_method, **kwargs)
-    refuse_while_importing(_LAUNCH)
-    first_touch.refuse(_LAUNCH)
-    is_fork = start_method == "fork"
-    call = Call((function, args, kwargs)) if is_fork else Call.for_new_process(function, args, kwargs)
-    work = ReplicasOfProcess(call, plan, function, args, snapshot())
-    return dict(enumerate(run_plan(work, "fork" if is_fork else "forkserver")))
-
-
-_own_run_multiprocess = pjrt.run_multiprocess
+def _run(plan: Plan, launched: Launched) -> list[Any]:
+    work = ReplicasOfProcess(launched.call, plan, launched.function, launched.args, snapshot())
+    return run_plan(work, launched.method)
 
 
 def _join_torchrun() -> None:
@@ -125,7 +96,7 @@ def _join_torchrun() -> None:
 
 def _install() -> None:
     env.add(prepare(snapshot()))
-    pjrt.run_multiprocess = run_multiprocess  # type: ignore[assignment]
+    serve(prepared_plan, _run)
     first_touch.remember(_join_torchrun)
     if snapshot().get(env.PJRT_DEVICE) == PREPARED["TPU"]:
         register_emulated()
