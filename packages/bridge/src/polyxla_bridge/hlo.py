@@ -165,6 +165,17 @@ def results(hlo: bytes) -> list[tuple[str, tuple[int, ...]]]:
     return [(_PRIMITIVES[part.element_type], tuple(part.dimensions)) for part in parts]
 
 
+def parameters(hlo: bytes) -> list[tuple[str, tuple[int, ...]]]:
+    """Return dtype and sizes of each argument that a serialised HloModuleProto takes."""
+    shapes = parsed("Module", hlo).host_program_shape.parameters
+    flat = [
+        part
+        for shape in shapes
+        for part in (shape.tuple_shapes if shape.element_type not in _PRIMITIVES else [shape])
+    ]
+    return [(_PRIMITIVES[part.element_type], tuple(part.dimensions)) for part in flat]
+
+
 def size_bytes(shape: Any) -> int:
     """Return what an array of a shape takes; 0 for what is no array."""
     dtype = _PRIMITIVES.get(shape.element_type, "token")
