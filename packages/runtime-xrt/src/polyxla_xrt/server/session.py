@@ -1,0 +1,336 @@
+"""One process's session: its arrays and programs, and what it asks to be done with them.
+
+Numbers are the client's own, and looked up in its own tables only: nobody can name what is another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from polyxla_bridge import hlo
+from polyxla_bridge.abi import DTYPES, Code, width
+from polyxla_bridge.engine import ArrayType, Buffer, Engine, EngineDevice, Executable
+from polyxla_bridge.errors import PjrtError, as_pjrt_error
+from polyxla_bridge.promises import end_of
+
+from polyxla_xrt.proto import worker_pb2 as pb
+from polyxla_xrt.server.budget import Budget
+from polyxla_xrt.worker_protocol import PROGRAM_BYTES, array_bytes, chunks
+
+Send = Callable[[pb.Answer, int], object]
+"""Queues an answer, and says how many bytes of data it has; waits where too many are queued."""
+
+
+class MisuseError(Exception):
+    """A client that does not follow the protocol; its session ends."""
+
+
+@dataclass
+class _Held:
+    """An array that a client has, and what it is counted for; None in place of the array while it arrives."""
+
+    buffer: Buffer
+    size: int
+
+
+@dataclass
+class _Arriving:
+    """An array whose pieces are arriving.
+
+    Attributes:
+        array: its number.
+        type: what it will be.
+        device: where to.
+        data: room for all of it; None where there is no room, and why.
+        filled: how much of it has come.
+        size: how much there will be.
+        problem: why it is not kept.
+    """
+
+    array: int
+    type: ArrayType
+    device: EngineDevice
+    data: bytearray
+    size: int
+    problem: str | None
+    filled: int = 0
+
+
+@dataclass
+class _Program:
+    """A program on its way."""
+
+    request: int
+    options: bytes
+    hlo: bytearray = field(default_factory=bytearray)
+
+
+class Session:
+    """Does what one client asks. `handle` is called by one thread, in the order of the commands.
+
+    Args:
+        engine: the job's.
+        cores: the cores that the client drives, by their number on this worker.
+        budget: the job's.
+        compilers: runs compilations, which may wait for each other.
+        send: queues answers.
+    """
+
+    def __init__(
+        self, engine: Engine, cores: Sequence[int], budget: Budget, compilers: Executor, send: Send
+    ) -> None:
+        local = [device for device in engine.devices if device.is_local]
+        self._engine = engine
+        self._devices = {core: local[core] for core in cores}
+        self._budget = budget
+        self._compilers = compilers
+        self._send = send
+        self._arrays: dict[int, _Held] = {}
+        self._programs: dict[int, Executable] = {}
+        self._types: dict[int, tuple[ArrayType, ...]] = {}
+        self._arriving: _Arriving | None = None
+        self._compiling: _Program | None = None
+        self._handlers: dict[str, Callable[[Any], None]] = {
+            "upload": self._upload,
+            "execute": self._execute,
+            "release": self._release,
+            "download": self._download,
+            "copy": self._copy,
+            "compile": self._compile,
+            "stats": self._stats,
+        }
+
+    def handle(self, command: pb.Command) -> None:
+        """Begin what a command asks for.
+
+        Raises:
+            MisuseError: it makes no sense here.
+        """
+        kind = command.WhichOneof("kind")
+        handler = self._handlers.get(kind or "")
+        if handler is None:
+            raise MisuseError(f"a command of the kind {kind!r} has no place here")
+        # Frees come when there is nothing else to send at the moment, so also between pieces.
+        if self._arriving and kind not in ("upload", "release"):
+            raise MisuseError(f"{kind} came where the rest of array {self._arriving.array} was to come")
+        if self._compiling and kind not in ("compile", "release"):
+            raise MisuseError(f"{kind} came where the rest of a program was to come")
+        handler(getattr(command, kind))
+
+    def close(self) -> None:
+        """Let go of everything; nothing is handled any more."""
+        for number in list(self._arrays):
+            self._forget(number)
+        self._programs.clear()
+        if self._arriving and not self._arriving.problem:
+            self._budget.give_back(self._arriving.size)
+        self._arriving = self._compiling = None
+
+    def _upload(self, piece: pb.Upload) -> None:
+        if self._arriving is None:
+            self._arriving = self._announced(piece)
+        arriving = self._arriving
+        if piece.array != arriving.array:
+            raise MisuseError(f"a piece of array {piece.array} came in the middle of array {arriving.array}")
+        end = arriving.filled + len(piece.data)
+        if end > arriving.size or (piece.ends and end < arriving.size):
+            raise MisuseError(f"array {piece.array} has {end} bytes and not {arriving.size}")
+        if not arriving.problem:
+            arriving.data[arriving.filled : end] = piece.data
+        arriving.filled = end
+        if piece.ends:
+            self._arriving = None
+            self._arrays[piece.array] = self._arrived(arriving)
+
+    def _announced(self, piece: pb.Upload) -> _Arriving:
+        type_ = _array_type(piece.type)
+        self._check_new(piece.array)
+        size = array_bytes(width(type_.dtype), type_.dims)
+        problem = self._budget.take(size)
+        device = self._device(piece.core)
+        return _Arriving(piece.array, type_, device, bytearray(0 if problem else size), size, problem)
+
+    def _arrived(self, arriving: _Arriving) -> _Held:
+        if arriving.problem:
+            error = PjrtError(Code.RESOURCE_EXHAUSTED, arriving.problem)
+            return _Held(_broken(arriving.type, arriving.device, error), 0)
+        try:
+            view = memoryview(arriving.data)
+            return _Held(self._engine.from_host(arriving.device, arriving.type, view), arriving.size)
+        except Exception as error:
+            return _Held(_broken(arriving.type, arriving.device, error), arriving.size)
+
+    def _execute(self, wish: pb.Execute) -> None:
+        device = self._device(wish.core)
+        try:
+            outputs, sizes = self._run(wish, device)
+        except PjrtError as error:
+            # So that nothing that follows is the client's mistake: it cannot know yet.
+            program = self._programs.get(wish.program)
+            types = program.outputs if program else ()
+            outputs, sizes = [_broken(type_, device, error) for type_ in types], [0] * len(types)
+            self._report(wish.sequence, error)
+        else:
+            if outputs:
+                end_of(outputs[0].value).add_done_callback(
+                    lambda done: self._report(wish.sequence, done.exception())
+                )
+            else:
+                self._report(wish.sequence, None)
+        for number, (buffer, size) in enumerate(zip(outputs, sizes, strict=True), wish.first_result):
+            self._check_new(number)
+            self._arrays[number] = _Held(buffer, size)
+
+    def _run(self, wish: pb.Execute, device: EngineDevice) -> tuple[list[Buffer], list[int]]:
+        program = self._program(wish.program)
+        held = [self._array(number) for number in wish.arguments]
+        types = tuple(one.buffer.type for one in held)
+        if types != self._types[wish.program]:
+            raise PjrtError(
+                Code.INVALID_ARGUMENT, f"{program.name} takes {self._types[wish.program]}, not {types}"
+            )
+        sizes = [array_bytes(width(type_.dtype), type_.dims) for type_ in program.outputs]
+        if problem := self._budget.take(sum(sizes)):
+            raise PjrtError(Code.RESOURCE_EXHAUSTED, f"{program.name} cannot run: {problem}")
+        outputs = self._engine.execute(program, device, [one.buffer for one in held], frozenset(wish.keep))
+        for one in held:
+            if one.buffer.is_deleted:
+                # Its memory is the results' now, which are counted.
+                self._budget.give_back(one.size)
+                one.size = 0
+        return outputs, sizes
+
+    def _report(self, sequence: int, error: BaseException | None) -> None:
+        self._send(pb.Answer(executed=pb.Executed(sequence=sequence, failure=failure(error))), 0)
+
+    def _release(self, wish: pb.Release) -> None:
+        for number in wish.arrays:
+            self._forget(number)
+        for number in wish.programs:
+            self._programs.pop(number, None)
+            self._types.pop(number, None)
+
+    def _forget(self, number: int) -> None:
+        held = self._arrays.pop(number, None)
+        if held is not None:
+            self._engine.delete(held.buffer)
+            self._budget.give_back(held.size)
+
+    def _download(self, wish: pb.Download) -> None:
+        try:
+            reading = self._engine.to_host(self._array(wish.array).buffer)
+        except PjrtError as error:
+            self._fail(wish.request, error)
+            return
+        reading.add_done_callback(lambda done: self._answer_with(wish.request, done))
+
+    def _copy(self, wish: pb.Copy) -> None:
+        self._check_new(wish.array)
+        device = self._device(wish.core)
+        try:
+            source = self._array(wish.source).buffer
+            size = array_bytes(width(source.type.dtype), source.type.dims)
+            if problem := self._budget.take(size):
+                raise PjrtError(Code.RESOURCE_EXHAUSTED, problem)
+            self._arrays[wish.array] = _Held(self._engine.copy(source, device), size)
+        except PjrtError as error:
+            self._arrays[wish.array] = _Held(_broken(ArrayType("uint8", ()), device, error), 0)
+
+    def _compile(self, piece: pb.Compile) -> None:
+        if self._compiling is None:
+            self._compiling = _Program(piece.request, piece.options)
+        arriving = self._compiling
+        if piece.request != arriving.request:
+            raise MisuseError("a piece of another program came in the middle of one")
+        arriving.hlo += piece.hlo
+        if len(arriving.hlo) > PROGRAM_BYTES:
+            raise MisuseError(f"a program has more than {PROGRAM_BYTES} bytes")
+        if piece.ends:
+            self._compiling = None
+            self._compilers.submit(self._compile_now, arriving)
+
+    def _compile_now(self, arriving: _Program) -> None:
+        try:
+            executable = self._engine.compile(bytes(arriving.hlo), arriving.options)
+            # The request numbers the program: the client counts both together.
+            self._types[arriving.request] = tuple(
+                ArrayType(dtype, dims) for dtype, dims in hlo.parameters(executable.optimized_hlo)
+            )
+            self._programs[arriving.request] = executable
+        except Exception as error:
+            self._fail(arriving.request, error)
+            return
+        program = pb.Program(
+            program=arriving.request,
+            name=executable.name,
+            results=[pb.ArrayType(dtype=one.dtype, dims=one.dims) for one in executable.outputs],
+            replicas=executable.num_replicas,
+            optimized_hlo=executable.optimized_hlo,
+            code_size_bytes=executable.code_size_bytes,
+            fingerprint=executable.fingerprint,
+        )
+        self._answer(arriving.request, memoryview(program.SerializeToString()))
+
+    def _stats(self, wish: pb.Stats) -> None:
+        memory = pb.Memory(bytes=self._engine.memory_stats(self._device(wish.core)))
+        self._answer(wish.request, memoryview(memory.SerializeToString()))
+
+    def _answer_with(self, request: int, done: Future[memoryview]) -> None:
+        error = done.exception()
+        if error is not None:
+            self._fail(request, error)
+        else:
+            self._answer(request, done.result())
+
+    def _answer(self, request: int, data: memoryview) -> None:
+        for piece, ends in chunks(data):
+            part = pb.Part(request=request, data=bytes(piece), ends=ends)
+            if not self._send(pb.Answer(part=part), len(piece)):
+                return
+
+    def _fail(self, request: int, error: BaseException) -> None:
+        self._send(pb.Answer(part=pb.Part(request=request, ends=True, failure=failure(error))), 0)
+
+    def _device(self, core: int) -> EngineDevice:
+        if core not in self._devices:
+            raise MisuseError(f"core {core} is not one of this session's, {sorted(self._devices)}")
+        return self._devices[core]
+
+    def _array(self, number: int) -> _Held:
+        if number not in self._arrays:
+            raise PjrtError(Code.NOT_FOUND, f"this session has no array {number}")
+        return self._arrays[number]
+
+    def _program(self, number: int) -> Executable:
+        if number not in self._programs:
+            raise PjrtError(Code.NOT_FOUND, f"this session has no program {number}")
+        return self._programs[number]
+
+    def _check_new(self, number: int) -> None:
+        if number in self._arrays:
+            raise MisuseError(f"there is an array {number} already")
+
+
+def failure(error: BaseException | None) -> pb.Failure | None:
+    """Return an error as a message."""
+    if error is None:
+        return None
+    known = as_pjrt_error(error)
+    return pb.Failure(code=known.code, message=known.message)
+
+
+def _array_type(message: pb.ArrayType) -> ArrayType:
+    if message.dtype not in DTYPES or width(message.dtype) == 0:
+        raise MisuseError(f"{message.dtype!r} is no dtype of an array")
+    if any(size < 0 for size in message.dims):
+        raise MisuseError(f"an array cannot have the sizes {list(message.dims)}")
+    return ArrayType(message.dtype, tuple(message.dims))
+
+
+def _broken(type_: ArrayType, device: EngineDevice, error: BaseException) -> Buffer:
+    value: Future[Any] = Future()
+    value.set_exception(error)
+    return Buffer(type_, device, value)
