@@ -1,0 +1,63 @@
+"""The engine of a job, on this worker's cores."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import closing
+
+from polyxla import env as core_env
+from polyxla_bridge import env as bridge
+from polyxla_bridge.engine import Engine
+
+from polyxla_xrt.addresses import join_address
+from polyxla_xrt.proto import worker_pb2 as pb
+
+LOCALHOST = "127.0.0.1"
+
+
+def coordinator(request: pb.LeaseRequest) -> str:
+    """Return where the replicas of a job's workers meet: what the first worker chose, or choose it here."""
+    if request.coordinator:
+        return request.coordinator
+    host = request.host if request.workers > 1 else LOCALHOST
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with closing(socket.socket(family)) as probe:
+        probe.bind((host, 0))
+        return join_address(host, probe.getsockname()[1])
+
+
+def cpu_engine(
+    request: pb.LeaseRequest, meeting: str, environ: Mapping[str, str], on_stall: Callable[[str], None]
+) -> Engine:
+    """Start jaxlib's clients on this machine's CPU, one for each core of the job.
+
+    Args:
+        request: what the job asked for.
+        meeting: where its replicas meet.
+        environ: this process's environment.
+        on_stall: told where all replicas are when one of them has waited too long.
+    """
+    from polyxla_bridge import watch
+    from polyxla_bridge.jax_engine import JaxEngine
+
+    workers = max(1, request.workers)
+    replicas = request.cores * workers
+    # Each core has pools of its own, and more threads than there are processors only wait for each other.
+    threads = str(max(1, (os.cpu_count() or 1) // request.cores))
+    limits = {bridge.NPROC: environ.get(bridge.NPROC) or threads}
+    share = bridge.from_environ(
+        {
+            **environ,
+            **limits,
+            bridge.POLYXLA_BRIDGE_REPLICAS: str(replicas),
+            bridge.POLYXLA_BRIDGE_PROCESSES: str(workers),
+            bridge.POLYXLA_BRIDGE_PROCESS: str(request.worker),
+            bridge.POLYXLA_BRIDGE_COORDINATOR: meeting if replicas > 1 else "",
+            bridge.POLYXLA_STALL_TIMEOUT_S: str(request.stall_timeout_s or bridge.Share.stall_timeout_s),
+        }
+    )
+    watch.on_stall(on_stall)
+    with core_env.lent({**environ, **limits}):
+        return JaxEngine(share)
