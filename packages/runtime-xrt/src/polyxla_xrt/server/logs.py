@@ -1,0 +1,41 @@
+"""A worker's log: a line for each event, for a person or as JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+
+
+def start(*, as_json: bool) -> None:
+    """Write what a worker logs to standard error, as JSON lines or as text."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Json() if as_json else _Text())
+    log = logging.getLogger("polyxla")
+    log.handlers[:] = [handler]
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+
+def _parts(record: logging.LogRecord) -> tuple[str, dict[str, object]]:
+    return record.getMessage(), dict(getattr(record, "event", {}))
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        text, event = _parts(record)
+        when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line = {"time": when, "level": record.levelname.lower(), "event": text, **event}
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+class _Text(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        text, event = _parts(record)
+        when = datetime.fromtimestamp(record.created, UTC).astimezone().isoformat(" ", "seconds")
+        more = "".join(f" {name}={value}" for name, value in event.items())
+        trace = f"\n{self.formatException(record.exc_info)}" if record.exc_info else ""
+        return f"{when} polyxla worker: {text}{more}{trace}"

@@ -1,0 +1,45 @@
+"""A worker's numbers, for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from polyxla_xrt.proto import worker_pb2 as pb
+
+_GAUGES: dict[str, tuple[str, Callable[[pb.StatusReply], float]]] = {
+    "polyxla_worker_cores": ("Cores of this worker.", lambda status: status.cores),
+    "polyxla_worker_cores_held": (
+        "Whether a job has the cores.",
+        lambda status: float(status.HasField("job")),
+    ),
+    "polyxla_worker_sessions": ("Processes that drive cores.", lambda status: status.sessions),
+    "polyxla_worker_jobs_waiting": ("Jobs that wait for the cores.", lambda status: status.waiting),
+    "polyxla_worker_array_bytes": ("Memory that arrays take.", lambda status: status.memory_bytes),
+    "polyxla_worker_draining": ("Whether no more jobs are taken.", lambda status: float(status.draining)),
+}
+
+
+class _Collector:
+    """Asks for the numbers when they are asked for."""
+
+    def __init__(self, status: Callable[[], pb.StatusReply]) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Any]:
+        """Yield every metric."""
+        status = self._status()
+        for name, (text, read) in _GAUGES.items():
+            yield GaugeMetricFamily(name, text, value=read(status))
+        yield CounterMetricFamily("polyxla_worker_jobs", "Jobs that had the cores.", value=status.jobs_served)
+
+
+def start(address: str, status: Callable[[], pb.StatusReply]) -> None:
+    """Serve the metrics over HTTP at ``host:port``, on a thread."""
+    host, _, port = address.rpartition(":")
+    registry = CollectorRegistry()
+    registry.register(_Collector(status))  # type: ignore[arg-type]
+    start_http_server(int(port), host.strip("[]"), registry)

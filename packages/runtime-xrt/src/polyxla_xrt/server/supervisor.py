@@ -1,0 +1,166 @@
+"""The process that a person starts: it holds the port, and has another one serve.
+
+A program that waits for a dead replica cannot be stopped but with its process, and a broken one may end
+its process. So the serving process is a fork that can be replaced at any time: whoever starts a worker
+sees one that stays. This process imports what serving needs, once, and starts no thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from polyxla import UsageError
+
+from polyxla_xrt.addresses import join_address
+from polyxla_xrt.server import worker
+from polyxla_xrt.server.worker import REPLACE, Serving
+
+STOP_S = 6.0
+"""How long the serving process may take to end, in seconds."""
+SOON_S = 5.0
+"""One that ends by itself within so many seconds of its start is not worth replacing for ever."""
+TRIES = 3
+
+_log = logging.getLogger("polyxla.worker")
+
+
+def supervise(serving: Serving, environ: Mapping[str, str], ready: Callable[[str], None]) -> int:
+    """Serve until a signal or the serving process's own wish; return the exit code.
+
+    Args:
+        serving: what and how; port 0 for any that is free.
+        environ: this process's environment.
+        ready: called once, with the address, when clients can come.
+
+    Raises:
+        UsageError: the address cannot be had.
+    """
+    # Once, here, for all the processes that are forked from this one.
+    from polyxla_bridge import jax_engine
+
+    del jax_engine
+    host, _, port = serving.address.rpartition(":")
+    with _hold(host.strip("[]"), int(port), serving.address) as held:
+        address = join_address(host.strip("[]"), held.getsockname()[1])
+        return _Supervisor(replace(serving, address=address), environ).run(lambda: ready(address))
+
+
+class _Supervisor:
+    def __init__(self, serving: Serving, environ: Mapping[str, str]) -> None:
+        self._serving = serving
+        self._environ = environ
+        self._pid = 0
+        self._is_stopping = False
+
+    def run(self, ready: Callable[[], None]) -> int:
+        # Its other end closes with this process, however that ends.
+        alive, self._life = os.pipe()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._stop)
+        short = 0
+        while True:
+            started = time.monotonic()
+            if self._fork(alive) and ready:
+                ready()
+                ready = _nothing
+            code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+            if self._is_stopping or code == 0:
+                return 0
+            short = short + 1 if time.monotonic() - started < SOON_S and code != REPLACE else 0
+            if short >= TRIES:
+                _log.error("the serving process ended %d times at once, the last time by %d", TRIES, code)
+                return 1
+            _log.warning("the serving process is replaced", extra={"event": {"code": code}})
+
+    def _fork(self, alive: int) -> bool:
+        """Have a process serve; return whether it came so far."""
+        told, tell = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.close(told)
+            os.close(self._life)
+            self._serve(alive, tell)
+        os.close(tell)
+        with open(told, "rb") as pipe:
+            return bool(pipe.read(1))
+
+    def _serve(self, alive: int, tell: int) -> None:
+        code = 1
+        try:
+            # A terminal's Ctrl-C goes to both; the supervisor says what is to be done.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            _end_with_the_supervisor(alive)
+            code = worker.serve(self._serving, self._environ, lambda: _tell(tell))
+        except Exception:
+            _log.exception("the serving process failed")
+        finally:
+            worker.end_with(code)
+
+    def _stop(self, *_: object) -> None:
+        self._is_stopping = True
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGTERM)
+            # If that is not heard, this is.
+            signal.signal(signal.SIGALRM, lambda *_: os.kill(self._pid, signal.SIGKILL))
+            signal.setitimer(signal.ITIMER_REAL, STOP_S)
+
+
+def _end_with_the_supervisor(alive: int) -> None:
+    import threading
+
+    def wait() -> None:
+        select.select([alive], [], [])
+        os._exit(1)
+
+    threading.Thread(target=wait, name="polyxla-supervisor", daemon=True).start()
+
+
+def _tell(pipe: int) -> None:
+    os.write(pipe, b"1")
+    os.close(pipe)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _hold(host: str, port: int, address: str) -> socket.socket:
+    """Bind the port without listening, so that it stays this worker's whichever process serves.
+
+    Raises:
+        UsageError: it is another's, or no address of this host.
+    """
+    try:
+        family, kind, number, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        # Without sharing: a worker that is there already would share its port, and its clients.
+        with socket.socket(family, kind, number) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+            where = probe.getsockname()
+            # Between this and the next bind another worker could only get in by using this very port, too.
+        held = socket.socket(family, kind, number)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(where)
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+        raise UsageError(
+            f"nothing can be served at {address}: {error.strerror}",
+            where=f"--address {address}",
+            fix="See who has the port with: ss -ltnp; or choose another one."
+            if taken
+            else "Give a name or address of this host, such as 127.0.0.1:8470.",
+        ) from None
+    return held
