@@ -73,6 +73,65 @@ XRT_HOST_ORDINAL = "XRT_HOST_ORDINAL"
 Default: unset.
 """
 
+POLYXLA_XRT_TOKEN_FILE = "POLYXLA_XRT_TOKEN_FILE"
+"""File that holds the token which the worker wants, the same as that of ``polyxla worker --token-file``.
+Default: none.
+"""
+
+POLYXLA_XRT_TLS_CA = "POLYXLA_XRT_TLS_CA"
+"""File with the certificates that vouch for the worker's, PEM; calls are encrypted where it is set.
+Default: none, and calls are not encrypted.
+"""
+
+POLYXLA_XRT_TLS_CERT = "POLYXLA_XRT_TLS_CERT"
+"""File with this client's certificate, PEM, for workers that want one.
+Default: none.
+"""
+
+POLYXLA_XRT_TLS_KEY = "POLYXLA_XRT_TLS_KEY"
+"""File with that certificate's key, PEM.
+Default: none.
+"""
+
+POLYXLA_XRT_PLACE = "POLYXLA_XRT_PLACE"
+"""Given: the worker, the job and the cores of a process, as JSON."""
+
+PJRT_DEVICE = "PJRT_DEVICE"
+"""Given: torch_xla's choice of a device, here `NODE`."""
+
+NODE = "TPU_XRT"
+"""The value of `PJRT_DEVICE` by which torch_xla finds this runtime. Its Python reads it up to the underscore."""
+
+XLA_THREAD_POOL_SIZE = "XLA_THREAD_POOL_SIZE"
+"""Given: the number of threads of torch_xla's pool."""
+
+MASTER_ADDR = "MASTER_ADDR"
+"""Given: where torch.distributed's store is."""
+
+MASTER_PORT = "MASTER_PORT"
+"""Given: its port."""
+
+TPU_SKIP_MDS_QUERY = "TPU_SKIP_MDS_QUERY"
+"""Given: keeps torch_xla from asking Google's metadata server for a TPU that is not attached here."""
+
+TPU_ACCELERATOR_TYPE = "TPU_ACCELERATOR_TYPE"
+"""Given: what torch_xla takes the worker's cores for."""
+
+TPU_PROCESS_BOUNDS = "TPU_PROCESS_BOUNDS"
+"""Given, as the type."""
+
+TPU_CHIPS_PER_PROCESS_BOUNDS = "TPU_CHIPS_PER_PROCESS_BOUNDS"
+"""Given, as the type."""
+
+TPU_WORKER_ID = "TPU_WORKER_ID"
+"""Given: the number of this host."""
+
+TPU_WORKER_HOSTNAMES = "TPU_WORKER_HOSTNAMES"
+"""Given, as the type."""
+
+CLIENT = (POLYXLA_XRT_TOKEN_FILE, POLYXLA_XRT_TLS_CA, POLYXLA_XRT_TLS_CERT, POLYXLA_XRT_TLS_KEY)
+"""What a client shows to workers."""
+
 CHOOSING = (XRT_TPU_CONFIG, XRT_DEVICE_MAP, XRT_WORKERS)
 """What ``polyxla env`` always shows."""
 

@@ -1,16 +1,16 @@
-"""What goes wrong between the processes of a job."""
+"""What goes wrong between the processes of a job, and between them and workers."""
 
 from __future__ import annotations
 
 from polyxla.errors import PolyxlaError
 
 
-class MeshError(PolyxlaError):
-    """A process could not meet the others.
+class ServiceError(PolyxlaError):
+    """A service on the network was not there, or did not do what it was asked.
 
     Args:
         what: what went wrong, a sentence without its full stop.
-        where: the mesh service that was asked.
+        where: the service, and where it was named.
         fix: what to check, a sentence with its full stop.
     """
 
@@ -26,6 +26,30 @@ class MeshError(PolyxlaError):
     def __reduce__(self) -> tuple[object, ...]:
         # With the dictionary, which holds the notes that say which replica it was.
         return (_rebuild, (type(self), self.what, self.where, self.fix), self.__dict__)
+
+
+class WorkerError(ServiceError):
+    """A worker could not be used."""
+
+
+class WorkerConnectError(WorkerError):
+    """Nothing answers at the worker's address, or something else does."""
+
+
+class WorkerRefusedError(WorkerError):
+    """The worker lets this client do nothing: it lacks the token, or speaks another protocol."""
+
+
+class WorkerHeldError(WorkerError):
+    """Another job has the worker's cores."""
+
+
+class WorkerLostError(WorkerError):
+    """The worker went away in the middle of a job, or ended the job."""
+
+
+class MeshError(ServiceError):
+    """A process could not meet the others."""
 
 
 class MeshConnectError(MeshError):
@@ -56,5 +80,5 @@ class ParticipantLostError(RendezvousError):
     """Some cannot arrive any more: they died, or said goodbye."""
 
 
-def _rebuild(kind: type[MeshError], what: str, where: str, fix: str) -> MeshError:
+def _rebuild(kind: type[ServiceError], what: str, where: str, fix: str) -> ServiceError:
     return kind(what, where=where, fix=fix)

@@ -1,0 +1,180 @@
+"""A job's hold on a worker's cores, which ends with the process that has it."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from polyxla import UsageError
+
+from polyxla_xrt.client.channel import WorkerChannel
+from polyxla_xrt.errors import WorkerError, WorkerHeldError, WorkerLostError
+from polyxla_xrt.proto import worker_pb2 as pb
+from polyxla_xrt.worker_protocol import PROTOCOL
+
+_COMMAND_CHARS = 200
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A job's several workers.
+
+    Attributes:
+        workers: how many there are.
+        worker: which one this lease is on.
+        host: its host, as the other workers reach it.
+        coordinator: where their replicas meet; empty for the first worker, which chooses it.
+    """
+
+    workers: int
+    worker: int
+    host: str
+    coordinator: str = ""
+
+
+class Lease:
+    """Has the cores from when it is made until it is closed.
+
+    Args:
+        address: ``host:port`` of the worker.
+        cores: how many of its cores.
+        environ: the environment to connect with.
+        wait_s: longest wait for another job's end, in seconds; 0 for none.
+        stall_timeout_s: longest wait of a replica in its collectives.
+        pod: the job's other workers, if it has some.
+        on_wait: told, once, who has the cores.
+        on_end: told why the worker ended the job, on a thread.
+
+    Attributes:
+        job: the job's key, for its own processes.
+        coordinator: where its workers' replicas meet.
+
+    Raises:
+        WorkerError: the worker cannot be reached, refuses, or another job has its cores.
+        UsageError: it has not so many cores.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        cores: int,
+        environ: Mapping[str, str],
+        *,
+        wait_s: float = 0.0,
+        stall_timeout_s: float = 0.0,
+        pod: Pod | None = None,
+        on_wait: Callable[[str], None] = lambda _: None,
+        on_end: Callable[[WorkerError], None] = lambda _: None,
+    ) -> None:
+        self._channel = WorkerChannel(address, environ)
+        self._on_end = on_end
+        self._is_closed = False
+        try:
+            found = self._channel.status()
+            if cores > found.cores:
+                raise _too_many(cores, found.cores, address)
+            self._call = self._channel.call("Lease", _request(cores, wait_s, stall_timeout_s, pod))
+            granted = self._granted(on_wait)
+        except BaseException:
+            self._channel.close()
+            raise
+        self.job: str = granted.job
+        self.coordinator: str = granted.coordinator
+        self.platform: str = granted.platform
+        threading.Thread(target=self._watch, name="polyxla-lease", daemon=True).start()
+
+    def _granted(self, on_wait: Callable[[str], None]) -> pb.Granted:
+        try:
+            for reply in self._call:
+                if reply.WhichOneof("kind") == "granted":
+                    granted: pb.Granted = reply.granted
+                    return granted
+                on_wait(f"waiting for {self._channel.where}, whose cores are held by {_spell(reply.held)}")
+        except grpc.RpcError as error:
+            raise self._explain(error) from None
+        raise WorkerLostError(
+            f"{self._channel.where} ended the call", where=self._channel.address, fix="See its log."
+        )
+
+    def _explain(self, error: Any) -> WorkerError:
+        if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return WorkerHeldError(
+                error.details(),
+                where=self._channel.address,
+                fix="Wait for that job with: polyxla run --wait SECONDS ...",
+            )
+        return self._channel.explain(error)
+
+    def _watch(self) -> None:
+        """Hear of the job's end."""
+        try:
+            for _ in self._call:
+                pass
+        except grpc.RpcError as error:
+            if not self._is_closed:
+                self._on_end(lost(self._channel, error))
+
+    def close(self) -> None:
+        """Give the cores back."""
+        self._is_closed = True
+        with contextlib.suppress(Exception):
+            self._call.cancel()
+        self._channel.close()
+
+
+def lost(channel: WorkerChannel, error: Any) -> WorkerLostError:
+    """Return the error for a job that its worker ended, or whose worker is gone."""
+    code, details = error.code(), error.details()
+    if code in (grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED):
+        return WorkerLostError(
+            f"{channel.where} ended the job: {details}",
+            where=channel.address,
+            fix="See the output of that replica, and the worker's log.",
+        )
+    return WorkerLostError(
+        f"{channel.where} is gone: {details} ({code.name})",
+        where=channel.address,
+        fix="See its log for why it ended, and start it again; a checkpoint takes the job on.",
+    )
+
+
+def _request(cores: int, wait_s: float, stall_timeout_s: float, pod: Pod | None) -> pb.LeaseRequest:
+    command = " ".join(sys.argv)[:_COMMAND_CHARS] or "python"
+    holder = pb.Holder(host=socket.gethostname(), pid=os.getpid(), user=_user(), command=command)
+    request = pb.LeaseRequest(
+        protocol=PROTOCOL, holder=holder, cores=cores, wait_s=wait_s, stall_timeout_s=stall_timeout_s
+    )
+    if pod:
+        request.workers, request.worker = pod.workers, pod.worker
+        request.host, request.coordinator = pod.host, pod.coordinator
+    return request
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        # In a container there may be a number without a name.
+        return str(os.getuid())
+
+
+def _spell(held: pb.Held) -> str:
+    since = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(held.since))
+    return f"{held.holder.user}@{held.holder.host} (pid {held.holder.pid}, {held.holder.command}) since {since}"
+
+
+def _too_many(asked: int, there: int, address: str) -> UsageError:
+    return UsageError(
+        f"{asked} cores are asked for, and the worker at {address} has {there}",
+        where="TPU_NUM_DEVICES",
+        fix=f"Set TPU_NUM_DEVICES={there}, or start the worker with --devices {asked}.",
+    )
