@@ -7,7 +7,7 @@ import pytest
 from polyxla import UsageError, World
 from polyxla_xrt import env
 from polyxla_xrt.contract import Configuration, read
-from polyxla_xrt.cores import child_environment, child_world, cores, local_devices, process_count
+from polyxla_xrt.cores import child_environment, child_world, cores, process_count
 from polyxla_xrt.workers import WorkerId
 
 NODE = {env.XRT_TPU_CONFIG: "tpu_worker;0;10.0.0.2:8470"}
@@ -47,12 +47,11 @@ def test_eight_processes_of_a_node(index: int) -> None:
     }
     if index:
         expected |= {"XRT_TPU_CONFIG": None, "TPU_NUM_DEVICES": None}
-    assert child_environment(configuration(NODE | MESH), index) == expected
     assert child_environment(configuration(NODE | MESH), index, 8) == expected
 
 
 def test_the_launcher_may_choose_where_the_processes_of_one_host_meet() -> None:
-    assert env.XRT_MESH_SERVICE_ADDRESS not in child_environment(configuration(NODE), 3)
+    assert env.XRT_MESH_SERVICE_ADDRESS not in child_environment(configuration(NODE), 3, 8)
 
 
 def test_one_process_of_a_node_has_no_mesh() -> None:
@@ -82,7 +81,7 @@ def test_one_process_of_a_node_has_no_mesh() -> None:
 def test_a_process_of_a_pod(
     environ: dict[str, str], index: int, device: str, ordinal: str, describes: bool
 ) -> None:
-    given = child_environment(configuration(environ), index)
+    given = child_environment(configuration(environ), index, 8)
     assert given["XRT_MULTI_PROCESSING_DEVICE"] == device
     assert given["XRT_SHARD_ORDINAL"] == ordinal
     assert given["XRT_SHARD_LOCAL_ORDINAL"] == str(index)
@@ -101,7 +100,7 @@ def test_a_process_keeps_the_map_that_describes_its_worker() -> None:
 
 
 def test_the_world_of_a_process() -> None:
-    assert child_world(configuration(THIRD_HOST), 1) == World(
+    assert child_world(configuration(THIRD_HOST), 1, 8) == World(
         world_size=32,
         ordinal=17,
         local_ordinal=1,
@@ -111,14 +110,14 @@ def test_the_world_of_a_process() -> None:
         host_index=2,
         host_count=4,
     )
-    assert numbers(child_world(configuration(NODE), 7)) == (7, 7, 8)
+    assert numbers(child_world(configuration(NODE), 7, 8)) == (7, 7, 8)
     assert child_world(configuration(NODE), 0, 1) == World()
 
 
-@pytest.mark.parametrize(("index", "nprocs"), [(8, None), (-1, 8), (1, 1)])
-def test_a_process_that_is_not_there(index: int, nprocs: int | None) -> None:
-    with pytest.raises(ValueError, match=rf"index={index} is not in 0 <= index < nprocs="):
-        child_world(configuration(NODE), index, nprocs)
+@pytest.mark.parametrize(("index", "count"), [(8, 8), (-1, 8), (1, 1)])
+def test_a_process_that_is_not_there(index: int, count: int) -> None:
+    with pytest.raises(ValueError, match=rf"index={index} is not in 0 <= index < count={count}"):
+        child_world(configuration(NODE), index, count)
 
 
 @pytest.mark.parametrize(
@@ -196,12 +195,11 @@ NO_MEETING = {name: value for name, value in FIRST_HOST.items() if name not in M
 def test_a_number_of_processes_that_cannot_be(
     environ: dict[str, str], nprocs: int | None, what: str, where: str, fix: str
 ) -> None:
-    for function in (process_count, lambda found, count: child_environment(found, 0, count)):
-        with pytest.raises(UsageError) as wrong:
-            function(configuration(environ), nprocs)
-        assert what in wrong.value.what
-        assert wrong.value.where == where
-        assert fix in wrong.value.fix
+    with pytest.raises(UsageError) as wrong:
+        process_count(configuration(environ), nprocs)
+    assert what in wrong.value.what
+    assert wrong.value.where == where
+    assert fix in wrong.value.fix
 
 
 def test_the_fix_for_a_map_is_a_right_configuration() -> None:
@@ -224,32 +222,4 @@ def test_a_maps_kind_names_its_cores() -> None:
         env.XRT_WORKERS: "w:0;a:1",
     }
     assert [core.name for core in cores(configuration(environ))] == ["CPU:0"]
-    assert child_environment(configuration(environ), 0)["XRT_MULTI_PROCESSING_DEVICE"] == "CPU:0"
-
-
-SECOND_HOST = FIRST_HOST | {env.XRT_LOCAL_WORKER: "c_w:1"}
-
-
-@pytest.mark.parametrize(
-    ("environ", "index", "nprocs", "devices"),
-    [
-        (NODE, None, None, ["CPU:0", *(f"TPU:{n}" for n in range(8))]),
-        (NODE, 0, None, ["CPU:0", "TPU:0"]),
-        (NODE, 3, None, ["TPU:3"]),
-        (NODE, 0, 1, ["CPU:0", "TPU:0"]),
-        (THIRD_HOST, 0, None, ["TPU:16"]),
-        (
-            SECOND_HOST,
-            None,
-            None,
-            ["CPU:1", *(f"TPU:{n}" for n in range(10, 16)), "TPU:8", "TPU:9"],
-        ),
-        (SECOND_HOST, 0, None, ["TPU:8"]),
-        (MAP, None, None, ["TPU:0", "TPU:1"]),
-        (MAP, 0, 1, ["TPU:0"]),
-    ],
-)
-def test_what_xla_n_means(
-    environ: dict[str, str], index: int | None, nprocs: int | None, devices: list[str]
-) -> None:
-    assert list(local_devices(configuration(environ), index, nprocs)) == devices
+    assert child_environment(configuration(environ), 0, 1)["XRT_MULTI_PROCESSING_DEVICE"] == "CPU:0"

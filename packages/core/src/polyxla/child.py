@@ -145,6 +145,25 @@ def report_stall(text: str) -> None:
     _here.link.send(Message("stalled", text))
 
 
+def give_up(error: PolyxlaError) -> NoReturn:
+    """End this process for a reason that is no matter of its program, such as a device that is gone.
+
+    The parent raises the error, and ends the others. Where there is none, the error is printed.
+    """
+    if _here.link is None:
+        say(f"error: {error}")
+    else:
+        _here.link.send(Message("answer", _packed(Raised(error, ""))))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(error.exit_code)
+
+
+def has_parent() -> bool:
+    """Return whether this process was started for replicas, and a parent waits for its answer."""
+    return _here.link is not None
+
+
 def describe_with(describe: Callable[[], str]) -> None:
     """Let `describe` say where this process's replicas are, when the parent asks."""
     _here.describe = describe

@@ -28,6 +28,11 @@ POLYXLA_START_TIMEOUT_S = "POLYXLA_START_TIMEOUT_S"
 Default: 120.
 """
 
+POLYXLA_WAIT_S = "POLYXLA_WAIT_S"
+"""Longest wait for devices that another job has, in seconds; ``polyxla run --wait`` sets it.
+Default: 0, which is an error that says who has them.
+"""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -75,6 +80,11 @@ def _setting(environ: Mapping[str, str], name: str, default: str | None) -> Sett
 def snapshot() -> dict[str, str]:
     """Copy this process's environment."""
     return dict(os.environ)
+
+
+def add(variables: Mapping[str, str]) -> None:
+    """Lay variables over this process's environment, for good."""
+    os.environ.update(variables)
 
 
 def take_over(environ: Mapping[str, str]) -> None:

@@ -6,7 +6,6 @@ variables (`add`): nobody else could.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 PJRT_DEVICE = "PJRT_DEVICE"
@@ -154,8 +153,3 @@ READ = (
     GCE_METADATA_HOST,
 )
 """What a person may set."""
-
-
-def add(variables: Mapping[str, str]) -> None:
-    """Lay variables over this process's environment, for good."""
-    os.environ.update(variables)

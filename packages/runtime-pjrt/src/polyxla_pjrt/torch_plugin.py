@@ -15,7 +15,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from torch_xla.experimental import plugins
 
-from polyxla.env import POLYXLA_DEVICES, POLYXLA_RUNTIME, snapshot
+from polyxla.env import POLYXLA_DEVICES, POLYXLA_RUNTIME, add, snapshot
 from polyxla.xla import first_touch
 from polyxla.xla.launches import Launched, serve
 from polyxla_pjrt import discovery, env, torchrun
@@ -95,7 +95,7 @@ def _join_torchrun() -> None:
 
 
 def _install() -> None:
-    env.add(prepare(snapshot()))
+    add(prepare(snapshot()))
     serve(prepared_plan, _run)
     first_touch.remember(_join_torchrun)
     if snapshot().get(env.PJRT_DEVICE) == PREPARED["TPU"]:

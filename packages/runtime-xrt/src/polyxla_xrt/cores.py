@@ -13,10 +13,6 @@ from polyxla_xrt.contract import Configuration
 from polyxla_xrt.device_map import Kind
 from polyxla_xrt.workers import WorkerId, write_workers
 
-_WITH_A_CPU = (env.XRT_TPU_CONFIG, env.TPU_NUM_DEVICES)
-"""The sources by which the process of ordinal 0 sees each worker's own CPU as well."""
-
-
 @dataclass(frozen=True)
 class Core:
     """A device of a job.
@@ -66,32 +62,45 @@ def process_count(configuration: Configuration, nprocs: int | None = None) -> in
     count = every if nprocs is None else nprocs
     where = "nprocs" if nprocs is None else f"nprocs={nprocs}"
     _check_allowed(configuration, count, where)
+    check_several(configuration, count, where)
+    return count
+
+
+def check_several(configuration: Configuration, count: int, where: str) -> None:
+    """Check that processes can be started on each of this host's cores that is used.
+
+    Args:
+        configuration: the job's.
+        count: how many, on this host.
+        where: who asks for so many, to be named in the error.
+
+    Raises:
+        UsageError: the configuration describes the devices of one process, or hosts do not know each other.
+    """
     if count > 1:
-        _check_several(configuration, where)
+        _check_source(configuration, where)
     if configuration.hosts > 1 and configuration.mesh_address is None:
         raise UsageError(
             f"{configuration.hosts} hosts do not know where to meet",
             where=f"{env.XRT_MESH_SERVICE_ADDRESS} is unset",
             fix=f"Set {env.XRT_MESH_SERVICE_ADDRESS}=HOST:8477 on all of them, HOST being that of task 0.",
         )
-    return count
 
 
-def child_world(configuration: Configuration, index: int, nprocs: int | None = None) -> World:
+def child_world(configuration: Configuration, index: int, count: int) -> World:
     """Return the numbers of a process of this host; each has one replica.
 
     Args:
         configuration: the job's.
-        index: the process's number on this host, ``0 <= index < nprocs``.
-        nprocs: as for `process_count`.
+        index: the process's number on this host, ``0 <= index < count``.
+        count: how many processes each host has.
 
     Raises:
-        UsageError: `nprocs` cannot be.
         ValueError: this host has no process `index`.
     """
-    count, host = process_count(configuration, nprocs), configuration.host_index
+    host = configuration.host_index
     if not 0 <= index < count:
-        raise ValueError(f"index={index} is not in 0 <= index < nprocs={count}")
+        raise ValueError(f"index={index} is not in 0 <= index < count={count}")
     world_size, ordinal = configuration.hosts * count, host * count + index
     return World(
         world_size=world_size,
@@ -105,16 +114,14 @@ def child_world(configuration: Configuration, index: int, nprocs: int | None = N
     )
 
 
-def child_environment(
-    configuration: Configuration, index: int, nprocs: int | None = None
-) -> dict[str, str | None]:
+def child_environment(configuration: Configuration, index: int, count: int) -> dict[str, str | None]:
     """Return what changes in the environment of a process of this host; None removes a variable.
 
     Ordinal 0 alone keeps the description of the workers; the mesh service tells it to the others. Where
     `Configuration.mesh_address` is None the launcher adds the address it has chosen, if it is not 1 process.
     The arguments and errors are those of `child_world`. Source: torch_xla 1.13, xla_multiprocessing.py.
     """
-    world = child_world(configuration, index, nprocs)
+    world = child_world(configuration, index, count)
     device = f"{configuration.kind}:{world.ordinal}"
     variables: dict[str, str | None] = {
         env.XRT_MULTI_PROCESSING_DEVICE: device,
@@ -136,29 +143,6 @@ def child_environment(
     return variables
 
 
-def local_devices(
-    configuration: Configuration, index: int | None = None, nprocs: int | None = None
-) -> tuple[str, ...]:
-    """Return the devices a process sees; ``xla:N`` is the one at position N.
-
-    The order is that of their names as text: ``TPU:10`` comes before ``TPU:8``.
-
-    Args:
-        configuration: the job's.
-        index: the process's number on this host; None where ``spawn`` was not called.
-        nprocs: as for `process_count`.
-    """
-    host = configuration.host_index
-    if index is None:
-        seen = [core.name for core in cores(configuration) if core.worker.task == host]
-        has_cpu = configuration.source in _WITH_A_CPU
-    else:
-        world = child_world(configuration, index, nprocs)
-        seen = [f"{configuration.kind}:{world.ordinal}"]
-        has_cpu = configuration.source in _WITH_A_CPU and world.ordinal == 0
-    return tuple(sorted([*seen, f"CPU:{host}"] if has_cpu else seen))
-
-
 def _check_allowed(configuration: Configuration, count: int, where: str) -> None:
     every = configuration.devices_per_worker
     variable = env.XRT_DEVICE_MAP if configuration.source == env.XRT_DEVICE_MAP else env.TPU_NUM_DEVICES
@@ -178,7 +162,7 @@ def _check_allowed(configuration: Configuration, count: int, where: str) -> None
         )
 
 
-def _check_several(configuration: Configuration, where: str) -> None:
+def _check_source(configuration: Configuration, where: str) -> None:
     """Refuse what describes the devices of one process, and would do so in each of several."""
     if configuration.source not in (env.XRT_DEVICE_MAP, env.TPU_NUM_DEVICES):
         return

@@ -58,7 +58,8 @@ class Outbox:
             deadline = time.monotonic() + self._linger_s
             while not self._items and not self._is_closed:
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                    if (last := self._last()) is not None:
+                    # Only behind everything: what was queued just now may need what is freed.
+                    if not self._items and (last := self._last()) is not None:
                         return [last]
                     deadline = time.monotonic() + self._linger_s
             if self._is_cut or not self._items:
@@ -70,7 +71,6 @@ class Outbox:
                 size += item_size
             self._bytes -= size
             self._changed.notify_all()
-            # Only behind everything: what is still queued may need what is freed.
             if not self._items and (last := self._last()) is not None:
                 together.append(last)
         return together

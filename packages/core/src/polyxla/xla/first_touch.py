@@ -19,10 +19,17 @@ _UNKNOWN = "a place that is not known"
 
 _native: Any = torch_xla._XLAC  # type: ignore[attr-defined]
 _places: list[str] = []
+_then: list[Callable[[], None]] = []
 
 
-def remember(then: Callable[[], None]) -> None:
-    """Remember who touches a device first, and call `then`; from then on torch_xla is as it was."""
+def remember(then: Callable[[], None] = lambda: None) -> None:
+    """Remember who touches a device first, and call `then`; from then on torch_xla is as it was.
+
+    Any number of runtimes may ask for it.
+    """
+    _then.append(then)
+    if len(_then) > 1:
+        return
     own = {name: getattr(_native, name) for name in _TOUCHES}
 
     def remembering(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,7 +41,8 @@ def remember(then: Callable[[], None]) -> None:
                 _places.append(place)
                 for name, plain in own.items():
                     setattr(_native, name, plain)
-                then()
+                for follow in _then:
+                    follow()
             return result
 
         return touch

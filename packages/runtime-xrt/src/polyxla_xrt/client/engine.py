@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 import grpc
 from polyxla_bridge import hlo
 from polyxla_bridge.abi import Code
-from polyxla_bridge.engine import ArrayType, Buffer, Engine, EngineDevice, Executable
+from polyxla_bridge.engine import ArrayType, Buffer, Engine, EngineDevice, Executable, Position
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.promises import Gone, Kept, Part
 
@@ -53,13 +54,24 @@ class RemoteBuffer(Buffer):
     is_released: bool = False
 
 
+@dataclass(frozen=True)
+class _Running:
+    """A program that was sent and is not known to be done."""
+
+    done: Future[None]
+    program: str
+    collectives: tuple[str, ...]
+    since: float
+
+
 class RemoteEngine(Engine):
     """Cores behind a network service.
 
     Args:
         place: the worker, the job, and this process's cores.
         environ: the environment to connect with.
-        on_lost: told, once, that the worker is gone or has ended the job; called on a thread of its own.
+        on_lost: told, once, that the worker is gone or has ended the job, and with which code.
+        on_close: called when the engine is closed, last.
 
     Attributes:
         waits: how many times this process has waited for an answer.
@@ -73,6 +85,7 @@ class RemoteEngine(Engine):
         place: Place,
         environ: Mapping[str, str],
         on_lost: Callable[[WorkerError, int], None] = lambda *_: None,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.platform = place.kind
         self.process_index = place.process_index
@@ -81,13 +94,15 @@ class RemoteEngine(Engine):
         self._cores = {device.index: place.cores[n] for n, device in enumerate(self._local())}
         self._replicas = place.world_size
         self._on_lost = on_lost
+        self._on_close = on_close
         self._next = 1
         self._counting = threading.Lock()
         self._sequences = itertools.count(1)
         # Held by whoever sends a message in pieces, so that nothing comes between them.
         self._sending = threading.Lock()
         self._requests: dict[int, _Request] = {}
-        self._running: dict[int, Future[None]] = {}
+        self._running: dict[int, _Running] = {}
+        self._idle_since = time.monotonic()
         self._released: list[int] = []
         self._dropped: deque[int] = deque()
         self._room = threading.Semaphore(IN_FLIGHT)
@@ -150,14 +165,15 @@ class RemoteEngine(Engine):
         match answer.WhichOneof("kind"):
             case "executed":
                 self._room.release()
-                running = self._running.pop(answer.executed.sequence)
-                if answer.executed.HasField("failure"):
-                    running.set_exception(_error(answer.executed.failure))
-                else:
-                    running.set_result(None)
-                if not self._running:
-                    with self._changed:
+                with self._changed:
+                    done = self._running.pop(answer.executed.sequence).done
+                    if not self._running:
+                        self._idle_since = time.monotonic()
                         self._changed.notify_all()
+                if answer.executed.HasField("failure"):
+                    done.set_exception(_error(answer.executed.failure))
+                else:
+                    done.set_result(None)
             case "part":
                 request = self._requests[answer.part.request]
                 if request.take(answer.part):
@@ -172,16 +188,15 @@ class RemoteEngine(Engine):
         """Break every promise: there will be no more answers."""
         self._error = PjrtError(code, str(error))
         self._outbox.cut()
-        for running in list(self._running.values()):
-            if not running.done():
-                running.set_exception(self._error)
+        with self._changed:
+            running, self._running = list(self._running.values()), {}
+            self._changed.notify_all()
+        for one in running:
+            one.done.set_exception(self._error)
         for request in list(self._requests.values()):
             request.fail(self._error)
-        self._running.clear()
         for _ in range(IN_FLIGHT):
             self._room.release()
-        with self._changed:
-            self._changed.notify_all()
         self._on_lost(error, code)
 
     def _ask(self) -> tuple[int, Future[memoryview]]:
@@ -215,6 +230,7 @@ class RemoteEngine(Engine):
             native={
                 "program": message.program,
                 "donated": hlo.donated(message.optimized_hlo),
+                "collectives": hlo.collectives(message.optimized_hlo),
                 "source": (hlo_module, options),
             },
         )
@@ -237,7 +253,9 @@ class RemoteEngine(Engine):
             self._room.acquire()
         sequence = next(self._sequences)
         done: Future[None] = Future()
-        self._running[sequence] = done
+        collectives = executable.native["collectives"]
+        with self._changed:
+            self._running[sequence] = _Running(done, executable.name, collectives, time.monotonic())
         first = self._numbered(len(executable.outputs))
         outputs: list[Buffer] = [
             RemoteBuffer(type_, device, Part(done), number=number)
@@ -254,7 +272,8 @@ class RemoteEngine(Engine):
         try:
             self._send([(pb.Command(execute=wish), 8 * len(wish.arguments))])
         except PjrtError:
-            self._running.pop(sequence, None)
+            with self._changed:
+                self._running.pop(sequence, None)
             raise
         for number in executable.native["donated"] - keep:
             _give_up(arguments[number], "was given to a program for its results")
@@ -329,6 +348,15 @@ class RemoteEngine(Engine):
         self._send([(pb.Command(stats=wish), 0)])
         return dict(pb.Memory.FromString(bytes(self._wait(answer))).bytes)
 
+    def positions(self) -> list[Position]:
+        """Return what the oldest program is that is not done, and since when it was sent or nothing is."""
+        with self._changed:
+            running = next(iter(self._running.values()), None)
+        device = self._local()[0].index
+        if running is None:
+            return [Position(device, None, (), time.monotonic() - self._idle_since)]
+        return [Position(device, running.program, running.collectives, time.monotonic() - running.since)]
+
     def finish(self, timeout_s: float) -> bool:
         """Wait until every program that was sent is done."""
         with self._changed:
@@ -342,6 +370,9 @@ class RemoteEngine(Engine):
         self._reader.join(GOODBYE_S)
         self._call.cancel()
         self._channel.close()
+        # A thread that is inside gRPC when Python ends would end the process with a crash.
+        self._reader.join(GOODBYE_S)
+        self._on_close()
 
 
 class _Request:

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
-import os
-import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import grpc
 from polyxla import UsageError
 
 from polyxla_xrt.client.channel import WorkerChannel
+from polyxla_xrt.client.holder import Holder
 from polyxla_xrt.errors import WorkerError, WorkerHeldError, WorkerLostError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.worker_protocol import PROTOCOL
 
-_COMMAND_CHARS = 200
+END_S = 2.0
+"""Longest wait for the call's end, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +49,7 @@ class Lease:
         wait_s: longest wait for another job's end, in seconds; 0 for none.
         stall_timeout_s: longest wait of a replica in its collectives.
         pod: the job's other workers, if it has some.
+        launcher: the process that the job belongs to; default: this one.
         on_wait: told, once, who has the cores.
         on_end: told why the worker ended the job, on a thread.
 
@@ -72,6 +71,7 @@ class Lease:
         wait_s: float = 0.0,
         stall_timeout_s: float = 0.0,
         pod: Pod | None = None,
+        launcher: Holder | None = None,
         on_wait: Callable[[str], None] = lambda _: None,
         on_end: Callable[[WorkerError], None] = lambda _: None,
     ) -> None:
@@ -82,7 +82,7 @@ class Lease:
             found = self._channel.status()
             if cores > found.cores:
                 raise _too_many(cores, found.cores, address)
-            self._call = self._channel.call("Lease", _request(cores, wait_s, stall_timeout_s, pod))
+            self._call = self._channel.call("Lease", _request(cores, wait_s, stall_timeout_s, pod, launcher))
             granted = self._granted(on_wait)
         except BaseException:
             self._channel.close()
@@ -90,7 +90,8 @@ class Lease:
         self.job: str = granted.job
         self.coordinator: str = granted.coordinator
         self.platform: str = granted.platform
-        threading.Thread(target=self._watch, name="polyxla-lease", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="polyxla-lease", daemon=True)
+        self._thread.start()
 
     def _granted(self, on_wait: Callable[[str], None]) -> pb.Granted:
         try:
@@ -129,6 +130,7 @@ class Lease:
         with contextlib.suppress(Exception):
             self._call.cancel()
         self._channel.close()
+        self._thread.join(END_S)
 
 
 def lost(channel: WorkerChannel, error: Any) -> WorkerLostError:
@@ -147,9 +149,11 @@ def lost(channel: WorkerChannel, error: Any) -> WorkerLostError:
     )
 
 
-def _request(cores: int, wait_s: float, stall_timeout_s: float, pod: Pod | None) -> pb.LeaseRequest:
-    command = " ".join(sys.argv)[:_COMMAND_CHARS] or "python"
-    holder = pb.Holder(host=socket.gethostname(), pid=os.getpid(), user=_user(), command=command)
+def _request(
+    cores: int, wait_s: float, stall_timeout_s: float, pod: Pod | None, launcher: Holder | None
+) -> pb.LeaseRequest:
+    launcher = launcher or Holder.own()
+    holder = pb.Holder(**asdict(launcher))
     request = pb.LeaseRequest(
         protocol=PROTOCOL, holder=holder, cores=cores, wait_s=wait_s, stall_timeout_s=stall_timeout_s
     )
@@ -157,14 +161,6 @@ def _request(cores: int, wait_s: float, stall_timeout_s: float, pod: Pod | None)
         request.workers, request.worker = pod.workers, pod.worker
         request.host, request.coordinator = pod.host, pod.coordinator
     return request
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        # In a container there may be a number without a name.
-        return str(os.getuid())
 
 
 def _spell(held: pb.Held) -> str:

@@ -18,7 +18,7 @@ class Place:
     Attributes:
         address: ``host:port`` of the worker.
         job: the key that the worker gave to the job.
-        cores: the cores that the process drives, by their number on the worker.
+        cores: the cores that the process drives, by their number among the worker's that the job has.
         kind: what the devices are called, such as ``TPU``.
         ordinal: of the first of these cores among all of the job.
         world_size: cores of the job.

@@ -21,6 +21,8 @@ from polyxla_xrt.server.session import Session, failure
 
 CLOSE_S = 3.0
 """How long an engine may take, in seconds, to finish what a job has left behind; then it is given up."""
+BROKEN_S = 5.0
+"""How long a replica whose program failed may take, in seconds, to end for that reason, before its job does."""
 _COMPILERS = 8
 
 _log = logging.getLogger("polyxla.worker")
@@ -132,7 +134,16 @@ class Job:
         def send(answer: pb.Answer, size: int) -> bool:
             return outbox.put(answer, size)
 
-        place.session = Session(engine, sorted(place.cores), self.budget, self._compilers, send)
+        def break_off(program: str, error: BaseException) -> None:
+            text = f"{program} failed in ordinal {ordinal}, and others wait for it: {error}"
+            # Its own process hears of it at once, and says more.
+            timer = threading.Timer(BROKEN_S, self.end, [PjrtError(Code.ABORTED, text)])
+            timer.daemon = True
+            timer.start()
+
+        place.session = Session(
+            engine, sorted(place.cores), self.budget, self._compilers, send, break_off
+        )
         return place
 
     def leave(self, place: Place) -> None:

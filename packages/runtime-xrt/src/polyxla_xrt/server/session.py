@@ -77,10 +77,17 @@ class Session:
         budget: the job's.
         compilers: runs compilations, which may wait for each other.
         send: queues answers.
+        on_broken: told when a program failed that others wait for, which program, and why.
     """
 
     def __init__(
-        self, engine: Engine, cores: Sequence[int], budget: Budget, compilers: Executor, send: Send
+        self,
+        engine: Engine,
+        cores: Sequence[int],
+        budget: Budget,
+        compilers: Executor,
+        send: Send,
+        on_broken: Callable[[str, BaseException], None],
     ) -> None:
         local = [device for device in engine.devices if device.is_local]
         self._engine = engine
@@ -88,6 +95,7 @@ class Session:
         self._budget = budget
         self._compilers = compilers
         self._send = send
+        self._on_broken = on_broken
         self._arrays: dict[int, _Held] = {}
         self._programs: dict[int, Executable] = {}
         self._types: dict[int, tuple[ArrayType, ...]] = {}
@@ -172,14 +180,15 @@ class Session:
             program = self._programs.get(wish.program)
             types = program.outputs if program else ()
             outputs, sizes = [_broken(type_, device, error) for type_ in types], [0] * len(types)
-            self._report(wish.sequence, error)
+            self._report(wish.sequence, program, error)
         else:
+            program = self._programs[wish.program]
             if outputs:
                 end_of(outputs[0].value).add_done_callback(
-                    lambda done: self._report(wish.sequence, done.exception())
+                    lambda done: self._report(wish.sequence, program, done.exception())
                 )
             else:
-                self._report(wish.sequence, None)
+                self._report(wish.sequence, program, None)
         for number, (buffer, size) in enumerate(zip(outputs, sizes, strict=True), wish.first_result):
             self._check_new(number)
             self._arrays[number] = _Held(buffer, size)
@@ -203,8 +212,10 @@ class Session:
                 one.size = 0
         return outputs, sizes
 
-    def _report(self, sequence: int, error: BaseException | None) -> None:
+    def _report(self, sequence: int, program: Executable | None, error: BaseException | None) -> None:
         self._send(pb.Answer(executed=pb.Executed(sequence=sequence, failure=failure(error))), 0)
+        if error is not None and program is not None and program.native["collectives"]:
+            self._on_broken(program.name, error)
 
     def _release(self, wish: pb.Release) -> None:
         for number in wish.arrays:

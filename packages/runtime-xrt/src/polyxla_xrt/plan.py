@@ -1,0 +1,161 @@
+"""Where a job's replicas are, and what each of its processes must be told. Pure, but for a search for ports."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+from polyxla import Device, UsageError, World
+from polyxla.devices import pick_devices
+from polyxla.env import from_environ
+
+from polyxla_xrt import env
+from polyxla_xrt.client.place import Place
+from polyxla_xrt.contract import Configuration
+from polyxla_xrt.cores import check_several, child_environment, child_world, cores
+from polyxla_xrt.workers import Worker
+
+LOCALHOST = "127.0.0.1"
+THREADS_PER_DEVICE = 4
+"""Threads of torch_xla's pool for each device of a process: some of them wait for others."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job's replicas, each on a core and in a process of its own.
+
+    Attributes:
+        configuration: what the environment says of the workers.
+        devices: the cores that are used, by their number among all of the job's workers.
+    """
+
+    configuration: Configuration
+    devices: tuple[int, ...]
+
+    @property
+    def hosts(self) -> int:
+        """How many hosts take part; each drives one worker."""
+        return self.configuration.hosts
+
+    @property
+    def worker(self) -> Worker:
+        """The worker that this host drives; only where the list of workers is known."""
+        return self.configuration.workers[self.configuration.host_index]
+
+    @property
+    def cores(self) -> tuple[int, ...]:
+        """The cores that this host's processes drive, by their number on the worker."""
+        each = self.configuration.devices_per_worker
+        host = self.configuration.host_index
+        return tuple(index % each for index in self.devices if index // each == host)
+
+    def world(self, process: int) -> World:
+        """Return where the replica of one of this host's processes stands."""
+        return child_world(self.configuration, process, len(self.cores))
+
+    def place(self, process: int, address: str, job: str) -> Place:
+        """Return what one of this host's processes must know of its worker."""
+        world, kind = self.world(process), self.configuration.kind
+        # Of the cores that the worker gives to the job, whichever they are.
+        own = (process,)
+        return Place(
+            address, job, own, kind, world.ordinal, world.world_size, world.ordinal, world.world_size
+        )
+
+    def whole(self) -> dict[str, str]:
+        """Return what a process needs in its environment that drives all of this host's cores itself."""
+        return _device_variables(len(self.cores)) | _slice(len(self.devices), self.configuration.host_index)
+
+    def each(self, environ: Mapping[str, str], address: str, job: str, mesh: str) -> list[dict[str, str]]:
+        """Return the whole environment of each of this host's processes, over `environ`.
+
+        Args:
+            environ: the job's.
+            address: where this host's worker is.
+            job: the key that it gave.
+            mesh: where processes meet; empty for one replica.
+        """
+        meeting = self._store(environ) | ({env.XRT_MESH_SERVICE_ADDRESS: mesh} if mesh else {})
+        alike = {**environ, **self.whole(), **_device_variables(1), **meeting}
+        return [
+            _without_none(
+                alike
+                | child_environment(self.configuration, process, len(self.cores))
+                | {env.POLYXLA_XRT_PLACE: self.place(process, address, job).write()}
+            )
+            for process in range(len(self.cores))
+        ]
+
+    def _store(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Say where torch.distributed's processes meet; torch_xla's own choice is one port for all jobs."""
+        if self.hosts > 1 or environ.get(env.MASTER_PORT):
+            return {}
+        return {env.MASTER_ADDR: LOCALHOST, env.MASTER_PORT: str(free_port())}
+
+
+def plan_for(configuration: Configuration, devices: Sequence[int]) -> Plan:
+    """Lay out replicas on cores.
+
+    Raises:
+        UsageError: some cores of several hosts, or the hosts do not know where to meet.
+    """
+    count = len(cores(configuration))
+    if configuration.hosts > 1 and len(devices) != count:
+        raise UsageError(
+            f"{len(devices)} of {count} cores cannot be used by themselves where {configuration.hosts} hosts "
+            "work together",
+            where="devices",
+            fix="Leave devices out, for all.",
+        )
+    check_several(configuration, len(devices) // configuration.hosts, "devices")
+    return Plan(configuration, tuple(devices))
+
+
+def asked_plan(configuration: Configuration, environ: Mapping[str, str]) -> Plan:
+    """Return what the environment alone asks for.
+
+    Raises:
+        UsageError: it asks for what cannot be.
+    """
+    asked = from_environ(environ).devices
+    return plan_for(configuration, pick_devices(asked, "xrt", found_devices(configuration)))
+
+
+def found_devices(configuration: Configuration) -> tuple[Device, ...]:
+    """Return every core of a job, as core picks among them."""
+    return tuple(
+        Device(core.ordinal, core.kind, f"core {core.index} of {core.worker}")
+        for core in cores(configuration)
+    )
+
+
+def free_port() -> int:
+    """Return a port that nobody listens at now."""
+    with closing(socket.socket()) as probe:
+        probe.bind((LOCALHOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _device_variables(devices: int) -> dict[str, str]:
+    threads = max(os.cpu_count() or 1, THREADS_PER_DEVICE * devices)
+    return {env.PJRT_DEVICE: env.NODE, env.XLA_THREAD_POOL_SIZE: str(threads)}
+
+
+def _slice(count: int, host: int) -> dict[str, str]:
+    """Describe the worker's cores as torch_xla asks for a TPU's, so that nothing asks the metadata server."""
+    return {
+        env.TPU_SKIP_MDS_QUERY: "1",
+        env.TPU_ACCELERATOR_TYPE: f"v3-{count}",
+        env.TPU_PROCESS_BOUNDS: "1,1,1",
+        env.TPU_CHIPS_PER_PROCESS_BOUNDS: "2,2,1",
+        env.TPU_WORKER_ID: str(host),
+        env.TPU_WORKER_HOSTNAMES: "localhost",
+    }
+
+
+def _without_none(variables: Mapping[str, str | None]) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if value is not None}

@@ -1,0 +1,97 @@
+"""A replica on a core of a worker. Heavy: imported in its process, or in the fork server that makes it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch_xla.core.xla_model as xm
+from torch_xla._internal import pjrt
+
+from polyxla import World, child
+from polyxla.env import snapshot
+from polyxla.xla import own_device
+from polyxla.xla.replication import CollectiveReplication
+from polyxla_bridge import watch
+from polyxla_xrt import env, torch_plugin
+from polyxla_xrt.client.mesh import MeshClient
+from polyxla_xrt.coordinator import stall_timeout_s
+from polyxla_xrt.errors import MissingError, ParticipantLostError
+from polyxla_xrt.launching import Seat
+
+DEATH_S = 2.0
+"""How long to leave the launcher, in seconds, to see itself that a replica's process has died."""
+
+
+class NodeReplication(CollectiveReplication):
+    """One replica of a TPU node: torch_xla's collectives, and the mesh service.
+
+    Args:
+        seat: which one.
+    """
+
+    def __init__(self, seat: Seat) -> None:
+        super().__init__(seat.plan.configuration.kind, 0)
+        self.world = seat.plan.world(seat.process)
+
+    def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int] = ()) -> list[bytes]:
+        """Meet the others at the mesh service; the work that was handed to the device goes on meanwhile."""
+        payloads: list[bytes] = xm.rendezvous(tag, payload, list(replicas))
+        return payloads
+
+
+def run_replica(replica: Callable[[Seat], Any], seat: Seat) -> Any:
+    """Be the one replica of this process and return its result."""
+    child.describe_with(torch_plugin.describe)
+    own_device.prepare_to_exit()
+    own_device.take_turns()
+    # The fork server may have imported torch_xla for something else.
+    torch_plugin.register()
+    world = seat.plan.world(seat.process)
+    pjrt.initialize_multiprocess(world.local_ordinal, world.local_world_size)
+    with _meeting(world):
+        own_device.take(0, 1)
+        return replica(seat)
+
+
+@contextlib.contextmanager
+def _meeting(world: World) -> Iterator[None]:
+    """Let ``xm.rendezvous``, and what is built on it, go through the mesh service."""
+    environ = snapshot()
+    address = environ.get(env.XRT_MESH_SERVICE_ADDRESS)
+    if world.world_size == 1 or not address:
+        xm.rendezvous = _alone
+        yield
+        return
+    limit_s = stall_timeout_s(environ)
+    with MeshClient(address, world.ordinal, world.world_size, environ=environ) as mesh:
+        xm.rendezvous = functools.partial(_meet, mesh, limit_s)
+        yield
+
+
+def _alone(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
+    if any(ordinal != 0 for ordinal in replicas):
+        raise ValueError(f"rendezvous {tag!r}: replicas={list(replicas)}, but there is only ordinal 0")
+    return [payload]
+
+
+def _meet(
+    mesh: MeshClient, limit_s: float, tag: str, payload: bytes = b"", replicas: Sequence[int] = ()
+) -> list[bytes]:
+    torch_plugin.enter(f"rendezvous {tag!r}")
+    try:
+        return list(mesh.rendezvous(tag, payload, replicas or (), timeout_s=limit_s))
+    except MissingError as error:
+        child.report_stall(
+            f"polyxla: a replica waits in vain for others at a rendezvous ({torch_plugin.position()}). "
+            f"{error}\n{torch_plugin.describe()}"
+        )
+        raise
+    except ParticipantLostError:
+        time.sleep(DEATH_S)
+        raise
+    finally:
+        torch_plugin.leave()
