@@ -1,4 +1,4 @@
-"""Runtime xrt says when it is asked for, and that it cannot run yet."""
+"""Runtime xrt says when it is asked for, and which cores there are."""
 
 from __future__ import annotations
 
@@ -34,12 +34,17 @@ def test_anything_less_claims_nothing(environ: dict[str, str]) -> None:
     assert found.reason == "XRT_TPU_CONFIG is not set"
 
 
-def test_it_offers_no_device_and_says_what_to_do_instead() -> None:
-    found = polyxla_discover_devices({env.XRT_TPU_CONFIG: CONFIG})
-    assert not found.devices
-    assert found.unavailable == "this version cannot drive a TPU node yet"
-    assert found.fix
-    assert "PJRT_DEVICE=CPU" in found.fix
+def test_it_offers_every_core_of_the_worker() -> None:
+    found = polyxla_discover_devices({env.XRT_TPU_CONFIG: CONFIG, env.TPU_NUM_DEVICES: "2"})
+    assert (found.unavailable, found.kind, found.host_count, found.growable) == (None, "TPU", 1, False)
+    assert [(device.index, device.kind) for device in found.devices] == [(0, "TPU"), (1, "TPU")]
+    assert found.devices[1].name == "core 1 of tpu_worker:0"
+
+
+def test_without_a_configuration_it_says_how_to_write_one() -> None:
+    found = polyxla_discover_devices({})
+    assert found.unavailable == "no variable describes a TPU node"
+    assert "XRT_TPU_CONFIG='tpu_worker;0;HOST:8470'" in found.fix
 
 
 def test_every_variable_it_reads_is_shown_with_its_origin() -> None:
@@ -56,7 +61,8 @@ def test_a_host_of_a_pod_that_is_not_its_first_is_claimed() -> None:
     found = polyxla_discover_devices(environ | {env.XRT_SHARD_WORLD_SIZE: "2"})
     assert found.claim is Claim.CONFIGURED
     assert found.reason == "XRT_MESH_SERVICE_ADDRESS=a:8477 with XRT_LOCAL_WORKER=w:1"
-    assert found.unavailable == "this version cannot drive a TPU node yet"
+    assert found.unavailable is None
+    assert (len(found.devices), found.host_count) == (16, 2)
 
 
 @pytest.mark.parametrize(

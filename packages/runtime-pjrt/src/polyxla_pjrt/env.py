@@ -6,8 +6,6 @@ variables (`add`): nobody else could.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 PJRT_DEVICE = "PJRT_DEVICE"
 """The kind of device torch_xla opens, such as ``TPU`` or ``CPU``.
 Default: unset; torch_xla then looks for attached accelerators itself.

@@ -6,6 +6,7 @@ survive; and because it stays until the last replica has said goodbye.
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -19,7 +20,6 @@ from polyxla.env import POLYXLA_WAIT_S, snapshot
 from polyxla.errors import PolyxlaError, UsageError
 from polyxla.notices import say
 from polyxla_bridge.env import POLYXLA_STALL_TIMEOUT_S, Share
-
 from polyxla_xrt.client.holder import Holder
 from polyxla_xrt.errors import WorkerLostError
 from polyxla_xrt.plan import LOCALHOST, Plan
@@ -192,9 +192,5 @@ def _hold(pipe: Connection, plan: Plan, launcher: Holder, environ: Mapping[str, 
 
 
 def _wait_for_the_end(pipe: Connection) -> None:
-    try:
+    with contextlib.suppress(EOFError, OSError):
         pipe.recv()
-    except (EOFError, OSError):
-        pass
-
-

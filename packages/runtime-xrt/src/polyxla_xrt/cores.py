@@ -13,6 +13,7 @@ from polyxla_xrt.contract import Configuration
 from polyxla_xrt.device_map import Kind
 from polyxla_xrt.workers import WorkerId, write_workers
 
+
 @dataclass(frozen=True)
 class Core:
     """A device of a job.

@@ -73,7 +73,7 @@ XRT_HOST_ORDINAL = "XRT_HOST_ORDINAL"
 Default: unset.
 """
 
-POLYXLA_XRT_TOKEN_FILE = "POLYXLA_XRT_TOKEN_FILE"
+POLYXLA_XRT_TOKEN_FILE = "POLYXLA_XRT_TOKEN_FILE"  # noqa: S105  (its name, not what it holds)
 """File that holds the token which the worker wants, the same as that of ``polyxla worker --token-file``.
 Default: none.
 """
@@ -100,7 +100,7 @@ PJRT_DEVICE = "PJRT_DEVICE"
 """Given: torch_xla's choice of a device, here `NODE`."""
 
 NODE = "TPU_XRT"
-"""The value of `PJRT_DEVICE` by which torch_xla finds this runtime. Its Python reads it up to the underscore."""
+"""The value of `PJRT_DEVICE` for this runtime. torch_xla's Python reads it up to the underscore."""
 
 XLA_THREAD_POOL_SIZE = "XLA_THREAD_POOL_SIZE"
 """Given: the number of threads of torch_xla's pool."""

@@ -64,7 +64,8 @@ class Outbox:
                     deadline = time.monotonic() + self._linger_s
             if self._is_cut or not self._items:
                 return None
-            together, size = [], 0
+            together: list[Any] = []
+            size = 0
             while self._items and (not together or size + self._items[0][1] <= _TOGETHER_BYTES):
                 item, item_size = self._items.popleft()
                 together.append(item)

@@ -1,4 +1,4 @@
-"""Where a job's replicas are, and what each of its processes must be told. Pure, but for a search for ports."""
+"""Where a job's replicas are, and what each process must be told. Pure, but for a search for ports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from polyxla import Device, UsageError, World
 from polyxla.devices import pick_devices
 from polyxla.env import from_environ
-
 from polyxla_xrt import env
 from polyxla_xrt.client.place import Place
 from polyxla_xrt.contract import Configuration
@@ -127,7 +126,7 @@ def asked_plan(configuration: Configuration, environ: Mapping[str, str]) -> Plan
 def found_devices(configuration: Configuration) -> tuple[Device, ...]:
     """Return every core of a job, as core picks among them."""
     return tuple(
-        Device(core.ordinal, core.kind, f"core {core.index} of {core.worker}")
+        Device(core.ordinal, core.kind, f"core {core.index} of {core.worker}", core.worker.task)
         for core in cores(configuration)
     )
 

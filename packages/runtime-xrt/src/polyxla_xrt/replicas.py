@@ -15,7 +15,6 @@ from polyxla import World, child
 from polyxla.env import snapshot
 from polyxla.xla import own_device
 from polyxla.xla.replication import CollectiveReplication
-from polyxla_bridge import watch
 from polyxla_xrt import env, torch_plugin
 from polyxla_xrt.client.mesh import MeshClient
 from polyxla_xrt.coordinator import stall_timeout_s

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch_xla
 from torch_xla._internal import pjrt
 from torch_xla.experimental import plugins
 
@@ -21,7 +20,6 @@ import polyxla.env
 from polyxla import child
 from polyxla.env import POLYXLA_RUNTIME, snapshot
 from polyxla.xla import first_touch, launches
-from polyxla_bridge import env as bridge
 from polyxla_bridge import watch
 from polyxla_bridge.abi import Code
 from polyxla_bridge.engine import Engine, Position

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from polyxla_xrt.proto import worker_pb2 as pb
+
 PROTOCOL = 1
 """Version of the messages. Raised whenever an older peer would misread one."""
 CHUNK_BYTES = 1 << 20
@@ -13,8 +15,6 @@ LONGEST_WAIT_S = 7 * 24 * 3600.0
 """Longest wait for a lease that may be asked for, in seconds."""
 PROGRAM_BYTES = (1 << 31) - 1
 """Largest program: what a protobuf message can hold."""
-JOB = "job"
-"""The role of a message's sender in errors."""
 SILENCE_S = 20
 """How long a peer may be silent, in seconds, before it is lost. A cut of the network of 5 s passes: TCP sends
 again after 6.2 s at the latest. A process that dies shows at once, by its closed socket."""
@@ -32,6 +32,11 @@ OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 """gRPC's settings of both sides."""
+
+
+def spell_holder(holder: pb.Holder) -> str:
+    """Write who a job belongs to, for a person."""
+    return f"{holder.user}@{holder.host} (pid {holder.pid}, {holder.command})"
 
 
 def chunks(data: memoryview) -> Iterator[tuple[memoryview, bool]]:

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import grpc
 from google.protobuf.json_format import MessageToDict
-from polyxla import UsageError
 
+from polyxla import UsageError
 from polyxla_xrt import env
 from polyxla_xrt.client.probe import look, proxies
 from polyxla_xrt.errors import WorkerConnectError, WorkerError, WorkerRefusedError
@@ -130,8 +130,8 @@ class WorkerChannel:
         return WorkerConnectError(
             f"there is no worker at {self.address}: {found}",
             where=self.address,
-            fix="See whether `polyxla worker` is running there, whether its host and port are these, and whether "
-            f"a firewall keeps this host from it.{tls}{proxies(self._environ)}",
+            fix="See whether `polyxla worker` is running there, whether its host and port are these, and "
+            f"whether a firewall keeps this host from it.{tls}{proxies(self._environ)}",
         )
 
     def close(self) -> None:

@@ -14,15 +14,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 import grpc
+
 from polyxla_bridge import hlo
 from polyxla_bridge.abi import Code
 from polyxla_bridge.engine import ArrayType, Buffer, Engine, EngineDevice, Executable, Position
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.promises import Gone, Kept, Part
-
 from polyxla_xrt.client.channel import WorkerChannel
 from polyxla_xrt.client.lease import lost
 from polyxla_xrt.client.place import Place

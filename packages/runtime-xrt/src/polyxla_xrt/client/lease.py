@@ -10,13 +10,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import grpc
-from polyxla import UsageError
 
+from polyxla import UsageError
 from polyxla_xrt.client.channel import WorkerChannel
 from polyxla_xrt.client.holder import Holder
+from polyxla_xrt.env import TPU_NUM_DEVICES
 from polyxla_xrt.errors import WorkerError, WorkerHeldError, WorkerLostError
 from polyxla_xrt.proto import worker_pb2 as pb
-from polyxla_xrt.worker_protocol import PROTOCOL
+from polyxla_xrt.worker_protocol import PROTOCOL, spell_holder
 
 END_S = 2.0
 """Longest wait for the call's end, in seconds."""
@@ -80,8 +81,7 @@ class Lease:
         self._is_closed = False
         try:
             found = self._channel.status()
-            if cores > found.cores:
-                raise _too_many(cores, found.cores, address)
+            _check_cores(cores, found.cores, address)
             self._call = self._channel.call("Lease", _request(cores, wait_s, stall_timeout_s, pod, launcher))
             granted = self._granted(on_wait)
         except BaseException:
@@ -165,12 +165,13 @@ def _request(
 
 def _spell(held: pb.Held) -> str:
     since = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(held.since))
-    return f"{held.holder.user}@{held.holder.host} (pid {held.holder.pid}, {held.holder.command}) since {since}"
+    return f"{spell_holder(held.holder)} since {since}"
 
 
-def _too_many(asked: int, there: int, address: str) -> UsageError:
-    return UsageError(
-        f"{asked} cores are asked for, and the worker at {address} has {there}",
-        where="TPU_NUM_DEVICES",
-        fix=f"Set TPU_NUM_DEVICES={there}, or start the worker with --devices {asked}.",
-    )
+def _check_cores(asked: int, there: int, address: str) -> None:
+    if asked > there:
+        raise UsageError(
+            f"{asked} cores are asked for, and the worker at {address} has {there}",
+            where=TPU_NUM_DEVICES,
+            fix=f"Set {TPU_NUM_DEVICES}={there}, or start the worker with --devices {asked}.",
+        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from polyxla.notices import say
-
 from polyxla_xrt.client.lease import Lease
 from polyxla_xrt.client.place import Place
 from polyxla_xrt.coordinator import stall_timeout_s, wait_s

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from polyxla_bridge.engine import EngineDevice
-
 from polyxla_xrt import env
 
 

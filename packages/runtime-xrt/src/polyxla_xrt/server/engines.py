@@ -10,7 +10,6 @@ from contextlib import closing
 from polyxla import env as core_env
 from polyxla_bridge import env as bridge
 from polyxla_bridge.engine import Engine
-
 from polyxla_xrt.addresses import join_address
 from polyxla_xrt.proto import worker_pb2 as pb
 

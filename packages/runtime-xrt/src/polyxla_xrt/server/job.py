@@ -13,24 +13,19 @@ from dataclasses import dataclass
 from polyxla_bridge.abi import Code
 from polyxla_bridge.engine import Engine
 from polyxla_bridge.errors import PjrtError
-
 from polyxla_xrt.outbox import Outbox
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.server.budget import Budget
 from polyxla_xrt.server.session import Session, failure
+from polyxla_xrt.worker_protocol import spell_holder
 
 CLOSE_S = 3.0
 """How long an engine may take, in seconds, to finish what a job has left behind; then it is given up."""
 BROKEN_S = 5.0
-"""How long a replica whose program failed may take, in seconds, to end for that reason, before its job does."""
+"""How long a replica whose program failed may take, in seconds, to end by itself, before its job ends."""
 _COMPILERS = 8
 
 _log = logging.getLogger("polyxla.worker")
-
-
-def spell_holder(holder: pb.Holder) -> str:
-    """Write who a job belongs to, for a person."""
-    return f"{holder.user}@{holder.host} (pid {holder.pid}, {holder.command})"
 
 
 @dataclass(eq=False)
@@ -141,9 +136,7 @@ class Job:
             timer.daemon = True
             timer.start()
 
-        place.session = Session(
-            engine, sorted(place.cores), self.budget, self._compilers, send, break_off
-        )
+        place.session = Session(engine, sorted(place.cores), self.budget, self._compilers, send, break_off)
         return place
 
     def leave(self, place: Place) -> None:

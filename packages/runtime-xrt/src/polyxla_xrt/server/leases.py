@@ -13,7 +13,7 @@ from polyxla_xrt.server.job import Job
 WAITING = 32
 """How many jobs may wait."""
 RETURNING_S = 30.0
-"""How long a job may wait, in seconds, for one that is over to let go of the cores, though it did not ask to wait."""
+"""How long any job waits for one that is over to let go of the cores, in seconds."""
 
 
 class HeldError(Exception):

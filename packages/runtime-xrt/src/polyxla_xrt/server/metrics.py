@@ -41,5 +41,5 @@ def start(address: str, status: Callable[[], pb.StatusReply]) -> None:
     """Serve the metrics over HTTP at ``host:port``, on a thread."""
     host, _, port = address.rpartition(":")
     registry = CollectorRegistry()
-    registry.register(_Collector(status))  # type: ignore[arg-type]
+    registry.register(_Collector(status))
     start_http_server(int(port), host.strip("[]"), registry)

@@ -15,7 +15,6 @@ from polyxla_bridge.abi import DTYPES, Code, width
 from polyxla_bridge.engine import ArrayType, Buffer, Engine, EngineDevice, Executable
 from polyxla_bridge.errors import PjrtError, as_pjrt_error
 from polyxla_bridge.promises import end_of
-
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.server.budget import Budget
 from polyxla_xrt.worker_protocol import PROGRAM_BYTES, array_bytes, chunks
@@ -202,8 +201,7 @@ class Session:
                 Code.INVALID_ARGUMENT, f"{program.name} takes {self._types[wish.program]}, not {types}"
             )
         sizes = [array_bytes(width(type_.dtype), type_.dims) for type_ in program.outputs]
-        if problem := self._budget.take(sum(sizes)):
-            raise PjrtError(Code.RESOURCE_EXHAUSTED, f"{program.name} cannot run: {problem}")
+        self._take(sum(sizes), program.name)
         outputs = self._engine.execute(program, device, [one.buffer for one in held], frozenset(wish.keep))
         for one in held:
             if one.buffer.is_deleted:
@@ -211,6 +209,10 @@ class Session:
                 self._budget.give_back(one.size)
                 one.size = 0
         return outputs, sizes
+
+    def _take(self, size: int, what: str) -> None:
+        if problem := self._budget.take(size):
+            raise PjrtError(Code.RESOURCE_EXHAUSTED, f"there is no room for {what}: {problem}")
 
     def _report(self, sequence: int, program: Executable | None, error: BaseException | None) -> None:
         self._send(pb.Answer(executed=pb.Executed(sequence=sequence, failure=failure(error))), 0)
@@ -244,8 +246,7 @@ class Session:
         try:
             source = self._array(wish.source).buffer
             size = array_bytes(width(source.type.dtype), source.type.dims)
-            if problem := self._budget.take(size):
-                raise PjrtError(Code.RESOURCE_EXHAUSTED, problem)
+            self._take(size, "a copy")
             self._arrays[wish.array] = _Held(self._engine.copy(source, device), size)
         except PjrtError as error:
             self._arrays[wish.array] = _Held(_broken(ArrayType("uint8", ()), device, error), 0)

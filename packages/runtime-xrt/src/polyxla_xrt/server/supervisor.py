@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from polyxla import UsageError
-
 from polyxla_xrt.addresses import join_address
 from polyxla_xrt.server import worker
 from polyxla_xrt.server.worker import REPLACE, Serving
@@ -67,12 +66,12 @@ class _Supervisor:
         alive, self._life = os.pipe()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
-        short = 0
+        short, is_ready = 0, False
         while True:
             started = time.monotonic()
-            if self._fork(alive) and ready:
+            if self._fork(alive) and not is_ready:
                 ready()
-                ready = _nothing
+                is_ready = True
             code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
             if self._is_stopping or code == 0:
                 return 0
@@ -93,7 +92,7 @@ class _Supervisor:
             os.close(self._life)
             self._serve(alive, tell)
         os.close(tell)
-        with open(told, "rb") as pipe:
+        with os.fdopen(told, "rb") as pipe:
             return bool(pipe.read(1))
 
     def _serve(self, alive: int, tell: int) -> None:
@@ -130,10 +129,6 @@ def _end_with_the_supervisor(alive: int) -> None:
 def _tell(pipe: int) -> None:
     os.write(pipe, b"1")
     os.close(pipe)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _hold(host: str, port: int, address: str) -> socket.socket:

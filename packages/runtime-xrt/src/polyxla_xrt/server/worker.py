@@ -15,9 +15,9 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
 from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
-
 from polyxla_xrt.proto import worker_pb2_grpc
 from polyxla_xrt.server import engines
 from polyxla_xrt.server.leases import WAITING

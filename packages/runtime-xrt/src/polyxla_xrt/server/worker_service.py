@@ -1,4 +1,4 @@
-"""The calls of a worker: each checks what it is given, and leaves the rest to `Leases`, `Job` and `Session`."""
+"""The calls of a worker: each checks what it is given, and leaves the rest to `Leases` and `Job`."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from importlib.metadata import version
 from typing import Any, NoReturn
 
 import grpc
+
 from polyxla_bridge import memory
 from polyxla_bridge.abi import Code
 from polyxla_bridge.engine import Engine
 from polyxla_bridge.errors import PjrtError, as_pjrt_error
-
 from polyxla_xrt.outbox import Outbox
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.server import engines
-from polyxla_xrt.server.job import Job, Place, spell_holder
+from polyxla_xrt.server.job import Job, Place
 from polyxla_xrt.server.leases import CrowdError, DrainingError, HeldError, Leases, held
 from polyxla_xrt.server.session import MisuseError
-from polyxla_xrt.worker_protocol import LONGEST_WAIT_S, PROTOCOL, SILENCE_S
+from polyxla_xrt.worker_protocol import LONGEST_WAIT_S, PROTOCOL, SILENCE_S, spell_holder
 
 ATTACH_S = 60.0
 """Longest wait, in seconds, for a job's engine to start."""
 FIRST_S = 5.0
 """How long a client may take to say who it is, in seconds."""
 TELL_S = 2.0
-"""How long a job's processes may take, in seconds, to hear why it is over, before this process is replaced."""
+"""How long a job's processes may take to hear why it is over, in seconds, before this one is replaced."""
 
 _log = logging.getLogger("polyxla.worker")
 _STATUS = {status.value[0]: status for status in grpc.StatusCode}
@@ -178,13 +178,12 @@ class WorkerServicer:
         _check_protocol(attach.protocol, context)
         job = self.leases.job
         if job is None or not hmac.compare_digest(job.key.encode(), attach.job.encode()):
-            context.abort(grpc.StatusCode.NOT_FOUND, "there is no such job on this worker")
+            _abort(context, pb.Failure(code=Code.NOT_FOUND, message="there is no such job on this worker"))
         try:
             return job, job.attach(attach.ordinal, attach.cores, outbox, ATTACH_S)
         except Exception as error:
             known = as_pjrt_error(error)
-            context.abort(_STATUS[known.code], known.message)
-            raise AssertionError from error
+            _abort(context, pb.Failure(code=known.code, message=known.message))
 
     def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:  # noqa: N802
         """Say what is served, and who has it."""
