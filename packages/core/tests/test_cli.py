@@ -225,6 +225,7 @@ class TestEnv:
             ("POLYXLA_DEVICES", "[5]", "environment", "polyxla"),
             ("POLYXLA_PRECISION", None, "default", "polyxla"),
             ("POLYXLA_START_TIMEOUT_S", "9", "environment", "polyxla"),
+            ("POLYXLA_WAIT_S", "0", "default", "polyxla"),
             ("TOY", "8", "environment", "runtime toy"),
             ("TOY_VISIBLE", "5", "set by runtime toy", "replicas"),
         ]
@@ -277,7 +278,7 @@ class TestRun:
                 id="equals",
             ),
             pytest.param(
-                ["--runtime", "toy", "--precision", "p", "-m", "script", "--dry-run"],
+                ["--runtime", "toy", "--precision", "p", "--wait", "9", "-m", "script", "--dry-run"],
                 ["-m", "script", "--dry-run"],
                 8,
                 id="every-option",
@@ -315,6 +316,11 @@ class TestRun:
                 {"TOY_VISIBLE": "0,1,2,3,4,5,6,7", "POLYXLA_RUNTIME": "toy", "POLYXLA_PRECISION": "32"},
                 id="precision",
             ),
+            pytest.param(
+                ["--wait", "1.5"],
+                {"TOY_VISIBLE": "0,1,2,3,4,5,6,7", "POLYXLA_RUNTIME": "toy", "POLYXLA_WAIT_S": "1.5"},
+                id="wait",
+            ),
         ],
     )
     def test_the_program_finds_the_choice_in_its_environment(
@@ -334,6 +340,11 @@ class TestRun:
         assert _plan("script.py")["devices"] == [0, 1]
         plan = _plan("--devices", "auto", "script.py")
         assert plan["environment"]["POLYXLA_DEVICES"] == "[0, 1, 2, 3, 4, 5, 6, 7]"
+
+    def test_wait_wins_over_the_variable(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("POLYXLA_WAIT_S", "60")
+        assert _plan("script.py")["environment"]["POLYXLA_WAIT_S"] == "60"
+        assert _plan("--wait", "0", "script.py")["environment"]["POLYXLA_WAIT_S"] == "0"
 
     def test_a_plugins_own_dictionary_is_not_written_into(self, install_plugin: PluginInstaller) -> None:
         install_plugin("shared", TOY.format(variable="S").split("@hookimpl\ndef polyxla_environment")[0])
@@ -548,6 +559,16 @@ class TestBadInput:
         assert result.stderr.startswith(
             "polyxla: error: no installed plugin knows the precision 'half' (from --precision half). "
         )
+
+    @pytest.mark.parametrize("wait", ["soon", "-1", "nan", "inf", "10 s", "1e999"])
+    def test_a_wait_that_is_no_number_of_seconds(self, wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        text = (
+            f"{wait!r} is not a number of seconds from 0 (from {{}}). "
+            "Write how long to wait for devices that another job has, such as 600, or nothing."
+        )
+        _refused(["run", "--wait", wait, "script.py"], text.format(f"--wait {wait}"))
+        monkeypatch.setenv("POLYXLA_WAIT_S", wait)
+        _refused(["run", "script.py"], text.format(f"POLYXLA_WAIT_S={wait}"))
 
     def test_an_error_of_a_dry_run_is_a_document_too(self) -> None:
         assert _document("run", "--dry-run", "--json", "--runtime", "xrt", "script.py", exit_code=2) == {

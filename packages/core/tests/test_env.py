@@ -10,7 +10,12 @@ import pytest
 from polyxla import env
 from polyxla.env import Setting, from_environ
 
-EVERYTHING = {"POLYXLA_RUNTIME": "xrt", "POLYXLA_DEVICES": "8", "POLYXLA_PRECISION": "32-true"}
+EVERYTHING = {
+    "POLYXLA_RUNTIME": "xrt",
+    "POLYXLA_DEVICES": "8",
+    "POLYXLA_PRECISION": "32-true",
+    "POLYXLA_WAIT_S": "60",
+}
 
 
 @pytest.mark.parametrize(
@@ -19,6 +24,7 @@ EVERYTHING = {"POLYXLA_RUNTIME": "xrt", "POLYXLA_DEVICES": "8", "POLYXLA_PRECISI
         pytest.param("runtime", env.POLYXLA_RUNTIME, None, id="runtime"),
         pytest.param("devices", env.POLYXLA_DEVICES, "auto", id="devices"),
         pytest.param("precision", env.POLYXLA_PRECISION, None, id="precision"),
+        pytest.param("wait_s", env.POLYXLA_WAIT_S, "0", id="wait"),
     ],
 )
 def test_what_is_passed_wins_over_the_environment_and_that_over_the_default(

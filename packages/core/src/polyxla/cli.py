@@ -25,6 +25,10 @@ DevicesOption = Annotated[
 PrecisionOption = Annotated[
     str | None, typer.Option("--precision", metavar="P", help="A precision policy, such as 32-true.")
 ]
+WaitOption = Annotated[
+    str | None,
+    typer.Option("--wait", metavar="SECONDS", help="Wait so long for devices that another job has."),
+]
 
 app = typer.Typer(
     name="polyxla",
@@ -171,7 +175,7 @@ class _RunCommand(typer.core.TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Put ``--`` before the program's part."""
-        takes_value = {"--runtime", "--devices", "--precision"}
+        takes_value = {"--runtime", "--devices", "--precision", "--wait"}
         index = 0
         while index < len(args) and args[index].startswith("-") and args[index] not in ("-m", "--"):
             index += 2 if args[index] in takes_value else 1
@@ -188,6 +192,7 @@ def run(
     runtime: RuntimeOption = None,
     devices: DevicesOption = None,
     precision: PrecisionOption = None,
+    wait: WaitOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Say it as a JSON line on standard error.")] = False,
 ) -> None:
@@ -204,6 +209,7 @@ def run(
             runtime=_flag("--runtime", runtime),
             devices=_flag("--devices", devices),
             precision=_flag("--precision", precision),
+            wait_s=_flag("--wait", wait),
         )
         plan = make_plan(environ, settings, command)
     if dry_run:

@@ -54,6 +54,7 @@ class Settings:
     runtime: Setting
     devices: Setting
     precision: Setting
+    wait_s: Setting
 
 
 def from_environ(
@@ -62,12 +63,14 @@ def from_environ(
     runtime: Setting | None = None,
     devices: Setting | None = None,
     precision: Setting | None = None,
+    wait_s: Setting | None = None,
 ) -> Settings:
     """Merge what was passed in code or as flags (it wins) with the environment and the defaults."""
     return Settings(
         runtime=runtime or _setting(environ, POLYXLA_RUNTIME, None),
         devices=devices or _setting(environ, POLYXLA_DEVICES, "auto"),
         precision=precision or _setting(environ, POLYXLA_PRECISION, None),
+        wait_s=wait_s or _setting(environ, POLYXLA_WAIT_S, "0"),
     )
 
 

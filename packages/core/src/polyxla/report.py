@@ -30,6 +30,7 @@ def _own(environ: Mapping[str, str], settings: Settings) -> dict[str, Setting]:
         env.POLYXLA_DEVICES: settings.devices,
         env.POLYXLA_PRECISION: settings.precision,
         env.POLYXLA_START_TIMEOUT_S: Setting(timeout or "120", "environment" if timeout else "default"),
+        env.POLYXLA_WAIT_S: settings.wait_s,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from polyxla import env
-from polyxla.env import Settings
+from polyxla.env import Setting, Settings
 from polyxla.errors import UsageError
 from polyxla.launch import child_environment, picked
 from polyxla.plugins import load_plugins
@@ -51,9 +52,10 @@ def make_plan(environ: Mapping[str, str], settings: Settings, command: Sequence[
     """Check all that can be checked before the program starts.
 
     Raises:
-        UsageError: the program does not exist, or the runtime, devices or precision cannot be used.
+        UsageError: the program does not exist, or the runtime, devices, precision or wait cannot be used.
     """
     _check_program(command)
+    _check_wait(settings.wait_s)
     selection = select(environ, settings.runtime)
     devices = picked(settings.devices, selection)
     plugins = load_plugins(selection.runtime)
@@ -65,6 +67,8 @@ def make_plan(environ: Mapping[str, str], settings: Settings, command: Sequence[
         variables[env.POLYXLA_DEVICES] = json.dumps(list(devices))
     if settings.precision.value is not None:
         variables[env.POLYXLA_PRECISION] = str(settings.precision.value)
+    if settings.wait_s.origin != "default":
+        variables[env.POLYXLA_WAIT_S] = str(settings.wait_s.value)
     return Plan((sys.executable, "-m", "polyxla.script", *command), selection, devices, variables)
 
 
@@ -103,4 +107,17 @@ def _check_module(rest: Sequence[str]) -> None:
             f"there is no module {rest[0]!r}",
             where="polyxla run -m",
             fix="Install it into this environment, or run its file: polyxla run path/to/script.py.",
+        )
+
+
+def _check_wait(wait_s: Setting) -> None:
+    try:
+        seconds = float(wait_s.value)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise UsageError(
+            f"{wait_s.value!r} is not a number of seconds from 0",
+            where=wait_s.origin,
+            fix="Write how long to wait for devices that another job has, such as 600, or nothing.",
         )
