@@ -20,8 +20,6 @@ from polyxla_bridge.env import Share
 
 CONNECT_TIMEOUT_S = 120
 """Longest wait for all replicas to have a client, in seconds."""
-HOST = "127.0.0.1"
-"""Where gloo listens: all replicas are on this machine."""
 LEAVE_TIMEOUT_S = 300
 """How long process 0 stays for others that still compute, in seconds; it holds what they meet through."""
 
@@ -78,7 +76,7 @@ class Clients:
         )
         link.connect()
         self._links[index] = link
-        collectives = _jax.make_gloo_tcp_collectives(distributed_client=link, hostname=HOST)
+        collectives = _jax.make_gloo_tcp_collectives(distributed_client=link, hostname=self._share.host)
         return _jax.get_tfrt_cpu_client(
             asynchronous=False,
             distributed_client=link,

@@ -29,6 +29,11 @@ POLYXLA_BRIDGE_COORDINATOR = "POLYXLA_BRIDGE_COORDINATOR"
 Default: none, which is right for one replica only.
 """
 
+POLYXLA_BRIDGE_HOST = "POLYXLA_BRIDGE_HOST"
+"""Name or address of this host, as the processes on the others reach it.
+Default: ``127.0.0.1``, which is right where all processes are on one.
+"""
+
 POLYXLA_BRIDGE_PLATFORM = "POLYXLA_BRIDGE_PLATFORM"
 """What torch_xla is told that the devices are; an emulated TPU says ``TPU``.
 Default: ``CPU``.
@@ -75,6 +80,7 @@ class Share:
     processes: int = 1
     process: int = 0
     coordinator: str = ""
+    host: str = "127.0.0.1"
     platform: str = "CPU"
     kind: str = "polyxla CPU"
     stall_timeout_s: float = 300.0
@@ -105,6 +111,7 @@ def from_environ(environ: Mapping[str, str]) -> Share:
         processes=int(environ.get(POLYXLA_BRIDGE_PROCESSES, "1")),
         process=int(environ.get(POLYXLA_BRIDGE_PROCESS, "0")),
         coordinator=environ.get(POLYXLA_BRIDGE_COORDINATOR, ""),
+        host=environ.get(POLYXLA_BRIDGE_HOST, Share.host),
         platform=environ.get(POLYXLA_BRIDGE_PLATFORM, Share.platform),
         kind=environ.get(POLYXLA_BRIDGE_KIND, Share.kind),
         stall_timeout_s=_seconds(environ, POLYXLA_STALL_TIMEOUT_S, Share.stall_timeout_s),

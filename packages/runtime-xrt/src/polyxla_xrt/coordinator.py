@@ -14,16 +14,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from polyxla.env import POLYXLA_WAIT_S, snapshot
 from polyxla.errors import PolyxlaError, UsageError
 from polyxla.notices import say
 from polyxla_bridge.env import POLYXLA_STALL_TIMEOUT_S, Share
+from polyxla_xrt import env
 from polyxla_xrt.client.holder import Holder
 from polyxla_xrt.errors import WorkerLostError
 from polyxla_xrt.plan import LOCALHOST, Plan
-from polyxla_xrt.variables import find
+from polyxla_xrt.variables import Variable, find
+from polyxla_xrt.workers import Worker, read_workers, write_workers
+
+if TYPE_CHECKING:
+    from polyxla_xrt.client.lease import Pod
 
 START_S = 120.0
 """Longest wait for the worker and the mesh beyond what a person allows for another job, in seconds."""
@@ -73,7 +78,7 @@ class Coordinator:
         theirs.close()
         try:
             ours.send((plan, Holder.own()))
-            self.meeting = self._meeting(limit_s + START_S)
+            self.meeting = self._meeting(limit_s + START_S + plan.configuration.mesh_connect_wait_s)
         except BaseException:
             self._end()
             raise
@@ -166,29 +171,55 @@ def main(descriptor: int) -> None:
 def _hold(pipe: Connection, plan: Plan, launcher: Holder, environ: Mapping[str, str]) -> None:
     from polyxla_xrt.client.lease import Lease
     from polyxla_xrt.local_service import ensure_service
+    from polyxla_xrt.proto import mesh_pb2 as pb
     from polyxla_xrt.server.app import MeshServer
 
     configuration = plan.configuration
     ensure_service(configuration, environ, pipe.send)
+    worker, pod = _worker(plan, environ)
     lease = Lease(
-        plan.worker.address,
+        worker.address,
         len(plan.cores),
         environ,
         wait_s=wait_s(environ),
         stall_timeout_s=stall_timeout_s(environ),
+        pod=pod,
         launcher=launcher,
         on_wait=pipe.send,
     )
     mesh: Any = None
     try:
-        if len(plan.devices) > 1:
-            mesh = MeshServer(configuration.mesh_address or f"{LOCALHOST}:0", len(plan.devices))
-        pipe.send(Meeting(plan.worker.address, lease.job, mesh.address if mesh else ""))
+        if len(plan.devices) > 1 and configuration.host_index == 0:
+            config = pb.ConfigReply(
+                workers=write_workers(configuration.workers), coordinator=lease.coordinator
+            )
+            address = configuration.mesh_address or f"{LOCALHOST}:0"
+            mesh = MeshServer(address, len(plan.devices), config)
+        met = mesh.address if mesh else configuration.mesh_address or ""
+        pipe.send(Meeting(worker.address, lease.job, met))
         _wait_for_the_end(pipe)
     finally:
         lease.close()
         if mesh:
             mesh.close(0)
+
+
+def _worker(plan: Plan, environ: Mapping[str, str]) -> tuple[Worker, Pod | None]:
+    """Return this host's worker; on the hosts after the first, the mesh service knows where they are."""
+    from polyxla_xrt.client.lease import Pod
+    from polyxla_xrt.client.mesh import read_config
+
+    configuration = plan.configuration
+    host = configuration.host_index
+    if configuration.hosts == 1:
+        return configuration.workers[0], None
+    if host == 0:
+        worker = configuration.workers[0]
+        return worker, Pod(configuration.hosts, host, worker.host)
+    assert configuration.mesh_address is not None, "checked with the plan"
+    told = read_config(configuration.mesh_address, configuration.mesh_connect_wait_s, environ)
+    worker = read_workers(Variable(env.XRT_TPU_CONFIG, told.workers))[host]
+    return worker, Pod(configuration.hosts, host, worker.host, told.coordinator)
 
 
 def _wait_for_the_end(pipe: Connection) -> None:

@@ -207,6 +207,35 @@ class MeshClient:
         )
 
 
+def read_config(address: str, wait_s: float, environ: Mapping[str, str]) -> pb.ConfigReply:
+    """Ask the mesh service for what a host must know before it starts its processes.
+
+    Args:
+        address: ``host:port`` of the mesh service.
+        wait_s: longest wait for it to be there, in seconds: the first host may start later.
+        environ: where to look for proxies, which error messages name.
+
+    Raises:
+        MeshConnectError: nothing answers at the address in time, or what answers is no mesh service.
+    """
+    channel: Any = grpc.insecure_channel(f"dns:///{address}", options=_CHANNEL_OPTIONS)
+    try:
+        stub = mesh_pb2_grpc.MeshStub(channel)
+        request = pb.ConfigRequest(protocol=PROTOCOL)
+        reply: pb.ConfigReply = stub.Config(request, timeout=wait_s, wait_for_ready=True)
+    except grpc.RpcError as error:
+        code, details = _status(error)
+        found = look(address) if code is grpc.StatusCode.DEADLINE_EXCEEDED else f"{details} ({code.name})"
+        raise MeshConnectError(
+            f"this host was told of no workers by the mesh service at {address}: {found}",
+            where=f"{env.XRT_MESH_SERVICE_ADDRESS}={address}",
+            fix=f"See whether the job was started on the host of task 0, too.{proxies(environ)}",
+        ) from None
+    finally:
+        channel.close()
+    return reply
+
+
 def _requests(first: pb.RendezvousRequest, payload: bytes) -> Iterator[pb.RendezvousRequest]:
     request = first
     for piece, _ in pieces(payload):

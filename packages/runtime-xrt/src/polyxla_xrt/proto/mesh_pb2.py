@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpolyxla_xrt/proto/mesh.proto\x12\x10polyxla.xrt.mesh\"F\n\rAttendRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0f\n\x07ordinal\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\"\r\n\x0b\x41ttendReply\"g\n\x11RendezvousRequest\x12\x0b\n\x03tag\x18\x01 \x01(\t\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12\x0f\n\x07ordinal\x18\x03 \x01(\r\x12\x10\n\x08replicas\x18\x04 \x03(\r\x12\x11\n\ttimeout_s\x18\x05 \x01(\x01\"0\n\x0fRendezvousReply\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\x12\x0c\n\x04\x65nds\x18\x02 \x01(\x08\"!\n\x0eGoodbyeRequest\x12\x0f\n\x07ordinal\x18\x01 \x01(\r\"\x0e\n\x0cGoodbyeReply2\xf9\x01\n\x04Mesh\x12J\n\x06\x41ttend\x12\x1f.polyxla.xrt.mesh.AttendRequest\x1a\x1d.polyxla.xrt.mesh.AttendReply0\x01\x12X\n\nRendezvous\x12#.polyxla.xrt.mesh.RendezvousRequest\x1a!.polyxla.xrt.mesh.RendezvousReply(\x01\x30\x01\x12K\n\x07Goodbye\x12 .polyxla.xrt.mesh.GoodbyeRequest\x1a\x1e.polyxla.xrt.mesh.GoodbyeReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpolyxla_xrt/proto/mesh.proto\x12\x10polyxla.xrt.mesh\"F\n\rAttendRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0f\n\x07ordinal\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\"\r\n\x0b\x41ttendReply\"g\n\x11RendezvousRequest\x12\x0b\n\x03tag\x18\x01 \x01(\t\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12\x0f\n\x07ordinal\x18\x03 \x01(\r\x12\x10\n\x08replicas\x18\x04 \x03(\r\x12\x11\n\ttimeout_s\x18\x05 \x01(\x01\"0\n\x0fRendezvousReply\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\x12\x0c\n\x04\x65nds\x18\x02 \x01(\x08\"!\n\x0eGoodbyeRequest\x12\x0f\n\x07ordinal\x18\x01 \x01(\r\"\x0e\n\x0cGoodbyeReply\"!\n\rConfigRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\"3\n\x0b\x43onfigReply\x12\x0f\n\x07workers\x18\x01 \x01(\t\x12\x13\n\x0b\x63oordinator\x18\x02 \x01(\t2\xc3\x02\n\x04Mesh\x12J\n\x06\x41ttend\x12\x1f.polyxla.xrt.mesh.AttendRequest\x1a\x1d.polyxla.xrt.mesh.AttendReply0\x01\x12X\n\nRendezvous\x12#.polyxla.xrt.mesh.RendezvousRequest\x1a!.polyxla.xrt.mesh.RendezvousReply(\x01\x30\x01\x12K\n\x07Goodbye\x12 .polyxla.xrt.mesh.GoodbyeRequest\x1a\x1e.polyxla.xrt.mesh.GoodbyeReply\x12H\n\x06\x43onfig\x12\x1f.polyxla.xrt.mesh.ConfigRequest\x1a\x1d.polyxla.xrt.mesh.ConfigReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,6 +43,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GOODBYEREQUEST']._serialized_end=325
   _globals['_GOODBYEREPLY']._serialized_start=327
   _globals['_GOODBYEREPLY']._serialized_end=341
-  _globals['_MESH']._serialized_start=344
-  _globals['_MESH']._serialized_end=593
+  _globals['_CONFIGREQUEST']._serialized_start=343
+  _globals['_CONFIGREQUEST']._serialized_end=376
+  _globals['_CONFIGREPLY']._serialized_start=378
+  _globals['_CONFIGREPLY']._serialized_end=429
+  _globals['_MESH']._serialized_start=432
+  _globals['_MESH']._serialized_end=755
 # @@protoc_insertion_point(module_scope)

@@ -50,3 +50,17 @@ class GoodbyeRequest(_message.Message):
 class GoodbyeReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ConfigRequest(_message.Message):
+    __slots__ = ("protocol",)
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    def __init__(self, protocol: _Optional[int] = ...) -> None: ...
+
+class ConfigReply(_message.Message):
+    __slots__ = ("workers", "coordinator")
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_FIELD_NUMBER: _ClassVar[int]
+    workers: str
+    coordinator: str
+    def __init__(self, workers: _Optional[str] = ..., coordinator: _Optional[str] = ...) -> None: ...

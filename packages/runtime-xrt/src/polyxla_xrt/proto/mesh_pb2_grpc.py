@@ -49,6 +49,11 @@ class MeshStub(object):
                 request_serializer=polyxla__xrt_dot_proto_dot_mesh__pb2.GoodbyeRequest.SerializeToString,
                 response_deserializer=polyxla__xrt_dot_proto_dot_mesh__pb2.GoodbyeReply.FromString,
                 _registered_method=True)
+        self.Config = channel.unary_unary(
+                '/polyxla.xrt.mesh.Mesh/Config',
+                request_serializer=polyxla__xrt_dot_proto_dot_mesh__pb2.ConfigRequest.SerializeToString,
+                response_deserializer=polyxla__xrt_dot_proto_dot_mesh__pb2.ConfigReply.FromString,
+                _registered_method=True)
 
 
 class MeshServicer(object):
@@ -76,6 +81,13 @@ class MeshServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Config(self, request, context):
+        """What a host must know before it starts its processes; taking part comes later.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MeshServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -93,6 +105,11 @@ def add_MeshServicer_to_server(servicer, server):
                     servicer.Goodbye,
                     request_deserializer=polyxla__xrt_dot_proto_dot_mesh__pb2.GoodbyeRequest.FromString,
                     response_serializer=polyxla__xrt_dot_proto_dot_mesh__pb2.GoodbyeReply.SerializeToString,
+            ),
+            'Config': grpc.unary_unary_rpc_method_handler(
+                    servicer.Config,
+                    request_deserializer=polyxla__xrt_dot_proto_dot_mesh__pb2.ConfigRequest.FromString,
+                    response_serializer=polyxla__xrt_dot_proto_dot_mesh__pb2.ConfigReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -176,6 +193,33 @@ class Mesh(object):
             '/polyxla.xrt.mesh.Mesh/Goodbye',
             polyxla__xrt_dot_proto_dot_mesh__pb2.GoodbyeRequest.SerializeToString,
             polyxla__xrt_dot_proto_dot_mesh__pb2.GoodbyeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Config(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/polyxla.xrt.mesh.Mesh/Config',
+            polyxla__xrt_dot_proto_dot_mesh__pb2.ConfigRequest.SerializeToString,
+            polyxla__xrt_dot_proto_dot_mesh__pb2.ConfigReply.FromString,
             options,
             channel_credentials,
             insecure,

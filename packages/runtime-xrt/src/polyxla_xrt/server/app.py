@@ -16,6 +16,7 @@ from polyxla.errors import UsageError
 from polyxla_xrt import env
 from polyxla_xrt.addresses import join_address
 from polyxla_xrt.mesh_protocol import OPTIONS
+from polyxla_xrt.proto import mesh_pb2 as pb
 from polyxla_xrt.proto import mesh_pb2_grpc
 from polyxla_xrt.server.mesh import Mesh
 from polyxla_xrt.server.service import MeshServicer
@@ -40,15 +41,17 @@ class MeshServer:
     Args:
         address: ``host:port`` to bind; port 0 for any that is free.
         world_size: number of participants.
+        config: what a host is told before it starts its processes.
 
     Raises:
         UsageError: nothing can be bound to the address.
     """
 
-    def __init__(self, address: str, world_size: int) -> None:
+    def __init__(self, address: str, world_size: int, config: pb.ConfigReply | None = None) -> None:
         host, _, port = address.rpartition(":")
         _check_bindable(host.strip("[]"), int(port), address)
         self._mesh = Mesh(world_size)
+        self._config = config or pb.ConfigReply()
         self._started: Future[int] = Future()
         self._closing: Future[float] = Future()
         self._ended: Future[tuple[int, ...]] = Future()
@@ -86,7 +89,7 @@ class MeshServer:
 
     async def _serve(self, address: str) -> tuple[int, ...]:
         server = grpc.aio.server(options=_SERVER_OPTIONS)
-        servicer = MeshServicer(self._mesh)
+        servicer = MeshServicer(self._mesh, self._config)
         mesh_pb2_grpc.add_MeshServicer_to_server(servicer, server)
         port = server.add_insecure_port(address)
         await server.start()

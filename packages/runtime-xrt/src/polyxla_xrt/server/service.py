@@ -29,10 +29,12 @@ class MeshServicer:
 
     Args:
         mesh: used on the event loop only.
+        config: what a host is told before it starts its processes.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, config: pb.ConfigReply) -> None:
         self._mesh = mesh
+        self._config = config
         self._goodbyes: dict[int, asyncio.Event] = {}
         self.all_gone = asyncio.Event()
 
@@ -69,6 +71,13 @@ class MeshServicer:
         if goodbye := self._goodbyes.get(request.ordinal):
             goodbye.set()
         return pb.GoodbyeReply()
+
+    async def Config(self, request: pb.ConfigRequest, context: Any) -> pb.ConfigReply:  # noqa: N802
+        """Tell a host of the job's workers."""
+        if request.protocol != PROTOCOL:
+            text = f"A host speaks protocol {request.protocol}, the mesh service {PROTOCOL}"
+            await _abort(context, Failure(Kind.REFUSED, text))
+        return self._config
 
     async def _meet(self, request: pb.RendezvousRequest, payload: bytes) -> Answer:
         loop = asyncio.get_running_loop()
