@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -27,6 +31,38 @@ def _device_first() -> None:
         torch_xla.device()
 
 
+@pytest.fixture(scope="session")
+def runtime(runtime: RuntimeUnderTest) -> Iterator[RuntimeUnderTest]:
+    """The runtime under test, and what its replicas are to run on where that is not this machine itself."""
+    if runtime.name != "xrt":
+        yield runtime
+        return
+    with _worker(8) as address, lent({**os.environ, "XRT_TPU_CONFIG": f"tpu_worker;0;{address}"}):
+        yield runtime
+
+
+@contextmanager
+def _worker(cores: int) -> Iterator[str]:
+    """Serve cores on a port of their own, as in another terminal."""
+    command = ["polyxla", "worker", "--address", "127.0.0.1:0", "--devices", str(cores), "--json"]
+    worker = subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
+    try:
+        lines = iter(worker.stdout.readline, "")
+        document = "".join(line for line in _until("}", lines))
+        yield json.loads(document)["address"]
+    finally:
+        worker.terminate()
+        worker.wait(30)
+
+
+def _until(end: str, lines: Iterator[str]) -> Iterator[str]:
+    for line in lines:
+        yield line
+        if line.rstrip() == end:
+            return
+
+
 @pytest.fixture
 def clean_environ() -> dict[str, str]:
     """An environment in which no variable chooses a runtime, or anything about it."""
@@ -43,6 +79,8 @@ def everywhere(
     Parametrized indirectly with the number of replicas and of the processes that share them.
     """
     count, processes = request.param
+    if runtime.name == "xrt" and processes != count:
+        pytest.skip("on a TPU node each replica is a process")
     monkeypatch.setenv("POLYXLA_PJRT_PROCESSES", str(processes))
 
     def launch(function: Callable[..., Any], *args: Any) -> list[Any]:
