@@ -1,16 +1,17 @@
 """What replicas on the bridge cost, beside torch_xla's own CPU client and DistributedDataParallel.
 
-    nox -s bench -- replicas [step] [scaling] [start] [compile] [memory]
+    nox -s bench -- replicas [step] [scaling] [start] [compile] [memory] [--json]
 
 Contestants work in turns, in short rounds, so that what else the machine does hits all of them. Speeds are
 those of the best round, with the CPU seconds that a thousand samples took beside them; times are the best of
-several starts. A ratio is ours to the peer's in the same run.
+several starts. A ratio is ours to the peer's in the same run. With --json each row is a JSON line.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import json
 import os
 import resource
@@ -41,6 +42,7 @@ SETTLED = 200
 """From which step on memory must be flat."""
 GIB = 1 << 30
 HOST = "127.0.0.1"
+JSON = "--json"
 START_TIMEOUT_S = 300
 """Longest wait for a contestant's replicas, in seconds."""
 
@@ -141,27 +143,41 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.5)
         self.steps = 0
 
-    def backward(self) -> None:
+    def backward(self) -> Any:
+        """Go once forward and back; return the loss."""
         inputs, target = self.batches[self.steps % POOL]
         self.steps += 1
         self.optimizer.zero_grad()
-        self.loss(self.model(inputs.to(self.device)), target.to(self.device)).backward()
+        loss = self.loss(self.model(inputs.to(self.device)), target.to(self.device))
+        loss.backward()
+        return loss
 
 
 class XlaTraining(Training):
-    def __init__(self, model: str, batch: int) -> None:
+    """Trains through torch_xla.
+
+    Args:
+        model: one of `MODELS`.
+        batch: samples of this replica in each step.
+        read_every: after how many steps the program looks at the loss; 0 for never.
+    """
+
+    def __init__(self, model: str, batch: int, read_every: int = 0) -> None:
         import torch_xla
 
         super().__init__(model, batch, torch_xla.device())
+        self.read_every = read_every
 
     def run(self, steps: int) -> None:
         import torch_xla
         import torch_xla.core.xla_model as xm
 
         for _ in range(steps):
-            self.backward()
+            loss = self.backward()
             xm.optimizer_step(self.optimizer)
             torch_xla.sync()
+            if self.read_every and self.steps % self.read_every == 0:
+                loss.item()
         xm.wait_device_ops()
 
 
@@ -364,6 +380,10 @@ class Contestant:
         if self._process.wait(60):
             raise SystemExit(f"a contestant ended with {self._process.returncode}")
 
+    def beside(self, peer: Contestant) -> float:
+        """Return the median, over the rounds, of this one's speed to the peer's in the same round."""
+        return statistics.median(ours / theirs for ours, theirs in zip(self.rounds, peer.rounds, strict=True))
+
     @property
     def best(self) -> float:
         """Samples of a second in the best round."""
@@ -387,8 +407,8 @@ def contest(*starts: Callable[[], Contestant]) -> Iterator[list[Contestant]]:
 
 
 def do(function: Callable[..., None], *arguments: Any) -> list[str]:
-    """Return the command that runs a function of this module in a process of its own."""
-    return [sys.executable, __file__, "--do", json.dumps([function.__name__, *arguments])]
+    """Return the command that runs a function of a benchmark in a process of its own."""
+    return [sys.executable, inspect.getfile(function), "--do", json.dumps([function.__name__, *arguments])]
 
 
 def processes(count: int) -> dict[str, str]:
@@ -529,30 +549,41 @@ def row(
     at_least: float | None = None,
     at_most: float | None = None,
 ) -> None:
-    """Print one line of the table; without a target the ratio is only to be known."""
+    """Print one line of the table, or of JSON; without a target the ratio is only to be known."""
     target, verdict = "", ""
     if at_least is not None:
         target, verdict = f">= {at_least}", "met" if ratio >= at_least else "NOT"
     elif at_most is not None:
         target, verdict = f"<= {at_most}", "met" if ratio <= at_most else "NOT"
+    if JSON in sys.argv:
+        found = {"case": case, "ours": str(ours), "peer": str(peer), "ratio": ratio, "target": target}
+        print(json.dumps({**found, "verdict": verdict, "load": os.getloadavg()[0]}), flush=True)
+        return
     print(f"{case:<44}{ours!s:>46}{peer!s:>46}{ratio:>7.2f}{target:>9} {verdict}", flush=True)
 
 
-def main() -> None:
-    """Print the table, or be one of the processes that it starts."""
+def main(parts: Mapping[str, Callable[[], None]], functions: Mapping[str, Callable[..., None]]) -> None:
+    """Print the table, or be one of the processes that it starts.
+
+    Args:
+        parts: what is measured, by name.
+        functions: what such a process may be told to do, by name.
+    """
     if sys.argv[1:2] == ["--do"]:
         name, *arguments = json.loads(sys.argv[2])
-        globals()[name](*arguments)
+        functions[name](*arguments)
         return
-    unknown = [name for name in sys.argv[1:] if name not in PARTS]
-    if unknown:
-        raise SystemExit(f"{unknown[0]} is none of {', '.join(PARTS)}")
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before")
-    print(f"{'case':<44}{'ours':>46}{'peer':>46}{'ratio':>7}{'target':>9}")
-    for name in sys.argv[1:] or PARTS:
-        PARTS[name]()
-    print(f"load {os.getloadavg()[0]:.1f} after, its own included")
+    names = [name for name in sys.argv[1:] if name != JSON] or list(parts)
+    if unknown := [name for name in names if name not in parts]:
+        raise SystemExit(f"{unknown[0]} is none of {', '.join(parts)}")
+    if JSON not in sys.argv:
+        print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before")
+        print(f"{'case':<44}{'ours':>46}{'peer':>46}{'ratio':>7}{'target':>9}")
+    for name in names:
+        parts[name]()
+    if JSON not in sys.argv:
+        print(f"load {os.getloadavg()[0]:.1f} after, its own included")
 
 
 if __name__ == "__main__":
-    main()
+    main(PARTS, globals())

@@ -1,0 +1,422 @@
+"""What a worker costs: cores behind a network service, beside the same cores in the process itself.
+
+    nox -s bench -- xrt [step] [start] [trips] [transfer] [latency] [jobs] [--json]
+
+Contestants work in turns, in short rounds, so that what else the machine does hits all of them. A ratio is
+the median, over the rounds, of ours to the peer's in the same round. Every worker is started here, at a port
+that is free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import operator
+import os
+import queue
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import replicas
+from replicas import BATCH, HOST, NATIVE, Contestant, XlaTraining, contest, do, row
+
+CORES = 8
+STARTS = 3
+STEPS, WARM_UP = 200, 10
+READ_EVERY = 50
+"""After how many steps a program looks at its loss, where the network is slow."""
+DISTANCE_S = 0.02
+"""What the network takes in one direction, in seconds, where it is slow."""
+SIZE = 256 << 20
+TRANSFERS = 5
+EARLY, LATE = 20, 200
+"""After which jobs the worker's memory is compared."""
+UP, DOWN = "/plain/Up", "/plain/Down"
+"""Calls of the service that only streams."""
+END_S = 30
+
+
+# Workers, and what is between them and their clients.
+
+
+@contextlib.contextmanager
+def served(command: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Start a server and end it; yield its address, and its process."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout
+        try:
+            document = "".join(itertools.takewhile(lambda line: line != "}\n", process.stdout))
+            yield json.loads(document + "}")["address"], process.pid
+        finally:
+            process.terminate()
+            process.wait(END_S)
+
+
+def worker(cores: int) -> contextlib.AbstractContextManager[tuple[str, int]]:
+    """Start a worker."""
+    options = ["--address", f"{HOST}:0", "--devices", str(cores), "--json"]
+    return served([sys.executable, "-m", "polyxla", "worker", *options])
+
+
+def node(address: str, cores: int) -> dict[str, str]:
+    """Choose a worker, and nothing else."""
+    config = f"tpu_worker;0;{address}"
+    return {"XRT_TPU_CONFIG": config, "TPU_NUM_DEVICES": str(cores), "PJRT_DEVICE": ""}
+
+
+def serving_process(supervisor: int) -> int:
+    """Return the process that serves, a child of the worker's."""
+    return int(Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()[0])
+
+
+def resident_bytes(process: int) -> int:
+    pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class Distance:
+    """A proxy that hands on all that it is sent, later. However much is on the way, nothing waits for it.
+
+    Args:
+        address: where to.
+        delay_s: how much later, in seconds, in each direction.
+    """
+
+    def __init__(self, address: str, delay_s: float) -> None:
+        host, _, port = address.rpartition(":")
+        self._there = host, int(port)
+        self._delay_s = delay_s
+        self._listener = socket.create_server((HOST, 0))
+        self.address = f"{HOST}:{self._listener.getsockname()[1]}"
+        self._start(self._accept)
+
+    def __enter__(self) -> str:
+        return self.address
+
+    def __exit__(self, *_: object) -> None:
+        # Wakes the thread that accepts, which closing alone does not.
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _start(self, function: Callable[..., None], *arguments: Any) -> None:
+        threading.Thread(target=function, args=arguments, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                ours, theirs = self._listener.accept()[0], socket.create_connection(self._there)
+                for source, target in ((ours, theirs), (theirs, ours)):
+                    target.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    due: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
+                    self._start(self._receive, source, due)
+                    self._start(self._send, due, target)
+
+    def _receive(self, source: socket.socket, due: queue.SimpleQueue[tuple[float, bytes]]) -> None:
+        data = b"before the first"
+        while data:
+            try:
+                data = source.recv(1 << 18)
+            except OSError:
+                data = b""
+            due.put((time.monotonic() + self._delay_s, data))
+
+    def _send(self, due: queue.SimpleQueue[tuple[float, bytes]], target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                at, data = due.get()
+                time.sleep(max(0.0, at - time.monotonic()))
+                if not data:
+                    target.shutdown(socket.SHUT_WR)
+                    return
+                target.sendall(data)
+
+
+# What clients do.
+
+
+def reading(model: str, batch: int, port: int) -> None:
+    replicas.serve(XlaTraining(model, batch, READ_EVERY), port)
+
+
+def first_steps() -> None:
+    """Print when the last of the replicas has done its first step, on the clock of this machine."""
+    import polyxla
+
+    print(max(polyxla.launch(_first_step)))
+
+
+def _first_step(replica: Any) -> float:
+    import torch
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    model = torch.nn.Linear(8, 8).to(torch_xla.device())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loss = model(torch.ones(4, 8).to(torch_xla.device())).sum()
+    loss.backward()
+    xm.optimizer_step(optimizer)
+    torch_xla.sync()
+    xm.all_reduce(xm.REDUCE_SUM, loss.detach()).item()
+    return time.monotonic()
+
+
+def trips() -> None:
+    """Print how often a step waits for the worker, without and with a look at the loss, as JSON."""
+    from polyxla_xrt import torch_plugin
+
+    found = []
+    for read_every in (0, 1):
+        training = XlaTraining("convnet", BATCH, read_every)
+        training.run(WARM_UP)
+        engine: Any = torch_plugin._here.engine  # noqa: SLF001  (nobody but this counts)
+        before = engine.waits
+        training.run(STEPS)
+        found.append((engine.waits - before) / STEPS)
+    print(json.dumps(found))
+
+
+@contextlib.contextmanager
+def engine_of(address: str) -> Iterator[Any]:
+    """Have one core of a worker, for a job that is over afterwards."""
+    from polyxla_xrt.client.engine import RemoteEngine
+    from polyxla_xrt.client.lease import Lease
+    from polyxla_xrt.client.place import Place
+
+    # The last job may still be on its way out.
+    lease = Lease(address, 1, os.environ, wait_s=END_S)
+    place = Place(address, lease.job, (0,), "TPU", 0, 1, 0, 1)
+    engine = RemoteEngine(place, os.environ, on_close=lease.close)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def transfers(ours: str, plain: str) -> None:
+    """Print the seconds that each transfer took, in turns, by its name, as JSON."""
+    import grpc
+    import numpy as np
+
+    from polyxla_bridge.engine import ArrayType
+
+    type_ = ArrayType("uint8", (SIZE,))
+    data = np.random.default_rng(0).integers(0, 256, SIZE, np.uint8).tobytes()
+    with engine_of(ours) as engine, grpc.insecure_channel(plain) as channel:
+        send, receive = channel.stream_unary(UP), channel.unary_stream(DOWN)
+        (device,) = engine.devices
+
+        def upload() -> Any:
+            buffer = engine.from_host(device, type_, memoryview(data))
+            # Answered in order, hence when all has arrived.
+            engine.memory_stats(device)
+            return buffer
+
+        kept = upload()
+
+        def download() -> None:
+            assert len(engine.to_host(kept).result()) == SIZE
+
+        def up() -> None:
+            engine.delete(upload())
+
+        ways: dict[str, Callable[[], Any]] = {
+            "up": up,
+            "down": download,
+            "plain up": lambda: send(pieces(data)),
+            "plain down": lambda: functools.reduce(operator.add, map(len, receive(b""))),
+        }
+        took: dict[str, list[float]] = {name: [] for name in ways}
+        for _, (name, way) in itertools.product(range(TRANSFERS), ways.items()):
+            started = time.perf_counter()
+            way()
+            took[name].append(time.perf_counter() - started)
+    print(json.dumps(took))
+
+
+def pieces(data: bytes) -> Iterator[bytes]:
+    """Cut bytes as a worker's peers do."""
+    from polyxla_xrt.worker_protocol import chunks
+
+    return (bytes(piece) for piece, _ in chunks(memoryview(data)))
+
+
+def serve_plainly() -> None:
+    """Stream bytes over gRPC, and nothing else, until a signal."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    import grpc
+
+    data = bytes(SIZE)
+
+    def take(requests: Iterable[bytes], context: Any) -> bytes:
+        return str(sum(map(len, requests))).encode()
+
+    def give(request: bytes, context: Any) -> Iterator[bytes]:
+        return pieces(data)
+
+    calls = {
+        UP: grpc.stream_unary_rpc_method_handler(take),
+        DOWN: grpc.unary_stream_rpc_method_handler(give),
+    }
+    server = grpc.server(ThreadPoolExecutor(2))
+    service, names = UP.split("/")[1], {name.split("/")[2]: handler for name, handler in calls.items()}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service, names)])
+    port = server.add_insecure_port(f"{HOST}:0")
+    server.start()
+    print(json.dumps({"address": f"{HOST}:{port}"}, indent=2), flush=True)
+    server.wait_for_termination()
+
+
+def jobs(address: str, supervisor: int) -> None:
+    """Print the resident bytes of the worker after an early and after a late job, as JSON."""
+    import jax
+    import numpy as np
+    from jaxlib import xla_client
+
+    lowered = jax.jit(lambda x: x * 2 + 1).lower(np.ones(1024, np.float32))
+    program = lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
+    options = xla_client.CompileOptions().SerializeAsString()
+    process, seen = serving_process(supervisor), []
+    for number in range(1, LATE + 1):
+        _do_job(address, program, options)
+        if number in (EARLY, LATE):
+            seen.append(resident_bytes(process))
+    if process != serving_process(supervisor):
+        raise SystemExit("the serving process was replaced on the way")
+    print(json.dumps(seen))
+
+
+def _do_job(address: str, program: bytes, options: bytes) -> None:
+    import numpy as np
+
+    from polyxla_bridge.engine import ArrayType
+
+    with engine_of(address) as engine:
+        (device,) = engine.devices
+        executable = engine.compile(program, options)
+        ones = memoryview(np.ones(1024, np.float32)).cast("B")
+        argument = engine.from_host(device, ArrayType("float32", (1024,)), ones)
+        (result,) = engine.execute(executable, device, [argument])
+        assert np.frombuffer(engine.to_host(result).result(), np.float32)[0] == 3
+
+
+# What is measured.
+
+
+def measure_step() -> None:
+    """One core of a worker against torch_xla's own client, and against the bridge in the process itself."""
+    with (
+        worker(1) as (address, _),
+        contest(
+            partial(Contestant, replicas.native, "convnet", BATCH, 1, node(address, 1)),
+            partial(Contestant, replicas.native, "convnet", BATCH, 1, NATIVE),
+            partial(Contestant, replicas.native, "convnet", BATCH, 1, replicas.one_bridged()),
+        ) as (ours, native, bridged),
+    ):
+        row("step: 1 core / native", ours, native, ours.beside(native), at_least=0.90)
+        row("step: 1 core / bridge", ours, bridged, ours.beside(bridged), at_least=0.93)
+
+
+def measure_start() -> None:
+    """From the command to the end of the last replica's first step."""
+    with worker(CORES) as (address, _):
+        several, one = [], []
+        for _ in range(STARTS):
+            several.append(_seconds_to_step(address, CORES))
+            one.append(_seconds_to_step(address, 1))
+    row(
+        f"start: {CORES} processes / 1",
+        f"{statistics.median(several):.1f} s",
+        f"{statistics.median(one):.1f} s",
+        statistics.median(map(operator.truediv, several, one)),
+        at_most=1.4,
+    )
+
+
+def _seconds_to_step(address: str, processes: int) -> float:
+    run = ["-m", "polyxla", "run", "--devices", str(processes), *do(first_steps)[1:]]
+    started = time.monotonic()
+    return float(told([sys.executable, *run], node(address, CORES))) - started
+
+
+def told(command: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Run a command and return the last line that it prints."""
+    return replicas.used(command, environ).output.splitlines()[-1]
+
+
+def measure_trips() -> None:
+    """How often a step waits for an answer."""
+    with worker(1) as (address, _):
+        without, reading_all = json.loads(told(do(trips), node(address, 1)))
+    row("trips: waits a step, loss not read", f"{without:.2f}", 0, without, at_most=0.0)
+    row("trips: waits a step, loss read", f"{reading_all:.2f}", 1, reading_all, at_most=1.0)
+
+
+def measure_transfer() -> None:
+    """A large array to and from a worker, against as many bytes in a stream."""
+    with worker(1) as (address, _), served(do(serve_plainly)) as (plain, _):
+        took = json.loads(told(do(transfers, address, plain), {}))
+    for way, name in (("up", "upload"), ("down", "download")):
+        ours, peer = took[way], took[f"plain {way}"]
+        ratio = statistics.median(map(operator.truediv, peer, ours))
+        row(f"transfer: {name} / gRPC", _speed(ours), _speed(peer), ratio, at_least=0.5)
+
+
+def _speed(took: Sequence[float]) -> str:
+    return f"{SIZE / statistics.median(took) / (1 << 20):,.0f} MiB/s"
+
+
+def measure_latency() -> None:
+    """A worker far away against one that is near, both through a proxy."""
+    with (
+        worker(1) as (first, _),
+        worker(1) as (second, _),
+        Distance(first, DISTANCE_S) as far,
+        Distance(second, 0.0) as near,
+        contest(
+            partial(SteadyContestant, reading, "convnet", BATCH, 1, node(far, 1)),
+            partial(SteadyContestant, reading, "convnet", BATCH, 1, node(near, 1)),
+        ) as (ours, peer),
+    ):
+        case = f"latency: {DISTANCE_S * 1000:.0f} ms one way / 0"
+        row(case, ours, peer, ours.beside(peer), at_least=0.8)
+
+
+class SteadyContestant(Contestant):
+    """One whose rounds are as long as several reads of the loss are apart."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.steps = 4 * READ_EVERY
+
+
+def measure_jobs() -> None:
+    """Whether a worker's memory grows from job to job."""
+    with worker(1) as (address, supervisor):
+        early, late = json.loads(told(do(jobs, address, supervisor), {}))
+    case = f"jobs: resident after {LATE} / {EARLY}"
+    row(case, f"{late >> 20} MiB", f"{early >> 20} MiB", late / early, at_most=1.03)
+
+
+PARTS = {
+    "step": measure_step,
+    "start": measure_start,
+    "trips": measure_trips,
+    "transfer": measure_transfer,
+    "latency": measure_latency,
+    "jobs": measure_jobs,
+}
+
+
+if __name__ == "__main__":
+    replicas.main(PARTS, globals())
