@@ -34,7 +34,8 @@ PROJECTS: dict[str, dict[str, Any]] = {
     path.parent.name: nox.project.load_toml(path)["project"]
     for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
 }
-RUNTIMES = ["pjrt"]
+# The first is tested with all of integration/, the others with what a runtime can make a difference to.
+RUNTIMES = ["pjrt", "xrt"]
 # Their oldest allowed dependencies are tested: they promise a range. The others follow one torch_xla release.
 WITH_A_RANGE = ["core", "sampler", "precision"]
 

@@ -24,7 +24,7 @@ ARROWS = {
     "runtime-xrt": {"bridge", "core"},
     "sampler": set(),
 }
-NEEDS_TORCH = {"examples", "runtime-pjrt", "sampler"}
+NEEDS_TORCH = {"examples", "runtime-pjrt", "runtime-xrt", "sampler"}
 
 
 def project(package: str) -> dict[str, Any]:
