@@ -21,6 +21,24 @@ if TYPE_CHECKING:
 pytest_plugins = ["polyxla.testing.fixtures"]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the suite's own mark."""
+    config.addinivalue_line("markers", "pjrt: about what only that runtime has")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what says nothing of the runtime under test: it has run on the first one, pjrt."""
+    if config.getoption("--polyxla-runtime") == "pjrt":
+        return
+    told = [item for item in items if _is_about_it(item)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in told])
+    items[:] = told
+
+
+def _is_about_it(item: pytest.Item) -> bool:
+    return "runtime" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("pjrt")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _device_first() -> None:
     """Touch the device before any test computes gradients: torch's autograd engine counts devices once."""
@@ -71,16 +89,29 @@ def clean_environ() -> dict[str, str]:
 
 
 @pytest.fixture
+def require_layout(runtime: RuntimeUnderTest) -> Callable[[int, int], None]:
+    """Skip a test of replicas that share processes where each has its own."""
+
+    def require(count: int, processes: int) -> None:
+        if runtime.name == "xrt" and processes != count:
+            pytest.skip("on a TPU node each replica is a process")
+
+    return require
+
+
+@pytest.fixture
 def everywhere(
-    request: pytest.FixtureRequest, runtime: RuntimeUnderTest, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    runtime: RuntimeUnderTest,
+    require_layout: Callable[[int, int], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., list[Any]]:
     """Run ``function(replica, *args)`` in every replica of one layout, and see that it was that layout.
 
     Parametrized indirectly with the number of replicas and of the processes that share them.
     """
     count, processes = request.param
-    if runtime.name == "xrt" and processes != count:
-        pytest.skip("on a TPU node each replica is a process")
+    require_layout(count, processes)
     monkeypatch.setenv("POLYXLA_PJRT_PROCESSES", str(processes))
 
     def launch(function: Callable[..., Any], *args: Any) -> list[Any]:

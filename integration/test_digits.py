@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -31,7 +32,8 @@ def test_digits_reaches_its_accuracy(runtime: RuntimeUnderTest) -> None:
     assert list(result) == FIELDS
     assert result["runtime"] == runtime.name
     assert result["test_accuracy"] >= 0.97
-    assert result["steps"] == result["epochs"] * 44
+    # 1437 images, shared by all replicas there are, in batches of 32 without the last.
+    assert result["steps"] == result["epochs"] * (math.ceil(1437 / result["world_size"]) // 32)
     assert "epoch 15/15" in done.stderr
 
 
@@ -59,6 +61,8 @@ def test_digits_with_no_variable_set_says_what_it_chose() -> None:
 
 @pytest.mark.parametrize("start_method", ["inline", "spawn"])
 def test_digits_trains_the_callers_module(runtime: RuntimeUnderTest, start_method: Any) -> None:
+    if start_method == "inline" and runtime.name == "xrt":
+        pytest.skip("torch_xla of the tests' own process is on the CPU already")
     torch.manual_seed(0)
     train, test = datasets()
     loader = DataLoader(train, 32, shuffle=True, drop_last=True)

@@ -13,6 +13,8 @@ import pytest
 from polyxla import Replica
 from polyxla.testing import RuntimeUnderTest
 
+pytestmark = pytest.mark.pjrt
+
 DESCRIBE = """
 import torch, torch_xla, torch_xla.core.xla_model as xm, torch_xla.runtime as xr
 

@@ -71,7 +71,7 @@ def test_one_that_never_comes_is_shown_where_it_is(
     everywhere: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("POLYXLA_STALL_TIMEOUT_S", "3")
-    with pytest.raises(StalledError, match=r"waited in vain for other replicas: .*replica 0: in .*all-"):
+    with pytest.raises(StalledError, match=r"waited in vain for other replicas: .*replica 0: in "):
         everywhere(_be_late_on_one)
     shown = capfd.readouterr().err
     assert re.search(r"replica 1: idle for [\d.]+ s", shown)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,10 @@ class TestReplicas(RuntimeConformance):
 
 
 @pytest.mark.parametrize(("count", "processes"), [(2, 2), (4, 4), (8, 8), (2, 1), (4, 1), (8, 1), (4, 2)])
-def test_every_ordinal_is_summed(runtime: RuntimeUnderTest, count: int, processes: int) -> None:
+def test_every_ordinal_is_summed(
+    runtime: RuntimeUnderTest, require_layout: Callable[[int, int], None], count: int, processes: int
+) -> None:
+    require_layout(count, processes)
     layout = {"POLYXLA_PJRT_PROCESSES": str(processes)}
     done = runtime.run("--devices", str(count), str(SEEDS / "all_reduce.py"), **layout)
     assert done.returncode == 0, done.stderr
