@@ -23,10 +23,10 @@ class Budget:
         """Count an array, or say why there is no room for it."""
         with self._lock:
             if self.held_bytes + size > self._limit_bytes:
-                limit, held = (f"{number / 2**20:,.0f} MiB" for number in (self._limit_bytes, self.held_bytes))
+                limit, held, more = (number / 2**20 for number in (self._limit_bytes, self.held_bytes, size))
                 return (
-                    f"the job of {self._job} may hold {limit} of this worker's memory, holds {held}, and "
-                    f"asks for {size / 2**20:,.1f} MiB more"
+                    f"the job of {self._job} may hold {limit:,.0f} MiB of this worker's memory, holds "
+                    f"{held:,.0f} MiB, and asks for {more:,.1f} MiB more"
                 )
             self.held_bytes += size
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 from polyxla_bridge import hlo
 from polyxla_bridge.abi import DTYPES, Code, width
@@ -18,6 +18,13 @@ from polyxla_bridge.promises import end_of
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.server.budget import Budget
 from polyxla_xrt.worker_protocol import PROGRAM_BYTES, array_bytes, chunks
+
+DIMENSIONS = 64
+"""Most dimensions of an array: as many as numpy takes."""
+FAILURE_CHARS = 16_384
+"""Longest text of a failure; compilers' may be any length, and what gathers is sent in one message."""
+_ARRAY_BYTES = 1 << 63
+_NAME_CHARS = 40
 
 Send = Callable[[pb.Answer, int], object]
 """Queues an answer, and says how many bytes of data it has; waits where too many are queued."""
@@ -155,9 +162,9 @@ class Session:
     def _announced(self, piece: pb.Upload) -> _Arriving:
         type_ = _array_type(piece.type)
         self._check_new(piece.array)
-        size = array_bytes(width(type_.dtype), type_.dims)
-        problem = self._budget.take(size)
         device = self._device(piece.core)
+        size = _size(type_)
+        problem = self._budget.take(size)
         return _Arriving(piece.array, type_, device, bytearray(0 if problem else size), size, problem)
 
     def _arrived(self, arriving: _Arriving) -> _Held:
@@ -197,10 +204,8 @@ class Session:
         held = [self._array(number) for number in wish.arguments]
         types = tuple(one.buffer.type for one in held)
         if types != self._types[wish.program]:
-            raise PjrtError(
-                Code.INVALID_ARGUMENT, f"{program.name} takes {self._types[wish.program]}, not {types}"
-            )
-        sizes = [array_bytes(width(type_.dtype), type_.dims) for type_ in program.outputs]
+            raise _wrong_types(program.name, self._types[wish.program], types)
+        sizes = [_size(type_) for type_ in program.outputs]
         self._take(sum(sizes), program.name)
         outputs = self._engine.execute(program, device, [one.buffer for one in held], frozenset(wish.keep))
         for one in held:
@@ -215,7 +220,9 @@ class Session:
             raise PjrtError(Code.RESOURCE_EXHAUSTED, f"there is no room for {what}: {problem}")
 
     def _report(self, sequence: int, program: Executable | None, error: BaseException | None) -> None:
-        self._send(pb.Answer(executed=pb.Executed(sequence=sequence, failure=failure(error))), 0)
+        why = failure(error)
+        size = len(why.message) if why else 0
+        self._send(pb.Answer(executed=pb.Executed(sequence=sequence, failure=why)), size)
         if error is not None and program is not None and program.native["collectives"]:
             self._on_broken(program.name, error)
 
@@ -243,13 +250,14 @@ class Session:
     def _copy(self, wish: pb.Copy) -> None:
         self._check_new(wish.array)
         device = self._device(wish.core)
+        type_ = ArrayType("uint8", ())
         try:
             source = self._array(wish.source).buffer
-            size = array_bytes(width(source.type.dtype), source.type.dims)
-            self._take(size, "a copy")
-            self._arrays[wish.array] = _Held(self._engine.copy(source, device), size)
+            type_ = source.type
+            self._take(_size(type_), "a copy")
+            self._arrays[wish.array] = _Held(self._engine.copy(source, device), _size(type_))
         except PjrtError as error:
-            self._arrays[wish.array] = _Held(_broken(ArrayType("uint8", ()), device, error), 0)
+            self._arrays[wish.array] = _Held(_broken(type_, device, error), 0)
 
     def _compile(self, piece: pb.Compile) -> None:
         if self._compiling is None:
@@ -304,7 +312,8 @@ class Session:
                 return
 
     def _fail(self, request: int, error: BaseException) -> None:
-        self._send(pb.Answer(part=pb.Part(request=request, ends=True, failure=failure(error))), 0)
+        why = failure(error)
+        self._send(pb.Answer(part=pb.Part(request=request, ends=True, failure=why)), len(why.message))
 
     def _device(self, core: int) -> EngineDevice:
         if core not in self._devices:
@@ -326,20 +335,42 @@ class Session:
             raise MisuseError(f"there is an array {number} already")
 
 
+@overload
+def failure(error: BaseException) -> pb.Failure: ...
+@overload
+def failure(error: BaseException | None) -> pb.Failure | None: ...
 def failure(error: BaseException | None) -> pb.Failure | None:
     """Return an error as a message."""
     if error is None:
         return None
     known = as_pjrt_error(error)
-    return pb.Failure(code=known.code, message=known.message)
+    return pb.Failure(code=known.code, message=known.message[:FAILURE_CHARS])
 
 
 def _array_type(message: pb.ArrayType) -> ArrayType:
     if message.dtype not in DTYPES or width(message.dtype) == 0:
-        raise MisuseError(f"{message.dtype!r} is no dtype of an array")
+        raise MisuseError(f"{message.dtype[:_NAME_CHARS]!r} is no dtype of an array")
+    if len(message.dims) > DIMENSIONS:
+        raise MisuseError(f"an array has more than {DIMENSIONS} dimensions: {len(message.dims)}")
     if any(size < 0 for size in message.dims):
         raise MisuseError(f"an array cannot have the sizes {list(message.dims)}")
-    return ArrayType(message.dtype, tuple(message.dims))
+    type_ = ArrayType(message.dtype, tuple(message.dims))
+    if _size(type_) >= _ARRAY_BYTES:
+        raise MisuseError(f"an array cannot be so large: {list(message.dims)}")
+    return type_
+
+
+def _size(type_: ArrayType) -> int:
+    return array_bytes(width(type_.dtype), type_.dims)
+
+
+def _wrong_types(name: str, wanted: tuple[ArrayType, ...], given: tuple[ArrayType, ...]) -> PjrtError:
+    if len(wanted) != len(given):
+        return PjrtError(Code.INVALID_ARGUMENT, f"{name} takes {len(wanted)} arguments, not {len(given)}")
+    number, pair = next(
+        (number, pair) for number, pair in enumerate(zip(wanted, given, strict=True)) if pair[0] != pair[1]
+    )
+    return PjrtError(Code.INVALID_ARGUMENT, f"{name} takes as argument {number} {pair[0]}, not {pair[1]}")
 
 
 def _broken(type_: ArrayType, device: EngineDevice, error: BaseException) -> Buffer:

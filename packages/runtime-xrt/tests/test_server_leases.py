@@ -1,0 +1,199 @@
+"""One job at a time, in the order in which they came; threads only, no port and no engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from polyxla_bridge.abi import Code
+from polyxla_bridge.errors import PjrtError
+from polyxla_xrt.proto import worker_pb2 as pb
+from polyxla_xrt.server import leases
+from polyxla_xrt.server.budget import Budget
+from polyxla_xrt.server.job import Job
+from polyxla_xrt.server.leases import CrowdError, DrainingError, HeldError, Leases
+
+SOON_S = 10.0
+ENDED = PjrtError(Code.ABORTED, "it is over")
+
+
+def job(user: str = "ann") -> Job:
+    def no_engine() -> Any:
+        raise PjrtError(Code.UNAVAILABLE, "there are no cores")
+
+    return Job(pb.Holder(host="here", pid=7, user=user, command="train.py"), 2, "", 100, no_engine)
+
+
+def acquired(held: Leases, user: str = "ann", wait_s: float = 0.0) -> Job:
+    got = held.acquire(lambda: job(user), wait_s, lambda: False)
+    assert got is not None
+    return got
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(40) as pool:
+        yield pool
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_second_job_is_told_who_has_the_cores() -> None:
+    cores = Leases()
+    first = acquired(cores)
+    assert cores.job is first
+    with pytest.raises(HeldError) as caught:
+        acquired(cores, "bob")
+    assert caught.value.held.holder == first.holder
+    assert caught.value.held.since == first.since
+    assert (cores.waiting, cores.served) == (0, 1)
+    cores.give_back(first)
+    assert acquired(cores, "bob").holder.user == "bob"
+    assert cores.served == 2
+
+
+def test_those_that_wait_come_in_the_order_in_which_they_came(pool: ThreadPoolExecutor) -> None:
+    cores, order = Leases(), []
+    first = acquired(cores)
+
+    def wait(number: int) -> None:
+        got = acquired(cores, wait_s=SOON_S)
+        order.append(number)
+        cores.give_back(got)
+
+    waiting: list[Future[None]] = []
+    for number in range(8):
+        waiting.append(pool.submit(wait, number))
+        until(lambda: cores.waiting == len(waiting))
+    with pytest.raises(HeldError):
+        acquired(cores, "impatient")
+    cores.give_back(first)
+    for one in waiting:
+        one.result(SOON_S)
+    assert order == list(range(8))
+    assert cores.job is None
+
+
+def test_who_does_not_wait_does_not_push_in(pool: ThreadPoolExecutor) -> None:
+    cores = Leases()
+    first = acquired(cores)
+    is_gone = threading.Event()
+    waiting = pool.submit(cores.acquire, job, SOON_S, is_gone.is_set)
+    until(lambda: cores.waiting == 1)
+    cores.give_back(first)
+    got = waiting.result(SOON_S)
+    assert got is not None
+    with pytest.raises(HeldError):
+        acquired(cores)
+
+
+def test_who_has_gone_is_not_waited_for(pool: ThreadPoolExecutor) -> None:
+    cores = Leases()
+    first = acquired(cores)
+    is_gone = threading.Event()
+    waiting = pool.submit(cores.acquire, job, SOON_S, is_gone.is_set)
+    until(lambda: cores.waiting == 1)
+    behind = pool.submit(acquired, cores, "bob", SOON_S)
+    until(lambda: cores.waiting == 2)
+    is_gone.set()
+    assert waiting.result(SOON_S) is None
+    cores.give_back(first)
+    assert behind.result(SOON_S).holder.user == "bob"
+
+
+def test_a_wait_has_an_end() -> None:
+    cores = Leases()
+    acquired(cores)
+    begin = time.monotonic()
+    with pytest.raises(HeldError):
+        acquired(cores, wait_s=0.5)
+    assert 0.5 <= time.monotonic() - begin < SOON_S
+
+
+def test_a_job_that_is_over_is_waited_for_by_all(pool: ThreadPoolExecutor) -> None:
+    cores = Leases()
+    first = acquired(cores)
+    first.end(ENDED)
+    next_one = pool.submit(acquired, cores, "bob", 0.0)
+    time.sleep(0.3)
+    assert not next_one.done()
+    cores.give_back(first)
+    assert next_one.result(SOON_S).holder.user == "bob"
+
+
+def test_a_crowd_is_not_let_in(pool: ThreadPoolExecutor) -> None:
+    cores = Leases()
+    acquired(cores)
+    is_gone = threading.Event()
+    crowd = [pool.submit(cores.acquire, job, SOON_S, is_gone.is_set) for _ in range(leases.WAITING)]
+    until(lambda: cores.waiting == leases.WAITING)
+    with pytest.raises(CrowdError):
+        acquired(cores)
+    is_gone.set()
+    assert {one.result(SOON_S) for one in crowd} == {None}
+
+
+def test_a_worker_that_drains_takes_no_more(pool: ThreadPoolExecutor) -> None:
+    cores = Leases()
+    first = acquired(cores)
+    waiting = pool.submit(acquired, cores, "bob", SOON_S)
+    until(lambda: cores.waiting == 1)
+    cores.drain()
+    with pytest.raises(DrainingError):
+        waiting.result(SOON_S)
+    assert cores.job is first
+    cores.give_back(first)
+    with pytest.raises(DrainingError):
+        acquired(cores)
+
+
+def test_a_job_that_cannot_be_made_leaves_the_cores_to_the_next() -> None:
+    cores = Leases()
+
+    def fail() -> Job:
+        raise OSError("no port")
+
+    with pytest.raises(OSError, match="no port"):
+        cores.acquire(fail, 0.0, lambda: False)
+    assert (cores.job, cores.waiting) == (None, 0)
+    acquired(cores)
+
+
+def test_only_the_job_that_has_them_gives_the_cores_back() -> None:
+    cores = Leases()
+    first = acquired(cores)
+    cores.give_back(job())
+    assert cores.job is first
+    idle = cores.idle_since
+    cores.give_back(first)
+    assert cores.idle_since > idle
+
+
+def test_a_budget_names_its_job_and_counts_what_was_given_back() -> None:
+    budget = Budget(3 << 20, "ann@here (pid 7, train.py)")
+    assert budget.take(2 << 20) is None
+    assert budget.take(2 << 20) == (
+        "the job of ann@here (pid 7, train.py) may hold 3 MiB of this worker's memory, holds 2 MiB, and "
+        "asks for 2.0 MiB more"
+    )
+    budget.give_back(1 << 20)
+    assert budget.take(2 << 20) is None
+    assert budget.held_bytes == 3 << 20
+
+
+def test_the_first_reason_of_a_job_counts_and_without_an_engine_its_process_is_given_up() -> None:
+    one = job()
+    one.end(ENDED)
+    one.end(PjrtError(Code.INTERNAL, "later"))
+    assert one.why == pb.Failure(code=Code.ABORTED, message="it is over")
+    assert not one.close()

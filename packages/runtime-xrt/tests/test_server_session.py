@@ -1,0 +1,387 @@
+"""What one client may ask for, of a real engine of one replica, in this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from jaxlib import xla_client
+from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
+
+from polyxla_bridge.abi import Code
+from polyxla_bridge.env import Share
+from polyxla_bridge.jax_engine import JaxEngine
+from polyxla_xrt.proto import worker_pb2 as pb
+from polyxla_xrt.server.budget import Budget
+from polyxla_xrt.server.session import MisuseError, Session
+from polyxla_xrt.worker_protocol import CHUNK_BYTES
+
+TIMEOUT_S = 60
+OPTIONS = xla_client.CompileOptions().SerializeAsString()
+COUNT = 1 << 18
+BYTES = 4 * COUNT
+LIMIT = 6 * BYTES
+ADD = f"""HloModule adding
+ENTRY main {{ x = f32[{COUNT}] parameter(0) y = f32[{COUNT}] parameter(1)
+  ROOT s = f32[{COUNT}] add(x, y) }}"""
+TAKE = ADD.replace("adding", "taking, input_output_alias={ {}: (0, {}, must-alias) }")
+SPLIT = """HloModule splitting
+ENTRY main { x = f32[4] parameter(0) y = f32[4] negate(x) z = s32[] constant(7)
+  ROOT t = (f32[4], s32[]) tuple(y, z) }"""
+
+
+class Peer:
+    """A session, and what it has answered."""
+
+    def __init__(self, engine: JaxEngine) -> None:
+        self.budget = Budget(LIMIT, "ann@here")
+        self.broken: list[str] = []
+        self._parts: dict[int, list[pb.Part]] = {}
+        self._ran: dict[int, pb.Executed] = {}
+        self._changed = threading.Condition()
+        self._pool = ThreadPoolExecutor(2)
+        self.session = Session(
+            engine, [0], self.budget, self._pool, self._heed, lambda name, _: self.broken.append(name)
+        )
+        self._sequence = 0
+
+    def _heed(self, answer: pb.Answer, size: int) -> bool:
+        with self._changed:
+            if answer.HasField("executed"):
+                self._ran[answer.executed.sequence] = answer.executed
+            else:
+                self._parts.setdefault(answer.part.request, []).append(answer.part)
+                assert size == len(answer.part.data) + len(answer.part.failure.message)
+            self._changed.notify_all()
+        return True
+
+    def ran(self, sequence: int) -> pb.Failure:
+        with self._changed:
+            assert self._changed.wait_for(lambda: sequence in self._ran, TIMEOUT_S)
+        return self._ran[sequence].failure
+
+    def part(self, request: int) -> tuple[bytes, pb.Failure]:
+        """Wait for an answer; return it whole, and the failure that it ends in."""
+        with self._changed:
+            parts = self._parts.setdefault(request, [])
+            assert self._changed.wait_for(lambda: bool(parts and parts[-1].ends), TIMEOUT_S)
+        return b"".join(one.data for one in parts), parts[-1].failure
+
+    def do(self, **command: Any) -> None:
+        self.session.handle(pb.Command(**command))
+
+    def upload(self, array: int, data: bytes, dtype: str = "float32", dims: Sequence[int] = (COUNT,)) -> None:
+        type_ = pb.ArrayType(dtype=dtype, dims=dims)
+        self.do(upload=pb.Upload(array=array, type=type_, data=data, ends=True))
+
+    def full(self, array: int, value: float) -> None:
+        self.upload(array, np.full(COUNT, value, np.float32).tobytes())
+
+    def compiled(self, request: int, text: str) -> pb.Program:
+        module = hlo_module_from_text(text).as_serialized_hlo_module_proto()
+        self.do(compile=pb.Compile(request=request, options=OPTIONS, hlo=module, ends=True))
+        data, failure = self.part(request)
+        assert not failure.message
+        return pb.Program.FromString(data)
+
+    def execute(self, program: int, arguments: Sequence[int], first: int, keep: Sequence[int] = ()) -> int:
+        self._sequence += 1
+        wish = pb.Execute(sequence=self._sequence, program=program, first_result=first)
+        wish.arguments.extend(arguments)
+        wish.keep.extend(keep)
+        self.do(execute=wish)
+        return self._sequence
+
+    def download(self, array: int, request: int = 99) -> tuple[bytes, pb.Failure]:
+        self._parts.pop(request, None)
+        self.do(download=pb.Download(request=request, array=array))
+        return self.part(request)
+
+    def value(self, array: int) -> float:
+        data, failure = self.download(array)
+        assert not failure.message
+        return float(np.frombuffer(data, np.float32)[0])
+
+    def close(self) -> None:
+        self.session.close()
+        self._pool.shutdown()
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[JaxEngine]:
+    engine = JaxEngine(Share())
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def peer(engine: JaxEngine) -> Iterator[Peer]:
+    peer = Peer(engine)
+    yield peer
+    peer.close()
+    assert peer.budget.held_bytes == 0
+
+
+@pytest.mark.parametrize("size", [1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES])
+def test_an_array_goes_up_in_pieces_and_comes_down_in_pieces(peer: Peer, size: int) -> None:
+    data = np.random.default_rng(size).bytes(size)
+    type_ = pb.ArrayType(dtype="uint8", dims=[size])
+    for start in range(0, size, 500_000):
+        piece = data[start : start + 500_000]
+        ends = start + 500_000 >= size
+        peer.do(upload=pb.Upload(array=1, type=None if start else type_, data=piece, ends=ends))
+    assert peer.download(1) == (data, pb.Failure())
+    assert len(peer._parts[99]) == -(-size // CHUNK_BYTES)
+    assert peer.budget.held_bytes == size
+
+
+@pytest.mark.parametrize(("dtype", "dims"), [("bfloat16", (2, 3)), ("bool", ()), ("float32", (0, 5))])
+def test_arrays_of_every_kind(peer: Peer, dtype: str, dims: tuple[int, ...]) -> None:
+    width = {"bfloat16": 2, "bool": 1, "float32": 4}[dtype]
+    data = b"\x01" * (width * int(np.prod(dims)))
+    peer.upload(1, data, dtype, dims)
+    assert peer.download(1) == (data, pb.Failure())
+
+
+def test_a_program_runs_and_its_results_are_numbered(peer: Peer) -> None:
+    program = peer.compiled(5, SPLIT)
+    assert (program.program, program.name, program.replicas) == (5, "splitting", 1)
+    assert [(one.dtype, list(one.dims)) for one in program.results] == [("float32", [4]), ("int32", [])]
+    peer.upload(1, np.array([1, 2, 3, 4], np.float32).tobytes(), dims=(4,))
+    assert peer.ran(peer.execute(5, [1], first=20)) == pb.Failure()
+    assert np.frombuffer(peer.download(20)[0], np.float32).tolist() == [-1, -2, -3, -4]
+    assert np.frombuffer(peer.download(21)[0], np.int32).tolist() == [7]
+    assert peer.budget.held_bytes == 16 + 16 + 4
+
+
+def test_commands_follow_one_another_without_a_wait(peer: Peer) -> None:
+    peer.compiled(5, ADD)
+    peer.full(1, 1.0)
+    for number in range(1, 50):
+        peer.execute(5, [number, number], first=number + 1)
+        peer.do(release=pb.Release(arrays=[number]))
+    assert peer.value(50) == float(2**49)
+    assert peer.budget.held_bytes == BYTES
+
+
+@pytest.mark.parametrize("keep", [(), (0,)])
+def test_what_a_program_takes_over_is_counted_once(peer: Peer, keep: tuple[int, ...]) -> None:
+    peer.compiled(5, TAKE)
+    peer.full(1, 1.0)
+    peer.full(2, 2.0)
+    assert peer.ran(peer.execute(5, [1, 2], first=3, keep=keep)) == pb.Failure()
+    assert peer.value(3) == 3.0
+    assert peer.budget.held_bytes == (3 if keep else 2) * BYTES
+    if keep:
+        assert peer.value(1) == 1.0
+    else:
+        _, failure = peer.download(1)
+        assert failure.code == Code.INVALID_ARGUMENT
+        assert "this array was given to a program" in failure.message
+
+
+def test_a_copy_is_an_array_of_its_own(peer: Peer) -> None:
+    peer.full(1, 5.0)
+    peer.do(copy=pb.Copy(array=2, source=1))
+    peer.do(release=pb.Release(arrays=[1]))
+    assert peer.value(2) == 5.0
+    assert peer.budget.held_bytes == BYTES
+
+
+def test_stats_say_what_the_arrays_take(peer: Peer) -> None:
+    for number in range(3):
+        peer.full(number, 1.0)
+    peer.do(stats=pb.Stats(request=7))
+    assert pb.Memory.FromString(peer.part(7)[0]).bytes["bytes_in_use"] >= 3 * BYTES
+
+
+def test_what_is_released_is_gone_and_releasing_it_again_is_nothing(peer: Peer) -> None:
+    peer.compiled(5, ADD)
+    peer.full(1, 1.0)
+    for _ in range(2):
+        peer.do(release=pb.Release(arrays=[1, 77], programs=[5, 78]))
+    assert peer.download(1)[1].code == Code.NOT_FOUND
+    assert peer.ran(peer.execute(5, [1], first=9)).code == Code.NOT_FOUND
+
+
+@pytest.mark.parametrize("array", [7, 2**64 - 1])
+def test_what_is_not_this_sessions_is_not_found(peer: Peer, engine: JaxEngine, array: int) -> None:
+    stranger = Peer(engine)
+    stranger.compiled(5, ADD)
+    stranger.full(array, 1.0)
+    _, failure = peer.download(array)
+    assert (failure.code, failure.message) == (Code.NOT_FOUND, f"this session has no array {array}")
+    assert "this session has no program 5" in peer.ran(peer.execute(5, [array, array], first=1)).message
+    peer.compiled(5, ADD)
+    assert peer.ran(peer.execute(5, [array, array], first=1)).code == Code.NOT_FOUND
+    # And so are its results, of which the client may have said something already.
+    assert peer.download(1)[1].code == Code.NOT_FOUND
+    peer.do(copy=pb.Copy(array=2, source=array))
+    assert peer.download(2)[1].code == Code.NOT_FOUND
+    stranger.close()
+
+
+def test_too_much_is_refused_and_what_follows_from_it_too(peer: Peer) -> None:
+    peer.compiled(5, ADD)
+    peer.full(1, 1.0)
+    large = LIMIT // 4
+    for start, ends in ((0, False), (1, True)):
+        type_ = None if start else pb.ArrayType(dtype="float32", dims=[large])
+        peer.do(upload=pb.Upload(array=2, type=type_, data=bytes(2 * large), ends=ends))
+    _, failure = peer.download(2)
+    assert failure.code == Code.RESOURCE_EXHAUSTED
+    assert "the job of ann@here may hold 6 MiB of this worker's memory, holds 1 MiB" in failure.message
+    assert peer.value(1) == 1.0
+    for number in range(3, 8):
+        peer.execute(5, [1, 1], first=number)
+    late = peer.ran(peer.execute(5, [1, 1], first=8))
+    assert late.code == Code.RESOURCE_EXHAUSTED
+    assert "there is no room for adding: the job of ann@here" in late.message
+    assert peer.ran(peer.execute(5, [8, 1], first=9)).code == Code.RESOURCE_EXHAUSTED
+    peer.do(release=pb.Release(arrays=list(range(3, 8))))
+    assert peer.ran(peer.execute(5, [1, 1], first=10)) == pb.Failure()
+
+
+def test_a_copy_without_room_says_so_wherever_it_is_used(peer: Peer) -> None:
+    peer.compiled(5, ADD)
+    for number in range(6):
+        peer.full(number, 1.0)
+    peer.do(copy=pb.Copy(array=7, source=1))
+    assert peer.download(7)[1].code == Code.RESOURCE_EXHAUSTED
+    peer.do(release=pb.Release(arrays=[2]))
+    assert peer.ran(peer.execute(5, [7, 1], first=8)).code == Code.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dims"), [("float32", (COUNT // 2,)), ("int32", (COUNT,)), ("float32", (COUNT, 1))]
+)
+def test_arguments_of_another_type_are_refused_before_anything_runs(
+    peer: Peer, dtype: str, dims: tuple[int, ...]
+) -> None:
+    peer.compiled(5, TAKE)
+    peer.full(1, 1.0)
+    peer.upload(2, bytes(4 * int(np.prod(dims))), dtype, dims)
+    for arguments in ([1, 2], [1], [1, 1, 1], []):
+        failure = peer.ran(peer.execute(5, arguments, first=10 * len(arguments) + 10))
+        assert failure.code == Code.INVALID_ARGUMENT
+        assert "taking takes" in failure.message
+    assert peer.value(1) == 1.0
+
+
+def test_a_failure_is_not_longer_than_a_message_may_be(peer: Peer) -> None:
+    peer.compiled(5, ADD)
+    peer.upload(1, b"\x00", "bool", ())
+    failure = peer.ran(peer.execute(5, [1] * 100_000, first=2))
+    assert failure.code == Code.INVALID_ARGUMENT
+    assert failure.message == "adding takes 2 arguments, not 100000"
+
+
+def test_one_array_given_up_twice_fails_and_the_session_goes_on(peer: Peer) -> None:
+    peer.compiled(
+        5,
+        f"""HloModule both, input_output_alias={{ {{0}}: (0, {{}}, may-alias), {{1}}: (1, {{}}, may-alias) }}
+        ENTRY main {{ x = f32[{COUNT}] parameter(0) y = f32[{COUNT}] parameter(1) a = f32[{COUNT}] add(x, y)
+          b = f32[{COUNT}] subtract(x, y) ROOT t = (f32[{COUNT}], f32[{COUNT}]) tuple(a, b) }}""",
+    )
+    peer.full(1, 1.0)
+    assert peer.ran(peer.execute(5, [1, 1], first=2)).message
+    peer.full(4, 4.0)
+    assert peer.value(4) == 4.0
+
+
+def test_a_program_that_is_none_is_refused(peer: Peer) -> None:
+    for request, hlo in ((1, b""), (2, b"\xff" * 100), (3, b"\x0a\x03abc")):
+        peer.do(compile=pb.Compile(request=request, options=OPTIONS, hlo=hlo, ends=True))
+        assert peer.part(request)[1].message
+    assert peer.compiled(4, ADD).name == "adding"
+
+
+def piece(array: int = 1, data: bytes = b"", ends: bool = False, **more: Any) -> pb.Command:
+    type_ = pb.ArrayType(dtype=more.pop("dtype", "uint8"), dims=more.pop("dims", [4]))
+    return pb.Command(upload=pb.Upload(array=array, type=type_, data=data, ends=ends, **more))
+
+
+EXECUTE = pb.Command(execute=pb.Execute(sequence=1))
+
+
+@pytest.mark.parametrize(
+    ("commands", "says"),
+    [
+        ([pb.Command()], "a command of the kind None"),
+        ([pb.Command(attach=pb.Attach())], "a command of the kind 'attach'"),
+        ([pb.Command(goodbye=pb.Goodbye())], "a command of the kind 'goodbye'"),
+        ([piece(dtype="invalid")], "'invalid' is no dtype"),
+        ([piece(dtype="token")], "'token' is no dtype"),
+        ([piece(dtype="x" * 100_000)], "is no dtype"),
+        ([piece(dims=[-1])], r"cannot have the sizes \[-1\]"),
+        ([piece(dims=[1] * 10_000)], "more than"),
+        ([piece(dims=[2**62, 2**62])], "cannot be so large"),
+        ([piece(data=b"12345", ends=True)], "array 1 has 5 bytes and not 4"),
+        ([piece(data=b"12345")], "array 1 has 5 bytes and not 4"),
+        ([piece(data=b"123", ends=True)], "array 1 has 3 bytes and not 4"),
+        ([piece(data=b"123"), piece(data=b"45")], "array 1 has 5 bytes and not 4"),
+        ([piece(data=b"123"), piece(2, b"4", True)], "a piece of array 2 came in the middle of array 1"),
+        ([piece(data=b"1234", ends=True)] * 2, "there is an array 1 already"),
+        ([piece(data=b"123"), EXECUTE], "execute came where the rest of array 1 was to come"),
+        ([piece(core=1)], r"core 1 is not one of this session's, \[0\]"),
+        ([pb.Command(execute=pb.Execute(core=9))], r"core 9 is not one of this session's, \[0\]"),
+        ([pb.Command(stats=pb.Stats(core=9))], r"core 9 is not one of this session's, \[0\]"),
+        ([piece(data=b"1234", ends=True), pb.Command(copy=pb.Copy(array=1))], "an array 1 already"),
+        ([pb.Command(compile=pb.Compile(request=1)), EXECUTE], "the rest of a program was to come"),
+        ([pb.Command(compile=pb.Compile(request=n)) for n in (1, 2)], "a piece of another program"),
+    ],
+)
+def test_who_does_not_follow_the_protocol_is_told(peer: Peer, commands: list[pb.Command], says: str) -> None:
+    for command in commands[:-1]:
+        peer.session.handle(command)
+    with pytest.raises(MisuseError, match=says) as caught:
+        peer.session.handle(commands[-1])
+    assert len(str(caught.value)) < 1000
+
+
+def test_frees_may_come_between_pieces(peer: Peer) -> None:
+    peer.full(1, 1.0)
+    peer.session.handle(piece(2, b"12"))
+    peer.do(release=pb.Release(arrays=[1]))
+    peer.session.handle(piece(2, b"34", True))
+    assert peer.download(2)[0] == b"1234"
+    peer.do(compile=pb.Compile(request=5, hlo=b"a"))
+    peer.do(release=pb.Release(arrays=[2]))
+    assert peer.budget.held_bytes == 0
+
+
+def test_an_array_that_never_came_whole_is_counted_no_more(peer: Peer) -> None:
+    peer.session.handle(piece(2, b"12"))
+    assert peer.budget.held_bytes == 4
+    peer.session.close()
+    peer.session.close()
+    assert peer.budget.held_bytes == 0
+
+
+class Answers:
+    def __init__(self) -> None:
+        self.sent = 0
+
+    def __call__(self, answer: pb.Answer, size: int) -> bool:
+        self.sent += 1
+        return False
+
+
+def test_nothing_more_is_sent_to_who_has_gone(engine: JaxEngine) -> None:
+    answers: Callable[[pb.Answer, int], bool] = Answers()
+    with ThreadPoolExecutor(1) as pool:
+        session = Session(engine, [0], Budget(LIMIT, ""), pool, answers, lambda *_: None)
+        type_ = pb.ArrayType(dtype="uint8", dims=[5 * CHUNK_BYTES])
+        for number in range(5):
+            upload = pb.Upload(array=1, type=type_, data=bytes(CHUNK_BYTES), ends=number == 4)
+            session.handle(pb.Command(upload=upload))
+        session.handle(pb.Command(download=pb.Download(request=1, array=1)))
+        engine._readers.submit(int).result(TIMEOUT_S)
+        assert engine.finish(TIMEOUT_S)
+        session.close()
+    assert isinstance(answers, Answers)
+    assert answers.sent == 1
