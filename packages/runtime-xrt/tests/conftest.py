@@ -1,19 +1,25 @@
-"""Crews of real processes that meet over real sockets."""
+"""Real processes that meet over real sockets: crews of a mesh, workers, and a worker's clients."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from polyxla.env import snapshot
+from polyxla_xrt.client.channel import ask
 from polyxla_xrt.server.app import MeshServer
 
 PARTICIPANT = Path(__file__).with_name("mesh_participant.py")
+CLIENT = Path(__file__).with_name("worker_client.py")
+PATIENCE_S = 20.0
+"""Longest wait for what a process is to do soon."""
 
 
 class Crew:
@@ -85,3 +91,132 @@ def server() -> Iterator[MeshServer]:
     running = MeshServer("127.0.0.1:0", 2)
     yield running
     running.close(0)
+
+
+class Worker:
+    """A `polyxla worker` of two cores: a supervisor, and the process that serves, which may be replaced."""
+
+    def __init__(self, log: Path, *options: str) -> None:
+        self._log = log
+        command = [sys.executable, "-m", "polyxla", "worker", "--devices", "2", "--json"]
+        with log.open("w") as errors:
+            self.process = subprocess.Popen(
+                [*command, "--address", "127.0.0.1:0", *options],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        assert self.process.stdout is not None
+        told = "".join(iter(self.process.stdout.readline, "}\n"))
+        assert told, self.log
+        self.address: str = json.loads(told + "}")["address"]
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    @property
+    def serving_pid(self) -> int:
+        pid = self.process.pid
+        (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(child)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Memory of the process that serves."""
+        pages = Path(f"/proc/{self.serving_pid}/statm").read_text().split()[1]
+        return int(pages) * 4096
+
+    def status(self, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+        return ask(self.address, "Status", snapshot() if environ is None else environ)
+
+    def wait_until(self, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Ask until the answer is as it should be, and return it."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not holds(status := self.status()):
+            assert time.monotonic() < deadline, (status, self.log)
+            time.sleep(0.05)
+        return status
+
+    def wait_until_free(self) -> dict[str, Any]:
+        return self.wait_until(lambda status: not status["job"])
+
+    def wait_until_replaced(self, pid: int) -> None:
+        """Wait until another process serves than the one of that number."""
+        deadline = time.monotonic() + PATIENCE_S
+        while Path(f"/proc/{pid}").exists():
+            assert time.monotonic() < deadline, self.log
+            time.sleep(0.02)
+        self.status()
+
+    def end(self) -> None:
+        """End it as a person does; the process that serves ends with its supervisor in any case."""
+        self.process.terminate()
+        try:
+            self.process.wait(PATIENCE_S)
+        finally:
+            self.process.kill()
+            self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    """A worker that a module's tests share; each leaves it without a job."""
+    running = Worker(tmp_path_factory.mktemp("worker") / "log")
+    yield running
+    running.end()
+
+
+@pytest.fixture
+def start_worker(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
+    """Return what starts a worker of the test's own, with options."""
+    workers: list[Worker] = []
+
+    def start(*options: str) -> Worker:
+        workers.append(Worker(tmp_path / f"worker-{len(workers)}.log", *options))
+        return workers[-1]
+
+    yield start
+    for one in workers:
+        one.end()
+
+
+class Client:
+    """A process with a lease or a session; it answers lines of JSON with lines of JSON."""
+
+    def __init__(self, *arguments: str) -> None:
+        pipe = subprocess.PIPE
+        command = [sys.executable, str(CLIENT), *arguments]
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1)
+
+    def read(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the client has ended"
+        return json.loads(line)
+
+    def order(self, what: str) -> Any:
+        """Have it do something, and return what it says."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(what + "\n")
+        return self.read()
+
+    def kill(self) -> None:
+        """End it without a goodbye."""
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def client() -> Iterator[Callable[..., Client]]:
+    """Return what starts a client: ``lease ADDRESS WAIT_S``, ``session ADDRESS JOB ORDINAL``."""
+    clients: list[Client] = []
+
+    def start(*arguments: str) -> Client:
+        clients.append(Client(*arguments))
+        return clients[-1]
+
+    yield start
+    for one in clients:
+        one.kill()

@@ -1,0 +1,139 @@
+"""Hosts, the workers on them, and the jobs that use these: real processes, also in network namespaces."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+
+class Host:
+    """Where workers and launchers run.
+
+    Attributes:
+        address: of the host.
+        prefix: what stands before its commands.
+    """
+
+    def __init__(self, address: str, *prefix: str) -> None:
+        self.address = address
+        self.prefix = prefix
+
+    def start(self, *command: str, **environ: str) -> subprocess.Popen[str]:
+        """Start a program of this Python, whose environment says nothing of a runtime but `environ`."""
+        chooses = ("XRT_", "PJRT_", "TPU_", "POLYXLA_")
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(chooses)}
+        return subprocess.Popen(
+            [*self.prefix, sys.executable, *command],
+            env=clean | environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+        )
+
+
+@dataclass
+class Served:
+    """A worker that serves.
+
+    Attributes:
+        host: where.
+        address: ``host:port``.
+        process: its supervisor.
+    """
+
+    host: Host
+    address: str
+    process: subprocess.Popen[str]
+
+    def status(self) -> dict[str, Any]:
+        """Ask it, as a person would."""
+        asked = self.host.start("-m", "polyxla", "worker", "status", self.address, "--json")
+        out, err = asked.communicate(timeout=60)
+        assert asked.returncode == 0, err
+        status: dict[str, Any] = json.loads(out)
+        return status
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Served]]:
+    """Start workers, which end with the test."""
+    with ExitStack() as stack:
+
+        def start(host: Host, devices: int, port: int = 0) -> Served:
+            options = [
+                "--address",
+                f"{host.address}:{port}",
+                "--devices",
+                str(devices),
+                "--insecure",
+                "--json",
+            ]
+            process = host.start("-m", "polyxla", "worker", *options)
+            stack.callback(process.communicate)
+            stack.callback(process.kill)
+            assert process.stdout is not None
+            told = "".join(iter(process.stdout.readline, "}\n")) + "}"
+            return Served(host, json.loads(told)["address"], process)
+
+        yield start
+
+
+@pytest.fixture
+def launch() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start jobs, whose processes end with the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(host: Host, *command: str, **environ: str) -> subprocess.Popen[str]:
+        started.append(host.start(*command, **environ))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()
+        one.communicate()
+
+
+@pytest.fixture
+def here() -> Host:
+    """This machine."""
+    return Host("127.0.0.1")
+
+
+@pytest.fixture
+def loopbacks() -> list[Host]:
+    """Two hosts in name only: loopback has many addresses."""
+    return [Host("127.0.0.1"), Host("127.0.0.2")]
+
+
+@pytest.fixture
+def namespaces() -> Iterator[list[Host]]:
+    """Two network namespaces with a cable between them, whose ends are called ``cable`` in both."""
+    names = [f"polyxla-{os.getpid()}-{number}" for number in range(2)]
+    ends = [f"px{os.getpid() % 10**6}{letter}" for letter in "ab"]
+    commands = [["ip", "netns", "add", name] for name in names]
+    commands += [["ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1]]]
+    hosts = []
+    for number, (name, end) in enumerate(zip(names, ends, strict=True), 1):
+        inside = ["ip", "-n", name]
+        commands += [["ip", "link", "set", end, "netns", name, "name", "cable"]]
+        commands += [[*inside, "addr", "add", f"10.211.55.{number}/24", "dev", "cable"]]
+        commands += [[*inside, "link", "set", one, "up"] for one in ("cable", "lo")]
+        hosts.append(Host(f"10.211.55.{number}", "ip", "netns", "exec", name))
+    try:
+        for command in commands:
+            made = subprocess.run(command, capture_output=True, text=True, check=False)
+            if made.returncode:
+                pytest.skip(f"no network namespaces here: {made.stderr.strip()}")
+        yield hosts
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
