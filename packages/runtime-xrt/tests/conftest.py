@@ -160,26 +160,34 @@ class Worker:
             self.process.communicate()
 
 
-@pytest.fixture(scope="module")
-def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    """A worker that a module's tests share; each leaves it without a job."""
-    running = Worker(tmp_path_factory.mktemp("worker") / "log")
-    yield running
-    running.end()
-
-
-@pytest.fixture
-def start_worker(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
-    """Return what starts a worker of the test's own, with options."""
+def _starting(folder: Path) -> Iterator[Callable[..., Worker]]:
     workers: list[Worker] = []
 
     def start(*options: str) -> Worker:
-        workers.append(Worker(tmp_path / f"worker-{len(workers)}.log", *options))
+        workers.append(Worker(folder / f"worker-{len(workers)}.log", *options))
         return workers[-1]
 
     yield start
     for one in workers:
         one.end()
+
+
+@pytest.fixture
+def start_worker(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
+    """Return what starts a worker of the test's own, with options."""
+    yield from _starting(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def share_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Worker]]:
+    """Return what starts a worker for all tests of a module, with options."""
+    yield from _starting(tmp_path_factory.mktemp("workers"))
+
+
+@pytest.fixture(scope="module")
+def worker(share_worker: Callable[..., Worker]) -> Worker:
+    """A worker that a module's tests share; each leaves it without a job."""
+    return share_worker()
 
 
 class Client:

@@ -19,6 +19,9 @@ LOCALHOST = "127.0.0.1"
 def coordinator(request: pb.LeaseRequest) -> str:
     """Return where the replicas of a job's workers meet: what the first worker chose, or choose it here."""
     if request.coordinator:
+        host, _, port = request.coordinator.rpartition(":")
+        if not (host and port.isdecimal() and host.isprintable()):
+            raise ValueError("it is not host:port")
         return request.coordinator
     host = request.host if request.workers > 1 else LOCALHOST
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -146,7 +146,10 @@ class Job:
     def lose(self, place: Place, how: str) -> None:
         """Note that a process is gone without a goodbye; nobody else can go on without it."""
         if self._drop(place):
-            self.end(PjrtError(Code.ABORTED, f"ordinal {place.ordinal} {how}"))
+            error = PjrtError(Code.ABORTED, f"ordinal {place.ordinal} {how}")
+            # If it is there after all, it hears why as well.
+            place.outbox.put(pb.Answer(ended=pb.Ended(failure=failure(error))), may_wait=False)
+            self.end(error)
 
     def _drop(self, place: Place) -> bool:
         with self._lock:

@@ -7,6 +7,8 @@ import logging
 import sys
 from datetime import UTC, datetime
 
+_CONTROLS = {number: f"\\x{number:02x}" for number in (*range(32), 127)}
+
 
 def start(*, as_json: bool) -> None:
     """Write what a worker logs to standard error, as JSON lines or as text."""
@@ -38,4 +40,5 @@ class _Text(logging.Formatter):
         when = datetime.fromtimestamp(record.created, UTC).astimezone().isoformat(" ", "seconds")
         more = "".join(f" {name}={value}" for name, value in event.items())
         trace = f"\n{self.formatException(record.exc_info)}" if record.exc_info else ""
-        return f"{when} polyxla worker: {text}{more}{trace}"
+        # What a client calls itself must not look like another line of this log.
+        return f"{when} polyxla worker: {(text + more).translate(_CONTROLS)}{trace}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import socket
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,12 +77,13 @@ class Security:
         """Read the certificates; None where calls are not encrypted.
 
         Raises:
-            UsageError: a file cannot be read.
+            UsageError: a file cannot be read, or holds something else.
         """
         if self.cert is None or self.key is None:
             return None
         pair = (_read(self.key, "--tls-key"), _read(self.cert, "--tls-cert"))
         ca = _read(self.client_ca, "--tls-client-ca") if self.client_ca else None
+        _check_pem(self.cert, self.key, self.client_ca)
         return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
 
 
@@ -143,6 +145,24 @@ def _read(path: Path, where: str) -> bytes:
     except OSError as error:
         raise UsageError(
             f"{path} cannot be read: {error.strerror}", where=where, fix="Give a file that exists."
+        ) from None
+
+
+def _check_pem(cert: Path, key: Path, client_ca: Path | None) -> None:
+    """Look at what gRPC would only say on its log, in the process that serves."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    where = f"--tls-cert {cert}, --tls-key {key}"
+    try:
+        # The password of a key that has one is not asked for: nobody may be there to give it.
+        context.load_cert_chain(cert, key, password="")
+        if client_ca:
+            where = f"--tls-client-ca {client_ca}"
+            context.load_verify_locations(client_ca)
+    except (ssl.SSLError, ValueError) as error:
+        raise UsageError(
+            f"these are no certificates that fit: {error}",
+            where=where,
+            fix="Give PEM files: a certificate with its own key, without a password.",
         ) from None
 
 

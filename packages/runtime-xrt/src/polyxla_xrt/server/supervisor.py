@@ -7,7 +7,6 @@ sees one that stays. This process imports what serving needs, once, and starts n
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -18,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from polyxla import UsageError
 from polyxla_xrt.addresses import join_address
@@ -29,6 +29,7 @@ STOP_S = 6.0
 SOON_S = 5.0
 """One that ends by itself within so many seconds of its start is not worth replacing for ever."""
 TRIES = 3
+_STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 _log = logging.getLogger("polyxla.worker")
 
@@ -48,8 +49,11 @@ def supervise(serving: Serving, environ: Mapping[str, str], ready: Callable[[str
     from polyxla_bridge import jax_engine
 
     del jax_engine
+    if serving.metrics_address:
+        host, _, port = serving.metrics_address.rpartition(":")
+        _try(host.strip("[]"), int(port), f"--metrics-address {serving.metrics_address}")
     host, _, port = serving.address.rpartition(":")
-    with _hold(host.strip("[]"), int(port), serving.address) as held:
+    with _hold(host.strip("[]"), int(port), f"--address {serving.address}") as held:
         address = join_address(host.strip("[]"), held.getsockname()[1])
         return _Supervisor(replace(serving, address=address), environ).run(lambda: ready(address))
 
@@ -64,7 +68,7 @@ class _Supervisor:
     def run(self, ready: Callable[[], None]) -> int:
         # Its other end closes with this process, however that ends.
         alive, self._life = os.pipe()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _STOPPING:
             signal.signal(number, self._stop)
         short, is_ready = 0, False
         while True:
@@ -86,11 +90,17 @@ class _Supervisor:
         told, tell = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
+        # A signal waits until this process knows whom to pass it on to, and the other is nobody's supervisor.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
         self._pid = os.fork()
         if self._pid == 0:
             os.close(told)
             os.close(self._life)
             self._serve(alive, tell)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
+        if self._is_stopping:
+            # It was asked for while there was nobody to tell.
+            self._stop()
         os.close(tell)
         with os.fdopen(told, "rb") as pipe:
             return bool(pipe.read(1))
@@ -100,6 +110,8 @@ class _Supervisor:
         try:
             # A terminal's Ctrl-C goes to both; the supervisor says what is to be done.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
             _end_with_the_supervisor(alive)
             code = worker.serve(self._serving, self._environ, lambda: _tell(tell))
         except Exception:
@@ -109,11 +121,18 @@ class _Supervisor:
 
     def _stop(self, *_: object) -> None:
         self._is_stopping = True
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGTERM)
+        # 0 would be every process of this one's group.
+        if self._pid and self._kill(signal.SIGTERM):
             # If that is not heard, this is.
-            signal.signal(signal.SIGALRM, lambda *_: os.kill(self._pid, signal.SIGKILL))
+            signal.signal(signal.SIGALRM, lambda *_: self._kill(signal.SIGKILL))
             signal.setitimer(signal.ITIMER_REAL, STOP_S)
+
+    def _kill(self, number: int) -> bool:
+        try:
+            os.kill(self._pid, number)
+        except ProcessLookupError:
+            return False
+        return True
 
 
 def _end_with_the_supervisor(alive: int) -> None:
@@ -131,31 +150,35 @@ def _tell(pipe: int) -> None:
     os.close(pipe)
 
 
-def _hold(host: str, port: int, address: str) -> socket.socket:
+def _hold(host: str, port: int, option: str) -> socket.socket:
     """Bind the port without listening, so that it stays this worker's whichever process serves.
 
     Raises:
         UsageError: it is another's, or no address of this host.
     """
+    # Between the two another worker could only get in by using this very port, too.
+    family, where = _try(host, port, option)
+    held = socket.socket(family, socket.SOCK_STREAM)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held.bind(where)
+    return held
+
+
+def _try(host: str, port: int, option: str) -> tuple[socket.AddressFamily, Any]:
+    """Bind a port for a moment, without sharing it: a worker that is there would share its clients, too."""
     try:
         family, kind, number, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        # Without sharing: a worker that is there already would share its port, and its clients.
         with socket.socket(family, kind, number) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(where)
-            where = probe.getsockname()
-            # Between this and the next bind another worker could only get in by using this very port, too.
-        held = socket.socket(family, kind, number)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        held.bind(where)
+            return family, probe.getsockname()
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         raise UsageError(
-            f"nothing can be served at {address}: {error.strerror}",
-            where=f"--address {address}",
+            f"nothing can be served at {join_address(host, port)}: {error.strerror}",
+            where=option,
             fix="See who has the port with: ss -ltnp; or choose another one."
             if taken
             else "Give a name or address of this host, such as 127.0.0.1:8470.",
         ) from None
-    return held

@@ -29,6 +29,12 @@ ATTACH_S = 60.0
 """Longest wait, in seconds, for a job's engine to start."""
 FIRST_S = 5.0
 """How long a client may take to say who it is, in seconds."""
+MOST_WORKERS = 1024
+"""Most workers of a job."""
+NAME_CHARS = 300
+"""Longest host, user or command of a job: other jobs are told of them in an error."""
+DETAILS_BYTES = 2000
+"""Longest text of an error's status: gRPC sends it among the headers, which have a limit."""
 TELL_S = 2.0
 """How long a job's processes may take to hear why it is over, in seconds, before this one is replaced."""
 
@@ -93,7 +99,7 @@ class WorkerServicer:
         except HeldError as error:
             since = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(error.held.since))
             text = f"the worker's cores are held by {spell_holder(error.held.holder)} since {since}"
-            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, _details(text))
         except DrainingError:
             context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is draining: it takes no more jobs")
         except CrowdError:
@@ -124,8 +130,12 @@ class WorkerServicer:
             text = f"the job asks for {request.cores} cores, and this worker has {self._settings.cores}"
         elif not 0 <= request.wait_s <= LONGEST_WAIT_S or not request.stall_timeout_s >= 0:
             text = "a wait must be a number of seconds from 0"
-        elif request.workers > 1 and not (request.host and request.worker < request.workers <= 1024):
-            text = f"worker {request.worker} of {request.workers} at {request.host!r} cannot be"
+        elif any(
+            len(value) > NAME_CHARS for _, value in request.holder.ListFields() if isinstance(value, str)
+        ):
+            text = f"a job's host, user and command have at most {NAME_CHARS} characters each"
+        else:
+            text = _problem_of_pod(request)
         if text:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
 
@@ -149,12 +159,13 @@ class WorkerServicer:
         seconds = round(time.time() - job.since, 3)
         is_free = job.close()
         _log.info("lease returned", extra={"event": {"why": job.why.message, "seconds": seconds}})
-        if not is_free:
+        if not is_free and not self.leases.is_draining:
             _log.warning("a program of that job cannot be stopped: this process is replaced")
             time.sleep(TELL_S)
             self._give_up()
             return
-        self.leases.give_back(job)
+        if is_free:
+            self.leases.give_back(job)
         if self.leases.is_draining:
             self._on_idle()
 
@@ -251,6 +262,22 @@ def _first(requests: Iterator[pb.Commands], context: Any) -> pb.Attach:
     return first.commands[0].attach
 
 
+def _problem_of_pod(request: pb.LeaseRequest) -> str | None:
+    if request.workers <= 1:
+        return "a job of one worker meets where that worker says" if request.coordinator else None
+    name = request.host[:NAME_CHARS]
+    if not (request.host and request.worker < request.workers <= MOST_WORKERS):
+        return f"worker {request.worker} of {request.workers} at {name!r} cannot be"
+    if bool(request.worker) != bool(request.coordinator):
+        return "the first worker chooses where a job meets, and the others are told"
+    try:
+        # Before the cores are waited for: who has them must not wait for a name's address.
+        engines.coordinator(request)
+    except (OSError, ValueError) as error:
+        return f"the job cannot meet at {name!r}, which must be this worker's own address: {error}"
+    return None
+
+
 def _check_protocol(protocol: int, context: Any) -> None:
     if protocol != PROTOCOL:
         text = f"the client speaks protocol {protocol}, this worker {PROTOCOL}"
@@ -258,8 +285,12 @@ def _check_protocol(protocol: int, context: Any) -> None:
 
 
 def _abort(context: Any, why: pb.Failure) -> NoReturn:
-    context.abort(_STATUS[why.code], why.message)
+    context.abort(_STATUS[why.code], _details(why.message))
     raise AssertionError
+
+
+def _details(text: str) -> str:
+    return text.encode()[:DETAILS_BYTES].decode(errors="ignore")
 
 
 def _gone() -> PjrtError:

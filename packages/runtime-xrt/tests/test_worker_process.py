@@ -1,0 +1,514 @@
+"""`polyxla worker` as people run it: real processes, real sockets, and what becomes of them when some die."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from polyxla.env import snapshot
+from polyxla_xrt.client.lease import Lease
+from polyxla_xrt.errors import WorkerHeldError, WorkerRefusedError
+from polyxla_xrt.proto import worker_pb2 as pb
+from polyxla_xrt.proto import worker_pb2_grpc
+from polyxla_xrt.worker_protocol import PROTOCOL
+
+SOON_S = 10.0
+"""A client that dies is noticed within this."""
+
+Start = Callable[..., Any]
+
+
+def polyxla(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "polyxla", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def serves_a_job(worker: Any, client: Start) -> None:
+    """Let two processes compute there, and leave in order."""
+    lease = client("lease", worker.address, "30")
+    while isinstance(key := lease.read(), str) and key.startswith("waiting"):
+        pass
+    assert isinstance(key, str), key
+    sessions = [client("session", worker.address, key, str(ordinal)) for ordinal in range(2)]
+    for session in sessions:
+        assert session.read() == "attached"
+    assert [session.order("double") for session in sessions] == [42.0, 42.0]
+    assert [session.order("leave") for session in sessions] == ["left", "left"]
+    assert lease.order("close") == "closed"
+    worker.wait_until_free()
+
+
+def job_of_two(worker: Any, client: Start) -> tuple[Any, list[Any]]:
+    lease = client("lease", worker.address, "0")
+    key = lease.read()
+    assert isinstance(key, str), key
+    sessions = [client("session", worker.address, key, str(ordinal)) for ordinal in range(2)]
+    for session in sessions:
+        assert session.read() == "attached"
+    return lease, sessions
+
+
+def test_a_job_is_served_and_the_status_says_so(worker: Any, client: Start) -> None:
+    before = worker.status()
+    assert before["job"] is None
+    lease, sessions = job_of_two(worker, client)
+    status = worker.status()
+    job = status.pop("job")
+    assert job["pid"] == lease.process.pid
+    assert job["user"] == getpass.getuser()
+    assert job["host"] == socket.gethostname()
+    assert abs(job["since"] - time.time()) < 60
+    assert status["jobs_served"] == before["jobs_served"] + 1
+    expected = {"cores": 2, "platform": "cpu", "protocol": PROTOCOL, "sessions": 2, "draining": False}
+    assert {name: status[name] for name in expected} == expected
+    assert [session.order("leave") for session in sessions] == ["left", "left"]
+    lease.order("close")
+    worker.wait_until_free()
+
+
+def test_the_command_shows_the_status_as_text_and_as_json(worker: Any) -> None:
+    told = json.loads(polyxla("worker", "status", worker.address, "--json").stdout)
+    assert (told["cores"], told["job"]) == (2, None)
+    with closing(Lease(worker.address, 1, snapshot())) as lease:
+        assert lease.job
+        text = polyxla("worker", "status", worker.address).stdout
+    assert re.search(r"^cores +2$", text, re.MULTILINE)
+    who = rf"{getpass.getuser()}@{socket.gethostname()} \(pid {os.getpid()}, .*\) since \d{{4}}-"
+    assert re.search(rf"^job +{who}", text, re.MULTILINE), text
+    worker.wait_until_free()
+
+
+def test_the_standard_health_check_answers(worker: Any) -> None:
+    with grpc.insecure_channel(worker.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for service in ("", "polyxla.xrt.worker.Worker"):
+            reply = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=SOON_S)
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Check(health_pb2.HealthCheckRequest(service="other"), timeout=SOON_S)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_the_second_job_is_told_who_has_the_cores_and_may_wait(worker: Any, client: Start) -> None:
+    first = client("lease", worker.address, "0")
+    assert isinstance(first.read(), str)
+    second = client("lease", worker.address, "0").read()
+    assert second["error"] == "WorkerHeldError"
+    who = (
+        rf"held by {getpass.getuser()}@{socket.gethostname()} \(pid {first.process.pid}, .*\) since \d{{4}}-"
+    )
+    assert re.search(who, second["text"]), second
+    third = client("lease", worker.address, "30")
+    assert re.match(rf"waiting for the worker at {worker.address}, whose cores are {who}", third.read())
+    worker.wait_until(lambda status: status["waiting"] == 1)
+    first.order("close")
+    assert re.fullmatch("[0-9a-f]{32}", third.read())
+    assert third.order("close") == "closed"
+    worker.wait_until_free()
+
+
+def test_a_wait_for_the_cores_has_an_end(worker: Any, client: Start) -> None:
+    first = client("lease", worker.address, "0")
+    first.read()
+    begin = time.monotonic()
+    with pytest.raises(WorkerHeldError, match=f"pid {first.process.pid}"):
+        Lease(worker.address, 2, snapshot(), wait_s=1.0)
+    assert 1.0 <= time.monotonic() - begin < SOON_S
+    first.order("close")
+    worker.wait_until_free()
+
+
+def test_a_launcher_that_is_killed_gives_the_cores_back(worker: Any, client: Start) -> None:
+    lease, sessions = job_of_two(worker, client)
+    begin = time.monotonic()
+    lease.kill()
+    for session in sessions:
+        assert "the job's launcher has ended" in session.order("wait")
+    worker.wait_until_free()
+    assert time.monotonic() - begin < SOON_S
+    serves_a_job(worker, client)
+
+
+def test_the_others_are_told_who_died_and_the_worker_goes_on(worker: Any, client: Start) -> None:
+    serving = worker.serving_pid
+    lease, sessions = job_of_two(worker, client)
+    sessions[1].kill()
+    for one in (sessions[0], lease):
+        assert "ordinal 1 died" in one.order("wait")
+    status = worker.wait_until(lambda status: not status["job"])
+    assert status["memory_bytes"] == 0
+    assert worker.serving_pid == serving
+    serves_a_job(worker, client)
+
+
+def test_a_program_that_waits_for_the_dead_goes_with_its_process(worker: Any, client: Start) -> None:
+    serving = worker.serving_pid
+    lease, sessions = job_of_two(worker, client)
+    assert sessions[0].order("stall") == "sent"
+    time.sleep(0.5)
+    sessions[1].kill()
+    for one in (sessions[0], lease):
+        assert "ordinal 1 died" in one.order("wait")
+    worker.wait_until_replaced(serving)
+    serves_a_job(worker, client)
+    assert "a program of that job cannot be stopped: this process is replaced" in worker.log
+
+
+@pytest.mark.parametrize("key", ["", "0" * 32, "é", "x" * 1_000_000])
+def test_another_key_is_the_key_of_no_job(worker: Any, key: str) -> None:
+    with closing(Lease(worker.address, 2, snapshot())):
+        assert_not_found(worker.address, key)
+    worker.wait_until_free()
+
+
+def test_a_stale_key_is_the_key_of_no_job(worker: Any) -> None:
+    with closing(Lease(worker.address, 2, snapshot())) as lease:
+        old = lease.job
+    assert_not_found(worker.address, old)
+    with closing(Lease(worker.address, 2, snapshot(), wait_s=SOON_S)):
+        assert_not_found(worker.address, old)
+    worker.wait_until_free()
+
+
+def assert_not_found(address: str, key: str) -> None:
+    attach = pb.Attach(protocol=PROTOCOL, job=key, cores=[0])
+    code, details = refusal(address, attach)
+    assert (code, details) == (grpc.StatusCode.NOT_FOUND, "there is no such job on this worker")
+
+
+def refusal(address: str, attach: pb.Attach) -> tuple[grpc.StatusCode, str]:
+    with grpc.insecure_channel(address) as channel:
+        first = pb.Commands(commands=[pb.Command(attach=attach)])
+        return refused(worker_pb2_grpc.WorkerStub(channel).Session(iter([first]), timeout=SOON_S))
+
+
+def refused(call: Any) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.RpcError) as caught:
+        next(call)
+    return caught.value.code(), caught.value.details()
+
+
+@pytest.mark.parametrize(
+    ("cores", "code", "says"),
+    [
+        ([], grpc.StatusCode.INVALID_ARGUMENT, "cores [] are not among the 1 of this job"),
+        ([1], grpc.StatusCode.INVALID_ARGUMENT, "cores [1] are not among the 1"),
+        ([0, 0], grpc.StatusCode.INVALID_ARGUMENT, "cores [0, 0] are not among the 1"),
+    ],
+)
+def test_only_a_jobs_own_cores_are_driven(
+    worker: Any, cores: list[int], code: grpc.StatusCode, says: str
+) -> None:
+    with closing(Lease(worker.address, 1, snapshot(), wait_s=SOON_S)) as lease:
+        attach = pb.Attach(protocol=PROTOCOL, job=lease.job, cores=cores)
+        found, details = refusal(worker.address, attach)
+        assert found is code
+        assert says in details
+    worker.wait_until_free()
+
+
+def test_no_two_processes_drive_one_core(worker: Any, client: Start) -> None:
+    lease, sessions = job_of_two(worker, client)
+    key = client("session", worker.address, "0" * 32, "0").read()
+    assert key["error"] == "WorkerError"
+    assert [session.order("leave") for session in sessions] == ["left", "left"]
+    lease.order("close")
+    with closing(Lease(worker.address, 2, snapshot(), wait_s=SOON_S)) as again:
+        one = client("session", worker.address, again.job, "0")
+        assert one.read() == "attached"
+        code, details = refusal(worker.address, pb.Attach(protocol=PROTOCOL, job=again.job, cores=[0]))
+        assert code is grpc.StatusCode.FAILED_PRECONDITION
+        assert details == "cores [0] are another process's of this job already"
+        assert one.order("leave") == "left"
+        # Its core is free for the next process of the job.
+        assert client("session", worker.address, again.job, "0").read() == "attached"
+    worker.wait_until_free()
+
+
+@pytest.mark.parametrize("protocol", [0, PROTOCOL + 1, 2**32 - 1])
+def test_another_version_of_the_protocol_is_refused(worker: Any, protocol: int) -> None:
+    served = worker.status()["jobs_served"]
+    says = f"the client speaks protocol {protocol}, this worker {PROTOCOL}"
+    code, details = refusal(worker.address, pb.Attach(protocol=protocol, cores=[0]))
+    assert (code, details) == (grpc.StatusCode.FAILED_PRECONDITION, says)
+    assert lease_refusal(worker.address, protocol=protocol, cores=1) == (code, says)
+    assert worker.status()["jobs_served"] == served
+
+
+def lease_refusal(address: str, **request: Any) -> tuple[grpc.StatusCode, str]:
+    with grpc.insecure_channel(address) as channel:
+        asked = pb.LeaseRequest(**{"protocol": PROTOCOL, **request})
+        return refused(worker_pb2_grpc.WorkerStub(channel).Lease(asked, timeout=SOON_S))
+
+
+@pytest.mark.parametrize(
+    ("request_", "says"),
+    [
+        ({}, "the job asks for 0 cores, and this worker has 2"),
+        ({"cores": 3}, "the job asks for 3 cores, and this worker has 2"),
+        ({"cores": 1, "wait_s": -1.0}, "a wait must be a number of seconds from 0"),
+        ({"cores": 1, "wait_s": float("nan")}, "a wait must be a number of seconds from 0"),
+        ({"cores": 1, "wait_s": float("inf")}, "a wait must be a number of seconds from 0"),
+        ({"cores": 1, "stall_timeout_s": float("nan")}, "a wait must be a number of seconds from 0"),
+        ({"cores": 1, "holder": pb.Holder(command="x" * 100_000)}, "at most 300 characters each"),
+        ({"cores": 1, "coordinator": "127.0.0.1:1"}, "a job of one worker meets where that worker says"),
+        ({"cores": 1, "workers": 2, "worker": 2, "host": "h"}, "worker 2 of 2 at 'h' cannot be"),
+        ({"cores": 1, "workers": 2}, "worker 0 of 2 at '' cannot be"),
+        ({"cores": 1, "workers": 2, "worker": 1, "host": "h"}, "the first worker chooses where"),
+        ({"cores": 1, "workers": 2, "host": "192.0.2.1"}, "must be this worker's own address"),
+        ({"cores": 1, "workers": 2, "host": "\x00"}, "must be this worker's own address"),
+        ({"cores": 1, "workers": 2, "host": "." * 300}, "must be this worker's own address"),
+        (
+            {"cores": 1, "workers": 2, "worker": 1, "host": "h", "coordinator": "nonsense"},
+            "it is not host:port",
+        ),
+    ],
+)
+def test_a_job_that_cannot_be_is_refused(worker: Any, request_: dict[str, Any], says: str) -> None:
+    served = worker.status()["jobs_served"]
+    code, details = lease_refusal(worker.address, **request_)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert says in details
+    assert worker.status()["jobs_served"] == served
+
+
+def test_a_name_in_any_script_can_be_told_to_others(worker: Any) -> None:
+    name = "\U0001f600" * 300
+    with grpc.insecure_channel(worker.address) as channel:
+        holder = pb.Holder(host=name, user=name, command=name)
+        request = pb.LeaseRequest(protocol=PROTOCOL, cores=1, holder=holder)
+        call = worker_pb2_grpc.WorkerStub(channel).Lease(request, timeout=60)
+        assert next(call).granted.job
+        code, details = lease_refusal(worker.address, cores=1)
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert details.startswith("the worker's cores are held by \U0001f600")
+        call.cancel()
+    worker.wait_until_free()
+
+
+def test_who_does_not_follow_the_protocol_hears_why(worker: Any) -> None:
+    with (
+        closing(Lease(worker.address, 1, snapshot())) as lease,
+        grpc.insecure_channel(worker.address) as channel,
+    ):
+        attach = pb.Attach(protocol=PROTOCOL, job=lease.job, cores=[0], ordinal=7)
+        wrong = pb.Command(upload=pb.Upload(array=1, type=pb.ArrayType(dtype="thing")))
+        commands = [pb.Commands(commands=[one]) for one in (pb.Command(attach=attach), wrong)]
+        answers = list(worker_pb2_grpc.WorkerStub(channel).Session(iter(commands), timeout=60))
+    says = "ordinal 7 does not speak the protocol: 'thing' is no dtype of an array"
+    assert answers[-1].answers[0].ended.failure.message == says
+    worker.wait_until_free()
+
+
+def test_a_worker_that_is_stopped_tells_its_clients(start_worker: Start, client: Start) -> None:
+    worker = start_worker()
+    lease, sessions = job_of_two(worker, client)
+    worker.process.terminate()
+    for one in (*sessions, lease):
+        assert f"the worker at {worker.address} was stopped" in one.order("wait")
+    assert worker.process.wait(SOON_S) == 0
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.5])
+def test_a_signal_that_comes_early_ends_the_worker_and_nothing_else(after_s: float) -> None:
+    """The second process of the group, which would end as well if the worker signalled 0."""
+    command = [sys.executable, "-m", "polyxla", "worker", "--address", "127.0.0.1:0", "--devices", "1"]
+    beside = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, process_group=0)
+    worker = subprocess.Popen(command, stderr=subprocess.PIPE, process_group=beside.pid)
+    try:
+        status = Path(f"/proc/{worker.pid}/status")
+        deadline = time.monotonic() + 60
+        # From when it catches the signal itself.
+        while not catches(status, signal.SIGTERM):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        time.sleep(after_s)
+        worker.terminate()
+        assert worker.wait(SOON_S) == 0
+        assert beside.poll() is None
+    finally:
+        for one in (worker, beside):
+            one.kill()
+            one.communicate()
+
+
+def catches(status: Path, number: int) -> bool:
+    mask = next(line.split()[1] for line in status.read_text().splitlines() if line.startswith("SigCgt:"))
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def test_the_serving_process_ends_with_its_supervisor_and_frees_the_port(
+    start_worker: Start, client: Start
+) -> None:
+    worker = start_worker()
+    serving = worker.serving_pid
+    lease, sessions = job_of_two(worker, client)
+    worker.process.kill()
+    worker.process.wait()
+    deadline = time.monotonic() + SOON_S
+    while Path(f"/proc/{serving}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    for one in (*sessions, lease):
+        assert "is gone" in one.order("wait")
+    serves_a_job(start_worker("--address", worker.address), client)
+
+
+def test_a_serving_process_that_is_killed_is_replaced(start_worker: Start, client: Start) -> None:
+    worker = start_worker()
+    lease, sessions = job_of_two(worker, client)
+    killed = worker.serving_pid
+    os.kill(killed, signal.SIGKILL)
+    for one in (*sessions, lease):
+        assert "is gone" in one.order("wait")
+    worker.wait_until_replaced(killed)
+    serves_a_job(worker, client)
+    assert '"event": "the serving process is replaced", "code": -9' in worker.log
+
+
+def test_one_that_never_comes_up_is_given_up(start_worker: Start) -> None:
+    worker = start_worker()
+    for _ in range(3):
+        worker.status()
+        os.kill(worker.serving_pid, signal.SIGKILL)
+        time.sleep(0.3)
+    assert worker.process.wait(SOON_S) == 1
+    assert "the serving process ended 3 times at once, the last time by -9" in worker.log
+
+
+def test_a_drained_worker_finishes_its_job_and_ends(start_worker: Start, client: Start) -> None:
+    worker = start_worker()
+    lease, sessions = job_of_two(worker, client)
+    drained = polyxla("worker", "drain", worker.address, "--json")
+    assert json.loads(drained.stdout)["draining"] is True
+    second = client("lease", worker.address, "30").read()
+    assert "the worker is draining: it takes no more jobs" in second["text"]
+    assert [session.order("double") for session in sessions] == [42.0, 42.0]
+    assert [session.order("leave") for session in sessions] == ["left", "left"]
+    lease.order("close")
+    assert worker.process.wait(SOON_S) == 0
+
+
+def test_a_drained_worker_ends_even_if_its_job_left_a_program_behind(
+    start_worker: Start, client: Start
+) -> None:
+    worker = start_worker()
+    _, sessions = job_of_two(worker, client)
+    assert sessions[0].order("stall") == "sent"
+    time.sleep(0.5)
+    polyxla("worker", "drain", worker.address)
+    sessions[1].kill()
+    assert "ordinal 1 died" in sessions[0].order("wait")
+    assert worker.process.wait(2 * SOON_S) == 0
+
+
+def test_an_idle_worker_is_drained_at_once(start_worker: Start) -> None:
+    worker = start_worker()
+    assert re.search(r"^draining +True$", polyxla("worker", "drain", worker.address).stdout, re.MULTILINE)
+    assert worker.process.wait(SOON_S) == 0
+
+
+def test_a_worker_ends_when_nobody_needs_it(start_worker: Start) -> None:
+    worker = start_worker("--exit-when-idle", "2")
+    with closing(Lease(worker.address, 1, snapshot())):
+        time.sleep(3)
+        assert worker.process.poll() is None
+    assert worker.process.wait(SOON_S) == 0
+    assert "no job for 2 s: ending" in worker.log
+
+
+def test_prometheus_is_told(start_worker: Start) -> None:
+    where = f"127.0.0.1:{free_port()}"
+    worker = start_worker("--metrics-address", where)
+
+    def metrics() -> dict[str, float]:
+        with urllib.request.urlopen(f"http://{where}/metrics", timeout=SOON_S) as answer:
+            lines = answer.read().decode().splitlines()
+        return {name: float(value) for name, value in (line.split() for line in lines if line[0] != "#")}
+
+    assert metrics()["polyxla_worker_cores"] == 2
+    assert metrics()["polyxla_worker_jobs_total"] == 0
+    with closing(Lease(worker.address, 1, snapshot())):
+        told = metrics()
+        assert (told["polyxla_worker_cores_held"], told["polyxla_worker_jobs_total"]) == (1, 1)
+    worker.wait_until_free()
+    assert metrics()["polyxla_worker_cores_held"] == 0
+    # The process that replaces it has the port as well.
+    os.kill(worker.serving_pid, signal.SIGKILL)
+    worker.wait_until(lambda status: status["up_s"] < SOON_S)
+    assert metrics()["polyxla_worker_jobs_total"] == 0
+
+
+@pytest.mark.parametrize("option", ["--address", "--metrics-address"])
+def test_a_port_that_is_taken_is_a_clear_error(worker: Any, option: str) -> None:
+    options = {"--address": "127.0.0.1:0", option: worker.address}
+    done = polyxla("worker", *[word for pair in options.items() for word in pair])
+    assert done.returncode == 2
+    for text in (f"nothing can be served at {worker.address}: Address already in use", option, "ss -ltnp"):
+        assert text in " ".join(done.stderr.split())
+    assert worker.status()["cores"] == 2
+
+
+def test_an_address_of_another_host_is_a_clear_error() -> None:
+    done = polyxla("worker", "--address", "192.0.2.1:8470", "--insecure")
+    assert done.returncode == 2
+    assert "nothing can be served at 192.0.2.1:8470: Cannot assign requested address" in done.stderr
+
+
+def test_a_jobs_memory_has_a_limit(start_worker: Start) -> None:
+    worker = start_worker("--memory-per-job", "0.5")
+    with (
+        closing(Lease(worker.address, 1, snapshot())) as lease,
+        grpc.insecure_channel(worker.address) as channel,
+    ):
+        big = pb.ArrayType(dtype="uint8", dims=[(1 << 29) + 1])
+        commands = [
+            pb.Command(attach=pb.Attach(protocol=PROTOCOL, job=lease.job, cores=[0])),
+            pb.Command(upload=pb.Upload(array=1, type=big)),
+            pb.Command(goodbye=pb.Goodbye()),
+        ]
+        commands[2:2] = [pb.Command(upload=pb.Upload(array=1, data=bytes(1 << 20))) for _ in range(512)]
+        commands[-1:-1] = [
+            pb.Command(upload=pb.Upload(array=1, data=b"x", ends=True)),
+            pb.Command(download=pb.Download(request=1, array=1)),
+        ]
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        messages = (pb.Commands(commands=[command]) for command in commands)
+        answers = [one for some in stub.Session(messages, timeout=60) for one in some.answers]
+        failure = answers[-1].part.failure
+        assert failure.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+        who = f"the job of {getpass.getuser()}@{socket.gethostname()} (pid {os.getpid()}, "
+        assert failure.message.startswith(who)
+        assert "may hold 512 MiB of this worker's memory, holds 0 MiB, and asks for 512.0" in failure.message
+    assert worker.resident_bytes < 900 << 20
+
+
+def test_a_client_of_another_version_refuses_the_worker(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polyxla_xrt.client.channel.PROTOCOL", PROTOCOL + 1)
+    with pytest.raises(
+        WorkerRefusedError, match=f"speaks protocol {PROTOCOL} .*, this client {PROTOCOL + 1}"
+    ):
+        Lease(worker.address, 1, snapshot())

@@ -1,0 +1,326 @@
+"""Who is let in by a worker, who is not, and what is said where there is no worker at all."""
+
+from __future__ import annotations
+
+import hmac
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+
+from polyxla.env import snapshot
+from polyxla_xrt.client.channel import ask
+from polyxla_xrt.client.lease import Lease
+from polyxla_xrt.env import (
+    POLYXLA_XRT_TLS_CA,
+    POLYXLA_XRT_TLS_CERT,
+    POLYXLA_XRT_TLS_KEY,
+    POLYXLA_XRT_TOKEN_FILE,
+)
+from polyxla_xrt.errors import WorkerConnectError, WorkerError, WorkerRefusedError
+from polyxla_xrt.proto import worker_pb2 as pb
+from polyxla_xrt.proto import worker_pb2_grpc
+from polyxla_xrt.server.app import MeshServer
+from polyxla_xrt.server.security import TokenInterceptor
+from polyxla_xrt.worker_protocol import PROTOCOL
+
+BOUND_S = 5.0
+"""Within this an error must come."""
+TOKEN = "0123456789abcdef-right"
+
+
+class Keys:
+    """Files of two authorities: that of the worker and its clients, and a stranger's."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        for authority in ("ours", "theirs"):
+            self._openssl(
+                "req", "-x509", "-keyout", f"{authority}.key", "-out", f"{authority}.pem", cn=authority
+            )
+        for name, authority in (("worker", "ours"), ("client", "ours"), ("stranger", "theirs")):
+            self._signed(name, authority)
+
+    def _openssl(self, *arguments: str, cn: str) -> None:
+        new = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", f"/CN={cn}"]
+        command = ["openssl", *arguments, *new]
+        subprocess.run(command, cwd=self._folder, check=True, capture_output=True, timeout=30)
+
+    def _signed(self, name: str, authority: str) -> None:
+        host = ["-addext", "subjectAltName=IP:127.0.0.1", "-addext", "basicConstraints=critical,CA:FALSE"]
+        by = ["-CA", f"{authority}.pem", "-CAkey", f"{authority}.key"]
+        out = ["-keyout", f"{name}.key", "-out", f"{name}.pem"]
+        self._openssl("req", "-x509", *by, *out, *host, cn=name)
+
+    def __getitem__(self, name: str) -> str:
+        return str(self._folder / name)
+
+    def environ(self, ca: str = "ours.pem", client: str | None = "client") -> dict[str, str]:
+        pair = {POLYXLA_XRT_TLS_CERT: self[f"{client}.pem"], POLYXLA_XRT_TLS_KEY: self[f"{client}.key"]}
+        return {**snapshot(), POLYXLA_XRT_TLS_CA: self[ca], **(pair if client else {})}
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
+    return Keys(tmp_path_factory.mktemp("keys"))
+
+
+def with_token(folder: Path, token: str) -> dict[str, str]:
+    file = folder / "token"
+    file.write_text(f"{token}\n")
+    return {**snapshot(), POLYXLA_XRT_TOKEN_FILE: str(file)}
+
+
+@pytest.fixture(scope="module")
+def guarded(share_worker: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A worker that wants a token, for anybody on the network."""
+    folder = tmp_path_factory.mktemp("token")
+    file = with_token(folder, TOKEN)[POLYXLA_XRT_TOKEN_FILE]
+    return share_worker("--address", "0.0.0.0:0", "--token-file", file)
+
+
+@pytest.fixture(scope="module")
+def encrypted(share_worker: Callable[..., Any], keys: Keys) -> Any:
+    """A worker that wants certificates."""
+    pair = ["--tls-cert", keys["worker.pem"], "--tls-key", keys["worker.key"]]
+    return share_worker(*pair, "--tls-client-ca", keys["ours.pem"])
+
+
+def refusal(address: str, environ: Mapping[str, str]) -> WorkerError:
+    """Ask for the status and for the cores in vain, and return the error."""
+    for act in (lambda: Lease(address, 1, environ), lambda: ask(address, "Status", environ)):
+        begin = time.monotonic()
+        with pytest.raises(WorkerError) as caught:
+            act()
+        assert time.monotonic() - begin < BOUND_S
+        assert address in str(caught.value)
+    return caught.value
+
+
+def served(worker: Any, environ: Mapping[str, str]) -> int:
+    status = worker.status(environ)
+    assert status["job"] is None
+    return int(status["jobs_served"])
+
+
+def lets_in(worker: Any, environ: Mapping[str, str]) -> None:
+    with closing(Lease(worker.address, 1, environ)) as lease:
+        assert len(lease.job) == 32
+    deadline = time.monotonic() + 20
+    while worker.status(environ)["job"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("token", "says"),
+    [
+        (None, "this worker wants a token, and the call has none"),
+        (TOKEN[:-1], "the token is wrong"),
+        (TOKEN + "x", "the token is wrong"),
+        (TOKEN.upper(), "the token is wrong"),
+    ],
+)
+def test_without_the_token_nothing_is_done(
+    guarded: Any, tmp_path: Path, token: str | None, says: str
+) -> None:
+    right = with_token(tmp_path, TOKEN)
+    before = served(guarded, right)
+    (tmp_path / "given").mkdir()
+    error = refusal(guarded.address, with_token(tmp_path / "given", token) if token else snapshot())
+    assert isinstance(error, WorkerRefusedError)
+    assert says in str(error)
+    assert f"Set {POLYXLA_XRT_TOKEN_FILE} to a file with the same token" in str(error)
+    assert served(guarded, right) == before
+    assert TOKEN not in guarded.log
+
+
+def test_with_the_token_a_job_is_served(guarded: Any, tmp_path: Path) -> None:
+    lets_in(guarded, with_token(tmp_path, TOKEN))
+
+
+@pytest.mark.parametrize("header", ["", TOKEN, f"bearer {TOKEN}", f"Bearer  {TOKEN}", f"Basic {TOKEN}"])
+def test_every_call_wants_the_token_as_it_is(guarded: Any, tmp_path: Path, header: str) -> None:
+    metadata = (("authorization", header),)
+    attach = pb.Commands(commands=[pb.Command(attach=pb.Attach(protocol=PROTOCOL))])
+    with grpc.insecure_channel(guarded.address) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        calls: list[Callable[[], Any]] = [
+            lambda: stub.Status(pb.StatusRequest(), timeout=BOUND_S, metadata=metadata),
+            lambda: stub.Drain(pb.DrainRequest(), timeout=BOUND_S, metadata=metadata),
+            lambda: next(stub.Lease(pb.LeaseRequest(cores=1), timeout=BOUND_S, metadata=metadata)),
+            lambda: next(stub.Session(iter([attach]), timeout=BOUND_S, metadata=metadata)),
+        ]
+        for call in calls:
+            with pytest.raises(grpc.RpcError) as caught:
+                call()
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert guarded.status(with_token(tmp_path, TOKEN))["draining"] is False
+
+
+def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[Any, Any]] = []
+
+    def compare(one: Any, other: Any) -> bool:
+        compared.append((one, other))
+        return hmac_compare(one, other)
+
+    hmac_compare = hmac.compare_digest
+    monkeypatch.setattr("polyxla_xrt.server.security.hmac", SimpleNamespace(compare_digest=compare))
+    handler = grpc.unary_unary_rpc_method_handler(lambda *_: None)
+    interceptor = TokenInterceptor(TOKEN)
+    for given in (f"Bearer {TOKEN}", "Bearer x", "é", ""):
+        details = SimpleNamespace(invocation_metadata=[("authorization", given)])
+        found = interceptor.intercept_service(lambda _: handler, details)
+        assert (found is handler) == (given == f"Bearer {TOKEN}")
+    wanted = f"Bearer {TOKEN}".encode()
+    assert compared == [(given.encode(), wanted) for given in (f"Bearer {TOKEN}", "Bearer x", "é", "")]
+
+
+def test_with_the_right_certificates_a_job_is_served(encrypted: Any, keys: Keys) -> None:
+    lets_in(encrypted, keys.environ())
+
+
+@pytest.mark.parametrize(
+    ("ca", "client"), [("theirs.pem", "client"), ("ours.pem", None), ("ours.pem", "stranger"), (None, None)]
+)
+def test_with_wrong_certificates_nothing_is_done(
+    encrypted: Any, keys: Keys, ca: str | None, client: str | None
+) -> None:
+    before = served(encrypted, keys.environ())
+    error = refusal(encrypted.address, keys.environ(ca, client) if ca else snapshot())
+    assert isinstance(error, WorkerConnectError)
+    if ca is None:
+        assert f"A worker with a certificate needs {POLYXLA_XRT_TLS_CA}" in str(error)
+    assert served(encrypted, keys.environ()) == before
+
+
+def test_a_certificate_where_the_worker_has_none(worker: Any, keys: Keys) -> None:
+    assert isinstance(refusal(worker.address, keys.environ()), WorkerConnectError)
+    assert served(worker, snapshot()) == 0
+
+
+OPEN = "anybody who reaches 0.0.0.0 could use this worker"
+ANY = ["--address", "0.0.0.0:0"]
+PAIR = ["--tls-cert", "{keys}/worker.pem", "--tls-key", "{keys}/worker.key"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (ANY, OPEN),
+        (["--address", "[::]:0"], "anybody who reaches :: could use this worker"),
+        ([*ANY, "--token-file", "{folder}/missing"], "cannot be read: No such file"),
+        (
+            [*ANY, "--token-file", "{folder}/short"],
+            "does not hold a token of at least 16 printable characters",
+        ),
+        ([*ANY, "--token-file", "{folder}/script"], "does not hold a token of at least 16 printable"),
+        (["--tls-cert", "{keys}/worker.pem"], "a certificate needs its key"),
+        (
+            ["--tls-client-ca", "{keys}/ours.pem"],
+            "clients can show certificates only where the worker has one",
+        ),
+        (["--tls-cert", "{keys}/worker.pem", "--tls-key", "{keys}/no"], "cannot be read: No such file"),
+        (["--tls-cert", "{keys}/worker.pem", "--tls-key", "{keys}/client.key"], "no certificates that fit"),
+        (["--tls-cert", "{folder}/short", "--tls-key", "{keys}/client.key"], "no certificates that fit"),
+        (
+            [*PAIR, "--tls-client-ca", "{folder}/short"],
+            "no certificates that fit",
+        ),
+    ],
+)
+def test_an_unsafe_worker_does_not_start(tmp_path: Path, keys: Keys, options: list[str], says: str) -> None:
+    (tmp_path / "short").write_text("0123456789abcde\n")
+    (tmp_path / "script").write_text("ünsäfe" * 10)
+    filled = [one.format(folder=tmp_path, keys=Path(keys["x"]).parent) for one in options]
+    command = [sys.executable, "-m", "polyxla", "worker", "--devices", "1", *filled]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert says in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+
+
+def test_whoever_asks_for_an_open_worker_gets_one(start_worker: Callable[..., Any]) -> None:
+    lets_in(start_worker(*ANY, "--insecure"), snapshot())
+
+
+@contextmanager
+def listening(answer: Callable[[socket.socket], object]) -> Iterator[str]:
+    """Listen, and do something with each connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            kept = []
+            while True:
+                try:
+                    kept.append(server.accept()[0])
+                    answer(kept[-1])
+                except OSError:
+                    return
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def unreachable(address: str, says: str, environ: Mapping[str, str] | None = None) -> None:
+    error = refusal(address, {**snapshot(), **(environ or {})})
+    assert isinstance(error, WorkerConnectError)
+    assert f"there is no worker at {address}: " in str(error)
+    assert says in str(error)
+    assert "See whether `polyxla worker` is running there" in str(error)
+
+
+def test_nobody_listens() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        unreachable(f"127.0.0.1:{probe.getsockname()[1]}", "Connection refused")
+
+
+def test_a_host_that_does_not_exist() -> None:
+    unreachable("nowhere.invalid:8470", "its host does not resolve")
+
+
+def test_one_that_accepts_and_never_answers() -> None:
+    with listening(lambda _: None) as address:
+        unreachable(address, "something accepts connections there and never answers")
+
+
+def test_one_that_hangs_up() -> None:
+    with listening(lambda peer: peer.close()) as address:
+        unreachable(address, "something there closes connections")
+
+
+def test_one_that_speaks_something_else() -> None:
+    with listening(lambda peer: peer.sendall(b"220 mail.example ESMTP ready\r\n")) as address:
+        unreachable(address, "what answers there does not speak gRPC")
+
+
+def test_an_http_server_and_a_proxy_that_is_set() -> None:
+    server = HTTPServer(("127.0.0.1", 0), Quiet)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"127.0.0.1:{server.server_port}"
+    proxy = {"http_proxy": "http://127.0.0.1:9"}
+    unreachable(address, "an HTTP server answers there, or a proxy. See", None)
+    unreachable(address, "http_proxy is set", proxy)
+    server.shutdown()
+    server.server_close()
+
+
+class Quiet(BaseHTTPRequestHandler):
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_a_grpc_server_that_is_no_worker(server: MeshServer) -> None:
+    unreachable(server.address, "a gRPC server answers there, but it is not a worker")
