@@ -49,6 +49,8 @@ def serve(prepared: Callable[[], _PlanT | None], run: Callable[[_PlanT, Launched
     def run_multiprocess(
         function: Callable[..., Any], *args: Any, start_method: str = "spawn", **kwargs: Any
     ) -> dict[int, Any]:
+        # Whatever the plan: in a replica's process there is none.
+        refuse_while_importing(_LAUNCH)
         plan = prepared()
         if plan is None:
             return others(function, *args, start_method=start_method, **kwargs)
@@ -63,9 +65,8 @@ def _launched(
     """Take a launch over: ``fork`` forks this process, all else imports anew, in forks of a prepared process.
 
     Raises:
-        UsageError: this process has touched a device already, or imports a script to be a replica.
+        UsageError: this process has touched a device already.
     """
-    refuse_while_importing(_LAUNCH)
     first_touch.refuse(_LAUNCH)
     if start_method == "fork":
         return Launched(Call((function, args, kwargs)), function, args, "fork")
