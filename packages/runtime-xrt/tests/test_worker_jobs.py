@@ -1,0 +1,55 @@
+"""One job after the other: none leaves anything behind in the process that serves them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import pytest
+from jaxlib import xla_client
+from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
+
+from polyxla.env import snapshot
+from polyxla_bridge.engine import ArrayType
+from polyxla_xrt.client.engine import RemoteEngine
+from polyxla_xrt.client.lease import Lease
+from polyxla_xrt.client.place import Place
+
+TIMEOUT_S = 60.0
+OPTIONS = xla_client.CompileOptions().SerializeAsString()
+PROGRAM: bytes = hlo_module_from_text("""HloModule meet, replica_count=2
+add { a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }
+ENTRY main { x = f32[] parameter(0) ROOT r = f32[] all-reduce(x), replica_groups={}, to_apply=add }
+""").as_serialized_hlo_module_proto()
+WARM, JOBS = 10, 40
+GROWTH = 1.03
+"""Largest growth of the worker's memory once it is warm."""
+
+
+def compute(address: str, job: str, core: int) -> float:
+    engine = RemoteEngine(Place(address, job, (core,), "TPU", core, 2, core, 2), snapshot())
+    device = engine.devices[core]
+    argument = engine.from_host(device, ArrayType("float32", ()), memoryview(struct.pack("<f", core + 1)))
+    large = engine.from_host(device, ArrayType("uint8", (1 << 20,)), memoryview(bytes(1 << 20)))
+    (result,) = engine.execute(engine.compile(PROGRAM, OPTIONS), device, [argument])
+    (value,) = struct.unpack("<f", engine.to_host(result).result(TIMEOUT_S))
+    assert not large.is_deleted
+    engine.close()
+    return float(value)
+
+
+@pytest.mark.timeout(600)
+def test_many_jobs_leave_the_workers_memory_as_it_is(start_worker: Callable[..., Any]) -> None:
+    worker = start_worker()
+    resident = []
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(JOBS):
+            with closing(Lease(worker.address, 2, snapshot(), wait_s=TIMEOUT_S)) as lease:
+                sums = [pool.submit(compute, worker.address, lease.job, core) for core in range(2)]
+                assert [one.result(TIMEOUT_S) for one in sums] == [3.0, 3.0]
+            worker.wait_until_free()
+            resident.append(worker.resident_bytes)
+    assert resident[-1] < GROWTH * resident[WARM], [one >> 20 for one in resident]
