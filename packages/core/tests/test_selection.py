@@ -205,10 +205,14 @@ def test_a_weak_claim_is_no_conflict() -> None:
     assert choose([_candidate("a", Claim.EXPLICIT), _candidate("b", Claim.ATTACHED)], {}).warnings == ()
 
 
-def test_notes_of_the_winner_are_warnings() -> None:
+def test_notes_of_the_winner_and_of_who_is_not_asked_for_are_warnings() -> None:
     noted = _candidate("a", Claim.EXPLICIT, notes=("TPU_CORES has no effect.",))
-    assert choose([noted, _candidate("b", Claim.NONE, notes=("not mine",))], {}).warnings == (
+    silent = _candidate("b", Claim.NONE, notes=("XRT_TPU_CONFG is not a variable of XRT.",))
+    # What a runtime says that could have won is its own business.
+    rival = _candidate("c", Claim.FALLBACK, notes=("not mine",))
+    assert choose([noted, silent, rival], {}).warnings == (
         "TPU_CORES has no effect.",
+        "XRT_TPU_CONFG is not a variable of XRT.",
     )
 
 

@@ -199,5 +199,7 @@ def _warnings(
         for name, reason in rivals.items()
     ]
     broken = [f"left out: {other.error}" for other in others if other.error]
-    notes = winner.discovery.notes if winner.discovery else ()
+    # A runtime that nothing asks for may know why: a misspelt variable is set for nothing.
+    silent = [one for one in others if one.claim is Claim.NONE]
+    notes = [note for one in (winner, *silent) if one.discovery for note in one.discovery.notes]
     return (*conflicts, *broken, *notes)
