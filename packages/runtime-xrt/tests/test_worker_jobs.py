@@ -6,6 +6,7 @@ import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from statistics import median
 from typing import Any
 
 import pytest
@@ -24,9 +25,9 @@ PROGRAM: bytes = hlo_module_from_text("""HloModule meet, replica_count=2
 add { a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }
 ENTRY main { x = f32[] parameter(0) ROOT r = f32[] all-reduce(x), replica_groups={}, to_apply=add }
 """).as_serialized_hlo_module_proto()
-WARM, JOBS = 10, 40
+WARM, JOBS, WINDOW = 20, 60, 10
 GROWTH = 1.03
-"""Largest growth of the worker's memory once it is warm."""
+"""Largest growth of the worker's memory once it is warm; a single job's figure varies by as much."""
 
 
 def compute(address: str, job: str, core: int) -> float:
@@ -52,4 +53,5 @@ def test_many_jobs_leave_the_workers_memory_as_it_is(start_worker: Callable[...,
                 assert [one.result(TIMEOUT_S) for one in sums] == [3.0, 3.0]
             worker.wait_until_free()
             resident.append(worker.resident_bytes)
-    assert resident[-1] < GROWTH * resident[WARM], [one >> 20 for one in resident]
+    warm, last = median(resident[WARM : WARM + WINDOW]), median(resident[-WINDOW:])
+    assert last < GROWTH * warm, [one >> 20 for one in resident]

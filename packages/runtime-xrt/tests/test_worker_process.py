@@ -187,6 +187,7 @@ def test_another_key_is_the_key_of_no_job(worker: Any, key: str) -> None:
 def test_a_stale_key_is_the_key_of_no_job(worker: Any) -> None:
     with closing(Lease(worker.address, 2, snapshot())) as lease:
         old = lease.job
+    worker.wait_until_free()
     assert_not_found(worker.address, old)
     with closing(Lease(worker.address, 2, snapshot(), wait_s=SOON_S)):
         assert_not_found(worker.address, old)

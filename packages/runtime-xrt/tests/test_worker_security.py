@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -258,20 +258,20 @@ def test_whoever_asks_for_an_open_worker_gets_one(start_worker: Callable[..., An
 @contextmanager
 def listening(answer: Callable[[socket.socket], object]) -> Iterator[str]:
     """Listen, and do something with each connection."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as peers:
 
         def serve() -> None:
-            kept = []
-            while True:
-                try:
-                    kept.append(server.accept()[0])
-                    answer(kept[-1])
-                except OSError:
-                    return
+            with suppress(OSError):
+                while True:
+                    peer = peers.enter_context(server.accept()[0])
+                    with suppress(ConnectionError):
+                        answer(peer)
 
-        threading.Thread(target=serve, daemon=True).start()
+        thread = threading.Thread(target=serve)
+        thread.start()
         yield f"127.0.0.1:{server.getsockname()[1]}"
         server.shutdown(socket.SHUT_RDWR)
+        thread.join(BOUND_S)
 
 
 def unreachable(address: str, says: str, environ: Mapping[str, str] | None = None) -> None:
@@ -312,7 +312,7 @@ def test_an_http_server_and_a_proxy_that_is_set() -> None:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"127.0.0.1:{server.server_port}"
     proxy = {"http_proxy": "http://127.0.0.1:9"}
-    unreachable(address, "an HTTP server answers there, or a proxy. See", None)
+    unreachable(address, "an HTTP server answers there, or a proxy", None)
     unreachable(address, "http_proxy is set", proxy)
     server.shutdown()
     server.server_close()

@@ -8,6 +8,7 @@ sees one that stays. This process imports what serving needs, once, and starts n
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
 import select
@@ -49,6 +50,9 @@ def supervise(serving: Serving, environ: Mapping[str, str], ready: Callable[[str
     from polyxla_bridge import jax_engine
 
     del jax_engine
+    # What is there already stays: it need not be looked at after every job, nor copied for that.
+    gc.collect()
+    gc.freeze()
     if serving.metrics_address:
         host, _, port = serving.metrics_address.rpartition(":")
         _try(host.strip("[]"), int(port), f"--metrics-address {serving.metrics_address}")

@@ -89,12 +89,12 @@ class WorkerServicer:
         """Hold the cores for a job until its launcher ends the call."""
         self._check_lease(request, context)
         job = None
-        if request.wait_s:
-            try:
-                job = self._acquire(request, 0.0, context)
-            except HeldError as error:
-                yield pb.LeaseReply(held=error.held)
         try:
+            if request.wait_s:
+                try:
+                    job = self._acquire(request, 0.0, context)
+                except HeldError as error:
+                    yield pb.LeaseReply(held=error.held)
             job = job or self._acquire(request, request.wait_s, context)
         except HeldError as error:
             since = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(error.held.since))
@@ -158,6 +158,7 @@ class WorkerServicer:
     def _retire(self, job: Job) -> None:
         seconds = round(time.time() - job.since, 3)
         is_free = job.close()
+        engines.return_memory()
         _log.info("lease returned", extra={"event": {"why": job.why.message, "seconds": seconds}})
         if not is_free and not self.leases.is_draining:
             _log.warning("a program of that job cannot be stopped: this process is replaced")
@@ -273,7 +274,8 @@ def _problem_of_pod(request: pb.LeaseRequest) -> str | None:
     try:
         # Before the cores are waited for: who has them must not wait for a name's address.
         engines.coordinator(request)
-    except (OSError, ValueError) as error:
+    # TypeError: of a host with a null character.
+    except (OSError, TypeError, ValueError) as error:
         return f"the job cannot meet at {name!r}, which must be this worker's own address: {error}"
     return None
 
