@@ -40,13 +40,25 @@ def _is_about_it(item: pytest.Item) -> bool:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _device_first() -> None:
+def _device_first(pytestconfig: pytest.Config) -> None:
     """Touch the device before any test computes gradients: torch's autograd engine counts devices once."""
+    is_node = pytestconfig.getoption("--polyxla-runtime") == "xrt"
     # What torch_xla sets in the environment when it is imported is not the tests'.
-    with lent({**os.environ, "PJRT_DEVICE": "CPU"}):
+    with lent({**os.environ, **(_node_of_this_process() if is_node else {"PJRT_DEVICE": "CPU"})}):
         import torch_xla
 
         torch_xla.device()
+
+
+def _node_of_this_process() -> dict[str, str]:
+    """Describe a node that this process keeps until it ends: replicas that run inline are on it."""
+    from polyxla_xrt.contract import read
+    from polyxla_xrt.plan import asked_plan, free_port
+
+    environ = {"XRT_TPU_CONFIG": f"localservice;0;localhost:{free_port()}", "TPU_NUM_DEVICES": "1"}
+    configuration = read(environ)
+    assert configuration is not None
+    return environ | asked_plan(configuration, environ).whole()
 
 
 @pytest.fixture(scope="session")
@@ -67,11 +79,11 @@ def _worker(cores: int) -> Iterator[str]:
     assert worker.stdout is not None
     try:
         lines = iter(worker.stdout.readline, "")
-        document = "".join(line for line in _until("}", lines))
-        yield json.loads(document)["address"]
+        yield json.loads("".join(_until("}", lines)))["address"]
     finally:
         worker.terminate()
         worker.wait(30)
+        worker.stdout.close()
 
 
 def _until(end: str, lines: Iterator[str]) -> Iterator[str]:

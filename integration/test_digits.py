@@ -61,8 +61,6 @@ def test_digits_with_no_variable_set_says_what_it_chose() -> None:
 
 @pytest.mark.parametrize("start_method", ["inline", "spawn"])
 def test_digits_trains_the_callers_module(runtime: RuntimeUnderTest, start_method: Any) -> None:
-    if start_method == "inline" and runtime.name == "xrt":
-        pytest.skip("torch_xla of the tests' own process is on the CPU already")
     torch.manual_seed(0)
     train, test = datasets()
     loader = DataLoader(train, 32, shuffle=True, drop_last=True)

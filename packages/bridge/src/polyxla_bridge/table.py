@@ -35,6 +35,8 @@ class Table:
                 self._of_python[name] = abi.CALLBACKS[name](_guarded(bridge, name))
                 where = ctypes.cast(self._of_python[name], ctypes.c_void_p).value
             setattr(self.api, name, where)
+        # For ever: C++ looks into the table when Python has let go of everything.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def silence(self) -> None:
         """Put a C function that does nothing in place of each of Python's.

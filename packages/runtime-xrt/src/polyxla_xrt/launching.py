@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from polyxla import Job, UsageError
+from polyxla.env import POLYXLA_DEVICES
 from polyxla.processes import ProcessMethod, run_inline, run_processes
 from polyxla_xrt import env
 from polyxla_xrt.coordinator import Coordinator
@@ -61,23 +63,31 @@ def run_job(job: Job, plan: Plan) -> list[Any]:
     Raises:
         UsageError: several are asked to run in this process.
     """
-    if job.start_method == "inline":
-        return _run_here(job, plan)
-    method = job.process_method or "forkserver"
-    if method == "fork":
-        refuse_touched("launch")
-    return run_plan(ReplicaOfProcess(job.run, plan, job.function, job.args, job.environ), method)
-
-
-def _run_here(job: Job, plan: Plan) -> list[Any]:
-    if len(plan.devices) > 1:
+    if job.start_method == "inline" and len(plan.devices) > 1:
         raise UsageError(
             f"{len(plan.devices)} replicas cannot run inline: on a TPU node each is a process",
             where="start_method='inline'",
             fix="Leave start_method out.",
         )
-    refuse_touched("launch")
-    return run_inline(job, Seat(plan, 0))
+    if job.process_method is None and len(plan.devices) == 1:
+        return _run_here(job, plan)
+    method = job.process_method or "forkserver"
+    if method == "fork" or _has_cores(plan):
+        refuse_touched("launch")
+    return run_plan(ReplicaOfProcess(job.run, plan, job.function, job.args, job.environ), method)
+
+
+def _run_here(job: Job, plan: Plan) -> list[Any]:
+    """Run the one replica in this process, which then has the worker's core until it ends."""
+    # Where torch_xla comes to its device, it is to ask for this one and no other.
+    environ = {**job.environ, POLYXLA_DEVICES: json.dumps(list(plan.devices))}
+    return run_inline(replace(job, environ=environ), Seat(plan, 0))
+
+
+def _has_cores(plan: Plan) -> bool:
+    """Return whether this process itself has the cores of the worker that the plan wants."""
+    module = sys.modules.get("polyxla_xrt.torch_plugin")
+    return module is not None and module.held_address() == plan.address
 
 
 def run_plan(work: ReplicaOfProcess, method: ProcessMethod) -> list[Any]:

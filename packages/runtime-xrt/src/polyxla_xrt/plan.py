@@ -45,6 +45,11 @@ class Plan:
         return self.configuration.workers[self.configuration.host_index]
 
     @property
+    def address(self) -> str | None:
+        """Where this host's worker is; None where the list of workers is not known."""
+        return self.worker.address if self.configuration.workers else None
+
+    @property
     def cores(self) -> tuple[int, ...]:
         """The cores that this host's processes drive, by their number on the worker."""
         each = self.configuration.devices_per_worker

@@ -35,6 +35,8 @@ class NodeReplication(CollectiveReplication):
     def __init__(self, seat: Seat) -> None:
         super().__init__(seat.plan.configuration.kind, 0)
         self.world = seat.plan.world(seat.process)
+        if self.world.world_size == 1:
+            xm.rendezvous = _alone
 
     def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int] = ()) -> list[bytes]:
         """Meet the others at the mesh service; the work that was handed to the device goes on meanwhile."""
@@ -62,7 +64,6 @@ def _meeting(world: World) -> Iterator[None]:
     environ = snapshot()
     address = environ.get(env.XRT_MESH_SERVICE_ADDRESS)
     if world.world_size == 1 or not address:
-        xm.rendezvous = _alone
         yield
         return
     limit_s = stall_timeout_s(environ)

@@ -51,6 +51,7 @@ class Node(EnginePlugin):
             _here.engine = RemoteEngine(place, environ, _lose)
         else:
             place, lease = own_place(_plan(environ), environ)
+            _here.held_address = place.address
             _here.engine = RemoteEngine(place, environ, _lose, lease.close)
         return _here.engine
 
@@ -71,11 +72,17 @@ class _Here:
     """What this process knows of itself."""
 
     engine: Engine | None = None
+    held_address: str | None = None
     waits_at: str | None = None
     since: float = field(default_factory=time.monotonic)
 
 
 _here = _Here()
+
+
+def held_address() -> str | None:
+    """Return the worker whose cores this process itself has; None if it has none, or a launcher has them."""
+    return _here.held_address
 
 
 def enter(what: str) -> None:

@@ -56,6 +56,9 @@ class XlaReplication(Replication):
     def sync(self, wait: bool = False) -> None:
         """Cut the graph here and hand it to the device."""
         torch_xla.sync(wait=wait)
+        if wait:
+            # torch_xla has only waited until the device had it.
+            self._wait()
 
     def seed(self, seed: int) -> None:
         """Seed the device's generator; torch.manual_seed does not reach it."""
@@ -68,6 +71,9 @@ class XlaReplication(Replication):
 
     def close(self) -> None:
         """Wait until the device has finished what it was given."""
+        self._wait()
+
+    def _wait(self) -> None:
         # For this device alone: waiting takes a device's lock, and another replica may be using its own.
         xm.wait_device_ops(xm.xla_real_devices([self.device]))
 
