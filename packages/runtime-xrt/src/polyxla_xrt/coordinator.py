@@ -23,6 +23,7 @@ from polyxla_bridge.env import POLYXLA_STALL_TIMEOUT_S, Share
 from polyxla_xrt import env
 from polyxla_xrt.client.holder import Holder
 from polyxla_xrt.errors import WorkerLostError
+from polyxla_xrt.mesh_protocol import LONGEST_TIMEOUT_S
 from polyxla_xrt.plan import LOCALHOST, Plan
 from polyxla_xrt.variables import Variable, find
 from polyxla_xrt.workers import Worker, read_workers, write_workers
@@ -133,8 +134,10 @@ def wait_s(environ: Mapping[str, str]) -> float:
         seconds = float(asked.text)
     except ValueError:
         seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise asked.error("it is not a number of seconds from 0", f"Write {POLYXLA_WAIT_S}=600.")
+    if not 0 <= seconds <= LONGEST_TIMEOUT_S:
+        raise asked.error(
+            f"it is not a number of seconds from 0 to {LONGEST_TIMEOUT_S:.0f}", f"Write {POLYXLA_WAIT_S}=600."
+        )
     return seconds
 
 

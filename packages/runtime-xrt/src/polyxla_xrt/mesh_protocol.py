@@ -12,7 +12,7 @@ TIMEOUT_S = 1800.0
 """Longest wait for the others, where the caller names none: one of them may write a large checkpoint. A
 death is noticed at once, so this is for those that hang."""
 LONGEST_TIMEOUT_S = 7 * 24 * 3600.0
-"""Longest wait that may be asked for."""
+"""Longest wait that may be asked for: for others, or for another job's cores."""
 
 CHUNK_BYTES = 1 << 20
 """Largest piece of a payload in one message."""

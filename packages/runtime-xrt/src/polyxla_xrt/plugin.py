@@ -9,6 +9,7 @@ from typing import Any
 from polyxla import Claim, Discovery, Job, Replication, Setting, UsageError, hookimpl
 from polyxla.starting import fork_server
 from polyxla_xrt import env
+from polyxla_xrt.client.probe import check_reachable
 from polyxla_xrt.contract import Configuration, read
 from polyxla_xrt.launching import PRELOAD, Seat, run_job
 from polyxla_xrt.plan import found_devices, plan_for
@@ -55,7 +56,12 @@ _EXAMPLE = (
 @hookimpl
 def polyxla_environment(environ: Mapping[str, str], devices: tuple[int, ...]) -> dict[str, str]:
     """Let torch_xla find the node, and nothing ask for a TPU that is attached here."""
-    return plan_for(_configuration(environ), devices).whole()
+    configuration = _configuration(environ)
+    plan = plan_for(configuration, devices)
+    if plan.address and not configuration.starts_service:
+        # Now, and not when torch_xla has been imported.
+        check_reachable(plan.address, environ)
+    return plan.whole()
 
 
 @hookimpl

@@ -11,8 +11,6 @@ PROTOCOL = 1
 """Version of the messages. Raised whenever an older peer would misread one."""
 CHUNK_BYTES = 1 << 20
 """Largest piece of an array in one command; what is smaller travels together."""
-LONGEST_WAIT_S = 7 * 24 * 3600.0
-"""Longest wait for a lease that may be asked for, in seconds."""
 PROGRAM_BYTES = (1 << 31) - 1
 """Largest program: what a protobuf message can hold."""
 SILENCE_S = 20

@@ -12,18 +12,13 @@ from google.protobuf.json_format import MessageToDict
 
 from polyxla import UsageError
 from polyxla_xrt import env
-from polyxla_xrt.client.probe import look, proxies
+from polyxla_xrt.client.probe import ANSWER_S, RETRY_S, look, unreachable
 from polyxla_xrt.errors import WorkerConnectError, WorkerError, WorkerRefusedError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.proto import worker_pb2_grpc
 from polyxla_xrt.server.security import read_token
 from polyxla_xrt.variables import find
 from polyxla_xrt.worker_protocol import OPTIONS, PROTOCOL
-
-ANSWER_S = 2.5
-"""Longest wait for a worker's first answer, in seconds; an error comes within 5 s."""
-RETRY_S = 0.1
-"""Pause before the next attempt where nobody listens: a worker's process may just be replaced."""
 
 _CHANNEL_OPTIONS = (
     *OPTIONS,
@@ -122,17 +117,9 @@ class WorkerChannel:
         )
 
     def _unreachable(self, found: str, details: str) -> WorkerConnectError:
-        tls = ""
-        if "handshak" in details.lower() or "ssl" in details.lower() or "certificate" in details.lower():
-            found = "the encrypted connection does not come about: " + details
-        elif find(self._environ, env.POLYXLA_XRT_TLS_CA) is None:
-            tls = f" A worker with a certificate needs {env.POLYXLA_XRT_TLS_CA}."
-        return WorkerConnectError(
-            f"there is no worker at {self.address}: {found}",
-            where=self.address,
-            fix="See whether `polyxla worker` is running there, whether its host and port are these, and "
-            f"whether a firewall keeps this host from it.{tls}{proxies(self._environ)}",
-        )
+        if any(word in details.lower() for word in ("handshak", "ssl", "certificate")):
+            found = f"the encrypted connection does not come about: {details}"
+        return unreachable(self.address, found, self._environ)
 
     def close(self) -> None:
         """Cut the connection and every call on it."""
@@ -166,8 +153,14 @@ def _credentials(environ: Mapping[str, str]) -> grpc.ChannelCredentials | None:
     ca = _file(environ, env.POLYXLA_XRT_TLS_CA)
     cert = _file(environ, env.POLYXLA_XRT_TLS_CERT)
     key = _file(environ, env.POLYXLA_XRT_TLS_KEY)
-    if ca is None:
+    if ca is None and cert is None and key is None:
         return None
+    if ca is None:
+        raise UsageError(
+            "a client shows its certificate only where it knows who vouches for the worker's",
+            where=f"{env.POLYXLA_XRT_TLS_CERT}, {env.POLYXLA_XRT_TLS_KEY}",
+            fix=f"Set {env.POLYXLA_XRT_TLS_CA}, too.",
+        )
     if (cert is None) != (key is None):
         raise UsageError(
             "a certificate needs its key, and a key its certificate",

@@ -74,6 +74,7 @@ class RemoteEngine(Engine):
 
     Attributes:
         waits: how many times this process has waited for an answer.
+        holdups: how many times it has waited because too many programs were ahead of those that are done.
 
     Raises:
         WorkerError: the worker does not let this process in.
@@ -89,7 +90,7 @@ class RemoteEngine(Engine):
         self.platform = place.kind
         self.process_index = place.process_index
         self.devices = place.devices()
-        self.waits = 0
+        self.waits = self.holdups = 0
         self._cores = {device.index: place.cores[n] for n, device in enumerate(self._local())}
         self._replicas = place.world_size
         self._on_lost = on_lost
@@ -248,7 +249,7 @@ class RemoteEngine(Engine):
             if argument.is_deleted:
                 raise PjrtError(Code.INVALID_ARGUMENT, f"argument {number} was given up: {argument.type}")
         if not self._room.acquire(blocking=False):
-            self.waits += 1
+            self.holdups += 1
             self._room.acquire()
         sequence = next(self._sequences)
         done: Future[None] = Future()

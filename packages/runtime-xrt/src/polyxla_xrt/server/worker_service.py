@@ -17,13 +17,14 @@ from polyxla_bridge import memory
 from polyxla_bridge.abi import Code
 from polyxla_bridge.engine import Engine
 from polyxla_bridge.errors import PjrtError, as_pjrt_error
+from polyxla_xrt.mesh_protocol import LONGEST_TIMEOUT_S
 from polyxla_xrt.outbox import Outbox
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.server import engines
 from polyxla_xrt.server.job import Job, Place
 from polyxla_xrt.server.leases import CrowdError, DrainingError, HeldError, Leases, held
 from polyxla_xrt.server.session import MisuseError
-from polyxla_xrt.worker_protocol import LONGEST_WAIT_S, PROTOCOL, SILENCE_S, spell_holder
+from polyxla_xrt.worker_protocol import PROTOCOL, SILENCE_S, spell_holder
 
 ATTACH_S = 60.0
 """Longest wait, in seconds, for a job's engine to start."""
@@ -128,7 +129,7 @@ class WorkerServicer:
         text = None
         if not 1 <= request.cores <= self._settings.cores:
             text = f"the job asks for {request.cores} cores, and this worker has {self._settings.cores}"
-        elif not 0 <= request.wait_s <= LONGEST_WAIT_S or not request.stall_timeout_s >= 0:
+        elif not 0 <= request.wait_s <= LONGEST_TIMEOUT_S or not request.stall_timeout_s >= 0:
             text = "a wait must be a number of seconds from 0"
         elif any(
             len(value) > NAME_CHARS for _, value in request.holder.ListFields() if isinstance(value, str)
