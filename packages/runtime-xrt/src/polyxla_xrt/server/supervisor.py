@@ -22,7 +22,7 @@ from typing import Any
 
 from polyxla import UsageError
 from polyxla_xrt.addresses import join_address
-from polyxla_xrt.server import worker
+from polyxla_xrt.server import engines, worker
 from polyxla_xrt.server.worker import REPLACE, Serving
 
 STOP_S = 6.0
@@ -117,6 +117,7 @@ class _Supervisor:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
             _end_with_the_supervisor(alive)
+            engines.share_memory()
             code = worker.serve(self._serving, self._environ, lambda: _tell(tell))
         except Exception:
             _log.exception("the serving process failed")
