@@ -102,7 +102,8 @@ class WorkerServicer:
             text = f"the worker's cores are held by {spell_holder(error.held.holder)} since {since}"
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, _details(text))
         except DrainingError:
-            context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is draining: it takes no more jobs")
+            # Not UNAVAILABLE, which says that there is no worker at all.
+            context.abort(grpc.StatusCode.ABORTED, "the worker is draining: it takes no more jobs")
         except CrowdError:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many jobs wait for this worker's cores")
         if job is None:
