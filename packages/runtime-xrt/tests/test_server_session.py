@@ -15,6 +15,7 @@ from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 from polyxla_bridge.abi import Code
 from polyxla_bridge.env import Share
 from polyxla_bridge.jax_engine import JaxEngine
+from polyxla_xrt import wire
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.server.budget import Budget
 from polyxla_xrt.server.session import MisuseError, Session
@@ -49,7 +50,8 @@ class Peer:
         )
         self._sequence = 0
 
-    def _heed(self, answer: pb.Answer, size: int) -> bool:
+    def _heed(self, message: pb.Answer | wire.Bulk, size: int) -> bool:
+        (answer,) = pb.Answers.FromString(wire.encode([message])).answers
         with self._changed:
             if answer.HasField("executed"):
                 self._ran[answer.executed.sequence] = answer.executed

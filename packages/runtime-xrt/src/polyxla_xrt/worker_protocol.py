@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 from polyxla_xrt.proto import worker_pb2 as pb
 
+SERVICE = "polyxla.xrt.worker.Worker"
+"""The name of the service."""
 PROTOCOL = 1
 """Version of the messages. Raised whenever an older peer would misread one."""
 CHUNK_BYTES = 1 << 20

@@ -16,7 +16,7 @@ import pytest
 from polyxla_xrt.worker_protocol import SILENCE_S
 
 if TYPE_CHECKING:
-    from conftest import Host, Served
+    from jobs.conftest import Host, Served
 
 PATIENCE_S = 120
 ENDS_S = 20

@@ -12,7 +12,7 @@ import pytest
 from polyxla_xrt.plan import free_port
 
 if TYPE_CHECKING:
-    from conftest import Host, Served
+    from jobs.conftest import Host, Served
 
 PATIENCE_S = 180
 TRAIN = """

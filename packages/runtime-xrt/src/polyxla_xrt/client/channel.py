@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,14 +11,14 @@ import grpc
 from google.protobuf.json_format import MessageToDict
 
 from polyxla import UsageError
-from polyxla_xrt import env
+from polyxla_xrt import env, wire
 from polyxla_xrt.client.probe import ANSWER_S, RETRY_S, look, unreachable
 from polyxla_xrt.errors import WorkerConnectError, WorkerError, WorkerRefusedError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.proto import worker_pb2_grpc
 from polyxla_xrt.server.security import read_token
 from polyxla_xrt.variables import find
-from polyxla_xrt.worker_protocol import OPTIONS, PROTOCOL
+from polyxla_xrt.worker_protocol import OPTIONS, PROTOCOL, SERVICE
 
 _CHANNEL_OPTIONS = (
     *OPTIONS,
@@ -64,6 +64,15 @@ class WorkerChannel:
     def call(self, name: str, request: Any, **options: Any) -> Any:
         """Begin one of the worker's calls, with the token."""
         return getattr(self.stub, name)(request, metadata=self._metadata, **options)
+
+    def session(self, commands: Iterator[list[Any]]) -> Any:
+        """Begin a session: commands go out as they come, and the call's answers are iterated over."""
+        session = self._channel.stream_stream(
+            f"/{SERVICE}/Session",
+            request_serializer=wire.encode,
+            response_deserializer=pb.Answers.FromString,
+        )
+        return session(commands, metadata=self._metadata)
 
     def status(self, call: Literal["Status", "Drain"] = "Status") -> pb.StatusReply:
         """Ask the worker what it serves; this also finds out whether it is one, and lets this client in.

@@ -14,21 +14,24 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
+import numpy as np
 
 from polyxla_bridge import hlo
-from polyxla_bridge.abi import Code
+from polyxla_bridge.abi import Code, width
 from polyxla_bridge.engine import ArrayType, Buffer, Engine, EngineDevice, Executable, Position
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.promises import Gone, Kept, Part
+from polyxla_xrt import wire
 from polyxla_xrt.client.channel import WorkerChannel
 from polyxla_xrt.client.lease import lost
 from polyxla_xrt.client.place import Place
 from polyxla_xrt.errors import WorkerError, WorkerLostError
 from polyxla_xrt.outbox import Outbox
 from polyxla_xrt.proto import worker_pb2 as pb
-from polyxla_xrt.worker_protocol import PROTOCOL, chunks
+from polyxla_xrt.worker_protocol import PROTOCOL, array_bytes, chunks
 
 IN_FLIGHT = 64
 """How many programs may be sent ahead of those that are done: enough for any distance, and an end to it."""
@@ -113,7 +116,7 @@ class RemoteEngine(Engine):
         self._outbox = Outbox(self._releases)
         self._channel = WorkerChannel(place.address, environ)
         attach = pb.Attach(protocol=PROTOCOL, job=place.job, cores=place.cores, ordinal=place.ordinal)
-        self._call = self._channel.call("Session", self._commands(attach))
+        self._call = self._channel.session(self._commands(attach))
         self._reader = threading.Thread(target=self._read, name="polyxla-answers", daemon=True)
         self._reader.start()
         try:
@@ -126,10 +129,10 @@ class RemoteEngine(Engine):
     def _local(self) -> list[EngineDevice]:
         return [device for device in self.devices if device.is_local]
 
-    def _commands(self, attach: pb.Attach) -> Iterator[pb.Commands]:
-        yield pb.Commands(commands=[pb.Command(attach=attach)])
+    def _commands(self, attach: pb.Attach) -> Iterator[list[Any]]:
+        yield [pb.Command(attach=attach)]
         while (commands := self._outbox.take()) is not None:
-            yield pb.Commands(commands=commands)
+            yield commands
 
     def _releases(self) -> pb.Command | None:
         if not self._released and not self._dropped:
@@ -139,7 +142,7 @@ class RemoteEngine(Engine):
         programs = [self._dropped.popleft() for _ in range(len(self._dropped))]
         return pb.Command(release=pb.Release(arrays=arrays, programs=programs))
 
-    def _send(self, commands: Iterable[tuple[pb.Command, int]]) -> None:
+    def _send(self, commands: Iterable[tuple[pb.Command | wire.Bulk, int]]) -> None:
         """Queue commands together, each with the bytes of its data."""
         with self._sending:
             for command, size in commands:
@@ -199,10 +202,10 @@ class RemoteEngine(Engine):
             self._room.release()
         self._on_lost(error, code)
 
-    def _ask(self) -> tuple[int, Future[memoryview]]:
-        """Number a request that the worker answers."""
+    def _ask(self, expected: int = 0) -> tuple[int, Future[memoryview]]:
+        """Number a request that the worker answers, with so many bytes, if that is known."""
         number = self._numbered(1)
-        request = self._requests[number] = _Request()
+        request = self._requests[number] = _Request(expected)
         return number, request.done
 
     def _wait(self, answer: Future[memoryview]) -> memoryview:
@@ -289,12 +292,14 @@ class RemoteEngine(Engine):
         """Queue the array's bytes; waits only where too many are queued already."""
         number = self._numbered(1)
 
-        def pieces() -> Iterator[tuple[pb.Command, int]]:
+        def pieces() -> Iterator[tuple[pb.Command | wire.Bulk, int]]:
             announced: pb.ArrayType | None = pb.ArrayType(dtype=type_.dtype, dims=type_.dims)
+            core = self._cores[device.index]
             for piece, ends in chunks(data):
-                upload = pb.Upload(array=number, type=announced, data=bytes(piece), ends=ends)
-                upload.core, announced = self._cores[device.index], None
-                yield pb.Command(upload=upload), len(piece)
+                head = pb.Upload(array=number, type=announced, core=core, ends=ends)
+                # A copy: the caller's memory is only lent.
+                yield wire.upload(head, bytes(piece)), len(piece)
+                announced = None
 
         self._send(pieces())
         return RemoteBuffer(type_, device, Kept(), number=number)
@@ -305,7 +310,7 @@ class RemoteEngine(Engine):
             broken: Future[memoryview] = Future()
             broken.set_exception(Gone("was given up", buffer.type).exception())
             return broken
-        number, answer = self._ask()
+        number, answer = self._ask(array_bytes(width(buffer.type.dtype), buffer.type.dims))
         self.waits += 1
         self._send([(pb.Command(download=pb.Download(request=number, array=_number(buffer))), 0)])
         return answer
@@ -378,21 +383,31 @@ class RemoteEngine(Engine):
 class _Request:
     """An answer that is awaited, which arrives in pieces."""
 
-    def __init__(self) -> None:
+    def __init__(self, expected: int) -> None:
         self.done: Future[memoryview] = Future()
-        self._data = bytearray()
+        # Room for all of it, not filled with zeros first.
+        self._data = memoryview(np.empty(expected, np.uint8).data)
+        self._filled = 0
 
     def take(self, part: pb.Part) -> bool:
         """Add a piece; return whether it was the last."""
         if part.HasField("failure"):
             self.done.set_exception(_error(part.failure))
             return True
-        if part.ends and not self._data:
-            self.done.set_result(memoryview(part.data))
+        data = part.data
+        if part.ends and not self._filled:
+            self.done.set_result(memoryview(data))
             return True
-        self._data += part.data
+        end = self._filled + len(data)
+        if end > len(self._data):
+            # An answer whose length is not known before.
+            self._data = memoryview(
+                bytearray(self._data[: self._filled]) + bytearray(max(end, 2 * len(data)))
+            )
+        self._data[self._filled : end] = data
+        self._filled = end
         if part.ends:
-            self.done.set_result(memoryview(self._data))
+            self.done.set_result(self._data[:end])
         return part.ends
 
     def fail(self, error: PjrtError) -> None:

@@ -15,7 +15,7 @@ from polyxla import UsageError
 from polyxla_xrt.client.channel import WorkerChannel
 from polyxla_xrt.client.holder import Holder
 from polyxla_xrt.env import TPU_NUM_DEVICES
-from polyxla_xrt.errors import WorkerError, WorkerHeldError, WorkerLostError
+from polyxla_xrt.errors import WorkerConnectError, WorkerError, WorkerHeldError, WorkerLostError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.worker_protocol import PROTOCOL, spell_holder
 
@@ -79,11 +79,9 @@ class Lease:
         self._channel = WorkerChannel(address, environ)
         self._on_end = on_end
         self._is_closed = False
+        request = _request(cores, wait_s, stall_timeout_s, pod, launcher)
         try:
-            found = self._channel.status()
-            _check_cores(cores, found.cores, address)
-            self._call = self._channel.call("Lease", _request(cores, wait_s, stall_timeout_s, pod, launcher))
-            granted = self._granted(on_wait)
+            granted = self._wait_for(request, on_wait)
         except BaseException:
             self._channel.close()
             raise
@@ -92,6 +90,20 @@ class Lease:
         self.platform: str = granted.platform
         self._thread = threading.Thread(target=self._watch, name="polyxla-lease", daemon=True)
         self._thread.start()
+
+    def _wait_for(self, request: pb.LeaseRequest, on_wait: Callable[[str], None]) -> pb.Granted:
+        """Ask for the cores; and again, where the worker's process is replaced meanwhile."""
+        deadline = time.monotonic() + request.wait_s
+        while True:
+            found = self._channel.status()
+            _check_cores(request.cores, found.cores, self._channel.address)
+            self._call = self._channel.call("Lease", request)
+            try:
+                return self._granted(on_wait)
+            except WorkerConnectError:
+                if time.monotonic() >= deadline:
+                    raise
+                request.wait_s = deadline - time.monotonic()
 
     def _granted(self, on_wait: Callable[[str], None]) -> pb.Granted:
         try:
@@ -111,7 +123,7 @@ class Lease:
             return WorkerHeldError(
                 error.details(),
                 where=self._channel.address,
-                fix="Wait for that job with: polyxla run --wait SECONDS ...",
+                fix="Let it wait: polyxla run --wait SECONDS ...",
             )
         return self._channel.explain(error)
 

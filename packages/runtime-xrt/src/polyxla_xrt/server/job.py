@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from polyxla_bridge.abi import Code
 from polyxla_bridge.engine import Engine
 from polyxla_bridge.errors import PjrtError
+from polyxla_xrt import wire
 from polyxla_xrt.outbox import Outbox
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.server.budget import Budget
@@ -126,7 +127,7 @@ class Job:
             self._places.discard(place)
             raise
 
-        def send(answer: pb.Answer, size: int) -> bool:
+        def send(answer: pb.Answer | wire.Bulk, size: int) -> bool:
             return outbox.put(answer, size)
 
         def break_off(program: str, error: BaseException) -> None:

@@ -10,11 +10,14 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any, overload
 
+import numpy as np
+
 from polyxla_bridge import hlo
 from polyxla_bridge.abi import DTYPES, Code, width
 from polyxla_bridge.engine import ArrayType, Buffer, Engine, EngineDevice, Executable
 from polyxla_bridge.errors import PjrtError, as_pjrt_error
 from polyxla_bridge.promises import end_of
+from polyxla_xrt import wire
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.server.budget import Budget
 from polyxla_xrt.worker_protocol import PROGRAM_BYTES, array_bytes, chunks
@@ -26,7 +29,7 @@ FAILURE_CHARS = 16_384
 _ARRAY_BYTES = 1 << 63
 _NAME_CHARS = 40
 
-Send = Callable[[pb.Answer, int], object]
+Send = Callable[[pb.Answer | wire.Bulk, int], object]
 """Queues an answer, and says how many bytes of data it has; waits where too many are queued."""
 
 
@@ -59,7 +62,7 @@ class _Arriving:
     array: int
     type: ArrayType
     device: EngineDevice
-    data: bytearray
+    data: memoryview
     size: int
     problem: str | None
     filled: int = 0
@@ -149,11 +152,15 @@ class Session:
         arriving = self._arriving
         if piece.array != arriving.array:
             raise MisuseError(f"a piece of array {piece.array} came in the middle of array {arriving.array}")
-        end = arriving.filled + len(piece.data)
+        # Once: protobuf copies it each time it is asked for.
+        data = piece.data
+        end = arriving.filled + len(data)
         if end > arriving.size or (piece.ends and end < arriving.size):
             raise MisuseError(f"array {piece.array} has {end} bytes and not {arriving.size}")
-        if not arriving.problem:
-            arriving.data[arriving.filled : end] = piece.data
+        if piece.ends and not arriving.filled:
+            arriving.data = memoryview(data)
+        elif not arriving.problem:
+            arriving.data[arriving.filled : end] = data
         arriving.filled = end
         if piece.ends:
             self._arriving = None
@@ -165,15 +172,18 @@ class Session:
         device = self._device(piece.core)
         size = _size(type_)
         problem = self._budget.take(size)
-        return _Arriving(piece.array, type_, device, bytearray(0 if problem else size), size, problem)
+        # Of what comes in one piece, that piece is all; and room need not be filled with zeros first.
+        room = 0 if problem or piece.ends else size
+        data = memoryview(np.empty(room, np.uint8).data)
+        return _Arriving(piece.array, type_, device, data, size, problem)
 
     def _arrived(self, arriving: _Arriving) -> _Held:
         if arriving.problem:
             error = PjrtError(Code.RESOURCE_EXHAUSTED, arriving.problem)
             return _Held(_broken(arriving.type, arriving.device, error), 0)
         try:
-            view = memoryview(arriving.data)
-            return _Held(self._engine.from_host(arriving.device, arriving.type, view), arriving.size)
+            held = self._engine.from_host(arriving.device, arriving.type, arriving.data)
+            return _Held(held, arriving.size)
         except Exception as error:
             return _Held(_broken(arriving.type, arriving.device, error), arriving.size)
 
@@ -307,8 +317,7 @@ class Session:
 
     def _answer(self, request: int, data: memoryview) -> None:
         for piece, ends in chunks(data):
-            part = pb.Part(request=request, data=bytes(piece), ends=ends)
-            if not self._send(pb.Answer(part=part), len(piece)):
+            if not self._send(wire.part(pb.Part(request=request, ends=ends), piece), len(piece)):
                 return
 
     def _fail(self, request: int, error: BaseException) -> None:

@@ -18,16 +18,16 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
-from polyxla_xrt.proto import worker_pb2_grpc
+from polyxla_xrt import wire
+from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.server import engines
 from polyxla_xrt.server.leases import WAITING
 from polyxla_xrt.server.security import Security, TokenInterceptor
 from polyxla_xrt.server.worker_service import TELL_S, WorkerServicer, WorkerSettings
-from polyxla_xrt.worker_protocol import OPTIONS
+from polyxla_xrt.worker_protocol import OPTIONS, SERVICE
 
 REPLACE = 75
 """Exit code of a serving process that is to be replaced by a fresh one."""
-SERVICE = "polyxla.xrt.worker.Worker"
 _SPARE_CALLS = 32
 _IDLE_LOOK_S = 0.5
 
@@ -106,7 +106,7 @@ def _server(serving: Serving, servicer: WorkerServicer) -> Any:
         # Who comes when all are busy is told so, and does not wait unseen.
         maximum_concurrent_rpcs=threads,
     )
-    worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, _handlers(servicer)),))
     checker = health.HealthServicer()
     for name in ("", SERVICE):
         checker.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -117,6 +117,24 @@ def _server(serving: Serving, servicer: WorkerServicer) -> Any:
     else:
         server.add_insecure_port(serving.address)
     return server
+
+
+def _handlers(servicer: WorkerServicer) -> dict[str, Any]:
+    """Return the calls' handlers: those that protoc makes, but for what writes a session's answers."""
+    return {
+        "Lease": grpc.unary_stream_rpc_method_handler(
+            servicer.Lease, pb.LeaseRequest.FromString, pb.LeaseReply.SerializeToString
+        ),
+        "Session": grpc.stream_stream_rpc_method_handler(
+            servicer.Session, pb.Commands.FromString, wire.encode
+        ),
+        "Status": grpc.unary_unary_rpc_method_handler(
+            servicer.Status, pb.StatusRequest.FromString, pb.StatusReply.SerializeToString
+        ),
+        "Drain": grpc.unary_unary_rpc_method_handler(
+            servicer.Drain, pb.DrainRequest.FromString, pb.StatusReply.SerializeToString
+        ),
+    }
 
 
 def _watch_idle(servicer: WorkerServicer, idle_exit_s: float, end: Callable[[int], None]) -> None:

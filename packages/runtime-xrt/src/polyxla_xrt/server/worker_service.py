@@ -172,8 +172,8 @@ class WorkerServicer:
         if self.leases.is_draining:
             self._on_idle()
 
-    def Session(self, requests: Iterator[pb.Commands], context: Any) -> Iterator[pb.Answers]:  # noqa: N802
-        """Do what one process of a job asks for."""
+    def Session(self, requests: Iterator[pb.Commands], context: Any) -> Iterator[list[Any]]:  # noqa: N802
+        """Do what one process of a job asks for; yield the answers that travel together."""
         outbox = Outbox()
         attach = _first(requests, context)
         job, place = self._attach(attach, outbox, context)
@@ -184,9 +184,9 @@ class WorkerServicer:
             job.lose(place, "died or lost its connection")
             return
         reader.start()
-        yield pb.Answers(answers=[pb.Answer(attached=pb.Attached())])
+        yield [pb.Answer(attached=pb.Attached())]
         while (answers := outbox.take()) is not None:
-            yield pb.Answers(answers=answers)
+            yield answers
 
     def _attach(self, attach: pb.Attach, outbox: Outbox, context: Any) -> tuple[Job, Place]:
         _check_protocol(attach.protocol, context)

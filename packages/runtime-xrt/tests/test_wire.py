@@ -1,0 +1,34 @@
+"""What is written by hand is what protobuf would have written."""
+
+from __future__ import annotations
+
+import pytest
+
+from polyxla_xrt import wire
+from polyxla_xrt.proto import worker_pb2 as pb
+
+SIZES = [0, 1, 127, wire.LEAST_BYTES - 1, wire.LEAST_BYTES, wire.LEAST_BYTES + 1, (1 << 21) + 3]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_messages_with_data_are_read_by_protobuf(size: int) -> None:
+    data = bytes(range(256)) * (size // 256 + 1)
+    data = data[:size]
+    head = pb.Upload(array=300, type=pb.ArrayType(dtype="float32", dims=[7, 1]), core=3, ends=True)
+    first = pb.Command(release=pb.Release(arrays=[1, 2]))
+    written = wire.encode([first, wire.upload(head, memoryview(data)), first])
+    head.data = data
+    assert pb.Commands.FromString(written) == pb.Commands(commands=[first, pb.Command(upload=head), first])
+    part = pb.Part(request=1 << 40, ends=True)
+    written = wire.encode([wire.part(part, data), pb.Answer(attached=pb.Attached())])
+    part.data = data
+    read = pb.Answers.FromString(written)
+    assert read == pb.Answers(answers=[pb.Answer(part=part), pb.Answer(attached=pb.Attached())])
+
+
+def test_large_data_is_not_copied_before_it_is_sent() -> None:
+    data = bytearray(wire.LEAST_BYTES)
+    message = wire.part(pb.Part(request=1), memoryview(data))
+    assert isinstance(message, wire.Bulk)
+    data[0] = 9
+    assert pb.Answers.FromString(wire.encode([message])).answers[0].part.data[0] == 9
