@@ -24,7 +24,9 @@ import nox
 nox.needs_version = ">=2025.5"
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_venv = "yes"
-nox.options.sessions = ["lint", "types", "tests", "integration", "build"]
+# On xrt the integration suite is a job of its own in .github/workflows: all together take over half an hour
+# on two cores. Whole jobs on workers are among the tests of runtime-xrt.
+nox.options.sessions = ["lint", "types", "tests", "integration(runtime='pjrt')", "build"]
 
 ROOT = Path(__file__).parent
 CONSTRAINTS = "constraints.txt"

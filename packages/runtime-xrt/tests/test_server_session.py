@@ -368,13 +368,13 @@ class Answers:
     def __init__(self) -> None:
         self.sent = 0
 
-    def __call__(self, answer: pb.Answer, size: int) -> bool:
+    def __call__(self, answer: pb.Answer | wire.Bulk, size: int) -> bool:
         self.sent += 1
         return False
 
 
 def test_nothing_more_is_sent_to_who_has_gone(engine: JaxEngine) -> None:
-    answers: Callable[[pb.Answer, int], bool] = Answers()
+    answers: Callable[[pb.Answer | wire.Bulk, int], bool] = Answers()
     with ThreadPoolExecutor(1) as pool:
         session = Session(engine, [0], Budget(LIMIT, ""), pool, answers, lambda *_: None)
         type_ = pb.ArrayType(dtype="uint8", dims=[5 * CHUNK_BYTES])

@@ -18,6 +18,7 @@ START_S = 60.0
 """Longest wait for a worker that was started here, in seconds."""
 IDLE_S = 5.0
 """How long it stays after its last job, in seconds."""
+_started: list[subprocess.Popen[bytes]] = []
 _LOOK_S = 0.2
 _TAIL_CHARS = 2000
 
@@ -56,6 +57,8 @@ def ensure_service(
             # It serves the jobs that come after this one, too.
             start_new_session=True,
         )
+    # It outlives this process, which is no mistake of this process's.
+    _started.append(process)
     tell(f"started a worker of {cores} cores at {address} (pid {process.pid}); it ends after its last job")
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
