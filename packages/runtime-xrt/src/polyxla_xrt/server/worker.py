@@ -28,6 +28,8 @@ from polyxla_xrt.worker_protocol import OPTIONS, SERVICE
 
 REPLACE = 75
 """Exit code of a serving process that is to be replaced by a fresh one."""
+SWITCH_INTERVAL_S = 1e-4
+"""How long a thread may keep Python to itself while others wait, in seconds."""
 _SPARE_CALLS = 32
 _IDLE_LOOK_S = 0.5
 
@@ -78,6 +80,8 @@ def serve(serving: Serving, environ: Mapping[str, str], ready: Callable[[], None
     def make_engine(request: Any, meeting: str, on_stall: Callable[[str], None]) -> Any:
         return engines.cpu_engine(request, meeting, environ, on_stall)
 
+    # Threads that each need Python for microseconds hand it to each other at every array and every program.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     signal.signal(signal.SIGTERM, lambda *_: end(0))
     servicer = WorkerServicer(serving.settings, make_engine, lambda: end(REPLACE), lambda: end(0))
     server = _server(serving, servicer)
