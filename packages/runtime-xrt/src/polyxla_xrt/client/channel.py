@@ -126,7 +126,7 @@ class WorkerChannel:
         )
 
     def _unreachable(self, found: str, details: str) -> WorkerConnectError:
-        if any(word in details.lower() for word in ("handshak", "ssl", "certificate")):
+        if any(word in details.lower() for word in ("handshake", "ssl", "certificate")):
             found = f"the encrypted connection does not come about: {details}"
         return unreachable(self.address, found, self._environ)
 
@@ -148,6 +148,7 @@ def ask(address: str, call: Literal["Status", "Drain"], environ: Mapping[str, st
     job = plain.pop("job", None)
     # JSON has no whole numbers of 64 bits, so protobuf writes them as text.
     plain |= {name: int(plain[name]) for name in ("memory_bytes", "jobs_served")}
+    plain["up_s"] = round(plain["up_s"], 1)
     return {**plain, "job": job and {**job["holder"], "since": job["since"]}}
 
 
