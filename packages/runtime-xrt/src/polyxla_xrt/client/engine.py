@@ -183,7 +183,7 @@ class RemoteEngine(Engine):
                     del self._requests[answer.part.request]
             case "attached":
                 self._attached.set_result(None)
-            case "ended":
+            case "ended" if not self._is_closing:
                 failure = answer.ended.failure
                 self._lose(failure.code, _ended(self._channel, failure.message))
 
