@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,14 +109,24 @@ def here() -> Host:
 
 
 @pytest.fixture
-def loopbacks() -> list[Host]:
-    """Two hosts in name only: loopback has many addresses."""
-    return [Host("127.0.0.1"), Host("127.0.0.2")]
+def namespaces() -> Iterator[list[Host]]:
+    """Two network namespaces with a cable between them, whose ends are called ``cable`` in both."""
+    with cabled() as (hosts, problem):
+        if problem:
+            pytest.skip(f"no network namespaces here: {problem}")
+        yield hosts
 
 
 @pytest.fixture
-def namespaces() -> Iterator[list[Host]]:
-    """Two network namespaces with a cable between them, whose ends are called ``cable`` in both."""
+def two_hosts() -> Iterator[list[Host]]:
+    """Two namespaces; where there can be none, two hosts in name only: loopback has many addresses."""
+    with cabled() as (hosts, problem):
+        yield [Host("127.0.0.1"), Host("127.0.0.2")] if problem else hosts
+
+
+@contextmanager
+def cabled() -> Iterator[tuple[list[Host], str]]:
+    """Make the namespaces; yield the hosts, or why there are none."""
     names = [f"polyxla-{os.getpid()}-{number}" for number in range(2)]
     ends = [f"px{os.getpid() % 10**6}{letter}" for letter in "ab"]
     commands = [["ip", "netns", "add", name] for name in names]
@@ -129,11 +139,8 @@ def namespaces() -> Iterator[list[Host]]:
         commands += [[*inside, "link", "set", one, "up"] for one in ("cable", "lo")]
         hosts.append(Host(f"10.211.55.{number}", "ip", "netns", "exec", name))
     try:
-        for command in commands:
-            made = subprocess.run(command, capture_output=True, text=True, check=False)
-            if made.returncode:
-                pytest.skip(f"no network namespaces here: {made.stderr.strip()}")
-        yield hosts
+        made = [subprocess.run(one, capture_output=True, text=True, check=False) for one in commands]
+        yield hosts, next((one.stderr.strip() for one in made if one.returncode), "")
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)

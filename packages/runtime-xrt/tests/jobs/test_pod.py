@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
-
 from polyxla_xrt.plan import free_port
 
 if TYPE_CHECKING:
@@ -31,28 +29,25 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("hosts", ["loopbacks", "namespaces"])
 def test_two_hosts_are_one_job(
-    request: pytest.FixtureRequest,
-    hosts: str,
+    two_hosts: list[Host],
     serve: Callable[..., Served],
     launch: Callable[..., subprocess.Popen[str]],
     tmp_path: Path,
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
-    pair: list[Host] = request.getfixturevalue(hosts)
-    workers = [serve(host, 2) for host in pair]
+    workers = [serve(host, 2) for host in two_hosts]
     alike = {
-        "XRT_MESH_SERVICE_ADDRESS": f"{pair[0].address}:{free_port()}",
+        "XRT_MESH_SERVICE_ADDRESS": f"{two_hosts[0].address}:{free_port()}",
         "XRT_SHARD_WORLD_SIZE": "2",
         "TPU_NUM_DEVICES": "2",
     }
     config = "|".join(f"c_tpu_worker;{task};{worker.address}" for task, worker in enumerate(workers))
     run = ("-m", "polyxla", "run", str(script))
     # As a pod's launcher does it: only the first is told of all workers. It comes last, and is waited for.
-    second = launch(pair[1], *run, XRT_LOCAL_WORKER="c_tpu_worker:1", **alike)
-    first = launch(pair[0], *run, XRT_LOCAL_WORKER="c_tpu_worker:0", XRT_TPU_CONFIG=config, **alike)
+    second = launch(two_hosts[1], *run, XRT_LOCAL_WORKER="c_tpu_worker:1", **alike)
+    first = launch(two_hosts[0], *run, XRT_LOCAL_WORKER="c_tpu_worker:0", XRT_TPU_CONFIG=config, **alike)
     lines = []
     for launcher in (first, second):
         out, err = launcher.communicate(timeout=PATIENCE_S)
