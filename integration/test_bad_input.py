@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -45,7 +46,7 @@ EIGHT = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}
         ([], {"CPU_NUM_DEVICES": "0"}, "CPU_NUM_DEVICES=0 is not a whole number from 1"),
         ([], {"CPU_NUM_DEVICES": "abc"}, "CPU_NUM_DEVICES=abc is not a whole number from 1"),
         ([], {"PJRT_DEVICE": "TPU"}, "no TPU chip is attached to this machine"),
-        ([], {"XRT_TPU_CONFIG": "tpu_worker;0;10.0.0.2:8470"}, "this version cannot drive a TPU node yet"),
+        ([], {"XRT_TPU_CONFIG": "tpu_worker;0;:8470"}, "there is no host in ':8470'"),
         (["--devices", "9"], EIGHT, "devices=9 asks for 9 devices, but runtime pjrt has 8 here"),
         (["--devices", "[8]"], EIGHT, "runtime pjrt has devices 0 to 7"),
         (["--devices", "0"], EIGHT, "devices=0 asks for no device"),
@@ -59,6 +60,17 @@ def test_a_wrong_choice(script: str, options: list[str], environ: dict[str, str]
     done = polyxla("run", *options, script, **environ)
     assert done.returncode == 2
     assert text in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_worker_that_is_not_there(script: str) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        done = polyxla("run", script, XRT_TPU_CONFIG=f"tpu_worker;0;{address}")
+    assert done.returncode == 1
+    assert f"there is no worker at {address}: Connection refused" in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
 

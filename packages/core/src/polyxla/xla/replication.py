@@ -8,7 +8,6 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
-from torch_xla.core.xla_env_vars import PJRT_DEVICE
 
 from polyxla.errors import UsageError
 from polyxla.replication import ReduceOp, Replication
@@ -49,7 +48,7 @@ class XlaReplication(Replication):
         if self.kind != kind:
             raise UsageError(
                 f"torch_xla already runs on {self.kind} in this process, and cannot change to {kind}",
-                where=f"{PJRT_DEVICE}={kind}",
+                where=f"a replica of kind {kind}",
                 fix="Launch with start_method='spawn', which starts a fresh process.",
             )
 
