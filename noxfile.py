@@ -25,7 +25,7 @@ nox.needs_version = ">=2025.5"
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_venv = "yes"
 # On xrt the integration suite is a job of its own in .github/workflows: all together take over half an hour
-# on two cores. Whole jobs on workers are among the tests of runtime-xrt.
+# on two cores.
 nox.options.sessions = ["lint", "types", "tests", "integration(runtime='pjrt')", "build"]
 
 ROOT = Path(__file__).parent
@@ -148,7 +148,16 @@ def tests(session: nox.Session, package: str) -> None:
 def integration(session: nox.Session, runtime: str) -> None:
     """Test all packages together, installed as a person installs them, on one runtime."""
     install(session, PROJECTS, group("integration"))
-    options = ["-n", "2", "--durations=10", "--polyxla-runtime", runtime, junit(f"integration-{runtime}")]
+    options = [
+        "-n",
+        "2",
+        "--dist",
+        "worksteal",
+        "--durations=10",
+        "--polyxla-runtime",
+        runtime,
+        junit(f"integration-{runtime}"),
+    ]
     session.run("pytest", "integration", *options, *session.posargs)
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -27,10 +28,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what says nothing of the runtime under test: it has run on the first one, pjrt."""
-    if config.getoption("--polyxla-runtime") == "pjrt":
-        return
-    told = [item for item in items if _is_about_it(item)]
+    """Leave out what says nothing of the runtime under test: it runs on the first one, pjrt."""
+    is_first = config.getoption("--polyxla-runtime") == "pjrt"
+    # Whole jobs on workers.
+    jobs = Path(__file__).parent / "jobs"
+    if is_first:
+        told = [item for item in items if jobs not in item.path.parents]
+    else:
+        told = [item for item in items if jobs in item.path.parents or _is_about_it(item)]
     config.hook.pytest_deselected(items=[item for item in items if item not in told])
     items[:] = told
 
