@@ -35,6 +35,9 @@ def look(address: str) -> str:
             answer = _listen(peer)
     except socket.gaierror as error:
         return f"its host does not resolve: {error.strerror}"
+    except (BrokenPipeError, ConnectionResetError):
+        # An end, too: which of them it is depends on who is quicker.
+        return _describe(b"")
     except TimeoutError:
         return "no connection came about, as behind a firewall that drops packets"
     except OSError as error:
