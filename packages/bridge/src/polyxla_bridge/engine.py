@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyxla_bridge.promises import Promise
+from polyxla_bridge.promises import Gone, Promise
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,12 @@ class Buffer:
     device: EngineDevice
     value: Promise
     is_deleted: bool = False
+
+    def give_up(self, why: str) -> None:
+        """Let go of the array: whoever reads it from now on is told why; the first reason counts."""
+        if not self.is_deleted:
+            self.is_deleted = True
+            self.value = Gone(why, self.type)
 
 
 @dataclass

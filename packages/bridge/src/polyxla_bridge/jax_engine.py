@@ -22,7 +22,7 @@ from polyxla_bridge.clients import Clients, Program
 from polyxla_bridge.engine import ArrayType, Buffer, Engine, EngineDevice, Executable, Position
 from polyxla_bridge.env import Share
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.promises import Gone, Kept, Part, Promise, complete, share, then
+from polyxla_bridge.promises import Kept, Part, Promise, complete, share, then
 from polyxla_bridge.stream import Stream
 from polyxla_bridge.watch import Watch
 
@@ -178,7 +178,7 @@ class JaxEngine(Engine):
             done, lambda: share(results, self._run(executable, device.index, values, kept))
         )
         for number in executable.native["donated"] - keep:
-            self._forget(arguments[number], "was given to a program for its results")
+            arguments[number].give_up("was given to a program for its results")
         return outputs
 
     def _run(
@@ -232,12 +232,7 @@ class JaxEngine(Engine):
 
     def delete(self, buffer: Buffer) -> None:
         """Let go of the array; executions that were queued before hold on to it."""
-        self._forget(buffer, "was deleted")
-
-    def _forget(self, buffer: Buffer, why: str) -> None:
-        if not buffer.is_deleted:
-            buffer.is_deleted = True
-            buffer.value = Gone(why, buffer.type)
+        buffer.give_up("was deleted")
 
     def serialize(self, executable: Executable) -> bytes:
         """Return jaxlib's own form, and what it leaves out."""

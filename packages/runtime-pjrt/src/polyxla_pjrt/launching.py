@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from polyxla import Job, UsageError
 from polyxla.notices import say_once
 from polyxla.processes import ProcessMethod, run_processes
+from polyxla.xla import refuse_touched
 from polyxla_pjrt import torchrun
 from polyxla_pjrt.layout import Plan
 
@@ -58,18 +58,6 @@ class ReplicasOfProcess:
         from polyxla_pjrt.replicas import run_replicas
 
         return run_replicas(self.replica, self.plan, process)
-
-
-def refuse_touched(launcher: str) -> None:
-    """Refuse to launch from a process whose own torch_xla already uses a device.
-
-    Raises:
-        UsageError: it does; the error names the place that touched it first.
-    """
-    if "torch_xla" in sys.modules:
-        from polyxla.xla import first_touch
-
-        first_touch.refuse(launcher)
 
 
 def run_job(job: Job, plan: Plan) -> list[Any]:

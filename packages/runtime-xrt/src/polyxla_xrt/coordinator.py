@@ -182,7 +182,7 @@ def _hold(pipe: Connection, plan: Plan, launcher: Holder, environ: Mapping[str, 
     worker, pod = _worker(plan, environ)
     lease = Lease(
         worker.address,
-        len(plan.cores),
+        plan.cores,
         environ,
         wait_s=wait_s(environ),
         stall_timeout_s=stall_timeout_s(environ),

@@ -11,6 +11,7 @@ from typing import Any
 from polyxla import Job, UsageError
 from polyxla.env import POLYXLA_DEVICES
 from polyxla.processes import ProcessMethod, run_inline, run_processes
+from polyxla.xla import refuse_touched
 from polyxla_xrt import env
 from polyxla_xrt.coordinator import Coordinator
 from polyxla_xrt.plan import Plan
@@ -95,18 +96,6 @@ def run_plan(work: ReplicaOfProcess, method: ProcessMethod) -> list[Any]:
     with Coordinator(work.plan, work.environ) as meeting:
         environs = work.plan.each(work.environ, meeting.address, meeting.job, meeting.mesh)
         return run_processes(work, range(len(environs)), environs, method=method, preload=PRELOAD)
-
-
-def refuse_touched(launcher: str) -> None:
-    """Refuse to launch from a process whose own torch_xla already uses a device.
-
-    Raises:
-        UsageError: it does; the error names the place that touched it first.
-    """
-    if "torch_xla" in sys.modules:
-        from polyxla.xla import first_touch
-
-        first_touch.refuse(launcher)
 
 
 def wants_node(environ: Mapping[str, str]) -> bool:

@@ -35,11 +35,6 @@ class Plan:
     devices: tuple[int, ...]
 
     @property
-    def hosts(self) -> int:
-        """How many hosts take part; each drives one worker."""
-        return self.configuration.hosts
-
-    @property
     def worker(self) -> Worker:
         """The worker that this host drives; only where the list of workers is known."""
         return self.configuration.workers[self.configuration.host_index]
@@ -50,15 +45,13 @@ class Plan:
         return self.worker.address if self.configuration.workers else None
 
     @property
-    def cores(self) -> tuple[int, ...]:
-        """The cores that this host's processes drive, by their number on the worker."""
-        each = self.configuration.devices_per_worker
-        host = self.configuration.host_index
-        return tuple(index % each for index in self.devices if index // each == host)
+    def cores(self) -> int:
+        """How many cores this host drives, a process each; the worker says which of its own they are."""
+        return len(self.devices) // self.configuration.hosts
 
     def world(self, process: int) -> World:
         """Return where the replica of one of this host's processes stands."""
-        return child_world(self.configuration, process, len(self.cores))
+        return child_world(self.configuration, process, self.cores)
 
     def place(self, process: int, address: str, job: str) -> Place:
         """Return what one of this host's processes must know of its worker."""
@@ -71,7 +64,7 @@ class Plan:
 
     def whole(self) -> dict[str, str]:
         """Return what a process needs in its environment that drives all of this host's cores itself."""
-        return _device_variables(len(self.cores)) | _slice(len(self.devices), self.configuration.host_index)
+        return _device_variables(self.cores) | _slice(len(self.devices), self.configuration.host_index)
 
     def each(self, environ: Mapping[str, str], address: str, job: str, mesh: str) -> list[dict[str, str]]:
         """Return the whole environment of each of this host's processes, over `environ`.
@@ -87,15 +80,15 @@ class Plan:
         return [
             _without_none(
                 alike
-                | child_environment(self.configuration, process, len(self.cores))
+                | child_environment(self.configuration, process, self.cores)
                 | {env.POLYXLA_XRT_PLACE: self.place(process, address, job).write()}
             )
-            for process in range(len(self.cores))
+            for process in range(self.cores)
         ]
 
     def _store(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Say where torch.distributed's processes meet; torch_xla's own choice is one port for all jobs."""
-        if self.hosts > 1 or environ.get(env.MASTER_PORT):
+        if self.configuration.hosts > 1 or environ.get(env.MASTER_PORT):
             return {}
         return {env.MASTER_ADDR: LOCALHOST, env.MASTER_PORT: str(free_port())}
 

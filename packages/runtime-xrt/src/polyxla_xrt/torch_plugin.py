@@ -61,7 +61,7 @@ class Node(EnginePlugin):
 
     def physical_chip_count(self) -> int:
         """Return the number of processes of this host."""
-        return len(_plan(snapshot()).cores)
+        return _plan(snapshot()).cores
 
     def configure_single_process(self) -> None:
         """Leave everything as the environment has it."""
@@ -173,8 +173,8 @@ def _allow_all_processes() -> None:
     ) -> Any:
         plan = prepared_plan()
         if plan and nprocs is not None:
-            configuration = replace(plan.configuration, devices_per_worker=len(plan.cores))
-            nprocs = 1 if process_count(configuration, nprocs) == 1 < len(plan.cores) else None
+            configuration = replace(plan.configuration, devices_per_worker=plan.cores)
+            nprocs = 1 if process_count(configuration, nprocs) == 1 < plan.cores else None
         return own(fn, nprocs, start_method, args)
 
     pjrt.spawn = spawn

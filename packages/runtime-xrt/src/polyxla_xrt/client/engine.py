@@ -95,7 +95,6 @@ class RemoteEngine(Engine):
         self.devices = place.devices()
         self.waits = self.holdups = 0
         self._cores = {device.index: place.cores[n] for n, device in enumerate(self._local())}
-        self._replicas = place.world_size
         self._on_lost = on_lost
         self._on_close = on_close
         self._next = 1
@@ -279,7 +278,7 @@ class RemoteEngine(Engine):
                 self._running.pop(sequence, None)
             raise
         for number in executable.native["donated"] - keep:
-            _give_up(arguments[number], "was given to a program for its results")
+            arguments[number].give_up("was given to a program for its results")
         return outputs
 
     def _numbered(self, count: int) -> int:
@@ -327,7 +326,7 @@ class RemoteEngine(Engine):
         assert isinstance(buffer, RemoteBuffer)
         if not buffer.is_released:
             buffer.is_released = True
-            _give_up(buffer, "was deleted")
+            buffer.give_up("was deleted")
             self._released.append(buffer.number)
             if len(self._released) >= MANY_RELEASES:
                 # Where the queue is never empty they would wait for ever.
@@ -418,12 +417,6 @@ class _Request:
 def _number(buffer: Buffer) -> int:
     assert isinstance(buffer, RemoteBuffer)
     return buffer.number
-
-
-def _give_up(buffer: Buffer, why: str) -> None:
-    if not buffer.is_deleted:
-        buffer.is_deleted = True
-        buffer.value = Gone(why, buffer.type)
 
 
 def _error(failure: pb.Failure) -> PjrtError:

@@ -87,7 +87,6 @@ class Lease:
             raise
         self.job: str = granted.job
         self.coordinator: str = granted.coordinator
-        self.platform: str = granted.platform
         self._thread = threading.Thread(target=self._watch, name="polyxla-lease", daemon=True)
         self._thread.start()
 

@@ -22,11 +22,10 @@ def own_place(plan: Plan, environ: Mapping[str, str]) -> tuple[Place, Lease]:
     address, cores = plan.worker.address, plan.cores
     lease = Lease(
         address,
-        len(cores),
+        cores,
         environ,
         wait_s=wait_s(environ),
         stall_timeout_s=stall_timeout_s(environ),
         on_wait=say,
     )
-    count = len(cores)
-    return Place(address, lease.job, tuple(range(count)), plan.configuration.kind, 0, count, 0, 1), lease
+    return Place(address, lease.job, tuple(range(cores)), plan.configuration.kind, 0, cores, 0, 1), lease

@@ -39,7 +39,7 @@ class MisuseError(Exception):
 
 @dataclass
 class _Held:
-    """An array that a client has, and what it is counted for; None in place of the array while it arrives."""
+    """An array that a client has, and how many bytes it is counted for."""
 
     buffer: Buffer
     size: int
@@ -53,7 +53,7 @@ class _Arriving:
         array: its number.
         type: what it will be.
         device: where to.
-        data: room for all of it; None where there is no room, and why.
+        data: room for all of it, or all of it where it comes in one piece; empty where there is a problem.
         filled: how much of it has come.
         size: how much there will be.
         problem: why it is not kept.
@@ -107,7 +107,6 @@ class Session:
         self._on_broken = on_broken
         self._arrays: dict[int, _Held] = {}
         self._programs: dict[int, Executable] = {}
-        self._types: dict[int, tuple[ArrayType, ...]] = {}
         self._arriving: _Arriving | None = None
         self._compiling: _Program | None = None
         self._handlers: dict[str, Callable[[Any], None]] = {
@@ -213,8 +212,8 @@ class Session:
         program = self._program(wish.program)
         held = [self._array(number) for number in wish.arguments]
         types = tuple(one.buffer.type for one in held)
-        if types != self._types[wish.program]:
-            raise _wrong_types(program.name, self._types[wish.program], types)
+        if types != program.native["parameters"]:
+            raise _wrong_types(program.name, program.native["parameters"], types)
         sizes = [_size(type_) for type_ in program.outputs]
         self._take(sum(sizes), program.name)
         outputs = self._engine.execute(program, device, [one.buffer for one in held], frozenset(wish.keep))
@@ -241,7 +240,6 @@ class Session:
             self._forget(number)
         for number in wish.programs:
             self._programs.pop(number, None)
-            self._types.pop(number, None)
 
     def _forget(self, number: int) -> None:
         held = self._arrays.pop(number, None)
@@ -285,10 +283,11 @@ class Session:
     def _compile_now(self, arriving: _Program) -> None:
         try:
             executable = self._engine.compile(bytes(arriving.hlo), arriving.options)
+            # Once for all the replicas that share it.
+            if "parameters" not in executable.native:
+                parameters = hlo.parameters(executable.optimized_hlo)
+                executable.native["parameters"] = tuple(ArrayType(dtype, dims) for dtype, dims in parameters)
             # The request numbers the program: the client counts both together.
-            self._types[arriving.request] = tuple(
-                ArrayType(dtype, dims) for dtype, dims in hlo.parameters(executable.optimized_hlo)
-            )
             self._programs[arriving.request] = executable
         except Exception as error:
             self._fail(arriving.request, error)
