@@ -1,0 +1,78 @@
+"""Changing the tensors of a batch, whatever nest of containers it is; everything else is kept."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Return `value` with every floating-point tensor in `dtype`; see `map_tensors`."""
+    return map_tensors(value, lambda one: one.to(dtype) if one.is_floating_point() else one)
+
+
+def widen(value: Any) -> Any:
+    """Return `value` with 16-bit floating-point tensors in float32; wider ones stay; see `map_tensors`."""
+    return map_tensors(value, lambda one: one.float() if one.dtype in HALF else one)
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return `value` with its tensors changed, in containers of the same types.
+
+    Lists, tuples, named tuples, mappings and dataclasses are entered; a container without a changed
+    tensor is returned itself, and none is changed in place.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return _sequence(value, change)
+    if isinstance(value, Mapping):
+        return _mapping(value, change)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _dataclass(value, change)
+    return value
+
+
+def _sequence(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    items = [map_tensors(item, change) for item in value]
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    # A named tuple takes its fields one by one, but makes itself of a sequence.
+    return value._make(items) if hasattr(value, "_make") else type(value)(items)
+
+
+def _mapping(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    changed = _changed(value.items(), change)
+    if not changed:
+        return value
+    if not isinstance(value, dict | UserDict):
+        return type(value)({**value, **changed})
+    # A copy keeps what the constructor would ask for, such as defaultdict's factory.
+    twin = copy.copy(value)
+    for key, item in changed.items():
+        twin[key] = item
+    return twin
+
+
+def _dataclass(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    fields = ((one.name, getattr(value, one.name, None)) for one in dataclasses.fields(value))
+    changed = _changed(fields, change)
+    if not changed:
+        return value
+    # Not dataclasses.replace(): it cannot set init=False fields, and runs __post_init__ again.
+    twin = copy.copy(value)
+    for name, item in changed.items():
+        object.__setattr__(twin, name, item)
+    return twin
+
+
+def _changed(items: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[Any, Any]:
+    both = ((key, item, map_tensors(item, change)) for key, item in items)
+    return {key: new for key, old, new in both if new is not old}
