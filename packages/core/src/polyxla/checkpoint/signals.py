@@ -1,0 +1,55 @@
+"""The request to stop: a signal that sets a flag, for a loop to look at between steps."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Self
+
+_Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+class StopSignal:
+    """Remembers that the process was asked to end, instead of ending it at once.
+
+    A context manager, true once the signal came. The first one puts back the handler that was there before,
+    to which a second goes: by default it ends the process. Handlers belong to the main thread; entered in
+    another thread it installs nothing, and stays false.
+
+    Args:
+        signals: those to heed; default: SIGTERM.
+
+    Attributes:
+        received: the signal that came, or None.
+    """
+
+    def __init__(self, *signals: signal.Signals) -> None:
+        self.received: signal.Signals | None = None
+        self._signals = signals or (signal.SIGTERM,)
+        self._before: dict[signal.Signals, _Handler] = {}
+
+    def __bool__(self) -> bool:
+        return self.received is not None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for one in self._signals:
+                self._before[one] = signal.signal(one, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one in list(self._before):
+            self._restore(one)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        # No lock in here: the main thread may hold it.
+        self.received = signal.Signals(number)
+        self._restore(self.received)
+
+    def _restore(self, one: signal.Signals) -> None:
+        before = self._before.pop(one)
+        # Whoever replaced the handler meanwhile keeps the signal; None was not installed from Python.
+        if signal.getsignal(one) == self._receive and before is not None:
+            signal.signal(one, before)
