@@ -85,7 +85,7 @@ def _memory(tensor: torch.Tensor) -> int:
     # An XLA tensor has its storage in common with its views, but does not say which view it is.
     if tensor.device.type != "cpu" and tensor.nbytes != storage.nbytes():
         return id(tensor)
-    return storage._cdata
+    return int(storage._cdata)
 
 
 def _equals(group: list[Found]) -> Iterator[list[Found]]:
