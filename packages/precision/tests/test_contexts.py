@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from polyxla_precision.contexts import Autocast, DefaultDtype
 
 BF16 = torch.bfloat16
@@ -50,6 +51,7 @@ def test_what_would_have_the_default_dtype_has_this_one(make: Callable[[], torch
         (lambda: torch.zeros(2, dtype=torch.float64), torch.float64),
         (lambda: torch.tensor(np.ones(2, np.float32)), torch.float32),
         (lambda: torch.as_tensor(np.ones(2)), torch.float64),
+        (lambda: torch.tensor([np.float64(1)]), torch.float64),
         (lambda: torch.normal(torch.zeros(2, dtype=torch.float64), 1.0), torch.float64),
         (lambda: torch.ones_like(torch.ones(2, dtype=torch.float32)), torch.float32),
     ],
@@ -77,6 +79,7 @@ def test_nested_contexts_end_one_by_one() -> None:
     with DefaultDtype(BF16):
         with DefaultDtype(torch.float64):
             assert _made() == torch.float64
+            assert torch.tensor(1 / 3).item() == 1 / 3
         assert _made() == BF16
     assert _made() == torch.float32
 
@@ -89,9 +92,11 @@ def test_an_exception_ends_a_context(context: Callable[[], Any]) -> None:
         return _made(), *cast, torch.is_autocast_cache_enabled()
 
     before = state()
-    with pytest.raises(KeyboardInterrupt), context():
-        assert state() != before
+    inside = []
+    with pytest.raises(KeyboardInterrupt), context():  # noqa: PT012
+        inside.append(state())
         raise KeyboardInterrupt
+    assert inside != [before]
     assert state() == before
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from polyxla_precision.nests import cast_floats, widen
 
 Pair = namedtuple("Pair", "x y")  # noqa: PYI024  as people write them

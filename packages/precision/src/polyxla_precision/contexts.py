@@ -61,18 +61,22 @@ class DefaultDtype(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if kwargs.get("dtype") is None and kwargs.get("out") is None:
-            if func in _FLOATING:
-                return func(*args, **{**kwargs, "dtype": self.dtype})
-            if func in _INFERRED and not (args and hasattr(args[0], "dtype")):
-                return self._narrowed(func(*args, **kwargs))
+        is_open = kwargs.get("dtype") is None and kwargs.get("out") is None
+        if is_open and (func in _FLOATING or (func in _INFERRED and _is_inferred(args, kwargs))):
+            kwargs = {**kwargs, "dtype": self.dtype}
         return func(*args, **kwargs)
 
-    def _narrowed(self, made: torch.Tensor) -> torch.Tensor:
-        if made.dtype != torch.get_default_dtype():
-            return made
-        # Detached, so that what was asked to be a leaf is one.
-        return made.detach().to(self.dtype).requires_grad_(made.requires_grad)
+
+def _is_inferred(args: Any, kwargs: Mapping[str, Any]) -> bool:
+    values = [*args, *kwargs.values()]
+    return not any(isinstance(one, torch.Tensor) for one in values) and any(map(_has_float, values))
+
+
+def _has_float(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_has_float, value))
+    # NumPy's float64 is a float too, but one with a dtype.
+    return isinstance(value, float) and not hasattr(value, "dtype")
 
 
 class Autocast:
