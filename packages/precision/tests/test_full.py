@@ -1,27 +1,10 @@
-"""Full precision, as far as it can be seen without torch; the integration suite trains with it."""
+"""Full precision: float32 and nothing else."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+import torch
 
 from polyxla_precision import Full32
-
-
-class Module:
-    """Stands in for torch.nn.Module: it remembers what it was asked to become."""
-
-    def __init__(self) -> None:
-        self.dtype = "float64"
-
-    def float(self) -> Module:
-        self.dtype = "float32"
-        return self
-
-
-def test_convert_makes_the_parameters_float32_in_place() -> None:
-    module = Module()
-    assert Full32().convert(cast("Any", module)) is cast("Any", module)
-    assert module.dtype == "float32"
 
 
 def test_forward_changes_nothing_and_can_be_entered_every_step() -> None:
@@ -29,3 +12,13 @@ def test_forward_changes_nothing_and_can_be_entered_every_step() -> None:
     for _ in range(2):
         with policy.forward() as context:
             assert context is None
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+
+
+def test_a_bfloat16_module_becomes_float32_in_place() -> None:
+    module = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
+    weight = module.weight
+    assert Full32().convert(module) is module
+    assert module.weight is weight
+    assert weight.dtype == torch.float32
+    assert repr(Full32()) == "Full32()"

@@ -1,5 +1,7 @@
-"""Number formats as policies."""
+"""Number formats as policies. Importing this does not import torch."""
 
+from polyxla_precision.bf16 import BF16Mixed as BF16Mixed
+from polyxla_precision.bf16 import BF16True as BF16True
 from polyxla_precision.full import Full32 as Full32
 
-__all__ = ["Full32"]
+__all__ = ["BF16Mixed", "BF16True", "Full32"]

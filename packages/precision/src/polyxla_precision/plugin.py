@@ -4,16 +4,35 @@ from __future__ import annotations
 
 import pluggy
 
+from polyxla_precision.bf16 import BF16Mixed, BF16True, Sixteen
 from polyxla_precision.full import Full32
+from polyxla_precision.policy import Policy
 
 # The marker by its project name, so that this package needs pluggy and not polyxla.
 hookimpl = pluggy.HookimplMarker("polyxla")
 
-_POLICIES = {"32-true": Full32, "32": Full32}
+_POLICIES: dict[str, type[Policy]] = {
+    "32-true": Full32,
+    "32": Full32,
+    "bf16-mixed": BF16Mixed,
+    "bf16": BF16Mixed,
+    "16": Sixteen,
+    "bf16-true": BF16True,
+}
+_FLOAT16 = ("16-mixed", "16-true", "fp16", "float16")
 
 
 @hookimpl
-def polyxla_precision(name: str) -> Full32 | None:
-    """Return the policy called `name`; None for one this package does not have."""
+def polyxla_precision(name: str) -> Policy | None:
+    """Return the policy called `name`; None for one this package does not have.
+
+    Raises:
+        ValueError: the name asks for float16; the text says why not, and what to write.
+    """
+    if name in _FLOAT16:
+        raise ValueError(
+            f"{name!r} is float16, which polyxla does not train in: small gradients become 0 unless the loss "
+            "is scaled, and torch_xla has no gradient scaler; write precision='bf16-mixed'"
+        )
     policy = _POLICIES.get(name)
     return policy() if policy else None

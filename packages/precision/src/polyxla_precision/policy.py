@@ -1,0 +1,112 @@
+"""What the policies have in common. It imports torch only when it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Policy:
+    """A policy of number formats, for modules on any device of one replica.
+
+    It can be pickled, and threads may share it: a context is of the thread that enters it.
+
+    Args:
+        keep_float32: submodules whose parameters stay float32 and which compute in float32, as dotted
+            names (``encoder.norm``) or patterns (``*norm*``). A submodule's own submodules go with it.
+
+    Raises:
+        ValueError: `keep_float32` is one string.
+    """
+
+    name: str
+    weights = "float32"
+    """The dtype of parameters and of floating-point buffers and inputs, as torch's attribute."""
+
+    def __init__(self, keep_float32: Iterable[str] = ()) -> None:
+        if isinstance(keep_float32, str):
+            raise ValueError(f"keep_float32 takes several names; write keep_float32=({keep_float32!r},)")
+        self.keep_float32 = tuple(keep_float32)
+        self._written_under = self.name
+
+    def __repr__(self) -> str:
+        kept = f"keep_float32={self.keep_float32}" if self.keep_float32 else ""
+        return f"{type(self).__name__}({kept})"
+
+    def init(self) -> AbstractContextManager[Any]:
+        """Return the context in which modules are made with parameters in the policy's dtype.
+
+        What it does not reach, such as a dtype that a module names, is left to `convert`.
+        """
+        from polyxla_precision.contexts import DefaultDtype
+
+        return DefaultDtype(self._dtype())
+
+    def convert(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Bring the module's floating-point parameters and buffers into the policy's dtype, in place.
+
+        Call it before the optimizer is made; converting twice, or under another policy, is fine.
+
+        Raises:
+            ValueError: `keep_float32` names no submodule, or one that shares a parameter with others.
+        """
+        from polyxla_precision import kept
+
+        found = kept.find(module, self.keep_float32)
+        kept.convert(module, self._dtype(), found)
+        kept.attach(module, found, self._others())
+        return module
+
+    def inputs(self, batch: Any) -> Any:
+        """Return the batch with its floating-point tensors, float64 too, in the parameters' dtype.
+
+        Lists, tuples, named tuples, mappings and dataclasses are entered and keep their types; integers,
+        bools and any other objects stay as they are.
+        """
+        from polyxla_precision.nests import cast_floats
+
+        return cast_floats(batch, self._dtype())
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Return the context in which to compute the loss, but not its gradient."""
+        raise NotImplementedError
+
+    def loss(self, value: Any) -> Any:
+        """Return a loss, or a nest of logged metrics, with bfloat16 tensors in float32."""
+        from polyxla_precision.nests import widen
+
+        return widen(value)
+
+    def describe(self) -> str:
+        """Return a line that a person should read once, or nothing."""
+        if self._written_under == self.name:
+            return ""
+        return (
+            f"the checkpoint was written under precision {self._written_under}: its weights are read into "
+            f"{self.weights}, and digits that one of the two does not have are gone"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint should remember, as JSON can hold it."""
+        return {"name": self.name, "keep_float32": list(self.keep_float32)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take note of the policy that a checkpoint was written under; `describe` says if it is another.
+
+        This policy stays in force: torch copies weights into the dtype that parameters have.
+        """
+        self._written_under = str(state["name"])
+
+    def _dtype(self) -> torch.dtype:
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.weights)
+        return dtype
+
+    def _others(self) -> torch.dtype | None:
+        """The dtype that inputs of modules which are not kept must be cast to, if they must."""
+        return None
