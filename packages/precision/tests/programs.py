@@ -1,0 +1,81 @@
+"""Write the programs that XLA is given under each policy, as JSON, into the file that the argument names.
+
+A program of its own, because torch_xla takes ten seconds to import and leaves no process as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch_xla
+from torch import nn
+from torch_xla import _XLAC  # type: ignore[attr-defined]
+
+from polyxla_precision import BF16Mixed, BF16True, Full32
+from polyxla_precision.policy import Policy
+
+POLICIES: dict[str, Policy] = {
+    "32-true": Full32(),
+    "bf16-mixed": BF16Mixed(),
+    "bf16-true": BF16True(),
+    "bf16-mixed, kept": BF16Mixed(keep_float32=("head",)),
+    "bf16-true, kept": BF16True(keep_float32=("head",)),
+}
+
+
+class Net(nn.Module):
+    """A convolution, a product with a state made on the way, a norm, a head that sizes tell apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 5, 3)
+        self.body = nn.Linear(5 * 4 * 4, 11)
+        self.state = nn.Linear(11, 11)
+        self.norm = nn.LayerNorm(11)
+        self.head = nn.Linear(11, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv(x).flatten(1)
+        made = torch.zeros(x.shape[0], 11, device=x.device)
+        out: torch.Tensor = self.head(self.norm(self.body(x) + self.state(made)))
+        return out
+
+
+def compiled(policy: Policy, device: torch.device) -> dict[str, Any]:
+    """The program of one step's loss and gradients, and the dtypes of what goes in and comes out."""
+    with policy.init():
+        net = Net()
+    policy.convert(net).to(device)
+    x, target = policy.inputs([torch.randn(2, 3, 6, 6, dtype=torch.float64), torch.tensor([1, 2])])
+    with policy.forward():
+        loss = policy.loss(nn.functional.cross_entropy(net(x.to(device)), target.to(device)))
+    loss.backward()
+    gradients = {name: one.grad for name, one in net.named_parameters() if one.grad is not None}
+    return {
+        "hlo": _XLAC._get_xla_tensors_hlo([loss, *gradients.values()]),
+        "loss": str(loss.dtype),
+        "parameters": {name: str(one.dtype) for name, one in net.named_parameters()},
+        "gradients": {name: str(one.dtype) for name, one in gradients.items()},
+    }
+
+
+def tied(device: torch.device) -> bool:
+    """Whether weights that are one on the device are still one after a conversion there."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(device)
+    net[1].weight = net[0].weight
+    BF16True().convert(net)
+    return net[1].weight is net[0].weight and net[0].weight.dtype == torch.bfloat16
+
+
+def main(path: Path) -> None:
+    device = torch_xla.device()
+    seen: dict[str, Any] = {name: compiled(policy, device) for name, policy in POLICIES.items()}
+    path.write_text(json.dumps({"policies": seen, "tied": tied(device)}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
