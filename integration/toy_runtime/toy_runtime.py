@@ -74,6 +74,11 @@ class ToyReplication(Replication):
 
         torch.manual_seed(seed)
 
+    def rng_state(self) -> int:
+        import torch
+
+        return torch.initial_seed()
+
     def report(self) -> str:
         return "toy: nothing to report"
 

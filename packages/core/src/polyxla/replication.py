@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from polyxla.errors import UsageError
 from polyxla.tree import map_tensors
 from polyxla.world import World
 
 if TYPE_CHECKING:
     import torch
+
+    from polyxla.gauge import Gauge
 
 ReduceOp = Literal["sum", "mean", "min", "max", "mul", "and", "or"]
 """How `all_reduce` combines the replicas' values."""
@@ -57,12 +60,25 @@ class Replication(ABC):
         """Return `value` with every tensor in it (nested lists, tuples, dicts) on the device."""
         return map_tensors(lambda tensor: tensor.to(self.device), value)
 
-    def upload(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Iterate over `loader` with its batches on the device; a runtime may copy ahead.
+    def upload(self, batches: Iterator[Any], prefetch: Mapping[str, int]) -> Generator[Any]:
+        """Iterate over `batches` with their tensors on the device; a runtime may copy ahead.
 
-        An exception in `loader` reaches the caller where the missing batch would have been.
+        An exception in `batches` reaches the caller where the missing batch would have been.
+
+        Args:
+            batches: lists, tuples and dicts of tensors and numbers.
+            prefetch: how far to copy ahead, in the runtime's own words.
+
+        Raises:
+            UsageError: the runtime does not know one of the words.
         """
-        for batch in loader:
+        if prefetch:
+            raise UsageError(
+                f"this runtime copies nothing ahead, and has no {', '.join(sorted(prefetch))}",
+                where="prefetch",
+                fix="Leave it out.",
+            )
+        for batch in batches:
             yield self.to_device(batch)
 
     @abstractmethod
@@ -72,6 +88,14 @@ class Replication(ABC):
     @abstractmethod
     def seed(self, seed: int) -> None:
         """Seed the device's random numbers."""
+
+    @abstractmethod
+    def rng_state(self) -> int:
+        """Return where the device's random numbers stand; `seed` with it goes on from there."""
+
+    def gauge(self) -> Gauge | None:
+        """Return what counts this replica's compilations and transfers; None where nothing can."""
+        return None
 
     @abstractmethod
     def report(self) -> str:

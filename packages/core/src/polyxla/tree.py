@@ -1,9 +1,10 @@
-"""Nests of lists, tuples and dicts."""
+"""Nests of lists, tuples, dicts and dataclasses."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 
@@ -15,7 +16,7 @@ def is_tensor(value: Any) -> bool:
 def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
     """Return `value` with every tensor in it replaced by ``function(tensor)``.
 
-    Lists, tuples, named tuples and dicts keep their type; everything else is kept as it is.
+    Lists, tuples, named tuples, dicts and dataclasses keep their type; everything else is kept as it is.
     """
     if is_tensor(value):
         return function(value)
@@ -30,4 +31,47 @@ def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, list | tuple):
         items = [map_tensors(function, item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if _is_dataclass(value):
+        # A copy, not a new one: its constructor may compute, and need not take every field.
+        changed = copy.copy(value)
+        for name in _field_names(value):
+            object.__setattr__(changed, name, map_tensors(function, getattr(value, name)))
+        return changed
     return value
+
+
+def tensors_in(value: Any) -> list[Any]:
+    """Return every tensor of a nest, in the order in which `map_tensors` meets them."""
+    found: list[Any] = []
+    map_tensors(found.append, value)
+    return found
+
+
+def with_tensors(value: Any, tensors: list[Any]) -> Any:
+    """Return `value` with its tensors replaced by `tensors`, in the order of `tensors_in`."""
+    rest = iter(tensors)
+    return map_tensors(lambda _: next(rest), value)
+
+
+def parts(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
+    """Walk over everything in a nest that is no container, each with its path, such as ``batch['x'][0]``."""
+    if isinstance(value, Mapping):
+        inner = [(f"{path}[{key!r}]", item) for key, item in value.items()]
+    elif isinstance(value, list | tuple):
+        names = getattr(value, "_fields", None)
+        inner = [(f"{path}.{names[i]}" if names else f"{path}[{i}]", item) for i, item in enumerate(value)]
+    elif _is_dataclass(value):
+        inner = [(f"{path}.{name}", getattr(value, name)) for name in _field_names(value)]
+    else:
+        yield path, value
+        return
+    for place, item in inner:
+        yield from parts(item, place)
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _field_names(value: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(value)]

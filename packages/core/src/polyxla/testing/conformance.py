@@ -128,7 +128,7 @@ class _Broken:
 
 
 def _read_broken_loader(replica: Replica) -> int:
-    return sum(1 for _ in replica._replication.upload(_Broken()))
+    return sum(1 for _ in replica._replication.upload(iter(_Broken()), {}))
 
 
 def _fail(replica: Replica) -> None:

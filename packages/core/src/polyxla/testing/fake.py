@@ -175,6 +175,9 @@ class _FakeReplication(Replication):
     def seed(self, seed: int) -> None:
         self._generator.manual_seed(seed)
 
+    def rng_state(self) -> int:
+        return self._generator.initial_seed()
+
     def report(self) -> str:
         return f"fake runtime: replica {self.world.ordinal} of {self.world.world_size}"
 

@@ -19,6 +19,9 @@ import pytest
 from polyxla.launch import launch
 from polyxla.plugins import PLUGINS, RUNTIMES, find_runtime
 
+CORE = "polyxla-core"
+"""The distribution whose own plugins are there in every test."""
+
 RUN_TIMEOUT_S = 300.0
 """Longest a script under test may run, in seconds."""
 
@@ -85,10 +88,10 @@ class PluginInstaller:
         self.metadata("fake-runtime", f"[{RUNTIMES}]\nfake = polyxla.testing.fake:runtime\n")
 
     def hide_others(self) -> None:
-        """Hide every plugin that is installed for real, here and in processes that the test starts."""
+        """Hide every plugin that is installed beside the core, here and in processes that the test starts."""
         find, mine = importlib.metadata.entry_points, str(self.folder)
         dists = {point.dist for group in (RUNTIMES, PLUGINS) for point in find(group=group) if point.dist}
-        for name in {dist.name for dist in dists if str(dist.locate_file("")) != mine}:
+        for name in {dist.name for dist in dists if str(dist.locate_file("")) != mine} - {CORE}:
             # Of two distributions with one name, the first on the path is the one that counts.
             self.metadata(name, version="0")
 

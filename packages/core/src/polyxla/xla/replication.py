@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any, cast
 
 import torch
 import torch_xla
@@ -11,6 +12,8 @@ import torch_xla.debug.metrics as met
 
 from polyxla.errors import UsageError
 from polyxla.replication import ReduceOp, Replication
+from polyxla.xla.gauge import XlaGauge
+from polyxla.xla.upload import uploaded
 
 _OPS = {
     "sum": xm.REDUCE_SUM,
@@ -62,6 +65,19 @@ class XlaReplication(Replication):
     def seed(self, seed: int) -> None:
         """Seed the device's generator; torch.manual_seed does not reach it."""
         xm.set_rng_state(seed, str(self.device))
+
+    def rng_state(self) -> int:
+        """Return the generator's seed of the next program; reading it cuts no graph."""
+        state: int = xm.get_rng_state(str(self.device))
+        return state
+
+    def upload(self, batches: Iterator[Any], prefetch: Mapping[str, int]) -> Generator[Any]:
+        """Iterate over `batches` with torch_xla's threads copying ahead."""
+        return uploaded(batches, self.device, prefetch)
+
+    def gauge(self) -> XlaGauge:
+        """Return what reads torch_xla's counters."""
+        return XlaGauge(self.device)
 
     def report(self) -> str:
         """Return torch_xla's metrics report."""
