@@ -214,7 +214,7 @@ def test_only_the_first_prints(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_runtimes_side_is_within_reach() -> None:
     def reach(replica: Replica) -> tuple[str, bool]:
-        replica.seed(1)
+        replica.seed_device(1)
         replica.sync(wait=True)
         moved = replica.to_device({"x": [torch.ones(1)], "name": "kept"})
         return replica.report(), moved == {"x": [torch.ones(1)], "name": "kept"}

@@ -158,7 +158,7 @@ def _differ_by_design(module: nn.Module) -> Iterator[str]:
 def train(replica: Replica, work: Work) -> dict[str, Tensor]:
     """Train on this replica's share of each batch; return the parameters on the host."""
     # A copy, because replicas that are threads were all handed the one module.
-    module = move_module(copy.deepcopy(work.module), replica.device).train()
+    module = replica.setup(copy.deepcopy(work.module)).train()
     steps = Steps(module, Meter(), LoopState(0, 0, 1, replica.world_size, replica.is_first, replica.ordinal))
     try:
         steps.call("setup", "fit", only_lightning=True)

@@ -18,6 +18,7 @@ from polyxla.notices import say_once
 from polyxla.plugins import load_plugins
 from polyxla.precision import find_precision
 from polyxla.replica import Replica
+from polyxla.seeding import host_seed
 from polyxla.selection import Selection, select
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Job:
         environ: the environment that a replica's process starts with.
         precision: the precision policy's name, with its origin.
         start_method: how the replicas start.
+        seed: where the devices' random numbers come from: torch's seed in the launching process.
     """
 
     function: Callable[..., Any]
@@ -50,6 +52,7 @@ class Job:
     environ: Mapping[str, str]
     precision: Setting
     start_method: StartMethod = "auto"
+    seed: int = 0
 
     @property
     def process_method(self) -> ProcessMethod | None:
@@ -83,6 +86,7 @@ class Job:
 
     def _call(self, replica: Replica, plugins: pluggy.PluginManager) -> Any:
         failure: BaseException | None = None
+        replica.seed_device(self.seed)
         plugins.hook.polyxla_replica_started(replica=replica)
         try:
             return self.function(replica, *self.args)
@@ -150,6 +154,7 @@ def launch(
         environ=environ | child_environment(plugins, environ, selection, indices),
         precision=settings.precision,
         start_method=start_method,
+        seed=host_seed(),
     )
     results: list[Any] = plugins.hook.polyxla_launch(job=job)
     return results

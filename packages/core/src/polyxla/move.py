@@ -1,24 +1,88 @@
 """Moving a module between host and device without breaking it.
 
-On XLA a move makes new tensors, so parameters that were one become several (pytorch/xla#2719): the
-copies then train apart in silence. Here the ties are noted before the move and made again after it.
+On XLA a move makes new tensors. Parameters that were one become several (pytorch/xla#2719), and the copies
+train apart in silence; an optimizer that was made before goes on updating the old ones, in silence too.
+Here the ties are noted before the move and made again after it, and optimizers are given the new parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 
+from polyxla.errors import UsageError
 from polyxla.notices import say
+from polyxla.tree import map_tensors
 
 
-def move_module(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+def move_module(
+    module: torch.nn.Module, device: torch.device, optimizers: Iterable[torch.optim.Optimizer] = ()
+) -> torch.nn.Module:
     """Move `module` in place, keep its tied parameters and buffers tied, call its own tying hook.
 
     A module with an ``on_post_move_to_device`` method has it called after the move. A different
     number of parameters afterwards is said, since training would go wrong without a word.
+
+    Args:
+        module: what to move.
+        device: where to.
+        optimizers: those that hold its parameters: they hold the moved ones afterwards, with their state.
+
+    Raises:
+        UsageError: an optimizer holds a parameter that is not the module's; nothing was moved.
     """
+    optimizers = list(optimizers)
+    places = list(_parameters(module))
+    for optimizer in optimizers:
+        _check_owner(optimizer, {id(old) for _, _, old in places}, module)
+    _move_with_ties(module, device)
+    moved = {id(old): getattr(owner, name) for owner, name, old in places}
+    for optimizer in optimizers:
+        _hand_over(optimizer, moved, device)
+    return module
+
+
+def _parameters(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
+    for owner in module.modules():
+        # The dict itself, because named_parameters() lists a shared parameter once only.
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                yield owner, name, parameter
+
+
+def _check_owner(optimizer: torch.optim.Optimizer, owned: set[int], module: torch.nn.Module) -> None:
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    known = sum(id(parameter) in owned for parameter in held)
+    if known < len(held):
+        raise UsageError(
+            f"{known} of the {len(held)} parameters of {type(optimizer).__name__} are those of "
+            f"{type(module).__name__}: the others would never be trained",
+            where="an optimizer made before the module was moved or changed",
+            fix="Make the optimizer from the parameters of the module that is trained.",
+        )
+
+
+def _hand_over(
+    optimizer: torch.optim.Optimizer, moved: Mapping[int, torch.nn.Parameter], device: torch.device
+) -> None:
+    for group in optimizer.param_groups:
+        group["params"] = [moved.get(id(one), one) for one in group["params"]]
+    state = {moved.get(id(one), one): _state_on(device, kept) for one, kept in optimizer.state.items()}
+    optimizer.state.clear()
+    optimizer.state.update(state)
+
+
+def _state_on(device: torch.device, kept: dict[str, Any]) -> dict[str, Any]:
+    # torch's optimizers count their steps on the host.
+    return {
+        name: value if name == "step" else map_tensors(lambda tensor: tensor.to(device), value)
+        for name, value in kept.items()
+    }
+
+
+def _move_with_ties(module: torch.nn.Module, device: torch.device) -> None:
     before = sum(1 for _ in module.parameters())
     ties = list(_ties(module))
     module.to(device)
@@ -35,7 +99,6 @@ def move_module(module: torch.nn.Module, device: torch.device) -> torch.nn.Modul
             f"the module has {after} parameters after the move to {device}, {before} before it: "
             "tie them again in on_post_move_to_device, or they train apart"
         )
-    return module
 
 
 def _ties(module: torch.nn.Module) -> Iterator[list[tuple[torch.nn.Module, str]]]:

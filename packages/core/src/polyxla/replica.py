@@ -8,10 +8,15 @@ import numbers
 import operator
 import pickle
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from polyxla import seeding
+from polyxla.batches import Reading
 from polyxla.errors import UsageError
+from polyxla.gauge import Gauge
+from polyxla.loader import Loader
+from polyxla.notices import say_once
 from polyxla.plugins import register_listener
 from polyxla.precision import Precision
 from polyxla.replication import ReduceOp, Replication
@@ -21,6 +26,8 @@ from polyxla.world import World
 if TYPE_CHECKING:
     import pluggy
     import torch
+
+    from polyxla.fit import Fit
 
 
 class Replica:
@@ -37,6 +44,8 @@ class Replica:
 
     Attributes:
         steps: optimizer updates so far.
+        input: the loader whose batch was asked for last; None before the first.
+        data_seed: where the order of shuffled records comes from; the same in every replica.
     """
 
     def __init__(
@@ -45,8 +54,14 @@ class Replica:
         self.precision = precision
         self.runtime = runtime
         self.steps = 0
+        self.input: Loader | None = None
+        self.data_seed = 0
         self._replication = replication
         self._plugins = plugins
+        self._is_cut = False
+        self._is_set_up = False
+        # What was checked, kept so that no other object gets its id.
+        self._checked: list[Any] = []
 
     @property
     def world(self) -> World:
@@ -86,50 +101,171 @@ class Replica:
         """Return `value` with every tensor in it (nested lists, tuples, dicts) on the device."""
         return self._replication.to_device(value)
 
-    def loader(self, loader: Iterable[Any]) -> Iterable[Any]:
+    def loader(
+        self,
+        loader: Iterable[Any],
+        *,
+        pad: bool = False,
+        repeat: bool = True,
+        prefetch: Mapping[str, int] | None = None,
+    ) -> Loader:
         """Return `loader` reading this replica's records only, its batches on the device.
+
+        Where the loop has not handed its work to the device since the last batch, the next one does it.
+
+        Args:
+            loader: a DataLoader, or anything that can be iterated over.
+            pad: give every batch the shape of a full one: one epoch is one program. `Loader.valid` tells
+                which records are real.
+            repeat: whether records are read twice to give every replica as many, as training needs it.
+                Without, they are left out, or masked with `pad`: metrics are exact.
+            prefetch: how far to copy ahead, in the runtime's words: on torch_xla ``loader_prefetch_size``,
+                ``device_prefetch_size`` and ``host_to_device_transfer_threads``.
 
         Raises:
             UsageError: there are several replicas and no plugin can divide the records among them.
         """
-        if self.world_size > 1:
-            loader = self._sharded(loader)
-        return _Uploaded(loader, self._replication)
-
-    def _sharded(self, loader: Iterable[Any]) -> Iterable[Any]:
-        mine: Iterable[Any] | None = self._plugins.hook.polyxla_shard_loader(loader=loader, world=self.world)
-        if mine is None:
+        mine: Iterable[Any] | None = self._plugins.hook.polyxla_shard_loader(
+            loader=loader, world=self.world, seed=self.data_seed, repeat=repeat
+        )
+        if mine is None and self.world_size > 1:
             raise UsageError(
                 f"no installed plugin can divide the records of {type(loader).__name__} "
                 f"among {self.world_size} replicas, and all of them would train on the same",
                 fix="Install one (pip install polyxla-sampler), or divide them yourself and use to_device.",
             )
-        return mine
+        if self.is_first and (note := getattr(mine, "note", "")):
+            say_once(note)
+        source = loader if mine is None else mine
+        return Loader(source, Reading(pad, repeat, prefetch or {}), self._replication, self._before_batch)
 
-    def step(self, optimizer: torch.optim.Optimizer, logged: Mapping[str, Any] | None = None) -> None:
+    def _before_batch(self, loader: Loader) -> None:
+        self.input = loader
+        if not self._is_cut:
+            self.sync()
+        self._is_cut = False
+
+    def setup(self, module: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> torch.nn.Module:
+        """Bring `module` to the device, in the precision asked for, the same in every replica.
+
+        Tied parameters stay tied. Where replicas made different ones, ordinal 0's are used, and it is said.
+
+        Args:
+            module: moved in place.
+            optimizers: those that were made from its parameters before; they hold the moved ones afterwards.
+
+        Raises:
+            UsageError: an optimizer holds parameters that are not the module's.
+        """
+        from polyxla import agreement
+        from polyxla.move import move_module
+
+        differs = agreement.differing(self, module)
+        move_module(self.precision.convert(module), self.device, optimizers)
+        if differs:
+            agreement.take_from_first(self, module)
+            if self.is_first:
+                say_once(f"replicas began with different parameters ({differs}): all take ordinal 0's")
+        self._is_set_up = True
+        return module
+
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        logged: Mapping[str, Any] | None = None,
+        *,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        after: Callable[[], None] | None = None,
+    ) -> None:
         """Average the gradients over the replicas, update the parameters, hand the step to the device.
+
+        Call it after as many ``backward()`` as you like: gradients are reduced once, here.
 
         Args:
             optimizer: holds this replica's parameters, whose gradients are ready.
             logged: values to show to listeners under their names; tensors may stay on the device.
+            clip_norm: the largest norm of all averaged gradients together.
+            clip_value: the largest absolute value of an averaged gradient's element.
+            after: called when the step is handed over and before listeners hear of it, such as a scheduler's
+                ``step``.
+
+        Raises:
+            UsageError: the optimizer, at its first step, cannot train: its parameters are elsewhere, or none
+                has a gradient.
         """
+        if not any(one is optimizer for one in self._checked):
+            self._check(optimizer)
         self._replication.reduce_gradients(optimizer)
+        if clip_norm is not None or clip_value is not None:
+            _clip(optimizer, clip_norm, clip_value)
         optimizer.step()
-        self._replication.sync()
+        self.sync()
         self.steps += 1
+        if after is not None:
+            after()
         self._plugins.hook.polyxla_step_finished(replica=self, step=self.steps, logged=logged or {})
+
+    def _check(self, optimizer: torch.optim.Optimizer) -> None:
+        from polyxla import agreement
+
+        self._checked.append(optimizer)
+        agreement.check_optimizer(self, optimizer)
+        if not self._is_set_up:
+            agreement.check_same(self, optimizer)
 
     def publish(self, metrics: Mapping[str, float]) -> None:
         """Tell listeners numbers that hold for all replicas, such as a validation's."""
         self._plugins.hook.polyxla_metrics_ready(replica=self, step=self.steps, metrics=metrics)
 
+    def begin_fit(self, fit: Fit) -> None:
+        """Ask the plugins for listeners to a training, and add them."""
+        for listeners in self._plugins.hook.polyxla_listeners(replica=self, fit=fit):
+            for listener in listeners:
+                self.add_listener(listener)
+
+    def finish_epoch(self, epoch: int) -> None:
+        """Tell listeners that as many epochs are finished, their validation included."""
+        self._plugins.hook.polyxla_epoch_finished(replica=self, epoch=epoch)
+
+    def finish_fit(self) -> None:
+        """Tell listeners that a training ended as it should, or because one of them stopped it."""
+        self._plugins.hook.polyxla_fit_finished(replica=self)
+
     def sync(self, wait: bool = False) -> None:
         """Hand pending work to the device; with `wait`, return when it is done."""
         self._replication.sync(wait)
+        self._is_cut = True
 
-    def seed(self, seed: int) -> None:
-        """Seed the device's random numbers of this replica."""
-        self._replication.seed(seed)
+    def seed_everything(self, seed: int) -> None:
+        """Seed this replica's random numbers: Python's, torch's, numpy's and the device's.
+
+        From one seed every replica gets numbers of its own, and shuffled loaders made afterwards one order
+        for all. Replicas that are threads share the first three with their process.
+        """
+        self.data_seed = seed
+        if seeding.owns_host(self):
+            seeding.seed_everything(seeding.derive(seed, "host", self.ordinal))
+        self.seed_device(seed)
+
+    def seed_device(self, seed: int) -> None:
+        """Seed the device's random numbers, which ``torch.manual_seed`` does not reach on XLA."""
+        self._replication.seed(seeding.derive(seed, "device", self.ordinal))
+
+    def rng_state(self) -> dict[str, Any]:
+        """Return where this replica's random numbers stand, as `polyxla.save` takes it."""
+        host = seeding.host_state() if seeding.owns_host(self) else {}
+        return {**host, "device": self._replication.rng_state()}
+
+    def restore_rng(self, state: Mapping[str, Any]) -> None:
+        """Go on with the random numbers from `rng_state`."""
+        if "torch" in state:
+            seeding.restore_host(state)
+        self._replication.seed(state["device"])
+
+    def gauge(self) -> Gauge | None:
+        """Return what counts this replica's compilations and transfers; None where nothing can."""
+        return self._replication.gauge()
 
     def report(self) -> str:
         """Return the runtime's own account of compilations, executions and transfers."""
@@ -169,7 +305,7 @@ class Replica:
         self._check_ordinal("destination", destination)
         combined = self.all_reduce(value, op)
         # Before the others drop it: a lazy device would never run their part, and this one wait for ever.
-        self._replication.sync()
+        self.sync()
         return combined if self.ordinal == destination else None
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -180,6 +316,7 @@ class Replica:
         """
         if is_tensor(value):
             return self._replication.all_gather(value)
+        self.sync()
         payloads = self._replication.rendezvous("polyxla.all_gather", pickle.dumps(value))
         return [pickle.loads(payload) for payload in payloads]
 
@@ -197,7 +334,9 @@ class Replica:
             raise ValueError(f"{name}={ordinal} is not an ordinal: 0 <= {name} < {self.world_size}")
 
     def barrier(self, tag: str = "polyxla.barrier") -> None:
-        """Wait until every replica is here."""
+        """Wait until every replica is here, their pending work handed to their devices."""
+        # Another replica may be reading a value that takes this one's part in a collective.
+        self.sync()
         self._replication.rendezvous(tag, b"")
 
     def print(self, *values: Any, **options: Any) -> None:
@@ -206,18 +345,14 @@ class Replica:
             builtins.print(*values, **options, flush=True)
 
 
-class _Uploaded:
-    """A loader whose batches arrive on the device; it can be iterated over again."""
+def _clip(optimizer: torch.optim.Optimizer, norm: float | None, value: float | None) -> None:
+    from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-    def __init__(self, loader: Iterable[Any], replication: Replication) -> None:
-        self.loader = loader
-        self._replication = replication
-
-    def __len__(self) -> int:
-        return len(self.loader)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._replication.upload(self.loader)
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    if norm is not None:
+        clip_grad_norm_(parameters, norm)
+    if value is not None:
+        clip_grad_value_(parameters, value)
 
 
 def _fold(function: Callable[[Any, Any], Any]) -> Callable[[list[Any]], Any]:
