@@ -240,7 +240,7 @@ def test_values_of_training_steps_may_be_meant_over_the_epoch() -> None:
     ("options", "steps", "epochs"),
     [
         pytest.param({"max_epochs": 2}, 8, 2, id="epochs"),
-        pytest.param({"max_epochs": 9, "max_steps": 6}, 6, 2, id="within-an-epoch"),
+        pytest.param({"max_epochs": 9, "max_steps": 6}, 6, 1, id="within-an-epoch"),
         pytest.param({"max_epochs": 9, "max_steps": 4}, 4, 1, id="at-an-epochs-end"),
         pytest.param({"max_epochs": 1, "max_steps": 99}, 4, 1, id="more-than-there-are"),
     ],

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import typer
 
     from polyxla.devices import Discovery
+    from polyxla.fit import Fit
     from polyxla.launch import Job
     from polyxla.precision import Precision
     from polyxla.replica import Replica
@@ -105,20 +106,40 @@ def polyxla_precision(name: str) -> Precision | None:
     """Return the precision policy called `name`, or None where this plugin does not know it.
 
     Called in the launching process, to refuse a bad name early, and once in each replica.
-    """
 
-
-@hookspec(firstresult=True)
-def polyxla_shard_loader(loader: Any, world: World) -> Any | None:
-    """Return a loader like `loader` that reads only this replica's records; None to leave it to others.
-
-    Called once per loader in each replica, only where there are several replicas.
+    Raises:
+        ValueError: this plugin knows why nobody should use `name`; the text is the reason.
     """
 
 
 @hookspec
 def polyxla_replica_started(replica: Replica) -> None:
     """Hear that a replica has its device. Called once in each replica, before the person's function."""
+
+
+@hookspec(firstresult=True)
+def polyxla_shard_loader(loader: Any, world: World, seed: int, repeat: bool) -> Any | None:
+    """Return a loader like `loader` that reads only this replica's records; None to leave it to others.
+
+    Called once per loader in each replica, also for a single one: what comes back may also be able to say
+    where it stands and to go on from there (`polyxla.loader.Source`).
+
+    Args:
+        loader: what the person passed.
+        world: where this replica stands.
+        seed: the same in every replica; orders that are shuffled come from it.
+        repeat: whether records may be read twice to give every replica as many (training), or must be told
+            apart by `polyxla.loader.Source.valid_records` (evaluation).
+    """
+
+
+@hookspec
+def polyxla_listeners(replica: Replica, fit: Fit) -> list[object] | None:
+    """Return objects with hook implementations that are to hear the events of one `polyxla.Trainer.fit`.
+
+    Called once per fit in each replica, when its module is on the device. What is returned listens until
+    the replica stops.
+    """
 
 
 @hookspec
@@ -138,6 +159,24 @@ def polyxla_step_finished(replica: Replica, step: int, logged: Mapping[str, Any]
 @hookspec
 def polyxla_metrics_ready(replica: Replica, step: int, metrics: Mapping[str, float]) -> None:
     """Hear numbers that hold for all replicas, such as a validation's. Called in each replica."""
+
+
+@hookspec
+def polyxla_epoch_finished(replica: Replica, epoch: int) -> None:
+    """Hear that an epoch is over, its validation included. Called once per epoch in each replica.
+
+    Args:
+        replica: the replica that trains.
+        epoch: number of finished epochs.
+    """
+
+
+@hookspec
+def polyxla_fit_finished(replica: Replica) -> None:
+    """Hear that a training has made its last step, or was stopped; the module is still on the device.
+
+    Called once per fit in each replica, not after an error.
+    """
 
 
 @hookspec

@@ -11,34 +11,14 @@ from typing import Any, Self
 import torch
 
 from polyxla.errors import UsageError
+from polyxla.fit import Fit
+from polyxla.loader import Loader
 from polyxla.meters import Meter
 from polyxla.module import Steps, configured, own_loader
 from polyxla.move import move_module
-from polyxla.progress import Progress
 from polyxla.replica import Replica
-
-
-@dataclass(frozen=True)
-class LoopSettings:
-    """What the Trainer was told, as it travels to the replicas.
-
-    Attributes:
-        max_epochs: passes over the training data.
-        max_steps: optimizer updates after which training ends; None for no such limit.
-        strategy: ``auto`` or ``debug``.
-        log_dir: the TensorBoard folder; None for none.
-        log_every_n_steps: how often logged tensors are read, which waits for the device.
-        progress: whether to show progress.
-        parent_pid: the launching process, to know whether its module is trained in place.
-    """
-
-    max_epochs: int
-    max_steps: int | None
-    strategy: str
-    log_dir: str | None
-    log_every_n_steps: int
-    progress: bool
-    parent_pid: int
+from polyxla.settings import FitSettings
+from polyxla.standing import Standing
 
 
 @dataclass
@@ -76,6 +56,7 @@ class Outcome:
 
     Attributes:
         metrics: means over all replicas' records, by name.
+        stopped: why training ended before its time; empty where it did not.
         epochs: passes over the training data that were finished.
         steps: optimizer updates.
         runtime: the runtime's name.
@@ -91,10 +72,11 @@ class Outcome:
     device: str
     world_size: int
     state: dict[str, Any] | None = field(default=None, repr=False)
+    stopped: str = ""
 
 
 def run_fit(
-    replica: Replica, module: Any, train: Iterable[Any] | None, val: Iterable[Any] | None, how: LoopSettings
+    replica: Replica, module: Any, train: Iterable[Any] | None, val: Iterable[Any] | None, how: FitSettings
 ) -> Outcome:
     """Train `module` in this replica; see `polyxla.Trainer.fit`."""
     with Loop(replica, module, how) as loop:
@@ -103,13 +85,13 @@ def run_fit(
         return loop.finish()
 
 
-def run_test(replica: Replica, module: Any, data: Iterable[Any] | None, how: LoopSettings) -> Outcome:
+def run_test(replica: Replica, module: Any, data: Iterable[Any] | None, how: FitSettings) -> Outcome:
     """Test `module` in this replica; see `polyxla.Trainer.test`."""
     with Loop(replica, module, how) as loop:
         data = _required(own_loader(module, data, "test_dataloader"), "test", "test")
         loop.steps.require("test")
         loop.steps.call("setup", "test", only_lightning=True)
-        loop.evaluate(replica.loader(data), "test")
+        loop.evaluate(loop.evaluation_loader(data, "test"), "test")
         return loop.finish()
 
 
@@ -126,13 +108,16 @@ def _required(loader: Iterable[Any] | None, method: str, word: str) -> Iterable[
 class Loop:
     """One replica's training: the module on the device, the counters, the metrics."""
 
-    def __init__(self, replica: Replica, module: Any, how: LoopSettings) -> None:
+    def __init__(self, replica: Replica, module: Any, how: FitSettings) -> None:
         self.replica = replica
         self.how = how
+        if how.seed is not None:
+            replica.seed_everything(how.seed)
         self.in_place = os.getpid() == how.parent_pid and not replica.world.shares_process
         # Replicas that are threads would otherwise all train the caller's one module.
         private = copy.deepcopy(module) if replica.world.shares_process else module
-        self.module = move_module(replica.precision.convert(private), replica.device)
+        self._made_before = [one for one in vars(private).values() if isinstance(one, torch.optim.Optimizer)]
+        self.module = replica.setup(private, *self._made_before)
         world = replica.world
         self.state = LoopState(
             0, 0, how.max_epochs, world.world_size, replica.is_first, world.ordinal, world.local_ordinal
@@ -140,6 +125,8 @@ class Loop:
         self.meter = Meter()
         self.steps = Steps(self.module, self.meter, self.state)
         self.metrics: dict[str, float] = {}
+        self.stopped = ""
+        self._micro_steps = 0
 
     def __enter__(self) -> Self:
         return self
@@ -149,85 +136,145 @@ class Loop:
 
     def fit(self, train: Iterable[Any], val: Iterable[Any] | None) -> None:
         """Train for the epochs asked for, validating after each."""
-        uploaded = self.replica.loader(train)
-        self.state.estimated_stepping_batches = self._expected_steps(_length(uploaded))
+        self.loader = self.replica.loader(
+            train, pad=self.steps.wants_valid("training"), prefetch=self.how.prefetch
+        )
+        per_epoch = self._steps_per_epoch()
+        self.state.estimated_stepping_batches = self._expected_steps(per_epoch)
         self.steps.call("setup", "fit", only_lightning=True)
         self.optimizer, self.schedulers = configured(self.module)
         self.steps.lend_optimizer(self.optimizer, self.schedulers)
-        self._listen(uploaded)
+        standing = Standing(self.replica, self)
+        standing.resume()
+        self._listen(per_epoch, standing)
         if val is not None:
             # Before an epoch is spent on a module that cannot validate.
             self.steps.require("validation")
-            val = self.replica.loader(val)
+            val = self.evaluation_loader(val, "validation")
         self.steps.call("on_fit_start")
         self.steps.call("on_train_start")
-        for _ in range(self.how.max_epochs):
-            self._epoch(uploaded)
+        while self.state.current_epoch < self.how.max_epochs and not self._is_done():
+            is_whole = self._epoch()
+            if self.stopped:
+                break
             if val is not None:
                 self.evaluate(val, "validation")
             self.schedulers.epoch_finished(self.metrics)
-            self.state.current_epoch += 1
-            if self._is_done():
-                break
+            if is_whole:
+                self.state.current_epoch += 1
+                self.loader.finish_epoch()
+                self.replica.finish_epoch(self.state.current_epoch)
+        self.replica.finish_fit()
         self.steps.call("on_train_end")
         self.steps.call("on_fit_end")
+
+    def evaluation_loader(self, data: Iterable[Any], kind: str) -> Loader:
+        """Return `data` on the device, every record once over all replicas."""
+        return self.replica.loader(
+            data, pad=self.steps.wants_valid(kind), repeat=False, prefetch=self.how.prefetch
+        )
+
+    def _steps_per_epoch(self) -> int | None:
+        batches = _length(self.loader)
+        return None if batches is None else -(-batches // self.how.accumulate)
 
     def _expected_steps(self, steps_per_epoch: int | None) -> float:
         whole = float("inf") if steps_per_epoch is None else float(steps_per_epoch * self.how.max_epochs)
         return min(whole, float(self.how.max_steps or whole))
 
-    def _listen(self, train: Iterable[Any]) -> None:
-        if not self.replica.is_first:
-            return
-        if self.how.progress:
-            self.replica.add_listener(Progress(self.how, _length(train)))
-        if self.how.log_dir is not None:
-            from polyxla.tensorboard import TensorBoard
+    def _listen(self, steps_per_epoch: int | None, standing: Standing) -> None:
+        self.replica.begin_fit(
+            Fit(
+                settings=self.how,
+                module=self.module,
+                loader=self.loader,
+                steps_per_epoch=steps_per_epoch,
+                state_dict=standing.state_dict,
+                stop=self.stop,
+            )
+        )
 
-            self.replica.add_listener(TensorBoard(self.how.log_dir, self.how.log_every_n_steps))
+    def stop(self, reason: str) -> None:
+        """End training after the step under way; every replica must say so at the same step."""
+        self.stopped = reason
 
     def _is_done(self) -> bool:
-        return self.how.max_steps is not None and self.state.global_step >= self.how.max_steps
+        has_all = self.how.max_steps is not None and self.state.global_step >= self.how.max_steps
+        return has_all or bool(self.stopped)
 
-    def _epoch(self, uploaded: Iterable[Any]) -> None:
+    def _epoch(self) -> bool:
+        """Train for the rest of an epoch; tell whether all its batches were used."""
         self.module.train()
         self.steps.call("on_train_epoch_start")
-        batches = 0
-        for index, batch in enumerate(uploaded):
-            self._train_batch(batch, index)
-            batches += 1
+        before, expected = self.loader.batches_before, _length(self.loader)
+        count = 0
+        for count, batch in enumerate(self.loader, start=1):
+            self._micro_step(batch, before + count - 1)
             if self._is_done():
                 break
-        if batches == 0:
+        else:
+            expected = count
+            self._flush()
+        if before + count == 0:
             raise UsageError(
                 "the training loader gave no batch",
                 where="Trainer.fit",
                 fix="Check its dataset's length, and drop_last where the batch is larger than the dataset.",
             )
-        self.meter.end_batches()
-        self.steps.call("on_train_epoch_end")
-        self._publish()
+        if not self.stopped:
+            self.meter.end_batches()
+            self.steps.call("on_train_epoch_end")
+            self._publish()
+        return count == expected
 
-    def _train_batch(self, batch: Any, index: int) -> None:
+    def _micro_step(self, batch: Any, index: int) -> None:
         self.steps.call("on_train_batch_start", batch, index, only_lightning=True)
-        self.optimizer.zero_grad()
-        with self.replica.precision.forward():
-            loss = self.steps.loss(batch, index)
-        loss.backward()
-        self.replica.step(self.optimizer, {"loss": loss.detach(), **self.meter.latest})
-        self.schedulers.step_finished()
+        if self._micro_steps == 0:
+            self.optimizer.zero_grad()
+        precision = self.replica.precision
+        with precision.forward():
+            loss = self.steps.loss(precision.inputs(batch), index, self.loader.real, self.loader.valid)
+            loss = precision.loss(loss)
+        (loss if self.how.accumulate == 1 else loss / self.how.accumulate).backward()
+        self._loss = loss.detach()
+        self._micro_steps += 1
+        if self._micro_steps == self.how.accumulate:
+            self._update()
+        self.steps.call("on_train_batch_end", self._loss, batch, index, only_lightning=True)
+
+    def _flush(self) -> None:
+        """Make an update of the epoch's last micro-steps, where they are fewer than an update has."""
+        if self._micro_steps:
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        # Their mean, as in every other update.
+                        parameter.grad.mul_(self.how.accumulate / self._micro_steps)
+            self._update()
+
+    def _update(self) -> None:
+        self._micro_steps = 0
+        # Before listeners hear of the step: what they save must be all of it.
         self.state.global_step += 1
-        self.steps.call("on_train_batch_end", loss.detach(), batch, index, only_lightning=True)
+        logged = {"loss": self._loss, **self.meter.latest}
+        how = self.how
+        self.replica.step(
+            self.optimizer,
+            logged,
+            clip_norm=how.clip_norm,
+            clip_value=how.clip_value,
+            after=self.schedulers.step_finished,
+        )
 
     @torch.no_grad()
-    def evaluate(self, loader: Iterable[Any], kind: str) -> None:
-        """Run ``validation_step`` or ``test_step`` over an uploaded loader; publish what it logs."""
+    def evaluate(self, loader: Loader, kind: str) -> None:
+        """Run ``validation_step`` or ``test_step`` over a loader; publish what it logs."""
         self.module.eval()
         self.steps.call(f"on_{kind}_epoch_start")
+        precision = self.replica.precision
         for index, batch in enumerate(loader):
-            with self.replica.precision.forward():
-                self.steps.evaluate(kind, batch, index)
-            self.replica.sync()
+            with precision.forward():
+                self.steps.evaluate(kind, precision.inputs(batch), index, loader.real, loader.valid)
         self.meter.end_batches()
         self.steps.call(f"on_{kind}_epoch_end")
         self._publish()
@@ -243,7 +290,7 @@ class Loop:
         if self.how.strategy == "debug":
             self.replica.print(self.replica.report())
         self.module.train()
-        move_module(self.module, torch.device("cpu"))
+        move_module(self.module, torch.device("cpu"), self._made_before)
         carry = self.replica.is_first and not self.in_place
         return Outcome(
             metrics=self.metrics,
@@ -253,6 +300,7 @@ class Loop:
             device=self.replica.kind,
             world_size=self.replica.world_size,
             state=dict(self.module.state_dict()) if carry else None,
+            stopped=self.stopped,
         )
 
 

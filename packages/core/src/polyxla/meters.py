@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from polyxla.batches import count_records
 from polyxla.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,28 +20,43 @@ class Meter:
 
     Attributes:
         latest: what the current step logged, by name.
-        batch_size: records in the current batch, the weight of its values.
+        batch_size: real records in the current batch, the weight of its values.
+        valid: which of its records are real, bool ``[record]``; None where all are.
         is_training: whether values belong to steps (True) or to an evaluation's means (False).
     """
 
     def __init__(self) -> None:
         self.latest: dict[str, Any] = {}
         self.batch_size = 1
+        self.valid: torch.Tensor | None = None
         self.is_training = True
+        self._records = 0
         self._objects: dict[str, Any] = {}
         self._totals: dict[str, Any] = {}
         self._weights: dict[str, float] = {}
 
-    def start_batch(self, batch: Any, is_training: bool) -> None:
-        """Forget the last step's values and take the weight of the next batch."""
+    def start_batch(
+        self, batch: Any, is_training: bool, real: int | None = None, valid: torch.Tensor | None = None
+    ) -> None:
+        """Forget the last step's values and take the weight of the next batch.
+
+        Args:
+            batch: the records.
+            is_training: whether what is logged belongs to a step.
+            real: how many of them are no padding; None for all.
+            valid: which those are.
+        """
         self.latest = {}
         self.is_training = is_training
-        self.batch_size = _records(batch) or 1
+        self.valid = valid
+        self._records = count_records(batch) or 1
+        self.batch_size = self._records if real is None else real
 
     def end_batches(self) -> None:
         """Take what is logged from here on, by an epoch's last hook, into the means as it is."""
         self.is_training = False
-        self.batch_size = 1
+        self.batch_size = self._records = 1
+        self.valid = None
 
     def log(
         self,
@@ -56,7 +72,8 @@ class Meter:
 
         Args:
             name: its name.
-            value: a number, a tensor of one element, or a metric object such as torchmetrics'.
+            value: a number, a tensor of one element or of one for each record (whose mean over the real ones
+                it is), or a metric object such as torchmetrics'.
             prog_bar: third, as Lightning has it; progress shows every value.
             on_epoch: whether to report its mean over the epoch; default: only in evaluation.
             batch_size: its weight in the mean; default: the batch's first dimension.
@@ -67,10 +84,22 @@ class Meter:
         if callable(getattr(value, "compute", None)):
             self._objects[name] = value
             return
-        value = _scalar(name, value)
+        value = self._mean_of_records(value) if self._is_by_record(value) else _scalar(name, value)
         self.latest[name] = value
-        if on_epoch if on_epoch is not None else not self.is_training:
-            self._add(name, value, batch_size or self.batch_size)
+        weight = self.batch_size if batch_size is None else batch_size
+        # A batch of padding only, which other replicas' last records made necessary, says nothing.
+        if weight and (on_epoch if on_epoch is not None else not self.is_training):
+            self._add(name, value, weight)
+
+    def _is_by_record(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.shape == (self._records,) and value.numel() > 1
+
+    def _mean_of_records(self, value: torch.Tensor) -> torch.Tensor:
+        value = _at_least_float32(value.detach())
+        if self.valid is not None:
+            # Not a product: what padding computes may be infinite.
+            value = torch.where(self.valid, value, torch.zeros_like(value))
+        return value.sum() / max(self.batch_size, 1)
 
     def _add(self, name: str, value: Any, weight: int) -> None:
         if name not in self._totals:
@@ -81,7 +110,7 @@ class Meter:
             self._weights[name] = 0.0
         if isinstance(value, torch.Tensor):
             # In float16, a loss of 700 in a batch of 128 is already infinite.
-            value = value.to(torch.promote_types(value.dtype, torch.float32))
+            value = _at_least_float32(value)
         self._totals[name] = self._totals[name] + value * weight
         self._weights[name] += weight
 
@@ -100,12 +129,21 @@ class Meter:
             UsageError: there are metric objects and several replicas, whose results have no mean.
         """
         computed = self._computed(replica)
-        sums = {name: (float(self._totals[name]), self._weights[name]) for name in self._totals}
+        sums = self.state_dict()
         self._totals, self._weights = {}, {}
         everyone = replica.all_gather(sums)
         names = {name for one in everyone for name in one}
         means = {name: _mean([one[name] for one in everyone if name in one]) for name in sorted(names)}
         return means | computed
+
+    def state_dict(self) -> dict[str, tuple[float, float]]:
+        """Return the totals and weights so far of what is averaged over the epoch. Waits for the device."""
+        return {name: (float(total), self._weights[name]) for name, total in self._totals.items()}
+
+    def load_state_dict(self, state: Mapping[str, tuple[float, float]]) -> None:
+        """Go on from `state_dict`."""
+        self._totals = {name: total for name, (total, _) in state.items()}
+        self._weights = {name: weight for name, (_, weight) in state.items()}
 
     def _computed(self, replica: Replica) -> dict[str, float]:
         objects, self._objects = self._objects, {}
@@ -121,6 +159,10 @@ class Meter:
         return values
 
 
+def _at_least_float32(value: torch.Tensor) -> torch.Tensor:
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
 def _scalar(name: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.detach().reshape(()) if value.dim() else value.detach()
@@ -134,10 +176,3 @@ def _scalar(name: str, value: Any) -> Any:
 
 def _mean(parts: list[tuple[float, float]]) -> float:
     return sum(total for total, _ in parts) / sum(weight for _, weight in parts)
-
-
-def _records(batch: Any) -> int | None:
-    if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.dim() else 1
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    return next((found for part in parts if (found := _records(part)) is not None), None)

@@ -24,6 +24,7 @@ class Steps:
         self._module = module
         self._meter = meter
         self._before: dict[str, Any] = {}
+        self._parameters: dict[str, list[str]] = {}
         for name, value in (("log", meter.log), ("log_dict", meter.log_dict), ("trainer", state)):
             if _is_lightning(module) or not hasattr(module, name):
                 self._lend(_slot(module, name), value)
@@ -59,14 +60,27 @@ class Steps:
         if callable(method) and (not only_lightning or _is_lightning(self._module)):
             method(*arguments)
 
-    def loss(self, batch: Any, index: int) -> torch.Tensor:
+    def wants_valid(self, kind: str) -> bool:
+        """Tell whether ``{kind}_step`` has a parameter ``valid``: it reads padded batches with their mask."""
+        method = getattr(self._module, f"{kind}_step", None)
+        return callable(method) and "valid" in inspect.signature(method).parameters
+
+    def loss(
+        self, batch: Any, index: int, real: int | None = None, valid: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Call ``training_step`` and return its loss.
+
+        Args:
+            batch: the records.
+            index: the batch's number in the epoch.
+            real: how many records are no padding; None for all.
+            valid: which those are.
 
         Raises:
             UsageError: it returned nothing that can be trained on.
         """
-        self._meter.start_batch(batch, is_training=True)
-        result = _call_step(self._module.training_step, batch, index)
+        self._meter.start_batch(batch, is_training=True, real=real, valid=valid)
+        result = self._call_step("training", batch, index, valid)
         loss = result.get("loss") if isinstance(result, Mapping) else result
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
             raise UsageError(
@@ -77,10 +91,20 @@ class Steps:
             )
         return loss
 
-    def evaluate(self, kind: str, batch: Any, index: int) -> None:
-        """Call ``validation_step`` or ``test_step``."""
-        self._meter.start_batch(batch, is_training=False)
-        _call_step(getattr(self._module, f"{kind}_step"), batch, index)
+    def evaluate(
+        self, kind: str, batch: Any, index: int, real: int | None = None, valid: torch.Tensor | None = None
+    ) -> None:
+        """Call ``validation_step`` or ``test_step``; arguments as for `loss`."""
+        self._meter.start_batch(batch, is_training=False, real=real, valid=valid)
+        self._call_step(kind, batch, index, valid)
+
+    def _call_step(self, kind: str, batch: Any, index: int, valid: Any) -> Any:
+        method = getattr(self._module, f"{kind}_step")
+        if kind not in self._parameters:
+            self._parameters[kind] = list(inspect.signature(method).parameters)
+        takes = self._parameters[kind]
+        mask = {"valid": valid} if "valid" in takes else {}
+        return method(batch, index, **mask) if len(takes) - len(mask) > 1 else method(batch, **mask)
 
     def require(self, kind: str) -> None:
         """Refuse data for a step that the module does not have.
@@ -127,6 +151,17 @@ class Schedulers:
                     where="configure_optimizers",
                     fix="Name a logged metric: {'scheduler': ..., 'monitor': 'val_loss'}.",
                 )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the schedules stand, as `polyxla.save` takes it."""
+        states = [config["scheduler"].state_dict() for config in self.configs]
+        return {"steps": self._steps, "epochs": self._epochs, "schedulers": states}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`."""
+        self._steps, self._epochs = state["steps"], state["epochs"]
+        for config, one in zip(self.configs, state["schedulers"], strict=True):
+            config["scheduler"].load_state_dict(one)
 
     def _due(self, interval: str, count: int) -> list[Mapping[str, Any]]:
         mine = [config for config in self.configs if config.get("interval", "epoch") == interval]
@@ -193,11 +228,6 @@ def check_module(module: Any, methods: Iterable[str]) -> None:
             where="the module given to Trainer",
             fix="Use polyxla.launch with a loop of your own and replica.step.",
         )
-
-
-def _call_step(method: Any, batch: Any, index: int) -> Any:
-    parameters = inspect.signature(method).parameters
-    return method(batch, index) if len(parameters) > 1 else method(batch)
 
 
 def _describe(value: Any) -> str:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from polyxla.checkpoint.stopping import passed_on
 from polyxla.errors import UsageError
 from polyxla.launch import StartMethod, launch
-from polyxla.notices import say_once
+from polyxla.notices import say, say_once
+from polyxla.settings import FitSettings
 
 if TYPE_CHECKING:
-    from polyxla.loop import LoopSettings, Outcome
+    from polyxla.loop import Outcome
 
 STRATEGIES = ("auto", "debug")
 """``debug`` trains like ``auto`` and prints the runtime's own report afterwards."""
@@ -40,6 +43,21 @@ class Trainer:
             TensorBoard is installed, None writes none.
         log_every_n_steps: how often logged tensors are read, which waits for the device.
         progress: whether to show progress on standard error.
+        accumulate: batches whose gradients make one optimizer update; an epoch's last takes what is left.
+        clip_norm: the largest norm of all gradients together, after they are averaged over the replicas.
+        clip_value: the largest absolute value of a gradient's element.
+        seed: where every replica's random numbers come from, and the order of the records; default: as torch
+            was seeded, and the order of seed 0.
+        prefetch: how far to copy batches ahead, such as ``{"loader_prefetch_size": 4}``; see
+            `Replica.loader`.
+        checkpoint_dir: where the whole state is saved at the end of each epoch and when the process is told
+            to end (SIGTERM); None saves nothing.
+        save_every_n_steps: how often it is saved besides.
+        keep: how many checkpoints stay; None for all.
+        resume: ``"auto"`` goes on from the newest whole checkpoint of `checkpoint_dir`, where there is one; a
+            path from that one.
+        compile_budget: programs that may be compiled after the first step.
+        on_budget: ``"warn"`` or ``"raise"``, when there are more.
 
     Attributes:
         metrics: the last numbers of `fit` or `test`, by name.
@@ -63,6 +81,17 @@ class Trainer:
         log_dir: str | None = "auto",
         log_every_n_steps: int = 50,
         progress: bool = True,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        seed: int | None = None,
+        prefetch: Mapping[str, int] | None = None,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        save_every_n_steps: int | None = None,
+        keep: int | None = 2,
+        resume: str | os.PathLike[str] | None = None,
+        compile_budget: int | None = None,
+        on_budget: str = "warn",
     ) -> None:
         if strategy not in STRATEGIES:
             raise UsageError(
@@ -70,10 +99,20 @@ class Trainer:
                 where="Trainer",
                 fix="Leave it out: replicas, and how they start, come from devices= and the runtime.",
             )
-        for name, count in (("max_epochs", max_epochs), ("log_every_n_steps", log_every_n_steps)):
+        counts = {"max_epochs": max_epochs, "log_every_n_steps": log_every_n_steps, "accumulate": accumulate}
+        limits = {"max_steps": max_steps, "save_every_n_steps": save_every_n_steps, "keep": keep}
+        for name, count in (
+            counts | {name: limit for name, limit in limits.items() if limit is not None}
+        ).items():
             _check_positive(name, count)
-        if max_steps is not None:
-            _check_positive("max_steps", max_steps)
+        for name, limit in (("clip_norm", clip_norm), ("clip_value", clip_value)):
+            _check_limit(name, limit)
+        if resume == "auto" and checkpoint_dir is None:
+            raise UsageError(
+                "resume='auto' goes on from the newest checkpoint of a folder, and there is none",
+                where="Trainer",
+                fix="Write checkpoint_dir='checkpoints' too, or the checkpoint's own path.",
+            )
         self._launch = {
             "accelerator": accelerator,
             "devices": devices,
@@ -87,6 +126,17 @@ class Trainer:
             "strategy": strategy,
             "log_every_n_steps": log_every_n_steps,
             "progress": progress,
+            "accumulate": accumulate,
+            "clip_norm": clip_norm,
+            "clip_value": clip_value,
+            "seed": seed,
+            "prefetch": dict(prefetch or {}),
+            "checkpoint_dir": None if checkpoint_dir is None else os.fspath(checkpoint_dir),
+            "save_every_n_steps": save_every_n_steps,
+            "keep": keep,
+            "resume": None if resume is None else os.fspath(resume),
+            "compile_budget": compile_budget,
+            "on_budget": on_budget,
         }
         self._log_dir = log_dir
         self.metrics: dict[str, float] = {}
@@ -124,12 +174,17 @@ class Trainer:
         from polyxla.module import check_module
 
         check_module(module, needed)
-        how: LoopSettings = polyxla.loop.LoopSettings(**self._how, log_dir=log_dir, parent_pid=os.getpid())  # type: ignore[arg-type]
-        outcomes = launch(getattr(polyxla.loop, loop), (module, *loaders, how), **self._launch)  # type: ignore[arg-type]
+        how = FitSettings(**self._how, log_dir=log_dir, parent_pid=os.getpid())  # type: ignore[arg-type]
+        with passed_on(how.checkpoint_dir):
+            outcomes = launch(getattr(polyxla.loop, loop), (module, *loaders, how), **self._launch)  # type: ignore[arg-type]
         self.outcome = outcomes[0]
         if outcomes[0].state is not None:
             module.load_state_dict(outcomes[0].state)
         self.metrics = outcomes[0].metrics
+        if outcomes[0].stopped:
+            say(f"ended by {outcomes[0].stopped} after step {outcomes[0].steps}, which is saved")
+            # What the process was told, now that nothing is lost by it.
+            signal.raise_signal(signal.SIGTERM)
         return self.metrics
 
     def _new_log_dir(self) -> str | None:
@@ -147,4 +202,13 @@ def _check_positive(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UsageError(
             f"{name}={value!r} is not a whole number from 1", where="Trainer", fix=f"Write {name}=1."
+        )
+
+
+def _check_limit(name: str, value: Any) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
+        raise UsageError(
+            f"{name}={value!r} is not a number above 0",
+            where="Trainer",
+            fix=f"Write {name}=1.0, or leave it out.",
         )

@@ -91,7 +91,7 @@ def main(
     # Every batch has the same shape, so that one program serves all steps.
     loader = DataLoader(train, batch_size, shuffle=True, drop_last=True)
     module = DigitsNet(learning_rate)
-    trainer = polyxla.Trainer(max_epochs=epochs, log_dir=log_dir)
+    trainer = polyxla.Trainer(max_epochs=epochs, log_dir=log_dir, seed=seed)
     trainer.fit(module, loader)
     fitted = trainer.outcome
     metrics = trainer.test(module, DataLoader(test, batch_size))

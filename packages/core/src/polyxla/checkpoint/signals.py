@@ -20,12 +20,14 @@ class StopSignal:
 
     Args:
         signals: those to heed; default: SIGTERM.
+        then: called when one came, in the main thread between two of its instructions.
 
     Attributes:
         received: the signal that came, or None.
     """
 
-    def __init__(self, *signals: signal.Signals) -> None:
+    def __init__(self, *signals: signal.Signals, then: Callable[[], object] | None = None) -> None:
+        self._then = then
         self.received: signal.Signals | None = None
         self._signals = signals or (signal.SIGTERM,)
         self._before: dict[signal.Signals, _Handler] = {}
@@ -47,6 +49,8 @@ class StopSignal:
         # No lock in here: the main thread may hold it.
         self.received = signal.Signals(number)
         self._restore(self.received)
+        if self._then is not None:
+            self._then()
 
     def _restore(self, one: signal.Signals) -> None:
         before = self._before.pop(one)
