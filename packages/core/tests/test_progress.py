@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from polyxla.observe.readings import Readings
 from polyxla.progress import Progress
 
 TIMEOUT_S = 60.0
@@ -26,7 +27,7 @@ def _lines(text: str) -> list[str]:
 
 
 def test_elsewhere_each_epoch_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(HOW, steps_per_epoch=2)
+    progress = Progress(HOW, steps_per_epoch=2, readings=Readings())
     for step in range(1, 5):
         progress.polyxla_step_finished(step=step, logged={"loss": 1 / step, "lr": 0.1})
         if step % 2 == 0:
@@ -41,7 +42,7 @@ def test_elsewhere_each_epoch_is_a_line(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_without_a_length_there_are_the_metrics(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(HOW, steps_per_epoch=None)
+    progress = Progress(HOW, steps_per_epoch=None, readings=Readings())
     for step in range(1, 5):
         progress.polyxla_step_finished(step=step, logged={"loss": 1.0})
     progress.polyxla_metrics_ready(step=4, metrics={"val_loss": 2.0})
@@ -60,7 +61,7 @@ class _Counted:
 
 def test_values_are_read_only_where_they_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Counted, "reads", 0)
-    progress = Progress(HOW, steps_per_epoch=100)
+    progress = Progress(HOW, steps_per_epoch=100, readings=Readings())
     for step in range(1, 101):
         progress.polyxla_step_finished(step=step, logged={"loss": _Counted()})
     assert _Counted.reads == 33 + 1, "every 3rd step and the epoch's last"
@@ -68,9 +69,10 @@ def test_values_are_read_only_where_they_are_shown(monkeypatch: pytest.MonkeyPat
 
 BAR = """
 from types import SimpleNamespace
+from polyxla.observe.readings import Readings
 from polyxla.progress import Progress
 
-progress = Progress(SimpleNamespace(max_epochs=2, log_every_n_steps=1), {steps})
+progress = Progress(SimpleNamespace(max_epochs=2, log_every_n_steps=1), {steps}, Readings())
 for step in range(1, 5):
     progress.polyxla_step_finished(step=step, logged={{"loss": 1 / step}})
 progress.polyxla_metrics_ready(step=4, metrics={{"val_loss": 0.5}})

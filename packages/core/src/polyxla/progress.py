@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
-    from polyxla.loop import LoopSettings
+    from polyxla.observe.readings import Readings
+    from polyxla.settings import FitSettings
 
 
 class Progress:
@@ -23,11 +24,13 @@ class Progress:
     Args:
         how: epochs, and how often logged tensors may be read.
         steps_per_epoch: None where the loader does not know its length.
+        readings: reads them.
     """
 
-    def __init__(self, how: LoopSettings, steps_per_epoch: int | None) -> None:
+    def __init__(self, how: FitSettings, steps_per_epoch: int | None, readings: Readings) -> None:
         self._how = how
         self._steps_per_epoch = steps_per_epoch
+        self._readings = readings
         self._seen: dict[str, float] = {}
         self._started = time.monotonic()
         self._bar = _Bar(how.max_epochs, steps_per_epoch) if sys.stderr.isatty() else None
@@ -37,7 +40,7 @@ class Progress:
         """Advance the bar; at the end of an epoch without one, print a line."""
         ends_epoch = self._steps_per_epoch is not None and step % self._steps_per_epoch == 0
         if ends_epoch or step % self._how.log_every_n_steps == 0:
-            self._seen |= {name: float(value) for name, value in logged.items()}
+            self._seen |= self._readings.of(step, logged)
         if self._bar:
             self._bar.show(step, self._seen)
         elif ends_epoch and self._steps_per_epoch:
