@@ -1,0 +1,138 @@
+"""Says why a program was compiled."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from polyxla.notices import say
+from polyxla.observe.budget import Budget
+from polyxla.observe.inputs import Form, changed, forms
+from polyxla.observe.lines import outside, place
+
+if TYPE_CHECKING:
+    from polyxla.gauge import Counts, Gauge
+    from polyxla.loader import Loader
+
+WARM_UP_STEPS = 2
+"""Steps that compile as a matter of course: the first, and the second, whose optimizer has a state."""
+SAME_INPUTS = "the same inputs: another Python path or a changed constant"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Programs that were compiled in one step, or between two.
+
+    Attributes:
+        step: number of the step, or of the one before.
+        compiles: how many.
+        seconds: how long that took.
+        cause: what was different.
+        line: the person's line, ``file:line``; None where it is not known.
+        expected: whether every training does so.
+    """
+
+    step: int
+    compiles: int
+    seconds: float
+    cause: str
+    line: str | None
+    expected: bool
+
+    def __str__(self) -> str:
+        programs = "a program" if self.compiles == 1 else f"{self.compiles} programs"
+        at = f" ({self.line})" if self.line else ""
+        as_expected = ", as expected" if self.expected else ""
+        return f"step {self.step} compiled {programs} in {self.seconds:.2g} s{as_expected}: {self.cause}{at}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return every field by its name."""
+        return asdict(self)
+
+
+class Compilations:
+    """Compares each program's inputs with those of the one before.
+
+    Args:
+        gauge: counts compilations.
+        budget: pays for those that are not expected.
+        module: what is trained; None in a loop of the person's own.
+
+    Attributes:
+        total: programs compiled.
+        seconds: how long that took.
+    """
+
+    def __init__(self, gauge: Gauge, budget: Budget, module: Any) -> None:
+        self._gauge, self._budget = gauge, budget
+        self._step_line = _line_of_training_step(module)
+        self._loader: Loader | None = None
+        self._forms: tuple[Form, ...] | None = None
+        self._steps = 0
+        self._evaluated: tuple[Form, ...] | None = None
+        self._before_s = gauge.compile_s()
+        self.total, self.seconds = 0, 0.0
+
+    def step(self, step: int, delta: Counts, loader: Loader | None, cut: str | None) -> Compiled | None:
+        """Hear of a step; return what it compiled. Called every step.
+
+        Args:
+            step: its number.
+            delta: what was counted since the one before.
+            loader: gave its last batch.
+            cut: what cut a program inside the step; None if nothing did.
+
+        Raises:
+            CompileBudgetError: that was one too many.
+        """
+        self._steps += 1
+        before, self._loader = self._forms, loader
+        self._forms = forms(loader.batch) if loader is not None else None
+        if not delta.compiles:
+            return None
+        change = changed(loader.batch, before) if loader is not None and before is not None else None
+        expected = self._steps <= WARM_UP_STEPS and change is None
+        cause = _WARM_UP[self._steps - 1] if expected else change or SAME_INPUTS
+        cause += f"; {cut}" if cut else ""
+        return self._told(step, delta.compiles, cause, self._step_line or outside(), expected=expected)
+
+    def between(self, step: int, delta: Counts, loader: Loader | None) -> Compiled | None:
+        """Hear of metrics, which an evaluation between two steps may have compiled programs for."""
+        if loader is None or loader is self._loader:
+            return self._told(step, delta.compiles, "metrics of the steps", None, expected=True)
+        before, self._evaluated = self._evaluated, forms(loader.batch)
+        if before is None:
+            return self._told(step, delta.compiles, "the first evaluation", None, expected=True)
+        cause = changed(loader.batch, before) or SAME_INPUTS
+        return self._told(step, delta.compiles, f"in an evaluation, {cause}", None, expected=False)
+
+    def _told(
+        self, step: int, compiles: int, cause: str, line: str | None, *, expected: bool
+    ) -> Compiled | None:
+        if not compiles:
+            return None
+        now = self._gauge.compile_s()
+        compiled = Compiled(step, compiles, now - self._before_s, cause, line, expected)
+        self.total += compiles
+        self.seconds += compiled.seconds
+        self._before_s = now
+        say(str(compiled))
+        return compiled
+
+    def pay(self, compiled: Compiled) -> None:
+        """Take an unexpected compilation from the budget.
+
+        Raises:
+            CompileBudgetError: that was one too many.
+        """
+        if not compiled.expected:
+            self._budget.spend(compiled.compiles, str(compiled))
+
+
+_WARM_UP = ("the first step", "the second step, for which the optimizer has a state")
+
+
+def _line_of_training_step(module: Any) -> str | None:
+    method = getattr(module, "training_step", None)
+    code = getattr(method, "__code__", None)
+    return place(code) if code else None
