@@ -1,0 +1,114 @@
+"""One replica's counters from step to step: compilations, reads by the host, fallbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import astuple
+from typing import TYPE_CHECKING, Any
+
+from polyxla.gauge import Counts
+from polyxla.notices import say
+from polyxla.observe.watch import Watch
+
+if TYPE_CHECKING:
+    from polyxla.gauge import Gauge, Memory
+    from polyxla.loader import Loader
+    from polyxla.observe.compiles import Compilations, Compiled
+    from polyxla.observe.readings import Readings
+    from polyxla.observe.summary import Summary
+
+
+class Counters:
+    """Takes the difference after every step, and looks closer where there is one.
+
+    Args:
+        gauge: the counters.
+        readings: what polyxla itself reads.
+        compilations: explains those.
+    """
+
+    def __init__(self, gauge: Gauge, readings: Readings, compilations: Compilations) -> None:
+        self._gauge, self._readings = gauge, readings
+        self.compilations = compilations
+        self._first = self._last = gauge.counts()
+        self._fallbacks_before = gauge.fallbacks()
+        self._own = readings.host_reads
+        self._reads = 0
+        self._fewest = self._executions = 0
+        self._watch = Watch(gauge)
+
+    @property
+    def flops_per_step(self) -> int | None:
+        """Floating-point operations of one replica's step."""
+        return self._watch.flops_per_step
+
+    @property
+    def chip(self) -> str | None:
+        """What the device is, where that is known."""
+        return self._gauge.chip
+
+    def step(self, step: int, loader: Loader | None, write: Callable[..., None]) -> Compiled | None:
+        """Hear of a step; say and `write` what was found; return what it compiled. Called every step."""
+        new = self._watch.step()
+        delta = self._delta()
+        for finding, count in new:
+            say(finding.said(count))
+            write("finding", step=step, count=count, **finding._asdict())
+        reads = self._persons(delta)
+        self._reads += reads
+        is_cut = self._is_cut(delta.executions - reads)
+        cut = self._cut(delta.executions)
+        compiled = self.compilations.step(step, delta, loader, cut)
+        self._watch.go_on(reads, is_cut=is_cut)
+        return compiled
+
+    def _cut(self, executions: int) -> str | None:
+        if self._watch.cut_at:
+            self._executions = executions
+            return f"the host's read at {self._watch.cut_at} cuts the step in pieces"
+        usual, self._executions = self._executions, executions
+        return f"the step ran in {executions} pieces, not {usual}" if 0 < usual < executions else None
+
+    def between(self, step: int, loader: Loader | None) -> Compiled | None:
+        """Hear of metrics between two steps; return what was compiled since the last one."""
+        delta = self._delta()
+        self._persons(delta)
+        return self.compilations.between(step, delta, loader)
+
+    def _delta(self) -> Counts:
+        last, self._last = self._last, self._gauge.counts()
+        return _difference(self._last, last)
+
+    def _persons(self, delta: Counts) -> int:
+        own, self._own = self._own, self._readings.host_reads
+        return max(0, delta.host_reads - (self._own - own))
+
+    def _is_cut(self, pieces: int) -> bool:
+        """Tell whether the step was run in more pieces than others, as a copy to the host makes it."""
+        self._fewest = max(1, min(pieces, self._fewest or pieces))
+        return pieces > self._fewest
+
+    def memory(self) -> Memory | None:
+        """Return the device's memory."""
+        return self._gauge.memory()
+
+    def close(self) -> list[dict[str, Any]]:
+        """Watch no longer; return all findings."""
+        self._watch.close()
+        return self._watch.findings.as_json()
+
+    def add_to(self, summary: Summary) -> None:
+        """Fill in what was counted."""
+        delta = _difference(self._gauge.counts(), self._first)
+        before = self._fallbacks_before
+        fallbacks = {name: count - before.get(name, 0) for name, count in self._gauge.fallbacks().items()}
+        summary.compiles, summary.compile_s = self.compilations.total, self.compilations.seconds
+        summary.cache_hits, summary.cache_misses = delta.cache_hits, delta.cache_misses
+        summary.fallbacks = {name: count for name, count in fallbacks.items() if count}
+        if summary.steps:
+            summary.reads_per_step = self._reads / summary.steps + self._watch.findings.copies_per_step
+        summary.flops_per_step, summary.chip = self.flops_per_step, self.chip
+
+
+def _difference(now: Counts, before: Counts) -> Counts:
+    return Counts(*(one - other for one, other in zip(astuple(now), astuple(before), strict=True)))

@@ -1,0 +1,161 @@
+"""The listener that sees what a training compiles, reads, waits for and reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from polyxla.hookspecs import hookimpl
+from polyxla.notices import say
+from polyxla.observe.budget import Budget
+from polyxla.observe.chips import utilization
+from polyxla.observe.compiles import WARM_UP_STEPS, Compilations, Compiled
+from polyxla.observe.counters import Counters
+from polyxla.observe.pace import Pace, Window
+from polyxla.observe.readings import Readings
+from polyxla.observe.summary import Summary
+
+if TYPE_CHECKING:
+    from polyxla.gauge import Memory
+    from polyxla.loader import Loader
+    from polyxla.observe.runlog import RunLog
+    from polyxla.replica import Replica
+
+
+class Observer:
+    """Says in a line what each compilation was for, which lines make the host wait, and how fast it all goes.
+
+    Add it on ordinal 0, before the first step: ``replica.add_listener(Observer(replica))``. It belongs to
+    the replica's thread. Counters are those of the process, whose other replicas count as well.
+
+    Args:
+        replica: whose steps are observed.
+        every_n_steps: how often logged tensors are read, which waits for the device.
+        log: where events are written besides; None for nowhere.
+        readings: the numbers that other listeners read too.
+        module: what is trained, to name its ``training_step``; None in a loop of one's own.
+        compile_budget: programs that may be compiled after the first two steps and the first evaluation; None
+            for any number.
+        on_budget: ``warn`` or ``raise`` (`CompileBudgetError`), when there are more.
+
+    Raises:
+        UsageError: the budget makes no sense.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        *,
+        every_n_steps: int = 50,
+        log: RunLog | None = None,
+        readings: Readings | None = None,
+        module: Any = None,
+        compile_budget: int | None = None,
+        on_budget: str = "warn",
+    ) -> None:
+        budget = Budget(compile_budget, on_budget)
+        gauge = replica.gauge()
+        self._replica, self._every, self._log = replica, every_n_steps, log
+        self._readings = readings or Readings(gauge)
+        self._counters = (
+            Counters(gauge, self._readings, Compilations(gauge, budget, module)) if gauge else None
+        )
+        self._budget = budget
+        self._pace = Pace()
+        self._steps = 0
+        self._whole = Window()
+        self._warm_up_s = 0.0
+        self._memory: Memory | None = None
+        self._told_names = 0
+        self._loader: Loader | None = None
+
+    @hookimpl
+    def polyxla_step_finished(self, step: int, logged: Mapping[str, Any]) -> None:
+        """Compare the counters; every n-th step, read what is logged and cut a window."""
+        self._pace.step()
+        self._steps += 1
+        self._loader = self._replica.input
+        if self._counters:
+            self._tell_compiled(self._counters.step(step, self._loader, self._write))
+        if self._steps == WARM_UP_STEPS:
+            self._warm_up_s = self._pace.cut(self._loader).seconds
+        elif step % self._every == 0:
+            self._read(step, logged)
+
+    def _read(self, step: int, logged: Mapping[str, Any]) -> None:
+        values = self._readings.of(step, logged)
+        self._pace.wait()
+        window = self._cut()
+        if self._counters:
+            self._memory = self._counters.memory() or self._memory
+        memory = asdict(self._memory) if self._memory else None
+        mfu = self._mfu(window)
+        rates = window.as_json(self._replica.world_size)
+        self._write("step", step=step, values=values, memory=memory, mfu=mfu, **rates)
+        self._tell_not_finite()
+
+    def _cut(self) -> Window:
+        window = self._pace.cut(self._loader)
+        self._whole += window
+        return window
+
+    def _tell_compiled(self, compiled: Compiled | None) -> None:
+        if compiled and self._counters:
+            self._write("compile", **compiled.as_json())
+            self._counters.compilations.pay(compiled)
+
+    def _tell_not_finite(self) -> None:
+        for name, step in list(self._readings.not_finite.items())[self._told_names :]:
+            self._write("not_finite", name=name, step=step)
+        self._told_names = len(self._readings.not_finite)
+
+    @hookimpl
+    def polyxla_metrics_ready(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Leave the evaluation out of the steps' time, and hear what it compiled."""
+        if self._counters:
+            self._tell_compiled(self._counters.between(step, self._replica.input))
+        self._pace.leave_out()
+        self._readings.check(step, metrics)
+        self._write("metrics", step=step, values=dict(metrics))
+        self._tell_not_finite()
+
+    @hookimpl
+    def polyxla_replica_stopped(self, error: BaseException | None) -> None:
+        """Say what the run came to, also after an error."""
+        self._cut()
+        summary = self.summary()
+        findings = self._counters.close() if self._counters else []
+        if self._steps:
+            say(str(summary))
+        reason = f"{type(error).__name__}: {error}" if error else None
+        self._write("end", summary=summary.as_json(), findings=findings, error=reason)
+        if self._log:
+            self._log.close()
+
+    def summary(self) -> Summary:
+        """Return the totals so far."""
+        whole = self._whole
+        summary = Summary(
+            steps=self._steps,
+            seconds=self._warm_up_s + whole.seconds,
+            unexpected=self._budget.spent,
+            wait_share=whole.wait_share,
+            records_per_s=whole.records_per_s(self._replica.world_size),
+            step_s=whole.step_s,
+            mfu=self._mfu(whole),
+            peak_bytes=(self._memory.peak_bytes or self._memory.used_bytes) if self._memory else None,
+        )
+        if self._counters:
+            self._counters.add_to(summary)
+        return summary
+
+    def _mfu(self, window: Window) -> float | None:
+        counters = self._counters
+        if not counters or not window.step_s or not counters.flops_per_step:
+            return None
+        return utilization(counters.flops_per_step, window.step_s, counters.chip)
+
+    def _write(self, event: str, **fields: Any) -> None:
+        if self._log:
+            self._log.write(event, **fields)

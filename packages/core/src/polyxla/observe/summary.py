@@ -1,0 +1,74 @@
+"""What a run came to, in a line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class Summary:
+    """A run's totals. What nobody could tell is None.
+
+    Attributes:
+        steps: optimizer updates.
+        seconds: wall time from the first step's begin.
+        compiles: programs compiled.
+        compile_s: seconds that took.
+        unexpected: those of the compilations that came after the first steps and the first evaluation.
+        reads_per_step: the person's own reads of the device, in a step.
+        fallbacks: operations on the host by name, with their number.
+        cache_hits: programs that the persistent cache had.
+        cache_misses: programs that it did not have.
+        wait_share: share of the time in which the loop waited for its input.
+        records_per_s: records of all replicas per second.
+        step_s: seconds of one step.
+        flops_per_step: floating-point operations of one replica's step.
+        mfu: share of the chip's peak that was used.
+        chip: the chip; None where it is unknown, and with it `mfu`.
+        peak_bytes: the most device memory that was seen in use.
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+    compiles: int = 0
+    compile_s: float = 0.0
+    unexpected: int = 0
+    reads_per_step: float | None = None
+    fallbacks: dict[str, int] = field(default_factory=dict)
+    cache_hits: int = 0
+    cache_misses: int = 0
+    wait_share: float | None = None
+    records_per_s: float | None = None
+    step_s: float | None = None
+    flops_per_step: int | None = None
+    mfu: float | None = None
+    chip: str | None = None
+    peak_bytes: int | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return every field by its name."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return ", ".join(self._parts())
+
+    def _parts(self) -> Iterator[str]:
+        yield f"{self.steps} steps in {self.seconds:.1f} s"
+        yield f"{self.compiles} programs compiled in {self.compile_s:.1f} s"
+        if self.unexpected:
+            yield f"{self.unexpected} of them after the first steps"
+        if self.reads_per_step is not None:
+            yield f"{self.reads_per_step:.2g} reads of the device a step"
+        if self.fallbacks:
+            yield f"on the host: {', '.join(f'{name} x{count}' for name, count in self.fallbacks.items())}"
+        if self.cache_hits or self.cache_misses:
+            yield f"program cache: {self.cache_hits} hits, {self.cache_misses} misses"
+        if self.wait_share is not None:
+            yield f"{self.wait_share:.0%} of the time waiting for input"
+        if self.step_s is not None:
+            yield f"{self.step_s * 1e3:.3g} ms a step"
+        if self.records_per_s is not None:
+            yield f"{self.records_per_s:.4g} records/s"
+        yield "no MFU: the chip is unknown" if self.mfu is None else f"MFU {self.mfu:.1%} of {self.chip}"
