@@ -1,0 +1,1 @@
+"""A run that was logged, as text and as a page."""
