@@ -76,7 +76,7 @@ class XlaGauge(Gauge):
         if not self._has_memory:
             return None
         try:
-            told = xm.get_memory_info(self._device)
+            told: dict[str, Any] = dict(xm.get_memory_info(self._device))
         except RuntimeError:
             # XLA's UNIMPLEMENTED, which stays so.
             self._has_memory = False
