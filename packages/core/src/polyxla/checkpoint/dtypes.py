@@ -30,7 +30,6 @@ STORED_AS = {
     torch.float8_e4m3fnuz: torch.uint8,
     torch.float8_e5m2fnuz: torch.uint8,
     torch.float8_e8m0fnu: torch.uint8,
-    torch.float4_e2m1fn_x2: torch.uint8,
 }
 """What the format has no name for, or one that not all readers know: the same bytes under another
 dtype; a complex number is two real ones, a last dimension of 2 more."""

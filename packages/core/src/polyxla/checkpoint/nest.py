@@ -108,13 +108,17 @@ def decode(node: Any, tensor: Callable[[str, torch.dtype], torch.Tensor]) -> Any
     kind = node["type"]
     if kind == "tensor":
         found = tensor(node["name"], _read_dtype(node["dtype"]))
-        return found.as_strided(*node["view"]) if "view" in node else found
+        return _view(found, *node["view"]) if "view" in node else found
     if kind in _READ:
         return _READ[kind](node["value"])
     if kind in _DICTS.values():
         return _read_dict(node, tensor)
     make = {name: one for one, name in _SEQUENCES.items()}[kind]
     return make([decode(item, tensor) for item in node["items"]])
+
+
+def _view(tensor: torch.Tensor, shape: list[int], stride: list[int], offset: int) -> torch.Tensor:
+    return tensor.as_strided(shape, stride, tensor.storage_offset() + offset)
 
 
 def _read_dict(node: dict[str, Any], tensor: Callable[[str, torch.dtype], torch.Tensor]) -> Any:
@@ -124,6 +128,15 @@ def _read_dict(node: dict[str, Any], tensor: Callable[[str, torch.dtype], torch.
     if "_metadata" in node:
         made._metadata = decode(node["_metadata"], tensor)
     return made
+
+
+def _text(value: str) -> Any:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        # Lone halves of characters: JSON would join two that meet.
+        return {"type": "text", "value": value.encode("utf-8", "surrogatepass").hex()}
+    return value
 
 
 def _integer(value: int) -> Any:
@@ -150,7 +163,7 @@ def _read_dtype(word: str) -> torch.dtype:
 _SCALARS: dict[type, Callable[[Any], Any]] = {
     type(None): lambda value: value,
     bool: lambda value: value,
-    str: lambda value: value,
+    str: _text,
     int: _integer,
     float: _float,
     bytes: lambda value: {"type": "bytes", "value": base64.b64encode(value).decode()},
@@ -159,6 +172,7 @@ _SCALARS: dict[type, Callable[[Any], Any]] = {
 }
 _READ: dict[str, Callable[[str], Any]] = {
     "int": lambda text: int(text, 16),
+    "text": lambda text: bytes.fromhex(text).decode("utf-8", "surrogatepass"),
     "float": lambda text: struct.unpack(">d", bytes.fromhex(text))[0],
     "bytes": lambda text: base64.b64decode(text, validate=True),
     "dtype": _read_dtype,
