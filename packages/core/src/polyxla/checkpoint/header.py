@@ -134,7 +134,9 @@ def _slot(name: str, dtype: str, shape: list[int], data_offsets: list[int]) -> S
     start, stop = data_offsets
     if dtype not in ITEM_BYTES:
         raise ValueError(f"tensor {name!r} is of dtype {dtype!r}, which is not known here")
-    if any(type(one) is not int or one < 0 for one in (*shape, start, stop)):
+    sizes = (*shape, start, stop)
+    # A dimension of 0 may hide others that overflow.
+    if any(type(one) is not int or one < 0 for one in sizes) or math.prod(one or 1 for one in shape) >= 2**60:
         raise ValueError(f"tensor {name!r} has sizes that are none")
     if stop - start != math.prod(shape) * ITEM_BYTES[dtype]:
         raise ValueError(f"tensor {name!r} has another size than its shape needs")

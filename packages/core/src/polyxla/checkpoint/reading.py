@@ -18,8 +18,9 @@ from polyxla.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from polyxla.checkpoint.packing import unpack
 from polyxla.checkpoint.writing import PIECE_BYTES, host_bytes
 
-_TORCH_STARTS = (b"PK\x03\x04", b"\x80")
-"""Of the zip files that torch writes, and of the pickles that it wrote before 1.6."""
+_TORCH_STARTS = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
+"""Of the zip files that torch writes, and of the pickles that it wrote before 1.6, which begin with its
+``MAGIC_NUMBER``. Source: torch/serialization.py."""
 
 
 @contextmanager
@@ -49,9 +50,10 @@ def opened(path: Path) -> Iterator[BufferedReader]:
 
 def is_torch(file: BufferedReader) -> bool:
     """Tell a file of ``torch.save`` by its first bytes; the file is at its start again."""
-    start = file.read(4)
+    start = file.read(header.LENGTH_BYTES)
     file.seek(0)
-    return start.startswith(_TORCH_STARTS)
+    # A header's length may look like either, but its upper half is zero.
+    return start.startswith(_TORCH_STARTS) and any(start[4:])
 
 
 def read_safetensors(file: BufferedReader, size_bytes: int, device: torch.device, verify: bool) -> Any:
