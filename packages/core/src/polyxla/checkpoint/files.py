@@ -99,12 +99,19 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _refused(path: Path, size_bytes: int, error: OSError) -> CheckpointError:
-    kept = "; the previous checkpoint is kept" if path.is_file() else ""
+    kept = "; the previous checkpoint is kept" if _is_there(path) else ""
     what = f"{str(path)!r} cannot be written: {error.strerror or error}"
     if error.errno not in _FULL:
         fix = "Give a file in a folder that this process may write to."
         return CheckpointError(f"{what}{kept}", where="save", fix=fix)
-    free = size_text(shutil.disk_usage(path.parent).free)
+    free = size_text(shutil.disk_usage(next(one for one in path.absolute().parents if one.exists())).free)
     what += f": it needs {size_text(size_bytes)} and {free} are free"
     fix = "Make room, keep fewer checkpoints, or give another folder."
     return CheckpointError(f"{what}{kept}", where="save", fix=fix)
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:
+        return False  # In a folder that may not be looked into.
