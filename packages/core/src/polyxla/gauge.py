@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
+class Counts(NamedTuple):
     """Totals since the replica's process started; replicas that are its threads share them.
 
     Attributes:
         compiles: programs that this process had to have compiled; a persistent cache below may have had them.
-        executions: programs that were run.
+        executions: programs that were handed to the device.
         host_reads: scalars that the host read (``.item()``, ``if tensor:``) and operations that it carried
             out in the device's place; each waits for the device. Copies of whole tensors need not be counted.
         cache_hits: programs that the persistent cache had.
@@ -24,6 +25,10 @@ class Counts:
     host_reads: int = 0
     cache_hits: int = 0
     cache_misses: int = 0
+
+    def since(self, before: Counts) -> Counts:
+        """Return what was counted after `before`."""
+        return Counts(*map(operator.sub, self, before))
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
-from polyxla.gauge import Counts
 from polyxla.notices import say
 from polyxla.observe.watch import Watch
 
 if TYPE_CHECKING:
-    from polyxla.gauge import Gauge, Memory
+    from polyxla.gauge import Counts, Gauge, Memory
     from polyxla.loader import Loader
     from polyxla.observe.compiles import Compilations, Compiled
     from polyxla.observe.readings import Readings
@@ -77,7 +75,7 @@ class Counters:
 
     def _delta(self) -> Counts:
         last, self._last = self._last, self._gauge.counts()
-        return _difference(self._last, last)
+        return self._last.since(last)
 
     def _persons(self, delta: Counts) -> int:
         own, self._own = self._own, self._readings.host_reads
@@ -99,7 +97,7 @@ class Counters:
 
     def add_to(self, summary: Summary) -> None:
         """Fill in what was counted."""
-        delta = _difference(self._gauge.counts(), self._first)
+        delta = self._gauge.counts().since(self._first)
         before = self._fallbacks_before
         fallbacks = {name: count - before.get(name, 0) for name, count in self._gauge.fallbacks().items()}
         summary.compiles, summary.compile_s = self.compilations.total, self.compilations.seconds
@@ -108,7 +106,3 @@ class Counters:
         if summary.steps:
             summary.reads_per_step = self._reads / summary.steps + self._watch.findings.copies_per_step
         summary.flops_per_step, summary.chip = self.flops_per_step, self.chip
-
-
-def _difference(now: Counts, before: Counts) -> Counts:
-    return Counts(*(one - other for one, other in zip(astuple(now), astuple(before), strict=True)))

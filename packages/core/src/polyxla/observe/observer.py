@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -66,6 +67,7 @@ class Observer:
         self._steps = 0
         self._whole = Window()
         self._warm_up_s = 0.0
+        self._step_times: list[float] = []
         self._memory: Memory | None = None
         self._told_names = 0
         self._loader: Loader | None = None
@@ -90,7 +92,7 @@ class Observer:
         if self._counters:
             self._memory = self._counters.memory() or self._memory
         memory = asdict(self._memory) if self._memory else None
-        mfu = self._mfu(window)
+        mfu = self._mfu(window.step_s)
         rates = window.as_json(self._replica.world_size)
         self._write("step", step=step, values=values, memory=memory, mfu=mfu, **rates)
         self._tell_not_finite()
@@ -98,6 +100,8 @@ class Observer:
     def _cut(self) -> Window:
         window = self._pace.cut(self._loader)
         self._whole += window
+        if window.step_s is not None:
+            self._step_times.append(window.step_s)
         return window
 
     def _tell_compiled(self, compiled: Compiled | None) -> None:
@@ -136,25 +140,26 @@ class Observer:
     def summary(self) -> Summary:
         """Return the totals so far."""
         whole = self._whole
+        step_s = statistics.median(self._step_times) if self._step_times else None
         summary = Summary(
             steps=self._steps,
             seconds=self._warm_up_s + whole.seconds,
             unexpected=self._budget.spent,
             wait_share=whole.wait_share,
             records_per_s=whole.records_per_s(self._replica.world_size),
-            step_s=whole.step_s,
-            mfu=self._mfu(whole),
+            step_s=step_s,
+            mfu=self._mfu(step_s),
             peak_bytes=(self._memory.peak_bytes or self._memory.used_bytes) if self._memory else None,
         )
         if self._counters:
             self._counters.add_to(summary)
         return summary
 
-    def _mfu(self, window: Window) -> float | None:
+    def _mfu(self, step_s: float | None) -> float | None:
         counters = self._counters
-        if not counters or not window.step_s or not counters.flops_per_step:
+        if not counters or not step_s or not counters.flops_per_step:
             return None
-        return utilization(counters.flops_per_step, window.step_s, counters.chip)
+        return utilization(counters.flops_per_step, step_s, counters.chip)
 
     def _write(self, event: str, **fields: Any) -> None:
         if self._log:

@@ -22,8 +22,8 @@ class Summary:
         cache_hits: programs that the persistent cache had.
         cache_misses: programs that it did not have.
         wait_share: share of the time in which the loop waited for its input.
-        records_per_s: records of all replicas per second.
-        step_s: seconds of one step.
+        records_per_s: records of all replicas per second, compilations after the first two steps included.
+        step_s: seconds of one step, the median over the times between reads of what is logged.
         flops_per_step: floating-point operations of one replica's step.
         mfu: share of the chip's peak that was used.
         chip: the chip; None where it is unknown, and with it `mfu`.
@@ -68,7 +68,7 @@ class Summary:
         if self.wait_share is not None:
             yield f"{self.wait_share:.0%} of the time waiting for input"
         if self.step_s is not None:
-            yield f"{self.step_s * 1e3:.3g} ms a step"
+            yield f"{self.step_s * 1e3:.3g} ms a step (median)"
         if self.records_per_s is not None:
             yield f"{self.records_per_s:.4g} records/s"
         yield "no MFU: the chip is unknown" if self.mfu is None else f"MFU {self.mfu:.1%} of {self.chip}"

@@ -46,9 +46,11 @@ class XlaGauge(Gauge):
     def counts(self) -> Counts:
         """Read at most eight counters."""
         hits, misses = self._cache()
+        compiles = _value("UncachedCompile") or 0
         return Counts(
-            compiles=_value("UncachedCompile") or 0,
-            executions=_value("ExecuteComputation") or 0,
+            compiles=compiles,
+            # Not ExecuteComputation, which counts in another thread, some time later.
+            executions=compiles + (_value("CachedCompile") or 0),
             host_reads=_value("xla::_to_cpu") or 0,
             cache_hits=hits,
             cache_misses=misses,

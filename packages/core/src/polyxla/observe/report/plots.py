@@ -106,6 +106,7 @@ def figure(plot: Plot) -> Figure:
 
 def _dress(axes: mpl.axes.Axes, plot: Plot) -> None:
     axes.set_xlabel("step", color=INK)
+    axes.set_xlim(left=0)
     axes.set_ylabel(plot.unit, color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.tick_params(colors=INK, labelsize=8)

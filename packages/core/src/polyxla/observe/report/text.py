@@ -18,7 +18,7 @@ def facts(run: Run) -> dict[str, str]:
     shown = {
         "steps": _of(told, "steps", "{:,}"),
         "time": _of(told, "seconds", "{:.1f} s"),
-        "step time": _of(told, "step_s", "{:.3g} ms", 1e3),
+        "step time": _of(told, "step_s", "{:.3g} ms (median)", 1e3),
         "throughput": _of(told, "records_per_s", "{:,.4g} records/s"),
         "waiting for input": _of(told, "wait_share", "{:.1%} of the time"),
         "programs compiled": _compiled(told),
