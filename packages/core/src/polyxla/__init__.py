@@ -5,6 +5,11 @@ Importing this imports neither torch nor any runtime.
 
 from polyxla.check import ReplicaCheck as ReplicaCheck
 from polyxla.check import check_replicas as check_replicas
+from polyxla.checkpoint import CheckpointError as CheckpointError
+from polyxla.checkpoint import CheckpointFolder as CheckpointFolder
+from polyxla.checkpoint import DamagedCheckpointError as DamagedCheckpointError
+from polyxla.checkpoint import load as load
+from polyxla.checkpoint import save as save
 from polyxla.devices import Claim as Claim
 from polyxla.devices import Device as Device
 from polyxla.devices import Discovery as Discovery
@@ -24,12 +29,16 @@ from polyxla.launch import launch as launch
 from polyxla.precision import Precision as Precision
 from polyxla.replica import Replica as Replica
 from polyxla.replication import Replication as Replication
+from polyxla.seeding import seed_everything as seed_everything
 from polyxla.trainer import Trainer as Trainer
 from polyxla.world import World as World
 
 __all__ = [
     "BrokenPluginError",
+    "CheckpointError",
+    "CheckpointFolder",
     "Claim",
+    "DamagedCheckpointError",
     "Device",
     "DevicesError",
     "Discovery",
@@ -51,4 +60,7 @@ __all__ = [
     "check_replicas",
     "hookimpl",
     "launch",
+    "load",
+    "save",
+    "seed_everything",
 ]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from polyxla import seeding
 from polyxla.batches import HostBatches, Reading
 from polyxla.tree import with_tensors
 
@@ -88,7 +89,9 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         skip = self._position.begin()
         # Begun here, in the replica's thread: workers are forked by it, and a bad dataset is told by it.
-        batches = itertools.islice(iter(self._source), skip, None)
+        # A DataLoader draws a number when it begins, which the run before this one has drawn already.
+        with seeding.kept_host() if self._position.before else nullcontext():
+            batches = itertools.islice(iter(self._source), skip, None)
         host = HostBatches(batches, _batch_size(self._source), self._valid_records(), self._reading)
         # The threads behind it end with it, also when the loop is left early.
         with closing(self._replication.upload(iter(host), self._reading.prefetch)) as arriving:

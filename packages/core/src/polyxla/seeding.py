@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
@@ -69,6 +70,16 @@ def restore_host(state: Mapping[str, Any]) -> None:
 
         name, keys, *rest = state["numpy"]
         np.random.set_state((name, keys.numpy().astype("uint32"), *rest))  # noqa: NPY002
+
+
+@contextlib.contextmanager
+def kept_host() -> Iterator[None]:
+    """Afterwards, let this process's generators stand where they stood."""
+    before = host_state()
+    try:
+        yield
+    finally:
+        restore_host(before)
 
 
 def owns_host(replica: Replica) -> bool:

@@ -1,0 +1,270 @@
+"""A replica's loader: where it stands, how it goes on, what it keeps and tells."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from polyxla import Replica, UsageError, launch
+from polyxla.testing import PluginInstaller
+
+
+@pytest.fixture(autouse=True)
+def _fake(install_plugin: PluginInstaller) -> None:
+    install_plugin.hide_others()
+    install_plugin.fake_runtime()
+
+
+def _alone(function: Callable[[Replica], Any]) -> Any:
+    return launch(function, runtime="fake", devices=1)[0]
+
+
+def _numbers(count: int) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(count)), batch_size=2)
+
+
+def _values(batches: Any) -> list[list[int]]:
+    return [batch[0].tolist() for batch in batches]
+
+
+def test_the_position_counts_what_the_loop_was_given() -> None:
+    def read(replica: Replica) -> list[Any]:
+        loader = replica.loader(_numbers(6))
+        positions = [loader.state_dict()]
+        positions += [loader.state_dict() for _ in loader]
+        loader.finish_epoch()
+        return [*positions, loader.state_dict()]
+
+    states = _alone(read)
+    assert [(state["epoch"], state["batches"]) for state in states] == [
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (0, 3),
+        (1, 0),
+    ]
+    assert json.loads(json.dumps(states)) == states
+
+
+def test_it_goes_on_in_the_middle_and_the_next_epoch_is_whole() -> None:
+    def read(replica: Replica) -> Any:
+        before = replica.loader(_numbers(6))
+        next(iter(before))
+        after = replica.loader(_numbers(6))
+        after.load_state_dict(before.state_dict())
+        size, first, count = len(after), _values(after), after.batches_before
+        return size, first, count, _values(after), after.state_dict()["epoch"]
+
+    assert _alone(read) == (2, [[2, 3], [4, 5]], 1, [[0, 1], [2, 3], [4, 5]], 1)
+
+
+def test_a_loop_that_was_left_early_begins_the_next_epoch() -> None:
+    def read(replica: Replica) -> Any:
+        loader = replica.loader(_numbers(6))
+        for _ in loader:
+            break
+        return loader.state_dict(), _values(loader), loader.state_dict()
+
+    left, values, after = _alone(read)
+    assert left == {"epoch": 0, "batches": 1}
+    assert values == [[0, 1], [2, 3], [4, 5]]
+    assert (after["epoch"], after["batches"]) == (1, 3)
+
+
+# A source that keeps its own position, and counts its epochs.
+SOURCE = """
+from polyxla import hookimpl
+
+class Source:
+    batch_size, valid_records, note = 2, None, "divided for the test"
+
+    def __init__(self, seed, repeat):
+        self.seed, self.repeat, self.epoch, self.start = seed, repeat, 0, 0
+
+    def __iter__(self):
+        import torch
+        start, self.start = self.start, 0
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        return iter([torch.tensor([100 * epoch + i]) for i in range(start, 5)])
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def state_dict(self, batches):
+        return {"at": batches}
+
+    def load_state_dict(self, state):
+        self.start = state["at"]
+
+@hookimpl
+def polyxla_shard_loader(loader, world, seed, repeat):
+    return Source(seed, repeat)
+"""
+
+
+def test_a_source_with_a_position_of_its_own_is_asked_for_it(
+    install_plugin: PluginInstaller, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install_plugin.listener("source", SOURCE)
+
+    def read(replica: Replica) -> Any:
+        before = replica.loader([])
+        reading = itertools.chain(before, before)
+        for _ in range(8):
+            next(reading)
+        state = before.state_dict()
+        after = replica.loader([])
+        after.load_state_dict(state)
+        return state, [batch.item() for batch in after], after.state_dict()
+
+    state, values, after = _alone(read)
+    assert state == {"epoch": 1, "batches": 3, "source": {"at": 3}}
+    assert values == [103, 104]
+    assert after == {"epoch": 1, "batches": 5, "source": {"at": 2}}, "of the iteration that began last"
+    assert capsys.readouterr().err.count("divided for the test") == 1
+
+
+def test_the_source_hears_the_seed_and_what_it_is_for(install_plugin: PluginInstaller) -> None:
+    install_plugin.listener("source", SOURCE)
+
+    def ask(replica: Replica) -> Any:
+        replica.seed_everything(7)
+        loaders = replica.loader([]), replica.loader([], repeat=False)
+        sources: list[Any] = [loader._source for loader in loaders]
+        return [(source.seed, source.repeat) for source in sources]
+
+    assert _alone(ask) == [(7, True), (7, False)]
+
+
+class _Pair(NamedTuple):
+    one: Any
+    two: Any
+
+
+@dataclasses.dataclass
+class _Labelled:
+    values: torch.Tensor
+    label: str
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        MappingProxyType({"x": torch.ones(2), "note": None}),
+        _Labelled(torch.ones(2), "a"),
+        _Pair(torch.ones(2), {"deep": [torch.zeros(2)]}),
+        {"none": None, "word": "b", "number": 3},
+    ],
+    ids=["mappingproxy", "dataclass", "named-tuple", "no-tensor"],
+)
+def test_what_is_no_tensor_arrives_as_it_went(batch: Any) -> None:
+    def read(replica: Replica) -> Any:
+        [arrived] = replica.loader([batch])
+        return arrived
+
+    arrived = _alone(read)
+    assert type(arrived) is type(batch)
+    assert repr(arrived) == repr(batch)
+
+
+class _FailsAt37(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 37:
+            raise LookupError("record 37 is missing its label")
+        return torch.tensor(index)
+
+
+def test_a_dataset_that_raises_in_a_worker_is_told_with_its_traceback() -> None:
+    seen: list[Any] = []
+
+    def read(replica: Replica) -> None:
+        seen.extend(replica.loader(DataLoader(_FailsAt37(), batch_size=4, num_workers=2)))
+
+    with pytest.raises(LookupError) as caught:
+        _alone(read)
+    assert len(seen) == 9, "the batches before the one with item 37"
+    assert "in DataLoader worker process 1" in str(caught.value)
+    assert "in __getitem__" in str(caught.value)
+
+
+def test_an_empty_dataset_gives_no_batch() -> None:
+    assert _alone(lambda replica: list(replica.loader(DataLoader(TensorDataset(torch.ones(0)))))) == []
+
+
+def test_padding_makes_one_shape_and_says_what_is_real() -> None:
+    def read(replica: Replica) -> Any:
+        loader = replica.loader(_numbers(5), pad=True)
+        return [(batch[0].tolist(), loader.valid.tolist(), loader.real) for batch in loader]
+
+    full = [True, True]
+    assert _alone(read) == [([0, 1], full, 2), ([2, 3], full, 2), ([4, 4], [True, False], 1)]
+
+
+def test_totals_are_the_loops() -> None:
+    def read(replica: Replica) -> Any:
+        loader = replica.loader(_numbers(5))
+        for _ in range(2):
+            list(loader)
+        assert replica.input is loader
+        return loader.batches, loader.records, loader.waited_s > 0
+
+    assert _alone(read) == (6, 10, True)
+
+
+class _Counting:
+    """Batches of which it is known how often the graph was cut before each."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.syncs = 0
+        sync = replica._replication.sync
+
+        def counted(wait: bool = False) -> None:
+            self.syncs += 1
+            sync(wait)
+
+        replica._replication.sync = counted  # type: ignore[method-assign]
+
+
+def test_the_graph_is_cut_once_a_batch_by_the_step_or_else_by_the_loader() -> None:
+    def read(replica: Replica) -> Any:
+        counting = _Counting(replica)
+        weight = torch.nn.Parameter(torch.ones(()))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        for _ in replica.loader([torch.ones(1)] * 4):
+            weight.square().backward()
+            replica.step(optimizer)
+        stepping, counting.syncs = counting.syncs, 0
+        for _ in replica.loader([torch.ones(1)] * 4):
+            pass
+        return stepping, counting.syncs
+
+    # Four, and one more before the first batch or at the end.
+    assert _alone(read) == (5, 5)
+
+
+def test_a_word_that_the_runtime_does_not_know_is_refused() -> None:
+    with pytest.raises(UsageError, match="copies nothing ahead, and has no loader_prefetch_size"):
+        _alone(lambda replica: list(replica.loader([], prefetch={"loader_prefetch_size": 4})))
+
+
+def _endless() -> Iterator[torch.Tensor]:
+    for number in itertools.count():
+        yield torch.tensor(number)
+
+
+def test_a_loader_without_an_end_is_read_as_far_as_the_loop_goes() -> None:
+    def read(replica: Replica) -> list[int]:
+        return [batch.item() for batch in itertools.islice(replica.loader(_endless()), 3)]
+
+    assert _alone(read) == [0, 1, 2]
