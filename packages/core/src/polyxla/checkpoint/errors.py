@@ -15,6 +15,7 @@ class DamagedCheckpointError(CheckpointError):
 
 def size_text(size_bytes: int) -> str:
     """Return a size for people: ``512 bytes`` or ``3.2 MiB``."""
-    if size_bytes < 2**20:
-        return f"{size_bytes} bytes"
-    return f"{size_bytes / 2**20:.1f} MiB" if size_bytes < 2**30 else f"{size_bytes / 2**30:.2f} GiB"
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size_bytes >= unit:
+            return f"{size_bytes / unit:.1f} {name}"
+    return f"{size_bytes} bytes"
