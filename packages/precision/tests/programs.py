@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch_xla
 from torch import nn
 from torch_xla import _XLAC  # type: ignore[attr-defined]
+from torch_xla.utils.checkpoint import checkpoint
 
 from polyxla_precision import BF16Mixed, BF16True, Full32
 from polyxla_precision.policy import Policy
@@ -45,14 +47,21 @@ class Net(nn.Module):
         return out
 
 
-def compiled(policy: Policy, device: torch.device) -> dict[str, Any]:
+def recomputed(policy: Policy, device: torch.device) -> dict[str, Any]:
+    """The program in which the network is computed once more for the gradients, outside of `forward`."""
+    return compiled(policy, device, lambda net, x: checkpoint(net, x.requires_grad_()))
+
+
+def compiled(
+    policy: Policy, device: torch.device, call: Callable[..., torch.Tensor] = nn.Module.__call__
+) -> dict[str, Any]:
     """The program of one step's loss and gradients, and the dtypes of what goes in and comes out."""
     with policy.init():
         net = Net()
     policy.convert(net).to(device)
     x, target = policy.inputs([torch.randn(2, 3, 6, 6, dtype=torch.float64), torch.tensor([1, 2])])
     with policy.forward():
-        loss = policy.loss(nn.functional.cross_entropy(net(x.to(device)), target.to(device)))
+        loss = policy.loss(nn.functional.cross_entropy(call(net, x.to(device)), target.to(device)))
     loss.backward()
     gradients = {name: one.grad for name, one in net.named_parameters() if one.grad is not None}
     return {
@@ -74,6 +83,7 @@ def tied(device: torch.device) -> bool:
 def main(path: Path) -> None:
     device = torch_xla.device()
     seen: dict[str, Any] = {name: compiled(policy, device) for name, policy in POLICIES.items()}
+    seen |= {f"{name}, again": recomputed(POLICIES[name], device) for name in ("bf16-mixed", "bf16-true")}
     path.write_text(json.dumps({"policies": seen, "tied": tied(device)}))
 
 

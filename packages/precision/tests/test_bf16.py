@@ -51,6 +51,12 @@ def test_true_makes_tensors_in_bfloat16_inside_forward() -> None:
     assert _dtypes(BF16True(), Recurrent()) == [BF16, BF16, BF16]
 
 
+def test_true_computes_in_bfloat16_whatever_a_module_is_given() -> None:
+    linear = nn.Linear(3, 2)
+    BF16True().convert(linear)
+    assert linear(torch.randn(5, 3)).dtype == BF16
+
+
 def test_true_hands_a_kept_modules_output_on_in_bfloat16() -> None:
     net = Recurrent()
     assert _dtypes(BF16True(keep_float32=("norm",)), net) == [BF16, F32, BF16]

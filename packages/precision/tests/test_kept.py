@@ -42,7 +42,7 @@ def net() -> Net:
 def _keep(net: nn.Module, *names: str, others: torch.dtype = BF16) -> None:
     found = kept.find(net, names)
     kept.convert(net, others, found)
-    kept.attach(net, found, others)
+    kept.attach(net, found, cast_others=True)
 
 
 def _seen(module: nn.Module, net: nn.Module, x: torch.Tensor) -> tuple[Any, Any]:
@@ -177,7 +177,7 @@ def test_keyword_and_nested_arguments_are_cast_as_well() -> None:
 
 def test_autocast_does_not_reach_a_kept_module(net: Net) -> None:
     found = kept.find(net, ["head"])
-    kept.attach(net, found, None)
+    kept.attach(net, found, cast_others=False)
     with torch.autocast("cpu", torch.bfloat16):
         assert net.blocks[0]["linear"](torch.randn(3, 4)).dtype == BF16  # type: ignore[index]
         assert net(torch.randn(3, 4)).dtype == F32
@@ -242,5 +242,11 @@ def test_only_modules_with_parameters_get_a_hook(net: Net) -> None:
     _keep(net, "head")
     hooked = {name for name, one in net.named_modules() if one._forward_pre_hooks}
     assert hooked == {"head", *(f"blocks.{i}.{part}" for i in (0, 1) for part in ("linear", "norm"))}
-    kept.attach(net, [], BF16)
+    kept.attach(net, [], cast_others=False)
     assert not any(one._forward_pre_hooks for one in net.modules())
+
+
+def test_a_module_that_a_person_converts_by_hand_gets_inputs_in_its_new_dtype(net: Net) -> None:
+    _keep(net)
+    assert net(torch.randn(3, 4)).dtype == BF16
+    assert net.double()(torch.randn(3, 4)).dtype == torch.float64

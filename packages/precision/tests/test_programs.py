@@ -40,7 +40,17 @@ def _products(program: dict[str, Any]) -> list[tuple[str, set[str], str]]:
     ]
 
 
-@pytest.mark.parametrize(("name", "dtype"), [(FULL, "f32"), (MIXED, "bf16"), (TRUE, "bf16")])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        (FULL, "f32"),
+        (MIXED, "bf16"),
+        (TRUE, "bf16"),
+        # Where activations are computed again, it is outside of the policy's context.
+        (f"{MIXED}, again", "bf16"),
+        (f"{TRUE}, again", "bf16"),
+    ],
+)
 def test_every_product_and_convolution_has_the_policys_dtype(
     seen: dict[str, Any], name: str, dtype: str
 ) -> None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from polyxla_precision.policy import Policy
-
-if TYPE_CHECKING:
-    import torch
 
 
 class BF16Mixed(Policy):
@@ -48,11 +45,12 @@ class BF16True(Policy):
 
     name = "bf16-true"
     weights = "bfloat16"
+    casts_inputs = True
 
     def forward(self) -> AbstractContextManager[Any]:
         """Return the context in which tensors made without a dtype are bfloat16.
 
-        A float32 one would turn the rest of the network into float32 on XLA, without a word.
+        A float32 one would turn what a module computes with it into float32 on XLA, without a word.
         """
         return self.init()
 
@@ -63,6 +61,3 @@ class BF16True(Policy):
             "of a weight is lost; bf16-mixed has float32 weights"
         )
         return "; ".join(line for line in (said, super().describe()) if line)
-
-    def _others(self) -> torch.dtype | None:
-        return self._dtype()

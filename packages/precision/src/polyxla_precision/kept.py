@@ -1,4 +1,4 @@
-"""Submodules that stay in float32 while the others change: which, and how they get their inputs.
+"""Modules of which some stay in float32 while the others change: which, and how they get their inputs.
 
 What is attached to a module is part of it: it moves, is copied and is pickled with it.
 """
@@ -20,14 +20,16 @@ _HANDLE = "_polyxla_precision_handle"
 
 
 class CastInputs:
-    """A forward pre-hook: the module gets its floating-point inputs in one dtype."""
+    """A forward pre-hook: floating-point inputs come in one dtype, by default the module's parameters'."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
         self.dtype = dtype
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments, cast."""
-        return cast_floats(args, self.dtype), cast_floats(kwargs, self.dtype)
+        # Asked for each time: a person may convert a trained module by hand.
+        dtype = self.dtype or next(module.parameters(recurse=False)).dtype
+        return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
 
 class Float32Forward:
@@ -73,20 +75,20 @@ def _matching(known: dict[str, torch.nn.Module], name: str) -> list[torch.nn.Mod
     return found
 
 
-def attach(module: torch.nn.Module, kept: Iterable[torch.nn.Module], others: torch.dtype | None) -> None:
-    """Make the `kept` modules compute in float32, and every other one with parameters in `others`.
+def attach(module: torch.nn.Module, kept: Iterable[torch.nn.Module], *, cast_others: bool) -> None:
+    """Make the `kept` modules compute in float32; give others with parameters inputs in their dtype, or not.
 
-    None leaves the others to autocast. What was attached before is replaced.
+    Others need that where autocast does not cast. What was attached before is replaced.
     """
     release(module)
     kept = set(kept)
     for one in module.modules():
         if one in kept:
-            _hook(one, torch.float32)
+            _hook(one, CastInputs(torch.float32))
             one.forward = Float32Forward(one.forward)
-        elif kept and others is not None and any(True for _ in own_tensors(one)):
+        elif cast_others and any(True for _ in one.parameters(recurse=False)):
             # On XLA a float32 input would turn a bfloat16 product into a float32 one without a word.
-            _hook(one, others)
+            _hook(one, CastInputs())
 
 
 def release(module: torch.nn.Module) -> None:
@@ -102,9 +104,9 @@ def release(module: torch.nn.Module) -> None:
                 del one.forward
 
 
-def _hook(module: torch.nn.Module, dtype: torch.dtype) -> None:
+def _hook(module: torch.nn.Module, hook: CastInputs) -> None:
     # First, so that a person's own hooks see what forward will see.
-    handle = module.register_forward_pre_hook(CastInputs(dtype), prepend=True, with_kwargs=True)
+    handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
     module.__dict__[_HANDLE] = handle
 
 

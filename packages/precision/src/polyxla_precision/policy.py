@@ -26,6 +26,8 @@ class Policy:
     name: str
     weights = "float32"
     """The dtype of parameters and of floating-point buffers and inputs, as torch's attribute."""
+    casts_inputs = False
+    """Whether modules with parameters cast their inputs to their dtype; autocast does it elsewhere."""
 
     def __init__(self, keep_float32: Iterable[str] = ()) -> None:
         if isinstance(keep_float32, str):
@@ -58,7 +60,7 @@ class Policy:
 
         found = kept.find(module, self.keep_float32)
         kept.convert(module, self._dtype(), found)
-        kept.attach(module, found, self._others())
+        kept.attach(module, found, cast_others=self.casts_inputs)
         return module
 
     def inputs(self, batch: Any) -> Any:
@@ -106,7 +108,3 @@ class Policy:
 
         dtype: torch.dtype = getattr(torch, self.weights)
         return dtype
-
-    def _others(self) -> torch.dtype | None:
-        """The dtype that inputs of modules which are not kept must be cast to, if they must."""
-        return None
