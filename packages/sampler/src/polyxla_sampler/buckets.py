@@ -1,0 +1,242 @@
+"""Batches of sequences of similar length, in a fixed set of shapes."""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, islice, pairwise
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler, default_collate
+
+from polyxla_sampler.dealing import Division, Last, own_place
+from polyxla_sampler.permutation import around, derive_seed, order_of
+from polyxla_sampler.resume import Resumable, State
+
+
+class BucketBatchSampler(Resumable, Sampler[list[int]]):
+    """Batches whose records are of similar length; in each step all replicas have the same bucket.
+
+    A bucket's batches all have the same number of records, so with `BucketCollate` there are no more
+    shapes, and programs to compile, than buckets, and no replica waits for one with longer sequences. A
+    bucket's last step is filled up with its first records, or left out.
+
+    Args:
+        lengths: each record's length; of a tensor or array as well.
+        boundaries: the longest length of each bucket, ascending.
+        batch_size: number of records per batch and replica: one for all, or one for each bucket.
+        max_tokens: in place of `batch_size`, padded elements per batch: a bucket's batches have
+            ``max_tokens // boundary`` records.
+        shuffle: whether every epoch has an order of its own, of records within buckets and of batches.
+        seed: the same in every replica; it says the orders.
+        drop_last: leave a bucket's last records out where they fill no step of all replicas.
+        num_replicas: number of replicas; None asks torch.distributed.
+        rank: this replica, ``0 <= rank < num_replicas``; None asks torch.distributed.
+
+    Raises:
+        ValueError: boundaries do not ascend, a record is longer than the last, sizes do not fit them, or
+            there is no such rank.
+    """
+
+    def __init__(
+        self,
+        lengths: Iterable[int],
+        boundaries: Sequence[int],
+        batch_size: int | Sequence[int] | None = None,
+        max_tokens: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        self.num_replicas, self.rank = own_place(num_replicas, rank)
+        self.boundaries = _ascending(boundaries)
+        self.batch_sizes = _sizes(self.boundaries, batch_size, max_tokens)
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.last: Last = "drop" if drop_last else "repeat"
+        self._records = _divided(lengths, self.boundaries)
+        self._position = self._beginning()
+
+    def identity(self) -> State:
+        """Return the buckets' sizes and what the order depends on."""
+        return {
+            "records": [len(records) for records in self._records],
+            "batch_sizes": list(self.batch_sizes),
+            "shuffle": self.shuffle,
+            "seed": self.seed if self.shuffle else None,
+        }
+
+    def __len__(self) -> int:
+        """Return how many batches the coming iteration has, for each replica."""
+        position = self._planned(self.coming())
+        return sum(self._steps(position)) - int(position["steps"])
+
+    def __iter__(self) -> Iterator[list[int]]:
+        state = self.started()
+        position = self._planned(state)
+        streams = [
+            self._stream(state["epoch"], bucket, gone, steps)
+            for bucket, (gone, steps) in enumerate(zip(position["gone"], self._steps(position), strict=True))
+        ]
+        plan = self._plan(state["epoch"], position)
+        batches = (list(islice(streams[bucket], self.batch_sizes[bucket])) for bucket in plan)
+        return islice(batches, position["steps"], None)
+
+    def advanced(self, state: State, consumed: int) -> State:
+        """Return the state after every replica consumed that many batches from `state` on."""
+        position = self._planned(state)
+        steps = min(position["steps"] + consumed, sum(self._steps(position)))
+        return {**state, "position": {**position, "steps": steps}}
+
+    # A position is a plan, said by how many records of each bucket were gone when it was made and for how
+    # many replicas, and how many of its steps were taken. The same number of replicas keeps to the plan.
+    def _beginning(self) -> State:
+        return {"gone": [0] * len(self.boundaries), "replicas": self.num_replicas, "steps": 0}
+
+    def _planned(self, state: State) -> State:
+        """Return the state's position in a plan for this number of replicas."""
+        position: State = state["position"]
+        if position["replicas"] == self.num_replicas:
+            return position
+        steps = self._steps(position)
+        taken = Counter(islice(self._plan(state["epoch"], position), position["steps"]))
+        # With the last step the epoch is over, dropped records included.
+        over = position["steps"] >= sum(steps)
+        gone = [
+            len(records) if over else min(before + taken[bucket] * size * position["replicas"], len(records))
+            for bucket, (records, before, size) in enumerate(self._buckets(position))
+        ]
+        return {**self._beginning(), "gone": gone}
+
+    def _steps(self, position: State) -> list[int]:
+        """Return each bucket's number of steps in a plan."""
+        return [
+            Division(len(records) - gone, size * position["replicas"], self.last).count(0)
+            for records, gone, size in self._buckets(position)
+        ]
+
+    def _buckets(self, position: State) -> Iterator[tuple[torch.Tensor, int, int]]:
+        """Iterate over each bucket's records, how many of them were gone, and its batch size."""
+        return zip(self._records, position["gone"], self.batch_sizes, strict=True)
+
+    def _plan(self, epoch: int, position: State) -> Iterator[int]:
+        """Iterate over the bucket of each step of a plan."""
+        ends = list(accumulate(self._steps(position)))
+        order = order_of(ends[-1], self.shuffle, derive_seed(self.seed, epoch))
+        # Which of a bucket's steps it is does not matter: they come in the order of its records.
+        return (bisect_right(ends, step) for step in order)
+
+    def _stream(self, epoch: int, bucket: int, gone: int, steps: int) -> Iterator[int]:
+        """Iterate over this replica's records of one bucket in a plan."""
+        records = self._records[bucket]
+        order = order_of(len(records), self.shuffle, derive_seed(self.seed, epoch, bucket))
+        places = range(gone + self.rank, sys.maxsize, self.num_replicas)
+        mine = around(order, places[: steps * self.batch_sizes[bucket]])
+        return (int(records[place]) for place in mine)
+
+
+class BucketCollate:
+    """Pads each record to the upper boundary of its batch's bucket, then collates.
+
+    Args:
+        boundaries: the sampler's.
+        pad_value: what is written behind a record's end.
+        collate: makes the batch of the padded records; `torch.utils.data.default_collate` by default.
+        field: which part of a record is the sequence where records are tuples, lists or dicts; None where
+            a record is the sequence itself.
+
+    Raises:
+        ValueError: a record is longer than the last boundary.
+    """
+
+    def __init__(
+        self,
+        boundaries: Sequence[int],
+        pad_value: float = 0,
+        collate: Callable[[list[Any]], Any] = default_collate,
+        field: Any = None,
+    ) -> None:
+        self.boundaries = _ascending(boundaries)
+        self.pad_value = pad_value
+        self.collate = collate
+        self.field = field
+
+    def __call__(self, records: list[Any]) -> Any:
+        """Return the batch; its sequences are [record, boundary, ...]."""
+        sequences = [torch.as_tensor(self._sequence(record)) for record in records]
+        length = self._padded_length(max(len(sequence) for sequence in sequences))
+        padded = [_padded(sequence, length, self.pad_value) for sequence in sequences]
+        return self.collate([self._with(record, new) for record, new in zip(records, padded, strict=True)])
+
+    def _padded_length(self, longest: int) -> int:
+        if longest > self.boundaries[-1]:
+            raise ValueError(_too_long(longest, self.boundaries))
+        return self.boundaries[bisect_left(self.boundaries, longest)]
+
+    def _sequence(self, record: Any) -> Any:
+        return record if self.field is None else record[self.field]
+
+    def _with(self, record: Any, sequence: torch.Tensor) -> Any:
+        if self.field is None:
+            return sequence
+        if isinstance(record, dict):
+            return {**record, self.field: sequence}
+        parts = list(record)
+        parts[self.field] = sequence
+        return tuple(parts)
+
+
+def _padded(sequence: torch.Tensor, length: int, value: float) -> torch.Tensor:
+    padded = sequence.new_full((length, *sequence.shape[1:]), value)
+    padded[: len(sequence)] = sequence
+    return padded
+
+
+def _ascending(boundaries: Sequence[int]) -> tuple[int, ...]:
+    if not boundaries or any(low >= high for low, high in pairwise([0, *boundaries])):
+        raise ValueError(
+            f"boundaries={list(boundaries)} do not ascend from 1. Give the longest length of each bucket, "
+            "such as [64, 128, 256]."
+        )
+    return tuple(boundaries)
+
+
+def _sizes(
+    boundaries: tuple[int, ...], batch_size: int | Sequence[int] | None, max_tokens: int | None
+) -> tuple[int, ...]:
+    if (batch_size is None) == (max_tokens is None):
+        raise ValueError("Give either batch_size= (records per batch) or max_tokens= (elements per batch).")
+    if max_tokens is not None:
+        sizes = [max_tokens // boundary for boundary in boundaries]
+    elif isinstance(batch_size, int):
+        sizes = [batch_size] * len(boundaries)
+    else:
+        sizes = list(batch_size or ())
+    if len(sizes) != len(boundaries) or min(sizes) < 1:
+        raise ValueError(
+            f"batches of {sizes} records do not fit {len(boundaries)} buckets with {list(boundaries)}. "
+            "Each bucket needs one size of at least 1, and max_tokens at least the last boundary."
+        )
+    return tuple(sizes)
+
+
+def _divided(lengths: Iterable[int], boundaries: tuple[int, ...]) -> list[torch.Tensor]:
+    """Return the indices, int64, of each bucket's records."""
+    known = torch.as_tensor(lengths if isinstance(lengths, torch.Tensor) else list(lengths), device="cpu")
+    if len(known) and int(known.max()) > boundaries[-1]:
+        raise ValueError(_too_long(int(known.max()), boundaries))
+    buckets = torch.bucketize(known, torch.tensor(boundaries, device="cpu"))
+    return [(buckets == bucket).nonzero().squeeze(1) for bucket in range(len(boundaries))]
+
+
+def _too_long(length: int, boundaries: tuple[int, ...]) -> str:
+    return (
+        f"a record of length {length} is in no bucket: the last of boundaries={list(boundaries)} is shorter. "
+        "Add a boundary, or cut or leave out such records."
+    )
