@@ -11,8 +11,8 @@ hookimpl = pluggy.HookimplMarker("polyxla")
 
 
 @hookimpl
-def polyxla_shard_loader(loader: Any, world: Any) -> Any | None:
+def polyxla_shard_loader(loader: Any, world: Any, seed: int, repeat: bool) -> Any | None:
     """Divide a DataLoader's records among the replicas of `world`; None for what is none."""
     from polyxla_sampler.loader import shard
 
-    return shard(loader, world.ordinal, world.world_size)
+    return shard(loader, world.ordinal, world.world_size, seed, repeat)
