@@ -82,7 +82,7 @@ class Observer:
             self._tell_compiled(self._counters.step(step, self._loader, self._write))
         if self._steps == WARM_UP_STEPS:
             self._warm_up_s = self._pace.cut(self._loader).seconds
-        elif step % self._every == 0:
+        if step % self._every == 0:
             self._read(step, logged)
 
     def _read(self, step: int, logged: Mapping[str, Any]) -> None:

@@ -1,0 +1,618 @@
+"""What the observer makes of counters, batches and logged values, on a gauge that the test turns."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from polyxla import Trainer, UsageError, launch
+from polyxla.gauge import Counts, Gauge, Memory
+from polyxla.observe import CompileBudgetError, Observer, Readings, RunLog, read_run
+from polyxla.observe.budget import Budget
+from polyxla.observe.chips import CHIPS, chip, utilization
+from polyxla.observe.findings import Finding
+from polyxla.observe.inputs import changed, forms
+from polyxla.observe.lines import BACKWARD, caller, outside
+from polyxla.observe.pace import Pace
+from polyxla.observe.tracer import Tracer
+from polyxla.observe.watch import FIRST_STEPS, MOST_STEPS, Watch
+from polyxla.testing import PluginInstaller, fake
+
+TIMEOUT_S = 60.0
+HERE = Path(__file__).name
+
+
+class Turned(Gauge):
+    """Counts what the test says."""
+
+    def __init__(self) -> None:
+        self.compiles = self.executions = self.reads = self.hits = 0
+        self.fell_back: dict[str, int] = {}
+        self.told: Memory | None = None
+
+    def counts(self) -> Counts:
+        return Counts(self.compiles, self.executions, self.reads, self.hits)
+
+    def compile_s(self) -> float:
+        return 0.5 * self.compiles
+
+    def fallbacks(self) -> dict[str, int]:
+        return dict(self.fell_back)
+
+    def memory(self) -> Memory | None:
+        return self.told
+
+
+GAUGE = Turned()
+
+
+@torch.library.custom_op("polyxla_test::slow", mutates_args=())
+def slow(value: torch.Tensor) -> torch.Tensor:
+    """Is carried out by the host, as the gauge tells."""
+    GAUGE.reads += 1
+    return value + 1
+
+
+@pytest.fixture
+def gauge() -> Iterator[Turned]:
+    GAUGE.__init__()  # type: ignore[misc]
+    yield GAUGE
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None, "a tracer was left behind"
+
+
+def batch(records: int = 32) -> dict[str, torch.Tensor]:
+    return {"x": torch.zeros(records, 4), "y": torch.zeros(records, dtype=torch.int64)}
+
+
+class Run:
+    """A loop of three lines around an observer."""
+
+    def __init__(self, gauge: Gauge | None, folder: Path | None = None, **options: Any) -> None:
+        self.replica: Any = SimpleNamespace(
+            gauge=lambda: gauge, world_size=2, runtime="test", kind="TEST", input=None, steps=0
+        )
+        self.training = SimpleNamespace(batch=batch(), records=0, waited_s=0.0)
+        log = RunLog(folder) if folder else None
+        if log:
+            log.start(self.replica, settings={})
+        self.folder = folder
+        self.observer = Observer(self.replica, log=log, **{"every_n_steps": 2, **options})
+
+    def step(self, loss: Any = 1.0, records: int = 32) -> None:
+        self.replica.steps += 1
+        self.replica.input = self.training
+        self.training.batch = batch(records)
+        self.training.records += records
+        self.observer.polyxla_step_finished(step=self.replica.steps, logged={"loss": loss})
+
+    def evaluation(self, records: int, loss: float = 1.0) -> None:
+        self.replica.input = SimpleNamespace(batch=batch(records), records=records, waited_s=0.0)
+        self.observer.polyxla_metrics_ready(step=self.replica.steps, metrics={"val_loss": loss})
+
+    def stop(self, error: BaseException | None = None) -> list[dict[str, Any]]:
+        self.observer.polyxla_replica_stopped(error=error)
+        return read_run(self.folder) if self.folder else []
+
+
+def kinds(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["event"] == kind]
+
+
+# Inputs
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        pytest.param(
+            [torch.zeros(4, 2)],
+            [torch.zeros(3, 2)],
+            "batch[0] [4, 2] float32 -> [3, 2] float32",
+            id="shape",
+        ),
+        pytest.param(
+            {"x": torch.zeros(4), "y": torch.zeros(4)},
+            {"x": torch.zeros(4), "y": torch.zeros(4, dtype=torch.int64)},
+            "batch['y'] [4] float32 -> [4] int64",
+            id="dtype",
+        ),
+        pytest.param((1, [None]), (1, ["a"]), "batch[1][0] NoneType -> str", id="no-tensor"),
+        pytest.param(
+            [torch.zeros(1)],
+            [torch.zeros(1)] * 2,
+            "batch of 1 parts -> 2: batch[0], batch[1]",
+            id="another-structure",
+        ),
+        pytest.param([torch.zeros(4)], [torch.ones(4)], None, id="other-values"),
+    ],
+)
+def test_changed_inputs_are_named(before: Any, now: Any, said: str | None) -> None:
+    assert changed(now, forms(before)) == said
+
+
+def test_many_changes_are_cut_short() -> None:
+    said = changed([torch.zeros(2)] * 9, forms([torch.zeros(3)] * 9))
+    assert said is not None
+    assert said.count("->") == 4
+    assert said.endswith(", and 5 more")
+
+
+@given(
+    st.recursive(
+        st.lists(st.integers(0, 5), max_size=3).map(lambda shape: torch.zeros(shape)),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3),
+        max_leaves=6,
+    )
+)
+def test_the_same_inputs_never_differ(nest: Any) -> None:
+    assert changed(nest, forms(nest)) is None
+
+
+# Lines
+
+
+def within(module: str, inner: Any) -> Any:
+    """Return what `inner` returns when a function of `module` calls it."""
+    names = {"__name__": module, "inner": inner}
+    exec(compile("def call():\n    return inner()", f"{module}.py", "exec"), names)
+    return names["call"]
+
+
+@pytest.mark.parametrize(
+    ("modules", "line"),
+    [
+        pytest.param(["torch._tensor"], HERE, id="the-person's"),
+        pytest.param(["polyxla.observe.readings"], None, id="polyxla's"),
+        pytest.param(["torch._tensor", "polyxla.meters"], None, id="polyxla's-by-torch"),
+        pytest.param(["torch.optim.adam", "polyxla.replica"], "torch.optim.adam.py:2", id="an-optimizer's"),
+        pytest.param(["torch.autograd", "polyxla.loop"], BACKWARD, id="backward"),
+    ],
+)
+def test_a_read_belongs_to_whoever_makes_it(modules: list[str], line: str | None) -> None:
+    call = caller
+    for module in modules:
+        call = within(module, call)
+    found = call()
+    assert (line or "") in (found or "")
+    assert (found is None) == (line is None)
+
+
+def test_a_step_belongs_to_the_loop_that_makes_it() -> None:
+    found = within("polyxla.replica", outside)()
+    assert found is not None
+    assert HERE in found
+    assert within("polyxla.loop", outside)() is None
+
+
+# Budget
+
+
+def test_a_budget_is_spent_before_it_warns_and_warns_once(capsys: pytest.CaptureFixture[str]) -> None:
+    budget = Budget(2, "warn")
+    for number in range(5):
+        budget.spend(1, f"reason {number}")
+    assert budget.spent == 5
+    [line] = capsys.readouterr().err.splitlines()
+    assert "3 programs" in line
+    assert "compile_budget=2" in line
+    assert "reason 2" in line
+
+
+def test_a_strict_budget_raises() -> None:
+    budget = Budget(1, "raise")
+    budget.spend(1, "a reason")
+    with pytest.raises(CompileBudgetError, match="another reason"):
+        budget.spend(1, "another reason")
+
+
+def test_without_a_budget_anything_goes(capsys: pytest.CaptureFixture[str]) -> None:
+    Budget(None, "raise").spend(1000, "a reason")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("allowed", "then"), [(-1, "warn"), (1, "panic")])
+def test_a_budget_that_makes_no_sense_is_refused(allowed: int, then: str) -> None:
+    with pytest.raises(UsageError):
+        Budget(allowed, then)
+
+
+# Chips
+
+
+def test_utilization_is_of_one_devices_share_of_a_chip() -> None:
+    assert utilization(275e12, 2.0, "TPU v4") == pytest.approx(0.5)
+    # Two devices share a chip of v3.
+    assert utilization(123e12 / 2, 1.0, "TPU v3") == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("kind", [None, "", "cpu", "TPU v99"])
+def test_an_unknown_chip_has_no_utilization(kind: str | None) -> None:
+    assert utilization(1e12, 1.0, kind) is None
+
+
+def test_every_generation_is_known_under_libtpus_names_too() -> None:
+    assert chip("TPU v5 lite") is CHIPS["TPU v5e"]
+    assert chip("TPU v6 lite") is CHIPS["TPU v6e"]
+    assert all(chip(name) for name in CHIPS)
+
+
+# Pace
+
+
+def test_a_window_holds_the_steps_time_without_evaluations() -> None:
+    now = [100.0]
+    pace = Pace(clock=lambda: now[0])
+    loader = SimpleNamespace(records=0, waited_s=0.0)
+    for _ in range(4):
+        now[0] += 2.0
+        loader.records += 10
+        loader.waited_s += 0.5
+        pace.step()
+    now[0] += 50.0
+    pace.leave_out()
+    now[0] += 2.0
+    loader.records += 10
+    pace.step()
+    window = pace.cut(loader)
+    assert (window.steps, window.seconds, window.records) == (5, 10.0, 50)
+    assert window.step_s == 2.0
+    assert window.wait_share == 0.2
+    assert window.records_per_s(world_size=4) == 20.0
+
+
+def test_the_next_window_begins_where_the_last_ended() -> None:
+    now = [0.0]
+    pace = Pace(clock=lambda: now[0])
+    for seconds in (3.0, 1.0):
+        now[0] += seconds
+        pace.step()
+        window = pace.cut(None)
+        assert window.seconds == seconds
+        assert window.records_per_s(1) is window.wait_share is None
+
+
+def test_another_loaders_records_are_counted_from_its_beginning() -> None:
+    pace = Pace()
+    pace.step()
+    pace.cut(SimpleNamespace(records=100, waited_s=9.0))
+    pace.step()
+    assert pace.cut(SimpleNamespace(records=30, waited_s=1.0)).records == 30
+
+
+# Readings
+
+
+class Scalar:
+    """A value that waits for the device whenever it is read."""
+
+    def __init__(self, gauge: Turned, value: float) -> None:
+        self._gauge, self._value = gauge, value
+
+    def __float__(self) -> float:
+        self._gauge.reads += 1
+        return self._value
+
+
+def test_a_step_is_read_once_for_all_listeners(gauge: Turned) -> None:
+    readings = Readings(gauge)
+    for _ in range(3):
+        assert readings.of(1, {"loss": Scalar(gauge, 2.0)}) == {"loss": 2.0}
+    assert readings.of(2, {"loss": Scalar(gauge, 3.0)}) == {"loss": 3.0}
+    assert gauge.reads == readings.host_reads == 2
+
+
+def test_what_is_no_number_is_said_once_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    readings = Readings()
+    for step in range(3, 6):
+        readings.of(step, {"loss": math.nan, "norm": math.inf if step == 5 else 1.0})
+    assert capsys.readouterr().err.splitlines() == [
+        "polyxla: loss is nan at step 3",
+        "polyxla: norm is inf at step 5",
+    ]
+    assert readings.not_finite == {"loss": 3, "norm": 5}
+
+
+# Observer
+
+
+def test_compilations_are_explained(
+    gauge: Turned, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(gauge, tmp_path)
+    for records in (32, 32, 32, 7, 32, 32):
+        gauge.compiles += run.replica.steps in {0, 1, 3, 5}
+        run.step(records=records)
+    told = kinds(run.stop(), "compile")
+    assert [(one["step"], one["expected"]) for one in told] == [
+        (1, True),
+        (2, True),
+        (4, False),
+        (6, False),
+    ]
+    assert told[2]["cause"] == "batch['x'] [32, 4] float32 -> [7, 4] float32, batch['y'] [32] int64 -> [7] int64"
+    assert told[3]["cause"] == "the same inputs: another Python path or a changed constant"
+    assert all(HERE in one["line"] and one["seconds"] == 0.5 for one in told)
+    said = [line for line in capsys.readouterr().err.splitlines() if " compiled a program" in line]
+    assert len(said) == 4
+    assert ", as expected: the first step" in said[0]
+
+
+def test_a_second_step_with_other_inputs_is_not_expected(gauge: Turned, tmp_path: Path) -> None:
+    run = Run(gauge, tmp_path)
+    for records in (32, 7):
+        gauge.compiles += 1
+        run.step(records=records)
+    assert [one["expected"] for one in kinds(run.stop(), "compile")] == [True, False]
+
+
+def test_a_steps_pieces_are_told(gauge: Turned, tmp_path: Path) -> None:
+    run = Run(gauge, tmp_path)
+    for pieces in (1, 1, 1, 3):
+        gauge.executions += pieces
+        gauge.compiles += pieces > 1
+        run.step()
+    [told] = kinds(run.stop(), "compile")
+    assert told["cause"].endswith("; the step ran in 3 pieces, not 1")
+
+
+def test_evaluations_are_told_apart_from_steps(gauge: Turned, tmp_path: Path) -> None:
+    run = Run(gauge, tmp_path, compile_budget=0)
+    run.step()
+    for records in (50, 50, 9):
+        gauge.compiles += 1
+        run.evaluation(records)
+        run.step()
+    told = kinds(run.stop(), "compile")
+    assert [one["cause"].partition(",")[0] for one in told] == ["the first evaluation"] + [
+        "in an evaluation"
+    ] * 2
+    assert "the same inputs" in told[1]["cause"]
+    assert "[50, 4] float32 -> [9, 4] float32" in told[2]["cause"]
+    assert [one["expected"] for one in told] == [True, False, False]
+
+
+def test_metrics_of_the_steps_are_no_evaluation(gauge: Turned, tmp_path: Path) -> None:
+    run = Run(gauge, tmp_path)
+    run.step()
+    gauge.compiles += 1
+    run.observer.polyxla_metrics_ready(step=1, metrics={"loss": 1.0})
+    assert kinds(run.stop(), "compile")[0]["cause"] == "metrics of the steps"
+
+
+def test_over_budget_the_run_ends_and_its_log_says_why(gauge: Turned, tmp_path: Path) -> None:
+    run = Run(gauge, tmp_path, compile_budget=1, on_budget="raise")
+    for _ in range(3):
+        gauge.compiles += 1
+        run.step()
+    gauge.compiles += 1
+    with pytest.raises(CompileBudgetError) as raised:
+        run.step()
+    events = run.stop(raised.value)
+    assert len(kinds(events, "compile")) == 4
+    assert events[-1]["error"].startswith("CompileBudgetError: 2 programs")
+
+
+def test_polyxlas_own_reads_are_not_the_persons(gauge: Turned, tmp_path: Path) -> None:
+    run = Run(gauge, tmp_path)
+    for _ in range(10):
+        run.step(loss=Scalar(gauge, 1.0))
+    assert gauge.reads == 5
+    summary = run.stop()[-1]["summary"]
+    assert summary["reads_per_step"] == 0
+
+
+def test_the_persons_reads_are_counted(gauge: Turned, tmp_path: Path) -> None:
+    run = Run(gauge, tmp_path)
+    for _ in range(10):
+        gauge.reads += 3
+        run.step(loss=Scalar(gauge, 1.0))
+    run.evaluation(5)
+    assert run.stop()[-1]["summary"]["reads_per_step"] == 3
+
+
+def test_rates_and_memory_are_logged(gauge: Turned, tmp_path: Path) -> None:
+    gauge.told = Memory(100, 1000, 300)
+    gauge.hits = 2
+    run = Run(gauge, tmp_path)
+    gauge.hits += 3
+    gauge.fell_back["aten::nonzero"] = 4
+    for _ in range(6):
+        run.step()
+    events = run.stop()
+    steps = kinds(events, "step")
+    assert [one["step"] for one in steps] == [2, 4, 6]
+    assert steps[0]["step_s"] is None, "the first two steps compile"
+    assert all(one["records_per_s"] == pytest.approx(2 * 32 / one["step_s"]) for one in steps[1:])
+    assert steps[0]["memory"] == {"used_bytes": 100, "limit_bytes": 1000, "peak_bytes": 300}
+    summary = events[-1]["summary"]
+    assert (summary["peak_bytes"], summary["cache_hits"], summary["steps"]) == (300, 3, 6)
+    assert summary["fallbacks"] == {"aten::nonzero": 4}
+
+
+def test_utilization_comes_from_the_traced_steps(gauge: Turned, tmp_path: Path) -> None:
+    gauge.chip = "TPU v4"
+    run = Run(gauge, tmp_path)
+    for _ in range(4):
+        torch.zeros(8, 16) @ torch.zeros(16, 4)
+        run.step()
+    summary = run.stop()[-1]["summary"]
+    assert summary["flops_per_step"] == 2 * 8 * 16 * 4
+    assert summary["mfu"] == pytest.approx(1024 / summary["step_s"] / 275e12)
+    assert summary["chip"] == "TPU v4"
+
+
+def test_without_a_gauge_there_is_the_pace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(None, tmp_path)
+    for _ in range(4):
+        run.step()
+    summary = run.stop()[-1]["summary"]
+    assert summary["records_per_s"] > 0
+    assert summary["mfu"] is None
+    assert "MFU" in capsys.readouterr().err
+
+
+def test_a_value_that_is_no_number_leaves_the_log_valid(gauge: Turned, tmp_path: Path) -> None:
+    run = Run(gauge, tmp_path)
+    for loss in (1.0, 1.0, 1.0, math.nan):
+        run.step(loss=loss)
+    run.evaluation(5, loss=math.inf)
+    events = run.stop()
+    assert [(one["name"], one["step"]) for one in kinds(events, "not_finite")] == [("loss", 4), ("val_loss", 4)]
+    assert kinds(events, "step")[-1]["values"] == {"loss": None}
+    for line in (tmp_path / "run.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+
+
+def test_in_ones_own_loop_it_is_a_listener(
+    gauge: Turned, on_fake: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(replica: Any) -> None:
+        replica.gauge = lambda: gauge
+        replica.add_listener(Observer(replica))
+        module = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for _ in range(3):
+            gauge.compiles += 1
+            module(torch.zeros(2, 4)).sum().backward()
+            replica.step(optimizer)
+
+    launch(train, runtime="fake", devices=1)
+    said = capsys.readouterr().err
+    line = train.__code__.co_firstlineno + 8
+    assert said.count(f"{HERE}:{line})") == 3
+    assert "3 steps in" in said
+
+
+# Tracing
+
+
+def test_the_line_that_falls_back_is_found(gauge: Turned) -> None:
+    tracer = Tracer(gauge)
+    tracer.start()
+    for _ in range(3):
+        slow(torch.zeros(1))
+    assert tracer.stop()
+    [(finding, count)] = tracer.found.items()
+    assert (finding.kind, finding.op, count) == ("fallback", "polyxla_test::slow", 3)
+    assert finding.line.endswith(f"{HERE}:{test_the_line_that_falls_back_is_found.__code__.co_firstlineno + 4}")
+
+
+def test_what_happens_outside_is_not_seen(gauge: Turned) -> None:
+    tracer = Tracer(gauge)
+    slow(torch.zeros(1))
+    tracer.start()
+    tracer.stop()
+    slow(torch.zeros(1))
+    assert not tracer.found
+
+
+def test_another_mode_is_left_alone(gauge: Turned) -> None:
+    class Other(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    tracer = Tracer(gauge)
+    with Other():
+        tracer.start()
+        assert not tracer.is_on
+    tracer.start()
+    with Other():
+        assert not tracer.stop(), "it lies below the other"
+        slow(torch.zeros(1))
+    assert tracer.stop()
+    assert len(tracer.found) == 1
+
+
+def test_a_forked_child_is_not_traced(gauge: Turned) -> None:
+    tracer = Tracer(gauge)
+    tracer.start()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if torch.utils._python_dispatch._get_current_dispatch_mode() is None else 1)
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert ended[1] == 0
+    assert tracer.stop()
+
+
+def _train(gauge: Turned, steps: int, reads: Any) -> tuple[Watch, list[Finding]]:
+    watch, found = Watch(gauge), []
+    for step in range(1, steps + 1):
+        before = gauge.reads
+        if reads(step):
+            slow(torch.zeros(1))
+        found += [finding for finding, _ in watch.step()]
+        watch.go_on(gauge.reads - before, is_cut=False)
+    watch.close()
+    return watch, found
+
+
+@pytest.mark.parametrize("every", [1, 2, 7, 50])
+def test_a_read_every_few_steps_is_found(gauge: Turned, every: int) -> None:
+    watch, found = _train(gauge, 4 * every + 20, lambda step: step % every == 0 and step > 10)
+    assert len(found) == 1
+    assert watch.findings.steps <= MOST_STEPS
+
+
+def test_where_nothing_reads_the_first_steps_alone_are_traced(gauge: Turned) -> None:
+    watch, found = _train(gauge, 100, lambda _: False)
+    assert (found, watch.findings.steps) == ([], FIRST_STEPS)
+
+
+def test_what_is_explained_is_not_traced_again(gauge: Turned) -> None:
+    watch, found = _train(gauge, 100, lambda _: True)
+    assert (len(found), watch.findings.steps) == (1, FIRST_STEPS)
+    assert watch.findings.as_json()[0]["per_traced_step"] == 1
+
+
+def test_irregular_reads_do_not_trace_for_ever(gauge: Turned) -> None:
+    watch, _ = _train(gauge, 400, lambda step: step in {2**n + 5 for n in range(9)})
+    assert watch.findings.steps <= MOST_STEPS
+
+
+# By the Trainer
+
+
+class Small(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.layer(batch).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@pytest.fixture
+def on_fake(install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_plugin.hide_others()
+    install_plugin.fake_runtime()
+    monkeypatch.setenv(fake.FAKE_DEVICES, "1")
+
+
+def test_a_trainer_keeps_a_log_of_its_run(on_fake: None, tmp_path: Path) -> None:
+    options = {"max_epochs": 2, "log_every_n_steps": 2, "log_dir": str(tmp_path), "progress": False}
+    Trainer(runtime="fake", devices=1, **options).fit(Small(), [torch.ones(8, 4)] * 5)
+    events = read_run(tmp_path)
+    assert events[0]["module"] == "Small"
+    assert events[0]["settings"]["max_epochs"] == 2
+    assert [one["step"] for one in kinds(events, "step")] == [2, 4, 6, 8, 10]
+    assert all(set(one["values"]) == {"loss"} for one in kinds(events, "step"))
+    assert events[-1]["summary"]["steps"] == 10
+    assert list(tmp_path.glob("events.*")), "TensorBoard's file is there as well"
