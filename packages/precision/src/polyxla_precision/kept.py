@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ class CastInputs:
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments, cast."""
         # Asked for each time: a person may convert a trained module by hand.
-        dtype = self.dtype or next(module.parameters(recurse=False)).dtype
-        return cast_floats(args, dtype), cast_floats(kwargs, dtype)
+        dtype = self.dtype or next(one.dtype for one in module._parameters.values() if one is not None)
+        return cast_floats(args, dtype), cast_floats(kwargs, dtype) if kwargs else kwargs
 
 
 class Float32Forward:
@@ -43,7 +44,8 @@ class Float32Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what the module's own forward does."""
-        with Autocast(enabled=False), DefaultDtype(torch.float32):
+        is_cast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("xla")
+        with Autocast(enabled=False) if is_cast else nullcontext(), DefaultDtype(torch.float32):
             return self.forward(*args, **kwargs)
 
 
