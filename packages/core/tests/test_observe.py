@@ -79,8 +79,11 @@ def batch(records: int = 32) -> dict[str, torch.Tensor]:
 class Run:
     """A loop of three lines around an observer."""
 
+    replica: Any
+    training: Any
+
     def __init__(self, gauge: Gauge | None, folder: Path | None = None, **options: Any) -> None:
-        self.replica: Any = SimpleNamespace(
+        self.replica = SimpleNamespace(
             gauge=lambda: gauge, world_size=2, runtime="test", kind="TEST", input=None, steps=0
         )
         self.training = SimpleNamespace(batch=batch(), records=0, waited_s=0.0)
@@ -151,7 +154,7 @@ def test_many_changes_are_cut_short() -> None:
 
 @given(
     st.recursive(
-        st.lists(st.integers(0, 5), max_size=3).map(lambda shape: torch.zeros(shape)),
+        st.lists(st.integers(0, 5), max_size=3).map(torch.zeros),
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3),
         max_leaves=6,
     )
@@ -341,7 +344,9 @@ def test_compilations_are_explained(
         (4, False),
         (6, False),
     ]
-    assert told[2]["cause"] == "batch['x'] [32, 4] float32 -> [7, 4] float32, batch['y'] [32] int64 -> [7] int64"
+    assert (
+        told[2]["cause"] == "batch['x'] [32, 4] float32 -> [7, 4] float32, batch['y'] [32] int64 -> [7] int64"
+    )
     assert told[3]["cause"] == "the same inputs: another Python path or a changed constant"
     assert all(HERE in one["line"] and one["seconds"] == 0.5 for one in told)
     said = [line for line in capsys.readouterr().err.splitlines() if " compiled a program" in line]
@@ -469,7 +474,10 @@ def test_a_value_that_is_no_number_leaves_the_log_valid(gauge: Turned, tmp_path:
         run.step(loss=loss)
     run.evaluation(5, loss=math.inf)
     events = run.stop()
-    assert [(one["name"], one["step"]) for one in kinds(events, "not_finite")] == [("loss", 4), ("val_loss", 4)]
+    assert [(one["name"], one["step"]) for one in kinds(events, "not_finite")] == [
+        ("loss", 4),
+        ("val_loss", 4),
+    ]
     assert kinds(events, "step")[-1]["values"] == {"loss": None}
     for line in (tmp_path / "run.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
@@ -506,7 +514,9 @@ def test_the_line_that_falls_back_is_found(gauge: Turned) -> None:
     assert tracer.stop()
     [(finding, count)] = tracer.found.items()
     assert (finding.kind, finding.op, count) == ("fallback", "polyxla_test::slow", 3)
-    assert finding.line.endswith(f"{HERE}:{test_the_line_that_falls_back_is_found.__code__.co_firstlineno + 4}")
+    assert finding.line.endswith(
+        f"{HERE}:{test_the_line_that_falls_back_is_found.__code__.co_firstlineno + 4}"
+    )
 
 
 def test_what_happens_outside_is_not_seen(gauge: Turned) -> None:
@@ -520,6 +530,9 @@ def test_what_happens_outside_is_not_seen(gauge: Turned) -> None:
 
 def test_another_mode_is_left_alone(gauge: Turned) -> None:
     class Other(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return func(*args, **(kwargs or {}))
 
@@ -607,7 +620,7 @@ def on_fake(install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_trainer_keeps_a_log_of_its_run(on_fake: None, tmp_path: Path) -> None:
-    options = {"max_epochs": 2, "log_every_n_steps": 2, "log_dir": str(tmp_path), "progress": False}
+    options: Any = {"max_epochs": 2, "log_every_n_steps": 2, "log_dir": str(tmp_path), "progress": False}
     Trainer(runtime="fake", devices=1, **options).fit(Small(), [torch.ones(8, 4)] * 5)
     events = read_run(tmp_path)
     assert events[0]["module"] == "Small"
