@@ -1,0 +1,174 @@
+"""What is seen of a training on the real torch_xla: compilations, reads, fallbacks, a run's report."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from polyxla import Replica, Trainer
+from polyxla.observe import CompileBudgetError, Observer, read_run
+from polyxla.observe.report.page import render
+from polyxla.observe.report.run import Run
+from polyxla.testing import RuntimeUnderTest
+
+HERE = Path(__file__).name
+
+
+class Net(nn.Module):
+    """A module whose training_step does what `habit` says besides."""
+
+    def __init__(self, habit: str = "none") -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+        self.habit = habit
+        self.total = 0.0
+
+    def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = (self.layers(batch["x"]) - batch["y"]).square().mean()
+        if self.habit == "item":
+            self.total += loss.item()
+        if self.habit == "tolist":
+            self.total += loss.reshape(1).tolist()[0]
+        if self.habit == "print":
+            print(loss)
+        if self.habit == "fallback":
+            self.total += len(torch.histc(batch["x"].detach(), 4))
+        if self.habit == "nan":
+            loss = loss * torch.full((), math.nan, device=loss.device)
+        return loss
+
+    def validation_step(self, batch: dict[str, torch.Tensor]) -> None:
+        self.log("val_loss", (self.layers(batch["x"]) - batch["y"]).square().mean())  # type: ignore[operator]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def line_of(code: str) -> str:
+    lines, first = inspect.getsourcelines(Net.training_step)
+    [offset] = [number for number, line in enumerate(lines) if code in line]
+    return f"{HERE}:{first + offset}"
+
+
+def batches(*records: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [{"x": torch.randn(count, 8, generator=generator), "y": torch.ones(count, 1)} for count in records]
+
+
+def fit(
+    runtime: RuntimeUnderTest, folder: Path, module: Net, data: list[Any], val: Any = None, **options: Any
+) -> list[dict[str, Any]]:
+    options = {"max_epochs": 2, "log_every_n_steps": 2, "progress": False, **options}
+    trainer = Trainer(devices=1, runtime=runtime.name, log_dir=str(folder), **options)
+    trainer.fit(module, data, val)
+    return read_run(folder)
+
+
+def kinds(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["event"] == kind]
+
+
+def test_a_changing_last_batch_is_named(
+    runtime: RuntimeUnderTest, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    events = fit(runtime, tmp_path, Net(), batches(12, 12, 12, 12, 5), batches(10))
+    unexpected = [one for one in kinds(events, "compile") if not one["expected"]]
+    assert [one["step"] for one in unexpected] == [5]
+    assert "batch['x'] [12, 8] float32 -> [5, 8] float32" in unexpected[0]["cause"]
+    assert "batch['y'] [12, 1] float32 -> [5, 1] float32" in unexpected[0]["cause"]
+    assert HERE in unexpected[0]["line"]
+    assert unexpected[0]["seconds"] > 0
+    summary = events[-1]["summary"]
+    assert summary["unexpected"] == 1
+    assert summary["reads_per_step"] == 0, "what polyxla reads is not the person's"
+    assert not events[-1]["findings"]
+    assert summary["records_per_s"] > 0
+    said = capfd.readouterr().err
+    assert "step 5 compiled a program" in said
+    assert "10 steps in" in said
+
+
+@pytest.mark.parametrize(
+    ("habit", "code", "op"),
+    [
+        ("item", "loss.item()", "aten::_local_scalar_dense"),
+        ("tolist", ".tolist()", "aten::_to_copy"),
+        ("print", "print(loss)", "print"),
+    ],
+)
+def test_a_read_inside_the_step_is_found(
+    runtime: RuntimeUnderTest, tmp_path: Path, habit: str, code: str, op: str
+) -> None:
+    events = fit(runtime, tmp_path, Net(habit), batches(11, 11, 11, 11))
+    [finding] = kinds(events, "finding")
+    assert (finding["kind"], finding["op"], finding["count"]) == ("read", op, 1)
+    assert finding["line"].endswith(line_of(code))
+    assert events[-1]["summary"]["reads_per_step"] == pytest.approx(1)
+    assert line_of(code) in kinds(events, "compile")[0]["cause"] or habit == "print"
+
+
+def test_an_operation_on_the_host_is_found(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
+    events = fit(runtime, tmp_path, Net("fallback"), batches(9, 9, 9))
+    [finding] = kinds(events, "finding")
+    assert (finding["kind"], finding["op"], finding["count"]) == ("fallback", "aten::histc", 1)
+    assert finding["line"].endswith(line_of("torch.histc"))
+    assert events[-1]["summary"]["fallbacks"] == {"aten::histc": 6}
+
+
+def test_a_loss_that_is_no_number_is_said_once(
+    runtime: RuntimeUnderTest, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    events = fit(runtime, tmp_path, Net("nan"), batches(13, 13, 13))
+    assert [(one["name"], one["step"]) for one in kinds(events, "not_finite")] == [("loss", 2)]
+    assert capfd.readouterr().err.count("loss is nan at step 2") == 1
+
+
+def test_the_budget_ends_a_training(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
+    with pytest.raises(CompileBudgetError, match=r"batch\['x'\] \[14, 8\] float32 -> \[3, 8\]"):
+        fit(runtime, tmp_path, Net(), batches(14, 14, 14, 3), compile_budget=0, on_budget="raise")
+    assert "CompileBudgetError" in read_run(tmp_path)[-1]["error"]
+
+
+def test_a_runs_report_has_its_plots(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
+    events = fit(runtime, tmp_path, Net("item"), batches(*[15] * 6, 4), batches(10, 10))
+    page = render(Run.of(str(tmp_path), events))
+    for name in ("Loss", "Step time", "Throughput", "Waiting for input", "Compilations"):
+        assert f"<figcaption>{name}</figcaption><svg" in page
+    assert line_of("loss.item()") in page
+
+
+def _gauged(replica: Replica) -> dict[str, Any]:
+    gauge = replica.gauge()
+    assert gauge is not None
+    module = nn.Linear(7, 3).to(replica.device)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    replica.add_listener(observer := Observer(replica))
+    before, compile_s = gauge.counts(), gauge.compile_s()
+    for _ in range(6):
+        module(torch.ones(2, 7, device=replica.device)).sum().backward()
+        replica.step(optimizer)
+        optimizer.zero_grad()
+    after = gauge.counts().since(before)
+    return {
+        "counts": after,
+        "compile_s": gauge.compile_s() - compile_s,
+        "flops": observer.summary().flops_per_step,
+        "chip": gauge.chip,
+    }
+
+
+def test_the_gauge_counts_what_was_done(runtime: RuntimeUnderTest) -> None:
+    [told] = runtime.launch(_gauged, devices=1)
+    assert told["counts"].executions == 6
+    assert 1 <= told["counts"].compiles <= 2, "tracing the first steps makes no other program"
+    assert told["counts"].host_reads == 0
+    assert told["compile_s"] > 0
+    # Forward [2, 7] @ [7, 3], and the weight's gradient [3, 2] @ [2, 7].
+    assert told["flops"] == 2 * (2 * 2 * 7 * 3)
+    assert told["chip"] is None, "no TPU, whatever the device is called"
