@@ -80,14 +80,14 @@ def _write_tensor(file: BinaryIO, tensor: torch.Tensor) -> int:
     for start in range(0, len(data), PIECE_BYTES):
         piece = data[start : start + PIECE_BYTES]
         checksum = zlib.crc32(piece, checksum)
-        at = file.tell()
         file.write(piece)
-        _write_back(file, at, len(piece))
+        if len(piece) == PIECE_BYTES:
+            _write_back(file)
     return checksum
 
 
-def _write_back(file: BinaryIO, start: int, size_bytes: int) -> None:
+def _write_back(file: BinaryIO) -> None:
     # The disk works while the next piece is made, instead of all at once in fsync.
     # Source: mm/fadvise.c of Linux: POSIX_FADV_DONTNEED begins to write what is not written yet.
     if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file.fileno(), start, size_bytes, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(file.fileno(), file.tell() - PIECE_BYTES, PIECE_BYTES, os.POSIX_FADV_DONTNEED)
