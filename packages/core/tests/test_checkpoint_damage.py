@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import os
 import pickle
 import zlib
 from collections.abc import Callable
@@ -58,6 +59,20 @@ def test_cut_short_anywhere(whole: bytes, written: Write) -> None:
     assert "is cut short: its tensors need 49 bytes and there are 48" in _said(written(whole[:-1]))
     assert "ends within its header" in _said(written(whole[:100]))
     assert "goes on after its end" in _said(written(whole + b"x"))
+
+
+def test_cut_short_while_it_is_read(written: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save([torch.ones(2**20)], tmp_path / "big")
+    path = written((tmp_path / "big").read_bytes())
+    read = header.read
+
+    def read_and_cut(*arguments: Any) -> header.Header:
+        found = read(*arguments)
+        os.truncate(path, 1000)
+        return found
+
+    monkeypatch.setattr(header, "read", read_and_cut)
+    assert "it was cut short while it was read" in _said(path)
 
 
 def test_every_single_bit(whole: bytes, written: Write) -> None:

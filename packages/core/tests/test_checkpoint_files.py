@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import random
 import resource
@@ -14,6 +16,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
@@ -107,6 +110,37 @@ def test_what_a_living_writer_writes_is_not_removed(tmp_path: Path) -> None:
         save({}, tmp_path / "other")
         assert len(_parts(tmp_path)) == 1
     assert (tmp_path / "state").read_bytes() == b"one"
+
+
+def test_a_writer_whose_file_a_sweep_removes_begins_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Between its making and its lock: first the sweep has the lock, then it was quicker still.
+    locks = iter([BlockingIOError, FileNotFoundError, None])
+
+    def flock(file: BinaryIO, _: int) -> None:
+        wrong = next(locks, None)
+        if wrong is FileNotFoundError:
+            Path(file.name).unlink()
+        elif wrong is not None:
+            raise wrong
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    save([1], tmp_path / "state")
+    assert next(locks, "all asked") == "all asked"
+    assert load(tmp_path / "state") == [1]
+
+
+def test_without_locks_it_saves_and_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    left = tmp_path / f".state.0{SUFFIX}"
+    left.touch()
+    monkeypatch.setattr(fcntl, "flock", flock)
+    save([1], tmp_path / "state")
+    assert load(tmp_path / "state") == [1]
+    assert _parts(tmp_path) == [left]
 
 
 def test_writers_at_once_and_a_reader_between_them(tmp_path: Path) -> None:

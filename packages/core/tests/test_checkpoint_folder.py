@@ -141,6 +141,14 @@ def test_what_others_put_there_stays(tmp_path: Path) -> None:
     assert set(_names(tmp_path)) == {*strange, "step-00000003.safetensors", "step-00000008.safetensors"}
 
 
+def test_what_another_process_deletes_or_hides_meanwhile_does_no_harm(tmp_path: Path) -> None:
+    (tmp_path / "step-00000001.safetensors").symlink_to(tmp_path / "gone")
+    checkpoints = CheckpointFolder(tmp_path, keep=1)
+    for step in (2, 3):
+        checkpoints.save(step, [step])
+    assert [entry.step for entry in checkpoints.entries()] == [3]
+
+
 @given(steps=st.lists(st.integers(0, 12), min_size=1, max_size=8), keep=st.integers(1, 3))
 @settings(max_examples=40, deadline=None)
 def test_what_was_saved_last_is_always_there(
