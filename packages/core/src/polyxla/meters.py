@@ -104,8 +104,9 @@ class Meter:
     def _add(self, name: str, value: Any, weight: int) -> None:
         if name not in self._totals:
             # Uploaded, not made on the device: a lazily made zero is a constant of the first batch's
-            # program, which would then differ from all later ones and be compiled for itself.
-            zero = torch.zeros(())
+            # program, which would then differ from all later ones and be compiled for itself. Of one element,
+            # not of none: an uploaded scalar of 0 or 1 is a constant to torch_xla too.
+            zero = torch.zeros(1)
             self._totals[name] = zero.to(value.device) if isinstance(value, torch.Tensor) else 0.0
             self._weights[name] = 0.0
         if isinstance(value, torch.Tensor):
