@@ -82,6 +82,8 @@ def main(
     learning_rate: Annotated[float, typer.Option(help="The schedule's peak, for one replica.")] = 0.01,
     seed: Annotated[int, typer.Option(help="Seeds the weights and the order of the images.")] = 0,
     log_dir: Annotated[str | None, typer.Option(help="Write TensorBoard files here.")] = None,
+    checkpoint_dir: Annotated[str | None, typer.Option(help="Save here, and go on from here.")] = None,
+    save_every: Annotated[int, typer.Option(help="Steps between two checkpoints.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="End with one JSON line.")] = False,
 ) -> None:
     """Train, test on the held-out images, and say how it went."""
@@ -91,7 +93,14 @@ def main(
     # Every batch has the same shape, so that one program serves all steps.
     loader = DataLoader(train, batch_size, shuffle=True, drop_last=True)
     module = DigitsNet(learning_rate)
-    trainer = polyxla.Trainer(max_epochs=epochs, log_dir=log_dir, seed=seed)
+    trainer = polyxla.Trainer(
+        max_epochs=epochs,
+        log_dir=log_dir,
+        seed=seed,
+        checkpoint_dir=checkpoint_dir,
+        save_every_n_steps=save_every,
+        resume="auto" if checkpoint_dir else None,
+    )
     trainer.fit(module, loader)
     fitted = trainer.outcome
     metrics = trainer.test(module, DataLoader(test, batch_size))
