@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polyxla import Trainer, UsageError, launch
+from polyxla import Trainer, UsageError, World, launch
 from polyxla.gauge import Counts, Gauge, Memory
 from polyxla.observe import CompileBudgetError, Observer, Readings, RunLog, read_run
 from polyxla.observe.budget import Budget
@@ -62,6 +62,7 @@ GAUGE = Turned()
 def slow(value: torch.Tensor) -> torch.Tensor:
     """Is carried out by the host, as the gauge tells."""
     GAUGE.reads += 1
+    GAUGE.fell_back["polyxla_test::slow"] = GAUGE.fell_back.get("polyxla_test::slow", 0) + 1
     return value + 1
 
 
@@ -82,10 +83,13 @@ class Run:
     replica: Any
     training: Any
 
-    def __init__(self, gauge: Gauge | None, folder: Path | None = None, **options: Any) -> None:
+    def __init__(
+        self, gauge: Gauge | None, folder: Path | None = None, *, shared: bool = False, **options: Any
+    ) -> None:
         self.replica = SimpleNamespace(
             gauge=lambda: gauge, world_size=2, runtime="test", kind="TEST", input=None, steps=0
         )
+        self.replica.world = World(2, 0, 0, 2, process_count=1 if shared else 2)
         self.training = SimpleNamespace(batch=batch(), records=0, waited_s=0.0)
         log = RunLog(folder) if folder else None
         if log:
@@ -370,6 +374,19 @@ def test_a_steps_pieces_are_told(gauge: Turned, tmp_path: Path) -> None:
         run.step()
     [told] = kinds(run.stop(), "compile")
     assert told["cause"].endswith("; the step ran in 3 pieces, not 1")
+
+
+def test_replicas_of_one_process_are_counted_together(
+    gauge: Turned, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(gauge, tmp_path, shared=True)
+    for _ in range(3):
+        gauge.compiles += 1
+        run.step()
+    events = run.stop()
+    assert "or another replica of this process" in kinds(events, "compile")[-1]["cause"]
+    assert events[-1]["summary"]["is_shared"]
+    assert "counted over all replicas of this process" in capsys.readouterr().err
 
 
 def test_evaluations_are_told_apart_from_steps(gauge: Turned, tmp_path: Path) -> None:

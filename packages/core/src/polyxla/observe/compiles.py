@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 WARM_UP_STEPS = 2
 """Steps that compile as a matter of course: the first, and the second, whose optimizer has a state."""
 SAME_INPUTS = "the same inputs: another Python path or a changed constant"
+ANOTHER = ", or another replica of this process"
 
 
 @dataclass(frozen=True)
@@ -57,14 +58,16 @@ class Compilations:
         gauge: counts compilations.
         budget: pays for those that are not expected.
         module: what is trained; None in a loop of the person's own.
+        is_shared: whether other replicas are threads of this process, whose programs are counted too.
 
     Attributes:
         total: programs compiled.
         seconds: how long that took.
     """
 
-    def __init__(self, gauge: Gauge, budget: Budget, module: Any) -> None:
+    def __init__(self, gauge: Gauge, budget: Budget, module: Any, *, is_shared: bool = False) -> None:
         self._gauge, self._budget = gauge, budget
+        self._unchanged = SAME_INPUTS + (ANOTHER if is_shared else "")
         self._step_line = _line_of_training_step(module)
         self._loader: Loader | None = None
         self._forms: tuple[Form, ...] | None = None
@@ -92,7 +95,7 @@ class Compilations:
             return None
         change = changed(loader.batch, before) if loader is not None and before is not None else None
         expected = self._steps <= WARM_UP_STEPS and change is None
-        cause = _WARM_UP[self._steps - 1] if expected else change or SAME_INPUTS
+        cause = _WARM_UP[self._steps - 1] if expected else change or self._unchanged
         cause += f"; {cut}" if cut else ""
         return self._told(step, delta.compiles, cause, self._step_line or outside(), expected=expected)
 
@@ -103,7 +106,7 @@ class Compilations:
         before, self._evaluated = self._evaluated, forms(loader.batch)
         if before is None:
             return self._told(step, delta.compiles, "the first evaluation", None, expected=True)
-        cause = changed(loader.batch, before) or SAME_INPUTS
+        cause = changed(loader.batch, before) or self._unchanged
         return self._told(step, delta.compiles, f"in an evaluation, {cause}", None, expected=False)
 
     def _told(

@@ -7,12 +7,10 @@ import sys
 from pathlib import Path
 from types import CodeType, FrameType
 
-MACHINERY = frozenset(
-    {
-        *("contextlib", "functools", "threading", "pluggy", "numpy"),
-        *("torch", "torch_xla", "functorch", "lightning", "lightning_fabric", "pytorch_lightning"),
-    }
-)
+MACHINERY = sys.stdlib_module_names | {
+    *("pluggy", "numpy"),
+    *("torch", "torch_xla", "functorch", "lightning", "lightning_fabric", "pytorch_lightning"),
+}
 """Packages between a person's line and the device."""
 OURS = frozenset(
     {"polyxla", "polyxla_bridge", "polyxla_pjrt", "polyxla_precision", "polyxla_sampler", "polyxla_xrt"}

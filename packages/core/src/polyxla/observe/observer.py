@@ -18,7 +18,7 @@ from polyxla.observe.readings import Readings
 from polyxla.observe.summary import Summary
 
 if TYPE_CHECKING:
-    from polyxla.gauge import Memory
+    from polyxla.gauge import Gauge, Memory
     from polyxla.loader import Loader
     from polyxla.observe.runlog import RunLog
     from polyxla.replica import Replica
@@ -59,9 +59,8 @@ class Observer:
         gauge = replica.gauge()
         self._replica, self._every, self._log = replica, every_n_steps, log
         self._readings = readings or Readings(gauge)
-        self._counters = (
-            Counters(gauge, self._readings, Compilations(gauge, budget, module)) if gauge else None
-        )
+        self._is_shared = replica.world.shares_process
+        self._counters = self._counting(gauge, budget, module) if gauge else None
         self._budget = budget
         self._pace = Pace()
         self._steps = 0
@@ -71,6 +70,10 @@ class Observer:
         self._memory: Memory | None = None
         self._told_names = 0
         self._loader: Loader | None = None
+
+    def _counting(self, gauge: Gauge, budget: Budget, module: Any) -> Counters:
+        compilations = Compilations(gauge, budget, module, is_shared=self._is_shared)
+        return Counters(gauge, self._readings, compilations)
 
     @hookimpl
     def polyxla_step_finished(self, step: int, logged: Mapping[str, Any]) -> None:
@@ -143,6 +146,7 @@ class Observer:
         step_s = statistics.median(self._step_times) if self._step_times else None
         summary = Summary(
             steps=self._steps,
+            is_shared=self._is_shared,
             seconds=self._warm_up_s + whole.seconds,
             unexpected=self._budget.spent,
             wait_share=whole.wait_share,

@@ -13,6 +13,7 @@ class Summary:
 
     Attributes:
         steps: optimizer updates.
+        is_shared: whether the counters are those of several replicas, threads of one process.
         seconds: wall time from the first step's begin.
         compiles: programs compiled.
         compile_s: seconds that took.
@@ -31,6 +32,7 @@ class Summary:
     """
 
     steps: int = 0
+    is_shared: bool = False
     seconds: float = 0.0
     compiles: int = 0
     compile_s: float = 0.0
@@ -59,6 +61,8 @@ class Summary:
         yield f"{self.compiles} programs compiled in {self.compile_s:.1f} s"
         if self.unexpected:
             yield f"{self.unexpected} of them after the first steps"
+        if self.is_shared:
+            yield "counted over all replicas of this process"
         if self.reads_per_step is not None:
             yield f"{self.reads_per_step:.2g} reads of the device a step"
         if self.fallbacks:

@@ -40,6 +40,7 @@ class Tracer(TorchDispatchMode):
         _end_in_children()
         self._gauge = gauge
         self._print = torch._tensor_str._str
+        self._fallbacks: dict[str, int] = {}
         self.is_on = False
         self.found: Counter[Finding] = Counter()
         self.flops = 0
@@ -58,6 +59,7 @@ class Tracer(TorchDispatchMode):
     def start(self) -> None:
         """Watch from now on, unless another mode is in force here, which would end out of turn."""
         self.found.clear()
+        self._fallbacks = self._gauge.fallbacks()
         self.flops, self.compiled_at = 0, None
         if self.is_on or _get_current_dispatch_mode() is not None:
             return
@@ -86,25 +88,36 @@ class Tracer(TorchDispatchMode):
         before = self._gauge.counts()
         result = func(*args, **kwargs)
         after = self._gauge.counts()
-        name = func._schema.name
-        if after.host_reads > before.host_reads or (name in COPIES and _leaves_device(args, result)):
-            self._note(name, has_compiled=after.compiles > before.compiles)
+        name: str = func._schema.name
+        ops = self._on_host(name) if after.host_reads > before.host_reads else []
+        if ops or (name in COPIES and _leaves_device(args, result)):
+            self._note(ops or [name], has_compiled=after.compiles > before.compiles)
         if formula := flop_registry.get(func._overloadpacket):
             self.flops += formula(*args, **kwargs, out_val=result)
         return result
 
-    def _note(self, name: str, *, has_compiled: bool) -> None:
+    def _on_host(self, name: str) -> list[str]:
+        """Return what the host carried out for `name`; nothing if another replica of the process read."""
+        if name in _SCALAR_READS:
+            return [name]
+        before, self._fallbacks = self._fallbacks, self._gauge.fallbacks()
+        return [op for op, count in self._fallbacks.items() if count > before.get(op, 0)]
+
+    def _note(self, ops: list[str], *, has_compiled: bool) -> None:
         line = caller()
         if line is None:
             return
-        kind: Kind = "read" if name in _SCALAR_READS | COPIES else "fallback"
-        self.found[Finding(kind, name, line)] += 1
+        for op in ops:
+            kind: Kind = "read" if op in _SCALAR_READS | COPIES else "fallback"
+            self.found[Finding(kind, op, line)] += 1
         if has_compiled:
             self.compiled_at = line
 
     def _printed(self, tensor: torch.Tensor, **options: Any) -> str:
         line = caller()
-        if tensor.device.type != "cpu" and line is not None:
+        # Subclasses have no memory on the device: what torch.compile traces with, for one.
+        is_plain = type(tensor) in {torch.Tensor, torch.nn.Parameter}
+        if is_plain and tensor.device.type != "cpu" and line is not None:
             self.found[Finding("read", "print", line)] += 1
         text: str = self._print(tensor, **options)  # type: ignore[no-untyped-call]
         return text

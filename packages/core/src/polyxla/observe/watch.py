@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from polyxla.observe.findings import COPIES, Finding, Findings
@@ -46,7 +47,7 @@ class Watch:
         self._start()
 
     def _start(self) -> None:
-        if self._begun < MOST_STEPS:
+        if self._begun < MOST_STEPS and not _is_torch_compiled():
             self._begun += 1
             self._tracer.start()
 
@@ -78,3 +79,9 @@ class Watch:
     def close(self) -> None:
         """Watch no longer."""
         self._tracer.stop()
+
+
+def _is_torch_compiled() -> bool:
+    """Tell whether torch.compile is at work here: it makes other programs while operations are watched."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and dynamo.counters["frames"]["total"] > 0
