@@ -10,12 +10,12 @@ from itertools import chain
 import torch
 
 BLOCK = 8192
-"""Indices computed at a time while iterating: with its buffers, 0.7 MB."""
+"""Indices computed at a time while iterating: with all buffers, less than 1 MiB."""
 
 LONGEST = 2**62
 """Products of half an index and 31 bits stay in int64."""
 
-# Five rounds: with four, indices that differ in their row only stay related, as test_permutation.py
+# Five rounds: with four, positions that differ in their column only stay related, as test_permutation.py
 # measures. Short orders have few values for a round's function to differ in, and cost nothing, so they get
 # more.
 _ROUNDS, _ROUNDS_WHEN_SHORT, _SHORT = 5, 17, 4096
