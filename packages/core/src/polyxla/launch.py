@@ -145,7 +145,8 @@ def launch(
     announce(selection)
     indices = picked(settings.devices, selection)
     plugins = load_plugins(selection.runtime)
-    find_precision(plugins, settings.precision)
+    if told := find_precision(plugins, settings.precision).describe():
+        say_once(told)
     job = Job(
         function=train_fn,
         args=tuple(args),

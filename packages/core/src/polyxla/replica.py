@@ -9,6 +9,7 @@ import operator
 import pickle
 import statistics
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from polyxla import seeding
@@ -161,7 +162,13 @@ class Replica:
         from polyxla.move import move_module
 
         differs = agreement.differing(self, module)
-        move_module(self.precision.convert(module), self.device, optimizers)
+        try:
+            module = self.precision.convert(module)
+        except ValueError as error:
+            raise UsageError(
+                str(error), where=f"precision {self.precision.name}", fix="Change what the policy is told."
+            ) from error
+        move_module(module, self.device, optimizers)
         if differs:
             agreement.take_from_first(self, module)
             if self.is_first:
@@ -266,6 +273,10 @@ class Replica:
     def gauge(self) -> Gauge | None:
         """Return what counts this replica's compilations and transfers; None where nothing can."""
         return self._replication.gauge()
+
+    def profile(self, folder: str) -> AbstractContextManager[None]:
+        """Return a context in which what the device does is traced into `folder`."""
+        return self._replication.profile(folder)
 
     def report(self) -> str:
         """Return the runtime's own account of compilations, executions and transfers."""

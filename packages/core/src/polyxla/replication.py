@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
 from polyxla.errors import UsageError
@@ -96,6 +97,14 @@ class Replication(ABC):
     def gauge(self) -> Gauge | None:
         """Return what counts this replica's compilations and transfers; None where nothing can."""
         return None
+
+    def profile(self, folder: str) -> AbstractContextManager[None]:
+        """Return a context in which what the device does is traced into `folder`.
+
+        Raises:
+            UsageError: the runtime has no profiler.
+        """
+        raise UsageError("this runtime has no profiler", where="profile", fix="Leave it out.")
 
     @abstractmethod
     def report(self) -> str:

@@ -27,6 +27,7 @@ class FitSettings:
         checkpoint_dir: where; None for nowhere.
         keep: how many checkpoints stay; None for all.
         resume: ``auto`` for the newest whole checkpoint of `checkpoint_dir` where there is one, or a path.
+        profile_steps: the first and the last step to profile; None for none.
         compile_budget: programs that may be compiled after the first step; None for any number.
         on_budget: ``warn`` or ``raise``, when there are more.
     """
@@ -47,5 +48,6 @@ class FitSettings:
     checkpoint_dir: str | None = None
     keep: int | None = 2
     resume: str | None = None
+    profile_steps: tuple[int, int] | None = None
     compile_budget: int | None = None
     on_budget: str = "warn"

@@ -109,6 +109,9 @@ class Standing:
                 where=where,
                 fix="Let configure_optimizers return what it returned when the checkpoint was written.",
             ) from error
+        now = self._replica.precision.name
+        if now != state["precision"] and self._replica.is_first:
+            say(f"{where} was saved with precision {state['precision']}, and training goes on with {now}")
         loop.state.current_epoch, loop.state.global_step = state["epoch"], state["step"]
         self._replica.steps = state["step"]
         loop.loader.load_state_dict(state["data"])

@@ -56,6 +56,7 @@ class Trainer:
         keep: how many checkpoints stay; None for all.
         resume: ``"auto"`` goes on from the newest whole checkpoint of `checkpoint_dir`, where there is one; a
             path from that one.
+        profile_steps: the first and the last step of which ordinal 0 writes a profile into `log_dir`.
         compile_budget: programs that may be compiled after the first step.
         on_budget: ``"warn"`` or ``"raise"``, when there are more.
 
@@ -90,6 +91,7 @@ class Trainer:
         save_every_n_steps: int | None = None,
         keep: int | None = 2,
         resume: str | os.PathLike[str] | None = None,
+        profile_steps: tuple[int, int] | None = None,
         compile_budget: int | None = None,
         on_budget: str = "warn",
     ) -> None:
@@ -107,6 +109,12 @@ class Trainer:
             _check_positive(name, count)
         for name, limit in (("clip_norm", clip_norm), ("clip_value", clip_value)):
             _check_limit(name, limit)
+        if profile_steps is not None and not 1 <= profile_steps[0] <= profile_steps[1]:
+            raise UsageError(
+                f"profile_steps={profile_steps!r} are no first and last step",
+                where="Trainer",
+                fix="Write profile_steps=(10, 12).",
+            )
         if resume == "auto" and checkpoint_dir is None:
             raise UsageError(
                 "resume='auto' goes on from the newest checkpoint of a folder, and there is none",
@@ -135,6 +143,7 @@ class Trainer:
             "save_every_n_steps": save_every_n_steps,
             "keep": keep,
             "resume": None if resume is None else os.fspath(resume),
+            "profile_steps": profile_steps,
             "compile_budget": compile_budget,
             "on_budget": on_budget,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any, cast
 
@@ -9,6 +10,7 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
+from torch_xla.debug import profiler
 
 from polyxla.errors import UsageError
 from polyxla.replication import ReduceOp, Replication
@@ -78,6 +80,15 @@ class XlaReplication(Replication):
     def gauge(self) -> XlaGauge:
         """Return what reads torch_xla's counters."""
         return XlaGauge(self.device)
+
+    @contextlib.contextmanager
+    def profile(self, folder: str) -> Iterator[None]:
+        """Trace what the device does; the files are TensorBoard's and Perfetto's."""
+        profiler.start_trace(folder)
+        try:
+            yield
+        finally:
+            profiler.stop_trace()
 
     def report(self) -> str:
         """Return torch_xla's metrics report."""
