@@ -35,6 +35,7 @@ class Plot:
         name: what it shows, its title.
         unit: what stands at its vertical axis.
         curves: by name.
+        steps: how many steps the run had.
         kind: ``line``, or ``stems`` for what happens now and then.
         marks: steps at which a program was compiled unexpectedly.
     """
@@ -42,6 +43,7 @@ class Plot:
     name: str
     unit: str
     curves: Mapping[str, Curve]
+    steps: int
     kind: str = "line"
     marks: list[int] = field(default_factory=list)
 
@@ -52,16 +54,17 @@ def plots(run: Run) -> list[Plot]:
 
 
 def _candidates(run: Run) -> Iterator[Plot]:
+    steps: int = run.summary["steps"]
     marks = [one["step"] for one in run.compiles if not one["expected"]]
     losses, others = _split(run.values() | run.evaluations(), lambda name: "loss" in name.lower())
-    yield Plot("Loss", "loss", losses)
-    yield Plot("Other metrics", "value", others)
-    yield Plot("Step time", "ms", {"step time": run.rate("step_s", 1e3)}, marks=marks)
-    yield Plot("Throughput", "records/s", {"throughput": run.rate("records_per_s")}, marks=marks)
-    yield Plot("Waiting for input", "% of the time", {"waiting": run.rate("wait_share", 100.0)})
-    yield Plot("Compilations", "s", _compilations(run), kind="stems")
-    yield Plot("Device memory", "GiB", {"in use": run.memory()})
-    yield Plot("MFU", "% of the peak", {"MFU": run.rate("mfu", 100.0)})
+    yield Plot("Loss", "loss", losses, steps)
+    yield Plot("Other metrics", "value", others, steps)
+    yield Plot("Step time", "ms", {"step time": run.rate("step_s", 1e3)}, steps, marks=marks)
+    yield Plot("Throughput", "records/s", {"throughput": run.rate("records_per_s")}, steps, marks=marks)
+    yield Plot("Waiting for input", "% of the time", {"waiting": run.rate("wait_share", 100.0)}, steps)
+    yield Plot("Compilations", "s", _compilations(run), steps, kind="stems")
+    yield Plot("Device memory", "GiB", {"in use": run.memory()}, steps)
+    yield Plot("MFU", "% of the peak", {"MFU": run.rate("mfu", 100.0)}, steps)
 
 
 def _split(
@@ -106,7 +109,8 @@ def figure(plot: Plot) -> Figure:
 
 def _dress(axes: mpl.axes.Axes, plot: Plot) -> None:
     axes.set_xlabel("step", color=INK)
-    axes.set_xlim(left=0)
+    # All plots of a run cover the same steps, whatever happened in them.
+    axes.set_xlim(0, plot.steps * 1.02 or None)
     axes.set_ylabel(plot.unit, color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.tick_params(colors=INK, labelsize=8)
