@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 pytest_plugins = ["polyxla.testing.fixtures"]
 
+# Tests count compilations, and a person's programs are not theirs.
+os.environ["POLYXLA_COMPILE_CACHE"] = "off"
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the suite's own mark."""
@@ -102,7 +105,8 @@ def _until(end: str, lines: Iterator[str]) -> Iterator[str]:
 def clean_environ() -> dict[str, str]:
     """An environment in which no variable chooses a runtime, or anything about it."""
     chooses = ("PJRT_", "XRT_", "TPU_", "POLYXLA_", "CPU_NUM_DEVICES", "TORCHELASTIC_")
-    return {name: value for name, value in os.environ.items() if not name.startswith(chooses)}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(chooses)}
+    return clean | {"POLYXLA_COMPILE_CACHE": "off"}
 
 
 @pytest.fixture

@@ -22,7 +22,12 @@ def polyxla(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]
     }
     command = [sys.executable, "-m", "polyxla", *arguments]
     return subprocess.run(
-        command, env={**clean, **environ}, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        command,
+        env={**clean, "POLYXLA_COMPILE_CACHE": "off", **environ},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
     )
 
 

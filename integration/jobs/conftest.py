@@ -32,7 +32,7 @@ class Host:
         clean = {name: value for name, value in os.environ.items() if not name.startswith(chooses)}
         return subprocess.Popen(
             [*self.prefix, sys.executable, *command],
-            env=clean | environ,
+            env=clean | {"POLYXLA_COMPILE_CACHE": "off"} | environ,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL,

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+# Tests count compilations, and a person's programs are not theirs.
+os.environ["POLYXLA_COMPILE_CACHE"] = "off"
+
 TIMEOUT_S = 200
 SERVER = """
 import gc, json, os, sys, time

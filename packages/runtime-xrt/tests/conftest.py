@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -15,6 +16,9 @@ import pytest
 from polyxla.env import snapshot
 from polyxla_xrt.client.channel import ask
 from polyxla_xrt.server.app import MeshServer
+
+# Tests count compilations, and a person's programs are not theirs.
+os.environ["POLYXLA_COMPILE_CACHE"] = "off"
 
 PARTICIPANT = Path(__file__).with_name("mesh_participant.py")
 CLIENT = Path(__file__).with_name("worker_client.py")
