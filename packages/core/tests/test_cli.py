@@ -219,6 +219,7 @@ class TestEnv:
     def test_document(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("POLYXLA_DEVICES", "[5]")
         monkeypatch.setenv("POLYXLA_START_TIMEOUT_S", "9")
+        monkeypatch.delenv("POLYXLA_COMPILE_CACHE", raising=False)
         rows = _document("env", "--runtime", "toy", "--json")["variables"]
         assert [tuple(row[key] for key in ("name", "value", "origin", "reader")) for row in rows] == [
             ("POLYXLA_RUNTIME", "toy", "--runtime toy", "polyxla"),
@@ -226,6 +227,7 @@ class TestEnv:
             ("POLYXLA_PRECISION", None, "default", "polyxla"),
             ("POLYXLA_START_TIMEOUT_S", "9", "environment", "polyxla"),
             ("POLYXLA_WAIT_S", "0", "default", "polyxla"),
+            ("POLYXLA_COMPILE_CACHE", "on", "default", "polyxla"),
             ("TOY", "8", "environment", "runtime toy"),
             ("TOY_VISIBLE", "5", "set by runtime toy", "replicas"),
         ]

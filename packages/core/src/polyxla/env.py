@@ -33,6 +33,11 @@ POLYXLA_WAIT_S = "POLYXLA_WAIT_S"
 Default: 0, which is an error that says who has them.
 """
 
+POLYXLA_COMPILE_CACHE = "POLYXLA_COMPILE_CACHE"
+"""Where a runtime that can keeps compiled programs for the jobs that follow: a folder, or ``off``.
+Default: ``on``, which is ``polyxla/programs`` in the person's folder of caches.
+"""
+
 
 @dataclass(frozen=True)
 class Setting:

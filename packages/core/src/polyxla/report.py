@@ -25,12 +25,16 @@ def variables(environ: Mapping[str, str], settings: Settings) -> list[dict[str, 
 
 def _own(environ: Mapping[str, str], settings: Settings) -> dict[str, Setting]:
     timeout = environ.get(env.POLYXLA_START_TIMEOUT_S)
+    cache = environ.get(env.POLYXLA_COMPILE_CACHE)
     return {
         env.POLYXLA_RUNTIME: settings.runtime,
         env.POLYXLA_DEVICES: settings.devices,
         env.POLYXLA_PRECISION: settings.precision,
         env.POLYXLA_START_TIMEOUT_S: Setting(timeout or "120", "environment" if timeout else "default"),
         env.POLYXLA_WAIT_S: settings.wait_s,
+        env.POLYXLA_COMPILE_CACHE: Setting(
+            "on" if cache is None else cache or "off", "environment" if cache is not None else "default"
+        ),
     }
 
 
