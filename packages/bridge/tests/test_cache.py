@@ -11,12 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
-from polyxla_bridge import cache
+from polyxla_bridge import cache, container
 from polyxla_bridge.engine import ArrayType
-from polyxla_bridge.env import Share
+from polyxla_bridge.env import Share, from_environ
+from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.jax_engine import JaxEngine
 
 TIMEOUT_S = 60
@@ -57,7 +60,7 @@ def job(share: Share, factor: int = 2) -> tuple[int, int]:
         for result in results:
             found = np.frombuffer(engine.to_host(result).result(TIMEOUT_S), np.float32)
             assert found.tolist() == (host * factor * share.replicas).tolist()
-        return engine.compiles, engine.cache_hits
+        return engine.compiles, engine.cache.hits
     finally:
         engine.close()
 
@@ -138,6 +141,85 @@ def test_a_file_that_is_no_good_is_replaced(
     assert list(folder.iterdir()) == [path]
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    folder = tmp_path_factory.mktemp("kept")
+    job(share(folder))
+    (path,) = folder.iterdir()
+    return path.read_bytes()
+
+
+@given(data=st.data())
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+def test_no_damaged_byte_goes_unseen(kept: bytes, data: st.DataObject) -> None:
+    where = data.draw(st.integers(0, len(kept) - 1))
+    bit = data.draw(st.integers(0, 7))
+    flipped = kept[:where] + bytes([kept[where] ^ 1 << bit]) + kept[where + 1 :]
+    for damaged in (flipped, kept[:where], kept + kept[:where] + b"\n"):
+        with pytest.raises(PjrtError, match="these bytes are no program to load"):
+            container.unpack(damaged, 1)
+
+
+def test_hits_and_misses_are_counted_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    told: list[bool] = []
+    with caplog.at_level(logging.INFO, "polyxla.bridge"):
+        for _ in range(2):
+            engine = JaxEngine(share(tmp_path), told.append)
+            options = xla_client.CompileOptions().SerializeAsString()
+            used = [engine.compile(program(1, factor), options) for factor in (2, 3, 2)]
+            assert used[0] is used[2]
+            del used
+            engine.close()
+    assert told == [False, False, True, True], "what a process has is not looked for"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"compilation cache: 0 hits, 2 misses ({tmp_path})",
+        f"compilation cache: 2 hits, 0 misses ({tmp_path})",
+    ]
+
+
+def test_without_a_folder_nothing_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[bool] = []
+    none = cache.of_job(Share(), {}, told.append)
+    none.count(is_hit=False)
+    assert (none.hits, none.misses, told) == (0, 0, [])
+
+
+@pytest.mark.parametrize("why", ["no home", "home is a file", "another's home", "unknown processor"])
+def test_a_job_without_a_usable_home_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str
+) -> None:
+    home = tmp_path / "home"
+    environ = {} if why == "no home" else {"HOME": str(home)}
+    if why == "home is a file":
+        home.touch()
+    elif why == "another's home":
+        (home / ".cache/polyxla/programs").mkdir(parents=True)
+        (home / ".cache/polyxla/programs").chmod(0o777)
+    elif why == "unknown processor":
+        monkeypatch.setattr(cache, "cpu", lambda: "")
+    first = from_environ(environ)
+    assert job(first) == (1, 0)
+    (record,) = caplog.records
+    assert "no compiled programs are kept for the next job: " in record.getMessage()
+    assert "POLYXLA_COMPILE_CACHE=off leaves out this line" in record.getMessage()
+    cache.of_job(dataclasses.replace(first, process=1), {})
+    assert len(caplog.records) == 1
+    assert [path for path in tmp_path.rglob("polyxla-*") if path.is_file()] == []
+
+
+def test_the_default_is_the_persons_own_folder(tmp_path: Path) -> None:
+    default = from_environ({"HOME": str(tmp_path)})
+    assert [job(default), job(default)] == [(1, 0), (0, 1)]
+    folder = tmp_path / ".cache/polyxla/programs"
+    assert len(list(folder.iterdir())) == 1
+    assert job(from_environ({"HOME": str(tmp_path), "POLYXLA_COMPILE_CACHE": "off"})) == (1, 0)
+
+
+def test_who_asks_for_dumps_has_his_programs_compiled(tmp_path: Path) -> None:
+    dumps = share(tmp_path, xla_flags="--xla_dump_to=/tmp/dumps")
+    assert str(cache.of_job(dumps, {})) == "compilation cache: 0 hits, 0 misses (none)"
+
+
 def test_where_nothing_may_be_written_nothing_is(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     assert job(share(folder, cache_is_readonly=True)) == (1, 0)
@@ -159,10 +241,10 @@ def test_a_folder_that_cannot_be_made_is_said_once(tmp_path: Path, caplog: pytes
 def test_what_cannot_be_written_whole_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(number: int) -> None:
+    def full(self: Path, to: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("os.fsync", full)
+    monkeypatch.setattr(Path, "replace", full)
     assert job(share(tmp_path)) == (1, 0)
     assert list(tmp_path.iterdir()) == []
     (record,) = caplog.records

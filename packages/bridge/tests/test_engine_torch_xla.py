@@ -172,7 +172,7 @@ def test_the_next_job_compiles_nothing(
         torch_xla.sync()
         return round(y.cpu().sum().item(), 5)
     print(*everywhere(work), *sorted(asked))
-    print(engine().compiles, engine().cache_hits)
+    print(engine().compiles, engine().cache.hits, engine().cache.misses)
     """
     before, after = run(code, replicas, processes), run(code, replicas, processes)
     # What torch_xla's own attempt comes to, and nothing else.
@@ -180,9 +180,13 @@ def test_the_next_job_compiles_nothing(
     assert [line for line in lines if "Failed to deserialize executable" not in line] == []
     (first, second) = ([one.stdout.splitlines() for one in job] for job in (before, after))
     assert [one[0] for one in first] == [one[0] for one in second]
-    counts = [[sum(int(one[1].split()[i]) for one in job) for i in (0, 1)] for job in (first, second)]
+    counts = [[tuple(map(int, one[1].split())) for one in job] for job in (first, second)]
+    of_each = [sum(len(name) == 64 for name in one[0].split()) for one in first]
     programs = len({name for one in first for name in one[0].split() if len(name) == 64})
-    assert counts == [[programs, 0], [0, programs]]
+    assert [sum(compiles for compiles, _, _ in job) for job in counts] == [programs, 0]
+    # Whoever compiles or looks, each process counts the programs that it needs.
+    assert [one[1:] for one in counts[0]] == [(0, count) for count in of_each]
+    assert [one[1:] for one in counts[1]] == [(count, 0) for count in of_each]
 
 
 def test_memory_is_what_tensors_take(printed: Printed) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from polyxla_bridge import env
-from polyxla_bridge.env import Share, from_environ
+from polyxla_bridge.env import Origin, Share, from_environ
 
 
 def environ(**values: object) -> dict[str, str]:
@@ -14,7 +14,7 @@ def environ(**values: object) -> dict[str, str]:
 
 def test_nothing_set_is_one_replica() -> None:
     share = from_environ({})
-    assert share == Share(1, 1, 0, "")
+    assert share == Share(1, 1, 0, "", cache_origin=Origin.HOME)
     assert share.local == (0,)
     assert (share.platform, share.kind, share.stall_timeout_s) == ("CPU", "polyxla CPU", 300)
 
@@ -36,6 +36,36 @@ def test_a_cache_is_as_torch_xla_asks_for_it(text: str, is_readonly: bool) -> No
     asked = {env.XLA_PERSISTENT_CACHE_PATH: "/there", env.XLA_PERSISTENT_CACHE_READ_ONLY: text}
     share = from_environ(asked)
     assert (share.cache_path, share.cache_is_readonly) == ("/there", is_readonly)
+
+
+@pytest.mark.parametrize(
+    ("asked", "origin", "path"),
+    [
+        ({"HOME": "/me"}, Origin.HOME, "/me/.cache/polyxla/programs"),
+        ({"HOME": "/me", "XDG_CACHE_HOME": "/caches"}, Origin.HOME, "/caches/polyxla/programs"),
+        ({"HOME": "/me", "XDG_CACHE_HOME": "caches"}, Origin.HOME, "/me/.cache/polyxla/programs"),
+        ({"HOME": "/me", "POLYXLA_COMPILE_CACHE": "on"}, Origin.HOME, "/me/.cache/polyxla/programs"),
+        ({"HOME": "/me", "POLYXLA_COMPILE_CACHE": "1"}, Origin.HOME, "/me/.cache/polyxla/programs"),
+        ({"HOME": "/me", "POLYXLA_COMPILE_CACHE": "/mine"}, Origin.PERSON, "/mine"),
+        ({"HOME": "/me", "POLYXLA_COMPILE_CACHE": "OFF"}, Origin.NOBODY, ""),
+        ({"HOME": "/me", "POLYXLA_COMPILE_CACHE": "0"}, Origin.NOBODY, ""),
+        ({"HOME": "/me", "POLYXLA_COMPILE_CACHE": ""}, Origin.NOBODY, ""),
+        ({"XLA_PERSISTENT_CACHE_PATH": "/there", "POLYXLA_COMPILE_CACHE": "/mine"}, Origin.PROGRAM, "/there"),
+        ({"XLA_PERSISTENT_CACHE_PATH": "/there", "POLYXLA_COMPILE_CACHE": "off"}, Origin.PROGRAM, "/there"),
+        ({"HOME": ""}, Origin.HOME, ""),
+    ],
+    ids=str,
+)
+def test_programs_are_kept_where_the_program_or_the_person_says(
+    asked: dict[str, str], origin: Origin, path: str
+) -> None:
+    share = from_environ(asked)
+    assert (share.cache_origin, share.cache_path) == (origin, path)
+
+
+def test_only_the_programs_own_folder_is_read_only() -> None:
+    asked = {env.POLYXLA_COMPILE_CACHE: "/mine", env.XLA_PERSISTENT_CACHE_READ_ONLY: "1"}
+    assert not from_environ(asked).cache_is_readonly
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from polyxla_bridge.errors import PjrtError, as_pjrt_error
@@ -14,6 +15,19 @@ PATIENCE_S = 30.0
 """How long a process that compiles for others may give no sign of life, in seconds."""
 _POLL_S = 1.0
 _SIGNS = "polyxla/signs/"
+
+
+@dataclass(frozen=True)
+class Published:
+    """A program that one process has made for all.
+
+    Attributes:
+        data: the serialised program.
+        is_hit: whether it had been kept by an earlier job.
+    """
+
+    data: bytes
+    is_hit: bool
 
 
 class Board:
@@ -39,12 +53,13 @@ class Board:
             raise
         return True
 
-    def publish(self, fingerprint: str, data: bytes) -> None:
+    def publish(self, fingerprint: str, program: Published) -> None:
         """Give a program to whoever waits for it."""
+        data = program.data
         parts = [data[i : i + CHUNK_BYTES] for i in range(0, len(data), CHUNK_BYTES)]
         for number, part in enumerate(parts):
             self._link.key_value_set_bytes(_key(fingerprint, str(number)), part, allow_overwrite=True)
-        self._end(fingerprint, {"parts": len(parts)})
+        self._end(fingerprint, {"parts": len(parts), "is_hit": program.is_hit})
 
     def fail(self, fingerprint: str, error: BaseException) -> None:
         """Tell whoever waits for a program why there is none."""
@@ -54,7 +69,7 @@ class Board:
     def _end(self, fingerprint: str, end: dict[str, Any]) -> None:
         self._link.key_value_set(_key(fingerprint, "end"), json.dumps(end), allow_overwrite=True)
 
-    def wait(self, fingerprint: str) -> bytes | None:
+    def wait(self, fingerprint: str) -> Published | None:
         """Return the program that another process compiles; None if that one gives no more sign of life.
 
         Raises:
@@ -71,7 +86,8 @@ class Board:
         if "message" in end:
             raise PjrtError(end["code"], end["message"])
         keys = [_key(fingerprint, str(number)) for number in range(end["parts"])]
-        return b"".join(self._link.key_value_try_get_bytes(key) for key in keys)
+        data = b"".join(self._link.key_value_try_get_bytes(key) for key in keys)
+        return Published(data, end["is_hit"])
 
     def _get(self, key: str, timeout_s: float) -> dict[str, Any] | None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 
 PJRT_CPU = "CPU_POLYXLA"
 """The value of ``PJRT_DEVICE`` that chooses the bridge; torch_xla calls the device ``CPU``."""
@@ -51,9 +52,25 @@ rightly; one that never comes does not.
 Default: 300.
 """
 
+POLYXLA_COMPILE_CACHE = "POLYXLA_COMPILE_CACHE"
+"""Folder where compiled programs are kept for the jobs that follow, or ``off`` (``0``, nothing).
+Default: ``on`` (``1``), which is ``polyxla/programs`` in the person's folder of caches.
+"""
+
+XDG_CACHE_HOME = "XDG_CACHE_HOME"
+"""The person's folder of caches; a relative one does not count.
+Default: ``.cache`` in `HOME`.
+Source: XDG Base Directory Specification 0.8.
+"""
+
+HOME = "HOME"
+"""The person's own folder.
+Default: none, and no programs are kept.
+"""
+
 XLA_PERSISTENT_CACHE_PATH = "XLA_PERSISTENT_CACHE_PATH"
 """Folder where compiled programs are kept and looked for; torch_xla's ``xr.initialize_cache`` sets it.
-Default: none, and programs are compiled in every job anew.
+Default: what `POLYXLA_COMPILE_CACHE` says.
 """
 
 XLA_PERSISTENT_CACHE_READ_ONLY = "XLA_PERSISTENT_CACHE_READ_ONLY"
@@ -72,6 +89,25 @@ Default: none.
 """
 
 
+_OFF, _ON = ("off", "0", ""), ("on", "1")
+
+
+class Origin(Enum):
+    """Who chose the folder of compiled programs.
+
+    Attributes:
+        NOBODY: there is none.
+        PROGRAM: the program, by ``xr.initialize_cache``.
+        PERSON: the person, by `POLYXLA_COMPILE_CACHE`.
+        HOME: it is the default, which is the person's alone.
+    """
+
+    NOBODY = auto()
+    PROGRAM = auto()
+    PERSON = auto()
+    HOME = auto()
+
+
 @dataclass(frozen=True)
 class Share:
     """Which replicas there are, which of them this process holds, and what they call themselves."""
@@ -87,6 +123,7 @@ class Share:
     xla_flags: str = ""
     nproc: str = ""
     cache_path: str = ""
+    cache_origin: Origin = Origin.NOBODY
     cache_is_readonly: bool = False
 
     @property
@@ -106,6 +143,7 @@ def from_environ(environ: Mapping[str, str]) -> Share:
     Raises:
         ValueError: the numbers do not fit together.
     """
+    cache_origin, cache_path = _cache(environ)
     share = Share(
         replicas=int(environ.get(POLYXLA_BRIDGE_REPLICAS, "1")),
         processes=int(environ.get(POLYXLA_BRIDGE_PROCESSES, "1")),
@@ -117,8 +155,10 @@ def from_environ(environ: Mapping[str, str]) -> Share:
         stall_timeout_s=_seconds(environ, POLYXLA_STALL_TIMEOUT_S, Share.stall_timeout_s),
         xla_flags=environ.get(XLA_FLAGS, ""),
         nproc=environ.get(NPROC, ""),
-        cache_path=environ.get(XLA_PERSISTENT_CACHE_PATH, ""),
-        cache_is_readonly=environ.get(XLA_PERSISTENT_CACHE_READ_ONLY, "").lower() not in ("", "0", "false"),
+        cache_path=cache_path,
+        cache_origin=cache_origin,
+        cache_is_readonly=cache_origin is Origin.PROGRAM
+        and environ.get(XLA_PERSISTENT_CACHE_READ_ONLY, "").lower() not in ("", "0", "false"),
     )
     if share.replicas < 1 or share.processes < 1 or share.replicas % share.processes:
         raise ValueError(f"{share.replicas} replicas cannot be shared equally by {share.processes} processes")
@@ -130,6 +170,21 @@ def from_environ(environ: Mapping[str, str]) -> Share:
     if share.coordinator and not (host and port.isdecimal()):
         raise ValueError(f"{POLYXLA_BRIDGE_COORDINATOR}={share.coordinator!r} is not host:port")
     return share
+
+
+def _cache(environ: Mapping[str, str]) -> tuple[Origin, str]:
+    """Return who chose the folder of compiled programs, and which it is; none has no name."""
+    if path := environ.get(XLA_PERSISTENT_CACHE_PATH):
+        return Origin.PROGRAM, path
+    asked = environ.get(POLYXLA_COMPILE_CACHE, "on")
+    if asked.lower() in _OFF:
+        return Origin.NOBODY, ""
+    if asked.lower() not in _ON:
+        return Origin.PERSON, asked
+    caches, home = environ.get(XDG_CACHE_HOME, ""), environ.get(HOME, "")
+    if not caches.startswith("/"):
+        caches = f"{home}/.cache" if home else ""
+    return Origin.HOME, f"{caches}/polyxla/programs" if caches else ""
 
 
 def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from jaxlib import _jax, xla_client
 
 from polyxla_bridge import cache, container, hlo, memory, rewrite
 from polyxla_bridge.abi import Code
-from polyxla_bridge.board import Board
+from polyxla_bridge.board import Board, Published
 from polyxla_bridge.clients import Clients, Program
 from polyxla_bridge.engine import ArrayType, Buffer, Engine, EngineDevice, Executable, Position
 from polyxla_bridge.env import Share
@@ -29,6 +30,7 @@ from polyxla_bridge.watch import Watch
 COMPILER = {"xla_cpu_experimental_ynn_fusion_type": ""}
 """XLA's options that differ here from its own. YNNPACK's kernels made a step of a small convnet take 1.2
 times as long on 2 cores (jaxlib 0.10.2, ``nox -s bench -- replicas step``)."""
+_log = logging.getLogger("polyxla.bridge")
 FINISH_TIMEOUT_S = 60
 """Longest wait for what was asked of the devices before they are let go of, in seconds."""
 
@@ -38,16 +40,17 @@ class JaxEngine(Engine):
 
     Args:
         share: which replicas there are, which of them are here, and what torch_xla is told they are.
+        on_lookup: told of each program that a process needs whether the folder of compiled programs had it.
 
     Attributes:
         compiles: how many programs this process compiled.
-        cache_hits: how many it found in the folder of the environment's persistent cache instead.
+        cache: the folder of compiled programs, and how often it had what this process needed.
 
     Raises:
         PjrtError: the replicas did not find each other in time.
     """
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: Share, on_lookup: Callable[[bool], None] | None = None) -> None:
         jax.config.update("jax_enable_x64", True)  # type: ignore[no-untyped-call]
         self.platform = share.platform
         self.process_index = share.process
@@ -55,7 +58,7 @@ class JaxEngine(Engine):
             EngineDevice(index, index // share.per_process, index in share.local, share.kind)
             for index in range(share.replicas)
         )
-        self.compiles = self.cache_hits = 0
+        self.compiles = 0
         self._share = share
         self._readers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="polyxla-read")
         self._clients = Clients(share)
@@ -65,7 +68,7 @@ class JaxEngine(Engine):
         self._accounts = {index: memory.Account(each) for index in share.local}
         self._turns: dict[str, threading.Lock] = {}
         self._compiled: WeakValueDictionary[str, Executable] = WeakValueDictionary()
-        self._cache = cache.of_job(share, COMPILER)
+        self.cache = cache.of_job(share, COMPILER, on_lookup)
         self._compiling = 0
         self._lock = threading.Lock()
         self._board = Board(self._clients.link, share.process) if share.replicas > 1 else None
@@ -90,39 +93,40 @@ class JaxEngine(Engine):
     def _obtain(self, fingerprint: str, hlo_module: bytes, options: bytes) -> Executable:
         board = self._board if self._share.processes > 1 else None
         if board is None:
-            return self._make(fingerprint, hlo_module, options)
+            return self._make(fingerprint, hlo_module, options)[0]
         if not board.claim(fingerprint):
-            data = board.wait(fingerprint)
-            if data:
-                executable = self.deserialize(data)
+            published = board.wait(fingerprint)
+            if published:
+                executable = self.deserialize(published.data)
                 # Each process may have a folder of its own, and claim other programs the next time.
-                self._cache.save(fingerprint, lambda: data, is_replaced=False)
+                self.cache.save(fingerprint, lambda: published.data, is_replaced=False)
+                self.cache.count(is_hit=published.is_hit)
                 return executable
             # Better twice than never: the process that was to compile it gives no more sign of life.
-            return self._make(fingerprint, hlo_module, options)
+            return self._make(fingerprint, hlo_module, options)[0]
         try:
-            executable = self._make(fingerprint, hlo_module, options)
-            board.publish(fingerprint, self.serialize(executable))
+            executable, is_hit = self._make(fingerprint, hlo_module, options)
+            board.publish(fingerprint, Published(self.serialize(executable), is_hit))
         except BaseException as error:
             board.fail(fingerprint, error)
             raise
         return executable
 
-    def _make(self, fingerprint: str, hlo_module: bytes, options: bytes) -> Executable:
+    def _make(self, fingerprint: str, hlo_module: bytes, options: bytes) -> tuple[Executable, bool]:
+        """Return the program, and whether it was in the folder."""
         with self._lock:
             self._compiling += 1
         try:
-            executable = self._cache.load(fingerprint, self.deserialize)
-            if executable is None:
-                compiled = executable = self._compile(fingerprint, hlo_module, options)
-                self._cache.save(fingerprint, lambda: self.serialize(compiled))
-            else:
-                with self._lock:
-                    self.cache_hits += 1
+            kept = self.cache.load(fingerprint, self.deserialize)
+            self.cache.count(is_hit=kept is not None)
+            if kept is not None:
+                return kept, True
+            compiled = self._compile(fingerprint, hlo_module, options)
+            self.cache.save(fingerprint, lambda: self.serialize(compiled))
+            return compiled, False
         finally:
             with self._lock:
                 self._compiling -= 1
-        return executable
 
     def _compile(self, fingerprint: str, hlo_module: bytes, options: bytes) -> Executable:
         with self._lock:
@@ -279,6 +283,8 @@ class JaxEngine(Engine):
             raise PjrtError(
                 Code.DEADLINE_EXCEEDED, f"not finished {FINISH_TIMEOUT_S} s after it was closed: {where}"
             )
+        if self.cache.hits + self.cache.misses and self._share.process == 0:
+            _log.info("%s", self.cache)
         # On threads that exist: at the end of the interpreter no new ones can be started.
         leaving = [stream.run(self._clients.leave, index) for index, stream in self._streams.items()]
         _, late = wait(leaving, FINISH_TIMEOUT_S)

@@ -52,6 +52,17 @@ class EnginePlugin(DevicePlugin):
         """Leave everything as the environment has it."""
 
 
+CACHE_HITS = "polyxla.ProgramCacheHit"
+"""Counter, beside torch_xla's own, of programs that an earlier job had compiled."""
+CACHE_MISSES = "polyxla.ProgramCacheMiss"
+"""Counter of programs that none had; there is neither counter where no programs are kept."""
+
+
+def _count_lookup(is_hit: bool) -> None:
+    native_part: Any = torch_xla._XLAC  # type: ignore[attr-defined]
+    native_part._xla_increment_counter(CACHE_HITS if is_hit else CACHE_MISSES, 1)
+
+
 class CpuPlugin(EnginePlugin):
     """Replicas on this machine's CPU, through jaxlib."""
 
@@ -59,7 +70,7 @@ class CpuPlugin(EnginePlugin):
         """Start jaxlib's clients for this process's share of the replicas."""
         from polyxla_bridge.jax_engine import JaxEngine
 
-        return JaxEngine(env.current())
+        return JaxEngine(env.current(), _count_lookup)
 
     def physical_chip_count(self) -> int:
         """Return how many processes torch_xla should start."""
