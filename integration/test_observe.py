@@ -172,3 +172,13 @@ def test_the_gauge_counts_what_was_done(runtime: RuntimeUnderTest) -> None:
     # Forward [2, 7] @ [7, 3], and the weight's gradient [3, 2] @ [2, 7].
     assert told["flops"] == 2 * (2 * 2 * 7 * 3)
     assert told["chip"] is None, "no TPU, whatever the device is called"
+
+
+def _chip(replica: Replica) -> Any:
+    return getattr(replica.gauge(), "chip", "no gauge")
+
+
+@pytest.mark.pjrt
+def test_an_emulated_tpu_is_no_known_chip(runtime: RuntimeUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYXLA_EMULATE", "v3-8")
+    assert runtime.launch(_chip, devices=2) == [None, None]

@@ -9,6 +9,8 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
+from torch_xla._internal.tpu import TpuPlugin
+from torch_xla.experimental import plugins
 
 from polyxla.gauge import Counts, Gauge, Memory
 
@@ -39,8 +41,8 @@ class XlaGauge(Gauge):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._has_memory = True
-        # A device that plays a TPU on the CPU has its name, but comes from a plugin of another type.
-        if xr.device_type() == "TPU":
+        # A device that plays a TPU, or stands for one elsewhere, is called one, but is another plugin's.
+        if xr.device_type() == "TPU" and isinstance(plugins.default(), TpuPlugin):
             self.chip = str(_native._xla_device_kind(str(device)))
 
     def counts(self) -> Counts:
