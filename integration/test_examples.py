@@ -1,0 +1,108 @@
+"""The examples, as a person runs them."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from polyxla import load
+from polyxla.testing import RuntimeUnderTest
+
+WAIT_S = 240
+
+
+def last_line(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr
+    document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return document
+
+
+def test_weights_stay_tied(runtime: RuntimeUnderTest) -> None:
+    result = last_line(runtime.run("--devices", "1", "-m", "polyxla_examples.weight_tying", "--json"))
+    assert result == {"tied": True, "parameters": 50 * 32 + 32 * 32 + 32, "right": 1.0}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_language_model_learns_in_both_precisions(
+    runtime: RuntimeUnderTest, precision: str, tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog; " * 800)
+    size = ["--text", str(text), "--steps", "120", "--width", "32", "--layers", "1", "--batch-size", "16"]
+    done = runtime.run(
+        "--devices", "1", "-m", "polyxla_examples.language_model", "--precision", precision, *size, "--json"
+    )
+    result = last_line(done)
+    assert (result["precision"], result["steps"]) == (precision, 120)
+    # 27 letters drawn at random would cost 4.75 bits each.
+    assert result["bits_per_hidden_byte"] < 3.5
+
+
+def _killed_at(command: list[str], folder: Path, step: int, sent: signal.Signals) -> None:
+    """Run until the folder holds a checkpoint of that step or a later one, then send the signal."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + WAIT_S
+    try:
+        while not any(int(path.name[5:13]) >= step for path in folder.glob("step-*.safetensors")):
+            assert process.poll() is None, process.stderr.read() if process.stderr else ""
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        process.send_signal(sent)
+        process.communicate(timeout=WAIT_S)
+        assert process.returncode == -sent
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _run(runtime: RuntimeUnderTest, module: str, *arguments: str) -> list[str]:
+    run = [sys.executable, "-m", "polyxla", "run", "--runtime", runtime.name, "--devices", "1", "-m"]
+    return [*run, f"polyxla_examples.{module}", "--json", *arguments]
+
+
+def test_digits_killed_in_mid_epoch_ends_with_the_same_bits(
+    runtime: RuntimeUnderTest, tmp_path: Path
+) -> None:
+    def command(folder: Path) -> list[str]:
+        return _run(runtime, "digits", "--epochs", "2", "--save-every", "5", "--checkpoint-dir", str(folder))
+
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    subprocess.run(command(whole), check=True, capture_output=True, timeout=WAIT_S)
+    # 44 steps an epoch: once in the first, once in the second.
+    for step in (15, 55):
+        _killed_at(command(broken), broken, step, signal.SIGKILL)
+    subprocess.run(command(broken), check=True, capture_output=True, timeout=WAIT_S)
+    expected, found = (load(folder / "step-00000088.safetensors") for folder in (whole, broken))
+    for part in ("module", "schedules"):
+        assert found[part].keys() == expected[part].keys()
+    assert all(torch.equal(found["module"][name], value) for name, value in expected["module"].items())
+    states = expected["optimizer"]["state"]
+    assert all(
+        torch.equal(found["optimizer"]["state"][key][name], value)
+        for key, state in states.items()
+        for name, value in state.items()
+    )
+
+
+def test_a_resumed_run_draws_the_same_numbers(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+
+    def command(folder: Path, epochs: str = "4") -> list[str]:
+        return _run(runtime, "resume", "--epochs", epochs, "--checkpoint-dir", str(folder))
+
+    expected = last_line(subprocess.run(command(whole), check=False, capture_output=True, text=True))
+    _killed_at(command(broken), broken, 70, signal.SIGTERM)
+    saved = max(int(path.name[5:13]) for path in broken.glob("step-*.safetensors"))
+    found = last_line(subprocess.run(command(broken), check=False, capture_output=True, text=True))
+    assert 70 <= saved < 200
+    assert found == expected
+    assert math.isfinite(found["checksum"])
