@@ -147,7 +147,7 @@ class Loader:
         """
         at = self._position
         state = {"epoch": at.epoch, "batches": at.before + at.given}
-        if at.given and hasattr(self._source, "state_dict"):
+        if at.before + at.given and hasattr(self._source, "state_dict"):
             state["source"] = self._source.state_dict(at.given)
         return state
 

@@ -135,7 +135,8 @@ class Replica:
                 f"among {self.world_size} replicas, and all of them would train on the same",
                 fix="Install one (pip install polyxla-sampler), or divide them yourself and use to_device.",
             )
-        if self.is_first and (note := getattr(mine, "note", "")):
+        # With one replica there is nothing to divide, and nothing to wonder about.
+        if self.world_size > 1 and self.is_first and (note := getattr(mine, "note", "")):
             say_once(note)
         source = loader if mine is None else mine
         return Loader(source, Reading(pad, repeat, prefetch or {}), self._replication, self._before_batch)
