@@ -1,0 +1,205 @@
+"""What goes wrong with others on torch_xla 2.9, and must go right here: one test for each.
+
+Numbers follow the list of what was found by running Lightning 2.6.6 and Accelerate 1.15.0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from polyxla import Replica, Trainer, UsageError
+from polyxla.testing import RuntimeUnderTest
+
+
+def _on(replica: Replica, *shape: int) -> torch.Tensor:
+    return torch.ones(*shape, device=replica.device)
+
+
+def _train_with_own_optimizer(replica: Replica) -> tuple[bool, bool]:
+    module = nn.Linear(4, 2)
+    before = module.weight.detach().clone()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    replica.setup(module, optimizer)
+    for _ in range(5):
+        optimizer.zero_grad()
+        module(_on(replica, 3, 4)).square().mean().backward()
+        replica.step(optimizer)
+    return torch.equal(module.weight.cpu(), before), len(optimizer.state) == 2
+
+
+def test_lightning_defect_1(runtime: RuntimeUnderTest) -> None:
+    """An optimizer made before the move keeps the host's parameters, and five steps change nothing."""
+    assert runtime.launch(_train_with_own_optimizer, devices=1) == [(False, True)]
+
+
+def _train_with_a_forgotten_optimizer(replica: Replica) -> None:
+    module = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    module.to(replica.device)(_on(replica, 3, 4)).square().mean().backward()
+    replica.step(optimizer)
+
+
+def test_lightning_defect_1_by_hand(runtime: RuntimeUnderTest) -> None:
+    """The same with ``module.to``: refused at the first step, since nothing would ever be trained."""
+    with pytest.raises(UsageError, match="0 of the 2 parameters of AdamW are on xla"):
+        runtime.launch(_train_with_a_forgotten_optimizer, devices=1)
+
+
+class Tied(nn.Module):
+    """Two layers with one tensor, and a step that fails where they are parted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.two.weight = self.one.weight
+        self.head = nn.Linear(4, 2)
+
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        assert self.two.weight is self.one.weight
+        return F.cross_entropy(self.head(self.two(self.one(batch[0]))), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def _loader(records: int = 12, batch_size: int = 4) -> DataLoader[Any]:
+    inputs = torch.randn(records, 4, generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(inputs, (inputs[:, 0] > 0).long()), batch_size)
+
+
+def _trainer(runtime: RuntimeUnderTest, **options: Any) -> Trainer:
+    return Trainer(runtime=runtime.name, devices=1, log_dir=None, progress=False, **options)
+
+
+def test_lightning_defect_2(runtime: RuntimeUnderTest) -> None:
+    """Tied weights come apart on the way to the device, or on the way back."""
+    module = Tied()
+    _trainer(runtime).fit(module, _loader())
+    assert module.two.weight is module.one.weight
+    assert len(list(module.parameters())) == 3
+
+
+@pytest.mark.parametrize("name", ["16-true", "16-mixed", "fp16"])
+def test_lightning_defect_3(runtime: RuntimeUnderTest, name: str) -> None:
+    """float16 is promised and float32 computed."""
+    with pytest.raises(UsageError, match="float16, which polyxla does not train in"):
+        _trainer(runtime, precision=name).fit(Tied(), _loader())
+
+
+def _dtypes(replica: Replica) -> tuple[str, bool]:
+    import torch_xla
+
+    module = replica.setup(nn.Linear(4, 2))
+    with replica.precision.forward():
+        result = module(replica.precision.inputs(_on(replica, 3, 4)))
+    hlo = torch_xla._XLAC._get_xla_tensors_hlo([result])  # type: ignore[attr-defined]
+    return str(module.weight.dtype), " f32[" in next(line for line in hlo.splitlines() if " dot(" in line)
+
+
+def test_lightning_defect_4(runtime: RuntimeUnderTest) -> None:
+    """bfloat16 after the first use of XLA does nothing: a process's setting is read once."""
+    if runtime.name == "xrt":
+        pytest.skip("the second launch is a process of its own")
+    assert runtime.launch(_dtypes, devices=1) == [("torch.float32", True)]
+    assert runtime.launch(_dtypes, devices=1, precision="bf16-true") == [("torch.bfloat16", False)]
+    assert runtime.launch(_dtypes, devices=1, precision="bf16-mixed") == [("torch.float32", False)]
+
+
+def _memory(replica: Replica) -> Any:
+    gauge = replica.gauge()
+    assert gauge is not None
+    return gauge.memory()
+
+
+def test_lightning_defect_5(runtime: RuntimeUnderTest) -> None:
+    """Asking for the device's memory ends in a KeyError."""
+    for memory in runtime.launch(_memory, devices=2):
+        assert memory is not None
+        assert 0 <= memory.used_bytes <= memory.limit_bytes
+
+
+@dataclass(frozen=True)
+class Found:
+    """Any object of a person's own."""
+
+    path: Path
+    words: tuple[str, ...]
+
+
+def _broadcast(replica: Replica) -> Any:
+    own = Found(Path("x" * (1 + 100 * replica.ordinal)), ("a",) * replica.ordinal)
+    return replica.broadcast(own, source=1), replica.all_gather(own)[0]
+
+
+def test_lightning_defect_6(runtime: RuntimeUnderTest) -> None:
+    """A path or an object of one's own cannot be broadcast, nor objects of different sizes."""
+    expected = (Found(Path("x" * 101), ("a",)), Found(Path("x"), ()))
+    assert runtime.launch(_broadcast, devices=2) == [expected, expected]
+
+
+def _draw(replica: Replica) -> list[Any]:
+    draws = []
+    for seed in (1, 1, 2):
+        replica.seed_everything(seed)
+        draws.append(torch.rand(4, device=replica.device).tolist())
+    return draws
+
+
+def test_lightning_defect_7(runtime: RuntimeUnderTest) -> None:
+    """One seed gives different numbers on the device, and two seeds the same ones."""
+    [(first, again, other)] = runtime.launch(_draw, devices=1)
+    assert first == again
+    assert first != other
+    # Also in a fresh process.
+    assert runtime.launch(_draw, devices=1, start_method="spawn") == [[first, again, other]]
+
+
+class Counted(Tied):
+    """Notes the weight's gradient scale in each step, and what it was validated on."""
+
+    log: Any
+
+    def validation_step(self, batch: list[torch.Tensor]) -> None:
+        self.log("share", batch[1].float().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def test_accelerate_defect_1(runtime: RuntimeUnderTest) -> None:
+    """With 4 batches to a step and 3 in an epoch, gradients leak into the next; metrics count repeats."""
+    accumulated, whole = Counted(), Counted()
+    whole.load_state_dict(accumulated.state_dict())
+    trainer = _trainer(runtime, max_epochs=2, accumulate=4)
+    metrics = trainer.fit(accumulated, _loader(), _loader(10))
+    _trainer(runtime, max_epochs=2).fit(whole, _loader(12, 12))
+    assert trainer.outcome is not None
+    assert trainer.outcome.steps == 2
+    assert torch.allclose(accumulated.head.weight, whole.head.weight, atol=1e-6)
+    assert metrics["share"] == pytest.approx(_loader(10).dataset.tensors[1].float().mean().item())  # type: ignore[attr-defined]
+
+
+def test_accelerate_defect_2(runtime: RuntimeUnderTest) -> None:
+    """Preparing a module unties it and leaves the optimizer with 3 of 4 parameters: one is never trained."""
+
+    class MadeBefore(Tied):
+        def __init__(self) -> None:
+            super().__init__()
+            self.optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return self.optimizer
+
+    module = MadeBefore()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    _trainer(runtime).fit(module, _loader())
+    assert module.two.weight is module.one.weight
+    assert all(not torch.equal(value, before[name]) for name, value in module.state_dict().items())

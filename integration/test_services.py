@@ -1,0 +1,455 @@
+"""What stands between a script and a trained model, on the real runtime, on one replica and on four.
+
+Starting replicas is what costs, so each number of them is launched once, goes through every exercise, and the
+tests look at what came back.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from polyxla import CheckpointFolder, Replica, Trainer, UsageError, load, save
+from polyxla.testing import RuntimeUnderTest
+from polyxla_sampler import BucketBatchSampler, BucketCollate
+
+Answers = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=[1, 4], ids=["1-replica", "4-replicas"])
+def answers(
+    request: pytest.FixtureRequest, runtime: RuntimeUnderTest, tmp_path_factory: pytest.TempPathFactory
+) -> Answers:
+    """What each exercise returned in each replica, in ordinal order."""
+    folder = tmp_path_factory.mktemp("services")
+    results: Answers = runtime.launch(_exercise, folder, devices=request.param)
+    return results
+
+
+def _exercise(replica: Replica, folder: Path) -> dict[str, Any]:
+    return {function.__name__: function(replica, folder) for function in EXERCISES}
+
+
+EXERCISES: list[Callable[[Replica, Path], Any]] = []
+
+
+def exercise(function: Callable[[Replica, Path], Any]) -> Callable[[Replica, Path], Any]:
+    """Let every replica run the function once; tests find what it returned under its name."""
+    EXERCISES.append(function)
+    return function
+
+
+def _numbers(count: int, batch_size: int, **options: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(count)), batch_size, **options)
+
+
+def _compiles() -> int:
+    import torch_xla.debug.metrics as met
+
+    data = met.metric_data("CompileTime")
+    return data[0] if data else 0
+
+
+@exercise
+def shuffled(replica: Replica, folder: Path) -> list[list[int]]:
+    loader = replica.loader(_numbers(40, 5, shuffle=True))
+    return [[value for (batch,) in loader for value in batch.tolist()] for _ in range(2)]
+
+
+def test_each_epoch_has_every_record_in_an_order_of_its_own(answers: Answers) -> None:
+    for epoch in (0, 1):
+        assert sorted(value for one in answers for value in one["shuffled"][epoch]) == list(range(40))
+    first, second = answers[0]["shuffled"]
+    assert first != second
+    assert first != sorted(first)
+
+
+class _Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(37))
+
+
+@exercise
+def streamed(replica: Replica, folder: Path) -> list[int]:
+    # Without its last batch, so that every replica has as many.
+    loader = replica.loader(DataLoader(_Stream(), 3, drop_last=True))
+    return [value for batch in loader for value in batch.tolist()]
+
+
+def test_an_iterable_dataset_is_shared_out(answers: Answers) -> None:
+    values = [value for one in answers for value in one["streamed"]]
+    assert len(values) == len(set(values)) == 36
+    assert {len(one["streamed"]) for one in answers} == {36 // len(answers)}
+
+
+class _Noticed(Dataset[torch.Tensor]):
+    """Remembers how many records were read."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.read += 1
+        return torch.tensor(float(index))
+
+
+@exercise
+def read_ahead(replica: Replica, folder: Path) -> list[int]:
+    counts = []
+    for prefetch in (None, {"loader_prefetch_size": 1, "device_prefetch_size": 1}):
+        dataset = _Noticed()
+        for _ in replica.loader(DataLoader(dataset, 1), prefetch=prefetch):
+            counts.append(dataset.read)
+            break
+    return counts
+
+
+def test_batches_are_uploaded_ahead_as_far_as_the_knobs_say(answers: Answers) -> None:
+    for one in answers:
+        by_default, reined_in = one["read_ahead"]
+        # Eight wait on the device before the first is given out.
+        assert by_default >= 8
+        assert reined_in <= 5
+
+
+@exercise
+def padded(replica: Replica, folder: Path) -> dict[str, Any]:
+    module = replica.setup(_seeded(lambda: nn.Linear(1, 1)))
+    loader = replica.loader(_numbers(22, 4), pad=True, repeat=False)
+    compiles, shapes = [], set()
+    real: list[int] = []
+    with torch.no_grad():
+        for (batch,) in loader:
+            shapes.add(tuple(batch.shape))
+            total = torch.where(loader.valid, module(batch[:, None].float())[:, 0], 0).sum()
+            replica.sync(wait=True)
+            compiles.append(_compiles())
+            real += batch[loader.valid.cpu()].tolist() if loader.real else []
+            del total
+    return {
+        "shapes": shapes,
+        "after_first": compiles[-1] - compiles[0],
+        "real": real,
+        "batches": len(compiles),
+    }
+
+
+def test_an_uneven_epoch_is_one_program_and_every_record_counts_once(answers: Answers) -> None:
+    assert sorted(value for one in answers for value in one["padded"]["real"]) == list(range(22))
+    assert {len(one["padded"]["shapes"]) for one in answers} == {1}
+    assert {one["padded"]["batches"] for one in answers} == {len(range(0, -(-22 // len(answers)), 4))}
+    # Reading values back cuts graphs of its own kind, the same for each batch but the masked one.
+    assert all(one["padded"]["after_first"] <= 3 for one in answers)
+
+
+@exercise
+def bucketed(replica: Replica, folder: Path) -> dict[str, Any]:
+    lengths = [1 + index % 16 for index in range(96)]
+    batches = BucketBatchSampler(
+        lengths, [4, 8, 16], batch_size=4, num_replicas=replica.world_size, rank=replica.ordinal
+    )
+    data = [torch.full((length,), float(length)) for length in lengths]
+    loader: DataLoader[Any] = DataLoader(data, batch_sampler=batches, collate_fn=BucketCollate([4, 8, 16]))  # type: ignore[arg-type]
+    module = replica.setup(_seeded(lambda: nn.Embedding(17, 2)))
+    shapes, before = set(), _compiles()
+    with torch.no_grad():
+        for batch in replica.loader(loader):
+            values = batch if isinstance(batch, torch.Tensor) else batch[0]
+            shapes.add(tuple(values.shape))
+            _ = module(values.long()).sum()
+    replica.sync(wait=True)
+    return {"shapes": shapes, "compiles": _compiles() - before}
+
+
+def test_length_buckets_are_as_many_programs_as_buckets(answers: Answers) -> None:
+    for one in answers:
+        assert one["bucketed"]["shapes"] == {(4, 4), (4, 8), (4, 16)}
+        assert one["bucketed"]["compiles"] <= 3
+
+
+def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return make()
+
+
+@exercise
+def clipped(replica: Replica, folder: Path) -> list[list[float]]:
+    results = []
+    for limits in ({}, {"clip_norm": 1.0}, {"clip_value": 0.5}):
+        weight = nn.Parameter(torch.zeros(2, device=replica.device))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        # The mean of the gradients is known, and every replica's own is another.
+        (weight[0] * 6.0 * (replica.ordinal + 1)).backward()
+        replica.step(optimizer, **limits)  # type: ignore[arg-type]
+        results.append(weight.tolist())
+    return results
+
+
+def test_clipping_is_of_the_mean_over_the_replicas(answers: Answers) -> None:
+    mean = 6.0 * (len(answers) + 1) / 2
+    for one in answers:
+        plain, by_norm, by_value = one["clipped"]
+        assert plain == [-mean, 0.0]
+        assert by_norm == [pytest.approx(-1.0, abs=1e-5), 0.0]
+        assert by_value == [-0.5, 0.0]
+
+
+@exercise
+def own_weights(replica: Replica, folder: Path) -> list[list[float]]:
+    module = nn.Linear(1, 2)
+    nn.init.constant_(module.weight, float(replica.ordinal + 1))
+    nn.init.constant_(module.bias, float(replica.ordinal))
+    replica.setup(module)
+    return [parameter.detach().flatten().tolist() for parameter in module.parameters()]
+
+
+def test_replicas_begin_with_the_parameters_of_ordinal_0(answers: Answers) -> None:
+    assert [one["own_weights"] for one in answers] == [[[1.0, 1.0], [0.0, 0.0]]] * len(answers)
+
+
+@exercise
+def drawn(replica: Replica, folder: Path) -> list[Any]:
+    draws = []
+    for seed in (5, 5, 6):
+        replica.seed_everything(seed)
+        on_device = torch.rand(3, device=replica.device).tolist()
+        draws.append((on_device, random.random(), torch.rand(1).item(), float(np.random.random())))  # noqa: NPY002
+    return draws
+
+
+def test_a_seed_reaches_the_device_and_every_replica_draws_its_own(answers: Answers) -> None:
+    for one in answers:
+        first, again, other = one["drawn"]
+        assert first[0] == again[0]
+        assert first[0] != other[0]
+    assert len({tuple(one["drawn"][0][0]) for one in answers}) == len(answers)
+
+
+def test_a_seed_reaches_python_torch_and_numpy(answers: Answers) -> None:
+    if len(answers) > 1:
+        pytest.skip("replicas that are threads share them")
+    first, again, other = answers[0]["drawn"]
+    assert first == again
+    assert all(one != another for one, another in zip(first, other, strict=True))
+
+
+@exercise
+def saved_by_one(replica: Replica, folder: Path) -> dict[str, Any]:
+    module = _seeded(lambda: nn.Linear(3, 3))
+    replica.setup(module)
+    tied = nn.ModuleList([module, module])
+    weight = module.get_parameter("weight").detach()
+    path = folder / "one.safetensors"
+    if replica.ordinal == replica.world_size - 1:
+        save({"module": tied.state_dict(), "view": weight.t(), "note": [1, "two"]}, path)
+    replica.barrier()
+    state = load(path)
+    return {
+        "weight": torch.equal(state["module"]["0.weight"], weight.cpu()),
+        "view": torch.equal(state["view"], weight.cpu().t()),
+        "note": state["note"],
+    }
+
+
+def test_one_replica_may_save_while_the_others_go_on(answers: Answers) -> None:
+    assert [one["saved_by_one"] for one in answers] == [
+        {"weight": True, "view": True, "note": [1, "two"]}
+    ] * len(answers)
+
+
+@exercise
+def saved_before_the_collective_ran(replica: Replica, folder: Path) -> float:
+    # Whoever reads the sum waits for all, who have not handed their part to their devices yet.
+    total = replica.all_reduce(torch.ones(1, device=replica.device), "sum")
+    path = folder / "pending.safetensors"
+    if replica.is_first:
+        save({"total": total}, path)
+    replica.barrier()
+    return float(load(path)["total"])
+
+
+def test_saving_a_value_that_others_still_owe_does_not_hang(answers: Answers) -> None:
+    assert {one["saved_before_the_collective_ran"] for one in answers} == {float(len(answers))}
+
+
+@exercise
+def memory(replica: Replica, folder: Path) -> Any:
+    gauge = replica.gauge()
+    found = gauge.memory() if gauge else None
+    return None if found is None else (found.used_bytes, found.limit_bytes)
+
+
+def test_the_devices_memory_is_told_or_said_to_be_unknown(answers: Answers) -> None:
+    for one in answers:
+        found = one["memory"]
+        assert found is None or 0 < found[0] <= found[1]
+
+
+# The Trainer on one replica in this process, and on four in their own.
+
+
+class Net(nn.Module):
+    """A linear model of three inputs; logs what the tests ask for."""
+
+    log: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 1)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return F.mse_loss(self.layer(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any) -> None:
+        self.log("by_batch", batch[1].mean())
+        self.log("by_record", batch[1][:, 0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class MadeBefore(Net):
+    """Makes its optimizer where the module is made, as people do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.optimizer
+
+
+class Masked(Net):
+    """Reads padded batches with their mask."""
+
+    def training_step(self, batch: Any, valid: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        errors = (self.layer(batch[0]) - batch[1]).square()[:, 0]
+        return torch.where(valid, errors, 0.0).sum() / valid.sum()
+
+    def validation_step(self, batch: Any, valid: torch.Tensor) -> None:  # type: ignore[override]
+        self.log("by_record", batch[1][:, 0])
+
+
+def data(count: int = 22, batch_size: int = 4) -> DataLoader[Any]:
+    inputs = torch.randn(count, 3, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(inputs, torch.arange(float(count))[:, None]), batch_size)
+
+
+def fit(
+    runtime: RuntimeUnderTest, module: nn.Module, *loaders: Any, devices: int = 1, **options: Any
+) -> Trainer:
+    trainer = Trainer(runtime=runtime.name, devices=devices, log_dir=None, progress=False, **options)
+    trainer.fit(module, *loaders)
+    return trainer
+
+
+@pytest.mark.parametrize("devices", [1, 4], ids=["1-replica", "4-replicas"])
+def test_metrics_are_exact_though_records_do_not_divide(runtime: RuntimeUnderTest, devices: int) -> None:
+    # 22 records, so that of four replicas in batches of 4 two have 6 records and two have 5.
+    found = fit(runtime, Net(), data(), data(), devices=devices).metrics
+    assert found == {"by_batch": pytest.approx(10.5), "by_record": pytest.approx(10.5)}
+
+
+@pytest.mark.parametrize("devices", [1, 4], ids=["1-replica", "4-replicas"])
+def test_masked_metrics_are_exact_too(runtime: RuntimeUnderTest, devices: int) -> None:
+    assert fit(runtime, Masked(), data(), data(), devices=devices).metrics == {
+        "by_record": pytest.approx(10.5)
+    }
+
+
+def test_padding_and_its_mask_train_like_uneven_batches(runtime: RuntimeUnderTest) -> None:
+    uneven, masked = Net(), Masked()
+    fit(runtime, uneven, data())
+    fit(runtime, masked, data())
+    assert torch.allclose(uneven.layer.weight, masked.layer.weight, atol=1e-6)
+
+
+@pytest.mark.parametrize(("accumulate", "batch_size"), [(4, 2), (3, 4)], ids=["divides", "flushed"])
+def test_accumulated_batches_train_like_large_ones(
+    runtime: RuntimeUnderTest, accumulate: int, batch_size: int
+) -> None:
+    large, small = Net(), Net()
+    # 16 records: in batches of 4, three and then one, which is an update of its own.
+    whole = fit(runtime, large, data(16, accumulate * batch_size), max_epochs=2)
+    parts = fit(runtime, small, data(16, batch_size), max_epochs=2, accumulate=accumulate)
+    assert whole.outcome is not None
+    assert parts.outcome is not None
+    assert parts.outcome.steps == whole.outcome.steps == 4
+    assert torch.allclose(large.layer.weight, small.layer.weight, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"clip_norm": 0.1}, {"clip_value": 0.01}], ids=["norm", "value"])
+def test_a_clipped_training_moves_little(runtime: RuntimeUnderTest, options: dict[str, Any]) -> None:
+    module, untouched = Net(), Net()
+    fit(runtime, module, data(), max_steps=1, **options)
+    moved = torch.cat([(module.layer.weight - untouched.layer.weight).flatten()])
+    assert 0 < moved.abs().max() <= 0.1 * 0.1 + 1e-6
+
+
+def test_an_optimizer_made_before_the_move_trains_and_comes_back(runtime: RuntimeUnderTest) -> None:
+    module, untouched = MadeBefore(), Net()
+    fit(runtime, module, data())
+    assert not torch.equal(module.layer.weight, untouched.layer.weight)
+    [group] = module.optimizer.param_groups
+    assert [id(one) for one in group["params"]] == [id(one) for one in module.parameters()]
+    assert {state["exp_avg"].device.type for state in module.optimizer.state.values()} == {"cpu"}
+    # It goes on from there on the host.
+    before = module.layer.weight.detach().clone()
+    module.training_step(next(iter(data()))).backward()
+    module.optimizer.step()
+    assert not torch.equal(module.layer.weight, before)
+
+
+def test_parameters_of_a_stranger_are_refused(runtime: RuntimeUnderTest) -> None:
+    class Stranger(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.optimizer = torch.optim.SGD(Net().parameters(), lr=0.1)
+
+        configure_optimizers = MadeBefore.configure_optimizers
+
+    with pytest.raises(UsageError, match="0 of the 2 parameters of SGD are those of Stranger"):
+        fit(runtime, Stranger(), data())
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16-true", torch.bfloat16), ("bf16-mixed", torch.float32)])
+def test_bfloat16_trains(runtime: RuntimeUnderTest, name: str, dtype: torch.dtype) -> None:
+    module, untouched = Net(), Net()
+    fit(runtime, module, data(), precision=name)
+    assert module.layer.weight.dtype == dtype
+    assert not torch.equal(module.layer.weight.float(), untouched.layer.weight)
+
+
+def test_four_replicas_resume_as_two(
+    runtime: RuntimeUnderTest, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    how: dict[str, Any] = {"checkpoint_dir": tmp_path, "resume": "auto", "save_every_n_steps": 1, "keep": 3}
+    fit(runtime, Net(), data(32, 2), devices=4, max_steps=2, **how)
+    assert [entry.step for entry in CheckpointFolder(tmp_path).entries()] == [1, 2]
+    trainer = fit(runtime, Net(), data(32, 2), devices=2, **how)
+    # Of 16 batches 8 were used, and two replicas share the other 8.
+    assert trainer.outcome is not None
+    assert (trainer.outcome.steps, trainer.outcome.epochs) == (2 + 4, 1)
+    assert "step-00000002.safetensors: epoch 0, step 2" in capfd.readouterr().err
+    assert len(CheckpointFolder(tmp_path).entries()) == 3
+
+
+def test_steps_are_profiled(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
+    options = {"runtime": runtime.name, "devices": 1, "progress": False}
+    Trainer(log_dir=str(tmp_path), profile_steps=(2, 4), **options).fit(Net(), data())  # type: ignore[arg-type]
+    [trace] = tmp_path.rglob("*.xplane.pb")
+    assert trace.stat().st_size > 0
