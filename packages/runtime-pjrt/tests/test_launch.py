@@ -22,7 +22,8 @@ def describe(replica: object) -> tuple[str, str, int]:
 
 def python(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run a program of its own, so that the tests' process never starts a runtime."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PJRT_", "CPU_NUM"))}
+    chooses = ("PJRT_", "CPU_NUM", "POLYXLA_")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(chooses)}
     command = [sys.executable, "-c", code]
     return subprocess.run(
         command, env={**clean, **environ}, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
@@ -45,6 +46,23 @@ def test_an_inline_replica_can_be_launched_twice_and_leaves_no_variable() -> Non
     )
     assert done.stdout.splitlines() == ["[('xla:0', 'CPU')] [('xla:0', 'CPU')]", "[]"], done.stderr
     assert done.stderr.count("polyxla: runtime pjrt: the CPU") == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "count"),
+    [({"POLYXLA_COMPILE_CACHE": "/mine"}, 1), ({"POLYXLA_COMPILE_CACHE": "off"}, 0)],
+)
+def test_who_asks_to_keep_programs_hears_that_one_replica_cannot(asked: dict[str, str], count: int) -> None:
+    environ = {"PJRT_DEVICE": "CPU", **asked}
+    done = python(
+        "import polyxla, torch_xla\n"
+        "def nothing(replica): pass\n"
+        "polyxla.launch(nothing), polyxla.launch(nothing)\n",
+        **environ,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("POLYXLA_COMPILE_CACHE=/mine: no compiled programs are kept here") == count
+    assert done.stderr.count("no compiled programs") == count
 
 
 def test_a_running_client_that_does_not_fit_is_refused() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polyxla import Job, UsageError
+from polyxla.env import POLYXLA_COMPILE_CACHE
 from polyxla.notices import say_once
 from polyxla.processes import ProcessMethod, run_processes
 from polyxla.xla import refuse_touched
@@ -101,4 +102,17 @@ def say_emulated(plan: Plan) -> None:
         say_once(
             f"emulating a {plan.accelerator.name} on this machine's CPU: {plan.layout.replicas} replicas, "
             f"{plan.layout}; names and layout are a TPU's, numbers and speed the CPU's"
+        )
+
+
+def say_uncached(environ: Mapping[str, str]) -> None:
+    """Say, once, that no programs are kept on torch_xla's own client, to a person who asked for it.
+
+    Source: https://github.com/pytorch/xla/issues/9094 (it writes programs, and loads none).
+    """
+    asked = environ.get(POLYXLA_COMPILE_CACHE, "")
+    if asked.lower() not in ("", "0", "off"):
+        say_once(
+            f"{POLYXLA_COMPILE_CACHE}={asked}: no compiled programs are kept here, because torch_xla's own "
+            "client cannot load any; several replicas on the CPU, and an emulated TPU's, have one that can"
         )

@@ -10,7 +10,7 @@ from polyxla.processes import run_inline, run_processes
 from polyxla.starting import fork_server
 from polyxla_pjrt import discovery as pjrt
 from polyxla_pjrt import env, torchrun
-from polyxla_pjrt.launching import PRELOAD, Place, run_job
+from polyxla_pjrt.launching import PRELOAD, Place, run_job, say_uncached
 
 
 @hookimpl
@@ -37,7 +37,10 @@ def polyxla_prepare(environ: Mapping[str, str]) -> None:
 @hookimpl
 def polyxla_launch(job: Job) -> list[Any]:
     """Run one replica in this process, or in a fresh one when asked to; several in processes."""
-    if plan := pjrt.plan_for(job.environ, pjrt.asked_kind(job.environ), job.devices):
+    plan = pjrt.plan_for(job.environ, pjrt.asked_kind(job.environ), job.devices)
+    if plan is None or not plan.is_bridged:
+        say_uncached(job.environ)
+    if plan is not None:
         return run_job(job, plan)
     if job.process_method is None:
         return run_inline(job)

@@ -19,7 +19,7 @@ from polyxla.env import POLYXLA_DEVICES, POLYXLA_RUNTIME, add, snapshot
 from polyxla.xla import first_touch
 from polyxla.xla.launches import Launched, serve
 from polyxla_pjrt import discovery, env, torchrun
-from polyxla_pjrt.launching import ReplicasOfProcess, run_plan, say_emulated
+from polyxla_pjrt.launching import ReplicasOfProcess, run_plan, say_emulated, say_uncached
 from polyxla_pjrt.layout import PREPARED, Plan
 
 
@@ -75,6 +75,7 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
         return {}
     plan = discovery.asked_plan(environ)
     if plan is None:
+        say_uncached(environ)
         return {}
     if is_started_by_torchrun:
         return torchrun.environment(plan, environ, os.cpu_count() or 1)
