@@ -105,6 +105,11 @@ def test_the_context_is_all_that_a_binary_depends_on(tmp_path: Path, monkeypatch
     assert cache.context(Share(platform="TPU", stall_timeout_s=1), {}) == found[0]
 
 
+@pytest.mark.parametrize("text", ["", "flags of old", "x" * 5000, "/proc/self/mem"], ids=len)
+def test_flags_that_cannot_be_read_fail_no_job(text: str) -> None:
+    assert cache.context(Share(xla_flags=text), {}) == cache.context(Share(xla_flags=text), {})
+
+
 def test_a_processor_is_its_model_and_what_it_has(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     one = "processor\t: {}\nmodel\t\t: 17\nmodel name\t: EPYC\ncpu MHz\t\t: {}\nflags\t\t: fpu avx2\n\n"

@@ -32,8 +32,6 @@ _CPU_FIELDS = (
 """What LLVM goes by when it compiles for "this machine", on x86 and on ARM.
 Source: llvm/lib/TargetParser/Host.cpp; the fields, arch/x86/kernel/cpu/proc.c and arch/arm64/kernel/cpuinfo.c
 of Linux."""
-
-
 DUMPS = "--xla_dump_to"
 """The option that asks for files about each compilation: a program that is not compiled has none."""
 
@@ -94,8 +92,14 @@ def _flags(text: str) -> str:
 
     Source: SetArgvFromEnv in xla/parse_flags_from_env.cc.
     """
-    is_file = text.strip() and not text.strip().startswith("-") and Path(text.strip()).is_file()
-    return Path(text.strip()).read_text() if is_file else text
+    name = text.strip()
+    if not name or name.startswith("-"):
+        return text
+    try:
+        return Path(name).read_text()
+    except (OSError, ValueError):
+        # XLA cannot read it either, and says so in its own way.
+        return text
 
 
 def cpu(cpuinfo: Path = _CPUINFO) -> str:
