@@ -489,7 +489,7 @@ def test_tensorboard_gets_steps_and_metrics(
     folder = tmp_path / "logs"
     data = _data(4 * devices)
     _trainer(devices, max_epochs=2, log_dir=str(folder), log_every_n_steps=2).fit(_Validated(), data, UNEVEN)
-    assert len(list(folder.iterdir())) == 1, "one replica writes for all"
+    assert len(list(folder.glob("events.*"))) == 1, "one replica writes for all"
     scalars = _scalars(folder)
     assert [step for step, _ in scalars["loss"]] == [2, 4, 6, 8]
     assert scalars["mean"] == [(4, MEAN), (8, MEAN)]
@@ -689,3 +689,87 @@ def test_metric_objects_of_several_replicas_are_refused() -> None:
 def test_what_cannot_be_logged_is_refused(value: Any, kind: str) -> None:
     with pytest.raises(UsageError, match=f"'accuracy' is logged as {kind}"):
         _trainer().test(Measured(value), tiny())
+
+
+def test_gradients_are_reduced_once_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    from polyxla.testing import fake
+
+    reduced: list[int] = []
+    reduce_gradients = fake._FakeReplication.reduce_gradients
+
+    def counted(self: Any, optimizer: torch.optim.Optimizer) -> None:
+        reduced.append(self.world.ordinal)
+        reduce_gradients(self, optimizer)
+
+    monkeypatch.setattr(fake._FakeReplication, "reduce_gradients", counted)
+    trainer = _trainer(4, accumulate=2)
+    trainer.fit(_Net(), _data(12))
+    # Three batches for each replica: an update of two, and one of what is left.
+    assert trainer.outcome is not None
+    assert trainer.outcome.steps == 2
+    assert sorted(reduced) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_what_is_left_of_an_epoch_counts_by_its_own_batches() -> None:
+    halves, alone = _Net(), _Net()
+    _trainer(accumulate=2).fit(halves, _data(3))
+    batches = _data(3)
+    pair = tuple(torch.cat([batches[0][part], batches[1][part]]) for part in (0, 1))
+    _trainer().fit(alone, [pair, batches[2]])
+    assert torch.allclose(halves.layer.weight, alone.layer.weight, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("accumulate", 0, "accumulate=0 is not a whole number from 1"),
+        ("clip_norm", 0.0, "clip_norm=0.0 is not a number above 0"),
+        ("clip_value", "1", "clip_value='1' is not a number above 0"),
+        ("keep", 0, "keep=0 is not a whole number from 1"),
+        ("profile_steps", (3, 2), "profile_steps=(3, 2) are no first and last step"),
+    ],
+)
+def test_an_option_that_cannot_be_used_is_refused_at_once(option: str, value: Any, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        _trainer(**{option: value})
+    assert said in str(caught.value)
+
+
+class _Asks(_Net):
+    """Has steps with a mask."""
+
+    masks: list[list[bool]]
+
+    def training_step(self, batch: Any, valid: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        self.masks.append(valid.tolist())
+        return torch.where(valid, (self.layer(batch[0]) - batch[1]).square()[:, 0], 0.0).sum()
+
+    def validation_step(self, batch: Any, batch_idx: int, valid: torch.Tensor) -> None:
+        # The padding of a batch may come out as anything.
+        self.log("mean", torch.where(valid, batch[0][:, 0], torch.inf))
+
+
+def test_a_step_with_a_mask_gets_batches_of_one_shape() -> None:
+    module = _Asks()
+    module.masks = []
+    inputs = torch.arange(15.0).view(5, 3)
+    loader = DataLoader(TensorDataset(inputs, torch.zeros(5, 1)), batch_size=3)
+    metrics = _trainer().fit(module, loader, loader)
+    assert module.masks == [[True, True, True], [True, True, False]]
+    assert metrics == {"mean": inputs[:, 0].mean().item()}
+
+
+def test_a_policy_that_refuses_a_module_is_told_by_its_name() -> None:
+    class Refuses:
+        name = "choosy"
+
+        def convert(self, module: torch.nn.Module) -> torch.nn.Module:
+            raise ValueError("keep_float32='haed' matches no module; did you mean 'head'?")
+
+        def forward(self) -> Any: ...
+
+        def describe(self) -> str:
+            return ""
+
+    with pytest.raises(UsageError, match=r"did you mean 'head'\? \(from precision choosy\)"):
+        _trainer(precision=Refuses()).fit(_Net(), _data(1))
