@@ -123,6 +123,26 @@ def types(session: nox.Session) -> None:
 @nox.parametrize("package", list(PROJECTS))
 def tests(session: nox.Session, package: str) -> None:
     """Test one package in an environment that holds its own requirements, its extras', and no others."""
+    folder = with_package(session, package)
+    session.run("pytest", "-n", "2", f"{folder}/tests", junit(f"tests-{package}"), *session.posargs)
+
+
+@nox.session
+@nox.parametrize("package", list(PROJECTS))
+def coverage(session: nox.Session, package: str) -> None:
+    """Test one package and say which of its lines no test runs, which takes longer."""
+    folder = with_package(session, package)
+    data = ROOT / ".cache" / "coverage" / package
+    data.mkdir(parents=True, exist_ok=True)
+    environ = {"COVERAGE_FILE": str(data / "data")}
+    session.run("coverage", "erase", env=environ)
+    session.run("coverage", "run", "-m", "pytest", "-n", "2", f"{folder}/tests", *session.posargs, env=environ)
+    session.run("coverage", "combine", "--quiet", env=environ)
+    session.run("coverage", "report", f"--include={folder}/src/*", env=environ)
+
+
+def with_package(session: nox.Session, package: str) -> str:
+    """Install one package with what its tests need; return its folder."""
     folder = f"packages/{package}"
     if not any((ROOT / folder / "tests").glob("test_*.py")):
         session.skip(f"{folder}/tests has no tests yet")
@@ -133,14 +153,7 @@ def tests(session: nox.Session, package: str) -> None:
         group(name if name in GROUPS else "test"),
         editable=True,
     )
-    data = ROOT / ".cache" / "coverage" / package
-    data.mkdir(parents=True, exist_ok=True)
-    environ = {"COVERAGE_FILE": str(data / "data")}
-    session.run("coverage", "erase", env=environ)
-    pytest = ["-m", "pytest", "-n", "2", f"{folder}/tests", junit(f"tests-{package}")]
-    session.run("coverage", "run", *pytest, *session.posargs, env=environ)
-    session.run("coverage", "combine", "--quiet", env=environ)
-    session.run("coverage", "report", f"--include={folder}/src/*", env=environ)
+    return folder
 
 
 @nox.session

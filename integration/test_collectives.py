@@ -21,11 +21,11 @@ from polyxla.tree import map_tensors
 
 LAYOUTS = [
     pytest.param((1, 1), id="1-alone"),
-    pytest.param((2, 2), id="2-processes"),
+    pytest.param((2, 2), id="2-processes", marks=pytest.mark.long),
     pytest.param((4, 1), id="4-threads"),
-    pytest.param((4, 2), id="4-mixed"),
+    pytest.param((4, 2), id="4-mixed", marks=pytest.mark.long),
     pytest.param((4, 4), id="4-processes"),
-    pytest.param((8, 1), id="8-threads"),
+    pytest.param((8, 1), id="8-threads", marks=pytest.mark.long),
     pytest.param((8, 4), id="8-mixed"),
 ]
 

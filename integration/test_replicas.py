@@ -18,7 +18,18 @@ class TestReplicas(RuntimeConformance):
     devices = 4
 
 
-@pytest.mark.parametrize(("count", "processes"), [(2, 2), (4, 4), (8, 8), (2, 1), (4, 1), (8, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("count", "processes"),
+    [
+        pytest.param(2, 2, marks=pytest.mark.long),
+        (4, 4),
+        pytest.param(8, 8, marks=pytest.mark.long),
+        pytest.param(2, 1, marks=pytest.mark.long),
+        pytest.param(4, 1, marks=pytest.mark.long),
+        (8, 1),
+        (4, 2),
+    ],
+)
 def test_every_ordinal_is_summed(
     runtime: RuntimeUnderTest, require_layout: Callable[[int, int], None], count: int, processes: int
 ) -> None:
