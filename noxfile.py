@@ -136,7 +136,8 @@ def coverage(session: nox.Session, package: str) -> None:
     data.mkdir(parents=True, exist_ok=True)
     environ = {"COVERAGE_FILE": str(data / "data")}
     session.run("coverage", "erase", env=environ)
-    session.run("coverage", "run", "-m", "pytest", "-n", "2", f"{folder}/tests", *session.posargs, env=environ)
+    pytest = ["-m", "pytest", "-n", "2", f"{folder}/tests"]
+    session.run("coverage", "run", *pytest, *session.posargs, env=environ)
     session.run("coverage", "combine", "--quiet", env=environ)
     session.run("coverage", "report", f"--include={folder}/src/*", env=environ)
 

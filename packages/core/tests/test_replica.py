@@ -251,7 +251,7 @@ def test_a_plugin_divides_the_records(install_plugin: PluginInstaller) -> None:
 
     def read(replica: Replica) -> tuple[int, list[float], list[float]]:
         loader = replica.loader(BATCHES)
-        size = len(loader)  # type: ignore[arg-type]
+        size = len(loader)
         return size, [batch.item() for batch in loader], [batch.item() for batch in loader]
 
     assert _everywhere(read, 2) == [(4, [0, 2, 4, 6], [0, 2, 4, 6]), (4, [1, 3, 5, 7], [1, 3, 5, 7])]
@@ -268,7 +268,7 @@ def test_one_replica_reads_everything_and_asks_no_plugin() -> None:
 
 def test_a_loader_without_a_length_has_none() -> None:
     def length(replica: Replica) -> int:
-        return len(replica.loader(iter(BATCHES)))  # type: ignore[arg-type]
+        return len(replica.loader(iter(BATCHES)))
 
     with pytest.raises(TypeError, match="has no len"):
         _everywhere(length, 1)

@@ -35,7 +35,7 @@ def _fake(install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.chdir(tmp_path)
 
 
-class _Stop(Exception):
+class _StopError(Exception):
     """Ends a run at a step, as a crash does."""
 
 
@@ -53,7 +53,7 @@ class _Net(torch.nn.Module):
 
     def training_step(self, batch: Any) -> torch.Tensor:
         if len(self.seen) == self.crash_at:
-            raise _Stop
+            raise _StopError
         if self.then is not None and len(self.seen) == 3:
             self.then()
         inputs, targets = batch
@@ -84,7 +84,7 @@ def test_a_run_that_crashed_ends_as_if_it_had_not(crash_at: int) -> None:
     whole = _Net()
     expected = _fit(whole, checkpoint_dir=None, save_every_n_steps=None, resume=None)
     crashed, resumed = _Net(crash_at), _Net()
-    with pytest.raises(_Stop):
+    with pytest.raises(_StopError):
         _fit(crashed)
     assert _fit(resumed) == expected, "the mean over the epoch counts both runs' batches"
     assert crashed.seen + resumed.seen == whole.seen
@@ -95,7 +95,7 @@ def test_a_run_that_crashed_ends_as_if_it_had_not(crash_at: int) -> None:
 def test_accumulated_steps_resume_too() -> None:
     whole, crashed, resumed = _Net(), _Net(14), _Net()
     _fit(whole, checkpoint_dir=None, save_every_n_steps=None, resume=None, accumulate=4)
-    with pytest.raises(_Stop):
+    with pytest.raises(_StopError):
         _fit(crashed, accumulate=4)
     _fit(resumed, accumulate=4)
     # The two batches of the update that was not made are read again.
@@ -114,11 +114,11 @@ def test_what_is_done_is_done() -> None:
 def test_keep_n_and_no_file_of_a_dead_writer() -> None:
     _fit(_Net(), keep=3)
     assert [entry.step for entry in CheckpointFolder("saved").entries()] == [18, 19, 20]
-    assert len(os.listdir("saved")) == 3
+    assert len(list(Path("saved").iterdir())) == 3
 
 
 def test_the_last_good_one_is_taken_when_the_last_is_damaged(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(_Stop):
+    with pytest.raises(_StopError):
         _fit(_Net(6))
     newest = CheckpointFolder("saved").latest()
     assert newest is not None
@@ -197,7 +197,8 @@ def test_an_optimizer_that_does_not_fit_is_told() -> None:
 
     class Other(_Net):
         def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW([{"params": [self.layer.weight]}, {"params": [self.layer.bias]}])
+            groups: list[Any] = [{"params": [self.layer.weight]}, {"params": [self.layer.bias]}]
+            return torch.optim.AdamW(groups)
 
     with pytest.raises(CheckpointError, match="the optimizer or its schedules do not fit"):
         _fit(Other())
