@@ -15,14 +15,22 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
+import polyxla
 from polyxla import Trainer, UsageError, World, launch
 from polyxla.gauge import Counts, Gauge, Memory
 from polyxla.observe import CompileBudgetError, Observer, Readings, RunLog, read_run
 from polyxla.observe.budget import Budget
 from polyxla.observe.chips import CHIPS, chip, utilization
+from polyxla.observe.compiled import is_torch_compiled
+from polyxla.observe.compiles import warm_up_steps
 from polyxla.observe.findings import Finding
+from polyxla.observe.flops import TRAINED, flops
 from polyxla.observe.inputs import changed, forms
 from polyxla.observe.lines import BACKWARD, caller, outside
 from polyxla.observe.pace import Pace
@@ -70,7 +78,12 @@ def slow(value: torch.Tensor) -> torch.Tensor:
 def gauge() -> Iterator[Turned]:
     GAUGE.__init__()  # type: ignore[misc]
     yield GAUGE
-    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None, "a tracer was left behind"
+    assert not modes(), "a tracer was left behind"
+
+
+def modes() -> list[Any]:
+    found: list[Any] = _get_current_function_mode_stack()
+    return found
 
 
 def batch(records: int = 32) -> dict[str, torch.Tensor]:
@@ -467,7 +480,7 @@ def test_utilization_comes_from_the_traced_steps(gauge: Turned, tmp_path: Path) 
     gauge.chip = "TPU v4"
     run = Run(gauge, tmp_path)
     for _ in range(4):
-        torch.zeros(8, 16) @ torch.zeros(16, 4)
+        torch.zeros(8, 16) @ torch.zeros(16, 4)  # Nothing to train, so no backward pass.
         run.step()
     summary = run.stop()[-1]["summary"]
     assert summary["flops_per_step"] == 2 * 8 * 16 * 4
@@ -545,24 +558,119 @@ def test_what_happens_outside_is_not_seen(gauge: Turned) -> None:
     assert not tracer.found
 
 
-def test_another_mode_is_left_alone(gauge: Turned) -> None:
-    class Other(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()  # type: ignore[no-untyped-call]
+class Other(TorchFunctionMode):
+    """Somebody else's."""
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return func(*args, **(kwargs or {}))
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
-    tracer = Tracer(gauge)
-    with Other():
+
+def test_modes_of_others_end_in_their_own_turn(gauge: Turned) -> None:
+    tracer, other = Tracer(gauge), Other()
+    with other:
         tracer.start()
-        assert not tracer.is_on
-    tracer.start()
-    with Other():
-        assert not tracer.stop(), "it lies below the other"
         slow(torch.zeros(1))
+    assert modes() == [tracer], "it began within the other, and goes on after its end"
+    with other:
+        assert tracer.stop()
+        slow(torch.zeros(1))
+        assert modes() == [other], "it ended within the other"
+    assert sum(tracer.found.values()) == 1
+
+
+def test_a_default_device_ends_in_its_own_turn(gauge: Turned) -> None:
+    tracer = Tracer(gauge)
+    with torch.device("meta"):
+        tracer.start()
+        assert torch.zeros(1).is_meta
+    assert modes() == [tracer]
+    torch.set_default_device("meta")
+    try:
+        slow(torch.zeros(1, device="cpu"))
+        assert tracer.stop()
+        tracer.start()
+    finally:
+        torch.set_default_device(None)
+    assert modes() == [tracer]
     assert tracer.stop()
-    assert len(tracer.found) == 1
+
+
+def test_what_a_hook_of_the_backward_pass_reads_is_found(gauge: Turned) -> None:
+    tracer = Tracer(gauge)
+    weight = torch.ones(1, requires_grad=True)
+    tracer.start()
+    loss = weight * 2
+    loss.register_hook(lambda gradient: slow(gradient.detach()))
+    loss.backward()
+    assert tracer.stop()
+    assert weight.grad is not None
+    [finding] = tracer.found
+    assert (finding.kind, finding.op) == ("fallback", "polyxla_test::slow")
+    assert finding.line.endswith(
+        f"{HERE}:{test_what_a_hook_of_the_backward_pass_reads_is_found.__code__.co_firstlineno + 6}"
+    )
+
+
+def test_an_error_of_the_backward_pass_leaves_no_mode(gauge: Turned) -> None:
+    tracer = Tracer(gauge)
+    tracer.start()
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        torch.zeros(1).backward()
+    assert modes() == [tracer]
+    assert tracer.stop()
+
+
+def test_of_threads_only_a_reader_is_blamed(gauge: Turned) -> None:
+    class Reading(Turned):
+        def counts(self) -> Counts:
+            self.reads += 1
+            return super().counts()
+
+    found = {}
+    for is_shared in (False, True):
+        tracer = Tracer(Reading(), is_shared=is_shared)
+        tensor = torch.zeros(1)
+        tracer.start()
+        tensor.item()
+        tensor.neg()
+        tracer.stop()
+        found[is_shared] = [finding.op for finding in tracer.found]
+    assert found == {
+        False: ["torch.Tensor.item", "torch.Tensor.neg"],
+        True: ["torch.Tensor.item"],
+    }
+
+
+def test_torch_compile_does_not_see_it(gauge: Turned) -> None:
+    tracer, seen = Tracer(gauge), []
+
+    def compiler(graph: Any, _: Any) -> Any:
+        seen.append((tracer.is_on, modes()))
+        return graph.forward
+
+    double = torch.compile(lambda value: value * 2, backend=compiler, fullgraph=True)
+    assert warm_up_steps() == 2
+    tracer.start()
+    try:
+        assert [double(torch.ones(1)).item() for _ in range(2)] == [2.0, 2.0]
+        assert not tracer.stop(), "it has not seen all"
+        assert double(torch.ones(1)).item() == 2.0
+        assert seen == [(False, [])], "and it is compiled once"
+        assert is_torch_compiled()
+        assert warm_up_steps() == 3
+    finally:
+        torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
+
+
+def test_no_dispatch_mode_is_ever_entered() -> None:
+    # Under one, torch_xla's collectives return other values than without.
+    [folder] = polyxla.__path__
+    sources = {path: path.read_text() for path in Path(folder).rglob("*.py")}
+    assert len(sources) > 50
+    assert not [
+        path for path, text in sources.items() if "TorchDispatchMode" in text or "FlopCounter" in text
+    ]
 
 
 def test_a_forked_child_is_not_traced(gauge: Turned) -> None:
@@ -570,13 +678,95 @@ def test_a_forked_child_is_not_traced(gauge: Turned) -> None:
     tracer.start()
     child = os.fork()
     if child == 0:
-        os._exit(0 if torch.utils._python_dispatch._get_current_dispatch_mode() is None else 1)
+        os._exit(0 if not modes() else 1)
     deadline = time.monotonic() + TIMEOUT_S
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert ended[1] == 0
     assert tracer.stop()
+
+
+# Operations
+
+
+def counted(call: Any) -> int:
+    """Return what the tracer counts of a call."""
+    tracer = Tracer(Turned())
+    tracer.start()
+    call()
+    tracer.stop()
+    return tracer.flops
+
+
+def by_torch(call: Any) -> int:
+    """Return what torch counts of the forward pass alone."""
+    with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel([SDPBackend.MATH]):
+        call()
+    return int(counter.get_total_flops())
+
+
+def some(*shape: int) -> torch.Tensor:
+    return torch.ones(shape)
+
+
+CALLS = {
+    "linear": lambda: F.linear(some(5, 2, 3), some(4, 3), some(4)),
+    "linear-named": lambda: F.linear(input=some(5, 3), weight=some(4, 3)),
+    "matmul": lambda: some(2, 3) @ some(3, 4),
+    "matmul-broadcast": lambda: some(6, 1, 2, 3).matmul(some(5, 3, 4)),
+    "mm": lambda: torch.mm(some(2, 3), some(3, 4)),
+    "bmm": lambda: some(6, 2, 3).bmm(some(6, 3, 4)),
+    "addmm": lambda: torch.addmm(some(4), some(2, 3), some(3, 4)),
+    "baddbmm": lambda: torch.baddbmm(some(6, 2, 4), some(6, 2, 3), some(6, 3, 4)),
+    "conv1d": lambda: F.conv1d(some(2, 3, 9), some(4, 3, 3), stride=2),
+    "conv2d": lambda: torch.nn.Conv2d(6, 4, 3, groups=2, padding=1)(some(2, 6, 8, 7)).detach(),
+    "conv3d": lambda: torch.conv3d(some(1, 2, 4, 4, 4), some(3, 2, 2, 2, 2)),
+    "transposed": lambda: F.conv_transpose2d(some(2, 3, 5, 5), some(3, 4, 3, 3), stride=2),
+    "attention": lambda: F.scaled_dot_product_attention(some(2, 4, 5, 8), some(2, 4, 7, 8), some(2, 4, 7, 8)),
+    "einsum": lambda: torch.einsum("bij,bjk->bik", some(2, 3, 4), some(2, 4, 5)),
+    "einsum-dots": lambda: torch.einsum("...ij, kj -> ...ik", some(2, 6, 3, 4), some(5, 4)),
+    "heads": lambda: torch.nn.MultiheadAttention(8, 2)(*[some(5, 3, 8)] * 3, need_weights=False),
+    "heads-unbatched": lambda: torch.nn.MultiheadAttention(8, 2, kdim=6, vdim=4)(
+        some(5, 8), some(7, 6), some(7, 4)
+    ),
+    "encoder": lambda: torch.nn.TransformerEncoderLayer(8, 2, 16)(some(5, 3, 8)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_forward_pass_is_counted_as_torch_counts_it(name: str) -> None:
+    with torch.no_grad():
+        assert counted(CALLS[name]) == by_torch(CALLS[name]) > 0
+
+
+def test_recurrence_is_counted_per_record() -> None:
+    network = torch.nn.LSTM(3, 4, num_layers=2)
+    whole = 2 * (5 * 2) * 16 * (3 + 4 + 4 + 4)
+    with torch.no_grad():
+        assert counted(lambda: network(some(5, 2, 3))) == whole
+        packed = torch.nn.utils.rnn.pack_sequence([some(5, 3), some(4, 3)])
+        assert counted(lambda: network(packed)) == whole * 9 // 10
+
+
+def test_what_is_trained_costs_its_backward_pass_too() -> None:
+    weight = torch.ones(3, 4, requires_grad=True)
+    forward = counted(lambda: some(2, 3) @ weight.detach())
+    assert counted(lambda: (some(2, 3) @ weight).sum().backward()) == TRAINED * forward
+
+
+def test_what_is_computed_again_is_not_counted_again() -> None:
+    weight = torch.ones(3, 4, requires_grad=True)
+    call = lambda: checkpoint(lambda: some(2, 3) @ weight, use_reentrant=False).sum().backward()  # noqa: E731
+    assert counted(call) == TRAINED * 2 * 2 * 3 * 4
+
+
+def test_other_functions_are_not_counted() -> None:
+    assert flops(torch.add, (some(1), some(1)), {}, some(1)) == 0
+    assert counted(lambda: torch.einsum("ij,jk,kl->il", some(2, 3), some(3, 4), some(4, 5))) == 0
+
+
+# Watching
 
 
 def _train(gauge: Turned, steps: int, reads: Any) -> tuple[Watch, list[Finding]]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyxla.notices import say
 from polyxla.observe.budget import Budget
+from polyxla.observe.compiled import is_torch_compiled
 from polyxla.observe.inputs import Form, changed, forms
 from polyxla.observe.lines import outside, place
 
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
     from polyxla.gauge import Counts, Gauge
     from polyxla.loader import Loader
 
-WARM_UP_STEPS = 2
-"""Steps that compile as a matter of course: the first, and the second, whose optimizer has a state."""
 SAME_INPUTS = "the same inputs: another Python path or a changed constant"
 ANOTHER = ", or another replica of this process"
 
@@ -94,7 +93,7 @@ class Compilations:
         if not delta.compiles:
             return None
         change = changed(loader.batch, before) if loader is not None and before is not None else None
-        expected = self._steps <= WARM_UP_STEPS and change is None
+        expected = self._steps <= warm_up_steps() and change is None
         cause = _WARM_UP[self._steps - 1] if expected else change or self._unchanged
         cause += f"; {cut}" if cut else ""
         return self._told(step, delta.compiles, cause, self._step_line or outside(), expected=expected)
@@ -132,7 +131,16 @@ class Compilations:
             self._budget.spend(compiled.compiles, str(compiled))
 
 
-_WARM_UP = ("the first step", "the second step, for which the optimizer has a state")
+_WARM_UP = (
+    "the first step",
+    "the second step, for which the optimizer has a state",
+    "the third step, to which torch.compile puts off what others compile in the second",
+)
+
+
+def warm_up_steps() -> int:
+    """Return how many steps compile as a matter of course: two, and under torch.compile three."""
+    return len(_WARM_UP) if is_torch_compiled() else len(_WARM_UP) - 1
 
 
 def _line_of_training_step(module: Any) -> str | None:

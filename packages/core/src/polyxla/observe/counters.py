@@ -23,9 +23,12 @@ class Counters:
         gauge: the counters.
         readings: what polyxla itself reads.
         compilations: explains those.
+        is_shared: whether other replicas are threads of this process, which are counted too.
     """
 
-    def __init__(self, gauge: Gauge, readings: Readings, compilations: Compilations) -> None:
+    def __init__(
+        self, gauge: Gauge, readings: Readings, compilations: Compilations, *, is_shared: bool = False
+    ) -> None:
         self._gauge, self._readings = gauge, readings
         self.compilations = compilations
         self._first = self._last = gauge.counts()
@@ -33,7 +36,7 @@ class Counters:
         self._own = readings.host_reads
         self._reads = 0
         self._fewest = self._executions = 0
-        self._watch = Watch(gauge)
+        self._watch = Watch(gauge, is_shared=is_shared)
 
     @property
     def flops_per_step(self) -> int | None:

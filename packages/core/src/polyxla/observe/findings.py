@@ -6,17 +6,16 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-Kind = Literal["read", "fallback"]
-COPIES = frozenset({"aten::_to_copy", "aten::copy_", "print"})
-"""Operations that bring a whole tensor to the host."""
+Kind = Literal["read", "copy", "fallback"]
 
 
 class Finding(NamedTuple):
     """One line of the person's program and what it does.
 
     Attributes:
-        kind: ``read`` for the host reading the device, ``fallback`` for the host computing in its place.
-        op: torch's name of the operation.
+        kind: ``read`` for the host reading a scalar of the device, ``copy`` for its copying a whole
+            tensor, which no counter tells, ``fallback`` for the host computing in its place.
+        op: the function of torch that did it, such as ``torch.Tensor.item``; of a fallback, the operation.
         line: ``file:line``.
     """
 
@@ -29,7 +28,8 @@ class Finding(NamedTuple):
         times = f"{count} time{'s' * (count > 1)} a step"
         if self.kind == "fallback":
             return f"{self.line}: {self.op} runs on the host, {times}, because the device has no form of it"
-        return f"{self.line}: the host reads the device ({self.op}) {times}, and waits for it"
+        what = "reads the device" if self.kind == "read" else "copies a tensor from the device"
+        return f"{self.line}: the host {what} ({self.op}) {times}, and waits for it"
 
 
 class Findings:
@@ -53,7 +53,7 @@ class Findings:
     @property
     def copies_per_step(self) -> float:
         """Copies of whole tensors to the host in a traced step, which no counter tells."""
-        copies = sum(count for finding, count in self._total.items() if finding.op in COPIES)
+        copies = sum(count for finding, count in self._total.items() if finding.kind == "copy")
         return copies / self.steps if self.steps else 0.0
 
     def as_json(self) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from polyxla.hookspecs import hookimpl
 from polyxla.notices import say
 from polyxla.observe.budget import Budget
 from polyxla.observe.chips import utilization
-from polyxla.observe.compiles import WARM_UP_STEPS, Compilations, Compiled
+from polyxla.observe.compiles import Compilations, Compiled, warm_up_steps
 from polyxla.observe.counters import Counters
 from polyxla.observe.pace import Pace, Window
 from polyxla.observe.readings import Readings
@@ -36,8 +36,8 @@ class Observer:
         log: where events are written besides; None for nowhere.
         readings: the numbers that other listeners read too.
         module: what is trained, to name its ``training_step``; None in a loop of one's own.
-        compile_budget: programs that may be compiled after the first two steps and the first evaluation; None
-            for any number.
+        compile_budget: programs that may be compiled after the first two steps (three under torch.compile)
+            and the first evaluation; None for any number.
         on_budget: ``warn`` or ``raise`` (`CompileBudgetError`), when there are more.
 
     Raises:
@@ -73,7 +73,7 @@ class Observer:
 
     def _counting(self, gauge: Gauge, budget: Budget, module: Any) -> Counters:
         compilations = Compilations(gauge, budget, module, is_shared=self._is_shared)
-        return Counters(gauge, self._readings, compilations)
+        return Counters(gauge, self._readings, compilations, is_shared=self._is_shared)
 
     @hookimpl
     def polyxla_step_finished(self, step: int, logged: Mapping[str, Any]) -> None:
@@ -83,7 +83,7 @@ class Observer:
         self._loader = self._replica.input
         if self._counters:
             self._tell_compiled(self._counters.step(step, self._loader, self._write))
-        if self._steps == WARM_UP_STEPS:
+        if self._steps == warm_up_steps():
             self._warm_up_s = self._pace.cut(self._loader).seconds
         if step % self._every == 0:
             self._read(step, logged)

@@ -1,11 +1,11 @@
-"""Decides which steps are traced: watching every operation costs, so it is done for a few steps only."""
+"""Decides which steps are traced: watching every call of torch costs, so it is done for a few steps only."""
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
-from polyxla.observe.findings import COPIES, Finding, Findings
+from polyxla.observe.compiled import is_torch_compiled
+from polyxla.observe.findings import Finding, Findings
 
 if TYPE_CHECKING:
     from polyxla.gauge import Gauge
@@ -24,6 +24,7 @@ class Watch:
 
     Args:
         gauge: counts the reads.
+        is_shared: whether other replicas are threads of this process, whose reads are counted too.
 
     Attributes:
         findings: what was found.
@@ -31,11 +32,11 @@ class Watch:
         cut_at: the line that cut and compiled a program inside the step before; None if none did.
     """
 
-    def __init__(self, gauge: Gauge) -> None:
+    def __init__(self, gauge: Gauge, *, is_shared: bool = False) -> None:
         # Here, because torch is: in a replica.
         from polyxla.observe.tracer import Tracer
 
-        self._tracer = Tracer(gauge)
+        self._tracer = Tracer(gauge, is_shared=is_shared)
         self._begun = 0
         self._steps = 0
         self._suspected_at = 0
@@ -47,7 +48,8 @@ class Watch:
         self._start()
 
     def _start(self) -> None:
-        if self._begun < MOST_STEPS and not _is_torch_compiled():
+        # torch.compile makes other programs while it is watched.
+        if self._begun < MOST_STEPS and not is_torch_compiled():
             self._begun += 1
             self._tracer.start()
 
@@ -60,7 +62,7 @@ class Watch:
         self.cut_at = self._tracer.compiled_at
         self.flops_per_step = self._tracer.flops
         found = self._tracer.found
-        self._explained = sum(count for finding, count in found.items() if finding.op not in COPIES)
+        self._explained = sum(count for finding, count in found.items() if finding.kind != "copy")
         return self.findings.add(found)
 
     def go_on(self, reads: int, *, is_cut: bool) -> None:
@@ -79,9 +81,3 @@ class Watch:
     def close(self) -> None:
         """Watch no longer."""
         self._tracer.stop()
-
-
-def _is_torch_compiled() -> bool:
-    """Tell whether torch.compile is at work here: it makes other programs while operations are watched."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and dynamo.counters["frames"]["total"] > 0
