@@ -95,19 +95,19 @@ def test_a_changing_last_batch_is_named(
 
 
 @pytest.mark.parametrize(
-    ("habit", "code", "op"),
+    ("habit", "code", "kind", "op"),
     [
-        ("item", "loss.item()", "aten::_local_scalar_dense"),
-        ("tolist", ".tolist()", "aten::_to_copy"),
-        ("print", "print(loss)", "print"),
+        ("item", "loss.item()", "read", "torch.Tensor.item"),
+        ("tolist", ".tolist()", "copy", "torch.Tensor.tolist"),
+        ("print", "print(loss)", "copy", "print"),
     ],
 )
 def test_a_read_inside_the_step_is_found(
-    runtime: RuntimeUnderTest, tmp_path: Path, habit: str, code: str, op: str
+    runtime: RuntimeUnderTest, tmp_path: Path, habit: str, code: str, kind: str, op: str
 ) -> None:
     events = fit(runtime, tmp_path, Net(habit), batches(11, 11, 11, 11))
     [finding] = kinds(events, "finding")
-    assert (finding["kind"], finding["op"], finding["count"]) == ("read", op, 1)
+    assert (finding["kind"], finding["op"], finding["count"]) == (kind, op, 1)
     assert finding["line"].endswith(line_of(code))
     assert events[-1]["summary"]["reads_per_step"] == pytest.approx(1)
     assert line_of(code) in kinds(events, "compile")[0]["cause"] or habit == "print"
@@ -169,9 +169,49 @@ def test_the_gauge_counts_what_was_done(runtime: RuntimeUnderTest) -> None:
     assert 1 <= told["counts"].compiles <= 2, "tracing the first steps makes no other program"
     assert told["counts"].host_reads == 0
     assert told["compile_s"] > 0
-    # Forward [2, 7] @ [7, 3], and the weight's gradient [3, 2] @ [2, 7].
-    assert told["flops"] == 2 * (2 * 2 * 7 * 3)
+    # Forward [2, 7] @ [7, 3], and twice as much for the backward pass.
+    assert told["flops"] == 3 * (2 * 2 * 7 * 3)
     assert told["chip"] is None, "no TPU, whatever the device is called"
+
+
+class Gathering(Net):
+    """Exchanges values and objects in every step, the first of which are traced on ordinal 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replica: Any = None
+
+    def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        ordinal, size = self.replica.ordinal, self.replica.world_size
+        told = self.replica.all_gather({"ordinal": ordinal})
+        assert told == [{"ordinal": one} for one in range(size)]
+        numbers = torch.arange(4.0, device=self.replica.device) + ordinal
+        low, high = self.replica.all_reduce(numbers, "sum").split(2)
+        others = size * (size - 1) / 2
+        assert low.tolist() == [others, size + others]
+        assert high.tolist() == [2 * size + others, 3 * size + others]
+        return super().training_step(batch)
+
+
+def _gather(replica: Replica) -> list[Any]:
+    module = Gathering()
+    module.replica = replica
+    optimizer = module.configure_optimizers()
+    replica.setup(module, optimizer)
+    if replica.is_first:
+        replica.add_listener(observer := Observer(replica))
+    for batch in batches(*[4] * 4):
+        on_device = {name: value.to(replica.device) for name, value in batch.items()}
+        module.training_step(on_device).backward()
+        replica.step(optimizer)
+    return [observer.summary().reads_per_step if replica.is_first else None, module.layers[0].bias.tolist()]
+
+
+@pytest.mark.pjrt
+def test_collectives_are_right_while_steps_are_traced(runtime: RuntimeUnderTest) -> None:
+    told = runtime.launch(_gather, devices=2)
+    assert told[0][0] > 0, "the lists are copies that a tracer has seen"
+    assert told[1] == [None, told[0][1]], "both have the same weights"
 
 
 def _chip(replica: Replica) -> Any:
