@@ -30,7 +30,7 @@ class Net(nn.Module):
         self.total = 0.0
 
     def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        loss = (self.layers(batch["x"]) - batch["y"]).square().mean()
+        loss: torch.Tensor = (self.layers(batch["x"]) - batch["y"]).square().mean()
         if self.habit == "item":
             self.total += loss.item()
         if self.habit == "tolist":
@@ -204,7 +204,8 @@ def _gather(replica: Replica) -> list[Any]:
         on_device = {name: value.to(replica.device) for name, value in batch.items()}
         module.training_step(on_device).backward()
         replica.step(optimizer)
-    return [observer.summary().reads_per_step if replica.is_first else None, module.layers[0].bias.tolist()]
+    bias = module.get_parameter("layers.0.bias")
+    return [observer.summary().reads_per_step if replica.is_first else None, bias.tolist()]
 
 
 @pytest.mark.pjrt

@@ -538,7 +538,9 @@ def test_without_a_folder_nothing_is_written() -> None:
 @REPLICAS
 def test_progress_counts_the_batches_of_one_replica(devices: int, capsys: pytest.CaptureFixture[str]) -> None:
     _trainer(devices, max_epochs=2, progress=True).fit(_Validated(), _data(4 * devices), UNEVEN)
-    lines = [line.partition(" s: ")[0].rpartition(",")[0] for line in capsys.readouterr().err.splitlines()]
+    *said, summary = capsys.readouterr().err.splitlines()
+    assert summary.startswith("polyxla: 8 steps in ")
+    lines = [line.partition(" s: ")[0].rpartition(",")[0] for line in said]
     assert lines == [
         "polyxla: epoch 1/2, step 4",
         "polyxla: metrics, step 4",

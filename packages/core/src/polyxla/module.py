@@ -25,6 +25,7 @@ class Steps:
         self._meter = meter
         self._before: dict[str, Any] = {}
         self._parameters: dict[str, list[str]] = {}
+        self._is_lightning = _is_lightning(module)
         for name, value in (("log", meter.log), ("log_dict", meter.log_dict), ("trainer", state)):
             if _is_lightning(module) or not hasattr(module, name):
                 self._lend(_slot(module, name), value)
@@ -56,8 +57,11 @@ class Steps:
             arguments: what it is given.
             only_lightning: whether the name means this to a LightningModule only.
         """
+        # Asked first, as it is known: looking for what a module does not have takes longer.
+        if only_lightning and not self._is_lightning:
+            return
         method = getattr(self._module, hook, None)
-        if callable(method) and (not only_lightning or _is_lightning(self._module)):
+        if callable(method):
             method(*arguments)
 
     def wants_valid(self, kind: str) -> bool:

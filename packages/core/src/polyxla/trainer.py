@@ -57,7 +57,8 @@ class Trainer:
         resume: ``"auto"`` goes on from the newest whole checkpoint of `checkpoint_dir`, where there is one; a
             path from that one.
         profile_steps: the first and the last step of which ordinal 0 writes a profile into `log_dir`.
-        compile_budget: programs that may be compiled after the first step.
+        compile_budget: programs that may be compiled after the first two steps (three under torch.compile)
+            and the first evaluation; None for any number.
         on_budget: ``"warn"`` or ``"raise"``, when there are more.
 
     Attributes:

@@ -39,6 +39,7 @@ class Observer:
         compile_budget: programs that may be compiled after the first two steps (three under torch.compile)
             and the first evaluation; None for any number.
         on_budget: ``warn`` or ``raise`` (`CompileBudgetError`), when there are more.
+        shows: whether the summary is said, and what is logged is read though no `log` keeps it.
 
     Raises:
         UsageError: the budget makes no sense.
@@ -54,7 +55,9 @@ class Observer:
         module: Any = None,
         compile_budget: int | None = None,
         on_budget: str = "warn",
+        shows: bool = True,
     ) -> None:
+        self._shows = shows
         budget = Budget(compile_budget, on_budget)
         gauge = replica.gauge()
         self._replica, self._every, self._log = replica, every_n_steps, log
@@ -89,7 +92,8 @@ class Observer:
             self._read(step, logged)
 
     def _read(self, step: int, logged: Mapping[str, Any]) -> None:
-        values = self._readings.of(step, logged)
+        # A read waits for the device: none where nobody would see what was read.
+        values = self._readings.of(step, logged) if self._shows or self._log else {}
         self._pace.wait()
         window = self._cut()
         if self._counters:
@@ -133,7 +137,7 @@ class Observer:
         self._cut()
         summary = self.summary()
         findings = self._counters.close() if self._counters else []
-        if self._steps:
+        if self._steps and self._shows:
             say(str(summary))
         reason = f"{type(error).__name__}: {error}" if error else None
         self._write("end", summary=summary.as_json(), findings=findings, error=reason)

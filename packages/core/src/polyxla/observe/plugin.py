@@ -51,6 +51,7 @@ def _listeners(replica: Replica, fit: Fit) -> Iterator[object]:
         module=fit.module,
         compile_budget=how.compile_budget,
         on_budget=how.on_budget,
+        shows=how.progress,
     )
 
 
