@@ -25,19 +25,13 @@ pytest_plugins = ["polyxla.testing.fixtures"]
 os.environ["POLYXLA_COMPILE_CACHE"] = "off"
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that lets more layouts run than a bare nox has time for."""
-    parser.addoption("--long", action="store_true", help="also run what is marked as long")
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the suite's own marks."""
-    config.addinivalue_line("markers", "long: more of the same kind; with --long only")
+    """Register the suite's own mark."""
     config.addinivalue_line("markers", "pjrt: about what only that runtime has")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is long, and what says nothing of the runtime under test: it runs on the first, pjrt."""
+    """Leave out what says nothing of the runtime under test: it runs on the first one, pjrt."""
     is_first = config.getoption("--polyxla-runtime") == "pjrt"
     # Whole jobs on workers.
     jobs = Path(__file__).parent / "jobs"
@@ -45,8 +39,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         told = [item for item in items if jobs not in item.path.parents]
     else:
         told = [item for item in items if jobs in item.path.parents or _is_about_it(item)]
-    if not config.getoption("--long"):
-        told = [item for item in told if not item.get_closest_marker("long")]
     config.hook.pytest_deselected(items=[item for item in items if item not in told])
     items[:] = told
 

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from polyxla import CheckpointFolder, Replica, Trainer, UsageError, load, save
 from polyxla.testing import RuntimeUnderTest
+from polyxla_precision import BF16True
 from polyxla_sampler import BucketBatchSampler, BucketCollate
 
 Answers = list[dict[str, Any]]
@@ -432,6 +433,14 @@ def test_bfloat16_trains(runtime: RuntimeUnderTest, name: str, dtype: torch.dtyp
     fit(runtime, module, data(), precision=name)
     assert module.layer.weight.dtype == dtype
     assert not torch.equal(module.layer.weight.float(), untouched.layer.weight)
+
+
+def test_a_policy_of_ones_own_keeps_modules_in_float32(runtime: RuntimeUnderTest) -> None:
+    module = nn.Sequential(Net(), nn.Linear(2, 2))
+    net: Any = module[0]
+    module.training_step, module.configure_optimizers = net.training_step, net.configure_optimizers  # type: ignore[assignment]
+    fit(runtime, module, data(), precision=BF16True(keep_float32=("0.layer",)))
+    assert [one.dtype for one in module.parameters()] == [torch.float32] * 2 + [torch.bfloat16] * 2
 
 
 def test_four_replicas_resume_as_two(

@@ -138,7 +138,7 @@ print(ctypes.string_at(message.message, message.message_size).decode())
 """
 
 
-@pytest.mark.parametrize("replicas", [2, 4, 8])
+@pytest.mark.parametrize("replicas", [2, 4, pytest.param(8, marks=pytest.mark.long)])
 def test_collectives_of_replicas_that_are_threads(printed: Printed, replicas: int) -> None:
     (lines,) = printed(COLLECTIVES, replicas)
     assert lines == ["right"] * replicas

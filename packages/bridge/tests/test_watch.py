@@ -140,7 +140,7 @@ def test_a_handler_is_called_once_instead() -> None:
     assert "1 [2.0, 2.0]" in out
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("reason", ["compiles", "computes", "computes often"])
 def test_one_that_compiles_or_computes_may_keep_others_waiting(processes: int, reason: str) -> None:
     found = outcomes(

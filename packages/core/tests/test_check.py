@@ -119,9 +119,9 @@ def _checked(make: Callable[[], nn.Module], batches: Any = None, **options: Any)
 @pytest.mark.parametrize(
     ("make", "batches"),
     [
-        pytest.param(Classifier, None, id="for-trainer"),
+        pytest.param(Classifier, None, id="for-trainer", marks=pytest.mark.long),
         pytest.param(_lit, DataLoader(_records(), 4), id="lightning"),
-        pytest.param(Plain, None, id="plain"),
+        pytest.param(Plain, None, id="plain", marks=pytest.mark.long),
         pytest.param(Plain, [torch.ones(4, 4), torch.ones(8, 4) / 2], id="uneven-batches"),
     ],
 )

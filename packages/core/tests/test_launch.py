@@ -253,7 +253,7 @@ def test_an_error_names_the_variable_that_is_wrong(
         pytest.param(False, "Install the usual policies: pip install polyxla-precision", id="not-installed"),
         pytest.param(
             True,
-            "Write precision='32-true', or leave it out to keep the module's own dtypes.",
+            "Write precision='bf16-mixed' or '32-true', or leave it out to keep the module's own dtypes.",
             id="installed",
         ),
     ],

@@ -117,7 +117,14 @@ def tpu_host(tmp_path: Path) -> tuple[Path, dict[str, str]]:
     return tmp_path / "pci", {**os.environ, **described}
 
 
-@pytest.mark.parametrize("devices", [(2,), (0, 1), (0, 1, 2, 3)], ids=["one", "two", "all"])
+@pytest.mark.parametrize(
+    "devices",
+    [
+        pytest.param((2,), id="one"),
+        pytest.param((0, 1), id="two", marks=pytest.mark.long),
+        pytest.param((0, 1, 2, 3), id="all", marks=pytest.mark.long),
+    ],
+)
 def test_a_tpu_job_gets_as_far_as_loading_libtpu(
     tpu_host: tuple[Path, dict[str, str]], devices: tuple[int, ...]
 ) -> None:

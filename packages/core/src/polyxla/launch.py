@@ -16,7 +16,7 @@ from polyxla.env import Setting
 from polyxla.errors import UsageError
 from polyxla.notices import say_once
 from polyxla.plugins import load_plugins
-from polyxla.precision import find_precision
+from polyxla.precision import Precision, find_precision
 from polyxla.replica import Replica
 from polyxla.seeding import host_seed
 from polyxla.selection import Selection, select
@@ -40,7 +40,7 @@ class Job:
         runtime: the chosen runtime's name.
         devices: indices of the devices, one per replica.
         environ: the environment that a replica's process starts with.
-        precision: the precision policy's name, with its origin.
+        precision: the precision policy or its name, with its origin.
         start_method: how the replicas start.
         seed: where the devices' random numbers come from: torch's seed in the launching process.
     """
@@ -104,7 +104,7 @@ def launch(
     runtime: str | None = None,
     accelerator: str = "auto",
     devices: int | str | Sequence[int] = "auto",
-    precision: str | int | None = None,
+    precision: str | int | Precision | None = None,
     start_method: StartMethod = "auto",
 ) -> list[Any]:
     """Run ``train_fn(replica, *args)`` in every replica and wait for all of them.
@@ -119,7 +119,7 @@ def launch(
         runtime: a runtime's name; default: chosen from the environment.
         accelerator: ``"auto"``, or the kind of device to insist on (``"cpu"``, ``"tpu"``).
         devices: ``"auto"``, a count, or indices (``[5]`` is the device with index 5).
-        precision: a precision policy's name.
+        precision: a precision policy's name, or the policy itself.
         start_method: ``"inline"`` runs one replica in this process, ``"spawn"`` starts fresh
             processes, ``"forkserver"`` forks them from one that is prepared, ``"fork"`` from this one;
             ``"auto"`` leaves it to the runtime.

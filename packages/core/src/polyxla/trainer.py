@@ -18,6 +18,7 @@ from polyxla.settings import FitSettings
 
 if TYPE_CHECKING:
     from polyxla.loop import Outcome
+    from polyxla.precision import Precision
 
 STRATEGIES = ("auto", "debug")
 """``debug`` trains like ``auto`` and prints the runtime's own report afterwards."""
@@ -33,7 +34,7 @@ class Trainer:
     Args:
         accelerator: ``"auto"``, or the kind of device to insist on (``"cpu"``, ``"tpu"``).
         devices: ``"auto"``, a count (``8`` or ``"8"``), or indices (``[5]`` is the device with index 5).
-        precision: a precision policy's name.
+        precision: a precision policy's name, or the policy itself.
         strategy: ``"auto"`` or ``"debug"``.
         max_epochs: passes over the training data.
         max_steps: optimizer updates after which training ends even within an epoch.
@@ -73,7 +74,7 @@ class Trainer:
         self,
         accelerator: str = "auto",
         devices: int | str | Sequence[int] = "auto",
-        precision: str | int | None = None,
+        precision: str | int | Precision | None = None,
         strategy: str = "auto",
         max_epochs: int = 1,
         *,
