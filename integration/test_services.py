@@ -438,7 +438,7 @@ def test_bfloat16_trains(runtime: RuntimeUnderTest, name: str, dtype: torch.dtyp
 def test_a_policy_of_ones_own_keeps_modules_in_float32(runtime: RuntimeUnderTest) -> None:
     module = nn.Sequential(Net(), nn.Linear(2, 2))
     net: Any = module[0]
-    module.training_step, module.configure_optimizers = net.training_step, net.configure_optimizers  # type: ignore[assignment]
+    module.training_step, module.configure_optimizers = net.training_step, net.configure_optimizers
     fit(runtime, module, data(), precision=BF16True(keep_float32=("0.layer",)))
     assert [one.dtype for one in module.parameters()] == [torch.float32] * 2 + [torch.bfloat16] * 2
 
