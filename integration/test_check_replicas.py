@@ -83,7 +83,7 @@ def plain() -> nn.Module:
     return Mnist(lambda _: nn.Identity())
 
 
-@pytest.mark.parametrize("make", [plain, synchronised])
+@pytest.mark.parametrize("make", [plain, pytest.param(synchronised, marks=pytest.mark.long)])
 def test_the_seeds_mnist_model_trains_alike(runtime: RuntimeUnderTest, make: Any) -> None:
     found = check_replicas(make, runtime=runtime.name)
     assert found.within, str(found)
@@ -91,6 +91,7 @@ def test_the_seeds_mnist_model_trains_alike(runtime: RuntimeUnderTest, make: Any
     assert found.warnings == ()
 
 
+@pytest.mark.long
 def test_batch_norm_is_named_and_differs(runtime: RuntimeUnderTest) -> None:
     command = ["check-replicas", "--runtime", runtime.name, "--devices", "2", "--json"]
     done = subprocess.run(

@@ -25,7 +25,7 @@ LAYOUTS = [
 # Without threads: torch.compile shares what it compiled among the threads of a process, and torch_xla
 # writes one replica's graphs into it while another uses them.
 PROCESSES = [
-    pytest.param((1, 1), id="1-alone"),
+    pytest.param((1, 1), id="1-alone", marks=pytest.mark.long),
     pytest.param((2, 2), id="2-processes"),
     pytest.param((4, 4), id="4-processes"),
 ]

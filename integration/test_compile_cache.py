@@ -51,7 +51,7 @@ class Net(nn.Module):
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    trainer = Trainer(max_epochs=1, devices=2, log_dir=None, progress=False)
+    trainer = Trainer(max_epochs=1, devices=2, log_dir=None)
     trainer.fit(Net(), torch.utils.data.DataLoader(torch.ones(32, 4), 4))
 """
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -92,6 +92,7 @@ def kept(folder: Path) -> list[Path]:
     return sorted(folder.glob("polyxla-*")) if folder.is_dir() else []
 
 
+@pytest.mark.long
 def test_the_next_job_compiles_nothing_and_another_one_its_own(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "home/.cache/polyxla/programs"
     first, second = run(JOB, 2), run(JOB, 2)
@@ -130,6 +131,7 @@ def test_a_home_that_cannot_be_written_to_is_a_line(run: Run, tmp_path: Path) ->
     assert "POLYXLA_COMPILE_CACHE=FOLDER" in said[0]
 
 
+@pytest.mark.long
 def test_a_training_says_hits_and_misses_once(run: Run) -> None:
     lines = [re.findall(r"program cache: (\d+) hits, (\d+) misses", run(TRAINING).stderr) for _ in range(2)]
     [(hits, misses)], [again] = lines

@@ -37,6 +37,7 @@ def test_digits_reaches_its_accuracy(runtime: RuntimeUnderTest) -> None:
     assert "epoch 15/15" in done.stderr
 
 
+@pytest.mark.long
 def test_digits_with_no_variable_set_says_what_it_chose() -> None:
     clean = {
         name: value
@@ -59,7 +60,7 @@ def test_digits_with_no_variable_set_says_what_it_chose() -> None:
     assert done.stderr.count("polyxla: runtime pjrt: the CPU, because no TPU is attached") == 1
 
 
-@pytest.mark.parametrize("start_method", ["inline", "spawn"])
+@pytest.mark.parametrize("start_method", ["inline", pytest.param("spawn", marks=pytest.mark.long)])
 def test_digits_trains_the_callers_module(runtime: RuntimeUnderTest, start_method: Any) -> None:
     torch.manual_seed(0)
     train, test = datasets()

@@ -45,7 +45,8 @@ def described(output: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "threads", "local_processes", "hosts"), [("v3-8", 2, 4, 1), ("v4-16", 1, 4, 2)]
+    ("kind", "threads", "local_processes", "hosts"),
+    [("v3-8", 2, 4, 1), pytest.param("v4-16", 1, 4, 2, marks=pytest.mark.long)],
 )
 def test_a_plain_program_finds_itself_on_that_tpu(
     script: Path, clean_environ: dict[str, str], kind: str, threads: int, local_processes: int, hosts: int
@@ -92,6 +93,7 @@ def test_some_of_its_cores(
     ]
 
 
+@pytest.mark.long
 def test_digits_trains_on_eight_cores(runtime: RuntimeUnderTest) -> None:
     done = runtime.run("-m", "polyxla_examples.digits", "--json", POLYXLA_EMULATE="v3-8")
     assert done.returncode == 0, done.stderr

@@ -26,12 +26,13 @@ def last_line(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.long
 def test_weights_stay_tied(runtime: RuntimeUnderTest) -> None:
     result = last_line(runtime.run("--devices", "1", "-m", "polyxla_examples.weight_tying", "--json"))
     assert result == {"tied": True, "parameters": 50 * 32 + 32 * 32 + 32, "right": 1.0}
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", [pytest.param("32-true", marks=pytest.mark.long), "bf16-mixed"])
 def test_a_language_model_learns_in_both_precisions(
     runtime: RuntimeUnderTest, precision: str, tmp_path: Path
 ) -> None:
@@ -93,6 +94,7 @@ def test_digits_killed_in_mid_epoch_ends_with_the_same_bits(
     )
 
 
+@pytest.mark.long
 def test_a_resumed_run_draws_the_same_numbers(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
 

@@ -43,7 +43,7 @@ def test_plain_python_with_a_count(clean_environ: dict[str, str]) -> None:
     assert sums(done.stdout) == [("0", "2", "1.0"), ("1", "2", "1.0")]
 
 
-@pytest.mark.parametrize("device", ["CPU", None])
+@pytest.mark.parametrize("device", ["CPU", pytest.param(None, marks=pytest.mark.long)])
 def test_torchruns_processes_are_replicas(clean_environ: dict[str, str], device: str | None) -> None:
     environ = {**clean_environ, **({"PJRT_DEVICE": device} if device else {})}
     done = run(torchrun(2, str(SEEDS / "all_reduce.py")), environ)
@@ -164,7 +164,7 @@ def _process(replica: Replica) -> tuple[int, int]:
     return os.getpid(), replica.all_reduce(replica.ordinal)
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("start_method", [pytest.param("spawn", marks=pytest.mark.long), "forkserver"])
 def test_start_methods(runtime: RuntimeUnderTest, start_method: str) -> None:
     answers = runtime.launch(_process, devices=2, start_method=start_method)
     assert len({os.getpid(), *(pid for pid, _ in answers)}) == 3

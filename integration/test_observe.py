@@ -77,7 +77,7 @@ def kinds(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 def test_a_changing_last_batch_is_named(
     runtime: RuntimeUnderTest, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    events = fit(runtime, tmp_path, Net(), batches(12, 12, 12, 12, 5), batches(10))
+    events = fit(runtime, tmp_path, Net(), batches(12, 12, 12, 12, 5), batches(10), progress=True)
     unexpected = [one for one in kinds(events, "compile") if not one["expected"]]
     assert [one["step"] for one in unexpected] == [5]
     assert "batch['x'] [12, 8] float32 -> [5, 8] float32" in unexpected[0]["cause"]

@@ -26,8 +26,8 @@ class TestReplicas(RuntimeConformance):
         pytest.param(8, 8, marks=pytest.mark.long),
         pytest.param(2, 1, marks=pytest.mark.long),
         pytest.param(4, 1, marks=pytest.mark.long),
-        (8, 1),
-        (4, 2),
+        pytest.param(8, 1, marks=pytest.mark.long),
+        pytest.param(4, 2, marks=pytest.mark.long),
     ],
 )
 def test_every_ordinal_is_summed(

@@ -443,9 +443,7 @@ def test_a_policy_of_ones_own_keeps_modules_in_float32(runtime: RuntimeUnderTest
     assert [one.dtype for one in module.parameters()] == [torch.float32] * 2 + [torch.bfloat16] * 2
 
 
-def test_four_replicas_resume_as_two(
-    runtime: RuntimeUnderTest, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_four_replicas_resume_as_two(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
     how: dict[str, Any] = {"checkpoint_dir": tmp_path, "resume": "auto", "save_every_n_steps": 1, "keep": 3}
     fit(runtime, Net(), data(32, 2), devices=4, max_steps=2, **how)
     assert [entry.step for entry in CheckpointFolder(tmp_path).entries()] == [1, 2]
@@ -453,7 +451,6 @@ def test_four_replicas_resume_as_two(
     # Of 16 batches 8 were used, and two replicas share the other 8.
     assert trainer.outcome is not None
     assert (trainer.outcome.steps, trainer.outcome.epochs) == (2 + 4, 1)
-    assert "step-00000002.safetensors: epoch 0, step 2" in capfd.readouterr().err
     assert len(CheckpointFolder(tmp_path).entries()) == 3
 
 
