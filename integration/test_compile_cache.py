@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.pjrt
+# The bridge's own tests go through the same cache in seconds; these are whole jobs.
+pytestmark = [pytest.mark.pjrt, pytest.mark.long]
 
 TIMEOUT_S = 200
 JOB = """
@@ -92,7 +93,6 @@ def kept(folder: Path) -> list[Path]:
     return sorted(folder.glob("polyxla-*")) if folder.is_dir() else []
 
 
-@pytest.mark.long
 def test_the_next_job_compiles_nothing_and_another_one_its_own(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "home/.cache/polyxla/programs"
     first, second = run(JOB, 2), run(JOB, 2)
@@ -131,7 +131,6 @@ def test_a_home_that_cannot_be_written_to_is_a_line(run: Run, tmp_path: Path) ->
     assert "POLYXLA_COMPILE_CACHE=FOLDER" in said[0]
 
 
-@pytest.mark.long
 def test_a_training_says_hits_and_misses_once(run: Run) -> None:
     lines = [re.findall(r"program cache: (\d+) hits, (\d+) misses", run(TRAINING).stderr) for _ in range(2)]
     [(hits, misses)], [again] = lines

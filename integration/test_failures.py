@@ -19,7 +19,10 @@ from polyxla import Replica, ReplicaLostError, StalledError
 from polyxla.testing import RuntimeUnderTest
 
 PATIENCE_S = 120.0
-LAYOUTS = [pytest.param((2, 1), id="threads"), pytest.param((2, 2), id="processes")]
+LAYOUTS = [
+    pytest.param((2, 1), id="threads", marks=pytest.mark.long),
+    pytest.param((2, 2), id="processes"),
+]
 everywhere = pytest.mark.parametrize("everywhere", LAYOUTS, indirect=True)
 
 

@@ -43,7 +43,8 @@ def test_plain_python_with_a_count(clean_environ: dict[str, str]) -> None:
     assert sums(done.stdout) == [("0", "2", "1.0"), ("1", "2", "1.0")]
 
 
-@pytest.mark.parametrize("device", ["CPU", pytest.param(None, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("device", ["CPU", None])
 def test_torchruns_processes_are_replicas(clean_environ: dict[str, str], device: str | None) -> None:
     environ = {**clean_environ, **({"PJRT_DEVICE": device} if device else {})}
     done = run(torchrun(2, str(SEEDS / "all_reduce.py")), environ)

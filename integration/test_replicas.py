@@ -50,6 +50,7 @@ def test_multi_device_mnist_runs_unmodified(runtime: RuntimeUnderTest) -> None:
     assert all(steps == "10" and float(last) < float(first) for _, steps, first, last in lines)
 
 
+@pytest.mark.long
 def test_digits_trains_on_four_replicas(runtime: RuntimeUnderTest) -> None:
     done = runtime.run("--devices", "4", "-m", "polyxla_examples.digits", "--json")
     assert done.returncode == 0, done.stderr

@@ -250,6 +250,7 @@ class TestDifference:
 
 
 class TestCommand:
+    @pytest.mark.long
     def test_says_one_line(self) -> None:
         done = _invoke("toy_module:Net")
         assert (done.exit_code, done.stdout.count("\n")) == (0, 1)
