@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from polyxla.errors import UsageError
+from polyxla.move import held_by
 from polyxla.notices import say_once
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def check_optimizer(replica: Replica, optimizer: torch.optim.Optimizer) -> None:
     Raises:
         UsageError: its parameters are on another device, or none of them has a gradient.
     """
-    held = _held(optimizer)
+    held = held_by(optimizer)
     here = sum(one.device == replica.device for one in held)
     if here < len(held):
         raise UsageError(
@@ -88,13 +89,9 @@ def check_same(replica: Replica, optimizer: torch.optim.Optimizer) -> None:
     """Say when replicas are about to train different parameters. A collective; reads the device."""
     if replica.world_size == 1:
         return
-    mine = [_checksum(one) for one in _held(optimizer)]
+    mine = [_checksum(one) for one in held_by(optimizer)]
     if any(other != mine for other in replica.all_gather(mine)):
         say_once(
             "replicas begin with different parameters, and averaged gradients will not make them equal: "
             "bring the module to the device with replica.setup(module), or seed before you make it"
         )
-
-
-def _held(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    return [one for group in optimizer.param_groups for one in group["params"]]

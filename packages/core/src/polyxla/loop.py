@@ -15,7 +15,7 @@ from polyxla.fit import Fit
 from polyxla.loader import Loader
 from polyxla.meters import Meter
 from polyxla.module import Steps, configured, own_loader
-from polyxla.move import move_module
+from polyxla.move import held_by, move_module
 from polyxla.replica import Replica
 from polyxla.settings import FitSettings
 from polyxla.standing import Standing
@@ -245,11 +245,10 @@ class Loop:
     def _flush(self) -> None:
         """Make an update of the epoch's last micro-steps, where they are fewer than an update has."""
         if self._micro_steps:
-            for group in self.optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        # Their mean, as in every other update.
-                        parameter.grad.mul_(self.how.accumulate / self._micro_steps)
+            for parameter in held_by(self.optimizer):
+                if parameter.grad is not None:
+                    # Their mean, as in every other update.
+                    parameter.grad.mul_(self.how.accumulate / self._micro_steps)
             self._update()
 
     def _update(self) -> None:

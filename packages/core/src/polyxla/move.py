@@ -44,6 +44,11 @@ def move_module(
     return module
 
 
+def held_by(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """Return every parameter that `optimizer` updates, of all its groups."""
+    return [one for group in optimizer.param_groups for one in group["params"]]
+
+
 def _parameters(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
     for owner in module.modules():
         # The dict itself, because named_parameters() lists a shared parameter once only.
@@ -53,7 +58,7 @@ def _parameters(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str,
 
 
 def _check_owner(optimizer: torch.optim.Optimizer, owned: set[int], module: torch.nn.Module) -> None:
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    held = held_by(optimizer)
     known = sum(id(parameter) in owned for parameter in held)
     if known < len(held):
         raise UsageError(

@@ -360,7 +360,9 @@ class Replica:
 def _clip(optimizer: torch.optim.Optimizer, norm: float | None, value: float | None) -> None:
     from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    from polyxla.move import held_by
+
+    parameters = held_by(optimizer)
     if norm is not None:
         clip_grad_norm_(parameters, norm)
     if value is not None:
