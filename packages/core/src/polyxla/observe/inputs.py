@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from polyxla.tree import is_tensor, parts
@@ -42,11 +41,6 @@ def changed(batch: Any, before: tuple[Form, ...]) -> str | None:
     changes = [f"{path} {_said(old)} -> {_said(new)}" for (path, new), old in pairs if new != old]
     more = f", and {len(changes) - LARGEST_CHANGE} more" if len(changes) > LARGEST_CHANGE else ""
     return ", ".join(changes[:LARGEST_CHANGE]) + more if changes else None
-
-
-def described(batch: Any) -> Mapping[str, str]:
-    """Return each part of `batch` by its path, as a person reads it."""
-    return {path: _said(_form(part)) for path, part in parts(batch)}
 
 
 def _said(form: Form) -> str:
