@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 import threading
 from collections.abc import Callable
@@ -100,7 +99,7 @@ def test_forward_can_be_entered_by_two_threads_at_once(policy: Policy) -> None:
 def test_policies_travel(policy: Policy, travel: Callable[[Policy], Policy]) -> None:
     other = travel(policy)
     assert type(other) is type(policy)
-    assert other.state_dict() == policy.state_dict()
+    assert repr(other) == repr(policy)
 
 
 @pytest.mark.parametrize("make", KEEPERS)
@@ -135,28 +134,15 @@ def test_a_name_of_nothing_leaves_the_module_as_it_was() -> None:
     assert {one.dtype for one in net.parameters()} == {torch.float32}
 
 
-class TestCheckpoints:
-    def test_the_state_is_json(self) -> None:
-        state = BF16Mixed(keep_float32=("head",)).state_dict()
-        assert json.loads(json.dumps(state)) == {"name": "bf16-mixed", "keep_float32": ["head"]}
-
-    def test_under_the_same_policy_there_is_nothing_to_tell(self) -> None:
-        policy = Full32()
-        policy.load_state_dict(Full32().state_dict())
-        assert policy.describe() == ""
-
-    @pytest.mark.parametrize(
-        ("writer", "reader", "dtype"),
-        [(BF16True, Full32, "float32"), (Full32, BF16True, "bfloat16")],
-    )
-    def test_under_another_it_is_told_and_the_weights_are_read(
-        self, writer: type[Policy], reader: type[Policy], dtype: str
-    ) -> None:
-        written, net, policy = writer().convert(_net()), _net(), reader()
-        policy.convert(net).load_state_dict(written.state_dict())
-        policy.load_state_dict(writer().state_dict())
-        assert {one.dtype for one in net.parameters()} == {getattr(torch, dtype)}
-        for one, other in zip(net.parameters(), written.parameters(), strict=True):
-            assert torch.equal(one.to(torch.bfloat16), other.to(torch.bfloat16))
-        said = f"written under precision {writer.name}: its weights are read into {dtype}"
-        assert said in policy.describe()
+@pytest.mark.parametrize(
+    ("writer", "reader", "dtype"),
+    [(BF16True, Full32, "float32"), (Full32, BF16True, "bfloat16")],
+)
+def test_weights_written_under_another_policy_are_read(
+    writer: type[Policy], reader: type[Policy], dtype: str
+) -> None:
+    written, net = writer().convert(_net()), _net()
+    reader().convert(net).load_state_dict(written.state_dict())
+    assert {one.dtype for one in net.parameters()} == {getattr(torch, dtype)}
+    for one, other in zip(net.parameters(), written.parameters(), strict=True):
+        assert torch.equal(one.to(torch.bfloat16), other.to(torch.bfloat16))

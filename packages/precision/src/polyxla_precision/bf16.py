@@ -29,11 +29,10 @@ class Sixteen(BF16Mixed):
 
     def describe(self) -> str:
         """Say which 16 bits these are."""
-        said = (
+        return (
             "precision 16 means bfloat16 here: matrix products in bfloat16, weights, gradients and losses "
             "in float32 (bf16-mixed); write bf16-true to have the weights in bfloat16 too"
         )
-        return "; ".join(line for line in (said, super().describe()) if line)
 
 
 class BF16True(Policy):
@@ -56,8 +55,7 @@ class BF16True(Policy):
 
     def describe(self) -> str:
         """Say what bfloat16 weights cost."""
-        said = (
+        return (
             "bf16-true keeps the weights and the optimizer's state in bfloat16: an update smaller than 1/512 "
             "of a weight is lost; bf16-mixed has float32 weights"
         )
-        return "; ".join(line for line in (said, super().describe()) if line)

@@ -33,7 +33,6 @@ class Policy:
         if isinstance(keep_float32, str):
             raise ValueError(f"keep_float32 takes several names; write keep_float32=({keep_float32!r},)")
         self.keep_float32 = tuple(keep_float32)
-        self._written_under = self.name
 
     def __repr__(self) -> str:
         kept = f"keep_float32={self.keep_float32}" if self.keep_float32 else ""
@@ -85,23 +84,7 @@ class Policy:
 
     def describe(self) -> str:
         """Return a line that a person should read once, or nothing."""
-        if self._written_under == self.name:
-            return ""
-        return (
-            f"the checkpoint was written under precision {self._written_under}: its weights are read into "
-            f"{self.weights}, and digits that one of the two does not have are gone"
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint should remember, as JSON can hold it."""
-        return {"name": self.name, "keep_float32": list(self.keep_float32)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take note of the policy that a checkpoint was written under; `describe` says if it is another.
-
-        This policy stays in force: torch copies weights into the dtype that parameters have.
-        """
-        self._written_under = str(state["name"])
+        return ""
 
     def _dtype(self) -> torch.dtype:
         import torch
