@@ -159,7 +159,7 @@ def train(replica: Replica, work: Work) -> dict[str, Tensor]:
     """Train on this replica's share of each batch; return the parameters on the host."""
     # A copy, because replicas that are threads were all handed the one module.
     module = replica.setup(copy.deepcopy(work.module)).train()
-    steps = Steps(module, Meter(), LoopState(0, 0, 1, replica.world_size, replica.is_first, replica.ordinal))
+    steps = Steps(module, Meter(), LoopState.at_start(replica, max_epochs=1))
     try:
         steps.call("setup", "fit", only_lightning=True)
         optimizer, schedulers = configured(module) if _configures(module) else (_sgd(module), None)

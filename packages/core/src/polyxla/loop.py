@@ -23,11 +23,11 @@ from polyxla.standing import Standing
 
 @dataclass
 class LoopState:
-    """Where training stands; a LightningModule sees it as ``self.trainer``.
+    """Where training stands; a LightningModule sees it as ``self.trainer``, and copies and pickles with it.
 
     Attributes:
         current_epoch: from 0.
-        global_step: optimizer updates so far.
+        global_step: optimizer updates so far, as the replica counts them.
         max_epochs: passes over the training data.
         world_size: number of replicas.
         is_global_zero: whether this is ordinal 0.
@@ -48,6 +48,12 @@ class LoopState:
     estimated_stepping_batches: float = float("inf")
     logger: None = None
     progress_bar_callback: None = None
+
+    @classmethod
+    def at_start(cls, replica: Replica, max_epochs: int) -> Self:
+        """Return the state of a training that begins in `replica`."""
+        world = replica.world
+        return cls(0, 0, max_epochs, world.world_size, replica.is_first, world.ordinal, world.local_ordinal)
 
 
 @dataclass(frozen=True)
@@ -118,10 +124,7 @@ class Loop:
         private = copy.deepcopy(module) if replica.world.shares_process else module
         self._made_before = [one for one in vars(private).values() if isinstance(one, torch.optim.Optimizer)]
         self.module = replica.setup(private, *self._made_before)
-        world = replica.world
-        self.state = LoopState(
-            0, 0, how.max_epochs, world.world_size, replica.is_first, world.ordinal, world.local_ordinal
-        )
+        self.state = LoopState.at_start(replica, how.max_epochs)
         self.meter = Meter()
         self.steps = Steps(self.module, self.meter, self.state)
         self.metrics: dict[str, float] = {}
@@ -199,7 +202,7 @@ class Loop:
         self.stopped = reason
 
     def _is_done(self) -> bool:
-        has_all = self.how.max_steps is not None and self.state.global_step >= self.how.max_steps
+        has_all = self.how.max_steps is not None and self.replica.steps >= self.how.max_steps
         return has_all or bool(self.stopped)
 
     def _epoch(self) -> bool:
@@ -253,17 +256,12 @@ class Loop:
 
     def _update(self) -> None:
         self._micro_steps = 0
-        # Before listeners hear of the step: what they save must be all of it.
-        self.state.global_step += 1
-        logged = {"loss": self._loss, **self.meter.latest}
         how = self.how
-        self.replica.step(
-            self.optimizer,
-            logged,
-            clip_norm=how.clip_norm,
-            clip_value=how.clip_value,
-            after=self.schedulers.step_finished,
-        )
+        self.replica.update(self.optimizer, clip_norm=how.clip_norm, clip_value=how.clip_value)
+        self.state.global_step = self.replica.steps
+        # Before listeners hear of the step: what they save must be all of it.
+        self.schedulers.step_finished()
+        self.replica.finish_step({"loss": self._loss, **self.meter.latest})
 
     @torch.no_grad()
     def evaluate(self, loader: Loader, kind: str) -> None:
@@ -294,7 +292,7 @@ class Loop:
         return Outcome(
             metrics=self.metrics,
             epochs=self.state.current_epoch,
-            steps=self.state.global_step,
+            steps=self.replica.steps,
             runtime=self.replica.runtime,
             device=self.replica.kind,
             world_size=self.replica.world_size,

@@ -34,14 +34,32 @@ def move_module(
         UsageError: an optimizer holds a parameter that is not the module's; nothing was moved.
     """
     optimizers = list(optimizers)
+    check_owner(module, optimizers)
     places = list(_parameters(module))
-    for optimizer in optimizers:
-        _check_owner(optimizer, {id(old) for _, _, old in places}, module)
     _move_with_ties(module, device)
     moved = {id(old): getattr(owner, name) for owner, name, old in places}
     for optimizer in optimizers:
         _hand_over(optimizer, moved, device)
     return module
+
+
+def check_owner(module: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Refuse optimizers that hold what is not the module's.
+
+    Raises:
+        UsageError: one holds a parameter of another module, or of this one before it was moved.
+    """
+    owned = {id(parameter) for _, _, parameter in _parameters(module)}
+    for optimizer in optimizers:
+        held = held_by(optimizer)
+        known = sum(id(parameter) in owned for parameter in held)
+        if known < len(held):
+            raise UsageError(
+                f"{known} of the {len(held)} parameters of {type(optimizer).__name__} are those of "
+                f"{type(module).__name__}: the others would never be trained",
+                where="an optimizer made before the module was moved or changed",
+                fix="Make the optimizer from the parameters of the module that is trained.",
+            )
 
 
 def held_by(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
@@ -55,18 +73,6 @@ def _parameters(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str,
         for name, parameter in owner._parameters.items():
             if parameter is not None:
                 yield owner, name, parameter
-
-
-def _check_owner(optimizer: torch.optim.Optimizer, owned: set[int], module: torch.nn.Module) -> None:
-    held = held_by(optimizer)
-    known = sum(id(parameter) in owned for parameter in held)
-    if known < len(held):
-        raise UsageError(
-            f"{known} of the {len(held)} parameters of {type(optimizer).__name__} are those of "
-            f"{type(module).__name__}: the others would never be trained",
-            where="an optimizer made before the module was moved or changed",
-            fix="Make the optimizer from the parameters of the module that is trained.",
-        )
 
 
 def _hand_over(

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import builtins
-import functools
-import numbers
-import operator
 import pickle
-import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from polyxla import seeding
+from polyxla import combining, seeding
 from polyxla.batches import Reading
 from polyxla.errors import UsageError
 from polyxla.gauge import Gauge
@@ -157,11 +153,14 @@ class Replica:
             optimizers: those that were made from its parameters before; they hold the moved ones afterwards.
 
         Raises:
-            UsageError: an optimizer holds parameters that are not the module's.
+            UsageError: an optimizer holds parameters that are not the module's, which is as it was then; or
+                the policy refuses the module.
         """
         from polyxla import agreement
-        from polyxla.move import move_module
+        from polyxla.move import check_owner, move_module
 
+        # Before a policy changes a module that is then refused.
+        check_owner(module, optimizers)
         differs = agreement.differing(self, module)
         try:
             module = self.precision.convert(module)
@@ -184,7 +183,6 @@ class Replica:
         *,
         clip_norm: float | None = None,
         clip_value: float | None = None,
-        after: Callable[[], None] | None = None,
     ) -> None:
         """Average the gradients over the replicas, update the parameters, hand the step to the device.
 
@@ -195,13 +193,22 @@ class Replica:
             logged: values to show to listeners under their names; tensors may stay on the device.
             clip_norm: the largest norm of all averaged gradients together.
             clip_value: the largest absolute value of an averaged gradient's element.
-            after: called when the step is handed over and before listeners hear of it, such as a scheduler's
-                ``step``.
 
         Raises:
             UsageError: the optimizer, at its first step, cannot train: its parameters are elsewhere, or none
                 has a gradient.
         """
+        self.update(optimizer, clip_norm=clip_norm, clip_value=clip_value)
+        self.finish_step(logged or {})
+
+    def update(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+    ) -> None:
+        """Do what `step` does but for telling listeners: `finish_step` follows, when all of it is done."""
         if not any(one is optimizer for one in self._checked):
             self._check(optimizer)
         self._replication.reduce_gradients(optimizer)
@@ -210,9 +217,10 @@ class Replica:
         optimizer.step()
         self.sync()
         self.steps += 1
-        if after is not None:
-            after()
-        self._plugins.hook.polyxla_step_finished(replica=self, step=self.steps, logged=logged or {})
+
+    def finish_step(self, logged: Mapping[str, Any]) -> None:
+        """Tell listeners that an update is made, and with it whatever else is part of the step."""
+        self._plugins.hook.polyxla_step_finished(replica=self, step=self.steps, logged=logged)
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         from polyxla import agreement
@@ -292,16 +300,7 @@ class Replica:
                 that pickles is combined as Python does it: ``or`` unites sets, ``sum`` adds Counters.
             op: ``sum``, ``mean``, ``min``, ``max``, ``mul``, ``and`` or ``or``.
         """
-        if is_tensor(value):
-            return self._replication.all_reduce(value, op)
-        if isinstance(value, Mapping):
-            # Sorted: replicas that filled their dicts in another order must still meet key by key.
-            combined = {key: self.all_reduce(value[key], op) for key in sorted(value, key=repr)}
-            return {key: combined[key] for key in value}
-        if isinstance(value, list | tuple):
-            items = [self.all_reduce(item, op) for item in value]
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        return _COMBINE[op](self.all_gather(value))
+        return combining.combined(value, op, self._replication.all_reduce, self.all_gather)
 
     def reduce(self, value: Any, op: ReduceOp = "sum", destination: int = 0) -> Any:
         """Combine every replica's `value` for one of them.
@@ -367,24 +366,3 @@ def _clip(optimizer: torch.optim.Optimizer, norm: float | None, value: float | N
         clip_grad_norm_(parameters, norm)
     if value is not None:
         clip_grad_value_(parameters, value)
-
-
-def _fold(function: Callable[[Any, Any], Any]) -> Callable[[list[Any]], Any]:
-    return lambda values: functools.reduce(function, values)
-
-
-def _total(values: list[Any]) -> Any:
-    # Only numbers can be added to the 0 that Python's sum starts from, which makes numbers of bools.
-    is_number = isinstance(values[0], numbers.Number)
-    return sum(values) if is_number else functools.reduce(operator.add, values)
-
-
-_COMBINE: Mapping[ReduceOp, Callable[[list[Any]], Any]] = {
-    "sum": _total,
-    "mean": statistics.fmean,
-    "min": min,
-    "max": max,
-    "mul": _fold(operator.mul),
-    "and": _fold(operator.and_),
-    "or": _fold(operator.or_),
-}

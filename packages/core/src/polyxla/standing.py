@@ -45,7 +45,7 @@ class Standing:
             "world_size": self._replica.world_size,
             "precision": self._replica.precision.name,
             "epoch": loop.state.current_epoch,
-            "step": loop.state.global_step,
+            "step": self._replica.steps,
             "seed": loop.how.seed,
             "data": loop.loader.state_dict(),
             "module": dict(loop.module.state_dict()),
@@ -112,8 +112,8 @@ class Standing:
         now = self._replica.precision.name
         if now != state["precision"] and self._replica.is_first:
             say(f"{where} was saved with precision {state['precision']}, and training goes on with {now}")
-        loop.state.current_epoch, loop.state.global_step = state["epoch"], state["step"]
-        self._replica.steps = state["step"]
+        loop.state.current_epoch = state["epoch"]
+        loop.state.global_step = self._replica.steps = state["step"]
         loop.loader.load_state_dict(state["data"])
         self._take_own(state)
 
