@@ -1,0 +1,175 @@
+"""The Trainer and its services on the real runtime: one replica in this process, four in their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from polyxla import CheckpointFolder, Trainer, UsageError
+from polyxla.testing import RuntimeUnderTest
+from polyxla_precision import BF16True
+
+
+class Net(nn.Module):
+    """A linear model of three inputs; logs what the tests ask for."""
+
+    log: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 1)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return F.mse_loss(self.layer(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any) -> None:
+        self.log("by_batch", batch[1].mean())
+        self.log("by_record", batch[1][:, 0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class MadeBefore(Net):
+    """Makes its optimizer where the module is made, as people do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.optimizer
+
+
+class Masked(Net):
+    """Reads padded batches with their mask."""
+
+    def training_step(self, batch: Any, valid: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        errors = (self.layer(batch[0]) - batch[1]).square()[:, 0]
+        return torch.where(valid, errors, 0.0).sum() / valid.sum()
+
+    def validation_step(self, batch: Any, valid: torch.Tensor) -> None:  # type: ignore[override]
+        self.log("by_record", batch[1][:, 0])
+
+
+def data(count: int = 22, batch_size: int = 4) -> DataLoader[Any]:
+    inputs = torch.randn(count, 3, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(inputs, torch.arange(float(count))[:, None]), batch_size)
+
+
+def fit(
+    runtime: RuntimeUnderTest, module: nn.Module, *loaders: Any, devices: int = 1, **options: Any
+) -> Trainer:
+    trainer = Trainer(runtime=runtime.name, devices=devices, log_dir=None, progress=False, **options)
+    trainer.fit(module, *loaders)
+    return trainer
+
+
+@pytest.mark.parametrize("devices", [1, 4], ids=["1-replica", "4-replicas"])
+def test_metrics_are_exact_though_records_do_not_divide(runtime: RuntimeUnderTest, devices: int) -> None:
+    # 22 records, so that of four replicas in batches of 4 two have 6 records and two have 5.
+    found = fit(runtime, Net(), data(), data(), devices=devices).metrics
+    assert found == {"by_batch": pytest.approx(10.5), "by_record": pytest.approx(10.5)}
+
+
+@pytest.mark.parametrize("devices", [1, 4], ids=["1-replica", "4-replicas"])
+def test_masked_metrics_are_exact_too(runtime: RuntimeUnderTest, devices: int) -> None:
+    assert fit(runtime, Masked(), data(), data(), devices=devices).metrics == {
+        "by_record": pytest.approx(10.5)
+    }
+
+
+def test_padding_and_its_mask_train_like_uneven_batches(runtime: RuntimeUnderTest) -> None:
+    uneven, masked = Net(), Masked()
+    fit(runtime, uneven, data())
+    fit(runtime, masked, data())
+    assert torch.allclose(uneven.layer.weight, masked.layer.weight, atol=1e-6)
+
+
+@pytest.mark.parametrize(("accumulate", "batch_size"), [(4, 2), (3, 4)], ids=["divides", "flushed"])
+def test_accumulated_batches_train_like_large_ones(
+    runtime: RuntimeUnderTest, accumulate: int, batch_size: int
+) -> None:
+    large, small = Net(), Net()
+    # 16 records: in batches of 4, three and then one, which is an update of its own.
+    whole = fit(runtime, large, data(16, accumulate * batch_size), max_epochs=2)
+    parts = fit(runtime, small, data(16, batch_size), max_epochs=2, accumulate=accumulate)
+    assert whole.outcome is not None
+    assert parts.outcome is not None
+    assert parts.outcome.steps == whole.outcome.steps == 4
+    assert torch.allclose(large.layer.weight, small.layer.weight, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"clip_norm": 0.1}, {"clip_value": 0.01}], ids=["norm", "value"])
+def test_a_clipped_training_moves_little(runtime: RuntimeUnderTest, options: dict[str, Any]) -> None:
+    module, untouched = Net(), Net()
+    fit(runtime, module, data(), max_steps=1, **options)
+    moved = torch.cat([(module.layer.weight - untouched.layer.weight).flatten()])
+    assert 0 < moved.abs().max() <= 0.1 * 0.1 + 1e-6
+
+
+def test_an_optimizer_made_before_the_move_trains_and_comes_back(runtime: RuntimeUnderTest) -> None:
+    module, untouched = MadeBefore(), Net()
+    fit(runtime, module, data())
+    assert not torch.equal(module.layer.weight, untouched.layer.weight)
+    [group] = module.optimizer.param_groups
+    assert [id(one) for one in group["params"]] == [id(one) for one in module.parameters()]
+    assert {state["exp_avg"].device.type for state in module.optimizer.state.values()} == {"cpu"}
+    # It goes on from there on the host.
+    before = module.layer.weight.detach().clone()
+    module.training_step(next(iter(data()))).backward()
+    module.optimizer.step()
+    assert not torch.equal(module.layer.weight, before)
+
+
+def test_parameters_of_a_stranger_are_refused(runtime: RuntimeUnderTest) -> None:
+    class Stranger(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.optimizer = torch.optim.SGD(Net().parameters(), lr=0.1)
+
+        configure_optimizers = MadeBefore.configure_optimizers
+
+    with pytest.raises(UsageError, match="0 of the 2 parameters of SGD are those of Stranger"):
+        fit(runtime, Stranger(), data())
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16-true", torch.bfloat16), ("bf16-mixed", torch.float32)])
+def test_bfloat16_trains(runtime: RuntimeUnderTest, name: str, dtype: torch.dtype) -> None:
+    module, untouched = Net(), Net()
+    fit(runtime, module, data(), precision=name)
+    assert module.layer.weight.dtype == dtype
+    assert not torch.equal(module.layer.weight.float(), untouched.layer.weight)
+
+
+def test_a_policy_of_ones_own_keeps_modules_in_float32(runtime: RuntimeUnderTest) -> None:
+    module = nn.Sequential(Net(), nn.Linear(2, 2))
+    net: Any = module[0]
+    module.training_step, module.configure_optimizers = net.training_step, net.configure_optimizers
+    fit(runtime, module, data(), precision=BF16True(keep_float32=("0.layer",)))
+    assert [one.dtype for one in module.parameters()] == [torch.float32] * 2 + [torch.bfloat16] * 2
+
+
+def test_four_replicas_resume_as_two(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"checkpoint_dir": tmp_path, "resume": "auto", "save_every_n_steps": 1, "keep": 3}
+    fit(runtime, Net(), data(32, 2), devices=4, max_steps=2, **how)
+    assert [entry.step for entry in CheckpointFolder(tmp_path).entries()] == [1, 2]
+    trainer = fit(runtime, Net(), data(32, 2), devices=2, **how)
+    # Of 16 batches 8 were used, and two replicas share the other 8.
+    assert trainer.outcome is not None
+    assert (trainer.outcome.steps, trainer.outcome.epochs) == (2 + 4, 1)
+    assert len(CheckpointFolder(tmp_path).entries()) == 3
+
+
+def test_steps_are_profiled(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
+    options = {"runtime": runtime.name, "devices": 1, "progress": False}
+    Trainer(log_dir=str(tmp_path), profile_steps=(2, 4), **options).fit(Net(), data())  # type: ignore[arg-type]
+    [trace] = tmp_path.rglob("*.xplane.pb")
+    assert trace.stat().st_size > 0
