@@ -83,6 +83,54 @@ def test_one_that_never_comes_is_shown_where_it_is(
     assert re.search(r'test_failures.py", line \d+, in _be_late_on_one\n +replica.barrier', shown)
 
 
+HANGING = """
+import time
+import polyxla
+from torch.utils.data import DataLoader, Dataset
+
+class Hanging(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == 5:
+            time.sleep(1000)
+        return torch.zeros(index)
+
+def train(replica, workers):
+    for batch in replica.loader(DataLoader(Hanging(), num_workers=workers)):
+        print("batch", len(batch[0]), flush=True)
+
+import torch
+if __name__ == "__main__":
+    polyxla.launch(train, ({workers},))
+"""
+
+
+@pytest.mark.parametrize(
+    ("workers", "account"),
+    [
+        (0, r"the loader is at .*hanging\.py:12"),
+        (1, r"it waits for the loader's workers \(processes \d+\)"),
+    ],
+    ids=["read-here", "read-in-a-worker"],
+)
+def test_a_dataset_that_hangs_is_an_error_with_its_line(
+    runtime: RuntimeUnderTest, tmp_path: Path, workers: int, account: str
+) -> None:
+    script = tmp_path / "hanging.py"
+    script.write_text(HANGING.replace("{workers}", str(workers)))
+    done = runtime.run(str(script), POLYXLA_INPUT_TIMEOUT_S="3")
+    assert done.returncode == 1, done.stderr
+    assert re.search(rf"^polyxla: no batch for [12] s: {account}. After 3 s", done.stderr, re.MULTILINE)
+    assert re.search(
+        rf"no batch arrived in 3 s: {account}. POLYXLA_INPUT_TIMEOUT_S sets the limit.$",
+        done.stderr,
+        re.MULTILINE,
+    )
+    assert done.stdout.splitlines() == [f"batch {number}" for number in range(5)]
+
+
 TOUCH = """
 import torch_xla
 device = torch_xla.device()

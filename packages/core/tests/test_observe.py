@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import polyxla
 from polyxla import Trainer, UsageError, World, launch
 from polyxla.gauge import Counts, Gauge, Memory
+from polyxla.lines import BACKWARD, caller, outside
 from polyxla.observe import CompileBudgetError, Observer, Readings, RunLog, read_run
 from polyxla.observe.budget import Budget
 from polyxla.observe.chips import CHIPS, chip, utilization
@@ -32,7 +33,6 @@ from polyxla.observe.compiles import warm_up_steps
 from polyxla.observe.findings import Finding
 from polyxla.observe.flops import TRAINED, flops
 from polyxla.observe.inputs import changed, forms
-from polyxla.observe.lines import BACKWARD, caller, outside
 from polyxla.observe.pace import Pace
 from polyxla.observe.tracer import Tracer
 from polyxla.observe.watch import FIRST_STEPS, MOST_STEPS, Watch

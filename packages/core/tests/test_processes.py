@@ -28,11 +28,12 @@ from polyxla import (
     StalledError,
     UsageError,
     child,
+    env,
     processes,
     starting,
 )
 from polyxla.child import PARENT_GONE, Message, ReplicaFailedError, Setup
-from polyxla.processes import ProcessMethod, RemoteTraceback, run_inline, run_processes, start_timeout_s
+from polyxla.processes import ProcessMethod, RemoteTraceback, run_inline, run_processes
 from polyxla.starting import spawn
 from polyxla.testing import PluginInstaller
 
@@ -409,7 +410,7 @@ def test_a_child_that_cannot_even_start() -> None:
     ids=["default", "empty", "half-a-second"],
 )
 def test_the_start_timeout(environ: Mapping[str, str], seconds: float) -> None:
-    assert start_timeout_s(environ) == seconds
+    assert env.timeout_s(environ, env.POLYXLA_START_TIMEOUT_S) == seconds
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "nan", "inf"])

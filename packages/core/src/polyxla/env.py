@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from polyxla.errors import UsageError
+
 POLYXLA_RUNTIME = "POLYXLA_RUNTIME"
 """The runtime to use, by its entry-point name.
 Default: chosen from the other variables and the attached chips; ``polyxla runtimes`` says how.
@@ -28,6 +30,11 @@ POLYXLA_START_TIMEOUT_S = "POLYXLA_START_TIMEOUT_S"
 Default: 120.
 """
 
+POLYXLA_INPUT_TIMEOUT_S = "POLYXLA_INPUT_TIMEOUT_S"
+"""Longest wait of a replica for its loader's next batch, in seconds.
+Default: 1800.
+"""
+
 POLYXLA_WAIT_S = "POLYXLA_WAIT_S"
 """Longest wait for devices that another job has, in seconds; ``polyxla run --wait`` sets it.
 Default: 0, which is an error that says who has them.
@@ -37,6 +44,10 @@ POLYXLA_COMPILE_CACHE = "POLYXLA_COMPILE_CACHE"
 """Where a runtime that can keeps compiled programs for the jobs that follow: a folder, or ``off``.
 Default: ``on``, which is ``polyxla/programs`` in the person's folder of caches.
 """
+
+
+DEFAULT_S: Mapping[str, float] = {POLYXLA_START_TIMEOUT_S: 120, POLYXLA_INPUT_TIMEOUT_S: 1800}
+"""Deadlines that are set by a variable, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +94,26 @@ def _setting(environ: Mapping[str, str], name: str, default: str | None) -> Sett
     if text := environ.get(name):
         return Setting(text, f"{name}={text}")
     return Setting(default, "default")
+
+
+def timeout_s(environ: Mapping[str, str], name: str) -> float:
+    """Read one of the deadlines of `DEFAULT_S`, in seconds.
+
+    Raises:
+        UsageError: the variable is not a positive number.
+    """
+    text = environ.get(name) or f"{DEFAULT_S[name]:g}"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise UsageError(
+            f"{name}={text} is not a positive number of seconds",
+            where="the environment",
+            fix=f"Write {name}={DEFAULT_S[name]:g}.",
+        )
+    return seconds
 
 
 def snapshot() -> dict[str, str]:

@@ -63,7 +63,10 @@ class ReplicaLostError(PolyxlaError):
 
 
 class StalledError(PolyxlaError):
-    """Replicas waited for each other longer than POLYXLA_STALL_TIMEOUT_S, and were ended."""
+    """A replica waited longer than it may.
+
+    For others (POLYXLA_STALL_TIMEOUT_S), when all are ended; or for a batch (POLYXLA_INPUT_TIMEOUT_S).
+    """
 
 
 def _rebuild(kind: type[UsageError], what: str, where: str | None, fix: str) -> UsageError:

@@ -51,6 +51,14 @@ def outside() -> str | None:
     return place(frame.f_code, frame.f_lineno) if frame else None
 
 
+def in_thread(ident: int) -> str | None:
+    """Return ``file:line`` of the innermost frame of a thread that is the person's; None without one."""
+    frame = sys._current_frames().get(ident)
+    while frame is not None and _package(frame) in OURS | MACHINERY:
+        frame = frame.f_back
+    return place(frame.f_code, frame.f_lineno) if frame else None
+
+
 def place(code: CodeType, line: int | None = None) -> str:
     """Return ``file:line``, the file as seen from the working directory where it is below."""
     path = Path(code.co_filename)

@@ -113,7 +113,7 @@ def run_processes(
         StalledError: replicas waited for each other too long.
         Exception: what a replica raised, with the text of its traceback as the cause.
     """
-    timeout_s = start_timeout_s(job.environ)
+    timeout_s = env.timeout_s(job.environ, env.POLYXLA_START_TIMEOUT_S)
     children: list[_Child] = []
     try:
         if method == "fork":
@@ -149,26 +149,6 @@ def _fork(job: Work, places: Sequence[Any], environs: Sequence[Mapping[str, str]
         theirs.close()
         children.append(_Child(index, OwnProcess(pid), ours))
     return children
-
-
-def start_timeout_s(environ: Mapping[str, str]) -> float:
-    """Read how long a new process may take to answer, in seconds.
-
-    Raises:
-        UsageError: the variable is not a positive number.
-    """
-    text = environ.get(env.POLYXLA_START_TIMEOUT_S) or "120"
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise UsageError(
-            f"{env.POLYXLA_START_TIMEOUT_S}={text} is not a positive number of seconds",
-            where="the environment",
-            fix=f"Write {env.POLYXLA_START_TIMEOUT_S}=120.",
-        )
-    return seconds
 
 
 def _packed(job: Work, place: Any) -> bytes:

@@ -24,18 +24,22 @@ def variables(environ: Mapping[str, str], settings: Settings) -> list[dict[str, 
 
 
 def _own(environ: Mapping[str, str], settings: Settings) -> dict[str, Setting]:
-    timeout = environ.get(env.POLYXLA_START_TIMEOUT_S)
     cache = environ.get(env.POLYXLA_COMPILE_CACHE)
     return {
         env.POLYXLA_RUNTIME: settings.runtime,
         env.POLYXLA_DEVICES: settings.devices,
         env.POLYXLA_PRECISION: settings.precision,
-        env.POLYXLA_START_TIMEOUT_S: Setting(timeout or "120", "environment" if timeout else "default"),
+        **{name: _timeout(environ, name) for name in env.DEFAULT_S},
         env.POLYXLA_WAIT_S: settings.wait_s,
         env.POLYXLA_COMPILE_CACHE: Setting(
             "on" if cache is None else cache or "off", "environment" if cache is not None else "default"
         ),
     }
+
+
+def _timeout(environ: Mapping[str, str], name: str) -> Setting:
+    text = environ.get(name)
+    return Setting(text or f"{env.DEFAULT_S[name]:g}", "environment" if text else "default")
 
 
 def _to_be_set(environ: Mapping[str, str], settings: Settings) -> list[dict[str, Any]]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from polyxla.lines import outside, place
 from polyxla.notices import say
 from polyxla.observe.budget import Budget
 from polyxla.observe.compiled import is_torch_compiled
 from polyxla.observe.inputs import Form, changed, forms
-from polyxla.observe.lines import outside, place
 
 if TYPE_CHECKING:
     from polyxla.gauge import Counts, Gauge

@@ -22,9 +22,9 @@ from torch.overrides import (
     resolve_name,
 )
 
+from polyxla.lines import BACKWARD, caller
 from polyxla.observe.findings import Finding, Kind
 from polyxla.observe.flops import flops
-from polyxla.observe.lines import BACKWARD, caller
 
 if TYPE_CHECKING:
     from polyxla.gauge import Counts, Gauge

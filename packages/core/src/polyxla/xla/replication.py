@@ -12,6 +12,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 from torch_xla.debug import profiler
 
+from polyxla import env
 from polyxla.errors import UsageError
 from polyxla.replication import ReduceOp, Replication
 from polyxla.xla.gauge import XlaGauge
@@ -75,7 +76,8 @@ class XlaReplication(Replication):
 
     def upload(self, batches: Iterator[Any], prefetch: Mapping[str, int]) -> Generator[Any]:
         """Iterate over `batches` with torch_xla's threads copying ahead."""
-        return uploaded(batches, self.device, prefetch)
+        timeout_s = env.timeout_s(env.snapshot(), env.POLYXLA_INPUT_TIMEOUT_S)
+        return uploaded(batches, self.device, prefetch, timeout_s)
 
     def gauge(self) -> XlaGauge:
         """Return what reads torch_xla's counters."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch_xla.distributed.parallel_loader import MpDeviceLoader
 
+from polyxla import lines
 from polyxla.errors import UsageError
+from polyxla.xla.patience import Patience
 
 KNOBS = ("loader_prefetch_size", "device_prefetch_size", "host_to_device_transfer_threads")
 """Batches read ahead on the host (torch_xla's default: 16), batches held on the device (8), and threads that
@@ -19,14 +22,23 @@ NEVER = 2**62
 """Batches per execution: polyxla's loader cuts the graph itself, and only where a step has not."""
 
 
-def uploaded(batches: Iterator[Any], device: torch.device, prefetch: Mapping[str, int]) -> Generator[Any]:
+def uploaded(
+    batches: Iterator[Any], device: torch.device, prefetch: Mapping[str, int], timeout_s: float
+) -> Generator[Any]:
     """Iterate over `batches` with their tensors on `device`; threads read and copy ahead.
 
     torch_xla ends an epoch in silence where reading one of its batches fails; here what was raised arrives
     in the place of the batch.
 
+    Args:
+        batches: read in a thread of torch_xla.
+        device: where their tensors go.
+        prefetch: torch_xla's words for how far to read ahead, `KNOBS`.
+        timeout_s: the longest wait for a batch, in seconds.
+
     Raises:
         UsageError: torch_xla does not know one of the words.
+        StalledError: no batch came in time.
     """
     if unknown := sorted(set(prefetch) - set(KNOBS)):
         raise UsageError(
@@ -36,27 +48,53 @@ def uploaded(batches: Iterator[Any], device: torch.device, prefetch: Mapping[str
         )
     source = _Told(batches)
     loader: Any = MpDeviceLoader(source, device, batches_per_execution=NEVER, **prefetch)
+    arriving = iter(loader)
+    close = loader._parallel_loader.close
+    patience = Patience(timeout_s, source.line, close)
+    # Where it ends by an error, its threads may hang in the person's dataset, and are left there.
+    end_s = 0.0
     try:
-        yield from loader
-        source.raise_failure()
+        while True:
+            patience.begin()
+            batch = next(arriving, None)
+            patience.end()
+            if batch is None:
+                break
+            yield batch
+        if failure := patience.error or source.failure:
+            raise failure
+        end_s = timeout_s
+    except GeneratorExit:
+        # The loop was left, and the next one may read the same dataset.
+        end_s = timeout_s
+        raise
     finally:
-        loader._parallel_loader.close()
+        patience.close()
+        closing = threading.Thread(target=close, name="polyxla-input", daemon=True)
+        closing.start()
+        closing.join(end_s)
 
 
 class _Told:
-    """An iterator that ends where it fails, and keeps why."""
+    """An iterator that ends where it fails, and keeps why.
+
+    Attributes:
+        failure: what ended it; None while nothing did.
+    """
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
-        self._failure: BaseException | None = None
+        self._thread: int | None = None
+        self.failure: BaseException | None = None
 
     def __iter__(self) -> Iterator[Any]:
+        self._thread = threading.get_ident()
         try:
             yield from self._batches
         except BaseException as error:
             # In torch_xla's thread, where nobody would hear of it.
-            self._failure = error
+            self.failure = error
 
-    def raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+    def line(self) -> str | None:
+        """Return the person's line where reading is; None where it is in none."""
+        return lines.in_thread(self._thread) if self._thread is not None else None
