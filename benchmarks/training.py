@@ -38,7 +38,8 @@ JSON, QUICK = "--json", "--quick"
 IS_QUICK = QUICK in sys.argv
 ROUNDS = 1 if IS_QUICK else 3
 """How often all contestants are started anew."""
-BLOCKS, STEPS = (2, 100) if IS_QUICK else (5, 1000)
+BLOCKS, STEPS = (2, 40) if IS_QUICK else (25, 40)
+"""Of a round. Half a second each, because a machine's speed drifts: neighbours see the same of it."""
 LOOPS = Path(__file__).parent / "contestants" / "loops.py"
 PEER = "plain"
 AT_MOST: Mapping[str, float | None] = {
@@ -117,13 +118,18 @@ class Turns:
 
 def measure_steps() -> None:
     loops = {name: Loop() for name in AT_MOST}
-    for _ in range(ROUNDS):
+    for number in range(1, ROUNDS + 1):
         turns = {name: Turns(name) for name in loops}
         for _ in range(BLOCKS):
             for name, loop in loops.items():
                 loop.step_ms.append(turns[name].take() * 1e3)
         for name, loop in loops.items():
             loop.counts = turns[name].end()
+        print(
+            f"round {number} of {ROUNDS}, median ms a step so far:",
+            ", ".join(f"{name} {loop.median:.2f}" for name, loop in loops.items()),
+            file=sys.stderr,
+        )
     tell("steps", [_compared_loop(name, loop, loops[PEER]) for name, loop in loops.items()])
 
 

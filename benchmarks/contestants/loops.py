@@ -24,7 +24,7 @@ BATCH, FEATURES, WIDTH, CLASSES = 32, 64, 128, 10
 RATE = 1e-3
 WARM_UP = 100
 """Steps before the first block, in which all that is compiled is."""
-SETTLE = 50
+SETTLE = 30
 """Steps at the start of each block that are not timed: they use up what was read ahead while others had
 their turn."""
 AHEAD = 64

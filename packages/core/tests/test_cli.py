@@ -226,6 +226,7 @@ class TestEnv:
             ("POLYXLA_DEVICES", "[5]", "environment", "polyxla"),
             ("POLYXLA_PRECISION", None, "default", "polyxla"),
             ("POLYXLA_START_TIMEOUT_S", "9", "environment", "polyxla"),
+            ("POLYXLA_INPUT_TIMEOUT_S", "1800", "default", "polyxla"),
             ("POLYXLA_WAIT_S", "0", "default", "polyxla"),
             ("POLYXLA_COMPILE_CACHE", "on", "default", "polyxla"),
             ("TOY", "8", "environment", "runtime toy"),
