@@ -30,7 +30,7 @@ from typing import Any
 
 import checkpoint_files
 from checkpoint_files import high_water_mib
-from replicas import HOST, NATIVE, START_TIMEOUT_S, do
+from harness import HOST, NATIVE, START_TIMEOUT_S, do
 from rich.console import Console
 from rich.table import Table
 

@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import replicas
-from replicas import BATCH, HOST, NATIVE, Contestant, XlaTraining, contest, do, row
+from harness import HOST, NATIVE, Contestant, contest, do, main, row, used
+from trainings import BATCH, XlaTraining, serve
 
 CORES = 8
 STARTS = 3
@@ -147,7 +148,7 @@ class Distance:
 
 
 def reading(model: str, batch: int, port: int) -> None:
-    replicas.serve(XlaTraining(model, batch, READ_EVERY), port)
+    serve(XlaTraining(model, batch, READ_EVERY), port)
 
 
 def first_steps() -> None:
@@ -355,7 +356,7 @@ def _seconds_to_step(address: str, processes: int) -> float:
 
 def told(command: Sequence[str], environ: Mapping[str, str]) -> str:
     """Run a command and return the last line that it prints."""
-    return replicas.used(command, environ).output.splitlines()[-1]
+    return used(command, environ).output.splitlines()[-1]
 
 
 def measure_trips() -> None:
@@ -423,4 +424,4 @@ PARTS = {
 
 
 if __name__ == "__main__":
-    replicas.main(PARTS, globals())
+    main(PARTS, globals())

@@ -1,0 +1,178 @@
+"""What benchmarks train: networks, on whichever device, and the steps of a replica that is told how many."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from harness import HOST
+
+BATCH = 128
+POOL = 4
+"""How many host batches a contestant goes through, in turn."""
+CLASSES = 10
+WORDS, TOKENS, WIDTH = 1000, 64, 128
+
+
+def convnet() -> Any:
+    import torch
+    from torch import nn
+
+    class MNIST(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv1, self.bn1 = nn.Conv2d(1, 10, kernel_size=5), nn.BatchNorm2d(10)
+            self.conv2, self.bn2 = nn.Conv2d(10, 20, kernel_size=5), nn.BatchNorm2d(20)
+            self.fc1, self.fc2 = nn.Linear(320, 50), nn.Linear(50, CLASSES)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            f = nn.functional
+            hidden = self.bn1(f.relu(f.max_pool2d(self.conv1(images), 2)))
+            hidden = self.bn2(f.relu(f.max_pool2d(self.conv2(hidden), 2)))
+            hidden = f.relu(self.fc1(torch.flatten(hidden, 1)))
+            return f.log_softmax(self.fc2(hidden), dim=1)
+
+    return MNIST()
+
+
+def images(batch: int) -> list[Any]:
+    import torch
+
+    return [
+        (torch.randn(batch, 1, 28, 28), torch.randint(CLASSES, (batch,), dtype=torch.int64))
+        for _ in range(POOL)
+    ]
+
+
+def block() -> Any:
+    """One pre-norm transformer block with its activations written out, which is what fusion is for."""
+    import torch
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+            self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+            self.head = nn.Linear(WIDTH, CLASSES)
+
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            rows, tokens, _ = words.shape
+            parts = self.qkv(self.norm1(words)).view(rows, tokens, 3, 4, WIDTH // 4)
+            q, k, v = parts.permute(2, 0, 3, 1, 4).unbind()
+            weights = torch.softmax(q @ k.transpose(-1, -2) / (WIDTH // 4) ** 0.5, dim=-1)
+            mixed = (weights @ v).transpose(1, 2).reshape(rows, tokens, WIDTH)
+            words = words + self.out(mixed)
+            hidden = self.up(self.norm2(words))
+            hidden = 0.5 * hidden * (1 + torch.tanh(0.79788456 * (hidden + 0.044715 * hidden**3)))
+            words = words + self.down(hidden)
+            return torch.log_softmax(self.head(words.mean(1)), dim=1)
+
+    return Block()
+
+
+def sentences(batch: int) -> list[Any]:
+    import torch
+
+    return [
+        (torch.randn(batch, TOKENS, WIDTH), torch.randint(CLASSES, (batch,), dtype=torch.int64))
+        for _ in range(POOL)
+    ]
+
+
+MODELS: dict[str, tuple[Callable[[], Any], Callable[[int], list[Any]]]] = {
+    "convnet": (convnet, images),
+    "block": (block, sentences),
+}
+
+
+class Training:
+    """One replica's training: `step` takes the next batch.
+
+    Args:
+        name: one of `MODELS`.
+        batch: samples of this replica in each step.
+    """
+
+    def __init__(self, name: str, batch: int, device: Any, wrap: Callable[[Any], Any] | None = None) -> None:
+        import torch
+
+        torch.manual_seed(0)
+        self.device = device
+        self.batches = MODELS[name][1](batch)
+        model = MODELS[name][0]().train().to(device)
+        self.model = wrap(model) if wrap else model
+        self.loss = torch.nn.NLLLoss()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.5)
+        self.steps = 0
+
+    def backward(self) -> Any:
+        """Go once forward and back; return the loss."""
+        inputs, target = self.batches[self.steps % POOL]
+        self.steps += 1
+        self.optimizer.zero_grad()
+        loss = self.loss(self.model(inputs.to(self.device)), target.to(self.device))
+        loss.backward()
+        return loss
+
+
+class XlaTraining(Training):
+    """Trains through torch_xla.
+
+    Args:
+        model: one of `MODELS`.
+        batch: samples of this replica in each step.
+        read_every: after how many steps the program looks at the loss; 0 for never.
+    """
+
+    def __init__(self, model: str, batch: int, read_every: int = 0) -> None:
+        import torch_xla
+
+        super().__init__(model, batch, torch_xla.device())
+        self.read_every = read_every
+
+    def run(self, steps: int) -> None:
+        import torch_xla
+        import torch_xla.core.xla_model as xm
+
+        for _ in range(steps):
+            loss = self.backward()
+            xm.optimizer_step(self.optimizer)
+            torch_xla.sync()
+            if self.read_every and self.steps % self.read_every == 0:
+                loss.item()
+        xm.wait_device_ops()
+
+
+class DdpTraining(Training):
+    def __init__(self, model: str, batch: int) -> None:
+        import torch
+        from torch.nn.parallel import DistributedDataParallel
+
+        super().__init__(model, batch, torch.device("cpu"), DistributedDataParallel)
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.backward()
+            self.optimizer.step()
+
+
+def serve(training: XlaTraining | DdpTraining, port: int) -> None:
+    with Connection(socket.create_connection((HOST, port)).detach()) as pipe:
+        while (steps := _received(pipe)) is not None:
+            started, used_s = time.perf_counter(), time.process_time()
+            training.run(steps)
+            pipe.send((os.getpid(), time.perf_counter() - started, time.process_time() - used_s))
+
+
+def _received(pipe: Connection) -> int | None:
+    try:
+        steps: int | None = pipe.recv()
+    except EOFError:
+        return None
+    return steps
