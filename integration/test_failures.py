@@ -86,6 +86,7 @@ def test_one_that_never_comes_is_shown_where_it_is(
 HANGING = """
 import time
 import polyxla
+import torch
 from torch.utils.data import DataLoader, Dataset
 
 class Hanging(Dataset):
@@ -98,10 +99,11 @@ class Hanging(Dataset):
         return torch.zeros(index)
 
 def train(replica, workers):
-    for batch in replica.loader(DataLoader(Hanging(), num_workers=workers)):
+    # torch_xla copies as many batches at once, and waits for them.
+    prefetch = {"device_prefetch_size": 1}
+    for batch in replica.loader(DataLoader(Hanging(), num_workers=workers), prefetch=prefetch):
         print("batch", len(batch[0]), flush=True)
 
-import torch
 if __name__ == "__main__":
     polyxla.launch(train, ({workers},))
 """
@@ -110,7 +112,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("workers", "account"),
     [
-        (0, r"the loader is at .*hanging\.py:12"),
+        (0, r"the loader is at .*hanging\.py:13"),
         (1, r"it waits for the loader's workers \(processes \d+\)"),
     ],
     ids=["read-here", "read-in-a-worker"],
