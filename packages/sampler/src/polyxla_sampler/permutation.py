@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -13,7 +14,10 @@ BLOCK = 8192
 """Indices computed at a time while iterating: with all buffers, less than 1 MiB."""
 
 LONGEST = 2**62
-"""Products of half an index and 31 bits stay in int64."""
+"""Half of an index and 31 bits of a hash multiply to what int64 holds."""
+
+NARROW = 2**24
+"""Up to this length words are int32, which processors multiply faster: half of an index leaves 18 bits."""
 
 # Five rounds: with four, positions that differ in their column only stay related, as test_permutation.py
 # measures. Short orders have few values for a round's function to differ in, and cost nothing, so they get
@@ -52,11 +56,18 @@ class Permutation:
         self.length = length
         self.seed = seed
         self._bits = max(length - 1, 0).bit_length() // 2
+        self._word = _NARROW_WORD if length <= NARROW else _WIDE_WORD
+        rows = -(-length // (1 << self._bits))
+        # How many of a hash's bits are scaled to the rows: the product keeps its sign.
+        scaled = self._word.bits - 1 - rows.bit_length()
         # Operands are tensors: torch takes half as long for them as for Python's numbers.
-        self._columns_mask, self._shift_row = _scalar((1 << self._bits) - 1), _scalar(self._bits)
-        self._rows, self._length = _scalar(-(-length // (1 << self._bits))), _scalar(length)
-        self._shift_column = _scalar(64 - self._bits)
-        self._keys = _keys(seed, _ROUNDS if length > _SHORT else _ROUNDS_WHEN_SHORT)
+        scalar = self._word.scalar
+        self._columns_mask, self._shift_row = scalar((1 << self._bits) - 1), scalar(self._bits)
+        self._rows, self._length = scalar(rows), scalar(length)
+        self._shift_column = scalar(self._word.bits - self._bits)
+        self._shift_hash, self._negative = scalar(self._word.bits - scaled), scalar(-(1 << scaled))
+        self._shift_scaled, self._shift_sign = scalar(scaled), scalar(self._word.bits - 1)
+        self._keys = _keys(seed, _ROUNDS if length > _SHORT else _ROUNDS_WHEN_SHORT, self._word)
 
     def __len__(self) -> int:
         return self.length
@@ -81,10 +92,11 @@ class Permutation:
         )
 
     def _block(self, start: int, count: int, step: int) -> list[int]:
-        positions = torch.arange(start, start + count * step, step, dtype=torch.int64, device="cpu")
+        places = torch.arange(start, start + count * step, step, dtype=torch.int64, device="cpu")
+        found = self._indices(places.to(self._word.dtype))
         # The array's tolist takes a quarter of the time that a tensor's does.
-        numbers = array("q", bytes(8 * count))
-        torch.frombuffer(numbers, dtype=torch.int64).copy_(self._indices(positions))
+        numbers = array(self._word.code, bytes(self._word.bits // 8 * count))
+        torch.frombuffer(numbers, dtype=self._word.dtype).copy_(found)
         return numbers.tolist()
 
     def _indices(self, positions: torch.Tensor) -> torch.Tensor:
@@ -95,7 +107,7 @@ class Permutation:
         return found
 
     def _enciphered(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return int64 [position] within the rectangle; `positions` are overwritten."""
+        """Return [position] within the rectangle, of the word's dtype; `positions` are overwritten."""
         row = positions >> self._shift_row
         column = positions.bitwise_and_(self._columns_mask)
         # The square's factor and what is added to it, two for each round.
@@ -109,10 +121,33 @@ class Permutation:
 
     def _move_row(self, row: torch.Tensor, hashed: torch.Tensor) -> None:
         """Add what the hash says to the row, modulo the number of rows."""
-        # Its upper 31 bits as a number in [-2**31, 0), scaled to [-rows, 0).
-        offset = hashed.bitwise_right_shift_(_THIRTY_THREE).bitwise_or_(_NEGATIVE)
-        row += offset.mul_(self._rows).bitwise_right_shift_(_THIRTY_ONE)
-        row += torch.bitwise_right_shift(row, _SIGN, out=offset).bitwise_and_(self._rows)
+        # Its upper bits as a number in [-2**scaled, 0), scaled to [-rows, 0).
+        offset = hashed.bitwise_right_shift_(self._shift_hash).bitwise_or_(self._negative)
+        row += offset.mul_(self._rows).bitwise_right_shift_(self._shift_scaled)
+        row += torch.bitwise_right_shift(row, self._shift_sign, out=offset).bitwise_and_(self._rows)
+
+
+@dataclass(frozen=True)
+class _Word:
+    """The integers that are computed with.
+
+    Attributes:
+        bits: of each, its sign included.
+        dtype: as torch has them.
+        code: as Python's arrays name them.
+    """
+
+    bits: int
+    dtype: torch.dtype
+    code: str
+
+    def scalar(self, value: int) -> torch.Tensor:
+        """Return a tensor of one of them."""
+        # On the CPU whatever torch's default device is: these are positions, not data.
+        return torch.tensor(value, dtype=self.dtype, device="cpu")
+
+
+_NARROW_WORD, _WIDE_WORD = _Word(32, torch.int32, "i"), _Word(64, torch.int64, "q")
 
 
 Order = Permutation | range
@@ -140,16 +175,7 @@ def _rounds(order: Order, places: range) -> Iterator[Iterator[int]]:
         places = range(behind.start - len(order), behind.stop - len(order), behind.step)
 
 
-def _keys(seed: int, rounds: int) -> list[tuple[int, torch.Tensor]]:
-    stream = array("q", hashlib.shake_128(repr(seed).encode()).digest(16 * rounds))
+def _keys(seed: int, rounds: int, word: _Word) -> list[tuple[int, torch.Tensor]]:
+    stream = array(word.code, hashlib.shake_128(repr(seed).encode()).digest(2 * rounds * word.bits // 8))
     # An even factor would lose the upper bits of the square.
-    return [(factor | 1, _scalar(added)) for factor, added in zip(stream[::2], stream[1::2], strict=True)]
-
-
-def _scalar(value: int) -> torch.Tensor:
-    # On the CPU whatever torch's default device is: these are positions, not data.
-    return torch.tensor(value, dtype=torch.int64, device="cpu")
-
-
-_THIRTY_ONE, _THIRTY_THREE, _SIGN = _scalar(31), _scalar(33), _scalar(63)
-_NEGATIVE = _scalar(-(2**31))
+    return [(factor | 1, word.scalar(added)) for factor, added in zip(stream[::2], stream[1::2], strict=True)]
