@@ -37,9 +37,11 @@ from rich.table import Table
 JSON, QUICK = "--json", "--quick"
 IS_QUICK = QUICK in sys.argv
 ROUNDS = 1 if IS_QUICK else 3
-"""How often all contestants are started anew."""
-BLOCKS, STEPS = (2, 40) if IS_QUICK else (25, 40)
-"""Of a round. Half a second each, because a machine's speed drifts: neighbours see the same of it."""
+"""How often samplers are compared."""
+STARTS = 1 if IS_QUICK else 8
+"""How often all loops are started anew: by where its memory lies, one process is some per cent faster."""
+BLOCKS, STEPS = (2, 40) if IS_QUICK else (8, 40)
+"""Of a start. Half a second each, because a machine's speed drifts: neighbours see the same of it."""
 LOOPS = Path(__file__).parent / "contestants" / "loops.py"
 PEER = "plain"
 AT_MOST: Mapping[str, float | None] = {
@@ -67,11 +69,11 @@ SAMPLERS = ("ShardedSampler", "DistributedSampler")
 
 @dataclass
 class Loop:
-    """One contestant over all rounds.
+    """One contestant over all starts.
 
     Attributes:
         step_ms: of a step, one for each block.
-        counts: how often it did what is counted, in a step of the last round.
+        counts: how often it did what is counted, in a step after the last start.
     """
 
     step_ms: list[float] = field(default_factory=list)
@@ -118,7 +120,7 @@ class Turns:
 
 def measure_steps() -> None:
     loops = {name: Loop() for name in AT_MOST}
-    for number in range(1, ROUNDS + 1):
+    for number in range(1, STARTS + 1):
         turns = {name: Turns(name) for name in loops}
         for _ in range(BLOCKS):
             for name, loop in loops.items():
@@ -126,7 +128,7 @@ def measure_steps() -> None:
         for name, loop in loops.items():
             loop.counts = turns[name].end()
         print(
-            f"round {number} of {ROUNDS}, median ms a step so far:",
+            f"start {number} of {STARTS}, median ms a step so far:",
             ", ".join(f"{name} {loop.median:.2f}" for name, loop in loops.items()),
             file=sys.stderr,
         )
