@@ -80,4 +80,4 @@ class Patience:
         if workers := [str(one.pid) for one in multiprocessing.active_children()]:
             # Their stacks are not to be had from here.
             return f"it waits for the loader's workers (processes {', '.join(workers)})"
-        return "it was read, and is not on the device yet"
+        return "it is at no line of the program: torch reads it, or copies it to the device"
