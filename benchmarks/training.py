@@ -38,9 +38,9 @@ JSON, QUICK = "--json", "--quick"
 IS_QUICK = QUICK in sys.argv
 ROUNDS = 1 if IS_QUICK else 3
 """How often samplers are compared."""
-STARTS = 1 if IS_QUICK else 8
+STARTS = 1 if IS_QUICK else 4
 """How often all loops are started anew: by where its memory lies, one process is some per cent faster."""
-BLOCKS, STEPS = (2, 40) if IS_QUICK else (8, 40)
+BLOCKS, STEPS = (2, 40) if IS_QUICK else (15, 40)
 """Of a start. Half a second each, because a machine's speed drifts: neighbours see the same of it."""
 LOOPS = Path(__file__).parent / "contestants" / "loops.py"
 PEER = "plain"
