@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from polyxla import Replica, UsageError, launch
+from polyxla.precision import AsMade
 from polyxla.testing import PluginInstaller
 
 
@@ -91,6 +92,22 @@ def test_an_optimizer_of_another_module_is_refused() -> None:
         "(from an optimizer made before the module was moved or changed). "
         "Make the optimizer from the parameters of the module that is trained."
     )
+
+
+class _Doubling(AsMade):
+    def convert(self, module: torch.nn.Module) -> torch.nn.Module:
+        return module.double()
+
+
+def test_a_module_whose_optimizer_is_refused_is_not_converted() -> None:
+    module, other = _Net(1.0), torch.optim.SGD([*_Net(1.0).parameters()], lr=0.1)
+    policy = _Doubling()
+    launch(lambda replica: replica.setup(module), runtime="fake", devices=1, precision=policy)
+    assert module.layer.weight.dtype == torch.float64
+    module.float()
+    with pytest.raises(UsageError, match="0 of the 2 parameters of SGD"):
+        launch(lambda replica: replica.setup(module, other), runtime="fake", devices=1, precision=policy)
+    assert module.layer.weight.dtype == torch.float32
 
 
 def test_an_optimizer_whose_parameters_are_elsewhere_is_refused_at_its_first_step() -> None:
