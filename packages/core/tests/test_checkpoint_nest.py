@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors
 import torch
@@ -91,6 +92,21 @@ def test_every_dtype_comes_back_bit_for_bit(
     state = {"odd": torch.zeros(1, dtype=torch.uint8), "it": _of(dtype, *shape)}
     save(state, tmp_path / "state")
     assert _is_same(load(tmp_path / "state"), state)
+
+
+@pytest.mark.parametrize(
+    "number", [np.float64(0.1), np.float32(0.1), np.int64(-3), np.uint8(255), np.float64("inf")], ids=repr
+)
+def test_numpys_numbers_come_back_as_pythons(again: Again, number: Any) -> None:
+    found = again({"lr": number})["lr"]
+    assert type(found) in (int, float)
+    assert found == number
+
+
+@pytest.mark.parametrize("odd", [np.zeros(2), np.longdouble(1), np.complex64(1)], ids=repr)
+def test_what_else_numpy_has_is_refused_by_name(odd: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"^state\['a'\] is a numpy\."):
+        pack({"a": odd})
 
 
 def test_all_of_torchs_other_dtypes_are_refused_by_name() -> None:

@@ -1,12 +1,14 @@
 """A nest of Python values as JSON, with its tensors beside it; every type comes back as it was.
 
 Numbers, text, None and lists are what JSON has for them. Everything else is an object with its ``type``.
+NumPy's numbers become Python's: who reads a checkpoint need not have NumPy.
 """
 
 from __future__ import annotations
 
 import base64
 import math
+import numbers
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -51,6 +53,7 @@ class Encoder:
         """
         if depth > MAX_DEPTH:
             raise _refused(f"{where[:60]}... is nested more than {MAX_DEPTH} deep, or contains itself")
+        value = _plain(value)
         kind = type(value)
         if kind in _SCALARS:
             return _SCALARS[kind](value)
@@ -178,6 +181,12 @@ _READ: dict[str, Callable[[str], Any]] = {
     "dtype": _read_dtype,
     "device": torch.device,
 }
+
+
+def _plain(value: Any) -> Any:
+    """Return Python's number for one of NumPy's, such as a learning rate that was computed with it."""
+    is_numpys = isinstance(value, numbers.Real) and type(value).__module__ == "numpy"
+    return value.item() if is_numpys else value
 
 
 def _scalar(value: Any) -> Any:
