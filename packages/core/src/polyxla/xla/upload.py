@@ -14,8 +14,9 @@ from polyxla.errors import UsageError
 from polyxla.xla.patience import Patience
 
 KNOBS = ("loader_prefetch_size", "device_prefetch_size", "host_to_device_transfer_threads")
-"""Batches read ahead on the host (torch_xla's default: 16), batches held on the device (8), and threads that
-copy (1; with more, batches may change places).
+"""Batches read ahead on the host (torch_xla's default: 16), batches held on the device (8; they are copied
+together, so that the first waits for the eighth), and threads that copy (1; with more, batches may change
+places).
 Source: `torch_xla.distributed.parallel_loader.ParallelLoader` of torch_xla 2.9.0.
 """
 NEVER = 2**62
