@@ -105,19 +105,14 @@ def main(
     fitted = trainer.outcome
     metrics = trainer.test(module, DataLoader(test, batch_size))
     assert fitted is not None
+    told = ("runtime", "device", "world_size", "epochs", "steps")
     result = {
-        "runtime": fitted.runtime,
-        "device": fitted.device,
-        "world_size": fitted.world_size,
-        "epochs": fitted.epochs,
-        "steps": fitted.steps,
+        **{name: getattr(fitted, name) for name in told},
         "test_accuracy": metrics["test_accuracy"],
         "seconds": round(time.perf_counter() - started, 3),
     }
-    if as_json:
-        print(json.dumps(result), flush=True)
-    else:
-        print("  ".join(f"{name} {value}" for name, value in result.items()))
+    plain = "  ".join(f"{name} {value}" for name, value in result.items())
+    print(json.dumps(result) if as_json else plain, flush=True)
 
 
 if __name__ == "__main__":
