@@ -19,6 +19,8 @@ together, so that the first waits for the eighth), and threads that copy (1; wit
 places).
 Source: `torch_xla.distributed.parallel_loader.ParallelLoader` of torch_xla 2.9.0.
 """
+LEAVE_S = 60.0
+"""How long a loop that is left waits for the thread that reads, in seconds: the next may read the same."""
 NEVER = 2**62
 """Batches per execution: polyxla's loader cuts the graph itself, and only where a step has not."""
 
@@ -52,7 +54,7 @@ def uploaded(
     arriving = iter(loader)
     close = loader._parallel_loader.close
     patience = Patience(timeout_s, source.line, close)
-    # Where it ends by an error, its threads may hang in the person's dataset, and are left there.
+    # Where it ends otherwise, a thread hangs in the person's dataset, or nobody wants to wait.
     end_s = 0.0
     try:
         while True:
@@ -62,12 +64,13 @@ def uploaded(
             if batch is None:
                 break
             yield batch
-        if failure := patience.error or source.failure:
-            raise failure
-        end_s = timeout_s
+        if patience.error:
+            raise patience.error
+        end_s = LEAVE_S
+        if source.failure:
+            raise source.failure
     except GeneratorExit:
-        # The loop was left, and the next one may read the same dataset.
-        end_s = timeout_s
+        end_s = LEAVE_S
         raise
     finally:
         patience.close()
