@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from polyxla.testing import RuntimeUnderTest
 
 SEEDS = Path(__file__).parent / "seeds"
@@ -17,6 +19,7 @@ def test_tensor_creation(runtime: RuntimeUnderTest) -> None:
     assert "hardware " in done.stdout
 
 
+@pytest.mark.long
 def test_single_device_mnist(runtime: RuntimeUnderTest) -> None:
     done = runtime.run(str(SEEDS / "mnist_single.py"), "2560")
     assert done.returncode == 0, done.stderr

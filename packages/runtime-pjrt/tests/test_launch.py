@@ -78,6 +78,7 @@ def test_a_running_client_that_does_not_fit_is_refused() -> None:
     assert "start_method='spawn'" in done.stdout
 
 
+@pytest.mark.long
 def test_a_process_whose_autograd_came_before_the_device_is_refused() -> None:
     done = python(
         "import polyxla, torch\n"
