@@ -83,14 +83,15 @@ def from_environ(
 ) -> Settings:
     """Merge what was passed in code or as flags (it wins) with the environment and the defaults."""
     return Settings(
-        runtime=runtime or _setting(environ, POLYXLA_RUNTIME, None),
-        devices=devices or _setting(environ, POLYXLA_DEVICES, "auto"),
-        precision=precision or _setting(environ, POLYXLA_PRECISION, None),
-        wait_s=wait_s or _setting(environ, POLYXLA_WAIT_S, "0"),
+        runtime=runtime or setting(environ, POLYXLA_RUNTIME, None),
+        devices=devices or setting(environ, POLYXLA_DEVICES, "auto"),
+        precision=precision or setting(environ, POLYXLA_PRECISION, None),
+        wait_s=wait_s or setting(environ, POLYXLA_WAIT_S, "0"),
     )
 
 
-def _setting(environ: Mapping[str, str], name: str, default: str | None) -> Setting:
+def setting(environ: Mapping[str, str], name: str, default: str | None) -> Setting:
+    """Return what a variable says, or the default where it is unset or empty."""
     if text := environ.get(name):
         return Setting(text, f"{name}={text}")
     return Setting(default, "default")

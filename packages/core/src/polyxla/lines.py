@@ -43,18 +43,18 @@ def outside() -> str | None:
 
     None where polyxla's own loop made the call.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _package(frame) in OURS | MACHINERY:
-        if frame.f_globals.get("__name__") == "polyxla.loop":
-            return None
-        frame = frame.f_back
-    return place(frame.f_code, frame.f_lineno) if frame else None
+    return _outside(sys._getframe(1))
 
 
 def in_thread(ident: int) -> str | None:
     """Return ``file:line`` of the innermost frame of a thread that is the person's; None without one."""
-    frame = sys._current_frames().get(ident)
+    return _outside(sys._current_frames().get(ident))
+
+
+def _outside(frame: FrameType | None) -> str | None:
     while frame is not None and _package(frame) in OURS | MACHINERY:
+        if frame.f_globals.get("__name__") == "polyxla.loop":
+            return None
         frame = frame.f_back
     return place(frame.f_code, frame.f_lineno) if frame else None
 

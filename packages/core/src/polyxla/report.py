@@ -29,17 +29,12 @@ def _own(environ: Mapping[str, str], settings: Settings) -> dict[str, Setting]:
         env.POLYXLA_RUNTIME: settings.runtime,
         env.POLYXLA_DEVICES: settings.devices,
         env.POLYXLA_PRECISION: settings.precision,
-        **{name: _timeout(environ, name) for name in env.DEFAULT_S},
+        **{name: env.setting(environ, name, f"{seconds:g}") for name, seconds in env.DEFAULT_S.items()},
         env.POLYXLA_WAIT_S: settings.wait_s,
         env.POLYXLA_COMPILE_CACHE: Setting(
             "on" if cache is None else cache or "off", "environment" if cache is not None else "default"
         ),
     }
-
-
-def _timeout(environ: Mapping[str, str], name: str) -> Setting:
-    text = environ.get(name)
-    return Setting(text or f"{env.DEFAULT_S[name]:g}", "environment" if text else "default")
 
 
 def _to_be_set(environ: Mapping[str, str], settings: Settings) -> list[dict[str, Any]]:

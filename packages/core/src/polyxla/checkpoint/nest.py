@@ -185,7 +185,7 @@ _READ: dict[str, Callable[[str], Any]] = {
 
 def _plain(value: Any) -> Any:
     """Return Python's number for one of NumPy's, such as a learning rate that was computed with it."""
-    is_numpys = isinstance(value, numbers.Real) and type(value).__module__ == "numpy"
+    is_numpys = type(value).__module__ == "numpy" and isinstance(value, numbers.Real)
     return value.item() if is_numpys else value
 
 

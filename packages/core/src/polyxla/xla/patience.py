@@ -25,7 +25,7 @@ class Patience:
     Args:
         timeout_s: the longest wait, in seconds.
         where: returns the line where the loader is; None where it is in none of the person's.
-        give_up: lets the replica wait no longer; called in the watch's thread, once, and may hang.
+        give_up: lets the replica wait no longer; called in the watch's thread, once.
 
     Attributes:
         error: what the replica must raise; None while there is nothing wrong.
@@ -53,8 +53,7 @@ class Patience:
     def close(self) -> None:
         """Look no longer."""
         self._stop.set()
-        if self.error is None:
-            self._thread.join()
+        self._thread.join()
 
     def _look(self) -> None:
         while not self._stop.wait(min(TICK_S, self._timeout_s / 4)):

@@ -52,8 +52,9 @@ def uploaded(
     source = _Told(batches)
     loader: Any = MpDeviceLoader(source, device, batches_per_execution=NEVER, **prefetch)
     arriving = iter(loader)
-    close = loader._parallel_loader.close
-    patience = Patience(timeout_s, source.line, close)
+    # A thread of its own: it wakes who waits for a batch, and then waits for the threads that read and copy.
+    closing = threading.Thread(target=loader._parallel_loader.close, name="polyxla-input", daemon=True)
+    patience = Patience(timeout_s, source.line, closing.start)
     # Where it ends otherwise, a thread hangs in the person's dataset, or nobody wants to wait.
     end_s = 0.0
     try:
@@ -74,8 +75,8 @@ def uploaded(
         raise
     finally:
         patience.close()
-        closing = threading.Thread(target=close, name="polyxla-input", daemon=True)
-        closing.start()
+        if not patience.error:
+            closing.start()
         closing.join(end_s)
 
 
