@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 ROUNDS = 6
@@ -134,6 +135,12 @@ def used(command: Sequence[str], environ: Mapping[str, str]) -> Usage:
     wall_s, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return Usage(wall_s, cpu_s, done.stdout)
+
+
+def resident_bytes(process: int | str = "self") -> int:
+    """Return how much memory a process has at the moment."""
+    pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def row(

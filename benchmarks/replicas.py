@@ -15,10 +15,9 @@ import os
 import resource
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from harness import HOST, NATIVE, Contestant, Usage, contest, do, main, row, used
+from harness import HOST, NATIVE, Contestant, Usage, contest, do, main, resident_bytes, row, used
 from trainings import BATCH, DdpTraining, XlaTraining, serve
 
 REPLICAS = 4
@@ -98,11 +97,6 @@ def _compile_seconds(replica: Any) -> float:
     XlaTraining("block", BATCH).run(3)
     found: tuple[int, float, Any] = metrics.metric_data("CompileTime")
     return found[1] / 1e9
-
-
-def resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def memory() -> None:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import replicas
-from harness import HOST, NATIVE, Contestant, contest, do, main, row, used
+from harness import HOST, NATIVE, Contestant, contest, do, main, resident_bytes, row, used
 from trainings import BATCH, XlaTraining, serve
 
 CORES = 8
@@ -80,11 +80,6 @@ def node(address: str, cores: int) -> dict[str, str]:
 def serving_process(supervisor: int) -> int:
     """Return the process that serves, a child of the worker's."""
     return int(Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()[0])
-
-
-def resident_bytes(process: int) -> int:
-    pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 class Distance:
