@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 
-from polyxla.checkpoint import load, save
+from polyxla_training.checkpoint import load, save
 
 SIZES_MIB = (256, 256, 128, 128, 128, 64, 32, 16, 8, 8)
 ROUNDS = 3
@@ -37,7 +37,7 @@ def state(transposed: bool) -> dict[str, torch.Tensor]:
 
 
 def save_safetensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write with safetensors, and wait for the disk as `polyxla.save` does."""
+    """Write with safetensors, and wait for the disk as `polyxla_training.save` does."""
     save_file(tensors, path)
     with path.open("rb") as file:
         os.fsync(file.fileno())

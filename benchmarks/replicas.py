@@ -101,7 +101,7 @@ def _compile_seconds(replica: Any) -> float:
 
 def memory() -> None:
     """Print resident bytes and the number of live buffers, every `SETTLED` steps, as JSON."""
-    from polyxla_bridge.jax_engine import JaxEngine
+    from polyxla_bridge.engine.jax_engine import JaxEngine
 
     training = XlaTraining("convnet", BATCH)
     (engine,) = (one for one in gc.get_objects() if isinstance(one, JaxEngine))

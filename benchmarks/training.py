@@ -2,7 +2,7 @@
 
     nox -s bench -- training [steps] [sampler] [checkpoint] [--quick] [--json]
 
-``steps`` compares `polyxla.Trainer` with the loop of torch_xla's guides, and with those of Lightning and
+``steps`` compares `polyxla_training.Trainer` with the loop of torch_xla's guides, and with those of Lightning and
 Accelerate: fresh processes, each of which trains a block of steps when it is its turn, so that what else the
 machine does hits all of them. Beside the times are the executions, transfers and compilations of a step that
 the plain loop does not have.

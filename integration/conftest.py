@@ -60,7 +60,7 @@ def _device_first(pytestconfig: pytest.Config) -> None:
 
 def _node_of_this_process() -> dict[str, str]:
     """Describe a node that this process keeps until it ends: replicas that run inline are on it."""
-    from polyxla_xrt.contract import read
+    from polyxla_xrt.config.configuration import read
     from polyxla_xrt.plan import asked_plan, free_port
 
     environ = {"XRT_TPU_CONFIG": f"localservice;0;localhost:{free_port()}", "TPU_NUM_DEVICES": "1"}

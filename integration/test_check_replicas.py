@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from polyxla import check_replicas
 from polyxla.testing import RuntimeUnderTest
+from polyxla_training import check_replicas
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 200.0

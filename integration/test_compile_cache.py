@@ -37,7 +37,7 @@ if __name__ == "__main__":
 TRAINING = """
 import torch
 from torch import nn
-from polyxla import Trainer
+from polyxla_training import Trainer
 
 class Net(nn.Module):
     def __init__(self):

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from polyxla import Trainer
 from polyxla.testing import RuntimeUnderTest
 from polyxla_examples.digits import DigitsNet, datasets
+from polyxla_training import Trainer
 
 FIELDS = ["runtime", "device", "world_size", "epochs", "steps", "test_accuracy", "seconds"]
 

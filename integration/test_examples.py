@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from polyxla import load
 from polyxla.testing import RuntimeUnderTest
+from polyxla_training import load
 
 WAIT_S = 240
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from polyxla import Replica, Trainer
-from polyxla.observe import CompileBudgetError, Observer, read_run
-from polyxla.observe.report.page import render
-from polyxla.observe.report.run import Run
+from polyxla import Replica
 from polyxla.testing import RuntimeUnderTest
+from polyxla_training import Trainer
+from polyxla_training.observe import CompileBudgetError, Observer, read_run
+from polyxla_training.observe.report.page import render
+from polyxla_training.observe.report.run import Run
 
 HERE = Path(__file__).name
 
@@ -143,28 +144,28 @@ def test_a_runs_report_has_its_plots(runtime: RuntimeUnderTest, tmp_path: Path) 
     assert line_of("loss.item()") in page
 
 
-def _gauged(replica: Replica) -> dict[str, Any]:
-    gauge = replica.gauge()
-    assert gauge is not None
+def _counted(replica: Replica) -> dict[str, Any]:
+    counters = replica.counters()
+    assert counters is not None
     module = nn.Linear(7, 3).to(replica.device)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     replica.add_listener(observer := Observer(replica))
-    before, compile_s = gauge.counts(), gauge.compile_s()
+    before, compile_s = counters.counts(), counters.compile_s()
     for _ in range(6):
         module(torch.ones(2, 7, device=replica.device)).sum().backward()
         replica.step(optimizer)
         optimizer.zero_grad()
-    after = gauge.counts().since(before)
+    after = counters.counts().since(before)
     return {
         "counts": after,
-        "compile_s": gauge.compile_s() - compile_s,
+        "compile_s": counters.compile_s() - compile_s,
         "flops": observer.summary().flops_per_step,
-        "chip": gauge.chip,
+        "chip": counters.chip,
     }
 
 
-def test_the_gauge_counts_what_was_done(runtime: RuntimeUnderTest) -> None:
-    [told] = runtime.launch(_gauged, devices=1)
+def test_the_counters_count_what_was_done(runtime: RuntimeUnderTest) -> None:
+    [told] = runtime.launch(_counted, devices=1)
     assert told["counts"].executions == 6
     assert 1 <= told["counts"].compiles <= 2, "tracing the first steps makes no other program"
     assert told["counts"].host_reads == 0
@@ -216,7 +217,7 @@ def test_collectives_are_right_while_steps_are_traced(runtime: RuntimeUnderTest)
 
 
 def _chip(replica: Replica) -> Any:
-    return getattr(replica.gauge(), "chip", "no gauge")
+    return getattr(replica.counters(), "chip", "no counters")
 
 
 @pytest.mark.pjrt

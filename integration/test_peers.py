@@ -15,8 +15,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from polyxla import Replica, Trainer, UsageError
+from polyxla import Replica, UsageError
 from polyxla.testing import RuntimeUnderTest
+from polyxla_training import Trainer
 
 
 def _on(replica: Replica, *shape: int) -> torch.Tensor:
@@ -114,9 +115,9 @@ def test_lightning_defect_4(runtime: RuntimeUnderTest) -> None:
 
 
 def _memory(replica: Replica) -> Any:
-    gauge = replica.gauge()
-    assert gauge is not None
-    return gauge.memory()
+    counters = replica.counters()
+    assert counters is not None
+    return counters.memory()
 
 
 def test_lightning_defect_5(runtime: RuntimeUnderTest) -> None:

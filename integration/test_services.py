@@ -17,9 +17,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from polyxla import Replica, load, save
+from polyxla import Replica
 from polyxla.testing import RuntimeUnderTest
 from polyxla_sampler import BucketBatchSampler, BucketCollate
+from polyxla_training import load, save
 
 Answers = list[dict[str, Any]]
 
@@ -286,8 +287,8 @@ def test_saving_a_value_that_others_still_owe_does_not_hang(answers: Answers) ->
 
 @exercise
 def memory(replica: Replica, folder: Path) -> Any:
-    gauge = replica.gauge()
-    found = gauge.memory() if gauge else None
+    counters = replica.counters()
+    found = counters.memory() if counters else None
     return None if found is None else (found.used_bytes, found.limit_bytes)
 
 

@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from polyxla import Replica, Trainer
+from polyxla import Replica
 from polyxla.testing import RuntimeUnderTest
+from polyxla_training import Trainer
 
 
 def blobs(records: int = 96) -> TensorDataset:

@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from polyxla import CheckpointFolder, Trainer, UsageError
+from polyxla import UsageError
 from polyxla.testing import RuntimeUnderTest
 from polyxla_precision import BF16True
+from polyxla_training import CheckpointFolder, Trainer
 
 
 class Net(nn.Module):

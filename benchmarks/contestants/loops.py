@@ -202,9 +202,9 @@ def trainer_logged(turns: Turns, loader: Iterable[Any]) -> None:
 
 
 def _train(network: nn.Module, loader: Iterable[Any]) -> None:
-    import polyxla
+    import polyxla_training
 
-    polyxla.Trainer(progress=False, log_dir=None).fit(network, loader)
+    polyxla_training.Trainer(progress=False, log_dir=None).fit(network, loader)
 
 
 def lightning(turns: Turns, loader: Iterable[Any]) -> None:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from polyxla_bridge.engine import ArrayType
+from polyxla_bridge.engine.engine import ArrayType
 from polyxla_xrt.client.engine import RemoteEngine
 from polyxla_xrt.client.lease import Lease
-from polyxla_xrt.client.place import Place
-from polyxla_xrt.worker_protocol import SILENCE_S
+from polyxla_xrt.place import Place
+from polyxla_xrt.protocol.worker import SILENCE_S
 
 if TYPE_CHECKING:
     from jobs.conftest import Host, Served

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from polyxla import Claim, Device, Discovery, Job, Replication, World, hookimpl
-from polyxla.processes import run_inline, run_processes
+from polyxla.launcher.processes import run_inline, run_processes
 
 if TYPE_CHECKING:
     import torch

@@ -32,9 +32,10 @@ class LibraryBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile next to the source; the build picks it up as an artifact."""
-        folder = Path(self.root) / "src" / "polyxla_bridge"
+        package = Path(self.root) / "src" / "polyxla_bridge"
+        folder = package / "native"
         with tempfile.TemporaryDirectory() as made:
-            (Path(made) / "abi.h").write_text(header(folder / "abi.py"))
+            (Path(made) / "abi.h").write_text(header(package / "table" / "abi.py"))
             objects = []
             for pattern, (variable, default, standard) in LANGUAGES.items():
                 for source in sorted(folder.glob(pattern)):

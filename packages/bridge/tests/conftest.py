@@ -22,7 +22,7 @@ import gc, json, os, sys, time
 import torch, torch_xla, torch_xla.core.xla_model as xm, torch_xla.runtime as xr
 import torch_xla.debug.metrics as met
 from torch_xla._internal import pjrt
-from polyxla_bridge.jax_engine import JaxEngine
+from polyxla_bridge.engine.jax_engine import JaxEngine
 
 def everywhere(function):
     process, processes = (int(os.environ[f"POLYXLA_BRIDGE_{name}"]) for name in ("PROCESS", "PROCESSES"))

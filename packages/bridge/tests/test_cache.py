@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
-from polyxla_bridge import cache, container
-from polyxla_bridge.engine import ArrayType
+from polyxla_bridge.engine.engine import ArrayType
+from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.env import Share, from_environ
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.jax_engine import JaxEngine
+from polyxla_bridge.programs import cache, program_file
 
 TIMEOUT_S = 60
 
@@ -162,7 +162,7 @@ def test_no_damaged_byte_goes_unseen(kept: bytes, data: st.DataObject) -> None:
     flipped = kept[:where] + bytes([kept[where] ^ 1 << bit]) + kept[where + 1 :]
     for damaged in (flipped, kept[:where], kept + kept[:where] + b"\n"):
         with pytest.raises(PjrtError, match="these bytes are no program to load"):
-            container.unpack(damaged, 1)
+            program_file.unpack(damaged, 1)
 
 
 def test_hits_and_misses_are_counted_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from polyxla_bridge import cache_folder
-from polyxla_bridge.cache_folder import CacheFolder, unfit
+from polyxla_bridge.programs import cache_folder
+from polyxla_bridge.programs.cache_folder import CacheFolder, unfit
 
 WRITER = """
 import sys
@@ -33,7 +33,7 @@ for number in range(200):
 KILLED = """
 import os, sys
 from pathlib import Path
-from polyxla_bridge.cache_folder import CacheFolder
+from polyxla_bridge.programs.cache_folder import CacheFolder
 
 Path.replace = lambda *_: os.kill(os.getpid(), 9)
 CacheFolder(Path(sys.argv[1])).write("polyxla-a", b"all of it")

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from polyxla_bridge import roll_call
+from polyxla_bridge.engine import startup_barrier
 from polyxla_bridge.env import Share
 from polyxla_bridge.errors import PjrtError
 
@@ -25,9 +25,11 @@ import os, sys, time, threading
 import numpy as np
 from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text
-from polyxla_bridge import env, board, watch
-from polyxla_bridge.engine import ArrayType
-from polyxla_bridge.jax_engine import JaxEngine
+from polyxla_bridge import env
+from polyxla_bridge.engine import stall_watchdog as watch
+from polyxla_bridge.programs import compile_coordination as board
+from polyxla_bridge.engine.engine import ArrayType
+from polyxla_bridge.engine.jax_engine import JaxEngine
 
 OPTIONS = xla_client.CompileOptions().SerializeAsString()
 share = env.current()
@@ -266,7 +268,7 @@ def answers(shares: list[Share], timeout_s: float) -> list[BaseException | None]
 
     def hold(number: int) -> None:
         try:
-            roll_call.hold(shares[number], lambda: None, timeout_s).leave(timeout_s)
+            startup_barrier.hold(shares[number], lambda: None, timeout_s).leave(timeout_s)
         except BaseException as error:
             found[number] = error
 
@@ -295,7 +297,7 @@ def test_nobody_listens() -> None:
     coordinator = f"127.0.0.1:{free_port()}"
     started = time.monotonic()
     with pytest.raises(PjrtError, match=rf"nobody listened on {coordinator} within 1 s: replicas \[0\]"):
-        roll_call.hold(Share(2, 2, 1, coordinator), lambda: None, 1)
+        startup_barrier.hold(Share(2, 2, 1, coordinator), lambda: None, 1)
     assert time.monotonic() - started < 5
 
 
@@ -309,7 +311,7 @@ def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         coordinator = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(PjrtError, match=f"cannot listen on {coordinator}.*in use"):
-            roll_call.hold(Share(2, 2, 0, coordinator), lambda: None, 1)
+            startup_barrier.hold(Share(2, 2, 0, coordinator), lambda: None, 1)
 
 
 def test_a_stranger_at_the_door_is_sent_away() -> None:
@@ -356,7 +358,7 @@ def test_process_0_stays_until_the_others_have_ended(ends: str) -> None:
 def test_who_stays_too_long_is_named() -> None:
     found = said(
         """
-        from polyxla_bridge import clients
+        from polyxla_bridge.engine import clients
         clients.LEAVE_TIMEOUT_S = 0.5
         engine = JaxEngine(share)
         if share.process == 1:
@@ -376,7 +378,7 @@ def test_who_stays_too_long_is_named() -> None:
 
 def test_a_process_that_fails_to_connect_says_who_is_missing() -> None:
     code = """
-    from polyxla_bridge import clients
+    from polyxla_bridge.engine import clients
     tell(f"{share.process} is here")
     hear(f"{2 - share.process} is here")
     try:

@@ -13,12 +13,13 @@ import pytest
 from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
-from polyxla_bridge import container, watch
-from polyxla_bridge.engine import ArrayType, Buffer, Executable
+from polyxla_bridge.engine import stall_watchdog
+from polyxla_bridge.engine.engine import ArrayType, Buffer, Executable
+from polyxla_bridge.engine.jax_engine import JaxEngine
+from polyxla_bridge.engine.memory_accounting import machine_bytes
 from polyxla_bridge.env import Share
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.jax_engine import JaxEngine
-from polyxla_bridge.memory import machine_bytes
+from polyxla_bridge.programs import program_file
 
 TIMEOUT_S = 60
 COUNT = 1 << 18
@@ -175,7 +176,7 @@ def test_bytes_that_are_no_program_are_refused_with_the_reason(engine: JaxEngine
     with pytest.raises(PjrtError, match="damaged"):
         engine.deserialize(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
     with pytest.raises(PjrtError, match="damaged"):
-        engine.deserialize(container._MAGIC)
+        engine.deserialize(program_file._MAGIC)
 
 
 def test_another_version_or_another_job_is_refused(
@@ -183,8 +184,8 @@ def test_another_version_or_another_job_is_refused(
 ) -> None:
     executable = adding(engine)
     with pytest.raises(PjrtError, match="adding was made with num_replicas 1, and this is num_replicas 2"):
-        container.unpack(engine.serialize(executable), 2)
-    monkeypatch.setattr(container, "VERSION", 0)
+        program_file.unpack(engine.serialize(executable), 2)
+    monkeypatch.setattr(program_file, "VERSION", 0)
     old = engine.serialize(executable)
     monkeypatch.undo()
     with pytest.raises(PjrtError, match="adding was made with version 0, and this is version"):
@@ -211,7 +212,7 @@ def test_positions_say_what_runs(engine: JaxEngine) -> None:
     while (position := engine.positions()[0]).program is None and time.monotonic() < deadline:
         time.sleep(0.001)
     assert position.program == "slow"
-    text = watch.describe(engine)
+    text = stall_watchdog.describe(engine)
     assert "replica 0: in slow for " in text
     assert "test_positions_say_what_runs" in text, "this thread's stack"
     result.value.result(TIMEOUT_S)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.env import Share
-from polyxla_bridge.jax_engine import JaxEngine
 
 Printed = Callable[..., list[list[str]]]
 Run = Callable[..., list[subprocess.CompletedProcess[str]]]

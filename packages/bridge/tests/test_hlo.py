@@ -7,8 +7,8 @@ import re
 import pytest
 from jaxlib._hlo import HloModule, hlo_module_from_text  # type: ignore[import-not-found]
 
-from polyxla_bridge import hlo, rewrite
 from polyxla_bridge.errors import PjrtError
+from polyxla_bridge.programs import hlo, rewrite
 
 ADD = "add { a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }"
 

@@ -16,10 +16,10 @@ import pytest
 from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
-from polyxla_bridge.abi import DTYPES
-from polyxla_bridge.engine import ArrayType, Buffer, Executable
+from polyxla_bridge.engine.engine import ArrayType, Buffer, Executable
+from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.env import Share
-from polyxla_bridge.jax_engine import JaxEngine
+from polyxla_bridge.table.abi import DTYPES
 
 TIMEOUT_S = 60
 

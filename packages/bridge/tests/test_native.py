@@ -10,12 +10,12 @@ from typing import Any, cast
 
 import pytest
 
-from polyxla_bridge import abi
-from polyxla_bridge.abi import Code
-from polyxla_bridge.engine import ArrayType, Buffer, Engine, EngineDevice
+from polyxla_bridge.engine.engine import ArrayType, Buffer, Engine, EngineDevice
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.state import ArrayTypes, Bridge, array
-from polyxla_bridge.table import Table
+from polyxla_bridge.table import abi
+from polyxla_bridge.table.abi import Code
+from polyxla_bridge.table.handles import ArrayTypes, Bridge, array
+from polyxla_bridge.table.table import Table
 
 TIMEOUT_S = 10
 

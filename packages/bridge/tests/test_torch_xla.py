@@ -97,7 +97,7 @@ def test_devices_that_cannot_be_let_go_of_end_the_program_with_one_line(run: Run
     (done,) = run(
         f"""
         from polyxla_bridge.errors import PjrtError
-        from polyxla_bridge.jax_engine import JaxEngine
+        from polyxla_bridge.engine.jax_engine import JaxEngine
         def close(engine):
             raise {error}
         JaxEngine.close = close
@@ -127,7 +127,8 @@ def test_what_is_not_implemented_says_so_by_name(run: Run) -> None:
 
 
 UNIMPLEMENTED = """
-from polyxla_bridge import abi, native
+from polyxla_bridge import native
+from polyxla_bridge.table import abi
 library = ctypes.CDLL(str(native.PATH))
 library.GetPjrtApi.restype = ctypes.c_void_p
 api = abi.Api.from_address(library.GetPjrtApi())

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from polyxla.cli import app
-from polyxla.notices import say_once
+from polyxla.cli.app import app
+from polyxla.console import say_once
 from polyxla.testing import PluginInstaller
 
 TIMEOUT_S = 60.0
@@ -147,7 +147,7 @@ class TestRuntimes:
             ),
             pytest.param(
                 "from polyxla import hookimpl\n@hookimpl\ndef polyxla_step_finishd(): pass",
-                "plugin 'extra' does not fit polyxla's hooks: unknown hook 'polyxla_step_finishd'",
+                "plugin 'extra' does not match polyxla's hooks: unknown hook 'polyxla_step_finishd'",
             ),
         ],
         ids=["import", "misspelt"],
@@ -254,7 +254,7 @@ class TestEnv:
 
 def _plan(*args: str) -> dict[str, Any]:
     plan = _document("run", "--dry-run", "--json", *args)
-    assert plan["command"][:3] == [sys.executable, "-m", "polyxla.script"]
+    assert plan["command"][:3] == [sys.executable, "-m", "polyxla.cli.script"]
     return {**plan, "command": plan["command"][3:]}
 
 
@@ -365,7 +365,7 @@ class TestRun:
         assert result.exit_code == 0
         *variables, command = result.stdout.splitlines()
         assert variables == ["TOY_VISIBLE=0", "POLYXLA_RUNTIME=toy", "POLYXLA_DEVICES=[0]"]
-        assert command == f"{sys.executable} -m polyxla.script script.py --lr 1"
+        assert command == f"{sys.executable} -m polyxla.cli.script script.py --lr 1"
 
     def test_the_script_runs_with_the_choice_and_its_own_arguments(self, tmp_path: Path) -> None:
         (tmp_path / "script.py").write_text(
@@ -483,7 +483,7 @@ class TestBadInput:
             "run", *(["--runtime", "odd"] if install is PluginInstaller.__call__ else []), "script.py"
         )
         assert result.exit_code == 2
-        assert "'odd' does not fit polyxla's hooks: unknown hook 'polyxla_lunch' in plugin" in result.stderr
+        assert "'odd' does not match polyxla's hooks: unknown hook 'polyxla_lunch' in plugin" in result.stderr
         assert result.stderr.endswith("(from odd). Did you mean 'polyxla_launch'?\n")
 
     def test_a_tie(self, install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch) -> None:

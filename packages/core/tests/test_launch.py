@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from polyxla import Job, Replica, UsageError, launch
-from polyxla.notices import say_once
+from polyxla.console import say_once
 from polyxla.testing import PluginInstaller
 
 ECHO = """
@@ -283,7 +283,7 @@ def test_a_plugin_brings_the_precision_that_a_replica_holds(
 ) -> None:
     code = """
 from polyxla import hookimpl
-from polyxla.precision import AsMade
+from polyxla.contracts.precision import AsMade
 
 @hookimpl
 def polyxla_precision(name):

@@ -20,21 +20,13 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from polyxla import (
-    Job,
-    Replica,
-    ReplicaLostError,
-    Setting,
-    StalledError,
-    UsageError,
-    child,
-    env,
-    processes,
-    starting,
-)
-from polyxla.child import PARENT_GONE, Message, ReplicaFailedError, Setup
-from polyxla.processes import ProcessMethod, RemoteTraceback, run_inline, run_processes
-from polyxla.starting import spawn
+from polyxla import Job, Replica, ReplicaLostError, Setting, StalledError, UsageError, env
+from polyxla.contracts.job import ProcessMethod
+from polyxla.launcher import child, processes, start_methods
+from polyxla.launcher.child import PARENT_GONE, Message, ReplicaFailedError, Setup
+from polyxla.launcher.processes import RemoteTraceback, run_inline, run_processes
+from polyxla.launcher.replica_main import run_replica
+from polyxla.launcher.start_methods import spawn
 from polyxla.testing import PluginInstaller
 
 PATIENCE_S = 60.0
@@ -42,7 +34,8 @@ PATIENCE_S = 60.0
 BARE = """
 import os
 from polyxla import Claim, Device, Discovery, Replication, World, hookimpl
-from polyxla.processes import run_processes
+from polyxla.launcher.replica_main import run_replica
+from polyxla.launcher.processes import run_processes
 
 @hookimpl
 def polyxla_discover_devices():
@@ -79,7 +72,7 @@ def _run(
     function: Callable[..., Any], *args: Any, size: int = 1, method: ProcessMethod = "spawn", **environ: str
 ) -> list[Any]:
     whole = {**os.environ, **environ}
-    job = Job(function, args, "bare", tuple(range(size)), whole, Setting(None, "default"))
+    job = Job(function, args, "bare", tuple(range(size)), whole, Setting(None, "default"), main=run_replica)
     environs = [{**whole, "MINE": str(ordinal)} for ordinal in range(size)]
     return run_processes(job, range(size), environs, method=method, preload=["json.tool"])
 
@@ -141,7 +134,7 @@ def test_the_parents_environment_stays_and_the_childs_is_as_given() -> None:
         return os.environ.get("PYTEST_CURRENT_TEST"), os.environ["GIVEN"]
 
     environ = {"PYTHONPATH": os.environ["PYTHONPATH"], "GIVEN": "yes"}
-    job = Job(change, (), "bare", (0,), environ, Setting(None, "default"))
+    job = Job(change, (), "bare", (0,), environ, Setting(None, "default"), main=run_replica)
     assert run_processes(job, [0], [environ]) == [(None, "yes")]
     assert dict(os.environ) == before
 
@@ -353,7 +346,7 @@ def test_arguments_that_cannot_be_sent_are_named(args: tuple[Any, ...], culprit:
 
 
 def test_a_place_that_cannot_be_sent_is_not_blamed_on_the_function() -> None:
-    job = Job(_fail, (), "bare", (0,), {}, Setting(None, "default"))
+    job = Job(_fail, (), "bare", (0,), {}, Setting(None, "default"), main=run_replica)
     with pytest.raises(UsageError, match="the job cannot be sent to another process: "):
         run_processes(job, [threading.Lock()], [{}])
 
@@ -432,6 +425,7 @@ def test_inline_runs_here_with_the_jobs_environment() -> None:
         (0,),
         {**os.environ, "LENT": "yes"},
         Setting(None, "default"),
+        main=run_replica,
     )
     assert run_inline(job, 0) == [(os.getpid(), 0, "yes")]
     assert dict(os.environ) == before
@@ -513,7 +507,9 @@ def test_a_child_whose_parent_closes_the_pipe_leaves_with_its_own_code() -> None
     process = spawn(theirs, os.environ)
     theirs.close()
     assert ours.recv() == Message("hello")
-    job = Job(lambda _: time.sleep(PATIENCE_S), (), "bare", (0,), {}, Setting(None, "default"))
+    job = Job(
+        lambda _: time.sleep(PATIENCE_S), (), "bare", (0,), {}, Setting(None, "default"), main=run_replica
+    )
     ours.send(Setup(dict(os.environ), sys.path, ".", cloudpickle.dumps((job, 0))))
     ours.close()
     end = process.wait(time.monotonic() + PATIENCE_S)
@@ -550,7 +546,7 @@ def test_replicas_that_wait_in_vain_are_shown_and_ended(
 
 
 def test_a_fork_server_that_cannot_import_is_a_lost_replica(capfd: pytest.CaptureFixture[str]) -> None:
-    job = Job(_fail, (), "bare", (0,), dict(os.environ), Setting(None, "default"))
+    job = Job(_fail, (), "bare", (0,), dict(os.environ), Setting(None, "default"), main=run_replica)
     with pytest.raises(ReplicaLostError, match="exited with code 1 before"):
         run_processes(job, [0], [os.environ], method="forkserver", preload=["no_such_module"])
     assert "No module named 'no_such_module'" in capfd.readouterr().err
@@ -577,7 +573,7 @@ def test_what_a_preloaded_module_sets_stays_unless_a_process_is_to_have_another(
         return os.environ["FRESH"], os.environ["CHANGED"], os.environ["MINE"]
 
     shared = {**os.environ, "CHANGED": "given"}
-    job = Job(look, (), "bare", (0, 1), shared, Setting(None, "default"))
+    job = Job(look, (), "bare", (0, 1), shared, Setting(None, "default"), main=run_replica)
     environs = [{**shared, "MINE": "0"}, {**shared, "MINE": "1"}]
     found = run_processes(job, [0, 1], environs, method="forkserver", preload=["setter"])
     # MINE of the first is what the server itself was started with, so the import's value is newer.
@@ -600,14 +596,14 @@ def test_a_fork_server_stays_for_the_next_launch_and_is_replaced_when_it_ended(
     assert _run(here, method="forkserver") == [(str(tmp_path), True)]
     os.kill(first, signal.SIGKILL)
     deadline = time.monotonic() + PATIENCE_S
-    while starting.fork_server(os.environ, ["json.tool"]).process.pid == first:
+    while start_methods.running_fork_server(os.environ, ["json.tool"]).process.pid == first:
         assert time.monotonic() < deadline
     (second,) = _run(parent, method="forkserver")
     assert second != first
 
 
 def test_an_idle_fork_server_ends() -> None:
-    code = "import polyxla.forkserver as server, sys; server.IDLE_S = 0.3; server.main()"
+    code = "import polyxla.launcher.fork_server as server, sys; server.IDLE_S = 0.3; server.main()"
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-c", code, "", f"[{theirs.fileno()}]", "[]"]
     with ours, theirs:
@@ -617,8 +613,8 @@ def test_an_idle_fork_server_ends() -> None:
 def test_a_fork_server_ends_with_its_parent(tmp_path: Path) -> None:
     code = """
 import os
-from polyxla.starting import fork_server
-print(fork_server(os.environ, ["json.tool"]).process.pid)
+from polyxla.launcher.start_methods import running_fork_server
+print(running_fork_server(os.environ, ["json.tool"]).process.pid)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     _wait_for_end_of([int(done.stdout)])
@@ -628,8 +624,8 @@ def test_a_fork_server_that_nobody_used_ends_while_it_imports(tmp_path: Path) ->
     (tmp_path / "slow.py").write_text("import time; time.sleep(600)")
     code = """
 import os
-from polyxla.starting import fork_server
-print(fork_server(os.environ, ["slow"]).process.pid)
+from polyxla.launcher.start_methods import running_fork_server
+print(running_fork_server(os.environ, ["slow"]).process.pid)
 """
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-c", code]

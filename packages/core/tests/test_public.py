@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import polyxla
-from polyxla import cli, env, errors, hookspecs, testing
+from polyxla import env, errors, hookspecs, testing
+from polyxla.cli import app
 from polyxla.testing import fake
 
 TIMEOUT_S = 60.0
@@ -81,7 +82,7 @@ def test_every_hook_says_when_it_is_called() -> None:
 
 
 def test_every_command_has_a_help() -> None:
-    assert [command.callback for command in cli.app.registered_commands if not command.callback.__doc__] == []
+    assert [command.callback for command in app.app.registered_commands if not command.callback.__doc__] == []
 
 
 def _imported_by(code: str, *args: str) -> set[str]:
@@ -102,7 +103,7 @@ def test_importing_polyxla_imports_nothing_heavy() -> None:
 
 
 def test_the_parts_that_a_launch_needs_import_nothing_heavy() -> None:
-    code = "import polyxla.processes, polyxla.child, polyxla.run, polyxla.script, polyxla.report"
+    code = "import polyxla.launcher.processes, polyxla.launcher.child, polyxla.cli.run, polyxla.cli.script, polyxla.cli.variables"
     assert _imported_by(code).isdisjoint({*HEAVY, "rich", "typer"})
 
 
@@ -114,12 +115,10 @@ def test_the_test_kit_imports_nothing_heavy() -> None:
     "args", [["--help"], ["run", "--help"], ["devices", "--help"]], ids=["help", "run", "devices"]
 )
 def test_help_imports_nothing_heavy(args: list[str]) -> None:
-    code = (
-        "import polyxla.cli\ntry:\n    polyxla.cli.main()\nexcept SystemExit as end:\n    assert not end.code"
-    )
+    code = "import polyxla.cli.app\ntry:\n    polyxla.cli.app.main()\nexcept SystemExit as end:\n    assert not end.code"
     assert _imported_by(code, *args).isdisjoint({*HEAVY, "rich"})
 
 
 def test_a_listing_of_runtimes_imports_nothing_heavy() -> None:
-    code = "import polyxla.cli\ntry:\n    polyxla.cli.main()\nexcept SystemExit:\n    pass"
+    code = "import polyxla.cli.app\ntry:\n    polyxla.cli.app.main()\nexcept SystemExit:\n    pass"
     assert _imported_by(code, "runtimes", "--json").isdisjoint(HEAVY)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from polyxla import BrokenPluginError, Replica, UsageError, hookimpl, launch
-from polyxla.replication import ReduceOp
+from polyxla.contracts.replication import ReduceOp
 from polyxla.testing import PluginInstaller
 
 
@@ -283,10 +283,6 @@ class _Diary:
         self.heard.append((replica.ordinal, step, logged))
 
     @hookimpl
-    def polyxla_metrics_ready(self, step: int, metrics: dict[str, float]) -> None:
-        self.heard.append((step, metrics))
-
-    @hookimpl
     def polyxla_replica_stopped(self, error: BaseException | None) -> None:
         self.heard.append(error)
 
@@ -302,14 +298,13 @@ def test_a_step_averages_gradients_updates_and_is_heard() -> None:
             optimizer.zero_grad()
             (weight * replica.ordinal).backward()
             replica.step(optimizer, {"loss": replica.ordinal} if replica.ordinal else None)
-        replica.publish({"val_loss": 0.5})
         return diary.heard, weight.item(), replica.steps
 
     for ordinal, (heard, weight, steps) in enumerate(_everywhere(train)):
         assert weight == 10.0 - 2 * (0 + 1 + 2 + 3) / 4
         assert steps == 2
         logged = {"loss": ordinal} if ordinal else {}
-        assert heard == [(ordinal, 1, logged), (ordinal, 2, logged), (2, {"val_loss": 0.5}), None]
+        assert heard == [(ordinal, 1, logged), (ordinal, 2, logged), None]
 
 
 class _Misspelt:
@@ -321,7 +316,7 @@ class _Misspelt:
 def test_a_misspelt_listener_is_refused_where_it_is_added() -> None:
     with pytest.raises(BrokenPluginError) as caught:
         _everywhere(lambda replica: replica.add_listener(_Misspelt()), 1)
-    assert "listener '_Misspelt' does not fit polyxla's hooks: unknown hook" in str(caught.value)
+    assert "listener '_Misspelt' does not match polyxla's hooks: unknown hook" in str(caught.value)
     assert str(caught.value).endswith("Did you mean 'polyxla_step_finished'?")
 
 

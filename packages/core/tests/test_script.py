@@ -68,7 +68,7 @@ def _run(*command: str, **options: Any) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_a_program_sees_what_python_would_show_it(command: list[str], folder: str) -> None:
-    ours = _run("-m", "polyxla.script", *command, cwd=folder)
+    ours = _run("-m", "polyxla.cli.script", *command, cwd=folder)
     pythons = _run(*command, cwd=folder)
     assert (ours.returncode, ours.stderr) == (0, "")
     seen, expected = json.loads(ours.stdout), json.loads(pythons.stdout)
@@ -84,7 +84,7 @@ def test_a_program_sees_what_python_would_show_it(command: list[str], folder: st
 def test_without_the_folder_on_the_path_the_first_entry_is_kept() -> None:
     (Path.cwd() / "look.py").write_text("import sys; print(sys.path[0])")
     safe = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": "first:second"}
-    assert _run("-m", "polyxla.script", "look.py", env=safe).stdout == _run("look.py", env=safe).stdout
+    assert _run("-m", "polyxla.cli.script", "look.py", env=safe).stdout == _run("look.py", env=safe).stdout
 
 
 SPAWNS = """
@@ -104,7 +104,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("command", [["spawns.py"], ["-m", "spawns"]], ids=["script", "module"])
 def test_workers_that_the_program_spawns_find_its_functions(command: list[str]) -> None:
     (Path.cwd() / "spawns.py").write_text(SPAWNS)
-    done = _run("-m", "polyxla.script", *command)
+    done = _run("-m", "polyxla.cli.script", *command)
     assert (done.stdout, done.stderr, done.returncode) == ("49\n", "", 0)
 
 
@@ -124,7 +124,7 @@ def test_workers_that_the_program_spawns_find_its_functions(command: list[str]) 
             id="lost-replica",
         ),
         pytest.param(
-            "from polyxla import Trainer\n\ndef make():\n    return Trainer(strategy='ddp')\n\n\nmake()\n",
+            "from polyxla_training import Trainer\n\ndef make():\n    return Trainer(strategy='ddp')\n\n\nmake()\n",
             "polyxla: error: strategy='ddp' is none of auto, debug (from Trainer). "
             "Leave it out: replicas, and how they start, come from devices= and the runtime.\n"
             "  at {path}:4\n",
@@ -139,7 +139,7 @@ def test_an_error_of_ours_is_its_text_and_the_line(
 ) -> None:
     path = Path.cwd() / "wrong.py"
     path.write_text(code)
-    done = _run("-m", "polyxla.script", *command)
+    done = _run("-m", "polyxla.cli.script", *command)
     assert (done.returncode, done.stdout) == (exit_code, "")
     assert done.stderr == text.format(path=path)
 
@@ -150,7 +150,7 @@ def test_an_error_of_ours_is_its_text_and_the_line(
 def test_a_module_that_cannot_be_run(name: str) -> None:
     (Path.cwd() / "package").mkdir()
     missing = f"{name}.__main__" if name == "elsewhere" else name
-    done = _run("-m", "polyxla.script", "-m", name)
+    done = _run("-m", "polyxla.cli.script", "-m", name)
     assert done.returncode == 2
     assert done.stderr == (
         f"polyxla: error: there is no module {missing!r} that can be run (from polyxla run -m). "
@@ -161,13 +161,13 @@ def test_a_module_that_cannot_be_run(name: str) -> None:
 def test_what_a_package_fails_to_import_is_its_own_error() -> None:
     (Path.cwd() / "pack").mkdir()
     (Path.cwd() / "pack" / "__init__.py").write_text("import pac")
-    done = _run("-m", "polyxla.script", "-m", "pack.look")
+    done = _run("-m", "polyxla.cli.script", "-m", "pack.look")
     assert done.returncode == 1
     assert done.stderr.endswith("ModuleNotFoundError: No module named 'pac'\n")
 
 
 def test_a_syntax_error_is_pythons() -> None:
     (Path.cwd() / "wrong.py").write_text("def (:\n")
-    done = _run("-m", "polyxla.script", "wrong.py")
+    done = _run("-m", "polyxla.cli.script", "wrong.py")
     assert done.returncode == 1
     assert "SyntaxError" in done.stderr

@@ -18,8 +18,8 @@ from polyxla import (
     UnknownRuntimeError,
     UsageError,
 )
-from polyxla.plugins import RuntimeEntry, find_runtime
-from polyxla.selection import Candidate, choose, look_at, select, survey
+from polyxla.plugins.manager import RuntimeEntry, find_runtime
+from polyxla.plugins.selection import Candidate, choose, look_at, select, survey
 from polyxla.testing import PluginInstaller
 
 UNASKED = Setting(None, "default")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from polyxla_pjrt.chips import Chip, attached_chips
+from polyxla_pjrt.tpu.chips import Chip, attached_chips
 
 
 def add(root: Path, address: str, **files: str) -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from polyxla import Job, Setting, launch
+from polyxla.launcher.replica_main import run_replica
 from polyxla_pjrt import env, plugin
 from polyxla_pjrt.discovery import discover, replica_environment
 
@@ -97,7 +98,7 @@ def test_a_process_whose_autograd_came_before_the_device_is_refused() -> None:
 def test_a_process_that_runs_on_another_device_type_is_refused() -> None:
     done = python(
         "import torch_xla; torch_xla.device()\n"
-        "from polyxla_pjrt.replication import SingleReplication\n"
+        "from polyxla_pjrt.single_replica import SingleReplication\n"
         "try: SingleReplication('TPU', 0)\n"
         "except Exception as error: print(error)\n",
         PJRT_DEVICE="CPU",
@@ -131,6 +132,8 @@ def test_a_tpu_job_gets_as_far_as_loading_libtpu(
 ) -> None:
     pci, environ = tpu_host
     wanted = replica_environment(environ, discover(environ, "auto", pci), devices)
-    job = Job(describe, (), "pjrt", devices, environ | wanted, Setting(None, "default"), "spawn")
+    job = Job(
+        describe, (), "pjrt", devices, environ | wanted, Setting(None, "default"), "spawn", main=run_replica
+    )
     with pytest.raises(RuntimeError, match=r"Failed to open .*libtpu\.so"):
         plugin.polyxla_launch(job)

@@ -9,9 +9,9 @@ import pytest
 from polyxla import UsageError
 from polyxla_bridge.env import from_environ
 from polyxla_pjrt import env, torchrun
-from polyxla_pjrt.accelerators import AcceleratorType
 from polyxla_pjrt.discovery import asked_devices, discover, plan_for, replica_environment
 from polyxla_pjrt.layout import Layout, Plan, cpu_layout, tpu_layout
+from polyxla_pjrt.tpu.accelerators import AcceleratorType
 
 TORCHRUN = {env.TORCHELASTIC_RUN_ID: "a", env.WORLD_SIZE: "4", env.LOCAL_WORLD_SIZE: "4", env.RANK: "1"}
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from polyxla.errors import UsageError
-from polyxla_pjrt.accelerators import Bounds
-from polyxla_pjrt.metadata import (
+from polyxla_pjrt.tpu.accelerators import Bounds
+from polyxla_pjrt.tpu.metadata import (
     MetadataClient,
     MetadataError,
     MetadataKeyError,
     MetadataUnreachableError,
 )
-from polyxla_pjrt.slices import Slice, read_slice, read_visible_chips
+from polyxla_pjrt.tpu.slices import Slice, read_slice, read_visible_chips
 
 V3_8 = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v3-8"}
 V4_16 = {

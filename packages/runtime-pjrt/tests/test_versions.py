@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from polyxla.testing import PluginInstaller
-from polyxla_pjrt.versions import versions_problem
+from polyxla_pjrt.tpu.versions import versions_problem
 
 
 def test_the_installed_pair_fits() -> None:

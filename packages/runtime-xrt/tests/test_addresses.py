@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from polyxla import UsageError
-from polyxla_xrt.addresses import join_address, read_address
-from polyxla_xrt.variables import Variable
+from polyxla_xrt.config.addresses import join_address, read_address
+from polyxla_xrt.config.variables import Variable
 
 
 def address(text: str) -> tuple[str, int]:

@@ -6,9 +6,9 @@ import pytest
 
 from polyxla import UsageError, World
 from polyxla_xrt import env
-from polyxla_xrt.contract import Configuration, read
-from polyxla_xrt.cores import child_environment, child_world, cores, process_count
-from polyxla_xrt.workers import WorkerId
+from polyxla_xrt.config.configuration import Configuration, read
+from polyxla_xrt.config.cores import child_environment, child_world, cores, process_count
+from polyxla_xrt.config.workers import WorkerId
 
 NODE = {env.XRT_TPU_CONFIG: "tpu_worker;0;10.0.0.2:8470"}
 CONFIG = "|".join(f"c_w;{task};10.0.0.{task}:8470" for task in range(4))

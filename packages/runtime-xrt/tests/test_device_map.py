@@ -6,9 +6,9 @@ import pytest
 
 from polyxla import UsageError
 from polyxla_xrt import env
-from polyxla_xrt.device_map import Mapped, read_map
-from polyxla_xrt.variables import Variable
-from polyxla_xrt.workers import Worker
+from polyxla_xrt.config.device_map import Mapped, read_map
+from polyxla_xrt.config.variables import Variable
+from polyxla_xrt.config.workers import Worker
 
 ONE = (Worker("w", 0, "a", 1),)
 TWO = (*ONE, Worker("w", 1, "b", 1))

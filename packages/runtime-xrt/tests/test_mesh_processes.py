@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from polyxla_xrt.server import app
+from polyxla_xrt.server import mesh_server
 
 BOUND_S = 20.0
 """Well below any limit that would end the wait otherwise, and above what a busy machine takes."""
@@ -86,10 +86,11 @@ def test_ordinal_0_may_leave_first(make_crew: Callable[..., Any]) -> None:
 
 def test_a_frozen_participant_is_lost(make_crew: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     hasty = [
-        (name, min(value, 1000) if name.endswith("_ms") else value) for name, value in app._SERVER_OPTIONS
+        (name, min(value, 1000) if name.endswith("_ms") else value)
+        for name, value in mesh_server._SERVER_OPTIONS
     ]
-    monkeypatch.setattr(app, "_SERVER_OPTIONS", hasty)
-    server = app.MeshServer("127.0.0.1:0", 2)
+    monkeypatch.setattr(mesh_server, "_SERVER_OPTIONS", hasty)
+    server = mesh_server.MeshServer("127.0.0.1:0", 2)
     crew = make_crew(2, server.address)
     crew.processes[1].send_signal(signal.SIGSTOP)
     (found,) = crew.meet_all("frozen", (0,))

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from polyxla_xrt.outbox import LIMIT_BYTES, Outbox
+from polyxla_xrt.protocol.outbox import LIMIT_BYTES, Outbox
 
 SOON_S = 10.0
 MIB = 1 << 20

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
+from polyxla_bridge.table.abi import Code
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.server import leases
 from polyxla_xrt.server.budget import Budget

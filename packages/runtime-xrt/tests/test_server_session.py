@@ -12,14 +12,14 @@ import pytest
 from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
-from polyxla_bridge.abi import Code
+from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.env import Share
-from polyxla_bridge.jax_engine import JaxEngine
-from polyxla_xrt import wire
+from polyxla_bridge.table.abi import Code
 from polyxla_xrt.proto import worker_pb2 as pb
+from polyxla_xrt.protocol import bulk_encoding
+from polyxla_xrt.protocol.worker import CHUNK_BYTES
 from polyxla_xrt.server.budget import Budget
 from polyxla_xrt.server.session import MisuseError, Session
-from polyxla_xrt.worker_protocol import CHUNK_BYTES
 
 TIMEOUT_S = 60
 OPTIONS = xla_client.CompileOptions().SerializeAsString()
@@ -50,8 +50,8 @@ class Peer:
         )
         self._sequence = 0
 
-    def _heed(self, message: pb.Answer | wire.Bulk, size: int) -> bool:
-        (answer,) = pb.Answers.FromString(wire.encode([message])).answers
+    def _heed(self, message: pb.Answer | bulk_encoding.Bulk, size: int) -> bool:
+        (answer,) = pb.Answers.FromString(bulk_encoding.encode([message])).answers
         with self._changed:
             if answer.HasField("executed"):
                 self._ran[answer.executed.sequence] = answer.executed
@@ -368,13 +368,13 @@ class Answers:
     def __init__(self) -> None:
         self.sent = 0
 
-    def __call__(self, answer: pb.Answer | wire.Bulk, size: int) -> bool:
+    def __call__(self, answer: pb.Answer | bulk_encoding.Bulk, size: int) -> bool:
         self.sent += 1
         return False
 
 
 def test_nothing_more_is_sent_to_who_has_gone(engine: JaxEngine) -> None:
-    answers: Callable[[pb.Answer | wire.Bulk, int], bool] = Answers()
+    answers: Callable[[pb.Answer | bulk_encoding.Bulk, int], bool] = Answers()
     with ThreadPoolExecutor(1) as pool:
         session = Session(engine, [0], Budget(LIMIT, ""), pool, answers, lambda *_: None)
         type_ = pb.ArrayType(dtype="uint8", dims=[5 * CHUNK_BYTES])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from polyxla import UsageError
-from polyxla_xrt.variables import Variable, find, read_count, read_flag, whole
+from polyxla_xrt.config.variables import Variable, find, read_count, read_flag, whole
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
 from polyxla.env import snapshot
-from polyxla_bridge.engine import ArrayType
+from polyxla_bridge.engine.engine import ArrayType
 from polyxla_xrt.client.engine import RemoteEngine
 from polyxla_xrt.client.lease import Lease
-from polyxla_xrt.client.place import Place
+from polyxla_xrt.place import Place
 
 TIMEOUT_S = 60.0
 OPTIONS = xla_client.CompileOptions().SerializeAsString()

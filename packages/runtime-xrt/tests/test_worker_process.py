@@ -26,7 +26,7 @@ from polyxla_xrt.client.lease import Lease
 from polyxla_xrt.errors import WorkerHeldError, WorkerRefusedError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.proto import worker_pb2_grpc
-from polyxla_xrt.worker_protocol import PROTOCOL
+from polyxla_xrt.protocol.worker import PROTOCOL
 
 SOON_S = 10.0
 """A client that dies is noticed within this."""

@@ -30,9 +30,9 @@ from polyxla_xrt.env import (
 from polyxla_xrt.errors import WorkerConnectError, WorkerError, WorkerRefusedError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.proto import worker_pb2_grpc
-from polyxla_xrt.server.app import MeshServer
+from polyxla_xrt.protocol.worker import PROTOCOL
+from polyxla_xrt.server.mesh_server import MeshServer
 from polyxla_xrt.server.security import TokenInterceptor
-from polyxla_xrt.worker_protocol import PROTOCOL
 
 BOUND_S = 5.0
 """Within this an error must come."""

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from polyxla import UsageError
 from polyxla_xrt import env
-from polyxla_xrt.variables import Variable
-from polyxla_xrt.workers import Worker, WorkerId, read_worker_id, read_workers, write_workers
+from polyxla_xrt.config.variables import Variable
+from polyxla_xrt.config.workers import Worker, WorkerId, read_worker_id, read_workers, write_workers
 
 NODE = "tpu_worker;0;10.39.209.42:8470"
 

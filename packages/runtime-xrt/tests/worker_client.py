@@ -15,11 +15,11 @@ from typing import Any
 
 from polyxla import PolyxlaError
 from polyxla.env import snapshot
-from polyxla_bridge.engine import ArrayType, Executable
+from polyxla_bridge.engine.engine import ArrayType, Executable
 from polyxla_xrt.client.engine import RemoteEngine
 from polyxla_xrt.client.lease import Lease
-from polyxla_xrt.client.place import Place
 from polyxla_xrt.errors import WorkerError
+from polyxla_xrt.place import Place
 
 TIMEOUT_S = 60
 DOUBLE = "HloModule double ENTRY main { x = f32[] parameter(0) ROOT y = f32[] add(x, x) }"

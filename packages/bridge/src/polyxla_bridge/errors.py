@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from polyxla_bridge.abi import Code
+from polyxla_bridge.table.abi import Code
 
 
 class PjrtError(Exception):
     """An error with a status code; its text reaches the person through torch_xla.
 
     Args:
-        code: one of `polyxla_bridge.abi.Code`.
+        code: one of `polyxla_bridge.table.abi.Code`.
         message: what went wrong.
     """
 

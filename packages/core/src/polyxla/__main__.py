@@ -1,5 +1,5 @@
 """``python -m polyxla``."""
 
-from polyxla.cli import main
+from polyxla.cli.app import main
 
 main()

@@ -1,8 +1,11 @@
-"""Every hook of polyxla, in the order they fire. docs/plugins.md carries a working plugin.
+"""Every hook of polyxla-core, in the order they fire. docs/plugins.md carries a working plugin.
 
-Hooks find things and tell of events; what runs many times a step is a method of an object that a
-hook returned (`polyxla.replication.Replication`, `polyxla.precision.Precision`). An implementation
-may leave out arguments that it does not need.
+Hooks discover things and announce events. What runs every step is a method of an object that a hook
+returned (`polyxla.contracts.replication.Replication`, `polyxla.contracts.precision.Precision`). An
+implementation may leave out arguments that it does not need.
+
+A package with events of its own declares their specs in a module that it names in the entry-point group
+``polyxla.hookspecs``, as polyxla-training does.
 """
 
 from __future__ import annotations
@@ -15,13 +18,12 @@ import pluggy
 if TYPE_CHECKING:
     import typer
 
-    from polyxla.devices import Discovery
-    from polyxla.fit import Fit
-    from polyxla.launch import Job
-    from polyxla.precision import Precision
-    from polyxla.replica import Replica
-    from polyxla.replication import Replication
-    from polyxla.world import World
+    from polyxla.contracts.discovery import Discovery
+    from polyxla.contracts.job import Job
+    from polyxla.contracts.precision import Precision
+    from polyxla.contracts.replication import Replication
+    from polyxla.contracts.world import World
+    from polyxla.replica.replica import Replica
 
 PROJECT = "polyxla"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -122,23 +124,14 @@ def polyxla_shard_loader(loader: Any, world: World, seed: int, repeat: bool) -> 
     """Return a loader like `loader` that reads only this replica's records; None to leave it to others.
 
     Called once per loader in each replica, also for a single one: what comes back may also be able to say
-    where it stands and to go on from there (`polyxla.loader.Source`).
+    where it stands and to go on from there (`polyxla.replica.loader.Source`).
 
     Args:
         loader: what the person passed.
         world: where this replica stands.
         seed: the same in every replica; orders that are shuffled come from it.
         repeat: whether records may be read twice to give every replica as many (training), or must be told
-            apart by `polyxla.loader.Source.valid_records` (evaluation).
-    """
-
-
-@hookspec
-def polyxla_listeners(replica: Replica, fit: Fit) -> list[object] | None:
-    """Return objects with hook implementations that are to hear the events of one `polyxla.Trainer.fit`.
-
-    Called once per fit in each replica, when its module is on the device. What is returned listens until
-    the replica stops.
+            apart by `polyxla.replica.loader.Source.valid_records` (evaluation).
     """
 
 
@@ -153,29 +146,6 @@ def polyxla_step_finished(replica: Replica, step: int, logged: Mapping[str, Any]
         replica: the replica that stepped.
         step: number of updates so far, from 1.
         logged: what the step reported, by name.
-    """
-
-
-@hookspec
-def polyxla_metrics_ready(replica: Replica, step: int, metrics: Mapping[str, float]) -> None:
-    """Hear numbers that hold for all replicas, such as a validation's. Called in each replica."""
-
-
-@hookspec
-def polyxla_epoch_finished(replica: Replica, epoch: int) -> None:
-    """Hear that an epoch is over, its validation included. Called once per epoch in each replica.
-
-    Args:
-        replica: the replica that trains.
-        epoch: number of finished epochs.
-    """
-
-
-@hookspec
-def polyxla_fit_finished(replica: Replica) -> None:
-    """Hear that a training has made its last step, or was stopped; the module is still on the device.
-
-    Called once per fit in each replica, not after an error.
     """
 
 

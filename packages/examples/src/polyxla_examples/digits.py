@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-import polyxla
+import polyxla_training
 
 CLASSES = 10
 TEST_SHARE = 0.2
@@ -93,7 +93,7 @@ def main(
     # Every batch has the same shape, so that one program serves all steps.
     loader = DataLoader(train, batch_size, shuffle=True, drop_last=True)
     module = DigitsNet(learning_rate)
-    trainer = polyxla.Trainer(
+    trainer = polyxla_training.Trainer(
         max_epochs=epochs,
         log_dir=log_dir,
         seed=seed,

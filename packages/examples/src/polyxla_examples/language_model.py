@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import polyxla
+import polyxla_training
 
 BYTES, MASK = 256, 256
 """A token is a byte; one more stands for a byte that is hidden."""
@@ -99,7 +100,7 @@ def main(
     """Train, and say how many bits a hidden byte of held-out text costs."""
     polyxla.seed_everything(seed)
     train, val = records(text or [Path(pydoc_data.topics.__file__)])
-    trainer = polyxla.Trainer(
+    trainer = polyxla_training.Trainer(
         precision=precision, max_epochs=1000, max_steps=steps, seed=seed, log_dir=None, clip_norm=1.0
     )
     module: Any = MaskedModel(width, layers, learning_rate=2e-3)

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import polyxla
+import polyxla_training
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -58,7 +59,7 @@ def main(
     polyxla.seed_everything(0)
     data = TensorDataset(torch.randn(2000, 4) @ torch.randn(4, 16))
     module = Denoiser()
-    trainer = polyxla.Trainer(
+    trainer = polyxla_training.Trainer(
         max_epochs=epochs,
         seed=0,
         log_dir=None,

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import polyxla
+import polyxla_training
 
 WORDS, WIDTH = 50, 32
 
@@ -60,7 +61,7 @@ def main(
     words = torch.arange(WORDS).repeat(20)
     pairs = TensorDataset(words, (7 * words + 3) % WORDS)
     module = NextWord()
-    trainer = polyxla.Trainer(max_epochs=epochs, seed=0, log_dir=None)
+    trainer = polyxla_training.Trainer(max_epochs=epochs, seed=0, log_dir=None)
     trainer.fit(module, DataLoader(pairs, 100, shuffle=True))
     known = torch.arange(WORDS)
     result = {

@@ -35,8 +35,8 @@ class Policy:
         self.keep_float32 = tuple(keep_float32)
 
     def __repr__(self) -> str:
-        kept = f"keep_float32={self.keep_float32}" if self.keep_float32 else ""
-        return f"{type(self).__name__}({kept})"
+        keep_float32 = f"keep_float32={self.keep_float32}" if self.keep_float32 else ""
+        return f"{type(self).__name__}({keep_float32})"
 
     def init(self) -> AbstractContextManager[Any]:
         """Return the context in which modules are made with parameters in the policy's dtype.
@@ -55,11 +55,11 @@ class Policy:
         Raises:
             ValueError: `keep_float32` names no submodule, or one that shares a parameter with others.
         """
-        from polyxla_precision import kept
+        from polyxla_precision import keep_float32
 
-        found = kept.find(module, self.keep_float32)
-        kept.convert(module, self._dtype(), found)
-        kept.attach(module, found, cast_others=self.casts_inputs)
+        found = keep_float32.find(module, self.keep_float32)
+        keep_float32.convert(module, self._dtype(), found)
+        keep_float32.attach(module, found, cast_others=self.casts_inputs)
         return module
 
     def inputs(self, batch: Any) -> Any:
@@ -68,7 +68,7 @@ class Policy:
         Lists, tuples, named tuples, mappings and dataclasses are entered and keep their types; integers,
         bools and any other objects stay as they are.
         """
-        from polyxla_precision.nests import cast_floats
+        from polyxla_precision.pytree import cast_floats
 
         return cast_floats(batch, self._dtype())
 
@@ -78,7 +78,7 @@ class Policy:
 
     def loss(self, value: Any) -> Any:
         """Return a loss, or a nest of logged metrics, with bfloat16 tensors in float32."""
-        from polyxla_precision.nests import widen
+        from polyxla_precision.pytree import widen
 
         return widen(value)
 

@@ -12,13 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from polyxla import Claim, Device, Discovery, Setting, UsageError
-from polyxla.devices import pick_devices
 from polyxla.env import from_environ
-from polyxla_pjrt import env, torchrun, tpu
-from polyxla_pjrt.accelerators import AcceleratorType
-from polyxla_pjrt.chips import PCI_ROOT, Chip, attached_chips
+from polyxla.plugins.device_request import pick_devices
+from polyxla_pjrt import env, torchrun
 from polyxla_pjrt.layout import PREPARED, Plan, cpu_layout, require_bridge, tpu_layout
-from polyxla_pjrt.versions import RIGHT_PAIR, versions_problem
+from polyxla_pjrt.tpu import plan as tpu
+from polyxla_pjrt.tpu.accelerators import AcceleratorType
+from polyxla_pjrt.tpu.chips import PCI_ROOT, Chip, attached_chips
+from polyxla_pjrt.tpu.versions import RIGHT_PAIR, versions_problem
 
 KINDS = ("CPU", "TPU")
 """The device types this runtime drives."""

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from polyxla import Job, UsageError
+from polyxla.console import say_once
+from polyxla.contracts.job import ProcessMethod
 from polyxla.env import POLYXLA_COMPILE_CACHE
-from polyxla.notices import say_once
-from polyxla.processes import ProcessMethod, run_processes
+from polyxla.launcher.processes import run_processes
 from polyxla.xla import refuse_touched
 from polyxla_pjrt import torchrun
 from polyxla_pjrt.layout import Plan
 
-_BRIDGE = ("polyxla_bridge.jax_engine",) if importlib.util.find_spec("polyxla_bridge") else ()
+_BRIDGE = ("polyxla_bridge.engine.jax_engine",) if importlib.util.find_spec("polyxla_bridge") else ()
 PRELOAD = ("polyxla_pjrt.replicas", *_BRIDGE)
 """What a replica's process imports, and what starts nothing. One list for all, hence one fork server."""
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from polyxla import UsageError, World
 from polyxla_pjrt import env
-from polyxla_pjrt.accelerators import AcceleratorType
-from polyxla_pjrt.topology import join
+from polyxla_pjrt.tpu.accelerators import AcceleratorType
+from polyxla_pjrt.tpu.topology import join
 
 THREADS_PER_REPLICA = 4
 """How many threads torch_xla's pool must have for each replica of a process: executions wait in it for each

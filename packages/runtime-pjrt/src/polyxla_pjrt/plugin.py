@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from polyxla import Discovery, Job, Replication, hookimpl
-from polyxla.processes import run_inline, run_processes
-from polyxla.starting import fork_server
+from polyxla.launcher.processes import run_inline, run_processes
+from polyxla.launcher.start_methods import fork_server
 from polyxla_pjrt import discovery as pjrt
 from polyxla_pjrt import env, torchrun
 from polyxla_pjrt.launching import PRELOAD, Place, run_job, say_uncached
@@ -54,7 +54,7 @@ def polyxla_replication(job: Job, place: Place | None) -> Replication:
         from polyxla_pjrt.replicas import SeveralReplication
 
         return SeveralReplication(place)
-    from polyxla_pjrt.replication import SingleReplication
+    from polyxla_pjrt.single_replica import SingleReplication
 
     local_device = int(job.environ[env.POLYXLA_PJRT_LOCAL_DEVICE])
     return SingleReplication(job.environ[env.PJRT_DEVICE], local_device)

@@ -20,9 +20,10 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch_xla._internal import pjrt
 
-from polyxla import UsageError, World, child
-from polyxla.child import REPLICA_THREAD
-from polyxla.xla import own_device
+from polyxla import UsageError, World
+from polyxla.launcher import child
+from polyxla.launcher.child import REPLICA_THREAD
+from polyxla.xla import replica_process
 from polyxla.xla.replication import CollectiveReplication
 from polyxla_pjrt import torch_plugin
 from polyxla_pjrt.launching import Place
@@ -35,6 +36,10 @@ class SeveralReplication(CollectiveReplication):
     def __init__(self, place: Place) -> None:
         super().__init__(place.plan.kind, place.thread)
         self.world = _world(place)
+        if place.plan.is_bridged:
+            from polyxla_bridge.torch_xla_plugin import CACHE_COUNTERS
+
+            self.cache_counters = CACHE_COUNTERS
 
     def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int] = ()) -> list[bytes]:
         """Exchange payloads through a gather of their bytes.
@@ -72,11 +77,11 @@ def run_replicas(replica: Callable[[Place], Any], plan: Plan, process: int) -> l
     """
     if plan.is_bridged:
         _watch(plan)
-    own_device.prepare_to_exit()
+    replica_process.prepare_to_exit()
     pjrt.initialize_multiprocess(process % plan.layout.processes, plan.layout.processes)
     if plan.layout.threads == 1:
         return [_on_own_device(replica, Place(plan, process, 0))]
-    own_device.take_turns()
+    replica_process.take_turns()
     # In a forked process torch makes its autograd engine anew at the first use, which no two threads may be;
     # with a queue for each of the devices that there are by then.
     torch.zeros((), requires_grad=True).backward()
@@ -91,17 +96,17 @@ def run_replicas(replica: Callable[[Place], Any], plan: Plan, process: int) -> l
 
 
 def _watch(plan: Plan) -> None:
-    from polyxla_bridge import watch
+    from polyxla_bridge.engine import stall_watchdog
 
-    watch.on_stall(child.report_stall)
-    child.describe_with(watch.describe_here)
+    stall_watchdog.on_stall(child.report_stall)
+    child.describe_with(stall_watchdog.describe_here)
     if plan.kind == "TPU":
         # The fork server may have imported torch_xla for a launch on the CPU.
         torch_plugin.register_emulated()
 
 
 def _on_own_device(replica: Callable[[Place], Any], place: Place) -> Any:
-    own_device.take(place.thread, place.plan.layout.threads)
+    replica_process.take(place.thread, place.plan.layout.threads)
     return replica(place)
 
 

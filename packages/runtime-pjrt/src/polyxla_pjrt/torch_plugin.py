@@ -16,8 +16,8 @@ import torch_xla.core.xla_model as xm
 from torch_xla.experimental import plugins
 
 from polyxla.env import POLYXLA_DEVICES, POLYXLA_RUNTIME, add, snapshot
-from polyxla.xla import first_touch
-from polyxla.xla.launches import Launched, serve
+from polyxla.xla import first_device_use
+from polyxla.xla.torch_xla_launch import Launched, serve
 from polyxla_pjrt import discovery, env, torchrun
 from polyxla_pjrt.launching import ReplicasOfProcess, run_plan, say_emulated, say_uncached
 from polyxla_pjrt.layout import PREPARED, Plan
@@ -28,7 +28,7 @@ class EmulatedTpu(plugins.DevicePlugin):
 
     def library_path(self) -> str:
         """Fill the bridge's table and return where its library is."""
-        from polyxla_bridge.plugin import CpuPlugin
+        from polyxla_bridge.torch_xla_plugin import CpuPlugin
 
         # A replica's launcher has said it for all.
         if env.PJRT_LOCAL_PROCESS_COUNT not in snapshot() and (plan := prepared_plan()):
@@ -98,7 +98,7 @@ def _join_torchrun() -> None:
 def _install() -> None:
     add(prepare(snapshot()))
     serve(prepared_plan, _run)
-    first_touch.remember(_join_torchrun)
+    first_device_use.remember(_join_torchrun)
     if snapshot().get(env.PJRT_DEVICE) == PREPARED["TPU"]:
         register_emulated()
 

@@ -61,8 +61,10 @@ def environment(plan: Plan, environ: Mapping[str, str], cpu_count: int) -> dict[
     """
     rank = int(environ[env.RANK])
     address, port = environ[env.MASTER_ADDR], environ[env.MASTER_PORT]
+    from polyxla_bridge import env as bridge
+
     meeting = {
-        "POLYXLA_BRIDGE_COORDINATOR": _coordinator(
+        bridge.POLYXLA_BRIDGE_COORDINATOR: _coordinator(
             rank, address, int(port), environ[env.TORCHELASTIC_RUN_ID]
         ),
         env.MASTER_ADDR: address,

@@ -9,11 +9,11 @@ from typing import Annotated, Literal
 import typer
 
 from polyxla import UsageError
-from polyxla.cli import JsonFlag, plain_errors, print_json
+from polyxla.cli.app import JsonFlag, plain_errors, print_json
+from polyxla.console import say
 from polyxla.env import snapshot
-from polyxla.notices import say
-from polyxla_xrt.addresses import USUAL_PORT, read_address
-from polyxla_xrt.variables import Variable
+from polyxla_xrt.config.addresses import USUAL_PORT, read_address
+from polyxla_xrt.config.variables import Variable
 
 app = typer.Typer(
     help="Serve this machine's cores to TPU-node clients, or look at such a worker.",
@@ -57,7 +57,7 @@ def serve(
         from polyxla_xrt.server import logs
         from polyxla_xrt.server.security import Security
         from polyxla_xrt.server.supervisor import supervise
-        from polyxla_xrt.server.worker import Serving
+        from polyxla_xrt.server.worker_process import Serving
         from polyxla_xrt.server.worker_service import WorkerSettings
 
         _check_platform(platform)

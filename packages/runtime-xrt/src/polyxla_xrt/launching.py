@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from polyxla import Job, UsageError
+from polyxla.contracts.job import ProcessMethod
 from polyxla.env import POLYXLA_DEVICES
-from polyxla.processes import ProcessMethod, run_inline, run_processes
+from polyxla.launcher.processes import run_inline, run_processes
 from polyxla.xla import refuse_touched
 from polyxla_xrt import env
-from polyxla_xrt.coordinator import Coordinator
+from polyxla_xrt.lease_holder import Coordinator
 from polyxla_xrt.plan import Plan
 
 PRELOAD = ("polyxla_xrt.replicas",)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from polyxla_xrt import env
-from polyxla_xrt.contract import Configuration
+from polyxla_xrt.config.configuration import Configuration
 from polyxla_xrt.errors import WorkerConnectError
 
 START_S = 60.0

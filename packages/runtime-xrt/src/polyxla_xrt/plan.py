@@ -9,13 +9,13 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from polyxla import Device, UsageError, World
-from polyxla.devices import pick_devices
 from polyxla.env import from_environ
+from polyxla.plugins.device_request import pick_devices
 from polyxla_xrt import env
-from polyxla_xrt.client.place import Place
-from polyxla_xrt.contract import Configuration
-from polyxla_xrt.cores import check_several, child_environment, child_world, cores
-from polyxla_xrt.workers import Worker
+from polyxla_xrt.config.configuration import Configuration
+from polyxla_xrt.config.cores import check_several, child_environment, child_world, cores
+from polyxla_xrt.config.workers import Worker
+from polyxla_xrt.place import Place
 
 LOCALHOST = "127.0.0.1"
 THREADS_PER_DEVICE = 4

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from polyxla import Claim, Discovery, Job, Replication, Setting, UsageError, hookimpl
-from polyxla.starting import fork_server
+from polyxla.launcher.start_methods import fork_server
 from polyxla_xrt import env
 from polyxla_xrt.client.probe import check_reachable
-from polyxla_xrt.contract import Configuration, read
+from polyxla_xrt.config.configuration import Configuration, read
+from polyxla_xrt.config.variables import find
 from polyxla_xrt.launching import PRELOAD, Seat, run_job
 from polyxla_xrt.plan import found_devices, plan_for
-from polyxla_xrt.variables import find
 
 
 @hookimpl

@@ -11,15 +11,17 @@ from typing import Any
 import torch_xla.core.xla_model as xm
 from torch_xla._internal import pjrt
 
-from polyxla import World, child
+from polyxla import World
 from polyxla.env import snapshot
-from polyxla.xla import own_device
+from polyxla.launcher import child
+from polyxla.xla import replica_process
 from polyxla.xla.replication import CollectiveReplication
+from polyxla_bridge.torch_xla_plugin import CACHE_COUNTERS
 from polyxla_xrt import env, torch_plugin
 from polyxla_xrt.client.mesh import MeshClient
-from polyxla_xrt.coordinator import stall_timeout_s
 from polyxla_xrt.errors import MissingError, ParticipantLostError
 from polyxla_xrt.launching import Seat
+from polyxla_xrt.lease_holder import stall_timeout_s
 
 DEATH_S = 2.0
 """How long to leave the launcher, in seconds, to see itself that a replica's process has died."""
@@ -34,6 +36,7 @@ class NodeReplication(CollectiveReplication):
 
     def __init__(self, seat: Seat) -> None:
         super().__init__(seat.plan.configuration.kind, 0)
+        self.cache_counters = CACHE_COUNTERS
         self.world = seat.plan.world(seat.process)
         if self.world.world_size == 1:
             xm.rendezvous = _alone
@@ -47,14 +50,14 @@ class NodeReplication(CollectiveReplication):
 def run_replica(replica: Callable[[Seat], Any], seat: Seat) -> Any:
     """Be the one replica of this process and return its result."""
     child.describe_with(torch_plugin.describe)
-    own_device.prepare_to_exit()
-    own_device.take_turns()
+    replica_process.prepare_to_exit()
+    replica_process.take_turns()
     # The fork server may have imported torch_xla for something else.
     torch_plugin.register()
     world = seat.plan.world(seat.process)
     pjrt.initialize_multiprocess(world.local_ordinal, world.local_world_size)
     with _meeting(world):
-        own_device.take(0, 1)
+        replica_process.take(0, 1)
         return replica(seat)
 
 

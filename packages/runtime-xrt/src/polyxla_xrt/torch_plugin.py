@@ -17,16 +17,16 @@ from torch_xla._internal import pjrt
 from torch_xla.experimental import plugins
 
 import polyxla.env
-from polyxla import child
 from polyxla.env import POLYXLA_RUNTIME, snapshot
-from polyxla.xla import first_touch, launches
-from polyxla_bridge import watch
-from polyxla_bridge.abi import Code
-from polyxla_bridge.engine import Engine, Position
-from polyxla_bridge.plugin import EnginePlugin
+from polyxla.launcher import child
+from polyxla.xla import first_device_use, torch_xla_launch
+from polyxla_bridge.engine import stall_watchdog
+from polyxla_bridge.engine.engine import Engine, Position
+from polyxla_bridge.table.abi import Code
+from polyxla_bridge.torch_xla_plugin import EnginePlugin
 from polyxla_xrt import env
-from polyxla_xrt.contract import Configuration, read
-from polyxla_xrt.cores import process_count
+from polyxla_xrt.config.configuration import Configuration, read
+from polyxla_xrt.config.cores import process_count
 from polyxla_xrt.errors import WorkerError
 from polyxla_xrt.launching import ReplicaOfProcess, run_plan, wants_node
 from polyxla_xrt.plan import Plan, asked_plan
@@ -43,8 +43,8 @@ class Node(EnginePlugin):
     def make_engine(self) -> Engine:
         """Connect to the worker, with the cores that a launcher has for this process, or with all of them."""
         from polyxla_xrt.client.engine import RemoteEngine
-        from polyxla_xrt.client.own_place import own_place
-        from polyxla_xrt.client.place import read_place
+        from polyxla_xrt.own_place import own_place
+        from polyxla_xrt.place import read_place
 
         environ = snapshot()
         if place := read_place(environ):
@@ -107,7 +107,7 @@ def position() -> Position:
 
 def describe() -> str:
     """Return what this process's replica does, and where each of its threads is."""
-    return f"  {position()}\n{watch.stacks()}"
+    return f"  {position()}\n{stall_watchdog.stacks()}"
 
 
 def _lose(error: WorkerError, code: int) -> None:
@@ -158,7 +158,7 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
     return asked_plan(configuration, environ).whole() if configuration else {}
 
 
-def _run(plan: Plan, launched: launches.Launched) -> list[Any]:
+def _run(plan: Plan, launched: torch_xla_launch.Launched) -> list[Any]:
     work = ReplicaOfProcess(launched.call, plan, launched.function, launched.args, snapshot())
     return run_plan(work, launched.method)
 
@@ -187,9 +187,9 @@ def register() -> None:
 
 def _install() -> None:
     polyxla.env.add(prepare(snapshot()))
-    launches.serve(prepared_plan, _run)
+    torch_xla_launch.serve(prepared_plan, _run)
     _allow_all_processes()
-    first_touch.remember()
+    first_device_use.remember()
     if wants_node(snapshot()):
         register()
 

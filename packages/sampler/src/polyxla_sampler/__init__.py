@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from polyxla_sampler.permutation import Permutation as Permutation
     from polyxla_sampler.sampler import ShardedSampler as ShardedSampler
     from polyxla_sampler.sampler import UnrepeatedSampler as UnrepeatedSampler
-    from polyxla_sampler.wrapped import DealtSampler as DealtSampler
+    from polyxla_sampler.wrapped_sampler import DealtSampler as DealtSampler
 
 __all__ = [
     "BucketBatchSampler",
@@ -34,7 +34,7 @@ __all__ = [
 _MODULES = {
     "BucketBatchSampler": "buckets",
     "BucketCollate": "buckets",
-    "DealtSampler": "wrapped",
+    "DealtSampler": "wrapped_sampler",
     "Permutation": "permutation",
     "ShardedIterable": "iterable",
     "ShardedLoader": "loader",

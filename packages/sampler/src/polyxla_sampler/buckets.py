@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler, default_collate
 
-from polyxla_sampler.dealing import Division, Last, own_place
 from polyxla_sampler.permutation import around, derive_seed, order_of
 from polyxla_sampler.resume import Resumable, State
+from polyxla_sampler.round_robin import Division, Last, own_place
 
 
 class BucketBatchSampler(Resumable, Sampler[list[int]]):

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from polyxla_sampler.dealing import Division, Last, deal, own_place
 from polyxla_sampler.permutation import derive_seed
-from polyxla_sampler.randomness import seed_generators, seeded
 from polyxla_sampler.resume import Resumable, State
+from polyxla_sampler.round_robin import Division, Last, deal, own_place
+from polyxla_sampler.seeded_rng import seed_generators, seeded
 
 
 class ShardedIterable(IterableDataset[Any]):

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from polyxla_sampler.iterable import Origin, ShardedIterable, Streams
 from polyxla_sampler.resume import InTurn, Resumable, State
 from polyxla_sampler.sampler import ShardedSampler
-from polyxla_sampler.wrapped import DealtSampler
+from polyxla_sampler.wrapped_sampler import DealtSampler
 
 # Arguments that a rebuilt loader is given anew; a loader keeps all others under their own names.
 _REPLACED = {"self", "dataset", "shuffle", "sampler", "batch_sampler", "batch_size", "drop_last"}

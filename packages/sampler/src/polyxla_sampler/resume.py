@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from polyxla_sampler.dealing import Division, Last
+from polyxla_sampler.round_robin import Division, Last
 
 State = dict[str, Any]
 """Where all replicas stand in an epoch: JSON types only, and the same in each of them."""

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sized
 
 from torch.utils.data import Sampler
 
-from polyxla_sampler.dealing import own_place
 from polyxla_sampler.permutation import around, derive_seed, order_of
 from polyxla_sampler.resume import InTurn, State
+from polyxla_sampler.round_robin import own_place
 
 
 class ShardedSampler(InTurn, Sampler[int]):

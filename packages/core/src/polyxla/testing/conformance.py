@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from polyxla.devices import Claim
-from polyxla.selection import look_at
+from polyxla.contracts.discovery import Claim
+from polyxla.plugins.selection import look_at
 
 if TYPE_CHECKING:
-    from polyxla.replica import Replica
+    from polyxla.replica.replica import Replica
     from polyxla.testing.fixtures import RuntimeUnderTest
 
 
@@ -29,7 +29,7 @@ class RuntimeConformance:
     devices: Any = "auto"
 
     def test_discovery_names_devices_or_says_why_not(self, runtime: RuntimeUnderTest) -> None:
-        from polyxla.plugins import find_runtime
+        from polyxla.plugins.manager import find_runtime
 
         candidate = look_at(find_runtime(runtime.name, "test"), os.environ, "auto")
         found = candidate.discovery

@@ -12,18 +12,18 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from polyxla.devices import Claim, Device, Discovery
+from polyxla.contracts.discovery import Claim, Device, Discovery
+from polyxla.contracts.replication import ReduceOp, Replication
+from polyxla.contracts.world import World
 from polyxla.env import Setting, lent
 from polyxla.errors import UsageError
 from polyxla.hookspecs import hookimpl
-from polyxla.processes import run_processes
-from polyxla.replication import ReduceOp, Replication
-from polyxla.world import World
+from polyxla.launcher.processes import run_processes
 
 if TYPE_CHECKING:
     import torch
 
-    from polyxla.launch import Job
+    from polyxla.contracts.job import Job
 
 FAKE_DEVICES = "FAKE_DEVICES"
 """How many devices the fake runtime has; setting it also chooses that runtime.

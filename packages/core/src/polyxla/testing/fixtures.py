@@ -9,18 +9,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from polyxla.launch import launch
-from polyxla.plugins import PLUGINS, RUNTIMES, find_runtime
-
-CORE = "polyxla-core"
-"""The distribution whose own plugins are there in every test."""
+from polyxla.console import say_once
+from polyxla.launcher.launch import launch
+from polyxla.plugins.manager import HOOKSPECS, PLUGINS, RUNTIMES, find_runtime
 
 RUN_TIMEOUT_S = 300.0
 """Longest a script under test may run, in seconds."""
@@ -87,11 +85,20 @@ class PluginInstaller:
         """Install `polyxla.testing.FakeRuntime` under the name ``fake``."""
         self.metadata("fake-runtime", f"[{RUNTIMES}]\nfake = polyxla.testing.fake:runtime\n")
 
-    def hide_others(self) -> None:
-        """Hide every plugin that is installed beside the core, here and in processes that the test starts."""
+    def hide_others(self, keep: Collection[str] = ()) -> None:
+        """Hide every installed plugin, here and in processes that the test starts.
+
+        Args:
+            keep: names of distributions that stay visible.
+        """
         find, mine = importlib.metadata.entry_points, str(self.folder)
-        dists = {point.dist for group in (RUNTIMES, PLUGINS) for point in find(group=group) if point.dist}
-        for name in {dist.name for dist in dists if str(dist.locate_file("")) != mine} - {CORE}:
+        dists = {
+            point.dist
+            for group in (RUNTIMES, PLUGINS, HOOKSPECS)
+            for point in find(group=group)
+            if point.dist
+        }
+        for name in {dist.name for dist in dists if str(dist.locate_file("")) != mine}.difference(keep):
             # Of two distributions with one name, the first on the path is the one that counts.
             self.metadata(name, version="0")
 
@@ -137,6 +144,8 @@ def _no_leaks() -> Iterator[None]:
     New variables of others are let pass: torch_xla and scikit-learn set some when first imported.
     """
     environ, threads = dict(os.environ), set(threading.enumerate())
+    # Or a line that another test's replicas printed once would be missing here.
+    say_once.cache_clear()
     yield
     watched = {*environ, *(name for name in os.environ if name.startswith("POLYXLA_"))}
     changed = {name for name in watched if environ.get(name) != os.environ.get(name)}

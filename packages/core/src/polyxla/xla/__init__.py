@@ -17,6 +17,6 @@ def refuse_touched(launcher: str) -> None:
         UsageError: it does; the error names the place that touched it first.
     """
     if "torch_xla" in sys.modules:
-        from polyxla.xla import first_touch
+        from polyxla.xla import first_device_use
 
-        first_touch.refuse(launcher)
+        first_device_use.refuse(launcher)

@@ -13,9 +13,9 @@ import torch_xla.debug.metrics as met
 from torch_xla.debug import profiler
 
 from polyxla import env
+from polyxla.contracts.replication import ReduceOp, Replication
 from polyxla.errors import UsageError
-from polyxla.replication import ReduceOp, Replication
-from polyxla.xla.gauge import XlaGauge
+from polyxla.xla.counters import XlaCounters
 from polyxla.xla.upload import uploaded
 
 _OPS = {
@@ -39,6 +39,9 @@ class XlaReplication(Replication):
     Raises:
         UsageError: torch_xla already runs in this process, on other devices.
     """
+
+    cache_counters: tuple[str, str] | None = None
+    """Names of the counters of a persistent cache of the runtime's own; see `XlaCounters`."""
 
     def __init__(self, kind: str, local_index: int) -> None:
         # Before torch_xla.device(), whose own range check is off by one.
@@ -79,9 +82,9 @@ class XlaReplication(Replication):
         timeout_s = env.timeout_s(env.snapshot(), env.POLYXLA_INPUT_TIMEOUT_S)
         return uploaded(batches, self.device, prefetch, timeout_s)
 
-    def gauge(self) -> XlaGauge:
+    def counters(self) -> XlaCounters:
         """Return what reads torch_xla's counters."""
-        return XlaGauge(self.device)
+        return XlaCounters(self.device, self.cache_counters)
 
     @contextlib.contextmanager
     def profile(self, folder: str) -> Iterator[None]:

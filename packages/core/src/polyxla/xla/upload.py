@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch_xla.distributed.parallel_loader import MpDeviceLoader
 
-from polyxla import lines
+from polyxla import callsite
 from polyxla.errors import UsageError
-from polyxla.xla.patience import Patience
+from polyxla.xla.input_watchdog import Patience
 
 KNOBS = ("loader_prefetch_size", "device_prefetch_size", "host_to_device_transfer_threads")
 """Batches read ahead on the host (torch_xla's default: 16), batches held on the device (8; they are copied
@@ -102,4 +102,4 @@ class _Told:
 
     def line(self) -> str | None:
         """Return the person's line where reading is; None where it is in none."""
-        return lines.in_thread(self._thread) if self._thread is not None else None
+        return callsite.in_thread(self._thread) if self._thread is not None else None

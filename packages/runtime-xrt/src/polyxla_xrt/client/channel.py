@@ -11,14 +11,15 @@ import grpc
 from google.protobuf.json_format import MessageToDict
 
 from polyxla import UsageError
-from polyxla_xrt import env, wire
+from polyxla_xrt import env
 from polyxla_xrt.client.probe import ANSWER_S, RETRY_S, look, unreachable
+from polyxla_xrt.config.variables import find
 from polyxla_xrt.errors import WorkerConnectError, WorkerError, WorkerRefusedError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.proto import worker_pb2_grpc
+from polyxla_xrt.protocol import bulk_encoding
+from polyxla_xrt.protocol.worker import OPTIONS, PROTOCOL, SERVICE
 from polyxla_xrt.server.security import read_token
-from polyxla_xrt.variables import find
-from polyxla_xrt.worker_protocol import OPTIONS, PROTOCOL, SERVICE
 
 _CHANNEL_OPTIONS = (
     *OPTIONS,
@@ -69,7 +70,7 @@ class WorkerChannel:
         """Begin a session: commands go out as they come, and the call's answers are iterated over."""
         session = self._channel.stream_stream(
             f"/{SERVICE}/Session",
-            request_serializer=wire.encode,
+            request_serializer=bulk_encoding.encode,
             response_deserializer=pb.Answers.FromString,
         )
         return session(commands, metadata=self._metadata)

@@ -19,19 +19,19 @@ from typing import Any
 import grpc
 import numpy as np
 
-from polyxla_bridge import hlo
-from polyxla_bridge.abi import Code, width
-from polyxla_bridge.engine import ArrayType, Buffer, Engine, EngineDevice, Executable, Position
+from polyxla_bridge.engine.engine import ArrayType, Buffer, Engine, EngineDevice, Executable, Position
+from polyxla_bridge.engine.futures import Gone, Kept, Part
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.promises import Gone, Kept, Part
-from polyxla_xrt import wire
+from polyxla_bridge.programs import hlo
+from polyxla_bridge.table.abi import Code, width
 from polyxla_xrt.client.channel import WorkerChannel
 from polyxla_xrt.client.lease import lost
-from polyxla_xrt.client.place import Place
 from polyxla_xrt.errors import WorkerError, WorkerLostError
-from polyxla_xrt.outbox import Outbox
+from polyxla_xrt.place import Place
 from polyxla_xrt.proto import worker_pb2 as pb
-from polyxla_xrt.worker_protocol import PROTOCOL, array_bytes, chunks
+from polyxla_xrt.protocol import bulk_encoding
+from polyxla_xrt.protocol.outbox import Outbox
+from polyxla_xrt.protocol.worker import PROTOCOL, array_bytes, chunks
 
 IN_FLIGHT = 64
 """How many programs may be sent ahead of those that are done: enough for any distance, and an end to it."""
@@ -141,7 +141,7 @@ class RemoteEngine(Engine):
         programs = [self._dropped.popleft() for _ in range(len(self._dropped))]
         return pb.Command(release=pb.Release(arrays=arrays, programs=programs))
 
-    def _send(self, commands: Iterable[tuple[pb.Command | wire.Bulk, int]]) -> None:
+    def _send(self, commands: Iterable[tuple[pb.Command | bulk_encoding.Bulk, int]]) -> None:
         """Queue commands together, each with the bytes of its data."""
         with self._sending:
             for command, size in commands:
@@ -291,13 +291,13 @@ class RemoteEngine(Engine):
         """Queue the array's bytes; waits only where too many are queued already."""
         number = self._numbered(1)
 
-        def pieces() -> Iterator[tuple[pb.Command | wire.Bulk, int]]:
+        def pieces() -> Iterator[tuple[pb.Command | bulk_encoding.Bulk, int]]:
             announced: pb.ArrayType | None = pb.ArrayType(dtype=type_.dtype, dims=type_.dims)
             core = self._cores[device.index]
             for piece, ends in chunks(data):
                 head = pb.Upload(array=number, type=announced, core=core, ends=ends)
                 # A copy: the caller's memory is only lent.
-                yield wire.upload(head, bytes(piece)), len(piece)
+                yield bulk_encoding.upload(head, bytes(piece)), len(piece)
                 announced = None
 
         self._send(pieces())

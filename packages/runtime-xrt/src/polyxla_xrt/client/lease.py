@@ -17,7 +17,7 @@ from polyxla_xrt.client.holder import Holder
 from polyxla_xrt.env import TPU_NUM_DEVICES
 from polyxla_xrt.errors import WorkerConnectError, WorkerError, WorkerHeldError, WorkerLostError
 from polyxla_xrt.proto import worker_pb2 as pb
-from polyxla_xrt.worker_protocol import PROTOCOL, spell_holder
+from polyxla_xrt.protocol.worker import PROTOCOL, spell_holder
 
 END_S = 2.0
 """Longest wait for the call's end, in seconds."""

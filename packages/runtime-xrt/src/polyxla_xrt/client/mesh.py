@@ -23,9 +23,9 @@ from polyxla_xrt.errors import (
     MissingError,
     ParticipantLostError,
 )
-from polyxla_xrt.mesh_protocol import LONGEST_TIMEOUT_S, OPTIONS, PAYLOAD_BYTES, PROTOCOL, TIMEOUT_S, pieces
 from polyxla_xrt.proto import mesh_pb2 as pb
 from polyxla_xrt.proto import mesh_pb2_grpc
+from polyxla_xrt.protocol.mesh import LONGEST_TIMEOUT_S, OPTIONS, PAYLOAD_BYTES, PROTOCOL, TIMEOUT_S, pieces
 
 CONNECT_WAIT_S = 2.5
 """Longest wait for a mesh service that should be there; an error comes within 5 s on a busy host as well."""

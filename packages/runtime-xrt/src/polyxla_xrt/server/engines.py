@@ -11,8 +11,8 @@ from contextlib import closing
 
 from polyxla import env as core_env
 from polyxla_bridge import env as bridge
-from polyxla_bridge.engine import Engine
-from polyxla_xrt.addresses import join_address
+from polyxla_bridge.engine.engine import Engine
+from polyxla_xrt.config.addresses import join_address
 from polyxla_xrt.proto import worker_pb2 as pb
 
 LOCALHOST = "127.0.0.1"
@@ -66,8 +66,8 @@ def cpu_engine(
         environ: this process's environment.
         on_stall: told where all replicas are when one of them has waited too long.
     """
-    from polyxla_bridge import watch
-    from polyxla_bridge.jax_engine import JaxEngine
+    from polyxla_bridge.engine import stall_watchdog
+    from polyxla_bridge.engine.jax_engine import JaxEngine
 
     workers = max(1, request.workers)
     replicas = request.cores * workers
@@ -86,6 +86,6 @@ def cpu_engine(
             bridge.POLYXLA_STALL_TIMEOUT_S: str(request.stall_timeout_s or bridge.Share.stall_timeout_s),
         }
     )
-    watch.on_stall(on_stall)
+    stall_watchdog.on_stall(on_stall)
     with core_env.lent({**environ, **limits}):
         return JaxEngine(share)

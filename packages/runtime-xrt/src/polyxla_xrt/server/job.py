@@ -10,15 +10,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from polyxla_bridge.abi import Code
-from polyxla_bridge.engine import Engine
+from polyxla_bridge.engine.engine import Engine
 from polyxla_bridge.errors import PjrtError
-from polyxla_xrt import wire
-from polyxla_xrt.outbox import Outbox
+from polyxla_bridge.table.abi import Code
 from polyxla_xrt.proto import worker_pb2 as pb
+from polyxla_xrt.protocol import bulk_encoding
+from polyxla_xrt.protocol.outbox import Outbox
+from polyxla_xrt.protocol.worker import spell_holder
 from polyxla_xrt.server.budget import Budget
 from polyxla_xrt.server.session import Session, failure
-from polyxla_xrt.worker_protocol import spell_holder
 
 CLOSE_S = 3.0
 """How long an engine may take, in seconds, to finish what a job has left behind; then it is given up."""
@@ -127,7 +127,7 @@ class Job:
             self._places.discard(place)
             raise
 
-        def send(answer: pb.Answer | wire.Bulk, size: int) -> bool:
+        def send(answer: pb.Answer | bulk_encoding.Bulk, size: int) -> bool:
             return outbox.put(answer, size)
 
         def break_off(program: str, error: BaseException) -> None:

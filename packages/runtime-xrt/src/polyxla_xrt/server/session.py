@@ -12,15 +12,15 @@ from typing import Any, overload
 
 import numpy as np
 
-from polyxla_bridge import hlo
-from polyxla_bridge.abi import DTYPES, Code, width
-from polyxla_bridge.engine import ArrayType, Buffer, Engine, EngineDevice, Executable
+from polyxla_bridge.engine.engine import ArrayType, Buffer, Engine, EngineDevice, Executable
+from polyxla_bridge.engine.futures import end_of
 from polyxla_bridge.errors import PjrtError, as_pjrt_error
-from polyxla_bridge.promises import end_of
-from polyxla_xrt import wire
+from polyxla_bridge.programs import hlo
+from polyxla_bridge.table.abi import DTYPES, Code, width
 from polyxla_xrt.proto import worker_pb2 as pb
+from polyxla_xrt.protocol import bulk_encoding
+from polyxla_xrt.protocol.worker import PROGRAM_BYTES, array_bytes, chunks
 from polyxla_xrt.server.budget import Budget
-from polyxla_xrt.worker_protocol import PROGRAM_BYTES, array_bytes, chunks
 
 DIMENSIONS = 64
 """Most dimensions of an array: as many as numpy takes."""
@@ -29,7 +29,7 @@ FAILURE_CHARS = 16_384
 _ARRAY_BYTES = 1 << 63
 _NAME_CHARS = 40
 
-Send = Callable[[pb.Answer | wire.Bulk, int], object]
+Send = Callable[[pb.Answer | bulk_encoding.Bulk, int], object]
 """Queues an answer, and says how many bytes of data it has; waits where too many are queued."""
 
 
@@ -316,7 +316,7 @@ class Session:
 
     def _answer(self, request: int, data: memoryview) -> None:
         for piece, ends in chunks(data):
-            if not self._send(wire.part(pb.Part(request=request, ends=ends), piece), len(piece)):
+            if not self._send(bulk_encoding.part(pb.Part(request=request, ends=ends), piece), len(piece)):
                 return
 
     def _fail(self, request: int, error: BaseException) -> None:

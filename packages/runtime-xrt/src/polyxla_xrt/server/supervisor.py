@@ -21,9 +21,9 @@ from dataclasses import replace
 from typing import Any
 
 from polyxla import UsageError
-from polyxla_xrt.addresses import join_address
-from polyxla_xrt.server import engines, worker
-from polyxla_xrt.server.worker import REPLACE, Serving
+from polyxla_xrt.config.addresses import join_address
+from polyxla_xrt.server import engines, worker_process
+from polyxla_xrt.server.worker_process import REPLACE, Serving
 
 STOP_S = 6.0
 """How long the serving process may take to end, in seconds."""
@@ -47,7 +47,7 @@ def supervise(serving: Serving, environ: Mapping[str, str], ready: Callable[[str
         UsageError: the address cannot be had.
     """
     # Once, here, for all the processes that are forked from this one.
-    from polyxla_bridge import jax_engine
+    from polyxla_bridge.engine import jax_engine
 
     del jax_engine
     # What is there already stays: it need not be looked at after every job, nor copied for that.
@@ -118,11 +118,11 @@ class _Supervisor:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
             _end_with_the_supervisor(alive)
             engines.share_memory()
-            code = worker.serve(self._serving, self._environ, lambda: _tell(tell))
+            code = worker_process.serve(self._serving, self._environ, lambda: _tell(tell))
         except Exception:
             _log.exception("the serving process failed")
         finally:
-            worker.end_with(code)
+            worker_process.end_with(code)
 
     def _stop(self, *_: object) -> None:
         self._is_stopping = True

@@ -13,18 +13,18 @@ from typing import Any, NoReturn
 
 import grpc
 
-from polyxla_bridge import memory
-from polyxla_bridge.abi import Code
-from polyxla_bridge.engine import Engine
+from polyxla_bridge.engine import memory_accounting
+from polyxla_bridge.engine.engine import Engine
 from polyxla_bridge.errors import PjrtError, as_pjrt_error
-from polyxla_xrt.mesh_protocol import LONGEST_TIMEOUT_S
-from polyxla_xrt.outbox import Outbox
+from polyxla_bridge.table.abi import Code
 from polyxla_xrt.proto import worker_pb2 as pb
+from polyxla_xrt.protocol.mesh import LONGEST_TIMEOUT_S
+from polyxla_xrt.protocol.outbox import Outbox
+from polyxla_xrt.protocol.worker import PROTOCOL, SILENCE_S, spell_holder
 from polyxla_xrt.server import engines
 from polyxla_xrt.server.job import Job, Place
 from polyxla_xrt.server.leases import CrowdError, DrainingError, HeldError, Leases, held
 from polyxla_xrt.server.session import MisuseError
-from polyxla_xrt.worker_protocol import PROTOCOL, SILENCE_S, spell_holder
 
 ATTACH_S = 60.0
 """Longest wait, in seconds, for a job's engine to start."""
@@ -59,7 +59,7 @@ class WorkerSettings:
 
     cores: int
     platform: str
-    memory_limit_bytes: int = field(default_factory=memory.machine_bytes)
+    memory_limit_bytes: int = field(default_factory=memory_accounting.machine_bytes)
     started: float = field(default_factory=time.monotonic)
 
 

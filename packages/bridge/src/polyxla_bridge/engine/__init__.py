@@ -1,0 +1,1 @@
+"""Engines: what executes programs behind the table."""

@@ -1,0 +1,41 @@
+"""The C part, as Python calls it.
+
+`UNLOCKED` is for what may wait, or runs what torch_xla waits with: Python's lock is free meanwhile.
+`LOCKED` is for the rest, which is over sooner than the lock is let go of.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_bool, c_char, c_char_p, c_int, c_size_t, c_void_p
+from pathlib import Path
+
+from polyxla_bridge.table import abi
+
+PATH = Path(__file__).with_name("library.so")
+"""Built with the package by hatch_build.py; torch_xla opens the same file."""
+
+UNLOCKED = ctypes.CDLL(str(PATH))
+LOCKED = ctypes.PyDLL(str(PATH))
+
+LOCKED.polyxla_set_api.argtypes = [c_void_p]
+LOCKED.polyxla_error.argtypes = [c_int, c_char_p, c_size_t]
+LOCKED.polyxla_error.restype = c_void_p
+LOCKED.polyxla_event.restype = c_void_p
+UNLOCKED.polyxla_events_complete.argtypes = [c_void_p, c_size_t, c_void_p]
+LOCKED.polyxla_outputs.argtypes = [c_void_p, c_size_t, *[c_void_p] * 5]
+UNLOCKED.polyxla_wait.restype = c_bool
+LOCKED.polyxla_take.argtypes = [POINTER(abi.Record)]
+LOCKED.polyxla_take.restype = c_bool
+UNLOCKED.polyxla_free.argtypes = [c_void_p]
+LOCKED.polyxla_drop.argtypes = [c_void_p]
+LOCKED.polyxla_delete.argtypes = [c_void_p]
+
+PROFILER = ctypes.addressof(c_char.in_dll(UNLOCKED, "polyxla_profiler"))
+"""Where the table's extension is that stands for a profiler."""
+
+
+def address(name: str) -> int | None:
+    """Return where an exported function is; None for one that C does not have."""
+    function = getattr(UNLOCKED, name, None)
+    return None if function is None else ctypes.cast(function, c_void_p).value

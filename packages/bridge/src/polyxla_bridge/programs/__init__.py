@@ -1,0 +1,1 @@
+"""Compiled programs: HLO, its rewriting, files and caches."""

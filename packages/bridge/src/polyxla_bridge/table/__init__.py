@@ -1,0 +1,1 @@
+"""PJRT's function table as C sees it, filled from Python."""

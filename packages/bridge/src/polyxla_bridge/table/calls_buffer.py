@@ -1,0 +1,60 @@
+"""The functions of the table about buffers that need the engine; the others are in buffers.c."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from concurrent.futures import Future
+from typing import Any
+
+from polyxla_bridge.errors import PjrtError
+from polyxla_bridge.table import abi
+from polyxla_bridge.table.abi import Code
+from polyxla_bridge.table.handles import ArrayTypes, Bridge, call
+
+
+@call("Buffer_CopyToDevice")
+def buffer_copy_to_device(bridge: Bridge, args: Any) -> None:
+    args.dst_buffer = _copy(bridge, args.buffer, args.dst_device)
+
+
+@call("Buffer_CopyToMemory")
+def buffer_copy_to_memory(bridge: Bridge, args: Any) -> None:
+    args.dst_buffer = _copy(bridge, args.buffer, args.dst_memory)
+
+
+def _copy(bridge: Bridge, buffer: int, place: int) -> int:
+    bridge.take()
+    copy = bridge.engine.copy(bridge.buffer(buffer), bridge.handles[place].device)
+    handle: int = bridge.promise(place, [copy], ArrayTypes([copy.type]))[0]
+    return handle
+
+
+@call("Buffer_ToHostBuffer")
+def buffer_to_host_buffer(bridge: Bridge, args: Any) -> None:
+    bridge.take()
+    buffer = bridge.buffer(args.src)
+    length = math.prod(buffer.type.dims) * abi.width(buffer.type.dtype)
+    if not args.dst:
+        args.dst_size = length
+        return
+    if args.dst_size < length:
+        raise PjrtError(Code.INVALID_ARGUMENT, f"{length} bytes do not fit into {args.dst_size}")
+    args.event = bridge.event(_read_into(bridge.engine.to_host(buffer), args.dst, length))
+
+
+def _read_into(source: Future[memoryview], destination: int, length: int) -> Future[None]:
+    done: Future[None] = Future()
+
+    def write(read: Future[memoryview]) -> None:
+        try:
+            # A view of the target, so that nothing is copied twice.
+            target = memoryview((ctypes.c_char * length).from_address(destination)).cast("B")
+            target[:] = read.result()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    source.add_done_callback(write)
+    return done

@@ -1,0 +1,186 @@
+"""The functions of the table about the client, devices and memories."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from typing import Any
+
+from polyxla_bridge.errors import PjrtError
+from polyxla_bridge.table.abi import Code
+from polyxla_bridge.table.handles import Bridge, address, call, text
+
+MEMORY_KIND = "device"
+"""The one kind of memory that a device has."""
+
+
+@call("Plugin_Initialize")
+def plugin_initialize(bridge: Bridge, args: Any) -> None:
+    pass
+
+
+@call("Plugin_Attributes")
+def plugin_attributes(bridge: Bridge, args: Any) -> None:
+    args.attributes, args.num_attributes = None, 0
+
+
+@call("Client_Create")
+def client_create(bridge: Bridge, args: Any) -> None:
+    bridge.start()
+    args.client = bridge.handles.new(bridge)
+
+
+@call("Client_Destroy")
+def client_destroy(bridge: Bridge, args: Any) -> None:
+    bridge.handles.drop(args.client)
+    bridge.close()
+
+
+@call("Client_PlatformName")
+def client_platform_name(bridge: Bridge, args: Any) -> None:
+    args.platform_name, args.platform_name_size = text(bridge.engine.platform)
+
+
+@call("Client_ProcessIndex")
+def client_process_index(bridge: Bridge, args: Any) -> None:
+    args.process_index = bridge.engine.process_index
+
+
+@call("Client_PlatformVersion")
+def client_platform_version(bridge: Bridge, args: Any) -> None:
+    version = f"polyxla-bridge on {type(bridge.engine).__name__}, Python {platform.python_version()}"
+    args.platform_version, args.platform_version_size = text(version)
+
+
+@call("Client_Devices")
+def client_devices(bridge: Bridge, args: Any) -> None:
+    args.devices, args.num_devices = address(bridge.device_array), len(bridge.devices)
+
+
+@call("Client_AddressableDevices")
+def client_addressable_devices(bridge: Bridge, args: Any) -> None:
+    args.addressable_devices = address(bridge.local_array)
+    args.num_addressable_devices = len(bridge.local)
+
+
+@call("Client_LookupDevice")
+def client_lookup_device(bridge: Bridge, args: Any) -> None:
+    if not 0 <= args.id < len(bridge.devices):
+        raise PjrtError(Code.NOT_FOUND, f"there is no device {args.id} among {len(bridge.devices)}")
+    args.device = bridge.devices[args.id].handle
+
+
+@call("Client_LookupAddressableDevice")
+def client_lookup_addressable_device(bridge: Bridge, args: Any) -> None:
+    for one in bridge.local:
+        if one.device.index == args.local_hardware_id:
+            args.addressable_device = one.handle
+            return
+    raise PjrtError(Code.NOT_FOUND, f"device {args.local_hardware_id} is not in this process")
+
+
+@call("Client_AddressableMemories")
+def client_addressable_memories(bridge: Bridge, args: Any) -> None:
+    args.addressable_memories = address(bridge.local_array)
+    args.num_addressable_memories = len(bridge.local)
+
+
+@call("Client_DefaultDeviceAssignment")
+def client_default_device_assignment(bridge: Bridge, args: Any) -> None:
+    count = args.default_assignment_size
+    (ctypes.c_int * count).from_address(args.default_assignment)[:] = range(count)
+
+
+@call("DeviceDescription_Id")
+def description_id(bridge: Bridge, args: Any) -> None:
+    args.id = bridge.handles[args.device_description].device.index
+
+
+@call("DeviceDescription_ProcessIndex")
+def description_process_index(bridge: Bridge, args: Any) -> None:
+    args.process_index = bridge.handles[args.device_description].device.process_index
+
+
+@call("DeviceDescription_Attributes")
+def description_attributes(bridge: Bridge, args: Any) -> None:
+    args.attributes, args.num_attributes = None, 0
+
+
+@call("DeviceDescription_Kind")
+def description_kind(bridge: Bridge, args: Any) -> None:
+    args.device_kind, args.device_kind_size = text(bridge.handles[args.device_description].device.kind)
+
+
+@call("DeviceDescription_DebugString")
+def description_debug_string(bridge: Bridge, args: Any) -> None:
+    args.debug_string, args.debug_string_size = text(_name(bridge, args.device_description))
+
+
+@call("DeviceDescription_ToString")
+def description_to_string(bridge: Bridge, args: Any) -> None:
+    args.to_string, args.to_string_size = text(_name(bridge, args.device_description))
+
+
+def _name(bridge: Bridge, handle: int) -> str:
+    return f"{bridge.engine.platform}:{bridge.handles[handle].device.index}"
+
+
+@call("Device_GetDescription")
+def device_get_description(bridge: Bridge, args: Any) -> None:
+    args.device_description = args.device
+
+
+@call("Device_IsAddressable")
+def device_is_addressable(bridge: Bridge, args: Any) -> None:
+    args.is_addressable = bridge.handles[args.device].device.is_local
+
+
+@call("Device_LocalHardwareId")
+def device_local_hardware_id(bridge: Bridge, args: Any) -> None:
+    args.local_hardware_id = bridge.handles[args.device].device.index
+
+
+@call("Device_AddressableMemories")
+def device_addressable_memories(bridge: Bridge, args: Any) -> None:
+    args.memories, args.num_memories = address(bridge.handles[args.device].itself), 1
+
+
+@call("Device_MemoryStats")
+def device_memory_stats(bridge: Bridge, args: Any) -> None:
+    stats = bridge.engine.memory_stats(bridge.handles[args.device].device)
+    # The caller's struct is not cleared: what is not known must be said to be so.
+    for name, _ in args._fields_:
+        if name.endswith("_is_set"):
+            setattr(args, name, name.removesuffix("_is_set") in stats)
+    for name, value in stats.items():
+        setattr(args, name, value)
+
+
+@call("Memory_Id")
+def memory_id(bridge: Bridge, args: Any) -> None:
+    args.id = bridge.handles[args.memory].device.index
+
+
+@call("Memory_Kind")
+def memory_kind(bridge: Bridge, args: Any) -> None:
+    args.kind, args.kind_size = text(MEMORY_KIND)
+
+
+@call("Memory_Kind_Id")
+def memory_kind_id(bridge: Bridge, args: Any) -> None:
+    args.kind_id = 0
+
+
+@call("Memory_DebugString")
+def memory_debug_string(bridge: Bridge, args: Any) -> None:
+    args.debug_string, args.debug_string_size = text(f"memory of {_name(bridge, args.memory)}")
+
+
+@call("Memory_ToString")
+def memory_to_string(bridge: Bridge, args: Any) -> None:
+    args.to_string, args.to_string_size = text(f"memory of {_name(bridge, args.memory)}")
+
+
+@call("Memory_AddressableByDevices")
+def memory_addressable_by_devices(bridge: Bridge, args: Any) -> None:
+    args.devices, args.num_devices = address(bridge.handles[args.memory].itself), 1

@@ -1,0 +1,200 @@
+"""The functions of the table about programs."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+from polyxla_bridge import native
+from polyxla_bridge.engine.engine import ArrayType, Executable
+from polyxla_bridge.engine.futures import Kept
+from polyxla_bridge.errors import PjrtError
+from polyxla_bridge.programs import hlo
+from polyxla_bridge.table import abi
+from polyxla_bridge.table.abi import Code
+from polyxla_bridge.table.calls_client import MEMORY_KIND
+from polyxla_bridge.table.handles import ArrayTypes, Bridge, address, array, call, read_array, text
+
+PROGRAM_FORMAT = "hlo"
+"""What torch_xla sends: a serialised HloModuleProto."""
+
+
+@call("Client_Compile")
+def client_compile(bridge: Bridge, args: Any) -> None:
+    program = abi.Program.from_address(args.program)
+    format_ = ctypes.string_at(program.format, program.format_size).decode()
+    if format_ != PROGRAM_FORMAT:
+        raise PjrtError(
+            Code.UNIMPLEMENTED, f"programs in format {format_!r}; only {PROGRAM_FORMAT!r} is known"
+        )
+    code = ctypes.string_at(program.code, program.code_size)
+    options = ctypes.string_at(args.compile_options, args.compile_options_size)
+    args.executable = bridge.handles.new(bridge.engine.compile(code, options))
+
+
+@call("LoadedExecutable_GetExecutable")
+def loaded_get_executable(bridge: Bridge, args: Any) -> None:
+    args.executable = bridge.handles.new(bridge.handles[args.loaded_executable])
+
+
+@call("LoadedExecutable_Destroy")
+def loaded_destroy(bridge: Bridge, args: Any) -> None:
+    bridge.handles.drop(args.executable)
+
+
+@call("Executable_Destroy")
+def executable_destroy(bridge: Bridge, args: Any) -> None:
+    bridge.handles.drop(args.executable)
+
+
+@call("LoadedExecutable_Delete")
+def loaded_delete(bridge: Bridge, args: Any) -> None:
+    # The memory goes with the last handle; PJRT only promises that nothing runs it any more.
+    pass
+
+
+@call("LoadedExecutable_IsDeleted")
+def loaded_is_deleted(bridge: Bridge, args: Any) -> None:
+    args.is_deleted = False
+
+
+@call("LoadedExecutable_AddressableDevices")
+def loaded_addressable_devices(bridge: Bridge, args: Any) -> None:
+    args.addressable_devices = address(bridge.local_array)
+    args.num_addressable_devices = len(bridge.local)
+
+
+@call("LoadedExecutable_Fingerprint")
+def loaded_fingerprint(bridge: Bridge, args: Any) -> None:
+    args.executable_fingerprint, args.executable_fingerprint_size = text(
+        bridge.handles[args.executable].fingerprint
+    )
+
+
+@call("Executable_Fingerprint")
+def executable_fingerprint(bridge: Bridge, args: Any) -> None:
+    loaded_fingerprint(bridge, args)
+
+
+@call("Executable_Name")
+def executable_name(bridge: Bridge, args: Any) -> None:
+    args.executable_name, args.executable_name_size = text(bridge.handles[args.executable].name)
+
+
+@call("Executable_NumReplicas")
+def executable_num_replicas(bridge: Bridge, args: Any) -> None:
+    args.num_replicas = bridge.handles[args.executable].num_replicas
+
+
+@call("Executable_NumPartitions")
+def executable_num_partitions(bridge: Bridge, args: Any) -> None:
+    args.num_partitions = 1
+
+
+@call("Executable_NumOutputs")
+def executable_num_outputs(bridge: Bridge, args: Any) -> None:
+    args.num_outputs = len(bridge.handles[args.executable].outputs)
+
+
+@call("Executable_SizeOfGeneratedCodeInBytes")
+def executable_code_size(bridge: Bridge, args: Any) -> None:
+    args.size_in_bytes = bridge.handles[args.executable].code_size_bytes
+
+
+@call("Executable_OutputElementTypes")
+def executable_output_element_types(bridge: Bridge, args: Any) -> None:
+    outputs = _outputs(bridge.handles[args.executable])
+    args.output_types, args.num_output_types = address(outputs.numbers), outputs.count
+
+
+@call("Executable_OutputDimensions")
+def executable_output_dimensions(bridge: Bridge, args: Any) -> None:
+    outputs = _outputs(bridge.handles[args.executable])
+    args.dims, args.dim_sizes, args.num_outputs = address(outputs.dims), address(outputs.ranks), outputs.count
+
+
+@call("Executable_OutputMemoryKinds")
+def executable_output_memory_kinds(bridge: Bridge, args: Any) -> None:
+    outputs = _outputs(bridge.handles[args.executable])
+    args.memory_kinds, args.memory_kind_sizes = address(outputs.kinds), address(outputs.kind_sizes)
+    args.num_outputs = outputs.count
+
+
+class _Outputs(ArrayTypes):
+    """What a program returns, as C reads it."""
+
+    def __init__(self, types: Sequence[ArrayType]) -> None:
+        super().__init__(types)
+        where, length = text(MEMORY_KIND)
+        self.kinds = array([where] * self.count)
+        self.kind_sizes = array([length] * self.count, ctypes.c_size_t)
+
+
+def _outputs(executable: Executable) -> _Outputs:
+    # Kept by the executable, as C reads it after the call.
+    if "C" not in executable.native:
+        executable.native["C"] = _Outputs(executable.outputs)
+    outputs: _Outputs = executable.native["C"]
+    return outputs
+
+
+@call("Executable_OptimizedProgram")
+def executable_optimized_program(bridge: Bridge, args: Any) -> None:
+    program = abi.Program.from_address(args.program)
+    code = hlo.with_config(bridge.handles[args.executable].optimized_hlo)
+    program.format, program.format_size = text("hlo_with_config")
+    if not program.code:
+        program.code_size = len(code)
+        return
+    ctypes.memmove(program.code, code, min(len(code), program.code_size))
+
+
+@call("Executable_GetCostAnalysis")
+def executable_get_cost_analysis(bridge: Bridge, args: Any) -> None:
+    args.properties, args.num_properties = None, 0
+
+
+@call("LoadedExecutable_Execute")
+def loaded_execute(bridge: Bridge, args: Any) -> None:
+    executable = bridge.handles[args.executable]
+    if args.num_devices != 1:
+        raise PjrtError(
+            Code.UNIMPLEMENTED, f"one execution on {args.num_devices} devices: each replica runs its own here"
+        )
+    bridge.take()
+    place = args.execute_device or bridge.local[0].handle
+    (row,) = read_array(args.argument_lists, 1, ctypes.c_void_p)
+    arguments = read_array(row, args.num_args, ctypes.c_void_p)
+    options = abi.ExecuteOptions.from_address(args.options)
+    keep = read_array(
+        options.non_donatable_input_indices, options.num_non_donatable_input_indices, ctypes.c_int64
+    )
+    buffers = [bridge.buffer(one) for one in arguments]
+    outputs = bridge.engine.execute(executable, bridge.handles[place].device, buffers, frozenset(keep))
+    for handle, buffer in zip(arguments, buffers, strict=True):
+        if buffer.is_deleted:
+            native.LOCKED.polyxla_delete(handle)
+    handles = bridge.promise(place, outputs, _outputs(executable))
+    (out,) = read_array(args.output_lists, 1, ctypes.c_void_p)
+    ctypes.memmove(out, handles, len(outputs) * ctypes.sizeof(ctypes.c_void_p))
+    if args.device_complete_events:
+        done = outputs[0].value if outputs else Kept()
+        (ctypes.c_void_p * 1).from_address(args.device_complete_events)[0] = bridge.event(done)
+
+
+@call("Executable_Serialize")
+def executable_serialize(bridge: Bridge, args: Any) -> None:
+    data = bridge.engine.serialize(bridge.handles[args.executable])
+    kept = ctypes.create_string_buffer(data, len(data))
+    args.serialized_bytes, args.serialized_bytes_size = address(kept), len(data)
+    deleter = abi.Deleter(bridge.handles.drop)
+    # The deleter lives with the bytes: C calls it to free them.
+    args.serialized_executable = bridge.handles.new((kept, deleter))
+    args.serialized_executable_deleter = ctypes.cast(deleter, ctypes.c_void_p).value
+
+
+@call("Executable_DeserializeAndLoad")
+def executable_deserialize_and_load(bridge: Bridge, args: Any) -> None:
+    data = ctypes.string_at(args.serialized_executable, args.serialized_executable_size)
+    args.loaded_executable = bridge.handles.new(bridge.engine.deserialize(data))

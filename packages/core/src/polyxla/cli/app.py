@@ -1,0 +1,217 @@
+"""The ``polyxla`` command."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+import typer.core
+
+from polyxla import env
+from polyxla.cli.output import JsonFlag, RuntimeOption, plain_errors, print_json, print_table
+from polyxla.console import say
+from polyxla.env import Setting
+from polyxla.errors import UsageError
+from polyxla.launcher.launch import announce
+
+DevicesOption = Annotated[
+    str | None, typer.Option("--devices", metavar="D", help="auto, a count (8) or indices ([5]).")
+]
+PrecisionOption = Annotated[
+    str | None, typer.Option("--precision", metavar="P", help="A precision policy, such as 32-true.")
+]
+WaitOption = Annotated[
+    str | None,
+    typer.Option("--wait", metavar="SECONDS", help="Wait so long for devices that another job has."),
+]
+
+app = typer.Typer(
+    name="polyxla",
+    help="PyTorch training on TPUs with a runtime that is chosen when the program starts.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    # Rich's help costs 0.2 s, more than everything else `polyxla --help` does.
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """Run the command line with the commands of every installed plugin."""
+    from polyxla.plugins.manager import load_everything
+
+    try:
+        load_everything().hook.polyxla_add_commands(app=app)
+    except Exception as error:
+        # A stranger's plugin; the commands that find out what is wrong with it must go on working.
+        say(f"a plugin's commands are left out: {type(error).__name__}: {error}")
+    app()
+
+
+@app.command()
+def runtimes(runtime: RuntimeOption = None, as_json: JsonFlag = False) -> None:
+    """List every runtime: whether it can run here, and which one would be chosen and why."""
+    from polyxla.plugins.manager import plugin_problems
+    from polyxla.plugins.selection import select, survey
+
+    environ = env.snapshot()
+    settings = env.from_environ(environ, runtime=_flag("--runtime", runtime))
+    rows = [
+        {
+            "name": one.name,
+            "package": one.entry.distribution,
+            "version": one.entry.version,
+            "available": one.why_not is None,
+            "asked_for_by": one.discovery.reason if one.discovery and one.claim else None,
+            "kind": one.discovery.kind if one.discovery else None,
+            "devices": len(one.discovery.devices) if one.discovery else 0,
+            "why_not": one.why_not,
+        }
+        for one in survey(environ)
+    ]
+    chosen: dict[str, Any] = {"chosen": None, "reason": None, "warnings": [], "error": None}
+    try:
+        selection = select(environ, settings.runtime)
+        chosen |= {"chosen": selection.runtime, "reason": selection.reason}
+        chosen["warnings"] = list(selection.warnings)
+    except UsageError as error:
+        chosen["error"] = str(error)
+    chosen["warnings"] += plugin_problems()
+    if as_json:
+        print_json({**chosen, "runtimes": rows})
+    else:
+        _show_runtimes(chosen, rows)
+    if chosen["error"]:
+        say(f"error: {chosen['error']}")
+        raise typer.Exit(2)
+
+
+def _show_runtimes(chosen: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    print_table(
+        ["", "runtime", "can run here", "devices", "asked for by"],
+        [
+            [
+                "→" if row["name"] == chosen["chosen"] else "",
+                row["name"],
+                "yes" if row["available"] else f"no: {row['why_not']}",
+                f"{row['devices']} {row['kind']}" if row["devices"] else "",
+                row["asked_for_by"] or "",
+            ]
+            for row in rows
+        ],
+    )
+    for warning in chosen["warnings"]:
+        say(warning)
+    if chosen["chosen"]:
+        typer.echo(f"chosen: {chosen['chosen']} ({chosen['reason']})")
+
+
+@app.command()
+def devices(runtime: RuntimeOption = None, as_json: JsonFlag = False) -> None:
+    """List the devices of the runtime that would be chosen."""
+    from polyxla.plugins.selection import select
+
+    with plain_errors(as_json):
+        environ = env.snapshot()
+        settings = env.from_environ(environ, runtime=_flag("--runtime", runtime))
+        selection = select(environ, settings.runtime)
+        found = selection.discovery
+        rows = [[device.index, device.kind, device.name, device.host_index] for device in found.devices]
+        names = ["index", "kind", "name", "host_index"]
+        if as_json:
+            print_json(
+                {
+                    "runtime": selection.runtime,
+                    "reason": selection.reason,
+                    "topology": found.topology,
+                    "host_count": found.host_count,
+                    "devices": [dict(zip(names, row, strict=True)) for row in rows],
+                }
+            )
+            return
+        announce(selection)
+        print_table(names, rows)
+        topology = f"topology {found.topology}, {found.host_count} host(s)" if found.topology else None
+        typer.echo(f"runtime {selection.runtime}" + (f", {topology}" if topology else ""))
+
+
+@app.command("env")
+def environment(runtime: RuntimeOption = None, as_json: JsonFlag = False) -> None:
+    """Show each variable that matters here: its value and where it came from."""
+    from polyxla.cli.variables import variables
+
+    with plain_errors(as_json):
+        environ = env.snapshot()
+        rows = variables(environ, env.from_environ(environ, runtime=_flag("--runtime", runtime)))
+        if as_json:
+            print_json({"variables": rows})
+            return
+        print_table(
+            ["variable", "value", "origin", "read by"],
+            [[row["name"], row["value"] or "", row["origin"], row["reader"]] for row in rows],
+        )
+
+
+class _RunCommand(typer.core.TyperCommand):
+    """Like python, hand everything behind the script, or behind ``-m MODULE``, to the program."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put ``--`` before the program's part."""
+        takes_value = {"--runtime", "--devices", "--precision", "--wait"}
+        index = 0
+        while index < len(args) and args[index].startswith("-") and args[index] not in ("-m", "--"):
+            index += 2 if args[index] in takes_value else 1
+        if index < len(args) and args[index] != "--":
+            args = [*args[:index], "--", *args[index:]]
+        return super().parse_args(ctx, args)
+
+
+@app.command(cls=_RunCommand)
+def run(
+    command: Annotated[
+        list[str], typer.Argument(metavar="(SCRIPT | -m MODULE) [ARGS]...", show_default=False)
+    ],
+    runtime: RuntimeOption = None,
+    devices: DevicesOption = None,
+    precision: PrecisionOption = None,
+    wait: WaitOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and stop.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Say it as a JSON line on standard error.")] = False,
+) -> None:
+    """Run a torch_xla script, unmodified, on the chosen runtime.
+
+    The script finds the choice in its environment; its output and exit code are its own.
+    """
+    from polyxla.cli.run import become, make_plan
+
+    with plain_errors(as_json and dry_run):
+        environ = env.snapshot()
+        settings = env.from_environ(
+            environ,
+            runtime=_flag("--runtime", runtime),
+            devices=_flag("--devices", devices),
+            precision=_flag("--precision", precision),
+            wait_s=_flag("--wait", wait),
+        )
+        plan = make_plan(environ, settings, command)
+    if dry_run:
+        print_json(plan.as_json()) if as_json else _show_plan(plan.as_json())
+        return
+    if as_json:
+        print(json.dumps(plan.as_json()), file=sys.stderr)
+    else:
+        announce(plan.selection)
+    become(plan, environ)
+
+
+def _show_plan(plan: dict[str, Any]) -> None:
+    for name, value in plan["environment"].items():
+        typer.echo(f"{name}={value}")
+    typer.echo(" ".join(plan["command"]))
+
+
+def _flag(name: str, value: str | None) -> Setting | None:
+    return None if value is None else Setting(value, f"{name} {value}")

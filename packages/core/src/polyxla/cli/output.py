@@ -1,0 +1,49 @@
+"""What every command of ``polyxla`` shares: common options, errors in one line, tables and JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from polyxla.console import say
+from polyxla.errors import PolyxlaError
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
+RuntimeOption = Annotated[str | None, typer.Option("--runtime", metavar="NAME", help="Use this runtime.")]
+
+
+@contextlib.contextmanager
+def plain_errors(as_json: bool) -> Iterator[None]:
+    """Turn polyxla's own errors into a line (and a JSON document) and an exit code."""
+    try:
+        yield
+    except PolyxlaError as error:
+        say(f"error: {error}")
+        if as_json:
+            print_json({"error": str(error)})
+        raise typer.Exit(error.exit_code) from None
+
+
+def print_json(document: Any) -> None:
+    """Print one JSON document on standard output."""
+    typer.echo(json.dumps(document, indent=2))
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Print a table on standard output."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in header:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    # A file or a pipe is not 80 columns wide, and folded cells are hard to search.
+    width = None if sys.stdout.isatty() else 200
+    Console(width=width, highlight=False, markup=False).print(table)

@@ -1,0 +1,124 @@
+"""``polyxla run``: decide everything first, then become the script."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from polyxla import env
+from polyxla.cli import script
+from polyxla.env import Setting, Settings
+from polyxla.errors import UsageError
+from polyxla.launcher.launch import child_environment, picked
+from polyxla.plugins.manager import load_plugins
+from polyxla.plugins.precision_lookup import find_precision
+from polyxla.plugins.selection import Selection, select
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What ``polyxla run`` is about to do.
+
+    Attributes:
+        command: the program and its arguments.
+        selection: the runtime and why.
+        devices: indices of the devices.
+        variables: what is laid over the environment.
+    """
+
+    command: tuple[str, ...]
+    selection: Selection
+    devices: tuple[int, ...]
+    variables: Mapping[str, str]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it for ``--json``."""
+        return {
+            "runtime": self.selection.runtime,
+            "reason": self.selection.reason,
+            "warnings": list(self.selection.warnings),
+            "devices": list(self.devices),
+            "environment": dict(self.variables),
+            "command": list(self.command),
+        }
+
+
+def make_plan(environ: Mapping[str, str], settings: Settings, command: Sequence[str]) -> Plan:
+    """Check all that can be checked before the program starts.
+
+    Raises:
+        UsageError: the program does not exist, or the runtime, devices, precision or wait cannot be used.
+    """
+    _check_program(command)
+    _check_wait(settings.wait_s)
+    selection = select(environ, settings.runtime)
+    devices = picked(settings.devices, selection)
+    plugins = load_plugins(selection.runtime)
+    find_precision(plugins, settings.precision)
+    variables = dict(child_environment(plugins, environ, selection, devices))
+    variables[env.POLYXLA_RUNTIME] = selection.runtime
+    # Also for --devices auto, which must win over the variable.
+    if settings.devices.origin != "default":
+        variables[env.POLYXLA_DEVICES] = json.dumps(list(devices))
+    if settings.precision.value is not None:
+        variables[env.POLYXLA_PRECISION] = str(settings.precision.value)
+    if settings.wait_s.origin != "default":
+        variables[env.POLYXLA_WAIT_S] = str(settings.wait_s.value)
+    return Plan((sys.executable, "-m", script.__name__, *command), selection, devices, variables)
+
+
+def become(plan: Plan, environ: Mapping[str, str]) -> NoReturn:
+    """Replace this process by the program: its signals and exit code are its own."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(plan.command[0], plan.command, {**environ, **plan.variables})
+
+
+def _check_program(command: Sequence[str]) -> None:
+    if command[0] == "-m":
+        _check_module(command[1:])
+    elif not os.path.exists(command[0]):
+        raise UsageError(
+            f"there is no file {command[0]!r} in {os.getcwd()}",
+            where="polyxla run",
+            fix="Write the path of a script, or -m and the name of a module.",
+        )
+    elif os.path.isdir(command[0]) and not os.path.exists(os.path.join(command[0], "__main__.py")):
+        raise UsageError(
+            f"the folder {command[0]!r} has no __main__.py",
+            where="polyxla run",
+            fix="Write the path of a script in it.",
+        )
+
+
+def _check_module(rest: Sequence[str]) -> None:
+    if not rest:
+        raise UsageError("-m names no module", where="polyxla run", fix="Write -m and the name of a module.")
+    package = rest[0].partition(".")[0]
+    # As `python -m` does, look in the current folder too.
+    sys.path.insert(0, os.getcwd())
+    if importlib.util.find_spec(package) is None:
+        raise UsageError(
+            f"there is no module {rest[0]!r}",
+            where="polyxla run -m",
+            fix="Install it into this environment, or run its file: polyxla run path/to/script.py.",
+        )
+
+
+def _check_wait(wait_s: Setting) -> None:
+    try:
+        seconds = float(wait_s.value)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise UsageError(
+            f"{wait_s.value!r} is not a number of seconds from 0",
+            where=wait_s.origin,
+            fix="Write how long to wait for devices that another job has, such as 600, or nothing.",
+        )

@@ -1,0 +1,98 @@
+"""``python -m polyxla.cli.script``: be the main program, as python would, but say usage errors plainly.
+
+A `UsageError` ends the program with its text and the script's line, exit code 2, no traceback; every
+other exception is python's own business.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import traceback
+from types import CodeType, ModuleType
+from typing import Any
+
+from polyxla import env
+from polyxla.console import say
+from polyxla.errors import PolyxlaError, UsageError
+from polyxla.plugins.manager import find_runtime, runtime_alone
+
+
+def main() -> None:
+    """Run the script or ``-m`` module that the arguments name, in the real ``__main__``."""
+    del sys.argv[0]
+    module = ModuleType("__main__")
+    # Kept for good: what the program starts (threads, spawned workers) looks itself up here.
+    sys.modules["__main__"] = module
+    try:
+        _prepare()
+        code = _module(module) if sys.argv[0] == "-m" else _script(module, sys.argv[0])
+        exec(code, module.__dict__)
+    except PolyxlaError as error:
+        say(f"error: {error}{_line_of(error, getattr(module, '__file__', None))}")
+        sys.exit(error.exit_code)
+
+
+def _prepare() -> None:
+    if runtime := env.snapshot().get(env.POLYXLA_RUNTIME):
+        runtime_alone(find_runtime(runtime, "default")).hook.polyxla_prepare(environ=env.snapshot())
+
+
+def _lead_path(folder: str) -> None:
+    """Put `folder` where ``python -m polyxla.cli.script`` put the current one; it puts none under safe_path."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+
+
+def _script(module: ModuleType, path: str) -> CodeType:
+    # Absolute, as python makes it: the script may change its folder.
+    path = os.path.abspath(path)
+    if os.path.isdir(path):
+        path = os.path.join(path, "__main__.py")
+    _lead_path(os.path.dirname(os.path.realpath(path)))
+    module.__file__ = path
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    return loader.source_to_code(loader.get_data(path), path)
+
+
+def _module(module: ModuleType) -> CodeType:
+    del sys.argv[0]
+    name = sys.argv[0]
+    _lead_path(os.getcwd())
+    spec = _spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        name = f"{name}.__main__"
+        spec = _spec(name)
+    loader: Any = spec.loader if spec else None
+    code: CodeType | None = loader.get_code(name) if hasattr(loader, "get_code") else None
+    if spec is None or code is None:
+        raise UsageError(
+            f"there is no module {name!r} that can be run",
+            where="polyxla run -m",
+            fix="Write the name of a module, or of a package that has a __main__.py.",
+        )
+    module.__spec__, module.__file__, module.__package__ = spec, spec.origin, spec.parent
+    module.__loader__ = spec.loader
+    sys.argv[0] = spec.origin or name
+    return code
+
+
+def _spec(name: str) -> importlib.machinery.ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        # A parent that is no package; what the parent's own code fails to import is its own error.
+        if error.name and f"{name}.".startswith(f"{error.name}."):
+            return None
+        raise
+
+
+def _line_of(error: BaseException, path: str | None) -> str:
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    return f"\n  at {path}:{lines[-1]}" if lines else ""
+
+
+if __name__ == "__main__":
+    main()

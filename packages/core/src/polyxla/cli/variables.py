@@ -1,0 +1,55 @@
+"""Every variable that matters here, for ``polyxla env``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from polyxla import env
+from polyxla.env import Setting, Settings
+from polyxla.errors import UsageError
+from polyxla.launcher.launch import child_environment, picked
+from polyxla.plugins.manager import load_plugins
+from polyxla.plugins.selection import select, survey
+
+
+def variables(environ: Mapping[str, str], settings: Settings) -> list[dict[str, Any]]:
+    """Return polyxla's own variables, each runtime's, and what the chosen one would set for replicas."""
+    rows = [_row(name, setting, "polyxla") for name, setting in _own(environ, settings).items()]
+    for candidate in survey(environ):
+        if candidate.discovery:
+            found = candidate.discovery.variables.items()
+            rows += [_row(name, setting, f"runtime {candidate.name}") for name, setting in found]
+    return rows + _to_be_set(environ, settings)
+
+
+def _own(environ: Mapping[str, str], settings: Settings) -> dict[str, Setting]:
+    cache = environ.get(env.POLYXLA_COMPILE_CACHE)
+    return {
+        env.POLYXLA_RUNTIME: settings.runtime,
+        env.POLYXLA_DEVICES: settings.devices,
+        env.POLYXLA_PRECISION: settings.precision,
+        **{name: env.setting(environ, name, f"{seconds:g}") for name, seconds in env.DEFAULT_S.items()},
+        env.POLYXLA_WAIT_S: settings.wait_s,
+        env.POLYXLA_COMPILE_CACHE: Setting(
+            "on" if cache is None else cache or "off", "environment" if cache is not None else "default"
+        ),
+    }
+
+
+def _to_be_set(environ: Mapping[str, str], settings: Settings) -> list[dict[str, Any]]:
+    try:
+        selection = select(environ, settings.runtime)
+        devices = picked(settings.devices, selection)
+        wanted = child_environment(load_plugins(selection.runtime), environ, selection, devices)
+    except UsageError as error:
+        # A listing is for finding out what is wrong: show the rest of it, with the error in its place.
+        return [_row("(replicas)", Setting(None, f"error: {error}"), "replicas")]
+    origin = f"set by runtime {selection.runtime}"
+    return [_row(name, Setting(value, origin), "replicas") for name, value in sorted(wanted.items())]
+
+
+def _row(name: str, setting: Setting, reader: str) -> dict[str, Any]:
+    value = setting.value
+    origin = "environment" if setting.origin == f"{name}={value}" else setting.origin
+    return {"name": name, "value": None if value is None else str(value), "origin": origin, "reader": reader}

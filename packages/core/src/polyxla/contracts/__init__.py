@@ -1,0 +1,1 @@
+"""What core, runtimes and plugins agree on: data and abstract classes, no behaviour of their own."""

@@ -1,0 +1,1 @@
+"""Starting replicas: what `polyxla.launch` checks, how processes are made, watched and ended."""

@@ -1,0 +1,113 @@
+"""The fork server's own side: import once; then fork when asked to, and report how each process ends.
+
+It is one thread, and nothing runs in it that would start another, since only the forking thread lives on
+in a fork. It ends with its parent, or when it has been idle for `IDLE_S`.
+
+The parent sends a number and, beside it, the descriptor of a pipe that the new process is to serve. The
+server answers with the number and the process's pid, and once more with its exit code and its peak memory
+in bytes when it has ended; each message is a JSON list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+
+from polyxla import env
+from polyxla.launcher import child
+
+IDLE_S = 300.0
+"""How long it waits for the next launch, in seconds, before it gives its memory back."""
+
+
+def main() -> None:
+    """Serve the socket whose descriptor is the second argument."""
+    (number,) = json.loads(sys.argv[2])
+    control = socket.socket(fileno=number)
+    # A terminal's Ctrl-C goes to every process; the parent ends what is to be ended.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = env.snapshot()
+    for name in json.loads(sys.argv[3]):
+        importlib.import_module(name)
+    imported = {name: value for name, value in env.snapshot().items() if before.get(name) != value}
+    pipe = _Server(control).serve()
+    if pipe is None:
+        # Nothing was made that needs an orderly end, which would take its time.
+        os._exit(0)
+    # What the imports have set is not to be undone, unless the process is to have another value.
+    child.serve(pipe, lambda environ: _merged(before, imported, environ))
+
+
+class _Server:
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._numbers: dict[int, int] = {}
+        # A process's end wakes this thread, which waits for requests.
+        self._woken, wakes = socket.socketpair()
+        wakes.setblocking(False)
+        signal.set_wakeup_fd(wakes.fileno())
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._inherited = [control, self._woken, wakes]
+
+    def serve(self) -> Connection | None:
+        """Work until the parent goes or has no more use for this; in a fork, return what it is to serve."""
+        asked = time.monotonic()
+        while self._numbers or time.monotonic() < asked + IDLE_S:
+            patience_s = None if self._numbers else max(0.0, asked + IDLE_S - time.monotonic())
+            ready, _, _ = select.select([self._control, self._woken], [], [], patience_s)
+            if self._woken in ready:
+                self._woken.recv(4096)
+                self._reap()
+            if self._control in ready:
+                asked = time.monotonic()
+                data, descriptors, _, _ = socket.recv_fds(self._control, 4096, 1)
+                if not data:
+                    return None
+                if pipe := self._fork(json.loads(data), Connection(descriptors[0])):
+                    return pipe
+        return None
+
+    def _fork(self, number: int, pipe: Connection) -> Connection | None:
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            for inherited in self._inherited:
+                inherited.close()
+            return pipe
+        # A pipe must close with its process.
+        pipe.close()
+        self._numbers[pid] = number
+        self._report(number, pid)
+        return None
+
+    def _reap(self) -> None:
+        while self._numbers:
+            pid, status, usage = os.wait4(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            self._report(
+                self._numbers.pop(pid), pid, os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024
+            )
+
+    def _report(self, *values: int) -> None:
+        # A parent that is gone needs no report; its children end by themselves.
+        with contextlib.suppress(OSError):
+            self._control.send(json.dumps(values).encode())
+
+
+def _merged(
+    before: Mapping[str, str], imported: Mapping[str, str], wanted: Mapping[str, str]
+) -> dict[str, str]:
+    kept = {name: value for name, value in imported.items() if wanted.get(name) == before.get(name)}
+    return {**wanted, **kept}

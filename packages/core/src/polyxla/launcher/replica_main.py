@@ -1,0 +1,49 @@
+"""What runs in each replica: connect to the device, notify the listeners, call the user's function."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from typing import Any
+
+from polyxla.contracts.job import Job
+from polyxla.plugins.manager import PluginManager, load_plugins
+from polyxla.plugins.precision_lookup import find_precision
+from polyxla.replica.replica import Replica
+
+
+def run_replica(job: Job, place: Any) -> Any:
+    """Run one replica of `job` and return its function's result.
+
+    Called through `Job.run`, in the replica's own process and thread. An exception leaves with a note that
+    names the replica and its host.
+
+    Args:
+        job: what to run.
+        place: passed to the runtime's `polyxla_replication`; identifies the replica.
+    """
+    ordinal: int | None = None
+    try:
+        plugins = load_plugins(job.runtime)
+        policy = find_precision(plugins, job.precision)
+        replication = plugins.hook.polyxla_replication(job=job, place=place)
+        ordinal = replication.world.ordinal
+        with contextlib.closing(replication):
+            return _call(job, Replica(replication, plugins, policy, job.runtime), plugins)
+    except BaseException as error:
+        who = "a replica that could not connect" if ordinal is None else f"the replica with ordinal {ordinal}"
+        error.add_note(f"raised in {who} on {socket.gethostname()}")
+        raise
+
+
+def _call(job: Job, replica: Replica, plugins: PluginManager) -> Any:
+    failure: BaseException | None = None
+    replica.seed_device(job.seed)
+    plugins.hook.polyxla_replica_started(replica=replica)
+    try:
+        return job.function(replica, *job.args)
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        plugins.hook.polyxla_replica_stopped(replica=replica, error=failure)

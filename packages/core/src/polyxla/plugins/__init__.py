@@ -1,0 +1,1 @@
+"""Finding plugins and choosing among them."""

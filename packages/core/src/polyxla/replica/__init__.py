@@ -1,0 +1,1 @@
+"""What runs in a replica: `Replica` and what it is made of."""

@@ -1,0 +1,317 @@
+"""Plugins are found by name, loaded alone, and a broken one is reported without hurting the others."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from typing import Any
+
+import pluggy
+import pytest
+
+from polyxla import BrokenPluginError, RuntimeNotInstalledError, UnknownRuntimeError, UsageError, hookimpl
+from polyxla.console import say_once
+from polyxla.plugins.manager import (
+    PLUGINS,
+    RUNTIMES,
+    find_runtime,
+    load_everything,
+    load_plugins,
+    plugin_problems,
+    runtime_alone,
+    runtime_entries,
+)
+from polyxla.testing import PluginInstaller
+
+TOY = """
+from polyxla import Claim, Discovery, hookimpl
+
+@hookimpl
+def polyxla_discover_devices(environ):
+    return Discovery(Claim.NONE, "never")
+"""
+MISSPELT = """
+from polyxla import hookimpl
+
+@hookimpl
+def polyxla_step_finishd(step):
+    pass
+"""
+WRONG_ARGUMENT = """
+from polyxla import hookimpl
+
+@hookimpl
+def polyxla_step_finished(stepp):
+    pass
+"""
+
+
+class _Commands(list[str]):
+    """Stands for typer's app: the plugins of the test add names, those of the core commands."""
+
+    def command(self) -> Callable[[Any], Any]:
+        return lambda function: function
+
+
+def _strangers(manager: pluggy.PluginManager) -> list[str]:
+    """Return the names of all plugins that are not the core's own."""
+    own = {f"plugin {name!r}" for name in ("checkpoint", "observe", "profile")}
+    return sorted({name for name, _ in manager.list_name_plugin()} - own)
+
+
+COMMAND = """
+from polyxla import hookimpl
+
+@hookimpl
+def polyxla_add_commands(app):
+    app.append(__name__)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _alone(install_plugin: PluginInstaller) -> None:
+    install_plugin.hide_others()
+    say_once.cache_clear()
+
+
+def test_runtimes_are_listed_by_name_and_not_imported(install_plugin: PluginInstaller) -> None:
+    install_plugin("toy-b", "raise ImportError('must not be imported for a listing')")
+    install_plugin("toy-a", TOY)
+    entries = runtime_entries()
+    assert list(entries) == ["toy-a", "toy-b"]
+    assert (entries["toy-a"].distribution, entries["toy-a"].version) == ("toy-a", "1.0")
+
+
+def test_a_runtime_is_found_by_its_name(install_plugin: PluginInstaller) -> None:
+    install_plugin("toy-distribution", TOY, name="toy")
+    assert find_runtime("toy", "test").distribution == "toy-distribution"
+
+
+def test_only_the_runtime_that_is_looked_at_is_imported(install_plugin: PluginInstaller) -> None:
+    install_plugin("toy", TOY)
+    install_plugin("broken", "raise RuntimeError('imported')")
+    manager = runtime_alone(find_runtime("toy", "test"))
+    assert len(manager.get_plugins()) == 1
+    assert manager.hook.polyxla_discover_devices(environ={}, accelerator="auto")[0].reason == "never"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "text"),
+    [
+        pytest.param(
+            "xrt",
+            RuntimeNotInstalledError,
+            "runtime 'xrt' is not installed (installed: toy) (from --runtime). "
+            "Install it: pip install polyxla-runtime-xrt",
+            id="known-but-missing",
+        ),
+        pytest.param(
+            "pjrt",
+            RuntimeNotInstalledError,
+            "runtime 'pjrt' is not installed (installed: toy) (from --runtime). "
+            "Install it: pip install polyxla-runtime-pjrt",
+            id="the-other-known-one",
+        ),
+        pytest.param(
+            "xtr",
+            UnknownRuntimeError,
+            "no runtime is called 'xtr' (installed: toy) (from --runtime). Did you mean 'xrt'?",
+            id="near-a-known-one",
+        ),
+        pytest.param(
+            "PJRT",
+            UnknownRuntimeError,
+            "no runtime is called 'PJRT' (installed: toy) (from --runtime). Did you mean 'pjrt'?",
+            id="capitals",
+        ),
+        pytest.param(
+            "toi",
+            UnknownRuntimeError,
+            "no runtime is called 'toi' (installed: toy) (from --runtime). Did you mean 'toy'?",
+            id="near-an-installed-one",
+        ),
+        pytest.param(
+            "horovod",
+            UnknownRuntimeError,
+            "no runtime is called 'horovod' (installed: toy) (from --runtime). "
+            "`polyxla runtimes` lists those that exist.",
+            id="near-none",
+        ),
+    ],
+)
+def test_a_name_that_is_not_there(
+    name: str, kind: type[UsageError], text: str, install_plugin: PluginInstaller
+) -> None:
+    install_plugin("toy", TOY)
+    with pytest.raises(kind) as caught:
+        find_runtime(name, "--runtime")
+    assert str(caught.value) == text
+    assert type(caught.value) is kind
+    assert caught.value.exit_code == 2
+
+
+def test_where_nothing_is_installed_the_error_says_none() -> None:
+    with pytest.raises(RuntimeNotInstalledError, match=r"'xrt' is not installed \(installed: none\)"):
+        find_runtime("xrt", "--runtime")
+
+
+@pytest.mark.parametrize("exception", ["ImportError", "SyntaxError", "RuntimeError", "AttributeError"])
+def test_a_runtime_that_fails_on_import(exception: str, install_plugin: PluginInstaller) -> None:
+    install_plugin("toy", f"raise {exception}('the reason')")
+    with pytest.raises(BrokenPluginError) as caught:
+        find_runtime("toy", "test").load()
+    assert str(caught.value) == (
+        f"runtime 'toy' cannot be imported: {exception}: the reason (from toy of toy). "
+        "Repair or remove it: pip install --force-reinstall toy"
+    )
+
+
+def test_two_runtimes_with_one_name(install_plugin: PluginInstaller) -> None:
+    install_plugin("toy-b", TOY, name="toy")
+    install_plugin("toy-a", TOY, name="toy")
+    assert list(runtime_entries()) == ["toy"]
+    with pytest.raises(BrokenPluginError) as caught:
+        find_runtime("toy", "test").load()
+    assert str(caught.value) == (
+        "runtime 'toy' is provided by more than one distribution: toy-a, toy-b "
+        "(from entry-point group polyxla.runtimes). Uninstall all but one of them."
+    )
+
+
+def test_two_plugins_with_one_name(install_plugin: PluginInstaller) -> None:
+    install_plugin("toy", TOY)
+    install_plugin("extra-a", "", group=PLUGINS, name="extra")
+    install_plugin("extra-b", "", group=PLUGINS, name="extra")
+    text = (
+        "plugin 'extra' is registered already (from extra-b). "
+        "Of two plugins with one name, uninstall one; add a listener once only."
+    )
+    with pytest.raises(BrokenPluginError) as caught:
+        load_plugins("toy")
+    assert str(caught.value) == text
+    assert plugin_problems() == [text]
+
+
+def test_a_runtime_and_a_plugin_may_have_one_name(install_plugin: PluginInstaller) -> None:
+    install_plugin("toy-runtime", TOY, name="toy")
+    install_plugin("toy-extra", "", group=PLUGINS, name="toy")
+    assert _strangers(load_plugins("toy")) == ["plugin 'toy'", "runtime 'toy'"]
+    assert plugin_problems() == []
+
+
+def test_a_distribution_that_is_on_the_path_twice_is_one(
+    install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_plugin("toy", TOY)
+    once = importlib.metadata.entry_points(group=RUNTIMES)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: [*once, *once])
+    assert len(runtime_entries()["toy"].points) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "complaint", "fix"),
+    [
+        pytest.param(
+            MISSPELT,
+            "unknown hook 'polyxla_step_finishd'",
+            "Did you mean 'polyxla_step_finished'?",
+            id="misspelt",
+        ),
+        pytest.param(
+            MISSPELT.replace("polyxla_step_finishd", "zzz"),
+            "zzz",
+            "The hooks are: polyxla_add_commands, polyxla_discover_devices, ",
+            id="not-near-any",
+        ),
+        pytest.param(
+            WRONG_ARGUMENT,
+            "{'stepp'} are declared in the hookimpl but can not be found in the hookspec",
+            "Its arguments must be among those of the hook's spec.",
+            id="argument",
+        ),
+    ],
+)
+@pytest.mark.parametrize("group", [RUNTIMES, PLUGINS])
+def test_a_plugin_that_does_not_fit_the_hooks(
+    group: str, code: str, complaint: str, fix: str, install_plugin: PluginInstaller
+) -> None:
+    what = {RUNTIMES: "runtime 'odd'", PLUGINS: "plugin 'odd'"}[group]
+    install_plugin("toy", TOY)
+    install_plugin("odd", code, group=group)
+    with pytest.raises(BrokenPluginError) as caught:
+        load_plugins("odd" if group == RUNTIMES else "toy")
+    assert str(caught.value).startswith(f"{what} does not match polyxla's hooks: ")
+    assert complaint in caught.value.what
+    assert caught.value.where == "odd"
+    assert caught.value.fix.startswith(fix)
+
+
+def test_a_plugin_that_fails_on_import_is_left_out_and_said(
+    install_plugin: PluginInstaller, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install_plugin("toy", TOY)
+    install_plugin.listener("broken", "raise ImportError('no such thing')")
+    install_plugin.listener("works", "")
+    assert _strangers(load_plugins("toy")) == ["plugin 'works'", "runtime 'toy'"]
+    said = "plugin 'broken' cannot be imported: ImportError: no such thing (from broken of broken)."
+    assert capsys.readouterr().err.startswith(f"polyxla: left out: {said}")
+    load_plugins("toy")
+    assert capsys.readouterr().err == "", "said once, however many replicas load the plugins"
+    assert [problem.startswith(said) for problem in plugin_problems()] == [True]
+
+
+def test_the_command_line_gets_every_plugin_that_loads_in_silence(
+    install_plugin: PluginInstaller, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install_plugin("a-toy", COMMAND)
+    install_plugin("b-broken", "raise RuntimeError")
+    install_plugin.listener("c-odd", MISSPELT + COMMAND)
+    install_plugin.listener("d-works", COMMAND)
+    commands = _Commands()
+    load_everything().hook.polyxla_add_commands(app=commands)
+    assert {"a_toy", "d_works"} <= set(commands)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_each_problem_is_blamed_on_its_own_plugin(install_plugin: PluginInstaller) -> None:
+    install_plugin.listener("a-odd", MISSPELT)
+    install_plugin.listener("b-works", "")
+    install_plugin.listener("c-broken", "raise OSError('disk')")
+    first, second = plugin_problems()
+    assert first.startswith(
+        "plugin 'a-odd' does not match polyxla's hooks: unknown hook 'polyxla_step_finishd'"
+    )
+    assert second.startswith("plugin 'c-broken' cannot be imported: OSError: disk")
+
+
+class _Listener:
+    @hookimpl
+    def polyxla_step_finished(self, step: int) -> None:
+        pass
+
+
+class _Misspelt:
+    @hookimpl
+    def polyxla_stepfinished(self, step: int) -> None:
+        pass
+
+
+def test_listeners_are_registered_by_what_they_are(install_plugin: PluginInstaller) -> None:
+    install_plugin("toy", TOY)
+    manager = load_plugins("toy")
+    one = _Listener()
+    before = len(manager.get_plugins())
+    manager.register(one)
+    manager.register(_Listener())
+    assert len(manager.get_plugins()) == before + 2
+    with pytest.raises(BrokenPluginError, match="listener '_Listener' is registered already"):
+        manager.register(one)
+
+
+def test_a_misspelt_listener_is_refused(install_plugin: PluginInstaller) -> None:
+    install_plugin("toy", TOY)
+    manager: Any = load_plugins("toy")
+    with pytest.raises(BrokenPluginError) as caught:
+        manager.register(_Misspelt())
+    assert "unknown hook 'polyxla_stepfinished'" in str(caught.value)
+    assert str(caught.value).endswith("Did you mean 'polyxla_step_finished'?")

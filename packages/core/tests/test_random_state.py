@@ -1,0 +1,109 @@
+"""One seed: the same numbers again, others in every replica, and a place to go on from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import polyxla
+from polyxla import Replica, launch
+from polyxla.replica import random_state
+from polyxla.testing import PluginInstaller
+from polyxla_training.checkpoint import load, save
+
+
+@pytest.fixture(autouse=True)
+def _fake(install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    install_plugin.hide_others()
+    install_plugin.fake_runtime()
+    monkeypatch.setenv("FAKE_DEVICES", "4")
+    before = random_state.host_state()
+    yield
+    random_state.restore_host(before)
+
+
+def _draw() -> tuple[float, float, float]:
+    return random.random(), torch.rand(()).item(), float(np.random.random())  # noqa: NPY002
+
+
+def _everywhere(function: Callable[[Replica], Any], devices: int = 4) -> list[Any]:
+    return launch(function, runtime="fake", devices=devices)
+
+
+def test_one_seed_reaches_every_generator_of_the_process() -> None:
+    polyxla.seed_everything(5)
+    first = _draw()
+    polyxla.seed_everything(5)
+    assert _draw() == first
+    polyxla.seed_everything(6)
+    assert all(one != other for one, other in zip(_draw(), first, strict=True))
+
+
+def test_a_large_seed_is_cut_for_numpy_only() -> None:
+    polyxla.seed_everything(2**40 + 3)
+    assert torch.initial_seed() == 2**40 + 3
+
+
+def test_every_part_and_every_seed_makes_another_stream() -> None:
+    seeds = {
+        random_state.derive(seed, use, ordinal) for seed in range(9) for use in "ab" for ordinal in range(9)
+    }
+    assert len(seeds) == 9 * 2 * 9
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert random_state.derive(1, 23) != random_state.derive(12, 3)
+
+
+def test_replicas_devices_draw_apart_and_as_torch_was_seeded() -> None:
+    def device_seed(replica: Replica) -> int:
+        return replica.rng_state()["device"]  # type: ignore[no-any-return]
+
+    torch.manual_seed(3)
+    first = _everywhere(device_seed)
+    torch.manual_seed(3)
+    assert _everywhere(device_seed) == first
+    assert len(set(first)) == 4
+    torch.manual_seed(4)
+    assert not set(_everywhere(device_seed)) & set(first)
+
+
+def test_a_launch_leaves_the_hosts_numbers_alone() -> None:
+    polyxla.seed_everything(5)
+    alone = _draw()
+    polyxla.seed_everything(5)
+    _everywhere(lambda _: None, 1)
+    assert _draw() == alone
+
+
+def test_a_replicas_own_seed_reaches_the_device_too() -> None:
+    def seeded(replica: Replica) -> Any:
+        replica.seed_everything(9)
+        return _draw(), replica.rng_state()["device"], replica.data_seed
+
+    [one] = _everywhere(seeded, 1)
+    assert _everywhere(seeded, 1) == [one]
+    assert one[2] == 9, "the order of records is the same in every replica"
+    assert one[1] != 9
+
+
+def test_replicas_that_share_a_process_seed_it_once() -> None:
+    assert sum(_everywhere(lambda replica: replica.world.owns_process)) == 1
+
+
+def test_numbers_go_on_where_a_checkpoint_left_them(tmp_path: Any) -> None:
+    def go_on(replica: Replica) -> Any:
+        replica.seed_everything(1)
+        random.gauss(0, 1)
+        _draw()
+        save(replica.rng_state(), tmp_path / "rng.safetensors")
+        after = _draw(), random.gauss(0, 1)
+        replica.seed_everything(2)
+        replica.restore_rng(load(tmp_path / "rng.safetensors"))
+        return after, (_draw(), random.gauss(0, 1))
+
+    [(expected, found)] = _everywhere(go_on, 1)
+    assert found == expected

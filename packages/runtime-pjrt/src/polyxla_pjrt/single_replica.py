@@ -1,0 +1,54 @@
+"""The only replica of its job. Heavy: imported in the replica, never for discovery."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from polyxla import UsageError, World
+from polyxla.contracts.replication import ReduceOp
+from polyxla.xla.replication import XlaReplication
+
+
+class SingleReplication(XlaReplication):
+    """The only replica of its job, on torch_xla's own client: every collective is the identity."""
+
+    def __init__(self, kind: str, local_index: int) -> None:
+        super().__init__(kind, local_index)
+        self.world = World()
+        self._check_autograd()
+
+    def _check_autograd(self) -> None:
+        """Refuse a process whose autograd knows nothing of the device.
+
+        torch makes a queue for each device at the first ``backward()`` of a process, and never again; a
+        device that came later ends every ``backward()`` with an internal assertion.
+        """
+        try:
+            torch.zeros((), device=self.device, requires_grad=True).backward()
+        except RuntimeError as error:
+            raise UsageError(
+                f"this process called backward() before it had {self.device}, which torch's autograd "
+                "therefore cannot use",
+                where="start_method",
+                fix="Launch with start_method='forkserver', which starts a fresh process, or call backward() "
+                "after the launch.",
+            ) from error
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        """Return the one replica's tensor."""
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the one replica's tensor."""
+        return [tensor]
+
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Leave the gradients: the mean over one replica is its own."""
+
+    def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int] = ()) -> list[bytes]:
+        """Return the one payload."""
+        if any(ordinal != 0 for ordinal in replicas):
+            raise ValueError(f"rendezvous {tag!r}: replicas={list(replicas)}, but there is only ordinal 0")
+        return [payload]

@@ -1,0 +1,1 @@
+"""TPU hosts: accelerator types, topology, metadata, chips."""

@@ -1,0 +1,209 @@
+"""What each process of a TPU slice must be told, computed from the slice alone.
+
+Pure functions: no environment, no files, no clock. libtpu reads the variables; torch_xla sets the same
+ones, only where they are unset, which is why a process must get all of them.
+
+Source: ``configure_topology`` and ``configure_one_chip_topology`` of torch_xla 2.9.0.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from polyxla.errors import DevicesError, UsageError
+from polyxla_pjrt import env
+from polyxla_pjrt.tpu.accelerators import AcceleratorType, Bounds, Shape
+
+BASE_PORT = 8476
+"""The port of a host's first process; the others follow. Source: torch_xla 2.9.0."""
+
+_ONE: Shape = (1, 1, 1)
+
+
+def process_environments(
+    accelerator: AcceleratorType,
+    *,
+    worker_id: int = 0,
+    hostnames: Sequence[str] = ("localhost",),
+    bounds: Bounds | None = None,
+    local_processes: int | None = None,
+    chips: Sequence[int] | None = None,
+    base_port: int = BASE_PORT,
+) -> tuple[dict[str, str], ...]:
+    """Compute the variables of every process of one host, one process per chip.
+
+    Args:
+        accelerator: the slice's type.
+        worker_id: this host's number among `hostnames`.
+        hostnames: all hosts of the slice, in the order of their worker ids.
+        bounds: the slice's real arrangement; the default one of its type where None.
+        local_processes: how many processes this host is going to have, to be checked.
+        chips: which chip each process opens; 0, 1, 2, ... where None.
+        base_port: the first of as many free ports as a host has processes, the same on every host.
+
+    Returns:
+        One mapping per local process, in the order of their task ids.
+
+    Raises:
+        UsageError: the numbers contradict each other.
+    """
+    bounds = bounds or accelerator.bounds
+    here = bounds.chips_per_host_count
+    check_workers(bounds, worker_id, hostnames)
+    _check_processes(accelerator, here, local_processes)
+    chips = _check_chips(here, chips)
+    _check_ports(base_port, here)
+    shared = {
+        env.TPU_PROCESS_BOUNDS: join(bounds.chips),
+        env.TPU_CHIPS_PER_PROCESS_BOUNDS: join(_ONE),
+        env.TPU_PROCESS_ADDRESSES: ",".join(process_addresses(hostnames, here, base_port)),
+    }
+    first = worker_id * here
+    return tuple(
+        shared | _own(task_id=first + rank, port=base_port + rank, chip=chip)
+        for rank, chip in enumerate(chips)
+    )
+
+
+def single_core_environment(
+    core_index: int,
+    accelerator: AcceleratorType,
+    *,
+    bounds: Bounds | None = None,
+    base_port: int = BASE_PORT,
+) -> tuple[dict[str, str], int]:
+    """Compute the variables of a process that has one of this host's cores to itself.
+
+    The process sees the whole chip; on v2 and v3 that is two devices, of which it uses one.
+
+    Args:
+        core_index: the device's number on this host, from 0.
+        accelerator: the slice's type.
+        bounds: as in `process_environments`.
+        base_port: the port of the first chip; each has its own, so that two such runs can share a host.
+
+    Returns:
+        The variables, and the device's index within the process.
+
+    Raises:
+        DevicesError: this host has no such core.
+    """
+    threads = accelerator.threads_per_process
+    here = (bounds or accelerator.bounds).chips_per_host_count * threads
+    if not 0 <= core_index < here:
+        raise DevicesError(
+            f"a host of {accelerator.name} has the devices 0 to {here - 1}",
+            where=f"devices=[{core_index}]",
+            fix="Choose one of those.",
+        )
+    chip, local_index = divmod(core_index, threads)
+    alone = {
+        env.TPU_PROCESS_BOUNDS: join(_ONE),
+        env.TPU_CHIPS_PER_PROCESS_BOUNDS: join(_ONE),
+        env.TPU_PROCESS_ADDRESSES: f"localhost:{base_port + chip}",
+    }
+    return alone | _own(task_id=0, port=base_port + chip, chip=chip), local_index
+
+
+def process_addresses(hostnames: Sequence[str], processes_per_host: int, base_port: int) -> list[str]:
+    """List ``host:port`` of every process of the slice in the order of their task ids.
+
+    A slice of one host is always ``localhost``: its name need not resolve.
+    """
+    names = [_in_address(name) for name in hostnames] if len(hostnames) > 1 else ["localhost"]
+    ports = range(base_port, base_port + processes_per_host)
+    return [f"{name}:{port}" for name in names for port in ports]
+
+
+def check_workers(
+    bounds: Bounds, worker_id: int, hostnames: Sequence[str], *, where: str = env.TPU_WORKER_HOSTNAMES
+) -> None:
+    """Check that the hosts' names and this host's number agree with the arrangement.
+
+    Raises:
+        UsageError: too many or too few names, one of them twice, or no such worker.
+    """
+    count = bounds.host_count
+    if len(hostnames) != count:
+        raise UsageError(
+            f"the slice has {count} {_plural(count, 'host')} ({join(bounds.hosts)}), "
+            f"and {len(hostnames)} {_plural(len(hostnames), 'name')} of them are given",
+            where=where,
+            fix=f"Give {count} {_plural(count, 'name')}, comma separated, in the order of the worker ids.",
+        )
+    if len(set(hostnames)) != count:
+        twice, _ = Counter(hostnames).most_common(1)[0]
+        raise UsageError(
+            f"more than one worker is said to be {twice}",
+            where=where,
+            fix="Name each host once, in the order of the worker ids.",
+        )
+    if not 0 <= worker_id < count:
+        raise no_such_worker(str(worker_id), count, f"worker_id={worker_id}")
+
+
+def no_such_worker(text: str, host_count: int, where: str) -> UsageError:
+    """Make the error for a worker id that is no number, negative or too large."""
+    allowed = f"a whole number from 0 to {host_count - 1}, a different one on each host"
+    return UsageError(
+        f"the worker id {text!r} does not fit a slice of {host_count} {_plural(host_count, 'host')}",
+        where=where,
+        fix=f"Write {allowed if host_count > 1 else '0'}.",
+    )
+
+
+def join(numbers: Sequence[int]) -> str:
+    """Write numbers the way the variables have them: ``2,2,1``."""
+    return ",".join(map(str, numbers))
+
+
+def _own(*, task_id: int, port: int, chip: int) -> dict[str, str]:
+    return {
+        env.CLOUD_TPU_TASK_ID: str(task_id),
+        env.TPU_PROCESS_PORT: str(port),
+        env.TPU_VISIBLE_CHIPS: str(chip),
+    }
+
+
+def _check_processes(accelerator: AcceleratorType, here: int, asked: int | None) -> None:
+    if asked is not None and asked != here:
+        raise UsageError(
+            f"A host of this {accelerator.name} has {here} {_plural(here, 'chip')} and as many processes, "
+            f"not {asked}",
+            where=f"local_processes={asked}",
+            fix=f"Use all of them, one with devices=[i], or set {env.TPU_PROCESS_BOUNDS} and "
+            f"{env.TPU_CHIPS_PER_PROCESS_BOUNDS} to the part to use.",
+        )
+
+
+def _check_chips(here: int, chips: Sequence[int] | None) -> Sequence[int]:
+    if chips is None:
+        return range(here)
+    if len(set(chips)) != here or len(chips) != here or min(chips) < 0:
+        raise UsageError(
+            f"each of {here} {_plural(here, 'process')} needs a chip of its own",
+            where=f"chips={join(chips)}",
+            fix=f"Name {here} different chips.",
+        )
+    return chips
+
+
+def _check_ports(base_port: int, here: int) -> None:
+    if not 0 < base_port <= 65536 - here:
+        raise UsageError(
+            f"the {here} ports from {base_port} do not exist",
+            where=f"base_port={base_port}",
+            fix=f"Choose a number from 1 to {65536 - here}.",
+        )
+
+
+def _in_address(name: str) -> str:
+    """Put an IPv6 address in brackets, or its last group would be taken for the port."""
+    return f"[{name}]" if ":" in name and not name.startswith("[") else name
+
+
+def _plural(count: int, word: str) -> str:
+    if count == 1:
+        return word
+    return f"{word}es" if word.endswith("s") else f"{word}s"

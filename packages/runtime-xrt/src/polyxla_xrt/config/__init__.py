@@ -1,0 +1,1 @@
+"""The XRT environment: variables, addresses, workers and cores."""

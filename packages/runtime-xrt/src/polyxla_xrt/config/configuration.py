@@ -1,0 +1,261 @@
+"""The XRT contract: which workers and cores the environment describes, and all that is wrong with it.
+
+Pure: no sockets, no files, no process. One parser for the command, the parent and its processes.
+Source of meanings and precedence: torch_xla 1.13, computation_client.cc and xla_multiprocessing.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from polyxla.errors import UsageError
+from polyxla_xrt import env
+from polyxla_xrt.config.addresses import GRPC, join_address, read_address
+from polyxla_xrt.config.device_map import Kind, read_map
+from polyxla_xrt.config.variables import Variable, find, read_count, read_flag
+from polyxla_xrt.config.workers import Worker, WorkerId, read_worker_id, read_workers
+
+CORES = 8
+"""Cores of a worker, where nothing says otherwise. Source: torch_xla 1.13."""
+CONNECT_WAIT_S = 300
+"""Longest wait for the mesh service. Source: torch_xla 1.13, mesh_service.cc."""
+LOCAL_SERVICE = "localservice"
+"""The one worker's name that means a service of this host, which may be started."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What the environment says of a job, as one of its hosts sees it before it starts processes.
+
+    Attributes:
+        source: the variable that describes the workers.
+        kind: the kind of the devices that replicas are on.
+        workers: all of them in order, or none where only the mesh service knows them.
+        devices_per_worker: number of devices of that kind, of each worker.
+        local_worker: the worker whose devices this host drives.
+        hosts: number of hosts, each with a worker of its own.
+        mesh_address: where processes meet, ``host:port``; None where the launcher may choose.
+        mesh_connect_wait_s: longest wait for that place to answer, in seconds.
+        may_start_service: whether this host may start a worker called ``localservice``.
+        warnings: what a person should be told, such as a variable without effect.
+    """
+
+    source: str
+    kind: Kind
+    workers: tuple[Worker, ...]
+    devices_per_worker: int
+    local_worker: WorkerId
+    hosts: int = 1
+    mesh_address: str | None = None
+    mesh_connect_wait_s: int = CONNECT_WAIT_S
+    may_start_service: bool = True
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def host_index(self) -> int:
+        """The number of this host, ``0 <= host_index < hosts``: the task of its worker."""
+        return self.local_worker.task
+
+    @property
+    def starts_service(self) -> bool:
+        """Whether this host starts its worker itself when none answers."""
+        return self.may_start_service and self.local_worker.name == LOCAL_SERVICE
+
+
+@dataclass(frozen=True)
+class _Cluster:
+    """The workers, as one of the sources describes them."""
+
+    source: Variable
+    kind: Kind
+    workers: tuple[Worker, ...]
+    devices: int
+
+
+def source(environ: Mapping[str, str]) -> Variable | None:
+    """Return the variable that describes the workers, right or wrong; None where none does.
+
+    The order is that of XRT, with one exception: `TPU_NUM_DEVICES` yields to a complete mesh address,
+    because both are set on every host of a pod but the first.
+    """
+    if config := find(environ, env.XRT_TPU_CONFIG):
+        return config
+    mesh = find(environ, env.XRT_MESH_SERVICE_ADDRESS)
+    on_pod = mesh and find(environ, env.XRT_LOCAL_WORKER)
+    if (cores := find(environ, env.TPU_NUM_DEVICES)) and not on_pod:
+        return cores
+    mapped, workers = find(environ, env.XRT_DEVICE_MAP), find(environ, env.XRT_WORKERS)
+    if mapped and workers:
+        return mapped
+    return mesh or mapped or workers
+
+
+def read(environ: Mapping[str, str]) -> Configuration | None:
+    """Read what a host is told, before it starts any process.
+
+    ``PJRT_DEVICE`` is not looked at: core decides between runtimes.
+
+    Returns:
+        The configuration, or None where no variable describes workers.
+
+    Raises:
+        UsageError: a value makes no sense, contradicts another, or is left over from another process.
+    """
+    chosen = source(environ)
+    if chosen is None:
+        return None
+    _refuse_leftovers(environ)
+    cluster = _cluster(chosen, environ)
+    local = _local_worker(cluster, environ)
+    hosts = _hosts(cluster, environ)
+    _check_host(local, hosts, environ)
+    return Configuration(
+        source=chosen.name,
+        kind=cluster.kind,
+        workers=cluster.workers,
+        devices_per_worker=cluster.devices,
+        local_worker=local,
+        hosts=hosts,
+        mesh_address=_mesh_address(environ),
+        mesh_connect_wait_s=_connect_wait_s(environ),
+        may_start_service=_may_start_service(environ),
+        warnings=(*_warnings(cluster, local, environ), *env.remarks(environ)),
+    )
+
+
+def _refuse_leftovers(environ: Mapping[str, str]) -> None:
+    for name in env.ONLY_GIVEN:
+        if left := find(environ, name):
+            raise left.error(
+                f"{name} belongs to the process of a replica, and is set where none has been started",
+                f"Unset it: it is left over from a replica, as {env.XRT_SHARD_ORDINAL} may be.",
+            )
+    if detached := find(environ, env.XRT_HOST_ORDINAL):
+        raise detached.error(
+            "hosts whose TPUs are not linked cannot be driven together",
+            f"Unset it. The workers of a pod are joined by '|' in {env.XRT_TPU_CONFIG}.",
+        )
+
+
+def _cluster(chosen: Variable, environ: Mapping[str, str]) -> _Cluster:
+    match chosen.name:
+        case env.XRT_TPU_CONFIG:
+            return _Cluster(chosen, "TPU", read_workers(chosen), _cores(environ))
+        case env.TPU_NUM_DEVICES:
+            return _Cluster(chosen, "TPU", (Worker(LOCAL_SERVICE, 0, "localhost", 0),), _cores(environ))
+        case env.XRT_MESH_SERVICE_ADDRESS:
+            return _Cluster(chosen, "TPU", (), _cores(environ))
+        case _:
+            return _mapped(chosen, environ)
+
+
+def _mapped(chosen: Variable, environ: Mapping[str, str]) -> _Cluster:
+    workers = find(environ, env.XRT_WORKERS)
+    if chosen.name == env.XRT_WORKERS or workers is None:
+        missing = env.XRT_WORKERS if chosen.name == env.XRT_DEVICE_MAP else env.XRT_DEVICE_MAP
+        raise chosen.error(
+            f"{chosen.name} says nothing without {missing}, which is not set",
+            f"Set both, or write {env.XRT_TPU_CONFIG}='tpu_worker;0;HOST:8470' in place of both.",
+        )
+    served = read_workers(workers)
+    mapped = read_map(chosen, served)
+    return _Cluster(chosen, mapped.kind, served, mapped.devices_per_worker)
+
+
+def _cores(environ: Mapping[str, str]) -> int:
+    cores = find(environ, env.TPU_NUM_DEVICES)
+    return read_count(cores, "the number of cores of a worker, such as 8") if cores else CORES
+
+
+def _local_worker(cluster: _Cluster, environ: Mapping[str, str]) -> WorkerId:
+    local = find(environ, env.XRT_LOCAL_WORKER)
+    known = [worker.id for worker in cluster.workers]
+    if local is None and known:
+        return known[0]
+    if local is None:
+        raise cluster.source.error(
+            "it says where processes meet, but not which worker this host drives",
+            f"Set {env.XRT_LOCAL_WORKER}=name:task, and {env.XRT_TPU_CONFIG} on the host of task 0.",
+        )
+    asked = read_worker_id(local)
+    if known and asked not in known:
+        raise local.error(
+            f"{asked} is not among the workers {', '.join(map(str, known))} of {cluster.source.name}",
+            f"Write one of them, or unset it for {known[0]}; it may be left over from an earlier run.",
+        )
+    if not known and asked.task == 0:
+        raise local.error(
+            "this host drives worker 0, which tells the others of all workers, but knows none itself",
+            f"Set {env.XRT_TPU_CONFIG} to the list of all workers on this host.",
+        )
+    return asked
+
+
+def _hosts(cluster: _Cluster, environ: Mapping[str, str]) -> int:
+    """Read the number of hosts; each drives one worker."""
+    said = find(environ, env.XRT_SHARD_WORLD_SIZE)
+    workers = len(cluster.workers)
+    if said is None:
+        return workers or 1
+    hosts = read_count(said, "the number of hosts")
+    if workers and hosts != workers:
+        replicas = hosts == workers * cluster.devices
+        hint = ", the number of replicas, as in a replica's process" if replicas else ""
+        raise said.error(
+            f"{hosts} hosts{hint}, but {cluster.source.name} has {workers} worker(s), one for each host",
+            f"Write {env.XRT_SHARD_WORLD_SIZE}={workers}, or unset it.",
+        )
+    return hosts
+
+
+def _check_host(local: WorkerId, hosts: int, environ: Mapping[str, str]) -> None:
+    if local.task >= hosts:
+        # Only where the workers are not known here, so that these two variables are all there is.
+        raise UsageError(
+            f"this host drives {local}, but there is only room for tasks below {hosts}, the number of hosts",
+            where=f"{env.XRT_LOCAL_WORKER}={environ[env.XRT_LOCAL_WORKER].strip()}",
+            fix=f"Set {env.XRT_SHARD_WORLD_SIZE} to the number of hosts, at least {local.task + 1}.",
+        )
+    said = find(environ, env.XRT_SHARD_ORDINAL)
+    if said and read_count(said, "the number of this host", least=0) != local.task:
+        raise said.error(
+            f"this host drives {local} and so is number {local.task}, not {said.text}",
+            f"Unset it: it is left over from a replica, or from another host. The task of "
+            f"{env.XRT_LOCAL_WORKER} says which host this is.",
+        )
+
+
+def _mesh_address(environ: Mapping[str, str]) -> str | None:
+    mesh = find(environ, env.XRT_MESH_SERVICE_ADDRESS)
+    return join_address(*read_address(mesh, mesh.text)) if mesh else None
+
+
+def _connect_wait_s(environ: Mapping[str, str]) -> int:
+    wait = find(environ, env.XRT_MESH_CONNECT_WAIT)
+    return read_count(wait, "a number of seconds") if wait else CONNECT_WAIT_S
+
+
+def _may_start_service(environ: Mapping[str, str]) -> bool:
+    start = find(environ, env.XRT_START_LOCAL_SERVER)
+    return read_flag(start) if start else True
+
+
+def _warnings(cluster: _Cluster, local: WorkerId, environ: Mapping[str, str]) -> list[str]:
+    chosen = cluster.source.name
+    warnings = [
+        f"{name} has no effect beside {chosen}: unset one of them."
+        for name in (env.XRT_DEVICE_MAP, env.XRT_WORKERS)
+        if chosen != env.XRT_DEVICE_MAP and find(environ, name)
+    ]
+    warnings += [
+        f"{name} needs no {GRPC} before a host: it is left out."
+        for name in (env.XRT_TPU_CONFIG, env.XRT_MESH_SERVICE_ADDRESS)
+        if GRPC in environ.get(name, "")
+    ]
+    if len(cluster.workers) > 1 and not find(environ, env.XRT_LOCAL_WORKER):
+        warnings.append(
+            f"{env.XRT_LOCAL_WORKER} is not set, so this host drives {local}, "
+            f"the first of {len(cluster.workers)} workers."
+        )
+    return warnings

@@ -1,0 +1,135 @@
+"""The life of a mesh service: bind or say why not, serve on a thread, stay until everybody has left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+import threading
+from concurrent.futures import Future
+from typing import NoReturn
+
+import grpc.aio
+
+from polyxla.errors import UsageError
+from polyxla_xrt import env
+from polyxla_xrt.config.addresses import join_address
+from polyxla_xrt.proto import mesh_pb2 as pb
+from polyxla_xrt.proto import mesh_pb2_grpc
+from polyxla_xrt.protocol.mesh import OPTIONS
+from polyxla_xrt.server.mesh_service import MeshServicer
+from polyxla_xrt.server.rendezvous import Mesh
+
+START_S = 10.0
+"""Longest wait for the thread to serve."""
+GRACE_S = 2.0
+"""How long answers that are on their way may take once nobody is waited for."""
+
+_SERVER_OPTIONS = (
+    *OPTIONS,
+    # Linux would let two services share a port, each with half of the participants.
+    ("grpc.so_reuseport", 0),
+    # A participant that waits pings for as long; by default a server hangs up on the third.
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+
+class MeshServer:
+    """A mesh service on a thread of its own, which ends with the process.
+
+    Args:
+        address: ``host:port`` to bind; port 0 for any that is free.
+        world_size: number of participants.
+        config: what a host is told before it starts its processes.
+
+    Raises:
+        UsageError: nothing can be bound to the address.
+    """
+
+    def __init__(self, address: str, world_size: int, config: pb.ConfigReply | None = None) -> None:
+        host, _, port = address.rpartition(":")
+        _check_bindable(host.strip("[]"), int(port), address)
+        self._mesh = Mesh(world_size)
+        self._config = config or pb.ConfigReply()
+        self._started: Future[int] = Future()
+        self._closing: Future[float] = Future()
+        self._ended: Future[tuple[int, ...]] = Future()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._run, args=(address,), name="mesh-service", daemon=True).start()
+        try:
+            bound = self._started.result(START_S)
+        except RuntimeError as error:
+            _refuse(address, str(error))
+        self.address = join_address(host.strip("[]"), bound)
+
+    def close(self, timeout_s: float) -> tuple[int, ...]:
+        """Stay until every participant has said goodbye or died, then stop.
+
+        Blocks; Ctrl-C ends the wait, and the service with its process.
+
+        Args:
+            timeout_s: longest stay; those that still take part are cut off.
+
+        Returns:
+            The ordinals that were waited for in vain.
+        """
+        with self._lock:
+            if not self._closing.done():
+                self._closing.set_result(timeout_s)
+        return self._ended.result(timeout_s + GRACE_S + START_S)
+
+    def _run(self, address: str) -> None:
+        try:
+            self._ended.set_result(asyncio.run(self._serve(address)))
+        except Exception as error:
+            for waiting in (self._started, self._ended):
+                if not waiting.done():
+                    waiting.set_exception(error)
+
+    async def _serve(self, address: str) -> tuple[int, ...]:
+        server = grpc.aio.server(options=_SERVER_OPTIONS)
+        servicer = MeshServicer(self._mesh, self._config)
+        mesh_pb2_grpc.add_MeshServicer_to_server(servicer, server)
+        port = server.add_insecure_port(address)
+        await server.start()
+        self._started.set_result(port)
+        timeout_s = await asyncio.wrap_future(self._closing)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(servicer.all_gone.wait(), timeout_s)
+        staying = self._mesh.staying
+        await server.stop(GRACE_S)
+        return staying
+
+
+def _check_bindable(host: str, port: int, address: str) -> None:
+    """Try what gRPC will do, because it does not say why it failed, and is content with one of several."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        _refuse(address, f"{host!r} does not resolve: {error.strerror}")
+    problems = [problem for family, _, _, _, where in found if (problem := _try_to_bind(family, where))]
+    for problem in problems:
+        if problem.errno == errno.EADDRINUSE or len(problems) == len(found):
+            _refuse(address, problem.strerror or str(problem))
+
+
+def _try_to_bind(family: int, where: tuple[object, ...]) -> OSError | None:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as trial:
+            # As gRPC does: a connection of the last run that lingers is no obstacle.
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind(where)
+    except OSError as error:
+        return error
+    return None
+
+
+def _refuse(address: str, why: str) -> NoReturn:
+    raise UsageError(
+        f"the mesh service cannot be bound to {address}: {why}",
+        where=f"{env.XRT_MESH_SERVICE_ADDRESS}={address}",
+        fix="Give it a name or address of this very host, which is that of ordinal 0, and a free port; "
+        f"`ss -ltnp` shows who holds one, such as another run on this host. Where there is one host, leave "
+        f"{env.XRT_MESH_SERVICE_ADDRESS} out.",
+    )

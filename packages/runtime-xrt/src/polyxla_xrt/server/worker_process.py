@@ -1,0 +1,158 @@
+"""A worker's serving process: gRPC, health, metrics, until it is told to stop or cannot go on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from polyxla_bridge.errors import PjrtError
+from polyxla_bridge.table.abi import Code
+from polyxla_xrt.proto import worker_pb2 as pb
+from polyxla_xrt.protocol import bulk_encoding
+from polyxla_xrt.protocol.worker import OPTIONS, SERVICE
+from polyxla_xrt.server import engines
+from polyxla_xrt.server.leases import WAITING
+from polyxla_xrt.server.security import Security, TokenInterceptor
+from polyxla_xrt.server.worker_service import TELL_S, WorkerServicer, WorkerSettings
+
+REPLACE = 75
+"""Exit code of a serving process that is to be replaced by a fresh one."""
+SWITCH_INTERVAL_S = 1e-4
+"""How long a thread may keep Python to itself while others wait, in seconds."""
+_SPARE_CALLS = 32
+_IDLE_LOOK_S = 0.5
+
+_log = logging.getLogger("polyxla.worker")
+
+_SERVER_OPTIONS = (
+    *OPTIONS,
+    # The process that replaces another one shares the port with the supervisor, which only holds it.
+    ("grpc.so_reuseport", 1),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What is served, and how.
+
+    Attributes:
+        address: ``host:port`` to listen at; the port is known.
+        settings: the cores.
+        security: what is asked of clients.
+        metrics_address: where Prometheus may ask, ``host:port``; None for nowhere.
+        idle_exit_s: end after so many seconds without a job; None to stay.
+    """
+
+    address: str
+    settings: WorkerSettings
+    security: Security
+    metrics_address: str | None = None
+    idle_exit_s: float | None = None
+
+
+def serve(serving: Serving, environ: Mapping[str, str], ready: Callable[[], None]) -> int:
+    """Serve until the end; return the exit code. Runs in the main thread of a process of its own.
+
+    Args:
+        serving: what and how.
+        environ: this process's environment.
+        ready: called once clients can come.
+    """
+    ended = threading.Event()
+    codes: list[int] = []
+
+    def end(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    def make_engine(request: Any, meeting: str, on_stall: Callable[[str], None]) -> Any:
+        return engines.cpu_engine(request, meeting, environ, on_stall)
+
+    # Threads that each need Python for microseconds hand it to each other at every array and every program.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    signal.signal(signal.SIGTERM, lambda *_: end(0))
+    servicer = WorkerServicer(serving.settings, make_engine, lambda: end(REPLACE), lambda: end(0))
+    server = _server(serving, servicer)
+    if serving.metrics_address:
+        from polyxla_xrt.server import metrics
+
+        metrics.start(serving.metrics_address, servicer.status)
+    if serving.idle_exit_s is not None:
+        threading.Thread(target=_watch_idle, args=(servicer, serving.idle_exit_s, end), daemon=True).start()
+    server.start()
+    ready()
+    ended.wait()
+    if job := servicer.leases.job:
+        job.end(PjrtError(Code.UNAVAILABLE, f"the worker at {serving.address} was stopped"))
+    server.stop(TELL_S).wait(TELL_S)
+    return codes[0]
+
+
+def _server(serving: Serving, servicer: WorkerServicer) -> Any:
+    threads = serving.settings.cores + WAITING + _SPARE_CALLS
+    token = serving.security.token()
+    server = grpc.server(
+        ThreadPoolExecutor(threads, thread_name_prefix="polyxla-call"),
+        interceptors=[TokenInterceptor(token)] if token else [],
+        options=_SERVER_OPTIONS,
+        # Who comes when all are busy is told so, and does not wait unseen.
+        maximum_concurrent_rpcs=threads,
+    )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, _handlers(servicer)),))
+    checker = health.HealthServicer()
+    for name in ("", SERVICE):
+        checker.set(name, health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(checker, server)
+    credentials = serving.security.credentials()
+    if credentials:
+        server.add_secure_port(serving.address, credentials)
+    else:
+        server.add_insecure_port(serving.address)
+    return server
+
+
+def _handlers(servicer: WorkerServicer) -> dict[str, Any]:
+    """Return the calls' handlers: those that protoc makes, but for what writes a session's answers."""
+    return {
+        "Lease": grpc.unary_stream_rpc_method_handler(
+            servicer.Lease, pb.LeaseRequest.FromString, pb.LeaseReply.SerializeToString
+        ),
+        "Session": grpc.stream_stream_rpc_method_handler(
+            servicer.Session, pb.Commands.FromString, bulk_encoding.encode
+        ),
+        "Status": grpc.unary_unary_rpc_method_handler(
+            servicer.Status, pb.StatusRequest.FromString, pb.StatusReply.SerializeToString
+        ),
+        "Drain": grpc.unary_unary_rpc_method_handler(
+            servicer.Drain, pb.DrainRequest.FromString, pb.StatusReply.SerializeToString
+        ),
+    }
+
+
+def _watch_idle(servicer: WorkerServicer, idle_exit_s: float, end: Callable[[int], None]) -> None:
+    while True:
+        time.sleep(_IDLE_LOOK_S)
+        leases = servicer.leases
+        if not leases.job and not leases.waiting and time.monotonic() - leases.idle_since > idle_exit_s:
+            _log.info("no job for %g s: ending", idle_exit_s)
+            end(0)
+            return
+
+
+def end_with(code: int) -> None:
+    """End this process now: threads of the engine may be at work in C++ that nothing stops."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,72 @@
+"""Draws that are seeded for one iteration and leave the process's generators alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+
+from polyxla_sampler.seeded_rng import seeded, with_generator
+
+
+def draws() -> Iterator[tuple[float, float, float]]:
+    """Draw from all three global generators, for ever."""
+    while True:
+        yield random.random(), torch.rand(()).item(), float(np.random.random())  # noqa: NPY002
+
+
+def others() -> tuple[float, float, float]:
+    return next(draws())
+
+
+@pytest.mark.parametrize("block", [1, 7])
+def test_the_draws_are_the_seeds_whatever_others_draw_in_between(block: int) -> None:
+    expected = list(islice(seeded(draws, 5, block), 20))
+    torch.manual_seed(123)
+    mine = []
+    for each in islice(seeded(draws, 5, block), 20):
+        others()
+        mine.append(each)
+    assert mine == expected
+    assert list(islice(seeded(draws, 6, block), 20)) != expected
+
+
+def test_others_draw_what_they_would_have() -> None:
+    def seed() -> None:
+        random.seed(1), torch.manual_seed(1), np.random.seed(1)  # noqa: NPY002
+
+    seed()
+    expected = [others() for _ in range(4)]
+    seed()
+    undisturbed = [others() for _ in islice(seeded(draws, 9, 2), 4)]
+    assert undisturbed == expected
+
+
+def test_an_error_while_drawing_leaves_the_generators_as_they_were() -> None:
+    def broken() -> Iterator[float]:
+        yield random.random()
+        raise RuntimeError("no more")
+
+    random.seed(3)
+    expected = random.random()
+    random.seed(3)
+    with pytest.raises(RuntimeError, match="no more"):
+        list(seeded(broken, 0, 5))
+    assert random.random() == expected
+
+
+def test_a_sampler_gets_a_generator_on_a_copy_at_any_depth() -> None:
+    generator = torch.Generator()
+    inner = RandomSampler(range(50), generator=generator)
+    batches = BatchSampler(inner, 5, drop_last=False)
+    first, again, other = (list(with_generator(batches, seed)) for seed in (1, 1, 2))
+    assert first == again != other
+    assert batches.sampler is inner
+    assert inner.generator is generator
+    plain = BatchSampler(SequentialSampler(range(4)), 2, drop_last=False)
+    assert with_generator(plain, 1) is plain

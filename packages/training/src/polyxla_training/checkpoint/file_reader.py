@@ -1,0 +1,138 @@
+"""Reading a state: from a safetensors file, whoever wrote it, or from one of ``torch.save``."""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polyxla_training.checkpoint import safetensors_header
+from polyxla_training.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from polyxla_training.checkpoint.file_writer import PIECE_BYTES, host_bytes
+from polyxla_training.checkpoint.safetensors_dtypes import NAMED, restored
+from polyxla_training.checkpoint.state_packing import unpack
+
+_TORCH_STARTS = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
+"""Of the zip files that torch writes, and of the pickles that it wrote before 1.6, which begin with its
+``MAGIC_NUMBER``. Source: torch/serialization.py."""
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BufferedReader]:
+    """Open a checkpoint; errors of the file system, in the block too, name it.
+
+    Raises:
+        CheckpointError: it cannot be read.
+        DamagedCheckpointError: the block found it damaged.
+    """
+    try:
+        with path.open("rb") as file:
+            yield file
+    except OSError as error:
+        raise CheckpointError(
+            f"{str(path)!r} cannot be read: {error.strerror or error}",
+            where="load",
+            fix="Give the file of a checkpoint that this process may read.",
+        ) from error
+    except safetensors_header.DamageError as error:
+        raise DamagedCheckpointError(
+            f"{str(path)!r} is damaged, or is no checkpoint: {error}",
+            where="load",
+            fix="Load another checkpoint.",
+        ) from error
+
+
+def is_torch(file: BufferedReader) -> bool:
+    """Tell a file of ``torch.save`` by its first bytes; the file is at its start again."""
+    start = file.read(safetensors_header.LENGTH_BYTES)
+    file.seek(0)
+    # A header's length may look like either, but its upper half is zero.
+    return start.startswith(_TORCH_STARTS) and any(start[4:])
+
+
+def read_safetensors(file: BufferedReader, size_bytes: int, device: torch.device, verify: bool) -> Any:
+    """Read a state, one tensor in host memory at a time where `device` is not the host.
+
+    Raises:
+        DamageError: the file is not as it was written.
+    """
+    tensors = _Tensors(file, safetensors_header.read(file, size_bytes), device, verify)
+    if tensors.header.nest is None:
+        return {slot.name: tensors(slot.name, NAMED[slot.dtype]) for slot in tensors.header.slots.values()}
+    try:
+        return unpack(tensors.header.nest, tensors)
+    except (OSError, MemoryError, safetensors_header.DamageError):
+        raise
+    except Exception as error:
+        # Its checksum is right, so somebody made it so: whatever Python says, it is one thing.
+        raise safetensors_header.DamageError(f"its nest is none of polyxla's: {error!r}") from error
+
+
+def read_torch(file: BufferedReader, device: torch.device) -> Any:
+    """Read what ``torch.save`` wrote, if it is tensors and plain values.
+
+    Raises:
+        CheckpointError: reading it could run somebody's code.
+        DamageError: the file is not whole.
+    """
+    try:
+        return torch.load(file, map_location=device, weights_only=True)
+    except (OSError, MemoryError):
+        raise
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{file.name!r} holds more than tensors and plain values, and reading that could run "
+            f"whatever its writer wished: {str(error).splitlines()[0]}",
+            where="load",
+            fix="If you trust it, read it with torch.load(..., weights_only=False) and save what you need.",
+        ) from error
+    except Exception as error:
+        raise safetensors_header.DamageError(
+            f"torch cannot read it: {str(error).partition(chr(10))[0]}"
+        ) from error
+
+
+class _Tensors:
+    """The tensors of an open file, each read when it is asked for first."""
+
+    def __init__(
+        self, file: BufferedReader, found: safetensors_header.Header, device: torch.device, verify: bool
+    ) -> None:
+        self.header = found
+        self._file = file
+        self._device = device
+        self._verify = verify
+        self._read: dict[str, torch.Tensor] = {}
+
+    def __call__(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        if name not in self._read:
+            tensor = self._from_file(self.header.slots[name])
+            self._read[name] = (tensor if tensor.dtype is dtype else restored(tensor, dtype)).to(self._device)
+        return self._read[name]
+
+    def _from_file(self, slot: safetensors_header.Slot) -> torch.Tensor:
+        tensor = torch.empty(slot.shape, dtype=NAMED[slot.dtype])
+        data = host_bytes(tensor)
+        self._file.seek(self.header.data_start + slot.start)
+        checksum = _read_into(self._file, data, self._verify)
+        if self._verify and checksum != self.header.checksums.get(slot.name, checksum):
+            raise safetensors_header.DamageError(f"tensor {slot.name!r} was changed after it was written")
+        return tensor
+
+
+def _read_into(file: BufferedReader, data: memoryview, verify: bool) -> int:
+    """Fill `data` from a file; return its checksum, or 0 where nobody asks for it."""
+    checksum = 0
+    for start in range(0, len(data), PIECE_BYTES):
+        piece = data[start : start + PIECE_BYTES]
+        if file.readinto(piece) < len(piece):
+            raise safetensors_header.DamageError("it was cut short while it was read")
+        if verify:
+            checksum = zlib.crc32(piece, checksum)
+    return checksum

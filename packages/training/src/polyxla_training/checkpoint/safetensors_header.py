@@ -1,0 +1,180 @@
+"""The beginning of a safetensors file: where each tensor is, and polyxla's own texts beside them.
+
+A file is eight bytes with the header's length, the header, which is JSON, and the tensors' bytes without a
+gap. The header's ``__metadata__`` maps texts to texts; polyxla keeps the nest there, and checksums.
+Source: the README of github.com/huggingface/safetensors, section "Format".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from polyxla_training.checkpoint.errors import size_text
+
+VERSION = "1"
+"""Of what polyxla writes into the metadata."""
+MAX_HEADER_BYTES = 100_000_000
+"""Source: ``MAX_HEADER_SIZE`` in safetensors/src/tensor.rs: no reader of the format takes a longer one."""
+LENGTH_BYTES = 8
+ALIGNMENT_BYTES = 8
+"""The first tensor begins at a multiple, as the format's own writer has it."""
+ITEM_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+}
+_PREFIX = b'{"__metadata__":{"polyxla.crc32":"'
+_CRC_DIGITS = 8
+CRC_OFFSET = LENGTH_BYTES + len(_PREFIX)
+"""Where in the file the checksums are: eight hexadecimal digits for the header with these digits as
+zeros, then eight for each tensor in the file's order."""
+
+
+class DamageError(ValueError):
+    """What is wrong with a file, for the reader to complete with its name."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor's bytes are: ``[start, stop)``, counted from the header's end."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """A header that fits its file.
+
+    Attributes:
+        slots: the tensors by name, in the file's order.
+        checksums: each tensor's CRC-32 by name; empty in a file that polyxla did not write.
+        nest: the nest's JSON, or None in a file that polyxla did not write.
+        data_start: where the tensors begin, in bytes from the file's start.
+    """
+
+    slots: Mapping[str, Slot]
+    checksums: Mapping[str, int]
+    nest: str | None
+    data_start: int
+
+
+def lay_out(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> list[Slot]:
+    """Place tensors, given as name, dtype and shape, one after the other."""
+    slots: list[Slot] = []
+    start = 0
+    for name, dtype, shape in tensors:
+        stop = start + math.prod(shape) * ITEM_BYTES[dtype]
+        slots.append(Slot(name, dtype, shape, start, stop))
+        start = stop
+    return slots
+
+
+def encode(slots: Sequence[Slot], nest: str) -> bytes:
+    """Return the file's bytes before the tensors, with zeros in place of the checksums."""
+    zeros = "0" * _CRC_DIGITS * (1 + len(slots))
+    texts = {"polyxla.crc32": zeros, "polyxla.version": VERSION, "polyxla.nest": nest}
+    content: dict[str, Any] = {"__metadata__": texts}
+    for slot in slots:
+        content[slot.name] = {
+            "dtype": slot.dtype,
+            "shape": slot.shape,
+            "data_offsets": (slot.start, slot.stop),
+        }
+    text = json.dumps(content, separators=(",", ":")).encode("ascii")
+    text += b" " * (-len(text) % ALIGNMENT_BYTES)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def checksums(start: bytes, tensors: Sequence[int]) -> bytes:
+    """Return what belongs at `CRC_OFFSET`: the checksums of `encode`'s bytes and of the tensors."""
+    return b"".join(b"%08x" % one for one in (zlib.crc32(start), *tensors))
+
+
+def is_ours(start: bytes) -> bool:
+    """Tell from a file's first bytes whether polyxla wrote it."""
+    return start[LENGTH_BYTES:].startswith(_PREFIX)
+
+
+def read(file: BinaryIO, size_bytes: int) -> Header:
+    """Read a header and check that it fits a file of this size.
+
+    Raises:
+        DamageError: it does not.
+    """
+    length = file.read(LENGTH_BYTES)
+    text_bytes = int.from_bytes(length, "little")
+    if text_bytes > MAX_HEADER_BYTES:
+        raise DamageError(f"its header would be {size_text(text_bytes)} long, which no checkpoint's is")
+    if len(length) < LENGTH_BYTES or LENGTH_BYTES + text_bytes > size_bytes:
+        raise DamageError(f"it ends within its header, after {size_text(size_bytes)}")
+    text = file.read(text_bytes)
+    try:
+        content = json.loads(text)
+        metadata = dict(content.pop("__metadata__", {}))
+        slots = {name: _slot(name, **fields) for name, fields in content.items()}
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        raise DamageError(f"its header cannot be read: {error}") from error
+    data_start = LENGTH_BYTES + text_bytes
+    ordered = _check_places(slots, size_bytes - data_start)
+    sums = _own(length + text, metadata, ordered)
+    return Header(ordered, sums, metadata.get("polyxla.nest"), data_start)
+
+
+def _slot(name: str, dtype: str, shape: list[int], data_offsets: list[int]) -> Slot:
+    start, stop = data_offsets
+    if dtype not in ITEM_BYTES:
+        raise ValueError(f"tensor {name!r} is of dtype {dtype!r}, which is not known here")
+    sizes = (*shape, start, stop)
+    # A dimension of 0 may hide others that overflow.
+    if any(type(one) is not int or one < 0 for one in sizes) or math.prod(one or 1 for one in shape) >= 2**60:
+        raise ValueError(f"tensor {name!r} has sizes that are none")
+    if stop - start != math.prod(shape) * ITEM_BYTES[dtype]:
+        raise ValueError(f"tensor {name!r} has another size than its shape needs")
+    return Slot(name, dtype, tuple(shape), start, stop)
+
+
+def _check_places(slots: Mapping[str, Slot], data_bytes: int) -> dict[str, Slot]:
+    ordered = sorted(slots.values(), key=lambda slot: (slot.start, slot.stop))
+    end = 0
+    for slot in ordered:
+        if slot.start != end:
+            raise DamageError(f"tensor {slot.name!r} does not begin where the one before it ends")
+        end = slot.stop
+    if end != data_bytes:
+        how = "is cut short" if end > data_bytes else "goes on after its end"
+        raise DamageError(f"it {how}: its tensors need {end} bytes and there are {data_bytes}")
+    return {slot.name: slot for slot in ordered}
+
+
+def _own(start: bytes, metadata: Mapping[str, Any], slots: Mapping[str, Slot]) -> dict[str, int]:
+    """Check the header's checksum and return the tensors'; nothing for a file that others wrote."""
+    if not is_ours(start) and not any(key.startswith("polyxla.") for key in metadata):
+        return {}
+    digits = str(metadata.get("polyxla.crc32")).encode()
+    stop = CRC_OFFSET + len(digits)
+    zeroed = start[:CRC_OFFSET] + b"0" * len(digits) + start[stop:]
+    if (
+        not is_ours(start)
+        or len(digits) != _CRC_DIGITS * (1 + len(slots))
+        or start[CRC_OFFSET:stop] != digits
+    ):
+        raise DamageError("its header was changed after it was written")
+    try:
+        own, *others = [int(digits[at : at + _CRC_DIGITS], 16) for at in range(0, len(digits), _CRC_DIGITS)]
+    except ValueError as error:
+        raise DamageError("its checksums were changed after it was written") from error
+    if zlib.crc32(zeroed) != own:
+        raise DamageError("its header was changed after it was written")
+    if metadata.get("polyxla.version") != VERSION:
+        raise DamageError("another version of polyxla wrote it, which this one cannot read")
+    return dict(zip(slots, others, strict=True))

@@ -1,0 +1,50 @@
+"""The hooks of a training, in the order they fire. Entry-point group ``polyxla.hookspecs``; imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from polyxla.hookspecs import hookspec
+
+if TYPE_CHECKING:
+    from polyxla.replica.replica import Replica
+    from polyxla_training.fit import Fit
+
+
+@hookspec
+def polyxla_listeners(replica: Replica, fit: Fit) -> list[object] | None:
+    """Return listeners to one `polyxla_training.Trainer.fit`: objects with hook implementations.
+
+    Called once per fit in each replica, when its module is on the device. The listeners receive events until
+    the replica stops. None: no listeners.
+    """
+
+
+@hookspec
+def polyxla_metrics_ready(replica: Replica, step: int, metrics: Mapping[str, float]) -> None:
+    """Receive metrics that hold for all replicas, such as a validation's. Called in each replica.
+
+    Args:
+        replica: the replica that trains.
+        step: number of updates so far.
+        metrics: means over all replicas' records, by name.
+    """
+
+
+@hookspec
+def polyxla_epoch_finished(replica: Replica, epoch: int) -> None:
+    """An epoch has ended, its validation included. Called once per epoch in each replica.
+
+    Args:
+        replica: the replica that trains.
+        epoch: number of finished epochs.
+    """
+
+
+@hookspec
+def polyxla_fit_finished(replica: Replica) -> None:
+    """A training has made its last step, or was stopped; the module is still on the device.
+
+    Called once per fit in each replica, not after an error.
+    """

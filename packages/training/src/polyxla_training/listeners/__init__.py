@@ -1,0 +1,1 @@
+"""Listeners of a training: progress, TensorBoard, checkpoints, profiles."""

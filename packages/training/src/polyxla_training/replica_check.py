@@ -1,0 +1,160 @@
+"""`check_replicas`: does training on several replicas give what one replica gives?"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polyxla.errors import UsageError
+from polyxla.launcher.launch import launch
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class ReplicaCheck:
+    """How far the parameters of the two runs are apart.
+
+    A parameter's difference is the largest absolute one among its elements and among the replicas,
+    divided by its largest absolute element on one replica; infinite where it is no number.
+
+    Attributes:
+        devices: number of replicas that were compared with one.
+        steps: optimizer updates that both made.
+        tolerance: the largest difference that counts as the same.
+        differences: by parameter, the largest first.
+        warnings: what in the module makes the runs differ by design.
+    """
+
+    devices: int
+    steps: int
+    tolerance: float
+    differences: dict[str, float]
+    warnings: tuple[str, ...]
+
+    @property
+    def worst(self) -> str:
+        """The parameter that is furthest apart."""
+        return next(iter(self.differences))
+
+    @property
+    def difference(self) -> float:
+        """The difference of that parameter."""
+        return self.differences[self.worst]
+
+    @property
+    def within(self) -> bool:
+        """Whether all are within the tolerance."""
+        return self.difference <= self.tolerance
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it for ``--json``."""
+        return {
+            "devices": self.devices,
+            "steps": self.steps,
+            "tolerance": self.tolerance,
+            "within": self.within,
+            "worst": self.worst,
+            "difference": self.difference,
+            "differences": self.differences,
+            "warnings": list(self.warnings),
+        }
+
+    def __str__(self) -> str:
+        verdict = "within" if self.within else "beyond"
+        return (
+            f"{self.steps} steps on {self.devices} replicas and on one: the largest relative difference is "
+            f"{self.difference:.2g}, of {self.worst}, {verdict} {self.tolerance:g}"
+        )
+
+
+def check_replicas(
+    make_module: Callable[[], torch.nn.Module],
+    batches: Iterable[Any] | None = None,
+    *,
+    steps: int = 10,
+    devices: int = 4,
+    batch_size: int = 32,
+    tolerance: float = 1e-5,
+    runtime: str | None = None,
+) -> ReplicaCheck:
+    """Train a module on one replica and on several with the same batches, and compare the parameters.
+
+    Both start from the same weights, in float32. Each of the several replicas is given its share of
+    every batch, in the order of the ordinals. The module's ``training_step`` and
+    ``configure_optimizers`` are used where it has them; a plain module is trained on the mean square
+    of its output, with SGD.
+
+    Args:
+        make_module: a module's class, or another function without arguments that makes one.
+        batches: the batches that all replicas share; default: the module's ``train_dataloader()``, or
+            random ones like its ``example_input_array``. A DataLoader is asked for its dataset's
+            records in their order, `batch_size` at a time; other iterables give the batches as they are.
+        steps: optimizer updates of each run.
+        devices: number of replicas to compare with one.
+        batch_size: records in a batch, all replicas' shares together.
+        tolerance: the largest relative difference that counts as the same.
+        runtime: a runtime's name; default: chosen from the environment.
+
+    Raises:
+        UsageError: the module cannot be trained like this, or the batches cannot be shared out.
+        Exception: what the module raised.
+    """
+    _check_numbers(steps=steps, devices=devices, batch_size=batch_size)
+    # These import torch, which `import polyxla` must not.
+    from polyxla_training.replica_check_runs import compare, prepare, train
+
+    work = prepare(make_module, batches, steps, devices, batch_size)
+    # Not in this process, where a device that was once opened would stand in the way of later launches.
+    [alone] = launch(train, (work,), devices=1, runtime=runtime, start_method="forkserver")
+    together = launch(train, (work,), devices=devices, runtime=runtime)
+    return ReplicaCheck(devices, steps, tolerance, compare(alone, together), work.warnings)
+
+
+def load_factory(name: str) -> Callable[[], torch.nn.Module]:
+    """Return what ``module:attribute`` names; modules in the current folder are found too.
+
+    Raises:
+        UsageError: there is no such thing.
+    """
+    module, _, attribute = name.partition(":")
+    fix = "Write module:attribute, such as train:Net for the class Net in train.py."
+    if not module or not attribute:
+        raise UsageError(f"{name!r} does not name a module and what to take from it", where=_COMMAND, fix=fix)
+    # As `python -m` does, look in the current folder too.
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise UsageError(f"cannot import {module!r}: {error}", where=_COMMAND, fix=fix) from error
+    factory = getattr(found, attribute, None)
+    if not callable(factory):
+        what = "has no" if factory is None else "cannot be called:"
+        raise UsageError(f"module {module!r} {what} {attribute!r}", where=_COMMAND, fix=fix)
+    made: Callable[[], torch.nn.Module] = factory
+    return made
+
+
+_COMMAND = "polyxla check-replicas"
+
+
+def _check_numbers(**numbers: int) -> None:
+    for name, number in numbers.items():
+        least = 2 if name == "devices" else 1
+        if isinstance(number, bool) or not isinstance(number, int) or number < least:
+            raise UsageError(
+                f"{name}={number!r} is not a whole number from {least}",
+                where="check_replicas",
+                fix=f"Write {name}={least}.",
+            )
+    if numbers["batch_size"] % numbers["devices"]:
+        raise UsageError(
+            f"a batch of {numbers['batch_size']} does not divide among {numbers['devices']} replicas",
+            where="check_replicas",
+            fix=f"Write batch_size={8 * numbers['devices']}.",
+        )

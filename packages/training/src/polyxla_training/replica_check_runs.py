@@ -1,0 +1,221 @@
+"""The two runs that `polyxla_training.check_replicas` compares. Heavy: imported when it is called."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.data import DataLoader
+
+from polyxla.errors import UsageError
+from polyxla.pytree import map_tensors
+from polyxla.replica.module_move import move_module
+from polyxla.replica.replica import Replica
+from polyxla_training.loop import LoopState
+from polyxla_training.metrics import Meter
+from polyxla_training.module_adapter import Steps, configured, own_loader
+
+SEED = 0
+"""What weights and random batches are drawn with."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What both runs train, on the host.
+
+    Attributes:
+        module: with its first weights, in float32.
+        batches: one for each step, all replicas' shares together.
+        warnings: what in the module makes the runs differ by design.
+    """
+
+    module: nn.Module
+    batches: Sequence[Any]
+    warnings: tuple[str, ...]
+
+
+def prepare(
+    make_module: Callable[[], nn.Module],
+    batches: Iterable[Any] | None,
+    steps: int,
+    devices: int,
+    batch_size: int,
+) -> Work:
+    """Make the module and the batches once, so that all replicas begin with the same.
+
+    Raises:
+        UsageError: there is no module, nothing to train on, or a batch that cannot be shared out.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        module = make_module()
+        if not isinstance(module, nn.Module):
+            raise UsageError(
+                f"{make_module!r} made {type(module).__name__}, not a torch.nn.Module",
+                where="check_replicas",
+                fix="Give it a module's class, or a function without arguments that returns a module.",
+            )
+        source = own_loader(module, batches, "train_dataloader")
+        if source is None:
+            source = _random_batches(module, batch_size)
+        taken = list(itertools.islice(_repeated(_in_order(source, batch_size)), steps))
+    shared = [map_tensors(_as_float32, batch) for batch in taken]
+    for batch in shared:
+        _check_divides(batch, devices)
+    return Work(module.float(), shared, tuple(_differ_by_design(module)))
+
+
+def _random_batches(module: nn.Module, batch_size: int) -> Iterable[Any]:
+    example = getattr(module, "example_input_array", None)
+    if example is None:
+        raise UsageError(
+            f"there is nothing to train {type(module).__name__} on",
+            where="check_replicas",
+            fix="Write train_dataloader in the module, or set its example_input_array to a tensor with the "
+            "shape of a batch, or pass batches= in Python.",
+        )
+    return [map_tensors(lambda one: torch.randn(batch_size, *one.shape[1:]), example) for _ in range(8)]
+
+
+def _in_order(source: Iterable[Any], batch_size: int) -> Iterable[Any]:
+    if not isinstance(source, DataLoader):
+        return source
+    return DataLoader(source.dataset, batch_size, collate_fn=source.collate_fn, drop_last=True)
+
+
+def _repeated(batches: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        empty = True
+        for batch in batches:
+            empty = False
+            yield batch
+        if empty:
+            raise UsageError(
+                "the training data gave no whole batch",
+                where="check_replicas",
+                fix="Check its dataset's length, and write a smaller batch_size.",
+            )
+
+
+def _as_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _records(batch: Any) -> int:
+    """Return the size of the first dimension of the batch's first tensor."""
+    sizes: list[int] = []
+    map_tensors(lambda one: sizes.extend(one.shape[:1]), batch)
+    return sizes[0] if sizes else 0
+
+
+def _check_divides(batch: Any, devices: int) -> None:
+    count = _records(batch)
+    if count == 0 or count % devices:
+        raise UsageError(
+            f"a batch of {count} records does not divide among {devices} replicas",
+            where="check_replicas",
+            fix="Give batches whose tensors have the records in the first dimension, and a multiple of "
+            f"{devices} of them.",
+        )
+
+
+def _share(batch: Any, ordinal: int, devices: int) -> Any:
+    count = _records(batch)
+
+    def mine(tensor: Tensor) -> Tensor:
+        # Others, such as a mask or a weight for each class, are not of records.
+        has_records = tensor.dim() > 0 and tensor.shape[0] == count
+        return tensor.chunk(devices)[ordinal] if has_records else tensor
+
+    return map_tensors(mine, batch)
+
+
+def _differ_by_design(module: nn.Module) -> Iterator[str]:
+    norms, dropouts = [], []
+    for name, part in module.named_modules():
+        label = f"{name or 'the module'} ({type(part).__name__})"
+        if isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm):
+            norms.append(label)
+        drops = part.p if isinstance(part, _DropoutNd) else getattr(part, "dropout", 0)
+        if isinstance(drops, float) and drops > 0:
+            dropouts.append(label)
+    if norms:
+        yield (
+            f"not comparable: {', '.join(norms)} normalises every replica's share by itself; on XLA, "
+            "torch_xla.core.functions.SyncBatchNorm normalises the whole batch"
+        )
+    if dropouts:
+        yield f"not comparable: {', '.join(dropouts)} drops at random; set its probability to 0 for the check"
+
+
+def train(replica: Replica, work: Work) -> dict[str, Tensor]:
+    """Train on this replica's share of each batch; return the parameters on the host."""
+    # A copy, because replicas that are threads were all handed the one module.
+    module = replica.setup(copy.deepcopy(work.module)).train()
+    steps = Steps(module, Meter(), LoopState.at_start(replica, max_epochs=1))
+    try:
+        steps.call("setup", "fit", only_lightning=True)
+        optimizer, schedulers = configured(module) if _configures(module) else (_sgd(module), None)
+        for index, batch in enumerate(work.batches):
+            mine = replica.to_device(_share(batch, replica.ordinal, replica.world_size))
+            optimizer.zero_grad()
+            _loss(module, steps, mine, index).backward()
+            replica.step(optimizer)
+            if schedulers:
+                schedulers.step_finished()
+    finally:
+        steps.release()
+    move_module(module, torch.device("cpu"))
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
+def _configures(module: nn.Module) -> bool:
+    return callable(getattr(module, "configure_optimizers", None))
+
+
+def _sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+
+
+def _loss(module: nn.Module, steps: Steps, batch: Any, index: int) -> Tensor:
+    if callable(getattr(module, "training_step", None)):
+        return steps.loss(batch, index)
+    output = module(*batch) if isinstance(batch, list | tuple) else module(batch)
+    loss: Tensor = output.square().mean()
+    return loss
+
+
+def compare(alone: Mapping[str, Tensor], together: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+    """Return each parameter's relative difference, the largest first.
+
+    Raises:
+        UsageError: one replica alone came to numbers that are none.
+    """
+    for name, parameter in alone.items():
+        if not parameter.isfinite().all():
+            raise UsageError(
+                f"{name} is not finite after training on one replica",
+                where="check_replicas",
+                fix="Write a smaller learning rate or fewer steps.",
+            )
+    found = {
+        name: max(_relative(parameter, other[name]) for other in together)
+        for name, parameter in alone.items()
+    }
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _relative(one: Tensor, other: Tensor) -> float:
+    apart = (one.double() - other.double()).abs().max().item()
+    if apart == 0:
+        return 0.0
+    scale = one.double().abs().max().item()
+    # Also where `apart` is no number: a comparison with it is false.
+    return apart / scale if scale and apart < float("inf") else float("inf")

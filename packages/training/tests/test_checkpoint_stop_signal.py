@@ -1,0 +1,88 @@
+"""The request to stop: a flag, then the handler that was there before."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from polyxla_training.checkpoint import StopSignal
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[list[int]]:
+    """What the handler heard that was there before."""
+    heard: list[int] = []
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.signal(one, lambda number, _: heard.append(number)) for one in numbers]
+    yield heard
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+def test_the_first_signal_sets_the_flag_and_the_second_goes_on(heard: list[int]) -> None:
+    with StopSignal() as stop:
+        assert not stop
+        signal.raise_signal(signal.SIGTERM)
+        assert stop
+        assert stop.received is signal.SIGTERM
+        assert heard == []
+        signal.raise_signal(signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+    assert stop, "what came is known afterwards too"
+
+
+def test_afterwards_everything_is_as_before(heard: list[int]) -> None:
+    with StopSignal():
+        signal.raise_signal(signal.SIGUSR1)
+    signal.raise_signal(signal.SIGTERM)
+    assert heard == [signal.SIGUSR1, signal.SIGTERM]
+
+
+def test_several_signals_one_flag(heard: list[int]) -> None:
+    with StopSignal(signal.SIGTERM, signal.SIGUSR1) as stop:
+        received = []
+        for one in (signal.SIGUSR1, signal.SIGTERM):
+            signal.raise_signal(one)
+            received.append(stop.received)
+    assert received == [signal.SIGUSR1, signal.SIGTERM]
+    assert heard == []
+
+
+def test_a_handler_that_somebody_installed_meanwhile_stays() -> None:
+    with StopSignal():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+
+
+def test_another_thread_installs_nothing(heard: list[int]) -> None:
+    stop = StopSignal()
+    installed: list[object] = []
+
+    def enter() -> None:
+        with stop:
+            installed.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=enter)
+    before = signal.getsignal(signal.SIGTERM)
+    thread.start()
+    thread.join(10)
+    assert installed == [before]
+
+
+def test_a_second_signal_ends_a_process_by_default() -> None:
+    code = (
+        "import signal\nfrom polyxla_training.checkpoint.stop_signal import StopSignal\n"
+        "with StopSignal() as stop:\n"
+        "    signal.raise_signal(signal.SIGTERM)\n    print('first', bool(stop), flush=True)\n"
+        "    signal.raise_signal(signal.SIGTERM)\n    print('second')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "first True\n"
+    assert done.returncode == -signal.SIGTERM

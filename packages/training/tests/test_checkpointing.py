@@ -1,0 +1,229 @@
+"""The Trainer saves its whole state, and goes on from it as if nothing had happened."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from polyxla import UsageError
+from polyxla.testing import PluginInstaller
+from polyxla_training import CheckpointError, CheckpointFolder, Trainer, load, save
+
+SHARD = """
+from polyxla import hookimpl
+from polyxla_sampler.loader import shard
+
+@hookimpl
+def polyxla_shard_loader(loader, world, seed, repeat):
+    return shard(loader, world.ordinal, world.world_size, seed, repeat)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _fake(install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install_plugin.hide_others(keep=["polyxla-training"])
+    install_plugin.fake_runtime()
+    monkeypatch.setenv("FAKE_DEVICES", "4")
+    monkeypatch.chdir(tmp_path)
+
+
+class _StopError(Exception):
+    """Ends a run at a step, as a crash does."""
+
+
+class _Net(torch.nn.Module):
+    """Draws a random number in every step, so that a stream that does not go on is seen."""
+
+    log: Any
+
+    def __init__(self, crash_at: int | None = None, then: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(3, 1)
+        self.seen: list[list[float]] = []
+        self.crash_at, self.then = crash_at, then
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        if len(self.seen) == self.crash_at:
+            raise _StopError
+        if self.then is not None and len(self.seen) == 3:
+            self.then()
+        inputs, targets = batch
+        self.seen.append(targets[:, 0].tolist())
+        loss = F.mse_loss(self.layer(inputs) + 0.1 * torch.rand(()), targets)
+        self.log("epoch_loss", loss, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def _data() -> DataLoader[Any]:
+    inputs = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(inputs, torch.arange(20.0)[:, None]), batch_size=2)
+
+
+def _fit(module: _Net, **options: Any) -> dict[str, float]:
+    given = {"checkpoint_dir": "saved", "save_every_n_steps": 1, "resume": "auto", "seed": 4, **options}
+    trainer = Trainer(runtime="fake", devices=1, log_dir=None, progress=False, max_epochs=2, **given)
+    return trainer.fit(module, _data())
+
+
+@pytest.mark.parametrize("crash_at", [0, 1, 7, 10, 13, 19])
+def test_a_run_that_crashed_ends_as_if_it_had_not(crash_at: int) -> None:
+    whole = _Net()
+    expected = _fit(whole, checkpoint_dir=None, save_every_n_steps=None, resume=None)
+    crashed, resumed = _Net(crash_at), _Net()
+    with pytest.raises(_StopError):
+        _fit(crashed)
+    assert _fit(resumed) == expected, "the mean over the epoch counts both runs' batches"
+    assert crashed.seen + resumed.seen == whole.seen
+    assert torch.equal(resumed.layer.weight, whole.layer.weight)
+    assert torch.equal(resumed.layer.bias, whole.layer.bias)
+
+
+def test_accumulated_steps_resume_too() -> None:
+    whole, crashed, resumed = _Net(), _Net(14), _Net()
+    _fit(whole, checkpoint_dir=None, save_every_n_steps=None, resume=None, accumulate=4)
+    with pytest.raises(_StopError):
+        _fit(crashed, accumulate=4)
+    _fit(resumed, accumulate=4)
+    # The two batches of the update that was not made are read again.
+    assert crashed.seen[:14] + resumed.seen == whole.seen
+    assert torch.equal(resumed.layer.weight, whole.layer.weight)
+
+
+def test_what_is_done_is_done() -> None:
+    _fit(_Net())
+    again = _Net()
+    _fit(again)
+    assert again.seen == []
+    assert not torch.equal(again.layer.weight, _Net().layer.weight), "the trained parameters come home"
+
+
+def test_keep_n_and_no_file_of_a_dead_writer() -> None:
+    _fit(_Net(), keep=3)
+    assert [entry.step for entry in CheckpointFolder("saved").entries()] == [18, 19, 20]
+    assert len(list(Path("saved").iterdir())) == 3
+
+
+def test_the_last_good_one_is_taken_when_the_last_is_damaged(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(_StopError):
+        _fit(_Net(6))
+    newest = CheckpointFolder("saved").latest()
+    assert newest is not None
+    newest.path.write_bytes(newest.path.read_bytes()[:-5])
+    resumed = _Net()
+    _fit(resumed)
+    assert len(resumed.seen) == 15
+    said = capsys.readouterr().err
+    assert newest.path.name in said
+    assert "resumed from saved/step-00000005.safetensors: epoch 0, step 5" in said
+
+
+def test_told_to_end_it_saves_and_then_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
+    try:
+        module = _Net(then=lambda: os.kill(os.getpid(), signal.SIGTERM))
+        _fit(module, save_every_n_steps=None)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended == [signal.SIGTERM], "what came is passed on when the state is safe"
+    assert len(module.seen) < 20
+    assert [entry.step for entry in CheckpointFolder("saved").entries()] == [len(module.seen)]
+    assert not Path("saved/.stop").exists()
+    whole, resumed = _Net(), _Net()
+    _fit(whole, checkpoint_dir=None, save_every_n_steps=None, resume=None)
+    _fit(resumed)
+    assert module.seen + resumed.seen == whole.seen
+    assert torch.equal(resumed.layer.weight, whole.layer.weight)
+
+
+@pytest.mark.parametrize("replicas", [2, 1], ids=["four-to-two", "four-to-one"])
+def test_it_resumes_with_another_number_of_replicas(replicas: int, install_plugin: PluginInstaller) -> None:
+    pytest.importorskip("polyxla_sampler")
+    install_plugin.listener("shard", SHARD)
+    seen: list[list[float]] = []
+
+    class Shared(_Net):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            seen.append(batch[1][:, 0].tolist())
+            return super().training_step(batch)
+
+    def fit(devices: int, max_steps: int | None = None) -> None:
+        trainer = Trainer(
+            runtime="fake",
+            devices=devices,
+            log_dir=None,
+            progress=False,
+            max_steps=max_steps,
+            checkpoint_dir="saved",
+            resume="auto",
+            save_every_n_steps=1,
+        )
+        trainer.fit(Shared(), _data())
+
+    fit(4, max_steps=1)
+    assert len(seen) == 4
+    fit(replicas)
+    assert sorted(value for batch in seen for value in batch) == [float(i) for i in range(20)]
+
+
+def test_a_checkpoint_that_does_not_fit_is_told_from_the_path() -> None:
+    _fit(_Net())
+
+    class Other(_Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.Linear(1, 1)
+
+    with pytest.raises(CheckpointError, match=r"missing: head\.weight, head\.bias .*step-00000020"):
+        _fit(Other())
+
+
+def test_an_optimizer_that_does_not_fit_is_told() -> None:
+    _fit(_Net())
+
+    class Other(_Net):
+        def configure_optimizers(self) -> Any:
+            groups: list[Any] = [{"params": [self.layer.weight]}, {"params": [self.layer.bias]}]
+            return torch.optim.AdamW(groups)
+
+    with pytest.raises(CheckpointError, match="the optimizer or its schedules do not fit"):
+        _fit(Other())
+
+
+def test_a_file_that_no_trainer_wrote_is_refused() -> None:
+    save({"weight": torch.ones(2)}, "other.safetensors")
+    with pytest.raises(UsageError, match=r"other\.safetensors is no checkpoint of a Trainer"):
+        _fit(_Net(), resume="other.safetensors")
+
+
+def test_a_path_that_is_not_there_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"gone\.safetensors"):
+        _fit(_Net(), resume="gone.safetensors")
+
+
+def test_auto_needs_a_folder() -> None:
+    with pytest.raises(UsageError, match="Write checkpoint_dir='checkpoints' too"):
+        Trainer(resume="auto")
+
+
+def test_what_is_saved_is_plain() -> None:
+    _fit(_Net())
+    state = load("saved/step-00000020.safetensors")
+    assert (state["epoch"], state["step"], state["world_size"], state["seed"]) == (2, 20, 1, 4)
+    assert set(state["module"]) == {"layer.weight", "layer.bias"}
+    assert math.isclose(state["schedules"]["schedulers"][0]["_last_lr"][0], 0.05 * 0.7**6)

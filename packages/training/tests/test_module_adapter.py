@@ -1,0 +1,330 @@
+"""A module's side: optimizers and schedules in every form, steps and what they return, what is lent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, Adam, Optimizer
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
+
+from polyxla import UsageError
+from polyxla_training.loop import LoopState
+from polyxla_training.metrics import Meter
+from polyxla_training.module_adapter import Schedulers, Steps, check_module, configured, own_loader
+
+
+def _halving(optimizer: Optimizer) -> ExponentialLR:
+    return ExponentialLR(optimizer, 0.5)
+
+
+class _Net(torch.nn.Module):
+    # What a test looks at or replaces.
+    seen: Any
+    log: Any
+    trainer: Any
+    on_train_start: Any
+
+    def __init__(self, configure: Callable[[Optimizer], Any] = lambda optimizer: optimizer) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+        self.configure = configure
+
+    def configure_optimizers(self) -> Any:
+        return self.configure(SGD([self.weight], lr=1.0))
+
+    def training_step(self, batch: Any) -> Any:
+        return (self.weight * batch).sum()
+
+
+def _rate(optimizer: Optimizer) -> float:
+    rate: float = optimizer.param_groups[0]["lr"]
+    return rate
+
+
+def _stepped(schedulers: Schedulers, optimizer: Optimizer, steps: int, epochs: int) -> float:
+    optimizer.step()
+    for _ in range(steps):
+        schedulers.step_finished()
+    for _ in range(epochs):
+        schedulers.epoch_finished({})
+    return _rate(optimizer)
+
+
+@pytest.mark.parametrize(
+    "configure",
+    [
+        pytest.param(lambda one: one, id="optimizer"),
+        pytest.param(lambda one: [one], id="list"),
+        pytest.param(lambda one: (one,), id="tuple"),
+        pytest.param(lambda one: ([one], []), id="lists"),
+        pytest.param(lambda one: {"optimizer": one}, id="dict"),
+        pytest.param(lambda one: [{"optimizer": one}], id="list-of-dict"),
+        pytest.param(lambda one: {"optimizer": one, "lr_scheduler": None}, id="dict-with-none"),
+    ],
+)
+def test_an_optimizer_alone(configure: Callable[[Optimizer], Any]) -> None:
+    optimizer, schedulers = configured(_Net(configure))
+    assert isinstance(optimizer, SGD)
+    assert _stepped(schedulers, optimizer, 3, 3) == 1.0
+
+
+@pytest.mark.parametrize(
+    "configure",
+    [
+        pytest.param(lambda one: ([one], [_halving(one)]), id="lists"),
+        pytest.param(lambda one: [[one], [_halving(one)]], id="list-of-lists"),
+        pytest.param(lambda one: ([one], _halving(one)), id="bare-schedule"),
+        pytest.param(lambda one: ([one], [{"scheduler": _halving(one)}]), id="lists-with-dict"),
+        pytest.param(lambda one: {"optimizer": one, "lr_scheduler": _halving(one)}, id="dict"),
+        pytest.param(
+            lambda one: {"optimizer": one, "lr_scheduler": {"scheduler": _halving(one)}}, id="dicts"
+        ),
+        pytest.param(lambda one: ({"optimizer": one, "lr_scheduler": _halving(one)},), id="tuple-of-dict"),
+    ],
+)
+def test_a_schedule_counts_epochs_unless_told_otherwise(configure: Callable[[Optimizer], Any]) -> None:
+    optimizer, schedulers = configured(_Net(configure))
+    assert _stepped(schedulers, optimizer, 5, 0) == 1.0
+    assert _stepped(schedulers, optimizer, 0, 2) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("config", "steps", "epochs", "rate"),
+    [
+        pytest.param({"interval": "step"}, 3, 2, 1 / 8, id="steps"),
+        pytest.param({"interval": "step", "frequency": 2}, 5, 0, 1 / 4, id="every-2nd-step"),
+        pytest.param({"interval": "epoch", "frequency": 3}, 9, 7, 1 / 4, id="every-3rd-epoch"),
+        pytest.param({"interval": "epoch"}, 9, 1, 1 / 2, id="epochs"),
+    ],
+)
+def test_intervals_and_frequencies(config: dict[str, Any], steps: int, epochs: int, rate: float) -> None:
+    optimizer, schedulers = configured(
+        _Net(lambda one: {"optimizer": one, "lr_scheduler": {"scheduler": _halving(one), **config}})
+    )
+    assert _stepped(schedulers, optimizer, steps, epochs) == rate
+
+
+def test_several_schedules_each_count_for_themselves() -> None:
+    optimizer, schedulers = configured(
+        _Net(lambda one: ([one], [{"scheduler": _halving(one), "interval": "step"}, ExponentialLR(one, 0.1)]))
+    )
+    assert _stepped(schedulers, optimizer, 2, 1) == pytest.approx(0.025)
+
+
+def _plateau(optimizer: Optimizer) -> ReduceLROnPlateau:
+    return ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
+
+
+@pytest.mark.parametrize(
+    "configure",
+    [
+        pytest.param(
+            lambda one: {
+                "optimizer": one,
+                "lr_scheduler": {"scheduler": _plateau(one), "monitor": "val_loss"},
+            },
+            id="in-the-schedule",
+        ),
+        pytest.param(
+            lambda one: {"optimizer": one, "lr_scheduler": _plateau(one), "monitor": "val_loss"},
+            id="beside-the-schedule",
+        ),
+    ],
+)
+def test_a_plateau_is_given_what_it_watches(configure: Callable[[Optimizer], Any]) -> None:
+    optimizer, schedulers = configured(_Net(configure))
+    for loss, rate in ((1.0, 1.0), (0.5, 1.0), (0.7, 0.1)):
+        schedulers.epoch_finished({"val_loss": loss, "other": -loss})
+        assert math.isclose(_rate(optimizer), rate)
+
+
+@pytest.mark.parametrize("monitor", ["val_acc", None])
+def test_a_plateau_that_watches_what_was_not_logged(monitor: str | None) -> None:
+    config = {"monitor": monitor} if monitor else {}
+    _, schedulers = configured(_Net(lambda one: ([one], [{"scheduler": _plateau(one), **config}])))
+    with pytest.raises(UsageError) as caught:
+        schedulers.epoch_finished({"val_loss": 1.0, "a": 2.0})
+    assert str(caught.value) == (
+        f"the schedule watches {monitor!r}, which was not logged (logged: ['a', 'val_loss']) "
+        "(from configure_optimizers). Name a logged metric: {'scheduler': ..., 'monitor': 'val_loss'}."
+    )
+
+
+def test_a_schedule_with_a_monitor_that_needs_none_is_stepped() -> None:
+    optimizer, schedulers = configured(
+        _Net(lambda one: ([one], [{"scheduler": _halving(one), "monitor": "never logged"}]))
+    )
+    assert _stepped(schedulers, optimizer, 0, 1) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("configure", "count"),
+    [
+        pytest.param(lambda _: None, 0, id="none"),
+        pytest.param(lambda _: [], 0, id="empty"),
+        pytest.param(lambda one: [one, Adam(one.param_groups)], 2, id="two"),
+        pytest.param(lambda one: ([one, one], []), 2, id="two-in-lists"),
+        pytest.param(lambda one: ({"optimizer": one}, {"optimizer": one}), 2, id="two-dicts"),
+        pytest.param(lambda _: "adam", 1, id="name"),
+        pytest.param(lambda one: {"optimiser": one}, 1, id="misspelt-key"),
+    ],
+)
+def test_what_is_not_one_optimizer_is_refused(configure: Callable[[Optimizer], Any], count: int) -> None:
+    with pytest.raises(UsageError) as caught:
+        configured(_Net(configure))
+    assert str(caught.value).startswith(f"configure_optimizers returned {count} optimizers: ")
+    assert str(caught.value).endswith(
+        "(from _Net.configure_optimizers). "
+        "Return one torch optimizer; for several, write the loop with polyxla.launch."
+    )
+
+
+def _steps(module: Any) -> Steps:
+    return Steps(module, Meter(), LoopState(0, 0, 1, 1, is_global_zero=True))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(lambda loss: loss, id="tensor"),
+        pytest.param(lambda loss: {"loss": loss, "extra": 1}, id="dict"),
+    ],
+)
+def test_the_loss_of_a_step(answer: Callable[[Any], Any]) -> None:
+    module = _Net()
+    module.training_step = lambda batch: answer((module.weight * batch).sum())  # type: ignore[method-assign]
+    assert _steps(module).loss(torch.tensor([1.0, 2.0]), 0).item() == 3.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "described"),
+    [
+        pytest.param(None, "None, not a tensor", id="none"),
+        pytest.param(1.5, "1.5, not a tensor", id="number"),
+        pytest.param({"losses": 1}, "None, not a tensor", id="dict-without-loss"),
+        pytest.param(torch.ones(()), "a tensor that does not depend on the parameters", id="detached"),
+        pytest.param(
+            {"loss": torch.ones(())}, "a tensor that does not depend on the parameters", id="in-a-dict"
+        ),
+    ],
+)
+def test_a_step_that_returns_nothing_to_train_on(answer: Any, described: str) -> None:
+    class Answers(_Net):
+        def training_step(self, batch: Any) -> Any:
+            return answer
+
+    with pytest.raises(UsageError) as caught:
+        _steps(Answers()).loss(torch.zeros(2), 0)
+    assert str(caught.value) == (
+        f"training_step returned {described} (from Answers.training_step). "
+        "Return the loss: a tensor of one element computed from the parameters, "
+        "or a dict with it under 'loss'."
+    )
+
+
+class _Indexed(_Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen = (batch, batch_idx)
+
+    def test_step(self, batch: Any) -> None:
+        self.seen = (batch, "no index")
+
+
+def test_a_step_gets_the_batchs_number_where_it_takes_one() -> None:
+    module = _Indexed()
+    steps = _steps(module)
+    steps.evaluate("validation", "batch", 7)
+    assert module.seen == ("batch", 7)
+    steps.evaluate("test", "batch", 7)
+    assert module.seen == ("batch", "no index")
+
+
+def test_data_for_a_step_that_is_not_there_is_refused() -> None:
+    steps = _steps(_Net())
+    with pytest.raises(UsageError) as caught:
+        steps.require("validation")
+    assert str(caught.value) == (
+        "_Net has no validation_step, but was given data for it (from the validation loader). "
+        "Write validation_step(self, batch), or pass no validation data."
+    )
+    _steps(_Indexed()).require("validation")
+
+
+class _WithOwnLog(_Net):
+    def log(self, name: str, value: Any) -> None:
+        self.logged = (name, value)
+
+
+def test_what_is_lent_is_taken_back() -> None:
+    module = _Net()
+    before = dict(vars(module))
+    steps = _steps(module)
+    module.log("a", 1)
+    assert module.trainer.max_epochs == 1
+    steps.release()
+    assert dict(vars(module)) == before
+    assert not hasattr(module, "log")
+
+
+def test_a_modules_own_log_is_its_own() -> None:
+    module = _WithOwnLog()
+    steps = _steps(module)
+    module.log("a", 1)
+    assert module.logged == ("a", 1)
+    steps.release()
+    assert type(module.log).__name__ == "method"
+
+
+def test_hooks_are_called_where_there_are_some() -> None:
+    module = _Net()
+    called: list[str] = []
+    module.on_train_start = lambda: called.append("start")
+    steps = _steps(module)
+    steps.call("on_train_start")
+    steps.call("on_train_end")
+    assert called == ["start"]
+
+
+class _Manual(_Net):
+    automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("module", "methods", "text"),
+    [
+        pytest.param(
+            torch.nn.Linear(1, 1),
+            ["training_step", "configure_optimizers"],
+            "Linear has no training_step and no configure_optimizers (from the module given to Trainer). "
+            "Write the method, or use polyxla.launch with a loop of your own.",
+            id="methods",
+        ),
+        pytest.param(
+            _Manual(),
+            ["training_step"],
+            "_Manual sets automatic_optimization=False, which Trainer does not do "
+            "(from the module given to Trainer). "
+            "Use polyxla.launch with a loop of your own and replica.step.",
+            id="manual",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_early(module: Any, methods: list[str], text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        check_module(module, methods)
+    assert str(caught.value) == text
+
+
+class _WithData(_Net):
+    def train_dataloader(self) -> list[int]:
+        return [1, 2]
+
+
+def test_a_loader_that_is_passed_wins_over_the_modules_own() -> None:
+    assert own_loader(_WithData(), [3], "train_dataloader") == [3]
+    assert own_loader(_WithData(), None, "train_dataloader") == [1, 2]
+    assert own_loader(_Net(), None, "train_dataloader") is None

@@ -1,0 +1,305 @@
+"""A run's file and what `polyxla report` makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyxla import UsageError
+from polyxla_training.observe import RunLog, read_run
+from polyxla_training.observe.report import text
+from polyxla_training.observe.report.page import render
+from polyxla_training.observe.report.plots import figure, plots
+from polyxla_training.observe.report.run import Run
+from polyxla_training.observe.run_log import newest_run
+
+TIMEOUT_S = 60.0
+START = {
+    "event": "start",
+    "started": "2026-01-02T03:04:05+00:00",
+    "polyxla": "0.1.0",
+    "runtime": "pjrt",
+    "device": "CPU",
+    "world_size": 4,
+    "module": "Digits",
+    "settings": {"max_epochs": 3, "seed": None},
+}
+
+
+def step(number: int, **fields: Any) -> dict[str, Any]:
+    rates = {"step_s": 0.01, "records_per_s": 3200.0, "wait_share": 0.1, "mfu": None, "memory": None}
+    return {"event": "step", "step": number, "values": {"loss": 1 / number}, **rates, **fields}
+
+
+def compiled(number: int, **fields: Any) -> dict[str, Any]:
+    told = {"compiles": 1, "seconds": 0.5, "cause": "the first step", "line": "train.py:3", "expected": True}
+    return {"event": "compile", "step": number, **told, **fields}
+
+
+def end(**fields: Any) -> dict[str, Any]:
+    totals = {"steps": 20, "seconds": 2.5, "compiles": 2, "compile_s": 1.0, "unexpected": 1, "fallbacks": {}}
+    rates = {"step_s": 0.01, "wait_share": 0.1, "records_per_s": 3200.0, "mfu": None, "reads_per_step": 1.0}
+    return {"event": "end", "summary": totals | rates, "findings": [], "error": None, **fields}
+
+
+EVENTS = [
+    START,
+    compiled(1),
+    {"event": "finding", "step": 1, "kind": "read", "op": "aten::equal", "line": "train.py:9", "count": 2},
+    *[step(number) for number in (5, 10, 15)],
+    compiled(17, cause="batch[0] [32] float32 -> [7] float32", expected=False),
+    step(20),
+    {"event": "metrics", "step": 20, "values": {"val_loss": 0.25, "accuracy": 0.9}},
+    {"event": "not_finite", "name": "norm", "step": 20},
+    end(),
+]
+
+
+def run_of(*events: dict[str, Any]) -> Run:
+    return Run.of("runs/one", events)
+
+
+def write(folder: Path, events: list[dict[str, Any]], rest: str = "") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(event) for event in events]
+    (folder / "run.jsonl").write_text("\n".join(lines) + "\n" + rest)
+    return folder
+
+
+# The file
+
+
+def test_what_is_written_comes_back(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "a" / "run")
+    log.write("start", path=Path("x"), nested={"values": [1.0, float("nan")]})
+    # Before the file is closed: a run that is killed has what was written.
+    assert read_run(tmp_path / "a" / "run") == [
+        {"event": "start", "path": "x", "nested": {"values": [1.0, None]}}
+    ]
+    log.close()
+
+
+@given(st.integers(1, 200))
+def test_a_line_that_was_cut_off_is_left_out(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+    folder = write(tmp_path_factory.mktemp("run"), EVENTS[:6])
+    path = folder / "run.jsonl"
+    kept = path.read_bytes()[:-cut]
+    path.write_bytes(kept)
+    # A line that only lost its end of line is whole.
+    assert read_run(folder) in (EVENTS[: kept.count(b"\n")], EVENTS[: kept.count(b"\n") + 1])
+
+
+def test_a_folders_next_run_follows_also_behind_a_torn_line(tmp_path: Path) -> None:
+    write(tmp_path, EVENTS, rest='{"event": "st')
+    log = RunLog(tmp_path)
+    log.write("start", number=2)
+    log.close()
+    assert read_run(tmp_path) == [{"event": "start", "number": 2}]
+    assert len((tmp_path / "run.jsonl").read_text().splitlines()) == len(EVENTS) + 2
+
+
+@pytest.mark.parametrize("content", [None, "", '{"event": "step"}\n', "no json\n"])
+def test_a_folder_without_a_run_is_told(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "run.jsonl").write_text(content)
+    with pytest.raises(UsageError, match=r"run"):
+        read_run(tmp_path)
+
+
+def test_the_newest_run_is_the_one_written_to_last(tmp_path: Path) -> None:
+    for number, name in enumerate(["b", "c/d", "a"]):
+        os.utime(write(tmp_path / name, EVENTS) / "run.jsonl", (number, number))
+    assert newest_run(tmp_path) == tmp_path / "a"
+    with pytest.raises(UsageError, match="no run below"):
+        newest_run(tmp_path / "b" / "nowhere")
+
+
+# The run
+
+
+def test_events_become_curves() -> None:
+    run = run_of(*EVENTS)
+    assert run.rate("step_s", 1e3) == [(5, 10.0), (10, 10.0), (15, 10.0), (20, 10.0)]
+    assert run.values() == {"loss": [(5, 0.2), (10, 0.1), (15, 1 / 15), (20, 0.05)]}
+    assert run.evaluations() == {"val_loss": [(20, 0.25)], "accuracy": [(20, 0.9)]}
+    assert run.rate("mfu") == run.memory() == []
+
+
+def test_values_that_are_missing_leave_a_gap() -> None:
+    run = run_of(START, step(5, values={"loss": None}), step(10, step_s=None))
+    assert run.values() == {"loss": [(10, 0.1)]}
+    assert run.rate("step_s") == [(5, 0.01)]
+
+
+def test_memory_is_shown_in_gib() -> None:
+    memory = {"used_bytes": 3 * 2**30, "limit_bytes": 2**35, "peak_bytes": None}
+    assert run_of(START, step(5, memory=memory)).memory() == [(5, 3.0)]
+
+
+def test_a_killed_run_still_adds_up() -> None:
+    run = run_of(*EVENTS[:-1])
+    assert run.outcome == "no end: it was killed, or goes on"
+    assert (run.summary["steps"], run.summary["compiles"], run.summary["unexpected"]) == (20, 2, 1)
+    assert "train.py:9" in "\n".join(text.as_lines(run))
+    assert "no end" in render(run)
+
+
+def test_an_error_is_the_outcome() -> None:
+    assert run_of(START, end(error="ValueError: no")).outcome == "ended by ValueError: no"
+
+
+# Text
+
+
+def test_the_terminal_shows_what_matters() -> None:
+    lines = list(text.as_lines(run_of(*EVENTS)))
+    assert lines[0] == "Digits on 4 replicas of CPU (pjrt), begun 2026-01-02T03:04:05+00:00: finished"
+    shown = "\n".join(lines)
+    for part in (
+        "step time            10 ms",
+        "throughput           3,200 records/s",
+        "programs compiled    2 in 1.0 s, 1 after the first",
+        "MFU                  not told: the chip is unknown",
+        "last values: loss 0.05  val_loss 0.25  accuracy 0.9",
+        "train.py:9: the host reads the device (aten::equal) 2 times a step",
+        "norm is no finite number from step 20 on",
+        "step 17: 1 in 0.5 s, batch[0] [32] float32 -> [7] float32 (train.py:3)",
+    ):
+        assert part in shown
+
+
+def test_many_compilations_are_cut_short_on_the_terminal() -> None:
+    lines = list(text.as_lines(run_of(START, *[compiled(number) for number in range(1, 31)], end())))
+    assert lines[-1] == "  and 10 times more"
+
+
+# The page
+
+
+class _Page(HTMLParser):
+    """Collects tags, what they would load, and the texts."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.loads: list[str] = []
+        self.texts: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        found = dict(attrs)
+        for name in ("src", "href", "xlink:href", "data", "action"):
+            if found.get(name) and not str(found[name]).startswith("#"):
+                self.loads.append(f"{tag} {name}={found[name]}")
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def test_the_page_has_its_plots_and_loads_nothing() -> None:
+    html = render(run_of(*EVENTS))
+    page = _Page(html)
+    names = ["Loss", "Other metrics", "Step time", "Throughput", "Waiting for input", "Compilations"]
+    assert [name for name in names if name in page.texts] == names
+    assert page.tags.count("svg") == len(names)
+    assert page.loads == []
+    assert not re.search(r"@import|url\(\s*['\"]?http|<script", html)
+    assert {"ms", "records/s", "% of the time", "step"} <= {one.strip() for one in page.texts}
+
+
+def test_the_page_reads_in_light_and_dark() -> None:
+    html = render(run_of(*EVENTS))
+    assert "prefers-color-scheme: dark" in html
+    assert "#ffffff" not in html, "a plot brings no ground of its own"
+
+
+def test_a_runs_texts_cannot_become_markup() -> None:
+    html = render(run_of({**START, "module": "<script>"}, compiled(1, cause="<b>&x</b>"), end(error="<i>")))
+    assert not {"script", "b", "i"} & set(_Page(html).tags)
+
+
+def test_a_page_is_the_same_for_the_same_run() -> None:
+    assert render(run_of(*EVENTS)) == render(run_of(*EVENTS))
+
+
+def test_unexpected_compilations_are_marked_where_they_cost() -> None:
+    drawn = {plot.name: plot for plot in plots(run_of(*EVENTS))}
+    assert drawn["Step time"].marks == [17]
+    assert drawn["Compilations"].curves == {"expected": [(1, 0.5)], "unexpected": [(17, 0.5)]}
+    [axes] = figure(drawn["Step time"]).axes
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "ms")
+
+
+def test_plots_without_data_are_left_out() -> None:
+    assert plots(run_of(START)) == []
+    assert "<svg" not in render(run_of(START))
+
+
+# The command
+
+
+def report(*args: str, cwd: Path, code: str = "") -> subprocess.CompletedProcess[str]:
+    program = f"{code}\nimport polyxla.cli.app; polyxla.cli.app.main()"
+    return subprocess.run(
+        [sys.executable, "-c", program, "report", *args],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def test_the_newest_run_is_reported(tmp_path: Path) -> None:
+    write(tmp_path / "runs" / "one", EVENTS)
+    done = report(cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Digits on 4 replicas" in done.stdout
+    assert "wrote runs/one/report.html" in done.stdout
+    assert (tmp_path / "runs" / "one" / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_json_is_one_document_and_writes_nothing(tmp_path: Path) -> None:
+    folder = write(tmp_path / "one", EVENTS)
+    told = json.loads(report(str(folder), "--json", cwd=tmp_path).stdout)
+    assert told["summary"]["steps"] == 20
+    assert [one["step"] for one in told["compiles"]] == [1, 17]
+    assert [path.name for path in folder.iterdir()] == ["run.jsonl"]
+
+
+def test_without_the_extra_there_is_text_and_the_pip_line(tmp_path: Path) -> None:
+    folder = write(tmp_path / "one", EVENTS)
+    hide = "import sys; sys.modules['matplotlib'] = None"
+    done = report(str(folder), cwd=tmp_path, code=hide)
+    assert done.returncode == 2
+    assert "pip install 'polyxla-core[report]'" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = report(str(folder), "--text", cwd=tmp_path, code=hide)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_no_run_is_a_plain_error(tmp_path: Path) -> None:
+    done = report(cwd=tmp_path)
+    assert done.returncode == 2
+    assert "there is no run below runs" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_its_help_and_its_listeners_import_nothing_heavy(tmp_path: Path) -> None:
+    heavy = "{'torch', 'torch_xla', 'matplotlib', 'jinja2', 'numpy', 'rich'}"
+    code = (
+        "import atexit, sys, os, polyxla_training.plugin, polyxla_training.observe.observer\n"
+        f"atexit.register(lambda: print('heavy:', sorted({heavy} & set(sys.modules))))"
+    )
+    assert "heavy: []" in report("--help", cwd=tmp_path, code=code).stdout
