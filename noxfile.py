@@ -3,19 +3,20 @@
 # requires-python = ">=3.11"
 # dependencies = ["nox>=2025.5"]
 # ///
-"""The monorepo's work. A bare ``nox`` checks everything; ``nox -l`` lists the rest.
+"""The monorepo's sessions. A bare ``nox`` checks everything; ``nox -l`` lists the rest.
 
-What a session installs stands in [dependency-groups] of pyproject.toml and in the packages' own metadata;
-which versions, in constraints.txt.
+[dependency-groups] of pyproject.toml and the packages' own metadata list what a session installs;
+constraints.txt pins the versions.
 """
 
 from __future__ import annotations
 
 import configparser
+import os
 import re
 import shutil
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ import nox
 nox.needs_version = ">=2025.5"
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_venv = "yes"
-# On xrt the integration suite is a job of its own in .github/workflows: all together take over half an hour
-# on two cores.
+# The integration suite on xrt is a separate job in .github/workflows: together with these it takes over half
+# an hour on two cores.
 nox.options.sessions = ["lint", "types", "tests", "integration(runtime='pjrt')", "build"]
 
 ROOT = Path(__file__).parent
@@ -36,10 +37,14 @@ PROJECTS: dict[str, dict[str, Any]] = {
     path.parent.name: nox.project.load_toml(path)["project"]
     for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
 }
-# The first is tested with all of integration/, the others with what a runtime can make a difference to.
+PACKAGE_OF = {project["name"]: package for package, project in PROJECTS.items()}
+TESTED = [package for package in PROJECTS if any(ROOT.glob(f"packages/{package}/tests/test_*.py"))]
+# Siblings that a package's tests use and its code does not.
+TESTS_NEED = {"training": ["sampler"]}
+# The first runs all of integration/, the others the tests that depend on the runtime.
 RUNTIMES = ["pjrt", "xrt"]
-# Their oldest allowed dependencies are tested: they promise a range. The others follow one torch_xla release.
-WITH_A_RANGE = ["core", "sampler", "precision"]
+# These promise a range of versions, and are tested with the oldest. The others follow one torch_xla release.
+WITH_A_RANGE = ["core", "sampler", "precision", "training"]
 
 
 def group(name: str) -> tuple[str, ...]:
@@ -47,24 +52,30 @@ def group(name: str) -> tuple[str, ...]:
     return nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), name)
 
 
-def with_siblings(packages: Iterable[str]) -> list[str]:
-    """Return the packages and those of ours that they need, which must be installed along with them."""
-    found: dict[str, None] = {}
+def extras_of(package: str) -> dict[str, list[str]]:
+    """Return the requirements of each of a package's extras."""
+    extras: dict[str, list[str]] = PROJECTS[package].get("optional-dependencies", {})
+    return extras
+
+
+def with_siblings(packages: Iterable[str], with_extras: Collection[str] = ()) -> list[str]:
+    """Return the packages and the siblings that they require, which must be installed along with them."""
+    found: set[str] = set()
     waiting = list(packages)
     while waiting:
         package = waiting.pop()
         if package not in found:
-            found[package] = None
-            needs = (re.match(r"polyxla-([a-z-]+)", one) for one in PROJECTS[package]["dependencies"])
-            waiting += [match[1] for match in needs if match]
+            found.add(package)
+            waiting += siblings(PROJECTS[package]["dependencies"])
+            extras = extras_of(package) if package in with_extras else {}
+            waiting += [sibling for extra in extras.values() for sibling in siblings(extra)]
     return sorted(found)
 
 
-def optional_siblings(package: str) -> list[str]:
-    """Return the packages of ours that one of its extras brings; its tests need them."""
-    extras = PROJECTS[package].get("optional-dependencies", {}).values()
-    needs = (re.match(r"polyxla-([a-z-]+)==", one) for extra in extras for one in extra)
-    return [match[1] for match in needs if match]
+def siblings(requirements: Iterable[str]) -> list[str]:
+    """Return our packages among requirements such as ``polyxla-training[tensorboard]==0.1.0``."""
+    names = (re.split(r"[^\w.-]", one)[0] for one in requirements)
+    return [PACKAGE_OF[name] for name in names if name in PACKAGE_OF]
 
 
 def install(
@@ -72,96 +83,105 @@ def install(
     packages: Iterable[str] = (),
     requirements: Sequence[str] = (),
     *,
-    extras: dict[str, str] | None = None,
+    with_extras: Collection[str] = (),
     editable: bool = False,
     options: Sequence[str] = ("-c", CONSTRAINTS),
 ) -> None:
-    """Install our packages from their folders, with what they need, and other requirements, at once."""
+    """Install our packages from their directories, and other requirements, in one command.
+
+    Args:
+        session: where to install.
+        packages: ours; the siblings they require are added.
+        requirements: others.
+        with_extras: which of the packages are installed with all of their extras.
+        editable: whether the sources stay where they are.
+        options: for the installer.
+    """
     arguments = [*options, *requirements]
     as_built = not editable and session.venv_backend == "uv"
     if as_built:
-        # To uv, a sibling found in the workspace is an editable one.
+        # uv would install the workspace's packages as editable ones.
         arguments.append("--no-sources")
-    for package in with_siblings(packages):
-        # A reused environment may hold the same version of yesterday's sources.
+    for package in with_siblings(packages, with_extras):
+        # A reused environment may hold the same version, built from older sources.
         if as_built:
-            arguments.append(f"--reinstall-package=polyxla-{package}")
-        folder = f"./packages/{package}{(extras or {}).get(package, '')}"
-        arguments += ["-e", folder] if editable else [folder]
+            arguments.append(f"--reinstall-package={PROJECTS[package]['name']}")
+        extras = ",".join(extras_of(package)) if package in with_extras else ""
+        directory = f"./packages/{package}" + (f"[{extras}]" if extras else "")
+        arguments += ["-e", directory] if editable else [directory]
     session.install(*arguments)
 
 
 def junit(name: str) -> str:
-    """Return the option that makes pytest write what .ci/run adds up."""
+    """Return the option that makes pytest write the file that .ci/tally.py counts."""
     JUNIT.mkdir(parents=True, exist_ok=True)
     return f"--junitxml={JUNIT / name}.xml"
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, layers, spelling, changelog fragments, and that nothing of one machine is committed."""
+    """Check style, layers, sizes, wording, changelog fragments, and that no file names one machine."""
     install(session, requirements=group("lint"))
+    # The imports are read, not run: the packages need not be installed, nor what they require.
+    sources = os.pathsep.join(str(path) for path in sorted(ROOT.glob("packages/*/src")))
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    session.run("lint-imports", "--no-cache", env={"PYTHONPATH": sources})
     session.run("codespell")
     session.run("towncrier", "build", "--draft", "--version", "next", silent=True)
-    session.run("python", ".ci/tracked.py")
+    for check in ("circles", "sizes", "wording", "tracked"):
+        session.run("python", f".ci/{check}.py")
 
 
 @nox.session
 def types(session: nox.Session) -> None:
     """Check types strictly, one package at a time: tests of two packages may share a name."""
-    install(session, PROJECTS, group("types"), editable=True)
+    install(session, PROJECTS, group("types"), with_extras=["training"], editable=True)
     for package in PROJECTS:
-        folder = Path("packages") / package
-        tests = [str(folder / "tests")] if any((ROOT / folder / "tests").glob("*.py")) else []
-        session.run("mypy", str(folder / "src"), *tests)
-    session.run("mypy", "integration", "noxfile.py", ".ci/tracked.py", ".ci/tally.py")
+        parts = [f"packages/{package}/{part}" for part in ("src", "tests")]
+        if parts := [part for part in parts if any((ROOT / part).rglob("*.py"))]:
+            session.run("mypy", *parts)
+    checks = [str(path) for path in sorted(Path(".ci").glob("*.py")) if path.name != "abi.py"]
+    session.run("mypy", "integration", "noxfile.py", *checks)
 
 
 @nox.session
-@nox.parametrize("package", list(PROJECTS))
+@nox.parametrize("package", TESTED)
 def tests(session: nox.Session, package: str) -> None:
-    """Test one package in an environment that holds its own requirements, its extras', and no others."""
-    folder = with_package(session, package)
-    session.run("pytest", "-n", "2", f"{folder}/tests", junit(f"tests-{package}"), *session.posargs)
+    """Test one package in an environment with its own and its extras' requirements, and no others."""
+    directory = with_package(session, package)
+    session.run("pytest", "-n", "2", f"{directory}/tests", junit(f"tests-{package}"), *session.posargs)
 
 
 @nox.session
-@nox.parametrize("package", list(PROJECTS))
+@nox.parametrize("package", TESTED)
 def coverage(session: nox.Session, package: str) -> None:
-    """Test one package and say which of its lines no test runs, which takes longer."""
-    folder = with_package(session, package)
+    """Test one package and list the lines that no test runs. Takes longer than `tests`."""
+    directory = with_package(session, package)
     data = ROOT / ".cache" / "coverage" / package
     data.mkdir(parents=True, exist_ok=True)
     environ = {"COVERAGE_FILE": str(data / "data")}
     session.run("coverage", "erase", env=environ)
-    pytest = ["-m", "pytest", "-n", "2", f"{folder}/tests"]
+    pytest = ["-m", "pytest", "-n", "2", f"{directory}/tests"]
     session.run("coverage", "run", *pytest, *session.posargs, env=environ)
     session.run("coverage", "combine", "--quiet", env=environ)
-    session.run("coverage", "report", f"--include={folder}/src/*", env=environ)
+    session.run("coverage", "report", f"--include={directory}/src/*", env=environ)
 
 
 def with_package(session: nox.Session, package: str) -> str:
-    """Install one package with what its tests need; return its folder."""
-    folder = f"packages/{package}"
-    if not any((ROOT / folder / "tests").glob("test_*.py")):
-        session.skip(f"{folder}/tests has no tests yet")
-    name = f"test-{package}"
-    install(
-        session,
-        [package, *optional_siblings(package)],
-        group(name if name in GROUPS else "test"),
-        editable=True,
-    )
-    return folder
+    """Install one package with what its tests need; return its directory."""
+    packages = [package, *TESTS_NEED.get(package, [])]
+    tests = f"test-{package}"
+    requirements = group(tests if tests in GROUPS else "test")
+    install(session, packages, requirements, with_extras=[package], editable=True)
+    return f"packages/{package}"
 
 
 @nox.session
 @nox.parametrize("runtime", RUNTIMES)
 def integration(session: nox.Session, runtime: str) -> None:
-    """Test all packages together, installed as a person installs them, on one runtime."""
-    install(session, PROJECTS, group("integration"))
+    """Test all packages together, installed as a user installs them, on one runtime."""
+    install(session, PROJECTS, group("integration"), with_extras=["training"])
     options = [
         "-n",
         "2",
@@ -178,32 +198,28 @@ def integration(session: nox.Session, runtime: str) -> None:
 @nox.session(venv_backend="uv", reuse_venv=False)
 def minimums(session: nox.Session) -> None:
     """Test the packages that promise a range of versions with the oldest they allow."""
-    extras = {"core": "[tensorboard,testing]"}
-    needs = [one for package in WITH_A_RANGE for one in PROJECTS[package]["dependencies"]]
-    needs += [one for extra in PROJECTS["core"]["optional-dependencies"].values() for one in extra]
-    free = {re.split(r"[^\w.-]", one)[0].lower() for one in needs}
-    kept = [
-        line for line in Path(CONSTRAINTS).read_text().splitlines() if line.split("==")[0].lower() not in free
-    ]
+    ranges = [one for package in WITH_A_RANGE for one in PROJECTS[package]["dependencies"]]
+    ranges += [one for package in WITH_A_RANGE for extra in extras_of(package).values() for one in extra]
+    free = {re.split(r"[^\w.-]", one)[0].lower() for one in ranges}
+    pins = Path(CONSTRAINTS).read_text().splitlines()
     constraints = Path(session.create_tmp()) / CONSTRAINTS
-    constraints.write_text("\n".join(kept))
+    constraints.write_text("\n".join(pin for pin in pins if pin.split("==")[0].lower() not in free))
     options = ["--resolution", "lowest-direct", "-c", str(constraints)]
-    install(session, WITH_A_RANGE, group("test-core"), extras=extras, options=options)
-    # The help is put together by typer and click, which have not always agreed.
+    install(session, WITH_A_RANGE, group("test-training"), with_extras=WITH_A_RANGE, options=options)
+    # typer and click build the help text together, and have not always fitted.
     session.run("polyxla", "run", "--help", silent=True)
-    folders = [f"packages/{package}/tests" for package in WITH_A_RANGE]
-    folders = [folder for folder in folders if any((ROOT / folder).glob("test_*.py"))]
-    session.run("pytest", "-n", "2", *folders, junit("minimums"), *session.posargs)
+    directories = [f"packages/{package}/tests" for package in WITH_A_RANGE]
+    session.run("pytest", "-n", "2", *directories, junit("minimums"), *session.posargs)
 
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Build every package into dist/, look into the wheels, and find them from a bare environment."""
+    """Build every package into dist/, compare wheels with sources, and install two in a bare environment."""
     install(session, requirements=group("build"))
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     for package in PROJECTS:
-        # By way of the source distribution, which is complete only if the wheel is.
+        # Through the source distribution: a file missing there is missing in the wheel.
         how = ["--no-isolation", f"--outdir={dist}"]
         session.run("python", "-m", "build", *how, f"packages/{package}", silent=True)
     wheels = {package: next(dist.glob(f"{file_name(package)}-*.whl")) for package in PROJECTS}
@@ -230,7 +246,8 @@ assert commands == ["polyxla.cli.app:main"], commands
 
 def file_name(package: str) -> str:
     """Return a distribution's name the way wheels spell it."""
-    return f"polyxla-{package}".replace("-", "_")
+    name: str = PROJECTS[package]["name"]
+    return name.replace("-", "_")
 
 
 def look_into(wheel: Path, package: str) -> list[str]:
@@ -253,7 +270,9 @@ def look_into(wheel: Path, package: str) -> list[str]:
     }
     missing = {*files, f"{info}/METADATA", f"{info}/licenses/LICENSE"} - names
     problems = [f"{name} is missing" for name in sorted(missing)]
-    problems += [] if any(name.endswith("/py.typed") for name in files) else ["py.typed is missing"]
+    # The umbrella has no code.
+    if files and not any(name.endswith("/py.typed") for name in files):
+        problems.append("py.typed is missing")
     if len({one["version"] for one in PROJECTS.values()}) != 1:
         problems.append("the packages have more than one version")
     found = {section: dict(parser[section]) for section in parser.sections()}
@@ -266,10 +285,10 @@ def look_into(wheel: Path, package: str) -> list[str]:
 def abi(session: nox.Session) -> None:
     """Compare the bridge's struct layouts with the C header, which a wheel of 230 MB carries."""
     install(session, ["bridge"], ["pip"])
-    folder = Path(session.cache_dir) / "abi"
-    what = ["--quiet", "--no-deps", "--dest", str(folder), "tensorflow-cpu==2.20.0"]
+    directory = Path(session.cache_dir) / "abi"
+    what = ["--quiet", "--no-deps", "--dest", str(directory), "tensorflow-cpu==2.20.0"]
     session.run("python", "-m", "pip", "download", *what)
-    session.run("python", ".ci/abi.py", str(next(folder.glob("tensorflow_cpu-*.whl"))))
+    session.run("python", ".ci/abi.py", str(next(directory.glob("tensorflow_cpu-*.whl"))))
 
 
 @nox.session
@@ -301,31 +320,30 @@ def docs(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Run one benchmark: ``nox -s bench -- NAME [ARGUMENTS]``."""
     files = ROOT.glob("benchmarks/*.py")
-    # The others are what these have in common.
+    # The other files are what the benchmarks share.
     names = sorted(path.stem for path in files if "__main__" in path.read_text())
     if not session.posargs or session.posargs[0] not in names:
         session.error(f"nox -s bench -- NAME, one of: {', '.join(names) or 'none yet'}")
     name, *arguments = session.posargs
-    install(session, PROJECTS, group("bench"), extras={"core": "[tensorboard]"})
-    # What yesterday's run compiled would be measured as fast.
+    install(session, PROJECTS, group("bench"), with_extras=["training"])
+    # A program compiled by an earlier run would be measured as a fast one.
     session.run("python", f"benchmarks/{name}.py", *arguments, env={"POLYXLA_COMPILE_CACHE": "off"})
 
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Train the first example on whatever this machine has; arguments go to the example."""
-    packages = ["core", "runtime-pjrt", "precision", "examples"]
-    install(session, packages, extras={"core": "[tensorboard]"})
+    """Train the first example on this machine; arguments go to the example."""
+    install(session, ["runtime-pjrt", "precision", "examples"])
     session.run("polyxla", "run", "-m", "polyxla_examples.digits", *session.posargs)
 
 
 @nox.session(venv_backend="uv")
 def pin(session: nox.Session) -> None:
-    """Write constraints.txt anew: ``nox -s pin`` adds what is missing, ``-- --upgrade`` moves everything."""
+    """Rewrite constraints.txt: ``nox -s pin`` adds missing pins, ``-- --upgrade`` moves all of them."""
     wanted = {one for name in GROUPS for one in group(name)}
     for project in PROJECTS.values():
         for one in [project["dependencies"], *project.get("optional-dependencies", {}).values()]:
-            wanted |= {requirement for requirement in one if not requirement.startswith("polyxla-")}
+            wanted |= {requirement for requirement in one if not siblings([requirement])}
     requirements = Path(session.create_tmp()) / "requirements.in"
     requirements.write_text("\n".join(sorted(wanted)))
     how = ["--universal", "--python-version", "3.11", "--fork-strategy", "fewest"]

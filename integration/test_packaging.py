@@ -1,4 +1,4 @@
-"""The seven packages fit together: one version, one licence, arrows that point one way."""
+"""The packages fit together: one version, one licence, arrows that point one way."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.t
 ARROWS = {
     "bridge": set(),
     "core": set(),
-    "examples": {"core", "precision", "runtime-pjrt", "runtime-xrt", "sampler"},
+    "examples": {"core", "training"},
+    # The umbrella: requirements, no code.
+    "polyxla": {"core", "precision", "runtime-pjrt", "runtime-xrt", "sampler", "training"},
     "precision": set(),
     "runtime-pjrt": {"bridge", "core"},
     "runtime-xrt": {"bridge", "core"},
     "sampler": set(),
+    "training": {"core"},
 }
-NEEDS_TORCH = {"examples", "runtime-pjrt", "runtime-xrt", "sampler"}
+NEEDS_TORCH = {"examples", "runtime-pjrt", "runtime-xrt", "sampler", "training"}
 
 
 def project(package: str) -> dict[str, Any]:
@@ -35,7 +38,7 @@ def project(package: str) -> dict[str, Any]:
 
 
 def requirements(package: str) -> dict[str, str]:
-    """Map the names that a package requires, without extras, to what follows them."""
+    """Map each required name, without extras, to its version specifier."""
     table = project(package)
     lists = [table["dependencies"], *table.get("optional-dependencies", {}).values()]
     parts = (re.fullmatch(r"([\w.-]+)(?:\[[^]]*\])?(.*)", one) for part in lists for one in part)
@@ -52,7 +55,8 @@ def test_all_packages_share_one_version() -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_installed_version_is_the_declared_one(package: str) -> None:
-    assert importlib.metadata.version(f"polyxla-{package}") == project(package)["version"]
+    table = project(package)
+    assert importlib.metadata.version(table["name"]) == table["version"]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -69,7 +73,8 @@ def test_siblings_are_pinned_and_allowed(package: str) -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_torch_is_pinned_where_it_is_needed_and_nowhere_else(package: str) -> None:
     needs = {name: pin for name, pin in requirements(package).items() if name in ("torch", "torch-xla")}
-    assert set(needs.values()) <= {"==2.9.*"}
+    # Training follows torch; the others follow one torch_xla release, which was built with one of torch.
+    assert set(needs.values()) <= {">=2.9,<2.16" if package == "training" else "==2.9.*"}
     assert ("torch" in needs) == (package in NEEDS_TORCH)
 
 
@@ -78,16 +83,16 @@ def test_a_package_is_complete(package: str) -> None:
     folder = ROOT / "packages" / package
     table = project(package)
     assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
-    assert (folder / "README.md").read_text().startswith(f"# polyxla-{package}\n")
-    assert table["name"] == f"polyxla-{package}"
+    assert table["name"] == ("polyxla" if package == "polyxla" else f"polyxla-{package}")
+    assert (folder / "README.md").read_text().startswith(f"# {table['name']}\n")
     assert table["license"] == "Apache-2.0"
     assert table["requires-python"] == ">=3.11,<3.14"
-    assert len(modules(package)) == 1
-    assert (modules(package)[0] / "py.typed").is_file()
+    assert len(modules(package)) == (package != "polyxla")
+    assert all((module / "py.typed").is_file() for module in modules(package))
 
 
 def test_entry_points_are_found_once_each() -> None:
-    for group in ("polyxla", "polyxla.runtimes"):
+    for group in ("polyxla", "polyxla.hookspecs", "polyxla.runtimes"):
         declared = {
             (name, value)
             for package in PACKAGES
