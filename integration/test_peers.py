@@ -99,8 +99,8 @@ def _dtypes(replica: Replica) -> tuple[str, bool]:
     import torch_xla
 
     module = replica.setup(nn.Linear(4, 2))
-    with replica.precision.forward():
-        result = module(replica.precision.inputs(_on(replica, 3, 4)))
+    with replica.precision.forward_context():
+        result = module(replica.precision.convert_input(_on(replica, 3, 4)))
     hlo = torch_xla._XLAC._get_xla_tensors_hlo([result])  # type: ignore[attr-defined]
     return str(module.weight.dtype), " f32[" in next(line for line in hlo.splitlines() if " dot(" in line)
 

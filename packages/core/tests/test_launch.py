@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from polyxla import Job, Replica, UsageError, launch
 from polyxla.console import say_once
+from polyxla.contracts.precision import UnchangedPrecision
 from polyxla.testing import PluginInstaller
 
 ECHO = """
@@ -278,17 +280,33 @@ def test_a_precision_that_no_plugin_knows(
     )
 
 
+@pytest.mark.parametrize(
+    "precision",
+    [torch.nn.Linear(2, 2), UnchangedPrecision, torch.bfloat16],
+    ids=["module", "class of a policy", "dtype"],
+)
+def test_an_object_that_is_not_a_policy_is_refused_as_precision(
+    precision: Any, echo: Callable[..., Job]
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        echo(precision=precision)
+    assert str(caught.value) == (
+        f"precision is neither a policy's name nor a policy (from precision={precision!r}). "
+        "Write a name such as precision='bf16-mixed', or pass a policy such as BF16True()."
+    )
+
+
 def test_a_plugin_brings_the_precision_that_a_replica_holds(
     fake: None, install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = """
 from polyxla import hookimpl
-from polyxla.contracts.precision import AsMade
+from polyxla.contracts.precision import UnchangedPrecision
 
 @hookimpl
 def polyxla_precision(name):
     if name == "32":
-        policy = AsMade()
+        policy = UnchangedPrecision()
         policy.name = "of the plugin"
         return policy
 """

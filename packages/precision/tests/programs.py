@@ -1,6 +1,6 @@
-"""Write the programs that XLA is given under each policy, as JSON, into the file that the argument names.
+"""Write the programs that XLA receives under each policy to the JSON file named by the argument.
 
-A program of its own, because torch_xla takes ten seconds to import and leaves no process as it was.
+It runs in a process of its own: importing torch_xla takes ten seconds and changes global state.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ POLICIES: dict[str, Policy] = {
 
 
 class Net(nn.Module):
-    """A convolution, a product with a state made on the way, a norm, a head that sizes tell apart."""
+    """A convolution, a product with a tensor created in forward, a norm, and a head with its own size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,20 +48,20 @@ class Net(nn.Module):
 
 
 def recomputed(policy: Policy, device: torch.device) -> dict[str, Any]:
-    """The program in which the network is computed once more for the gradients, outside of `forward`."""
+    """Return the program that recomputes the network for the gradients, outside of `forward_context`."""
     return compiled(policy, device, lambda net, x: checkpoint(net, x.requires_grad_()))
 
 
 def compiled(
     policy: Policy, device: torch.device, call: Callable[..., torch.Tensor] = nn.Module.__call__
 ) -> dict[str, Any]:
-    """The program of one step's loss and gradients, and the dtypes of what goes in and comes out."""
-    with policy.init():
+    """Return the program of one step's loss and gradients, and the dtypes of its inputs and outputs."""
+    with policy.module_init_context():
         net = Net()
-    policy.convert(net).to(device)
-    x, target = policy.inputs([torch.randn(2, 3, 6, 6, dtype=torch.float64), torch.tensor([1, 2])])
-    with policy.forward():
-        loss = policy.loss(nn.functional.cross_entropy(call(net, x.to(device)), target.to(device)))
+    policy.convert_module(net).to(device)
+    x, target = policy.convert_input([torch.randn(2, 3, 6, 6, dtype=torch.float64), torch.tensor([1, 2])])
+    with policy.forward_context():
+        loss = policy.convert_output(nn.functional.cross_entropy(call(net, x.to(device)), target.to(device)))
     loss.backward()
     gradients = {name: one.grad for name, one in net.named_parameters() if one.grad is not None}
     return {
@@ -73,10 +73,10 @@ def compiled(
 
 
 def tied(device: torch.device) -> bool:
-    """Whether weights that are one on the device are still one after a conversion there."""
+    """Return whether weights that are tied on the device stay tied after a conversion there."""
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(device)
     net[1].weight = net[0].weight
-    BF16True().convert(net)
+    BF16True().convert_module(net)
     return net[1].weight is net[0].weight and net[0].weight.dtype == torch.bfloat16
 
 

@@ -1,4 +1,4 @@
-"""The contexts: what they change, that they end, and that other threads see nothing of them."""
+"""The contexts: what they change, that they end, and that they do not affect other threads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _made() -> torch.dtype:
         lambda: torch.nn.Linear(2, 2).weight,
     ],
 )
-def test_what_would_have_the_default_dtype_has_this_one(make: Callable[[], torch.Tensor]) -> None:
+def test_a_tensor_without_a_dtype_gets_the_contexts_dtype(make: Callable[[], torch.Tensor]) -> None:
     with DefaultDtype(BF16):
         assert make().dtype == BF16
     assert make().dtype == torch.float32
@@ -56,12 +56,12 @@ def test_what_would_have_the_default_dtype_has_this_one(make: Callable[[], torch
         (lambda: torch.ones_like(torch.ones(2, dtype=torch.float32)), torch.float32),
     ],
 )
-def test_what_says_its_dtype_keeps_it(make: Callable[[], torch.Tensor], dtype: torch.dtype) -> None:
+def test_a_stated_dtype_is_kept(make: Callable[[], torch.Tensor], dtype: torch.dtype) -> None:
     with DefaultDtype(BF16):
         assert make().dtype == dtype
 
 
-def test_a_tensor_to_write_into_keeps_its_dtype() -> None:
+def test_a_tensor_passed_as_out_keeps_its_dtype() -> None:
     out = torch.empty(2)
     with DefaultDtype(BF16):
         torch.zeros(2, out=out)
@@ -100,7 +100,7 @@ def test_an_exception_ends_a_context(context: Callable[[], Any]) -> None:
     assert state() == before
 
 
-def test_threads_that_leave_in_another_order_leave_nothing_behind() -> None:
+def test_overlapping_contexts_of_two_threads_do_not_affect_each_other() -> None:
     first_in, second_in, first_out = threading.Event(), threading.Event(), threading.Event()
     seen: dict[str, Any] = {}
 

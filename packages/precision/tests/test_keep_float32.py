@@ -1,4 +1,4 @@
-"""Modules in several dtypes: what is converted, what is attached, and that it can be taken off."""
+"""Modules in several dtypes: what is converted, what is attached, and that it can be removed."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def net() -> Net:
 
 
 def _keep(net: nn.Module, *names: str, others: torch.dtype = BF16) -> None:
-    found = keep_float32.find(net, names)
-    keep_float32.convert(net, others, found)
-    keep_float32.attach(net, found, cast_others=True)
+    found = keep_float32.find_modules(net, names)
+    keep_float32.convert_tensors(net, others, found)
+    keep_float32.attach_casts(net, found, cast_others=True)
 
 
 def _seen(module: nn.Module, net: nn.Module, x: torch.Tensor) -> tuple[Any, Any]:
-    """The dtypes of a module's first input and of its output, as forward and its callers see them."""
+    """Return the dtypes of a module's first input and of its output, as forward and its callers see them."""
     seen: list[torch.dtype] = []
     handles = [
         module.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype)),
@@ -69,33 +69,33 @@ def _seen(module: nn.Module, net: nn.Module, x: torch.Tensor) -> tuple[Any, Any]
         ([], []),
     ],
 )
-def test_names_and_patterns_find_modules_and_what_is_inside(
+def test_names_and_patterns_find_modules_and_the_modules_inside_them(
     net: Net, names: list[str], found: list[str]
 ) -> None:
-    assert keep_float32.find(net, names) == [net.get_submodule(name) for name in found]
+    assert keep_float32.find_modules(net, names) == [net.get_submodule(name) for name in found]
 
 
 def test_a_module_is_found_under_each_of_its_names(net: Net) -> None:
     net.classifier = net.head
-    assert keep_float32.find(net, ["classifier"]) == [net.head]
+    assert keep_float32.find_modules(net, ["classifier"]) == [net.head]
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("norm", "near it: blocks.0.norm, blocks.1.norm."),
-        ("heda", "near it: head."),
-        ("", "there are: blocks, "),
-        ("*attention*", "there are: blocks, "),
+        ("norm", "did you mean blocks.0.norm, blocks.1.norm?"),
+        ("heda", "did you mean head?"),
+        ("", "submodules are: blocks, "),
+        ("*attention*", "submodules are: blocks, "),
     ],
 )
-def test_a_name_of_nothing_is_an_error_with_near_names(net: Net, name: str, said: str) -> None:
+def test_a_name_that_matches_nothing_is_an_error_with_similar_names(net: Net, name: str, said: str) -> None:
     with pytest.raises(ValueError) as caught:
-        keep_float32.find(net, ["head", name])
-    assert str(caught.value).startswith(f"keep_float32 names {name!r}, which no submodule is called; {said}")
+        keep_float32.find_modules(net, ["head", name])
+    assert str(caught.value).startswith(f"keep_float32: {name!r} matches no submodule; {said}")
 
 
-def test_each_module_gets_its_dtype_and_counts_stay_integers(net: Net) -> None:
+def test_each_module_gets_its_dtype_and_integer_buffers_stay_integers(net: Net) -> None:
     _keep(net, "*norm")
     dtypes = {name: tensor.dtype for name, tensor in net.state_dict().items()}
     counts = {name for name in dtypes if name.endswith("num_batches_tracked")}
@@ -105,7 +105,7 @@ def test_each_module_gets_its_dtype_and_counts_stay_integers(net: Net) -> None:
     assert set(dtypes.values()) == {BF16}
 
 
-def test_kept_weights_are_not_rounded(net: Net) -> None:
+def test_weights_kept_in_float32_are_not_rounded(net: Net) -> None:
     before = net.head.weight.detach().clone()
     _keep(net, "head")
     assert torch.equal(net.head.weight, before)
@@ -122,49 +122,49 @@ def test_gradients_are_converted_with_their_parameters(net: Net) -> None:
     assert {one.grad.dtype == one.dtype for one in net.parameters() if one.grad is not None} == {True}
 
 
-def test_what_was_one_tensor_stays_one() -> None:
+def test_shared_tensors_stay_shared() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4))
     net[1].weight = net[0].weight
     net[3].running_mean = net[2].running_mean
     for dtype in (BF16, F32):
-        keep_float32.convert(net, dtype, [])
+        keep_float32.convert_tensors(net, dtype, [])
         assert net[1].weight is net[0].weight
         assert net[3].running_mean is net[2].running_mean
         assert (net[1].weight.dtype, net[3].running_mean.dtype) == (dtype, dtype)
 
 
-def test_recurrent_weights_are_converted_in_every_place_that_holds_them() -> None:
+def test_recurrent_weights_are_converted_in_the_flat_list_too() -> None:
     lstm = nn.LSTM(2, 3)
-    keep_float32.convert(lstm, BF16, [])
+    keep_float32.convert_tensors(lstm, BF16, [])
     out, _ = lstm(torch.ones(4, 1, 2, dtype=BF16))
     assert out.dtype == BF16
 
 
-def test_a_kept_module_may_not_share_its_weight_with_one_that_is_not(net: Net) -> None:
+def test_a_float32_module_may_not_share_its_weight_with_a_converted_one(net: Net) -> None:
     net.head = nn.Linear(4, 4)
     net.out = nn.Linear(4, 4)
     net.out.weight = net.head.weight
-    with pytest.raises(ValueError, match="shares a parameter with 'head', which is not kept"):
-        keep_float32.convert(net, BF16, keep_float32.find(net, ["out"]))
+    with pytest.raises(ValueError, match="shares a parameter with 'head', which is not in keep_float32"):
+        keep_float32.convert_tensors(net, BF16, keep_float32.find_modules(net, ["out"]))
     # In float32 they have one dtype, and autocast casts what it needs.
-    keep_float32.convert(net, F32, keep_float32.find(net, ["out"]))
+    keep_float32.convert_tensors(net, F32, keep_float32.find_modules(net, ["out"]))
 
 
-def test_inputs_are_cast_on_the_way_in_and_on_the_way_out(net: Net) -> None:
+def test_inputs_are_cast_to_each_modules_dtype(net: Net) -> None:
     _keep(net, "*norm")
     x = torch.randn(3, 4, dtype=BF16)
     assert _seen(net.get_submodule("blocks.0.norm"), net, x) == (F32, F32)
     assert _seen(net.get_submodule("blocks.1.linear"), net, x) == (BF16, BF16)
 
 
-def test_a_list_that_is_never_called_keeps_what_it_holds(net: Net) -> None:
+def test_keeping_a_module_list_keeps_the_modules_inside_it(net: Net) -> None:
     _keep(net, "blocks")
     x = torch.randn(3, 4, dtype=BF16)
     assert _seen(net.get_submodule("blocks.1.linear"), net, x) == (F32, F32)
     assert _seen(net.head, net, x) == (BF16, BF16)
 
 
-def test_keyword_and_nested_arguments_are_cast_as_well() -> None:
+def test_keyword_and_nested_arguments_are_cast_too() -> None:
     class Takes(nn.Module):
         def forward(self, pair: Any, *, mask: torch.Tensor, index: torch.Tensor) -> Any:
             return pair[0].dtype, mask.dtype, index.dtype
@@ -175,9 +175,9 @@ def test_keyword_and_nested_arguments_are_cast_as_well() -> None:
     assert net["takes"]((one, 3), mask=one, index=one.long()) == (F32, F32, torch.int64)
 
 
-def test_autocast_does_not_reach_a_kept_module(net: Net) -> None:
-    found = keep_float32.find(net, ["head"])
-    keep_float32.attach(net, found, cast_others=False)
+def test_autocast_is_off_inside_a_float32_module(net: Net) -> None:
+    found = keep_float32.find_modules(net, ["head"])
+    keep_float32.attach_casts(net, found, cast_others=False)
     with torch.autocast("cpu", torch.bfloat16):
         assert net.blocks[0]["linear"](torch.randn(3, 4)).dtype == BF16  # type: ignore[index]
         assert net(torch.randn(3, 4)).dtype == F32
@@ -196,7 +196,7 @@ def test_autocast_does_not_reach_a_kept_module(net: Net) -> None:
     ],
     ids=["none", "deepcopy", "pickle", "to"],
 )
-def test_what_is_attached_travels_with_the_module(net: Net, travel: Callable[[Net], Net]) -> None:
+def test_the_casts_move_copy_and_pickle_with_the_module(net: Net, travel: Callable[[Net], Net]) -> None:
     _keep(net, "head")
     other = travel(net)
     x = torch.randn(3, 4, dtype=BF16)
@@ -212,29 +212,29 @@ def test_what_is_attached_travels_with_the_module(net: Net, travel: Callable[[Ne
 @pytest.mark.parametrize(
     "travel", [lambda net: net, copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))]
 )
-def test_release_leaves_nothing(net: Net, travel: Callable[[Net], Net]) -> None:
+def test_remove_casts_restores_the_module(net: Net, travel: Callable[[Net], Net]) -> None:
     plain = {name: set(vars(one)) for name, one in net.named_modules()}
     _keep(net, "*norm")
     other = travel(net)
-    keep_float32.release(other)
+    keep_float32.remove_casts(other)
     assert {name: set(vars(one)) for name, one in other.named_modules()} == plain
     assert not any(one._forward_pre_hooks for one in other.modules())
     assert not any(one._forward_pre_hooks_with_kwargs for one in other.modules())
 
 
-def test_attaching_twice_attaches_once(net: Net) -> None:
+def test_attaching_again_replaces_the_first_casts(net: Net) -> None:
     for _ in range(2):
         _keep(net, "head")
     assert [len(one._forward_pre_hooks) for one in (net.head, net.get_submodule("blocks.0.linear"))] == [1, 1]
     assert not isinstance(net.head.forward.forward, keep_float32.Float32Forward)  # type: ignore[attr-defined]
 
 
-def test_a_forward_that_somebody_replaced_is_put_back(net: Net) -> None:
+def test_a_forward_that_the_user_replaced_is_restored(net: Net) -> None:
     replaced = torch.relu
     net.head.forward = replaced  # type: ignore[method-assign]
     _keep(net, "head")
     assert net(torch.randn(3, 4)).shape == (3, 4)
-    keep_float32.release(net)
+    keep_float32.remove_casts(net)
     assert net.head.forward is replaced
 
 
@@ -242,11 +242,11 @@ def test_only_modules_with_parameters_get_a_hook(net: Net) -> None:
     _keep(net, "head")
     hooked = {name for name, one in net.named_modules() if one._forward_pre_hooks}
     assert hooked == {"head", *(f"blocks.{i}.{part}" for i in (0, 1) for part in ("linear", "norm"))}
-    keep_float32.attach(net, [], cast_others=False)
+    keep_float32.attach_casts(net, [], cast_others=False)
     assert not any(one._forward_pre_hooks for one in net.modules())
 
 
-def test_a_module_that_a_person_converts_by_hand_gets_inputs_in_its_new_dtype(net: Net) -> None:
+def test_a_module_converted_by_hand_gets_inputs_in_its_new_dtype(net: Net) -> None:
     _keep(net)
     assert net(torch.randn(3, 4)).dtype == BF16
     assert net.double()(torch.randn(3, 4)).dtype == torch.float64

@@ -1,4 +1,4 @@
-"""Which names this package answers to, and that asking costs nothing."""
+"""The names that the plugin knows, and that loading it imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from polyxla_precision.policy import Policy
         ("bf16-true", BF16True, "bf16-true"),
     ],
 )
-def test_the_names_of_policies(asked: str, kind: type[Policy], name: str) -> None:
+def test_each_name_gives_its_policy(asked: str, kind: type[Policy], name: str) -> None:
     policy = plugin.polyxla_precision(asked)
     assert isinstance(policy, kind)
     assert policy.name == name
 
 
 @pytest.mark.parametrize("asked", [name for name in plugin._POLICIES if name != "16"])
-def test_only_16_has_to_say_what_it_means(asked: str) -> None:
+def test_only_16_describes_what_it_means(asked: str) -> None:
     policy = plugin.polyxla_precision(asked)
     assert policy is not None
     assert "means" not in policy.describe()
@@ -40,7 +40,7 @@ def test_only_16_has_to_say_what_it_means(asked: str) -> None:
 
 
 @pytest.mark.parametrize("asked", ["16-mixed", "16-true", "fp16", "float16"])
-def test_float16_is_refused_with_the_reason_and_what_to_write(asked: str) -> None:
+def test_float16_is_refused_with_the_reason_and_an_alternative(asked: str) -> None:
     with pytest.raises(ValueError) as caught:
         plugin.polyxla_precision(asked)
     assert str(caught.value) == (
@@ -50,15 +50,15 @@ def test_float16_is_refused_with_the_reason_and_what_to_write(asked: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["", "64-true", "int8", "32-TRUE", "bf16-true "])
-def test_other_names_are_left_to_other_plugins(name: str) -> None:
+def test_unknown_names_are_left_to_other_plugins(name: str) -> None:
     assert plugin.polyxla_precision(name) is None
 
 
-def test_each_caller_gets_its_own_policy() -> None:
+def test_each_call_returns_a_new_policy() -> None:
     assert plugin.polyxla_precision("32") is not plugin.polyxla_precision("32")
 
 
-def test_the_hook_carries_polyxlas_mark() -> None:
+def test_the_hook_is_marked_for_polyxla() -> None:
     manager = pluggy.PluginManager("polyxla")
     manager.register(plugin)
     assert [caller.name for caller in manager.get_hookcallers(plugin) or []] == ["polyxla_precision"]

@@ -1,4 +1,4 @@
-"""What holds for every policy; what differs is in test_full.py and test_bf16.py."""
+"""Properties of every policy; the differences are tested in test_full.py and test_bf16.py."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from polyxla_precision import BF16Mixed, BF16True, Full32
-from polyxla_precision.bf16 import Sixteen
+from polyxla_precision.bf16 import Precision16
 from polyxla_precision.policy import Policy
 
-MAKERS: list[Callable[[], Policy]] = [Full32, BF16Mixed, BF16True, Sixteen]
+MAKERS: list[Callable[[], Policy]] = [Full32, BF16Mixed, BF16True, Precision16]
 KEEPERS = [BF16Mixed, BF16True]
 
 
@@ -29,20 +29,20 @@ def _net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
 
-def test_modules_are_made_in_the_dtype_that_they_are_converted_to(policy: Policy) -> None:
-    with policy.init():
+def test_the_module_init_context_creates_modules_that_need_no_conversion(policy: Policy) -> None:
+    with policy.module_init_context():
         made = _net()
     before = {name: (tensor.dtype, tensor.clone()) for name, tensor in made.state_dict().items()}
-    assert policy.convert(made) is made
+    assert policy.convert_module(made) is made
     for name, tensor in made.state_dict().items():
         assert tensor.dtype == before[name][0]
         assert torch.equal(tensor, before[name][1])
 
 
-def test_init_holds_when_the_process_has_another_default() -> None:
+def test_the_module_init_context_overrides_the_processes_default_dtype() -> None:
     torch.set_default_dtype(torch.float64)
     try:
-        with Full32().init():
+        with Full32().module_init_context():
             assert nn.Linear(2, 2).weight.dtype == torch.float32
         assert nn.Linear(2, 2).weight.dtype == torch.float64
     finally:
@@ -50,39 +50,39 @@ def test_init_holds_when_the_process_has_another_default() -> None:
 
 
 def test_float64_modules_and_inputs_are_converted(policy: Policy) -> None:
-    net = policy.convert(_net().double())
+    net = policy.convert_module(_net().double())
     weights = {one.dtype for one in net.parameters()}
     assert weights == {torch.bfloat16 if isinstance(policy, BF16True) else torch.float32}
     batch = {"x": torch.randn(4, 3, dtype=torch.float64), "y": torch.tensor([0, 1, 1, 0])}
-    batch = policy.inputs(batch)
+    batch = policy.convert_input(batch)
     assert {batch["x"].dtype} == weights
     assert batch["y"].dtype == torch.int64
 
 
-def test_a_loss_is_float32_and_gradients_are_as_their_parameters(policy: Policy) -> None:
+def test_a_loss_is_float32_and_gradients_have_their_parameters_dtype(policy: Policy) -> None:
     torch.manual_seed(1)
-    net = policy.convert(_net())
-    batch, target = policy.inputs([torch.randn(8, 3), torch.tensor([0, 1] * 4)])
-    with policy.forward():
-        loss = policy.loss(nn.functional.cross_entropy(net(batch), target))
+    net = policy.convert_module(_net())
+    batch, target = policy.convert_input([torch.randn(8, 3), torch.tensor([0, 1] * 4)])
+    with policy.forward_context():
+        loss = policy.convert_output(nn.functional.cross_entropy(net(batch), target))
     loss.backward()
     assert loss.dtype == torch.float32
     gradients = [(one.grad, one.dtype) for one in net.parameters()]
     assert all(grad is not None and grad.any() and grad.dtype == dtype for grad, dtype in gradients)
 
 
-def test_losses_and_metrics_come_back_in_float32(policy: Policy) -> None:
+def test_losses_and_metrics_are_returned_in_float32(policy: Policy) -> None:
     logged = {"loss": torch.ones(1, dtype=torch.bfloat16), "wrong": torch.tensor(3), "rate": 0.1}
-    back = policy.loss(logged)
+    back = policy.convert_output(logged)
     assert (back["loss"].dtype, back["wrong"].dtype, back["rate"]) == (torch.float32, torch.int64, 0.1)
 
 
-def test_forward_can_be_entered_by_two_threads_at_once(policy: Policy) -> None:
+def test_two_threads_can_be_in_the_forward_context_at_once(policy: Policy) -> None:
     together = threading.Barrier(2, timeout=10)
     seen: list[bool] = []
 
     def enter() -> None:
-        with policy.forward():
+        with policy.forward_context():
             together.wait()
         seen.append(torch.zeros(1).dtype == torch.float32 and not torch.is_autocast_enabled("cpu"))
 
@@ -95,42 +95,42 @@ def test_forward_can_be_entered_by_two_threads_at_once(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("travel", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
-@pytest.mark.parametrize("policy", [Full32(), Sixteen(), BF16True(keep_float32=["head", "*norm*"])])
-def test_policies_travel(policy: Policy, travel: Callable[[Policy], Policy]) -> None:
+@pytest.mark.parametrize("policy", [Full32(), Precision16(), BF16True(keep_float32=["head", "*norm*"])])
+def test_policies_can_be_copied_and_pickled(policy: Policy, travel: Callable[[Policy], Policy]) -> None:
     other = travel(policy)
     assert type(other) is type(policy)
     assert repr(other) == repr(policy)
 
 
 @pytest.mark.parametrize("make", KEEPERS)
-def test_a_policy_shows_what_it_was_given(make: Callable[..., Policy]) -> None:
+def test_the_repr_shows_keep_float32(make: Callable[..., Policy]) -> None:
     policy = make(keep_float32=["head"])
     assert repr(policy) == f"{make.__name__}(keep_float32=('head',))"
     assert repr(make()) == f"{make.__name__}()"
 
 
 @pytest.mark.parametrize("make", KEEPERS)
-def test_one_string_is_not_several_names(make: Callable[..., Policy]) -> None:
+def test_keep_float32_refuses_a_single_string(make: Callable[..., Policy]) -> None:
     with pytest.raises(ValueError, match=r"write keep_float32=\('head',\)$"):
         make(keep_float32="head")
 
 
 @pytest.mark.parametrize("make", KEEPERS)
-def test_converting_twice_and_back_leaves_no_trace(make: Callable[..., Policy]) -> None:
+def test_converting_twice_and_back_restores_the_module(make: Callable[..., Policy]) -> None:
     net = _net()
     plain = [set(vars(one)) for one in net.modules()]
     policy = make(keep_float32=("1",))
-    policy.convert(policy.convert(net))
+    policy.convert_module(policy.convert_module(net))
     assert len(net[1]._forward_pre_hooks) == 1
-    Full32().convert(net)
+    Full32().convert_module(net)
     assert [set(vars(one)) for one in net.modules()] == plain
     assert not any(one._forward_pre_hooks for one in net.modules())
 
 
-def test_a_name_of_nothing_leaves_the_module_as_it_was() -> None:
+def test_a_name_that_matches_nothing_leaves_the_module_unchanged() -> None:
     net = _net()
-    with pytest.raises(ValueError, match="names 'head'"):
-        BF16True(keep_float32=("head",)).convert(net)
+    with pytest.raises(ValueError, match="keep_float32: 'head' matches no submodule"):
+        BF16True(keep_float32=("head",)).convert_module(net)
     assert {one.dtype for one in net.parameters()} == {torch.float32}
 
 
@@ -138,11 +138,11 @@ def test_a_name_of_nothing_leaves_the_module_as_it_was() -> None:
     ("writer", "reader", "dtype"),
     [(BF16True, Full32, "float32"), (Full32, BF16True, "bfloat16")],
 )
-def test_weights_written_under_another_policy_are_read(
+def test_weights_saved_under_another_policy_can_be_loaded(
     writer: type[Policy], reader: type[Policy], dtype: str
 ) -> None:
-    written, net = writer().convert(_net()), _net()
-    reader().convert(net).load_state_dict(written.state_dict())
+    written, net = writer().convert_module(_net()), _net()
+    reader().convert_module(net).load_state_dict(written.state_dict())
     assert {one.dtype for one in net.parameters()} == {getattr(torch, dtype)}
     for one, other in zip(net.parameters(), written.parameters(), strict=True):
         assert torch.equal(one.to(torch.bfloat16), other.to(torch.bfloat16))

@@ -1,4 +1,4 @@
-"""The dtypes that XLA computes in, read from the programs that it is given (programs.py)."""
+"""The dtypes that XLA computes in, read from the programs that it receives (programs.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-# The session that tests the oldest versions allowed has no torch_xla; the one of this package has.
+# The `minimums` session has no torch_xla; this package's own test session has.
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("torch_xla"), reason="needs torch_xla")
 
 MIXED, TRUE, FULL = "bf16-mixed", "bf16-true", "32-true"
@@ -32,7 +32,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def _products(program: dict[str, Any]) -> list[tuple[str, set[str], str]]:
-    """Of each product and convolution: its kind, the dtypes in it, and the shapes."""
+    """Return the kind, the dtypes and the shapes of each matrix product and convolution."""
     lines = re.findall(r" = (\w+\[.*?) (dot|convolution)\((.*?)\),", program["hlo"])
     return [
         (kind, set(re.findall(r"(\w+)\[", f"{out} {operands}")), f"{out} {operands}")
@@ -46,7 +46,7 @@ def _products(program: dict[str, Any]) -> list[tuple[str, set[str], str]]:
         (FULL, "f32"),
         (MIXED, "bf16"),
         (TRUE, "bf16"),
-        # Where activations are computed again, it is outside of the policy's context.
+        # Activations are recomputed outside of the policy's context.
         (f"{MIXED}, again", "bf16"),
         (f"{TRUE}, again", "bf16"),
     ],
@@ -66,7 +66,7 @@ def test_full_precision_has_no_bfloat16_anywhere(seen: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", [MIXED, TRUE])
-def test_a_kept_head_computes_in_float32_and_the_others_do_not(seen: dict[str, Any], name: str) -> None:
+def test_only_the_head_in_keep_float32_computes_in_float32(seen: dict[str, Any], name: str) -> None:
     program = seen["policies"][f"{name}, kept"]
     products = [(bool(HEAD.search(shapes)), dtypes) for _, dtypes, shapes in _products(program)]
     heads = [dtypes for is_head, dtypes in products if is_head]
@@ -87,7 +87,9 @@ def test_a_kept_head_computes_in_float32_and_the_others_do_not(seen: dict[str, A
         (f"{TRUE}, kept", "bfloat16", "float32"),
     ],
 )
-def test_parameters_gradients_and_loss(seen: dict[str, Any], name: str, body: str, head: str) -> None:
+def test_parameters_gradients_and_loss_have_the_policys_dtypes(
+    seen: dict[str, Any], name: str, body: str, head: str
+) -> None:
     program = seen["policies"][name]
     assert program["gradients"] == program["parameters"]
     dtypes = {name: f"torch.{head if name.startswith('head.') else body}" for name in program["parameters"]}
@@ -96,7 +98,7 @@ def test_parameters_gradients_and_loss(seen: dict[str, Any], name: str, body: st
 
 
 @pytest.mark.parametrize(("name", "dtype"), [(FULL, "f32"), (MIXED, "f32"), (TRUE, "bf16")])
-def test_what_is_uploaded(seen: dict[str, Any], name: str, dtype: str) -> None:
+def test_uploaded_tensors_have_the_policys_dtype(seen: dict[str, Any], name: str, dtype: str) -> None:
     entry = seen["policies"][name]["hlo"].split("entry_computation_layout={(", 1)[1].split(")->", 1)[0]
     assert {one for one in re.findall(r"(\w+)\[", entry) if one != "s64"} == {dtype}
 

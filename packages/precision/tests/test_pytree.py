@@ -1,4 +1,4 @@
-"""What becomes of a batch: its floating-point tensors change, nothing else does."""
+"""Converting a batch changes its floating-point tensors and nothing else."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyxla_precision.pytree import cast_floats, widen
+from polyxla_precision.pytree import cast_floats, upcast_half
 
-Pair = namedtuple("Pair", "x y")  # noqa: PYI024  as people write them
+Pair = namedtuple("Pair", "x y")  # noqa: PYI024  as users write them
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 OTHERS = [torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64]
 
@@ -51,7 +51,7 @@ class ReadOnly(Mapping[str, Any]):
 
 tensors = st.builds(lambda dtype: torch.ones(2, dtype=dtype), st.sampled_from(FLOATS + OTHERS))
 leaves = tensors | st.none() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3)
-nests = st.recursive(
+pytrees = st.recursive(
     leaves,
     lambda inner: (
         st.lists(inner, max_size=3)
@@ -85,11 +85,11 @@ def _same_but_floats(old: Any, new: Any, dtype: torch.dtype) -> None:
         assert new is old
 
 
-@given(batch=nests, dtype=st.sampled_from([torch.float32, torch.bfloat16]))
-def test_structure_and_everything_else_are_kept(batch: Any, dtype: torch.dtype) -> None:
+@given(batch=pytrees, dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_containers_and_other_objects_are_kept(batch: Any, dtype: torch.dtype) -> None:
     new = cast_floats(batch, dtype)
     _same_but_floats(batch, new, dtype)
-    # And then there is nothing left to do.
+    # A second conversion has nothing to do.
     assert cast_floats(new, dtype) is new
 
 
@@ -112,7 +112,7 @@ def test_mappings_keep_their_type_and_are_not_changed_in_place(make: Any) -> Non
     assert list(new) == list(old)
 
 
-def test_a_defaultdict_still_makes_its_default() -> None:
+def test_a_defaultdict_keeps_its_factory() -> None:
     new = cast_floats(defaultdict(list, x=torch.ones(2)), torch.bfloat16)
     assert new["nothing yet"] == []
 
@@ -127,11 +127,11 @@ def test_dataclasses_are_copied_field_by_field() -> None:
     )
 
 
-def test_a_class_that_is_a_dataclass_is_any_object() -> None:
+def test_a_dataclass_itself_is_returned_unchanged() -> None:
     assert cast_floats(Frozen, torch.bfloat16) is Frozen
 
 
-def test_a_packed_sequence_stays_one() -> None:
+def test_a_packed_sequence_stays_a_packed_sequence() -> None:
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3, 1), torch.ones(2, 1)])
     new = cast_floats(packed, torch.bfloat16)
     assert isinstance(new, torch.nn.utils.rnn.PackedSequence)
@@ -147,8 +147,8 @@ def test_gradients_flow_through_a_cast() -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS + OTHERS)
-def test_only_16_bit_floats_are_widened(dtype: torch.dtype) -> None:
-    wide = widen({"loss": torch.ones(1, dtype=dtype), "lr": 0.5})
+def test_only_16_bit_floats_are_upcast(dtype: torch.dtype) -> None:
+    wide = upcast_half({"loss": torch.ones(1, dtype=dtype), "lr": 0.5})
     narrow = dtype in {torch.float16, torch.bfloat16}
     assert wide["loss"].dtype == (torch.float32 if narrow else dtype)
     assert wide["lr"] == 0.5

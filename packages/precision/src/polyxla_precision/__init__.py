@@ -1,4 +1,4 @@
-"""Number formats as policies. Importing this does not import torch."""
+"""Precision policies. Importing this package does not import torch."""
 
 from polyxla_precision.bf16 import BF16Mixed as BF16Mixed
 from polyxla_precision.bf16 import BF16True as BF16True

@@ -1,7 +1,7 @@
-"""The contexts that policies are made of. All are of the thread that enters them.
+"""The contexts of the policies. Each affects only the thread that enters it.
 
-Replicas may be threads of one process, and a loader's threads make tensors meanwhile: torch's default
-dtype is the whole process's and is never set here.
+Replicas may be threads of one process, and a loader's threads create tensors at the same time. torch's
+default dtype belongs to the whole process, so it is never set here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-# Floating-point whatever their arguments are.
+# Their result is floating-point for any arguments.
 _FLOATING = frozenset(
     {
         torch.bartlett_window,
@@ -32,7 +32,7 @@ _FLOATING = frozenset(
         torch.zeros,
     }
 )
-# Floating-point if they are given Python's floats.
+# Their result is floating-point if an argument is a Python float.
 _INFERRED = frozenset(
     {
         torch.arange,
@@ -47,10 +47,10 @@ _INFERRED = frozenset(
 
 
 class DefaultDtype(TorchFunctionMode):
-    """In this thread, tensors made without a dtype are of `dtype` where they would be floating-point.
+    """In this thread, floating-point tensors created without a dtype have `dtype`.
 
-    As torch.set_default_dtype, but for what torch's factory functions make: the quotient of two
-    integer tensors, ``torch.Tensor(2, 3)`` and what torch.get_default_dtype() returns do not change.
+    Like torch.set_default_dtype, but for torch's factory functions only: the quotient of two integer
+    tensors, ``torch.Tensor(2, 3)`` and torch.get_default_dtype() do not change.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -80,15 +80,15 @@ def _has_float(value: Any) -> bool:
 
 
 class Autocast:
-    """In this thread, compute matrix products and convolutions in bfloat16, or in what they are given.
+    """In this thread, compute matrix products and convolutions in bfloat16; if disabled, in their dtype.
 
-    Casts of weights are not kept for the next use: torch would hand one that was made under no_grad to
-    a forward that needs its gradient, which is then missing without a word. XLA computes equal casts once.
+    Cast weights are not cached. torch would reuse a cast that was made under no_grad in a forward pass that
+    needs a gradient, and the gradient would be missing silently. XLA computes equal casts once anyway.
     """
 
     def __init__(self, *, enabled: bool) -> None:
-        # Both, since eager torch computes on one and torch_xla on the other; it need not be imported.
-        # Two fields, not an ExitStack: this is entered every step, and again by every kept module.
+        # Both kinds: eager torch computes on "cpu", torch_xla on "xla", which works without importing it.
+        # Two fields, not an ExitStack: this is entered in every step, and again by each float32 module.
         self._cpu, self._xla = (
             torch.autocast(kind, torch.bfloat16, enabled, cache_enabled=False) for kind in ("cpu", "xla")
         )

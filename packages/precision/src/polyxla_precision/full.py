@@ -16,6 +16,6 @@ class Full32(Policy):
     def __init__(self) -> None:
         super().__init__()
 
-    def forward(self) -> AbstractContextManager[Any]:
-        """Compute in the parameters' dtype."""
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return a context that changes nothing."""
         return nullcontext()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pluggy
 
-from polyxla_precision.bf16 import BF16Mixed, BF16True, Sixteen
+from polyxla_precision.bf16 import BF16Mixed, BF16True, Precision16
 from polyxla_precision.full import Full32
 from polyxla_precision.policy import Policy
 
-# The marker by its project name, so that this package needs pluggy and not polyxla.
+# Made from the project's name, so that this package depends on pluggy and not on polyxla.
 hookimpl = pluggy.HookimplMarker("polyxla")
 
 _POLICIES: dict[str, type[Policy]] = {
@@ -16,7 +16,7 @@ _POLICIES: dict[str, type[Policy]] = {
     "32": Full32,
     "bf16-mixed": BF16Mixed,
     "bf16": BF16Mixed,
-    "16": Sixteen,
+    "16": Precision16,
     "bf16-true": BF16True,
 }
 _FLOAT16 = ("16-mixed", "16-true", "fp16", "float16")
@@ -24,10 +24,10 @@ _FLOAT16 = ("16-mixed", "16-true", "fp16", "float16")
 
 @hookimpl
 def polyxla_precision(name: str) -> Policy | None:
-    """Return the policy called `name`; None for one this package does not have.
+    """Return the policy called `name`, or None if this package has no such policy.
 
     Raises:
-        ValueError: the name asks for float16; the text says why not, and what to write.
+        ValueError: the name means float16; the text says why it is refused, and what to write instead.
     """
     if name in _FLOAT16:
         raise ValueError(

@@ -1,4 +1,8 @@
-"""Changing the tensors of a batch, whatever nest of containers it is; everything else is kept."""
+"""Convert the tensors in a pytree; everything else is kept.
+
+The core has a `map_tensors` too, in `polyxla.pytree`. This package works without polyxla, so it may not
+import that one; it also runs in every step, so a batch that needs no change is returned without a copy.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +19,22 @@ HALF = (torch.bfloat16, torch.float16)
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Return `value` with every floating-point tensor in `dtype`; see `map_tensors`."""
-    # Compared first: to() takes ten times as long to find that there is nothing to do.
+    # Compared first: to() takes ten times as long to find out that there is nothing to do.
     return map_tensors(
         value, lambda one: one.to(dtype) if one.dtype != dtype and one.is_floating_point() else one
     )
 
 
-def widen(value: Any) -> Any:
-    """Return `value` with 16-bit floating-point tensors in float32; wider ones stay; see `map_tensors`."""
+def upcast_half(value: Any) -> Any:
+    """Return `value` with 16-bit floating-point tensors in float32; others stay; see `map_tensors`."""
     return map_tensors(value, lambda one: one.float() if one.dtype in HALF else one)
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return `value` with its tensors changed, in containers of the same types.
+    """Return `value` with `change` applied to its tensors, in containers of the same types.
 
-    Lists, tuples, named tuples, mappings and dataclasses are entered; a container without a changed
-    tensor is returned itself, and none is changed in place.
+    Descends into lists, tuples, named tuples, mappings and dataclasses. A container without a changed
+    tensor is returned itself; no container is changed in place.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
@@ -47,7 +51,7 @@ def _sequence(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any
     items = [map_tensors(item, change) for item in value]
     if all(new is old for new, old in zip(items, value, strict=True)):
         return value
-    # A named tuple takes its fields one by one, but makes itself of a sequence.
+    # The constructor of a named tuple takes the fields one by one; _make takes a sequence.
     return value._make(items) if hasattr(value, "_make") else type(value)(items)
 
 
@@ -57,7 +61,7 @@ def _mapping(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         return value
     if not isinstance(value, dict | UserDict):
         return type(value)({**value, **changed})
-    # A copy keeps what the constructor would ask for, such as defaultdict's factory.
+    # A copy keeps what the constructor would need, such as the factory of a defaultdict.
     twin = copy.copy(value)
     for key, item in changed.items():
         twin[key] = item

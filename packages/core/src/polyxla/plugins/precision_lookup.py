@@ -1,4 +1,4 @@
-"""Finding the precision policy that was asked for."""
+"""Look up the precision policy that the user asked for."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import importlib.metadata
 
 import pluggy
 
-from polyxla.contracts.precision import AsMade, Precision
+from polyxla.contracts.precision import Precision, UnchangedPrecision
 from polyxla.env import Setting
 from polyxla.errors import UsageError
 
 DISTRIBUTION = "polyxla-precision"
-"""Where the usual policies come from."""
+"""The distribution that brings the usual policies."""
 FIX = "Write precision='bf16-mixed' or '32-true', or leave it out to keep the module's own dtypes."
 
 
 def find_precision(plugins: pluggy.PluginManager, asked: Setting) -> Precision:
-    """Return the policy that was asked for: an object that is one, or what the plugins have under its name.
+    """Return the policy that was asked for: the object itself, or the one that a plugin has for the name.
 
     Raises:
-        UsageError: no installed plugin knows the name, or one refuses it with a reason.
+        UsageError: the object is neither a policy nor a name, no installed plugin knows the name, or a
+            plugin refuses it with a reason.
     """
     if asked.value is None:
-        return AsMade()
-    if hasattr(asked.value, "forward"):
-        given: Precision = asked.value
-        return given
+        return UnchangedPrecision()
+    if not isinstance(asked.value, str | int):
+        return _given_policy(asked)
     try:
         policy: Precision | None = plugins.hook.polyxla_precision(name=str(asked.value))
     except ValueError as error:
@@ -35,6 +35,18 @@ def find_precision(plugins: pluggy.PluginManager, asked: Setting) -> Precision:
             f"no installed plugin knows the precision {asked.value!r}", where=asked.origin, fix=_fix()
         )
     return policy
+
+
+def _given_policy(asked: Setting) -> Precision:
+    # The class of a policy has the method as well, but is not a policy.
+    if isinstance(asked.value, type) or not hasattr(asked.value, "forward_context"):
+        raise UsageError(
+            "precision is neither a policy's name nor a policy",
+            where=asked.origin,
+            fix="Write a name such as precision='bf16-mixed', or pass a policy such as BF16True().",
+        )
+    given: Precision = asked.value
+    return given
 
 
 def _fix() -> str:
