@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from polyxla import Replica, UsageError, launch
-from polyxla.contracts.precision import AsMade
+from polyxla.contracts.precision import UnchangedPrecision
 from polyxla.testing import PluginInstaller
 
 
@@ -94,8 +94,8 @@ def test_an_optimizer_of_another_module_is_refused() -> None:
     )
 
 
-class _Doubling(AsMade):
-    def convert(self, module: torch.nn.Module) -> torch.nn.Module:
+class _Doubling(UnchangedPrecision):
+    def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
         return module.double()
 
 
