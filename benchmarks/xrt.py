@@ -190,12 +190,12 @@ def engine_of(address: str) -> Iterator[Any]:
     """Have one core of a worker, for a job that is over afterwards."""
     from polyxla_xrt.client.engine import RemoteEngine
     from polyxla_xrt.client.lease import Lease
-    from polyxla_xrt.place import Place
+    from polyxla_xrt.assignment import Assignment
 
     # The last job may still be on its way out.
     lease = Lease(address, 1, os.environ, wait_s=END_S)
-    place = Place(address, lease.job, (0,), "TPU", 0, 1, 0, 1)
-    engine = RemoteEngine(place, os.environ, on_close=lease.close)
+    assignment = Assignment(address, lease.job, (0,), "TPU", 0, 1, 0, 1)
+    engine = RemoteEngine(assignment, os.environ, on_close=lease.close)
     try:
         yield engine
     finally:
@@ -207,7 +207,7 @@ def transfers(ours: str, plain: str) -> None:
     import grpc
     import numpy as np
 
-    from polyxla_bridge.engine.engine import ArrayType
+    from polyxla_bridge.programs.executable import ArrayType
 
     type_ = ArrayType("uint8", (SIZE,))
     data = np.random.default_rng(0).integers(0, 256, SIZE, np.uint8).tobytes()
@@ -245,7 +245,7 @@ def transfers(ours: str, plain: str) -> None:
 
 def pieces(data: bytes) -> Iterator[bytes]:
     """Cut bytes as a worker's peers do."""
-    from polyxla_xrt.protocol.worker import chunks
+    from polyxla_xrt.protocol.chunks import chunks
 
     return (bytes(piece) for piece, _ in chunks(memoryview(data)))
 
@@ -299,7 +299,7 @@ def jobs(address: str, supervisor: int) -> None:
 def _do_job(address: str, program: bytes, options: bytes) -> None:
     import numpy as np
 
-    from polyxla_bridge.engine.engine import ArrayType
+    from polyxla_bridge.programs.executable import ArrayType
 
     with engine_of(address) as engine:
         (device,) = engine.devices

@@ -54,7 +54,7 @@ def test_one_that_is_killed_is_named(
     with pytest.raises(ReplicaLostError) as caught:
         everywhere(_die_on_one)
     found = re.match(
-        r"process (\d) \(pid \d+\) was ended by SIGKILL .*; it had held ([\d,]+) MiB", str(caught.value)
+        r"process (\d) \(pid \d+\) was ended by SIGKILL .*; its peak was ([\d,]+) MiB", str(caught.value)
     )
     assert found, str(caught.value)
     (_, processes) = request.node.callspec.params["everywhere"]
@@ -74,7 +74,7 @@ def test_one_that_never_comes_is_shown_where_it_is(
     everywhere: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("POLYXLA_STALL_TIMEOUT_S", "3")
-    with pytest.raises(StalledError, match=r"waited in vain for other replicas: .*replica 0: in "):
+    with pytest.raises(StalledError, match=r"waited too long for other replicas: .*replica 0: in "):
         everywhere(_be_late_on_one)
     shown = capfd.readouterr().err
     assert re.search(r"replica 1: idle for [\d.]+ s", shown)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from polyxla_bridge.engine.engine import ArrayType
+from polyxla_bridge.programs.executable import ArrayType
 from polyxla_xrt.client.engine import RemoteEngine
 from polyxla_xrt.client.lease import Lease
-from polyxla_xrt.place import Place
+from polyxla_xrt.assignment import Assignment
 from polyxla_xrt.protocol.worker import SILENCE_S
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def train(launch: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> Calla
 def check_served(worker: Served) -> None:
     """See that the worker serves a new job: an array goes there and comes back."""
     with closing(Lease(worker.address, 1, {}, wait_s=ENDS_S)) as lease:
-        engine = RemoteEngine(Place(worker.address, lease.job, (0,), "TPU", 0, 1, 0, 1), {})
+        engine = RemoteEngine(Assignment(worker.address, lease.job, (0,), "TPU", 0, 1, 0, 1), {})
         array = engine.from_host(engine.devices[0], ArrayType("uint8", (3,)), memoryview(b"abc"))
         assert bytes(engine.to_host(array).result(PATIENCE_S)) == b"abc"
         engine.close()

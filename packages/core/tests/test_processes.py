@@ -22,9 +22,11 @@ import pytest
 
 from polyxla import Job, Replica, ReplicaLostError, Setting, StalledError, UsageError, env
 from polyxla.contracts.job import ProcessMethod
-from polyxla.launcher import child, processes, start_methods
-from polyxla.launcher.child import PARENT_GONE, Message, ReplicaFailedError, Setup
-from polyxla.launcher.processes import RemoteTraceback, run_inline, run_processes
+from polyxla.launcher import child, failures, processes, start_methods
+from polyxla.launcher.failures import PARENT_GONE
+from polyxla.launcher.messages import Message, ReplicaFailedError, Setup
+from polyxla.launcher.messages import RemoteTraceback
+from polyxla.launcher.processes import run_inline, run_processes
 from polyxla.launcher.replica_main import run_replica
 from polyxla.launcher.start_methods import spawn
 from polyxla.testing import PluginInstaller
@@ -213,8 +215,7 @@ def test_an_exception_that_does_not_pickle_comes_in_words(method: ProcessMethod)
     [
         pytest.param(
             lambda: os.kill(os.getpid(), signal.SIGKILL),
-            "was ended by SIGKILL (often the kernel, when memory runs out; "
-            "it had held {peak} MiB at its peak)",
+            "was ended by SIGKILL (often the kernel, when memory runs out; its peak was {peak} MiB)",
             id="killed",
         ),
         pytest.param(lambda: os.kill(os.getpid(), signal.SIGSEGV), "was ended by SIGSEGV", id="crashed"),
@@ -227,7 +228,7 @@ def test_a_replica_that_dies_is_named_with_how(
 ) -> None:
     # Its closed pipe must tell, without looking.
     monkeypatch.setattr(processes, "_check_alive", lambda _: pytest.fail("nobody noticed"))
-    monkeypatch.setattr(processes, "LOST_CHECK_S", PATIENCE_S)
+    monkeypatch.setattr(processes, "LIVENESS_CHECK_S", PATIENCE_S)
 
     def die(replica: Replica) -> None:
         if replica.ordinal == 1:
@@ -239,10 +240,10 @@ def test_a_replica_that_dies_is_named_with_how(
         _run(die, size=2, method=method)
     pid = (tmp_path / "pid").read_text()
     text = str(caught.value)
-    peak = re.search(r"held (\d+) MiB", text)
+    peak = re.search(r"peak was (\d+) MiB", text)
     # A Python needs 5 MiB at least; a figure in the wrong unit would be far off.
     assert peak is None or 5 < int(peak[1]) < 5000
-    assert text == f"process 1 (pid {pid}) {how.format(peak=peak and peak[1])} before it gave a result"
+    assert text == f"process 1 (pid {pid}) {how.format(peak=peak and peak[1])} before it returned a result"
     assert caught.value.exit_code == 1
 
 
@@ -518,7 +519,7 @@ def test_a_child_whose_parent_closes_the_pipe_leaves_with_its_own_code() -> None
 
 
 @every_method
-def test_replicas_that_wait_in_vain_are_shown_and_ended(
+def test_stalled_replicas_are_shown_and_ended(
     method: ProcessMethod, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def dawdle(replica: Replica) -> None:
@@ -527,22 +528,22 @@ def test_replicas_that_wait_in_vain_are_shown_and_ended(
         if replica.ordinal == 1:
             _wait_for(tmp_path / "0.pid", tmp_path / "2.pid")
             _wait_for_state("T", int((tmp_path / "2.pid").read_text()))
-            child.report_stall("all-reduce of step, for 3 s\nand more")
+            failures.report_stall("all-reduce of step, for 3 s\nand more")
         if replica.ordinal == 2:
             os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(PATIENCE_S)
 
-    monkeypatch.setattr(processes, "POSITION_WAIT_S", 2.0)
+    monkeypatch.setattr(failures, "POSITION_WAIT_S", 2.0)
     with pytest.raises(StalledError) as caught:
         _run(dawdle, size=3, method=method)
     text = str(caught.value)
-    assert "waited in vain for other replicas: all-reduce of step, for 3 s; where each" in text
+    assert "waited too long for other replicas: all-reduce of step, for 3 s; the position of each" in text
     shown = capfd.readouterr().err
-    assert "process 1 (pid" in shown.split("waits in vain:\nall-reduce of step, for 3 s\nand more", 1)[0]
+    assert "process 1 (pid" in shown.split("stalls:\nall-reduce of step, for 3 s\nand more", 1)[0]
     position = shown.partition("polyxla: process 0 (pid")[2].partition("polyxla: process 2")[0]
     assert "thread MainThread:" in position
     assert "in dawdle" in position
-    assert "did not say where it is within 2 s: its Python does not run" in shown
+    assert "did not report its position within 2 s: its Python does not run" in shown
 
 
 def test_a_fork_server_that_cannot_import_is_a_lost_replica(capfd: pytest.CaptureFixture[str]) -> None:

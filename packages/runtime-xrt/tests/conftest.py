@@ -15,7 +15,7 @@ import pytest
 
 from polyxla.env import snapshot
 from polyxla_xrt.client.channel import ask
-from polyxla_xrt.server.mesh_server import MeshServer
+from polyxla_xrt.server.mesh.server import MeshServer
 
 # Tests count compilations, and a person's programs are not theirs.
 os.environ["POLYXLA_COMPILE_CACHE"] = "off"

@@ -9,7 +9,7 @@ from typing import Any
 
 from polyxla import PolyxlaError
 from polyxla_xrt.client.mesh import MeshClient
-from polyxla_xrt.server.mesh_server import MeshServer
+from polyxla_xrt.server.mesh.server import MeshServer
 
 
 def perform(client: MeshClient, order: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 
 from polyxla import UsageError
 from polyxla_xrt import env
-from polyxla_xrt.config.device_map import Mapped, read_map
+from polyxla_xrt.config.device_map import MappedDevices, read_map
 from polyxla_xrt.config.variables import Variable
 from polyxla_xrt.config.workers import Worker
 
@@ -23,11 +23,11 @@ def entry(
 @pytest.mark.parametrize(
     ("entries", "workers", "expected"),
     [
-        ([entry(0, 0, 0)], ONE, Mapped("TPU", 1)),
-        ([entry(1, 0, 1), entry(0, 0, 0)], ONE, Mapped("TPU", 2)),
-        ([entry(0, 0, 0), entry(1, 1, 0)], TWO, Mapped("TPU", 1)),
-        ([entry(0, 0, 0, "CPU", "XLA_CPU")], ONE, Mapped("CPU", 1)),
-        ([entry(0, 0, 0, "CPU", "XLA_CPU"), entry(0, 0, 0)], ONE, Mapped("TPU", 1)),
+        ([entry(0, 0, 0)], ONE, MappedDevices("TPU", 1)),
+        ([entry(1, 0, 1), entry(0, 0, 0)], ONE, MappedDevices("TPU", 2)),
+        ([entry(0, 0, 0), entry(1, 1, 0)], TWO, MappedDevices("TPU", 1)),
+        ([entry(0, 0, 0, "CPU", "XLA_CPU")], ONE, MappedDevices("CPU", 1)),
+        ([entry(0, 0, 0, "CPU", "XLA_CPU"), entry(0, 0, 0)], ONE, MappedDevices("TPU", 1)),
         (
             [
                 entry(0, 0, 0, "CPU", "XLA_CPU"),
@@ -35,11 +35,11 @@ def entry(
                 entry(1, 0, 1, "GPU", "XLA_GPU"),
             ],
             ONE,
-            Mapped("GPU", 2),
+            MappedDevices("GPU", 2),
         ),
     ],
 )
-def test_right(entries: list[str], workers: tuple[Worker, ...], expected: Mapped) -> None:
+def test_right(entries: list[str], workers: tuple[Worker, ...], expected: MappedDevices) -> None:
     assert read_map(Variable(env.XRT_DEVICE_MAP, "|".join(entries)), workers) == expected
 
 

@@ -16,7 +16,7 @@ from polyxla import UsageError
 from polyxla_xrt.client.mesh import CONNECT_WAIT_S, MeshClient
 from polyxla_xrt.errors import MeshConnectError, MeshRefusedError
 from polyxla_xrt.protocol.mesh import PROTOCOL
-from polyxla_xrt.server.mesh_server import MeshServer
+from polyxla_xrt.server.mesh.server import MeshServer
 
 BOUND_S = 20.0
 """Well below any limit that would end the wait otherwise, and above what a busy machine takes."""

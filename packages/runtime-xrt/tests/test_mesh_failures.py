@@ -20,8 +20,9 @@ from polyxla_xrt.client.mesh import MeshClient
 from polyxla_xrt.errors import MeshError, MeshRefusedError, MeshServiceLostError, MismatchError, MissingError
 from polyxla_xrt.proto import mesh_pb2 as pb
 from polyxla_xrt.proto import mesh_pb2_grpc
-from polyxla_xrt.protocol.mesh import CHUNK_BYTES, PAYLOAD_BYTES
-from polyxla_xrt.server.mesh_server import MeshServer
+from polyxla_xrt.protocol.chunks import CHUNK_BYTES
+from polyxla_xrt.protocol.mesh import PAYLOAD_BYTES
+from polyxla_xrt.server.mesh.server import MeshServer
 
 BOUND_S = 20.0
 """Well below any limit that would end the wait otherwise, and above what a busy machine takes."""
@@ -98,7 +99,7 @@ def test_an_error_survives_the_way_between_processes(server: MeshServer) -> None
 INTERRUPTED = """
 import sys
 from polyxla_xrt.client.mesh import MeshClient
-from polyxla_xrt.server.mesh_server import MeshServer
+from polyxla_xrt.server.mesh.server import MeshServer
 server = MeshServer("127.0.0.1:0", 2)
 try:
     if sys.argv[1] == "close":
@@ -183,7 +184,7 @@ def test_a_stranger_is_answered_and_the_service_goes_on(
 
 
 def test_a_payload_that_grows_beyond_its_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyxla_xrt.server.mesh_service.PAYLOAD_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr("polyxla_xrt.server.mesh.service.PAYLOAD_BYTES", CHUNK_BYTES)
     server = MeshServer("127.0.0.1:0", 1)
     with MeshClient(server.address, 0, 1) as client:
         assert client.rendezvous("fits", bytes(CHUNK_BYTES))

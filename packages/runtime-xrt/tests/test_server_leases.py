@@ -10,26 +10,26 @@ from typing import Any
 
 import pytest
 
+from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.table.abi import Code
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.server import leases
-from polyxla_xrt.server.budget import Budget
-from polyxla_xrt.server.job import Job
-from polyxla_xrt.server.leases import CrowdError, DrainingError, HeldError, Leases
+from polyxla_xrt.server.worker.leased_job import LeasedJob
+from polyxla_xrt.server.worker.leases import CrowdError, DrainingError, HeldError, Leases
+from polyxla_xrt.server.worker.memory_budget import MemoryBudget
 
 SOON_S = 10.0
 ENDED = PjrtError(Code.ABORTED, "it is over")
 
 
-def job(user: str = "ann") -> Job:
+def job(user: str = "ann") -> LeasedJob:
     def no_engine() -> Any:
         raise PjrtError(Code.UNAVAILABLE, "there are no cores")
 
-    return Job(pb.Holder(host="here", pid=7, user=user, command="train.py"), 2, "", 100, no_engine)
+    return LeasedJob(pb.Holder(host="here", pid=7, user=user, command="train.py"), 2, "", 100, no_engine)
 
 
-def acquired(held: Leases, user: str = "ann", wait_s: float = 0.0) -> Job:
+def acquired(held: Leases, user: str = "ann", wait_s: float = 0.0) -> LeasedJob:
     got = held.acquire(lambda: job(user), wait_s, lambda: False)
     assert got is not None
     return got
@@ -160,7 +160,7 @@ def test_a_worker_that_drains_takes_no_more(pool: ThreadPoolExecutor) -> None:
 def test_a_job_that_cannot_be_made_leaves_the_cores_to_the_next() -> None:
     cores = Leases()
 
-    def fail() -> Job:
+    def fail() -> LeasedJob:
         raise OSError("no port")
 
     with pytest.raises(OSError, match="no port"):
@@ -180,7 +180,7 @@ def test_only_the_job_that_has_them_gives_the_cores_back() -> None:
 
 
 def test_a_budget_names_its_job_and_counts_what_was_given_back() -> None:
-    budget = Budget(3 << 20, "ann@here (pid 7, train.py)")
+    budget = MemoryBudget(3 << 20, "ann@here (pid 7, train.py)")
     assert budget.take(2 << 20) is None
     assert budget.take(2 << 20) == (
         "the job of ann@here (pid 7, train.py) may hold 3 MiB of this worker's memory, holds 2 MiB, and "

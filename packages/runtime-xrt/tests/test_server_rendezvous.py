@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyxla_xrt.protocol.mesh import spell
-from polyxla_xrt.server.rendezvous import Answer, Arrival, Failure, Kind, Mesh
+from polyxla_xrt.protocol.mesh import format_ordinals
+from polyxla_xrt.server.mesh.rendezvous import Arrival, FailureKind, Mesh, MeshFailure, Outcome
 
 
 class Table:
@@ -15,7 +15,7 @@ class Table:
 
     def __init__(self, world_size: int) -> None:
         self.mesh = Mesh(world_size)
-        self.answers: dict[int, list[Answer]] = {}
+        self.answers: dict[int, list[Outcome]] = {}
         for ordinal in range(world_size):
             assert self.mesh.attend(ordinal, world_size) is None
 
@@ -29,7 +29,7 @@ class Table:
 
     def text(self, ordinal: int) -> str:
         answer = self.answers[ordinal][-1]
-        assert isinstance(answer, Failure)
+        assert isinstance(answer, MeshFailure)
         return answer.text
 
 
@@ -62,7 +62,7 @@ def test_a_contradiction_is_told_to_every_participant(
     table = Table(4)
     for ordinal, replicas in calls:
         table.arrive(ordinal, replicas)
-    told = Failure(Kind.DISAGREEMENT, text)
+    told = MeshFailure(FailureKind.DISAGREEMENT, text)
     assert all(answer == told for answers in table.answers.values() for answer in answers)
     assert sum(len(answers) for answers in table.answers.values()) == len(calls)
     for late in {0, 1, 2, 3} & set(calls[0][1] or range(4)) - {ordinal for ordinal, _ in calls}:
@@ -80,20 +80,20 @@ def test_the_earliest_deadline_of_a_tag_ends_it_for_all() -> None:
     table.mesh.expire(4.9)
     assert not any(table.answers.values())
     table.mesh.expire(5)
-    told = Failure(Kind.MISSING, "Ordinals missing at the deadline: 2-3")
+    told = MeshFailure(FailureKind.MISSING, "Ordinals missing at the deadline: 2-3")
     assert table.answers == {0: [told], 1: [told]}
     table.arrive(2)
     assert table.answers[2] == [told]
 
 
 def test_whom_nobody_has_seen_is_said() -> None:
-    mesh, answers = Mesh(3), list[Answer]()
+    mesh, answers = Mesh(3), list[Outcome]()
     mesh.attend(0, 3)
     mesh.attend(1, 3)
     mesh.arrive(Arrival("tag", 0, b"", (), 1, answers.append))
     mesh.expire(1)
     text = "Ordinals missing at the deadline: 1-2 (of these never connected: 2)"
-    assert answers == [Failure(Kind.MISSING, text)]
+    assert answers == [MeshFailure(FailureKind.MISSING, text)]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_who_is_gone_fails_what_waits_and_what_comes(how: str, says: str) -> Non
     table.arrive(0)
     table.arrive(1, (0, 1), tag="without")
     getattr(table.mesh, how)(2)
-    assert table.answers[0] == [Failure(Kind.GONE, f"Ordinal 2 {says}")]
+    assert table.answers[0] == [MeshFailure(FailureKind.GONE, f"Ordinal 2 {says}")]
     table.arrive(1)
     assert table.text(1) == f"Ordinal 2 {says}"
     table.arrive(0, (0, 1), tag="without")
@@ -135,13 +135,13 @@ def test_a_goodbye_is_no_death_and_the_dead_do_not_come_back() -> None:
 def test_who_may_not_attend(ordinal: int, world_size: int, text: str) -> None:
     mesh = Mesh(2)
     assert mesh.attend(0, 2) is None
-    assert mesh.attend(ordinal, world_size) == Failure(Kind.REFUSED, text)
+    assert mesh.attend(ordinal, world_size) == MeshFailure(FailureKind.REFUSED, text)
 
 
 def test_who_does_not_attend_may_not_meet() -> None:
-    mesh, answers = Mesh(2), list[Answer]()
+    mesh, answers = Mesh(2), list[Outcome]()
     mesh.arrive(Arrival("tag", 1, b"", (), 1, answers.append))
-    assert answers == [Failure(Kind.REFUSED, "Ordinal 1 has not attended")]
+    assert answers == [MeshFailure(FailureKind.REFUSED, "Ordinal 1 has not attended")]
 
 
 def test_a_withdrawn_call_is_as_if_it_had_not_been() -> None:
@@ -166,7 +166,7 @@ ACTIONS = st.one_of(
 
 @given(st.lists(ACTIONS, max_size=60))
 def test_every_call_is_answered_once_and_nothing_is_kept(actions: list[tuple[object, ...]]) -> None:
-    mesh, calls = Mesh(4), list[list[Answer]]()
+    mesh, calls = Mesh(4), list[list[Outcome]]()
     for ordinal in range(4):
         mesh.attend(ordinal, 4)
     for now, (name, who, *rest) in enumerate(actions):
@@ -198,4 +198,4 @@ def test_every_call_is_answered_once_and_nothing_is_kept(actions: list[tuple[obj
     ],
 )
 def test_ordinals_are_spelt_for_a_person(ordinals: tuple[int, ...], text: str) -> None:
-    assert spell(ordinals) == text
+    assert format_ordinals(ordinals) == text

@@ -12,14 +12,14 @@ import pytest
 from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
+from polyxla_bridge.abi import Code
 from polyxla_bridge.engine.jax_engine import JaxEngine
-from polyxla_bridge.env import Share
-from polyxla_bridge.table.abi import Code
+from polyxla_bridge.env import BridgeSettings
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
-from polyxla_xrt.protocol.worker import CHUNK_BYTES
-from polyxla_xrt.server.budget import Budget
-from polyxla_xrt.server.session import MisuseError, Session
+from polyxla_xrt.protocol.chunks import CHUNK_BYTES
+from polyxla_xrt.server.worker.memory_budget import MemoryBudget
+from polyxla_xrt.server.worker.session import MisuseError, Session
 
 TIMEOUT_S = 60
 OPTIONS = xla_client.CompileOptions().SerializeAsString()
@@ -39,7 +39,7 @@ class Peer:
     """A session, and what it has answered."""
 
     def __init__(self, engine: JaxEngine) -> None:
-        self.budget = Budget(LIMIT, "ann@here")
+        self.budget = MemoryBudget(LIMIT, "ann@here")
         self.broken: list[str] = []
         self._parts: dict[int, list[pb.Part]] = {}
         self._ran: dict[int, pb.Executed] = {}
@@ -115,7 +115,7 @@ class Peer:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[JaxEngine]:
-    engine = JaxEngine(Share())
+    engine = JaxEngine(BridgeSettings())
     yield engine
     engine.close()
 
@@ -376,7 +376,7 @@ class Answers:
 def test_nothing_more_is_sent_to_who_has_gone(engine: JaxEngine) -> None:
     answers: Callable[[pb.Answer | bulk_encoding.Bulk, int], bool] = Answers()
     with ThreadPoolExecutor(1) as pool:
-        session = Session(engine, [0], Budget(LIMIT, ""), pool, answers, lambda *_: None)
+        session = Session(engine, [0], MemoryBudget(LIMIT, ""), pool, answers, lambda *_: None)
         type_ = pb.ArrayType(dtype="uint8", dims=[5 * CHUNK_BYTES])
         for number in range(5):
             upload = pb.Upload(array=1, type=type_, data=bytes(CHUNK_BYTES), ends=number == 4)

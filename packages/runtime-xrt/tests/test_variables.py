@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from polyxla import UsageError
-from polyxla_xrt.config.variables import Variable, find, read_count, read_flag, whole
+from polyxla_xrt.config.variables import Variable, find, parse_integer, read_count, read_flag
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_an_empty_variable_is_as_good_as_unset(text: str | None, found: str | No
     ],
 )
 def test_whole(text: str, number: int | None) -> None:
-    assert whole(text) == number
+    assert parse_integer(text) == number
 
 
 @pytest.mark.parametrize(

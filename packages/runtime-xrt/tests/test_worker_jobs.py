@@ -14,10 +14,10 @@ from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
 from polyxla.env import snapshot
-from polyxla_bridge.engine.engine import ArrayType
+from polyxla_bridge.programs.executable import ArrayType
+from polyxla_xrt.assignment import Assignment
 from polyxla_xrt.client.engine import RemoteEngine
 from polyxla_xrt.client.lease import Lease
-from polyxla_xrt.place import Place
 
 TIMEOUT_S = 60.0
 OPTIONS = xla_client.CompileOptions().SerializeAsString()
@@ -31,7 +31,7 @@ GROWTH = 1.03
 
 
 def compute(address: str, job: str, core: int) -> float:
-    engine = RemoteEngine(Place(address, job, (core,), "TPU", core, 2, core, 2), snapshot())
+    engine = RemoteEngine(Assignment(address, job, (core,), "TPU", core, 2, core, 2), snapshot())
     device = engine.devices[core]
     argument = engine.from_host(device, ArrayType("float32", ()), memoryview(struct.pack("<f", core + 1)))
     large = engine.from_host(device, ArrayType("uint8", (1 << 20,)), memoryview(bytes(1 << 20)))

@@ -31,8 +31,8 @@ from polyxla_xrt.errors import WorkerConnectError, WorkerError, WorkerRefusedErr
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.proto import worker_pb2_grpc
 from polyxla_xrt.protocol.worker import PROTOCOL
-from polyxla_xrt.server.mesh_server import MeshServer
-from polyxla_xrt.server.security import TokenInterceptor
+from polyxla_xrt.server.mesh.server import MeshServer
+from polyxla_xrt.server.worker.security import TokenInterceptor
 
 BOUND_S = 5.0
 """Within this an error must come."""
@@ -176,7 +176,7 @@ def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -
         return hmac_compare(one, other)
 
     hmac_compare = hmac.compare_digest
-    monkeypatch.setattr("polyxla_xrt.server.security.hmac", SimpleNamespace(compare_digest=compare))
+    monkeypatch.setattr("polyxla_xrt.server.worker.security.hmac", SimpleNamespace(compare_digest=compare))
     handler = grpc.unary_unary_rpc_method_handler(lambda *_: None)
     interceptor = TokenInterceptor(TOKEN)
     for given in (f"Bearer {TOKEN}", "Bearer x", "é", ""):

@@ -15,11 +15,11 @@ from typing import Any
 
 from polyxla import PolyxlaError
 from polyxla.env import snapshot
-from polyxla_bridge.engine.engine import ArrayType, Executable
+from polyxla_bridge.programs.executable import ArrayType, Executable
+from polyxla_xrt.assignment import Assignment
 from polyxla_xrt.client.engine import RemoteEngine
 from polyxla_xrt.client.lease import Lease
 from polyxla_xrt.errors import WorkerError
-from polyxla_xrt.place import Place
 
 TIMEOUT_S = 60
 DOUBLE = "HloModule double ENTRY main { x = f32[] parameter(0) ROOT y = f32[] add(x, x) }"
@@ -62,9 +62,9 @@ def drive(address: str, job: str, ordinal: str) -> None:
     def lost(error: WorkerError, _: int) -> None:
         ended.set_result(str(error))
 
-    place = Place(address, job, (int(ordinal),), "TPU", int(ordinal), 2, int(ordinal), 2)
+    assignment = Assignment(address, job, (int(ordinal),), "TPU", int(ordinal), 2, int(ordinal), 2)
     try:
-        engine = RemoteEngine(place, snapshot(), lost)
+        engine = RemoteEngine(assignment, snapshot(), lost)
     except PolyxlaError as error:
         say({"error": type(error).__name__, "text": str(error)})
         return

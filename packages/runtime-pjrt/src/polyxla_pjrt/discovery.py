@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from polyxla import Claim, Device, Discovery, Setting, UsageError
-from polyxla.env import from_environ
+from polyxla.env import POLYXLA_DEVICES, from_environ
 from polyxla.plugins.device_request import pick_devices
 from polyxla_pjrt import env, torchrun
 from polyxla_pjrt.layout import PREPARED, Plan, cpu_layout, require_bridge, tpu_layout
@@ -182,3 +182,11 @@ def _variables(environ: Mapping[str, str]) -> dict[str, Setting]:
     return {
         name: Setting(environ.get(name), "environment" if name in environ else "default") for name in env.READ
     }
+
+
+def prepared_plan(environ: Mapping[str, str]) -> Plan | None:
+    """Return the plan of a plain torch_xla program in this environment; None where torch_xla decides."""
+    kind = environ.get(env.PJRT_DEVICE)
+    # torch_xla itself launches on all of a host's TPU cores, but knows nothing of a part of them.
+    some_cores = kind == "TPU" and environ.get(POLYXLA_DEVICES, "auto") != "auto"
+    return asked_plan(environ) if kind in PREPARED.values() or some_cores else None

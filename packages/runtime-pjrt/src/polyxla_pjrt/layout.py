@@ -1,16 +1,17 @@
 """How replicas are laid out over hosts, processes and threads, and what each process must be told.
 
-Pure functions: no environment, no files but the search for a free port.
+Pure functions: no environment and no files; the search for a free port is the exception.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from polyxla import UsageError, World
+from polyxla.console import say_once
+from polyxla.launcher.ports import LOCALHOST, free_ports
 from polyxla_pjrt import env
 from polyxla_pjrt.tpu.accelerators import AcceleratorType
 from polyxla_pjrt.tpu.topology import join
@@ -18,7 +19,6 @@ from polyxla_pjrt.tpu.topology import join
 THREADS_PER_REPLICA = 4
 """How many threads torch_xla's pool must have for each replica of a process: executions wait in it for each
 other, and a pool that is full of waiting ones never starts the one they wait for."""
-LOCALHOST = "127.0.0.1"
 PREPARED = {"CPU": "CPU_POLYXLA", "TPU": "TPU_POLYXLA"}
 """The values of ``PJRT_DEVICE`` that choose the bridge. torch_xla's Python reads them up to the first
 underscore, and so calls the device what it is, or stands for."""
@@ -151,6 +151,30 @@ class Plan:
         }
 
 
+@dataclass(frozen=True)
+class Place:
+    """Which replica of a plan one is.
+
+    Attributes:
+        plan: where all replicas are.
+        process: the number of its process.
+        thread: its number within the process.
+    """
+
+    plan: Plan
+    process: int
+    thread: int
+
+
+def say_emulated(plan: Plan) -> None:
+    """Print, once, that a TPU is emulated, if it is."""
+    if plan.accelerator:
+        say_once(
+            f"emulating a {plan.accelerator.name} on this machine's CPU: {plan.layout.replicas} replicas, "
+            f"{plan.layout}; names and layout are a TPU's, numbers and speed the CPU's"
+        )
+
+
 def _meeting(port: int) -> dict[str, str]:
     from polyxla_bridge import env as bridge
 
@@ -207,15 +231,3 @@ def require_bridge(count: int) -> None:
             where="devices",
             fix="Install it (pip install polyxla-bridge), or write devices=1.",
         )
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens at now, all different."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind((LOCALHOST, 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()

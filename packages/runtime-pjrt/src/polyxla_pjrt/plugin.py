@@ -7,10 +7,11 @@ from typing import Any
 
 from polyxla import Discovery, Job, Replication, hookimpl
 from polyxla.launcher.processes import run_inline, run_processes
-from polyxla.launcher.start_methods import fork_server
+from polyxla.launcher.start_methods import running_fork_server
 from polyxla_pjrt import discovery as pjrt
 from polyxla_pjrt import env, torchrun
-from polyxla_pjrt.launching import PRELOAD, Place, run_job, say_uncached
+from polyxla_pjrt.launching import PRELOAD, run_job, say_uncached
+from polyxla_pjrt.layout import Place
 
 
 @hookimpl
@@ -31,7 +32,7 @@ def polyxla_environment(
 def polyxla_prepare(environ: Mapping[str, str]) -> None:
     """Let the fork server import torch_xla while the program does."""
     if pjrt.asked_plan(environ) and torchrun.process_count(environ) is None:
-        fork_server(environ, PRELOAD)
+        running_fork_server(environ, PRELOAD)
 
 
 @hookimpl

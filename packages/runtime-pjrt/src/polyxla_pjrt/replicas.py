@@ -21,13 +21,12 @@ import torch_xla.runtime as xr
 from torch_xla._internal import pjrt
 
 from polyxla import UsageError, World
-from polyxla.launcher import child
+from polyxla.launcher import failures
 from polyxla.launcher.child import REPLICA_THREAD
 from polyxla.xla import replica_process
 from polyxla.xla.replication import CollectiveReplication
-from polyxla_pjrt import torch_plugin
-from polyxla_pjrt.launching import Place
-from polyxla_pjrt.layout import Plan
+from polyxla_pjrt.emulated_tpu import register_emulated
+from polyxla_pjrt.layout import Place, Plan
 
 
 class SeveralReplication(CollectiveReplication):
@@ -98,11 +97,11 @@ def run_replicas(replica: Callable[[Place], Any], plan: Plan, process: int) -> l
 def _watch(plan: Plan) -> None:
     from polyxla_bridge.engine import stall_watchdog
 
-    stall_watchdog.on_stall(child.report_stall)
-    child.describe_with(stall_watchdog.describe_here)
+    stall_watchdog.on_stall(failures.report_stall)
+    failures.describe_with(stall_watchdog.describe_here)
     if plan.kind == "TPU":
         # The fork server may have imported torch_xla for a launch on the CPU.
-        torch_plugin.register_emulated()
+        register_emulated()
 
 
 def _on_own_device(replica: Callable[[Place], Any], place: Place) -> Any:

@@ -10,8 +10,9 @@ from typing import Any
 
 import polyxla.env
 from polyxla import UsageError
+from polyxla.launcher.ports import LOCALHOST, free_ports
 from polyxla_pjrt import env
-from polyxla_pjrt.layout import LOCALHOST, Plan, free_ports
+from polyxla_pjrt.layout import Plan
 
 MEET_TIMEOUT_S = 120
 """Longest wait for all of torchrun's processes to be there, in seconds."""
@@ -59,10 +60,10 @@ def environment(plan: Plan, environ: Mapping[str, str], cpu_count: int) -> dict[
     Raises:
         UsageError: torchrun's store cannot be reached, or process 0 did not come to it in time.
     """
-    rank = int(environ[env.RANK])
-    address, port = environ[env.MASTER_ADDR], environ[env.MASTER_PORT]
     from polyxla_bridge import env as bridge
 
+    rank = int(environ[env.RANK])
+    address, port = environ[env.MASTER_ADDR], environ[env.MASTER_PORT]
     meeting = {
         bridge.POLYXLA_BRIDGE_COORDINATOR: _coordinator(
             rank, address, int(port), environ[env.TORCHELASTIC_RUN_ID]

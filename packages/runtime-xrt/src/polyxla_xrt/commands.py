@@ -12,7 +12,7 @@ from polyxla import UsageError
 from polyxla.cli.app import JsonFlag, plain_errors, print_json
 from polyxla.console import say
 from polyxla.env import snapshot
-from polyxla_xrt.config.addresses import USUAL_PORT, read_address
+from polyxla_xrt.config.addresses import DEFAULT_PORT, read_address
 from polyxla_xrt.config.variables import Variable
 
 app = typer.Typer(
@@ -29,7 +29,7 @@ def serve(
     context: typer.Context,
     address: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0 for any that is free.")
-    ] = f"127.0.0.1:{USUAL_PORT}",
+    ] = f"127.0.0.1:{DEFAULT_PORT}",
     devices: Annotated[int, typer.Option(metavar="N", min=1, max=4096, help="How many cores.")] = 8,
     platform: Annotated[str, typer.Option(help="What the cores are: cpu.")] = "cpu",
     token_file: Annotated[Path | None, typer.Option(help="Holds the token that clients must bring.")] = None,
@@ -55,10 +55,10 @@ def serve(
         return
     with plain_errors(as_json):
         from polyxla_xrt.server import logs
-        from polyxla_xrt.server.security import Security
-        from polyxla_xrt.server.supervisor import supervise
-        from polyxla_xrt.server.worker_process import Serving
-        from polyxla_xrt.server.worker_service import WorkerSettings
+        from polyxla_xrt.server.worker.process import ServingOptions
+        from polyxla_xrt.server.worker.security import Security
+        from polyxla_xrt.server.worker.service import WorkerSettings
+        from polyxla_xrt.server.worker.supervisor import supervise
 
         _check_platform(platform)
         host, _ = _address(address, "--address", may_be_any=True)
@@ -73,7 +73,7 @@ def serve(
         if memory_per_job is not None:
             settings.memory_limit_bytes = int(memory_per_job * 2**30)
         logs.start(as_json=as_json)
-        serving = Serving(address, settings, security, metrics_address, exit_when_idle)
+        serving = ServingOptions(address, settings, security, metrics_address, exit_when_idle)
 
         def ready(where: str) -> None:
             if as_json:

@@ -1,62 +1,25 @@
-"""Starting a job's processes, one for each core. Light: what is heavy is imported in those processes."""
+"""Starting a job's processes, one for each core. Light: heavy modules are imported in those processes."""
 
 from __future__ import annotations
 
+import functools
 import json
-import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from polyxla import Job, UsageError
 from polyxla.contracts.job import ProcessMethod
 from polyxla.env import POLYXLA_DEVICES
-from polyxla.launcher.processes import run_inline, run_processes
+from polyxla.launcher.processes import ProcessWork, run_inline, run_processes
 from polyxla.xla import refuse_touched
 from polyxla_xrt import env
-from polyxla_xrt.lease_holder import Coordinator
-from polyxla_xrt.plan import Plan
+from polyxla_xrt.lease_holder import LeaseHolder
+from polyxla_xrt.own_assignment import leased_address
+from polyxla_xrt.plan import Place, Plan
 
 PRELOAD = ("polyxla_xrt.replicas",)
-"""What a replica's process imports, and what starts nothing. One list for all, hence one fork server."""
-
-
-@dataclass(frozen=True)
-class Seat:
-    """Which replica of a plan one is.
-
-    Attributes:
-        plan: where all replicas are.
-        process: the number of its process on this host.
-    """
-
-    plan: Plan
-    process: int
-
-
-@dataclass(frozen=True)
-class ReplicaOfProcess:
-    """What each process does: be one replica.
-
-    Attributes:
-        replica: what a replica does; it is given its seat.
-        plan: where all replicas are.
-        function: what the person asked for, to be named in errors.
-        args: its arguments, to be named in errors.
-        environ: the environment that holds the limits of waiting.
-    """
-
-    replica: Callable[[Seat], Any]
-    plan: Plan
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    environ: Mapping[str, str]
-
-    def run(self, process: int) -> Any:
-        """Be that process, and return its replica's result."""
-        from polyxla_xrt.replicas import run_replica
-
-        return run_replica(self.replica, Seat(self.plan, process))
+"""Modules that the fork server imports; importing them starts nothing. One list, hence one fork server."""
 
 
 def run_job(job: Job, plan: Plan) -> list[Any]:
@@ -76,26 +39,51 @@ def run_job(job: Job, plan: Plan) -> list[Any]:
     method = job.process_method or "forkserver"
     if method == "fork" or _has_cores(plan):
         refuse_touched("launch")
-    return run_plan(ReplicaOfProcess(job.run, plan, job.function, job.args, job.environ), method)
+    return run_plan(plan, process_work(job.run, plan, job.function, job.args, job.environ), method)
 
 
 def _run_here(job: Job, plan: Plan) -> list[Any]:
     """Run the one replica in this process, which then has the worker's core until it ends."""
     # Where torch_xla comes to its device, it is to ask for this one and no other.
     environ = {**job.environ, POLYXLA_DEVICES: json.dumps(list(plan.devices))}
-    return run_inline(replace(job, environ=environ), Seat(plan, 0))
+    return run_inline(replace(job, environ=environ), Place(plan, 0))
 
 
 def _has_cores(plan: Plan) -> bool:
-    """Return whether this process itself has the cores of the worker that the plan wants."""
-    module = sys.modules.get("polyxla_xrt.torch_plugin")
-    return module is not None and module.held_address() == plan.address
+    """Return whether this process itself has leased the cores of the worker that the plan wants."""
+    leased = leased_address()
+    return leased is not None and leased == plan.address
 
 
-def run_plan(work: ReplicaOfProcess, method: ProcessMethod) -> list[Any]:
+def process_work(
+    replica: Callable[[Place], Any],
+    plan: Plan,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    environ: Mapping[str, str],
+) -> ProcessWork:
+    """Return what each process of `plan` runs: its one replica.
+
+    Args:
+        replica: what a replica runs; called with its place.
+        plan: where all replicas are.
+        function: the user's function, named in errors.
+        args: its arguments, named in errors.
+        environ: the environment with the timeouts.
+    """
+    return ProcessWork(functools.partial(_run_replica, replica, plan), function, args, environ)
+
+
+def _run_replica(replica: Callable[[Place], Any], plan: Plan, process: int) -> Any:
+    from polyxla_xrt.replicas import run_replica
+
+    return run_replica(replica, Place(plan, process))
+
+
+def run_plan(plan: Plan, work: ProcessWork, method: ProcessMethod) -> list[Any]:
     """Run every replica of a plan on this host and return their results in ordinal order."""
-    with Coordinator(work.plan, work.environ) as meeting:
-        environs = work.plan.each(work.environ, meeting.address, meeting.job, meeting.mesh)
+    with LeaseHolder(plan, work.environ) as meeting:
+        environs = plan.each(work.environ, meeting.address, meeting.job, meeting.mesh)
         return run_processes(work, range(len(environs)), environs, method=method, preload=PRELOAD)
 
 

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 from polyxla.console import say
 from polyxla.env import POLYXLA_WAIT_S, snapshot
 from polyxla.errors import PolyxlaError, UsageError
-from polyxla_bridge.env import POLYXLA_STALL_TIMEOUT_S, Share
+from polyxla_bridge.env import POLYXLA_STALL_TIMEOUT_S, BridgeSettings
 from polyxla_xrt import env
-from polyxla_xrt.client.holder import Holder
+from polyxla_xrt.client.job_owner import JobOwner
+from polyxla_xrt.config.timeouts import LONGEST_WAIT_S
 from polyxla_xrt.config.variables import Variable, find
 from polyxla_xrt.config.workers import Worker, read_workers, write_workers
 from polyxla_xrt.errors import WorkerLostError
 from polyxla_xrt.plan import LOCALHOST, Plan
-from polyxla_xrt.protocol.mesh import LONGEST_TIMEOUT_S
 
 if TYPE_CHECKING:
     from polyxla_xrt.client.lease import Pod
@@ -53,7 +53,7 @@ class Meeting:
     mesh: str
 
 
-class Coordinator:
+class LeaseHolder:
     """Has the worker's cores for a job, and a place where its processes meet, until it is left.
 
     Args:
@@ -78,7 +78,7 @@ class Coordinator:
         )
         theirs.close()
         try:
-            ours.send((plan, Holder.own()))
+            ours.send((plan, JobOwner.own()))
             self.meeting = self._meeting(limit_s + START_S + plan.configuration.mesh_connect_wait_s)
         except BaseException:
             self._end()
@@ -134,9 +134,9 @@ def wait_s(environ: Mapping[str, str]) -> float:
         seconds = float(asked.text)
     except ValueError:
         seconds = -1.0
-    if not 0 <= seconds <= LONGEST_TIMEOUT_S:
+    if not 0 <= seconds <= LONGEST_WAIT_S:
         raise asked.error(
-            f"it is not a number of seconds from 0 to {LONGEST_TIMEOUT_S:.0f}", f"Write {POLYXLA_WAIT_S}=600."
+            f"it is not a number of seconds from 0 to {LONGEST_WAIT_S:.0f}", f"Write {POLYXLA_WAIT_S}=600."
         )
     return seconds
 
@@ -149,7 +149,7 @@ def stall_timeout_s(environ: Mapping[str, str]) -> float:
     """
     asked = find(environ, POLYXLA_STALL_TIMEOUT_S)
     try:
-        seconds = float(asked.text) if asked else Share.stall_timeout_s
+        seconds = float(asked.text) if asked else BridgeSettings.stall_timeout_s
     except ValueError:
         seconds = 0.0
     if not seconds > 0:
@@ -171,11 +171,11 @@ def main(descriptor: int) -> None:
         pipe.send(error)
 
 
-def _hold(pipe: Connection, plan: Plan, launcher: Holder, environ: Mapping[str, str]) -> None:
+def _hold(pipe: Connection, plan: Plan, launcher: JobOwner, environ: Mapping[str, str]) -> None:
     from polyxla_xrt.client.lease import Lease
     from polyxla_xrt.local_service import ensure_service
     from polyxla_xrt.proto import mesh_pb2 as pb
-    from polyxla_xrt.server.mesh_server import MeshServer
+    from polyxla_xrt.server.mesh.server import MeshServer
 
     configuration = plan.configuration
     ensure_service(configuration, environ, pipe.send)

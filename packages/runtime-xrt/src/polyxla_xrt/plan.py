@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 
 from polyxla import Device, UsageError, World
 from polyxla.env import from_environ
+from polyxla.launcher.ports import LOCALHOST, free_ports
 from polyxla.plugins.device_request import pick_devices
 from polyxla_xrt import env
-from polyxla_xrt.config.configuration import Configuration
+from polyxla_xrt.assignment import Assignment
+from polyxla_xrt.config.configuration import Configuration, read
 from polyxla_xrt.config.cores import check_several, child_environment, child_world, cores
 from polyxla_xrt.config.workers import Worker
-from polyxla_xrt.place import Place
 
-LOCALHOST = "127.0.0.1"
 THREADS_PER_DEVICE = 4
 """Threads of torch_xla's pool for each device of a process: some of them wait for others."""
 
@@ -53,12 +51,12 @@ class Plan:
         """Return where the replica of one of this host's processes stands."""
         return child_world(self.configuration, process, self.cores)
 
-    def place(self, process: int, address: str, job: str) -> Place:
+    def assignment(self, process: int, address: str, job: str) -> Assignment:
         """Return what one of this host's processes must know of its worker."""
         world, kind = self.world(process), self.configuration.kind
         # Of the cores that the worker gives to the job, whichever they are.
         own = (process,)
-        return Place(
+        return Assignment(
             address, job, own, kind, world.ordinal, world.world_size, world.ordinal, world.world_size
         )
 
@@ -81,7 +79,7 @@ class Plan:
             _without_none(
                 alike
                 | child_environment(self.configuration, process, self.cores)
-                | {env.POLYXLA_XRT_PLACE: self.place(process, address, job).write()}
+                | {env.POLYXLA_XRT_ASSIGNMENT: self.assignment(process, address, job).write()}
             )
             for process in range(self.cores)
         ]
@@ -90,7 +88,20 @@ class Plan:
         """Say where torch.distributed's processes meet; torch_xla's own choice is one port for all jobs."""
         if self.configuration.hosts > 1 or environ.get(env.MASTER_PORT):
             return {}
-        return {env.MASTER_ADDR: LOCALHOST, env.MASTER_PORT: str(free_port())}
+        return {env.MASTER_ADDR: LOCALHOST, env.MASTER_PORT: str(free_ports(1)[0])}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which replica of a plan one is.
+
+    Attributes:
+        plan: where all replicas are.
+        process: the number of its process on this host.
+    """
+
+    plan: Plan
+    process: int
 
 
 def plan_for(configuration: Configuration, devices: Sequence[int]) -> Plan:
@@ -129,12 +140,15 @@ def found_devices(configuration: Configuration) -> tuple[Device, ...]:
     )
 
 
-def free_port() -> int:
-    """Return a port that nobody listens at now."""
-    with closing(socket.socket()) as probe:
-        probe.bind((LOCALHOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+def configured_plan(environ: Mapping[str, str]) -> Plan:
+    """Return the plan of an environment that describes a TPU node.
+
+    Raises:
+        UsageError: the cores that it asks for cannot be used.
+    """
+    configuration = read(environ)
+    assert configuration is not None, "this runtime is chosen by a configuration"
+    return asked_plan(configuration, environ)
 
 
 def _device_variables(devices: int) -> dict[str, str]:
@@ -143,7 +157,7 @@ def _device_variables(devices: int) -> dict[str, str]:
 
 
 def _slice(count: int, host: int) -> dict[str, str]:
-    """Describe the worker's cores as torch_xla asks for a TPU's, so that nothing asks the metadata server."""
+    """Describe the worker's cores in a TPU's terms, so that nothing queries the metadata server."""
     return {
         env.TPU_SKIP_MDS_QUERY: "1",
         env.TPU_ACCELERATOR_TYPE: f"v3-{count}",

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from polyxla import Claim, Discovery, Job, Replication, Setting, UsageError, hookimpl
-from polyxla.launcher.start_methods import fork_server
+from polyxla.launcher.start_methods import running_fork_server
 from polyxla_xrt import env
 from polyxla_xrt.client.probe import check_reachable
 from polyxla_xrt.config.configuration import Configuration, read
 from polyxla_xrt.config.variables import find
-from polyxla_xrt.launching import PRELOAD, Seat, run_job
-from polyxla_xrt.plan import found_devices, plan_for
+from polyxla_xrt.launching import PRELOAD, run_job
+from polyxla_xrt.plan import Place, found_devices, plan_for
 
 
 @hookimpl
@@ -67,7 +67,7 @@ def polyxla_environment(environ: Mapping[str, str], devices: tuple[int, ...]) ->
 @hookimpl
 def polyxla_prepare(environ: Mapping[str, str]) -> None:
     """Let the fork server import torch_xla while the program does."""
-    fork_server(environ, PRELOAD)
+    running_fork_server(environ, PRELOAD)
 
 
 @hookimpl
@@ -77,7 +77,7 @@ def polyxla_launch(job: Job) -> list[Any]:
 
 
 @hookimpl
-def polyxla_replication(job: Job, place: Seat) -> Replication:
+def polyxla_replication(job: Job, place: Place) -> Replication:
     """Touch the device, for the first time in this process."""
     from polyxla_xrt.replicas import NodeReplication
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,31 +12,28 @@ from torch_xla._internal import pjrt
 
 from polyxla import World
 from polyxla.env import snapshot
-from polyxla.launcher import child
+from polyxla.launcher import failures
 from polyxla.xla import replica_process
 from polyxla.xla.replication import CollectiveReplication
 from polyxla_bridge.torch_xla_plugin import CACHE_COUNTERS
-from polyxla_xrt import env, torch_plugin
+from polyxla_xrt import env, node
 from polyxla_xrt.client.mesh import MeshClient
+from polyxla_xrt.config.timeouts import stall_timeout_s
 from polyxla_xrt.errors import MissingError, ParticipantLostError
-from polyxla_xrt.launching import Seat
-from polyxla_xrt.lease_holder import stall_timeout_s
-
-DEATH_S = 2.0
-"""How long to leave the launcher, in seconds, to see itself that a replica's process has died."""
+from polyxla_xrt.plan import Place
 
 
 class NodeReplication(CollectiveReplication):
     """One replica of a TPU node: torch_xla's collectives, and the mesh service.
 
     Args:
-        seat: which one.
+        place: which one.
     """
 
-    def __init__(self, seat: Seat) -> None:
-        super().__init__(seat.plan.configuration.kind, 0)
+    def __init__(self, place: Place) -> None:
+        super().__init__(place.plan.configuration.kind, 0)
         self.cache_counters = CACHE_COUNTERS
-        self.world = seat.plan.world(seat.process)
+        self.world = place.plan.world(place.process)
         if self.world.world_size == 1:
             xm.rendezvous = _alone
 
@@ -47,18 +43,18 @@ class NodeReplication(CollectiveReplication):
         return payloads
 
 
-def run_replica(replica: Callable[[Seat], Any], seat: Seat) -> Any:
+def run_replica(replica: Callable[[Place], Any], place: Place) -> Any:
     """Be the one replica of this process and return its result."""
-    child.describe_with(torch_plugin.describe)
+    failures.describe_with(node.describe)
     replica_process.prepare_to_exit()
     replica_process.take_turns()
     # The fork server may have imported torch_xla for something else.
-    torch_plugin.register()
-    world = seat.plan.world(seat.process)
+    node.register()
+    world = place.plan.world(place.process)
     pjrt.initialize_multiprocess(world.local_ordinal, world.local_world_size)
     with _meeting(world):
         replica_process.take(0, 1)
-        return replica(seat)
+        return replica(place)
 
 
 @contextlib.contextmanager
@@ -84,17 +80,17 @@ def _alone(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list
 def _meet(
     mesh: MeshClient, limit_s: float, tag: str, payload: bytes = b"", replicas: Sequence[int] = ()
 ) -> list[bytes]:
-    torch_plugin.enter(f"rendezvous {tag!r}")
+    node.enter_wait(f"rendezvous {tag!r}")
     try:
         return list(mesh.rendezvous(tag, payload, replicas or (), timeout_s=limit_s))
     except MissingError as error:
-        child.report_stall(
-            f"polyxla: a replica waits in vain for others at a rendezvous ({torch_plugin.position()}). "
-            f"{error}\n{torch_plugin.describe()}"
+        failures.report_stall(
+            f"polyxla: a replica stalls: it waits for others at a rendezvous ({node.position()}). "
+            f"{error}\n{node.describe()}"
         )
         raise
     except ParticipantLostError:
-        time.sleep(DEATH_S)
+        failures.defer_to_launcher()
         raise
     finally:
-        torch_plugin.leave()
+        node.leave_wait()

@@ -1,11 +1,11 @@
-"""The fork server's own side: import once; then fork when asked to, and report how each process ends.
+"""The fork server's own process: import once, fork on request, report how each process ends.
 
-It is one thread, and nothing runs in it that would start another, since only the forking thread lives on
-in a fork. It ends with its parent, or when it has been idle for `IDLE_S`.
+It has one thread, and nothing runs in it that would start another, since only the forking thread survives
+in a fork. It ends with the launching process, or when it has been idle for `IDLE_S`.
 
-The parent sends a number and, beside it, the descriptor of a pipe that the new process is to serve. The
-server answers with the number and the process's pid, and once more with its exit code and its peak memory
-in bytes when it has ended; each message is a JSON list.
+The launching process sends a number and, with it, the descriptor of a pipe that the new process serves. The
+server answers with the number and the process id, and once more with exit code and peak memory in bytes when
+the process has ended. Each message is a JSON list.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from polyxla import env
 from polyxla.launcher import child
 
 IDLE_S = 300.0
-"""How long it waits for the next launch, in seconds, before it gives its memory back."""
+"""Time without a launch after which the server ends and frees its memory, in seconds."""
 
 
 def main() -> None:
     """Serve the socket whose descriptor is the second argument."""
     (number,) = json.loads(sys.argv[2])
     control = socket.socket(fileno=number)
-    # A terminal's Ctrl-C goes to every process; the parent ends what is to be ended.
+    # A terminal's Ctrl-C reaches every process of the group; the launching process ends the replicas.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     before = env.snapshot()
     for name in json.loads(sys.argv[3]):
@@ -41,9 +41,9 @@ def main() -> None:
     imported = {name: value for name, value in env.snapshot().items() if before.get(name) != value}
     pipe = _Server(control).serve()
     if pipe is None:
-        # Nothing was made that needs an orderly end, which would take its time.
+        # Nothing here needs an orderly exit, which would take time.
         os._exit(0)
-    # What the imports have set is not to be undone, unless the process is to have another value.
+    # Keep what the imports have set, unless the process gets another value.
     child.serve(pipe, lambda environ: _merged(before, imported, environ))
 
 
@@ -51,7 +51,7 @@ class _Server:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._numbers: dict[int, int] = {}
-        # A process's end wakes this thread, which waits for requests.
+        # SIGCHLD writes to this socket, which wakes the thread from `select`.
         self._woken, wakes = socket.socketpair()
         wakes.setblocking(False)
         signal.set_wakeup_fd(wakes.fileno())
@@ -59,16 +59,16 @@ class _Server:
         self._inherited = [control, self._woken, wakes]
 
     def serve(self) -> Connection | None:
-        """Work until the parent goes or has no more use for this; in a fork, return what it is to serve."""
-        asked = time.monotonic()
-        while self._numbers or time.monotonic() < asked + IDLE_S:
-            patience_s = None if self._numbers else max(0.0, asked + IDLE_S - time.monotonic())
-            ready, _, _ = select.select([self._control, self._woken], [], [], patience_s)
+        """Serve requests until the launching process ends or the server is idle; in a fork, return its pipe."""
+        requested = time.monotonic()
+        while self._numbers or time.monotonic() < requested + IDLE_S:
+            wait_s = None if self._numbers else max(0.0, requested + IDLE_S - time.monotonic())
+            ready, _, _ = select.select([self._control, self._woken], [], [], wait_s)
             if self._woken in ready:
                 self._woken.recv(4096)
                 self._reap()
             if self._control in ready:
-                asked = time.monotonic()
+                requested = time.monotonic()
                 data, descriptors, _, _ = socket.recv_fds(self._control, 4096, 1)
                 if not data:
                     return None
@@ -85,7 +85,7 @@ class _Server:
             for inherited in self._inherited:
                 inherited.close()
             return pipe
-        # A pipe must close with its process.
+        # Only the fork may hold the pipe, or it would not close with its process.
         pipe.close()
         self._numbers[pid] = number
         self._report(number, pid)
@@ -101,7 +101,7 @@ class _Server:
             )
 
     def _report(self, *values: int) -> None:
-        # A parent that is gone needs no report; its children end by themselves.
+        # A launching process that is gone needs no report; its children end by themselves.
         with contextlib.suppress(OSError):
             self._control.send(json.dumps(values).encode())
 

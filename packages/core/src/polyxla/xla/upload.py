@@ -102,4 +102,4 @@ class _Told:
 
     def line(self) -> str | None:
         """Return the person's line where reading is; None where it is in none."""
-        return callsite.in_thread(self._thread) if self._thread is not None else None
+        return callsite.user_line_in_thread(self._thread) if self._thread is not None else None

@@ -1,1 +1,1 @@
-"""A process's side of the mesh service."""
+"""The client side of workers (`channel`, `lease`, `engine`) and of the mesh service (`mesh`, `attendance`)."""

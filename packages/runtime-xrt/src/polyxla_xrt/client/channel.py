@@ -19,7 +19,7 @@ from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.proto import worker_pb2_grpc
 from polyxla_xrt.protocol import bulk_encoding
 from polyxla_xrt.protocol.worker import OPTIONS, PROTOCOL, SERVICE
-from polyxla_xrt.server.security import read_token
+from polyxla_xrt.server.worker.security import read_token
 
 _CHANNEL_OPTIONS = (
     *OPTIONS,

@@ -19,19 +19,21 @@ from typing import Any
 import grpc
 import numpy as np
 
-from polyxla_bridge.engine.engine import ArrayType, Buffer, Engine, EngineDevice, Executable, Position
-from polyxla_bridge.engine.futures import Gone, Kept, Part
+from polyxla_bridge.abi import Code, width
+from polyxla_bridge.engine.engine import Buffer, DeviceActivity, Engine, EngineDevice
+from polyxla_bridge.engine.futures import CompletedFuture, DeletedFuture, GroupedFuture
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs import hlo
-from polyxla_bridge.table.abi import Code, width
+from polyxla_bridge.programs.executable import ArrayType, Executable
+from polyxla_xrt.assignment import Assignment
 from polyxla_xrt.client.channel import WorkerChannel
 from polyxla_xrt.client.lease import lost
 from polyxla_xrt.errors import WorkerError, WorkerLostError
-from polyxla_xrt.place import Place
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
+from polyxla_xrt.protocol.chunks import chunks
 from polyxla_xrt.protocol.outbox import Outbox
-from polyxla_xrt.protocol.worker import PROTOCOL, array_bytes, chunks
+from polyxla_xrt.protocol.worker import PROTOCOL, array_bytes
 
 IN_FLIGHT = 64
 """How many programs may be sent ahead of those that are done: enough for any distance, and an end to it."""
@@ -70,7 +72,7 @@ class RemoteEngine(Engine):
     """Cores behind a network service.
 
     Args:
-        place: the worker, the job, and this process's cores.
+        assignment: the worker, the job, and this process's cores.
         environ: the environment to connect with.
         on_lost: told, once, that the worker is gone or has ended the job, and with which code.
         on_close: called when the engine is closed, last.
@@ -85,16 +87,16 @@ class RemoteEngine(Engine):
 
     def __init__(
         self,
-        place: Place,
+        assignment: Assignment,
         environ: Mapping[str, str],
         on_lost: Callable[[WorkerError, int], None] = lambda *_: None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        self.platform = place.kind
-        self.process_index = place.process_index
-        self.devices = place.devices()
+        self.platform = assignment.kind
+        self.process_index = assignment.process_index
+        self.devices = assignment.devices()
         self.waits = self.holdups = 0
-        self._cores = {device.index: place.cores[n] for n, device in enumerate(self._local())}
+        self._cores = {device.index: assignment.cores[n] for n, device in enumerate(self._local())}
         self._on_lost = on_lost
         self._on_close = on_close
         self._next = 1
@@ -113,8 +115,8 @@ class RemoteEngine(Engine):
         self._error: PjrtError | None = None
         self._is_closing = False
         self._outbox = Outbox(self._releases)
-        self._channel = WorkerChannel(place.address, environ)
-        attach = pb.Attach(protocol=PROTOCOL, job=place.job, cores=place.cores, ordinal=place.ordinal)
+        self._channel = WorkerChannel(assignment.address, environ)
+        attach = pb.Attach(protocol=PROTOCOL, job=assignment.job, cores=assignment.cores, ordinal=assignment.ordinal)
         self._call = self._channel.session(self._commands(attach))
         self._reader = threading.Thread(target=self._read, name="polyxla-answers", daemon=True)
         self._reader.start()
@@ -260,7 +262,7 @@ class RemoteEngine(Engine):
             self._running[sequence] = _Running(done, executable.name, collectives, time.monotonic())
         first = self._numbered(len(executable.outputs))
         outputs: list[Buffer] = [
-            RemoteBuffer(type_, device, Part(done), number=number)
+            RemoteBuffer(type_, device, GroupedFuture(done), number=number)
             for number, type_ in enumerate(executable.outputs, first)
         ]
         wish = pb.Execute(
@@ -301,13 +303,13 @@ class RemoteEngine(Engine):
                 announced = None
 
         self._send(pieces())
-        return RemoteBuffer(type_, device, Kept(), number=number)
+        return RemoteBuffer(type_, device, CompletedFuture(), number=number)
 
     def to_host(self, buffer: Buffer) -> Future[memoryview]:
         """Ask for an array's bytes."""
         if buffer.is_deleted:
             broken: Future[memoryview] = Future()
-            broken.set_exception(Gone("was given up", buffer.type).exception())
+            broken.set_exception(DeletedFuture("was given up", buffer.type).exception())
             return broken
         number, answer = self._ask(array_bytes(width(buffer.type.dtype), buffer.type.dims))
         self.waits += 1
@@ -319,7 +321,7 @@ class RemoteEngine(Engine):
         number = self._numbered(1)
         wish = pb.Copy(array=number, source=_number(buffer), core=self._cores[device.index])
         self._send([(pb.Command(copy=wish), 0)])
-        return RemoteBuffer(buffer.type, device, Kept(), number=number)
+        return RemoteBuffer(buffer.type, device, CompletedFuture(), number=number)
 
     def delete(self, buffer: Buffer) -> None:
         """Let the worker free the array, together with others, after what is queued."""
@@ -352,14 +354,14 @@ class RemoteEngine(Engine):
         self._send([(pb.Command(stats=wish), 0)])
         return dict(pb.Memory.FromString(bytes(self._wait(answer))).bytes)
 
-    def positions(self) -> list[Position]:
+    def activities(self) -> list[DeviceActivity]:
         """Return what the oldest program is that is not done, and since when it was sent or nothing is."""
         with self._changed:
             running = next(iter(self._running.values()), None)
         device = self._local()[0].index
         if running is None:
-            return [Position(device, None, (), time.monotonic() - self._idle_since)]
-        return [Position(device, running.program, running.collectives, time.monotonic() - running.since)]
+            return [DeviceActivity(device, None, (), time.monotonic() - self._idle_since)]
+        return [DeviceActivity(device, running.program, running.collectives, time.monotonic() - running.since)]
 
     def finish(self, timeout_s: float) -> bool:
         """Wait until every program that was sent is done."""

@@ -13,11 +13,11 @@ import grpc
 
 from polyxla import UsageError
 from polyxla_xrt.client.channel import WorkerChannel
-from polyxla_xrt.client.holder import Holder
+from polyxla_xrt.client.job_owner import JobOwner
 from polyxla_xrt.env import TPU_NUM_DEVICES
 from polyxla_xrt.errors import WorkerConnectError, WorkerError, WorkerHeldError, WorkerLostError
 from polyxla_xrt.proto import worker_pb2 as pb
-from polyxla_xrt.protocol.worker import PROTOCOL, spell_holder
+from polyxla_xrt.protocol.worker import PROTOCOL, format_holder
 
 END_S = 2.0
 """Longest wait for the call's end, in seconds."""
@@ -72,7 +72,7 @@ class Lease:
         wait_s: float = 0.0,
         stall_timeout_s: float = 0.0,
         pod: Pod | None = None,
-        launcher: Holder | None = None,
+        launcher: JobOwner | None = None,
         on_wait: Callable[[str], None] = lambda _: None,
         on_end: Callable[[WorkerError], None] = lambda _: None,
     ) -> None:
@@ -161,9 +161,9 @@ def lost(channel: WorkerChannel, error: Any) -> WorkerLostError:
 
 
 def _request(
-    cores: int, wait_s: float, stall_timeout_s: float, pod: Pod | None, launcher: Holder | None
+    cores: int, wait_s: float, stall_timeout_s: float, pod: Pod | None, launcher: JobOwner | None
 ) -> pb.LeaseRequest:
-    launcher = launcher or Holder.own()
+    launcher = launcher or JobOwner.own()
     holder = pb.Holder(**asdict(launcher))
     request = pb.LeaseRequest(
         protocol=PROTOCOL, holder=holder, cores=cores, wait_s=wait_s, stall_timeout_s=stall_timeout_s
@@ -176,7 +176,7 @@ def _request(
 
 def _spell(held: pb.Held) -> str:
     since = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(held.since))
-    return f"{spell_holder(held.holder)} since {since}"
+    return f"{format_holder(held.holder)} since {since}"
 
 
 def _check_cores(asked: int, there: int, address: str) -> None:

@@ -14,6 +14,7 @@ from polyxla.errors import UsageError
 from polyxla_xrt import env
 from polyxla_xrt.client.attendance import Attendance, attend
 from polyxla_xrt.client.probe import look, proxies
+from polyxla_xrt.config.timeouts import LONGEST_WAIT_S
 from polyxla_xrt.errors import (
     MeshConnectError,
     MeshError,
@@ -25,7 +26,8 @@ from polyxla_xrt.errors import (
 )
 from polyxla_xrt.proto import mesh_pb2 as pb
 from polyxla_xrt.proto import mesh_pb2_grpc
-from polyxla_xrt.protocol.mesh import LONGEST_TIMEOUT_S, OPTIONS, PAYLOAD_BYTES, PROTOCOL, TIMEOUT_S, pieces
+from polyxla_xrt.protocol.chunks import chunks
+from polyxla_xrt.protocol.mesh import OPTIONS, PAYLOAD_BYTES, PROTOCOL, TIMEOUT_S
 
 CONNECT_WAIT_S = 2.5
 """Longest wait for a mesh service that should be there; an error comes within 5 s on a busy host as well."""
@@ -238,7 +240,7 @@ def read_config(address: str, wait_s: float, environ: Mapping[str, str]) -> pb.C
 
 def _requests(first: pb.RendezvousRequest, payload: bytes) -> Iterator[pb.RendezvousRequest]:
     request = first
-    for piece, _ in pieces(payload):
+    for piece, _ in chunks(payload):
         request.payload = piece
         yield request
         request = pb.RendezvousRequest()
@@ -260,11 +262,11 @@ def _check(tag: str, payload: bytes, timeout_s: float) -> None:
             f"the payload of rendezvous {_short(tag)} has {len(payload)} bytes, more than {PAYLOAD_BYTES}",
             fix="Give each process its part in smaller pieces, or write it to a file.",
         )
-    if not 0 < timeout_s <= LONGEST_TIMEOUT_S:
+    if not 0 < timeout_s <= LONGEST_WAIT_S:
         raise UsageError(
             f"a rendezvous cannot wait for {timeout_s} seconds",
             where=f"timeout_s={timeout_s}",
-            fix=f"Write more than 0 and at most {LONGEST_TIMEOUT_S:.0f}.",
+            fix=f"Write more than 0 and at most {LONGEST_WAIT_S:.0f}.",
         )
 
 

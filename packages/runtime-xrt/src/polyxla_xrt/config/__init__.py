@@ -1,1 +1,1 @@
-"""The XRT environment: variables, addresses, workers and cores."""
+"""Configuration: the XRT environment, the waits that a user may set, and credential files."""

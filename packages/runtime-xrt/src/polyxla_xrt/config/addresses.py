@@ -6,33 +6,37 @@ import ipaddress
 import re
 
 from polyxla.errors import UsageError
-from polyxla_xrt.config.variables import Variable, whole
+from polyxla_xrt.config.variables import Variable, parse_integer
 
-USUAL_PORT = 8470
-"""The port of a TPU node's worker. Source: Cloud TPU nodes, as in torch_xla 1.13's examples."""
+DEFAULT_PORT = 8470
+"""The default port of a TPU node's worker. Source: Cloud TPU nodes, as in torch_xla 1.13's examples."""
 GRPC = "grpc://"
-"""What may stand before an address, and says nothing."""
+"""An optional prefix of addresses, which is ignored."""
 
 _HOST = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 def read_address(variable: Variable, text: str) -> tuple[str, int]:
-    """Read ``host:port`` out of a variable's text; ``grpc://`` before it is left out.
+    """Read ``host:port`` from a variable's text; a leading ``grpc://`` is ignored.
+
+    Args:
+        variable: the variable, for errors.
+        text: the part of its value that is an address.
 
     Raises:
-        UsageError: there is no host or no port, or one of them cannot be.
+        UsageError: the host or the port is missing or invalid.
     """
     rest = text.removeprefix(GRPC)
     if "://" in rest:
-        raise _no_address(variable, f"{text!r} is a URL", rest.rpartition("://")[2])
+        raise _invalid_address(variable, f"{text!r} is a URL", rest.rpartition("://")[2])
     if rest.startswith("["):
         host, bracket, tail = rest[1:].partition("]")
         if not bracket or not _is_ipv6(host):
-            raise _no_address(variable, f"{text!r} has no IPv6 address in its brackets", "[::1]:8470")
+            raise _invalid_address(variable, f"{text!r} has no IPv6 address in its brackets", "[::1]:8470")
     else:
         host, colon, tail = rest.partition(":")
         if ":" in tail:
-            raise _no_address(
+            raise _invalid_address(
                 variable, f"{text!r} has too many colons; IPv6 needs brackets", _bracketed(rest)
             )
         tail = colon + tail
@@ -41,44 +45,44 @@ def read_address(variable: Variable, text: str) -> tuple[str, int]:
 
 
 def join_address(host: str, port: int | None = None) -> str:
-    """Write a host, in brackets where it is IPv6, and its port."""
+    """Write a host, in brackets if it is IPv6, and its port."""
     bare = f"[{host}]" if ":" in host else host
     return bare if port is None else f"{bare}:{port}"
 
 
 def _check_host(variable: Variable, text: str, host: str) -> None:
     if not host:
-        raise _no_address(
+        raise _invalid_address(
             variable,
-            f"there is no host in {text!r}; a shell variable such as $TPU_IP_ADDRESS was probably unset",
-            f"10.0.0.2:{USUAL_PORT}",
+            f"{text!r} has no host; a shell variable such as $TPU_IP_ADDRESS was probably unset",
+            f"10.0.0.2:{DEFAULT_PORT}",
         )
     if not _HOST.fullmatch(host):
-        raise _no_address(variable, f"{host!r} in {text!r} is not a host", f"10.0.0.2:{USUAL_PORT}")
+        raise _invalid_address(variable, f"{host!r} in {text!r} is not a host", f"10.0.0.2:{DEFAULT_PORT}")
 
 
 def _port(variable: Variable, host: str, tail: str) -> int:
     if tail in ("", ":"):
-        raise _no_address(variable, f"there is no port after {host!r}", f"{host}:{USUAL_PORT}")
+        raise _invalid_address(variable, f"there is no port after {host!r}", f"{host}:{DEFAULT_PORT}")
     match = re.fullmatch(r":([0-9]+)(.*)", tail, re.DOTALL)
     if match is None:
-        raise _no_address(variable, f"{tail!r} after {host!r} is not a port", f"{host}:{USUAL_PORT}")
+        raise _invalid_address(variable, f"{tail!r} after {host!r} is not a port", f"{host}:{DEFAULT_PORT}")
     digits, junk = match.groups()
     if junk:
-        raise _no_address(variable, f"there is {junk!r} after the port", f"{host}:{digits}")
-    port = whole(digits)
+        raise _invalid_address(variable, f"there is {junk!r} after the port", f"{host}:{digits}")
+    port = parse_integer(digits)
     if port is None or not 1 <= port <= 65535:
-        raise _no_address(variable, f"the port {digits} is not one of 1 to 65535", f"{host}:{USUAL_PORT}")
+        raise _invalid_address(variable, f"the port {digits} is not one of 1 to 65535", f"{host}:{DEFAULT_PORT}")
     return port
 
 
-def _no_address(variable: Variable, what: str, like: str) -> UsageError:
+def _invalid_address(variable: Variable, what: str, like: str) -> UsageError:
     return variable.error(what, f"Write the address as host:port, such as {like}.")
 
 
 def _bracketed(text: str) -> str:
     host, _, port = text.rpartition(":")
-    return f"[{host}]:{port}" if _is_ipv6(host) else f"[{text if _is_ipv6(text) else '::1'}]:{USUAL_PORT}"
+    return f"[{host}]:{port}" if _is_ipv6(host) else f"[{text if _is_ipv6(text) else '::1'}]:{DEFAULT_PORT}"
 
 
 def _is_ipv6(text: str) -> bool:

@@ -1,6 +1,6 @@
-"""The XRT contract: which workers and cores the environment describes, and all that is wrong with it.
+"""The XRT configuration: the workers and cores that the environment describes, or what is wrong with it.
 
-Pure: no sockets, no files, no process. One parser for the command, the parent and its processes.
+Pure: no sockets, no files, no processes. The command line, the launcher and the replicas share this parser.
 Source of meanings and precedence: torch_xla 1.13, computation_client.cc and xla_multiprocessing.py.
 """
 
@@ -12,72 +12,71 @@ from dataclasses import dataclass
 from polyxla.errors import UsageError
 from polyxla_xrt import env
 from polyxla_xrt.config.addresses import GRPC, join_address, read_address
-from polyxla_xrt.config.device_map import Kind, read_map
+from polyxla_xrt.config.device_map import DeviceKind, read_map
+from polyxla_xrt.config.timeouts import MESH_CONNECT_WAIT_S, mesh_connect_wait_s
 from polyxla_xrt.config.variables import Variable, find, read_count, read_flag
 from polyxla_xrt.config.workers import Worker, WorkerId, read_worker_id, read_workers
 
-CORES = 8
-"""Cores of a worker, where nothing says otherwise. Source: torch_xla 1.13."""
-CONNECT_WAIT_S = 300
-"""Longest wait for the mesh service. Source: torch_xla 1.13, mesh_service.cc."""
+DEFAULT_CORES = 8
+"""Number of cores of a worker if `TPU_NUM_DEVICES` is unset. Source: torch_xla 1.13."""
 LOCAL_SERVICE = "localservice"
-"""The one worker's name that means a service of this host, which may be started."""
+"""The worker name that means a worker on this host, which polyxla may start."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """What the environment says of a job, as one of its hosts sees it before it starts processes.
+    """A job's workers and hosts, as one of its hosts reads them before it starts processes.
 
     Attributes:
         source: the variable that describes the workers.
-        kind: the kind of the devices that replicas are on.
-        workers: all of them in order, or none where only the mesh service knows them.
-        devices_per_worker: number of devices of that kind, of each worker.
+        kind: the kind of device that replicas run on.
+        workers: all workers in order; empty if only the mesh service knows them.
+        devices_per_worker: number of devices of that kind on each worker.
         local_worker: the worker whose devices this host drives.
-        hosts: number of hosts, each with a worker of its own.
-        mesh_address: where processes meet, ``host:port``; None where the launcher may choose.
-        mesh_connect_wait_s: longest wait for that place to answer, in seconds.
-        may_start_service: whether this host may start a worker called ``localservice``.
-        warnings: what a person should be told, such as a variable without effect.
+        hosts: number of hosts; each drives one worker.
+        mesh_address: ``host:port`` of the mesh service; None if the launcher may choose it.
+        mesh_connect_wait_s: longest wait for the mesh service to answer, in seconds.
+        may_start_service: whether this host may start a worker named ``localservice``.
+        warnings: messages for the user, such as a variable that has no effect.
     """
 
     source: str
-    kind: Kind
+    kind: DeviceKind
     workers: tuple[Worker, ...]
     devices_per_worker: int
     local_worker: WorkerId
     hosts: int = 1
     mesh_address: str | None = None
-    mesh_connect_wait_s: int = CONNECT_WAIT_S
+    mesh_connect_wait_s: int = MESH_CONNECT_WAIT_S
     may_start_service: bool = True
     warnings: tuple[str, ...] = ()
 
     @property
     def host_index(self) -> int:
-        """The number of this host, ``0 <= host_index < hosts``: the task of its worker."""
+        """The index of this host, ``0 <= host_index < hosts``: the task of its worker."""
         return self.local_worker.task
 
     @property
     def starts_service(self) -> bool:
-        """Whether this host starts its worker itself when none answers."""
+        """Whether this host starts its worker itself if none answers."""
         return self.may_start_service and self.local_worker.name == LOCAL_SERVICE
 
 
 @dataclass(frozen=True)
 class _Cluster:
-    """The workers, as one of the sources describes them."""
+    """The workers, as the chosen variable describes them."""
 
     source: Variable
-    kind: Kind
+    kind: DeviceKind
     workers: tuple[Worker, ...]
     devices: int
 
 
 def source(environ: Mapping[str, str]) -> Variable | None:
-    """Return the variable that describes the workers, right or wrong; None where none does.
+    """Return the variable that describes the workers, valid or not; None if no variable does.
 
-    The order is that of XRT, with one exception: `TPU_NUM_DEVICES` yields to a complete mesh address,
-    because both are set on every host of a pod but the first.
+    The order is that of XRT, with one exception: `TPU_NUM_DEVICES` yields to a mesh address with a local
+    worker, because a pod sets all three on every host except the first.
     """
     if config := find(environ, env.XRT_TPU_CONFIG):
         return config
@@ -92,15 +91,15 @@ def source(environ: Mapping[str, str]) -> Variable | None:
 
 
 def read(environ: Mapping[str, str]) -> Configuration | None:
-    """Read what a host is told, before it starts any process.
+    """Read the configuration of this host, before it starts any process.
 
-    ``PJRT_DEVICE`` is not looked at: core decides between runtimes.
+    ``PJRT_DEVICE`` is ignored: core chooses between runtimes.
 
     Returns:
-        The configuration, or None where no variable describes workers.
+        The configuration, or None if no variable describes workers.
 
     Raises:
-        UsageError: a value makes no sense, contradicts another, or is left over from another process.
+        UsageError: a value is invalid, contradicts another, or is left over from another process.
     """
     chosen = source(environ)
     if chosen is None:
@@ -118,7 +117,7 @@ def read(environ: Mapping[str, str]) -> Configuration | None:
         local_worker=local,
         hosts=hosts,
         mesh_address=_mesh_address(environ),
-        mesh_connect_wait_s=_connect_wait_s(environ),
+        mesh_connect_wait_s=mesh_connect_wait_s(environ),
         may_start_service=_may_start_service(environ),
         warnings=(*_warnings(cluster, local, environ), *env.remarks(environ)),
     )
@@ -128,13 +127,13 @@ def _refuse_leftovers(environ: Mapping[str, str]) -> None:
     for name in env.ONLY_GIVEN:
         if left := find(environ, name):
             raise left.error(
-                f"{name} belongs to the process of a replica, and is set where none has been started",
-                f"Unset it: it is left over from a replica, as {env.XRT_SHARD_ORDINAL} may be.",
+                f"{name} is set only in a replica's process, and this is not one",
+                f"Unset it: it is left over from a replica, and {env.XRT_SHARD_ORDINAL} may be too.",
             )
     if detached := find(environ, env.XRT_HOST_ORDINAL):
         raise detached.error(
-            "hosts whose TPUs are not linked cannot be driven together",
-            f"Unset it. The workers of a pod are joined by '|' in {env.XRT_TPU_CONFIG}.",
+            "hosts whose TPUs are not linked cannot run one job",
+            f"Unset it. List the workers of a pod in {env.XRT_TPU_CONFIG}, separated by '|'.",
         )
 
 
@@ -155,8 +154,8 @@ def _mapped(chosen: Variable, environ: Mapping[str, str]) -> _Cluster:
     if chosen.name == env.XRT_WORKERS or workers is None:
         missing = env.XRT_WORKERS if chosen.name == env.XRT_DEVICE_MAP else env.XRT_DEVICE_MAP
         raise chosen.error(
-            f"{chosen.name} says nothing without {missing}, which is not set",
-            f"Set both, or write {env.XRT_TPU_CONFIG}='tpu_worker;0;HOST:8470' in place of both.",
+            f"{chosen.name} needs {missing}, which is not set",
+            f"Set both, or set {env.XRT_TPU_CONFIG}='tpu_worker;0;HOST:8470' instead of both.",
         )
     served = read_workers(workers)
     mapped = read_map(chosen, served)
@@ -165,7 +164,7 @@ def _mapped(chosen: Variable, environ: Mapping[str, str]) -> _Cluster:
 
 def _cores(environ: Mapping[str, str]) -> int:
     cores = find(environ, env.TPU_NUM_DEVICES)
-    return read_count(cores, "the number of cores of a worker, such as 8") if cores else CORES
+    return read_count(cores, "the number of cores of a worker, such as 8") if cores else DEFAULT_CORES
 
 
 def _local_worker(cluster: _Cluster, environ: Mapping[str, str]) -> WorkerId:
@@ -175,35 +174,35 @@ def _local_worker(cluster: _Cluster, environ: Mapping[str, str]) -> WorkerId:
         return known[0]
     if local is None:
         raise cluster.source.error(
-            "it says where processes meet, but not which worker this host drives",
+            "it names the mesh service, but no variable says which worker this host drives",
             f"Set {env.XRT_LOCAL_WORKER}=name:task, and {env.XRT_TPU_CONFIG} on the host of task 0.",
         )
     asked = read_worker_id(local)
     if known and asked not in known:
         raise local.error(
             f"{asked} is not among the workers {', '.join(map(str, known))} of {cluster.source.name}",
-            f"Write one of them, or unset it for {known[0]}; it may be left over from an earlier run.",
+            f"Write one of them, or unset it to use {known[0]}; it may be left over from an earlier run.",
         )
     if not known and asked.task == 0:
         raise local.error(
-            "this host drives worker 0, which tells the others of all workers, but knows none itself",
-            f"Set {env.XRT_TPU_CONFIG} to the list of all workers on this host.",
+            "this host drives worker 0 and must give the other hosts the list of workers, but has none",
+            f"On this host, set {env.XRT_TPU_CONFIG} to the list of all workers.",
         )
     return asked
 
 
 def _hosts(cluster: _Cluster, environ: Mapping[str, str]) -> int:
     """Read the number of hosts; each drives one worker."""
-    said = find(environ, env.XRT_SHARD_WORLD_SIZE)
+    variable = find(environ, env.XRT_SHARD_WORLD_SIZE)
     workers = len(cluster.workers)
-    if said is None:
+    if variable is None:
         return workers or 1
-    hosts = read_count(said, "the number of hosts")
+    hosts = read_count(variable, "the number of hosts")
     if workers and hosts != workers:
         replicas = hosts == workers * cluster.devices
-        hint = ", the number of replicas, as in a replica's process" if replicas else ""
-        raise said.error(
-            f"{hosts} hosts{hint}, but {cluster.source.name} has {workers} worker(s), one for each host",
+        hint = " (the number of replicas: is it left over from a replica?)" if replicas else ""
+        raise variable.error(
+            f"{hosts} hosts{hint}, but {cluster.source.name} lists {workers} worker(s), one per host",
             f"Write {env.XRT_SHARD_WORLD_SIZE}={workers}, or unset it.",
         )
     return hosts
@@ -211,18 +210,18 @@ def _hosts(cluster: _Cluster, environ: Mapping[str, str]) -> int:
 
 def _check_host(local: WorkerId, hosts: int, environ: Mapping[str, str]) -> None:
     if local.task >= hosts:
-        # Only where the workers are not known here, so that these two variables are all there is.
+        # Possible only if the workers are not known here: these two variables are all there is.
         raise UsageError(
-            f"this host drives {local}, but there is only room for tasks below {hosts}, the number of hosts",
+            f"this host drives {local}, but with {hosts} host(s) every task must be below {hosts}",
             where=f"{env.XRT_LOCAL_WORKER}={environ[env.XRT_LOCAL_WORKER].strip()}",
             fix=f"Set {env.XRT_SHARD_WORLD_SIZE} to the number of hosts, at least {local.task + 1}.",
         )
-    said = find(environ, env.XRT_SHARD_ORDINAL)
-    if said and read_count(said, "the number of this host", least=0) != local.task:
-        raise said.error(
-            f"this host drives {local} and so is number {local.task}, not {said.text}",
-            f"Unset it: it is left over from a replica, or from another host. The task of "
-            f"{env.XRT_LOCAL_WORKER} says which host this is.",
+    variable = find(environ, env.XRT_SHARD_ORDINAL)
+    if variable and read_count(variable, "the index of this host", least=0) != local.task:
+        raise variable.error(
+            f"this host drives {local}, so its index is {local.task}, not {variable.text}",
+            f"Unset it: it is left over from a replica or from another host. The task in "
+            f"{env.XRT_LOCAL_WORKER} is the index of this host.",
         )
 
 
@@ -231,9 +230,7 @@ def _mesh_address(environ: Mapping[str, str]) -> str | None:
     return join_address(*read_address(mesh, mesh.text)) if mesh else None
 
 
-def _connect_wait_s(environ: Mapping[str, str]) -> int:
-    wait = find(environ, env.XRT_MESH_CONNECT_WAIT)
-    return read_count(wait, "a number of seconds") if wait else CONNECT_WAIT_S
+
 
 
 def _may_start_service(environ: Mapping[str, str]) -> bool:
@@ -244,12 +241,12 @@ def _may_start_service(environ: Mapping[str, str]) -> bool:
 def _warnings(cluster: _Cluster, local: WorkerId, environ: Mapping[str, str]) -> list[str]:
     chosen = cluster.source.name
     warnings = [
-        f"{name} has no effect beside {chosen}: unset one of them."
+        f"{name} has no effect because {chosen} is set: unset one of them."
         for name in (env.XRT_DEVICE_MAP, env.XRT_WORKERS)
         if chosen != env.XRT_DEVICE_MAP and find(environ, name)
     ]
     warnings += [
-        f"{name} needs no {GRPC} before a host: it is left out."
+        f"{name} contains {GRPC}, which is ignored: write the address without it."
         for name in (env.XRT_TPU_CONFIG, env.XRT_MESH_SERVICE_ADDRESS)
         if GRPC in environ.get(name, "")
     ]

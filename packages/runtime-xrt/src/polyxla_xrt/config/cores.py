@@ -1,6 +1,6 @@
-"""The processes of a job: which device each drives, its numbers, and what it must find in its environment.
+"""A job's cores and processes: which core each process drives, its ordinals, and its environment.
 
-Pure functions over a `Configuration`; the parent's environment is never written.
+Pure functions over a `Configuration`; they never change the parent's environment.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from polyxla import UsageError, World
 from polyxla_xrt import env
 from polyxla_xrt.config.configuration import Configuration
-from polyxla_xrt.config.device_map import Kind
+from polyxla_xrt.config.device_map import DeviceKind
 from polyxla_xrt.config.workers import WorkerId, write_workers
 
 
@@ -20,24 +20,24 @@ class Core:
 
     Attributes:
         kind: ``TPU``, unless a device map says otherwise.
-        ordinal: its number among all of its kind.
-        worker: the worker that has it; its task is the number of the host that drives it.
+        ordinal: its number among all devices of its kind.
+        worker: the worker that owns it; the worker's task is the index of the host that drives it.
         index: its number within the worker.
     """
 
-    kind: Kind
+    kind: DeviceKind
     ordinal: int
     worker: WorkerId
     index: int
 
     @property
     def name(self) -> str:
-        """What XRT calls it, such as ``TPU:3``."""
+        """The XRT name, such as ``TPU:3``."""
         return f"{self.kind}:{self.ordinal}"
 
 
 def cores(configuration: Configuration) -> tuple[Core, ...]:
-    """Return every device of a job: numbers go on from worker to worker, in the order of their list.
+    """Return every device of a job, numbered worker by worker in list order.
 
     Source: torch_xla 1.13, computation_client.cc.
     """
@@ -54,10 +54,10 @@ def process_count(configuration: Configuration, nprocs: int | None = None) -> in
 
     Args:
         configuration: the job's.
-        nprocs: what the caller of ``spawn`` asks for; None for all.
+        nprocs: the ``nprocs`` argument of ``spawn``; None for one process per core.
 
     Raises:
-        UsageError: it is neither 1 nor all, or this configuration does not allow so many.
+        UsageError: the number is neither 1 nor the number of cores, or the configuration forbids it.
     """
     every = configuration.devices_per_worker
     count = every if nprocs is None else nprocs
@@ -68,33 +68,34 @@ def process_count(configuration: Configuration, nprocs: int | None = None) -> in
 
 
 def check_several(configuration: Configuration, count: int, where: str) -> None:
-    """Check that processes can be started on each of this host's cores that is used.
+    """Check that the configuration allows so many processes on this host.
 
     Args:
         configuration: the job's.
-        count: how many, on this host.
-        where: who asks for so many, to be named in the error.
+        count: number of processes of this host.
+        where: the setting that requested them, for the error.
 
     Raises:
-        UsageError: the configuration describes the devices of one process, or hosts do not know each other.
+        UsageError: the configuration describes the devices of one process, or several hosts have no mesh
+            service.
     """
     if count > 1:
         _check_source(configuration, where)
     if configuration.hosts > 1 and configuration.mesh_address is None:
         raise UsageError(
-            f"{configuration.hosts} hosts do not know where to meet",
+            f"{configuration.hosts} hosts need the address of the mesh service",
             where=f"{env.XRT_MESH_SERVICE_ADDRESS} is unset",
-            fix=f"Set {env.XRT_MESH_SERVICE_ADDRESS}=HOST:8477 on all of them, HOST being that of task 0.",
+            fix=f"Set {env.XRT_MESH_SERVICE_ADDRESS}=HOST:8477 on every host; HOST is the host of task 0.",
         )
 
 
 def child_world(configuration: Configuration, index: int, count: int) -> World:
-    """Return the numbers of a process of this host; each has one replica.
+    """Return the world of a process of this host; each process holds one replica.
 
     Args:
         configuration: the job's.
-        index: the process's number on this host, ``0 <= index < count``.
-        count: how many processes each host has.
+        index: the index of the process on this host, ``0 <= index < count``.
+        count: number of processes of each host.
 
     Raises:
         ValueError: this host has no process `index`.
@@ -116,11 +117,12 @@ def child_world(configuration: Configuration, index: int, count: int) -> World:
 
 
 def child_environment(configuration: Configuration, index: int, count: int) -> dict[str, str | None]:
-    """Return what changes in the environment of a process of this host; None removes a variable.
+    """Return the changes to the environment of a process of this host; None removes a variable.
 
-    Ordinal 0 alone keeps the description of the workers; the mesh service tells it to the others. Where
-    `Configuration.mesh_address` is None the launcher adds the address it has chosen, if it is not 1 process.
-    The arguments and errors are those of `child_world`. Source: torch_xla 1.13, xla_multiprocessing.py.
+    Only ordinal 0 keeps the description of the workers; the others get it from the mesh service. If
+    `Configuration.mesh_address` is None and there are several processes, the launcher adds the address that
+    it chose. Arguments and errors are those of `child_world`.
+    Source: torch_xla 1.13, xla_multiprocessing.py.
     """
     world = child_world(configuration, index, count)
     device = f"{configuration.kind}:{world.ordinal}"
@@ -135,7 +137,7 @@ def child_environment(configuration: Configuration, index: int, count: int) -> d
     if world.ordinal:
         variables |= {env.XRT_TPU_CONFIG: None, env.TPU_NUM_DEVICES: None}
     if configuration.source != env.XRT_DEVICE_MAP:
-        # They would describe the workers wherever the better description has been removed.
+        # Otherwise they would describe the workers in processes that lost the better description above.
         variables |= {env.XRT_DEVICE_MAP: None, env.XRT_WORKERS: None}
     if world.world_size == 1:
         variables[env.XRT_MESH_SERVICE_ADDRESS] = None
@@ -150,21 +152,20 @@ def _check_allowed(configuration: Configuration, count: int, where: str) -> None
     if count not in (1, every):
         allowed = "nprocs=1" if every == 1 else f"nprocs=1 or nprocs={every}"
         raise UsageError(
-            f"{count} processes cannot share {every} core(s): a host starts one, or one for each core",
+            f"{count} processes cannot share {every} core(s): a host starts one process, or one per core",
             where=where,
-            fix=f"Write {allowed}, or nothing for all; {variable} says how many cores there are.",
+            fix=f"Write {allowed}, or omit it to use all cores; {variable} sets the number of cores.",
         )
     if count == 1 < every and configuration.hosts > 1:
         raise UsageError(
-            f"one process cannot stand for the {every} cores of a host where {configuration.hosts} hosts "
-            "work together",
+            f"one process cannot drive the {every} cores of a host in a job of {configuration.hosts} hosts",
             where=where,
-            fix=f"Leave nprocs out, or write nprocs={every}.",
+            fix=f"Omit nprocs, or write nprocs={every}.",
         )
 
 
 def _check_source(configuration: Configuration, where: str) -> None:
-    """Refuse what describes the devices of one process, and would do so in each of several."""
+    """Refuse a source that describes the devices of a single process."""
     if configuration.source not in (env.XRT_DEVICE_MAP, env.TPU_NUM_DEVICES):
         return
     is_map = configuration.source == env.XRT_DEVICE_MAP

@@ -1,4 +1,4 @@
-"""The table of devices, `XRT_DEVICE_MAP`: the long way to write what `XRT_TPU_CONFIG` says."""
+"""The device table `XRT_DEVICE_MAP`: the long form of `XRT_TPU_CONFIG`."""
 
 from __future__ import annotations
 
@@ -11,50 +11,59 @@ from polyxla_xrt import env
 from polyxla_xrt.config.variables import Variable
 from polyxla_xrt.config.workers import Worker, WorkerId, read_entries
 
-Kind = Literal["TPU", "GPU", "CPU"]
-"""What devices are called. The first of these that a map has is what its replicas are on."""
+DeviceKind = Literal["TPU", "GPU", "CPU"]
+"""The kinds of device. Replicas run on the first of these kinds that a map contains."""
 
-_TYPES: dict[str, Kind] = {"TPU": "TPU", "XLA_GPU": "GPU", "XLA_CPU": "CPU"}
+_TYPES: dict[str, DeviceKind] = {"TPU": "TPU", "XLA_GPU": "GPU", "XLA_CPU": "CPU"}
 _ENTRY = re.compile(
     r"(TPU|GPU|CPU):([0-9]{1,6});"
     r"/job:([A-Za-z0-9_-]+)/replica:0/task:([0-9]{1,6})/device:(TPU|XLA_GPU|XLA_CPU):([0-9]{1,6})"
 )
 
 
-class Mapped(NamedTuple):
-    """What a map says, once it is known to be a regular one."""
+class MappedDevices(NamedTuple):
+    """The content of a valid map.
 
-    kind: Kind
+    Attributes:
+        kind: the kind of device that replicas run on.
+        devices_per_worker: number of devices of that kind of each worker.
+    """
+
+    kind: DeviceKind
     devices_per_worker: int
 
 
 @dataclass(frozen=True, order=True)
 class _Device:
-    kind: Kind
+    kind: DeviceKind
     ordinal: int
     worker: WorkerId
     index: int
 
 
-def read_map(variable: Variable, workers: Sequence[Worker]) -> Mapped:
-    """Read a map whose workers' addresses are known.
+def read_map(variable: Variable, workers: Sequence[Worker]) -> MappedDevices:
+    """Read a device map.
+
+    Args:
+        variable: the map.
+        workers: the workers whose addresses are known.
 
     Raises:
-        UsageError: it is not spelt like one, names a worker that has no address, or numbers the devices
-            of its kind otherwise than through the workers in their order, as many of each.
+        UsageError: the format is wrong, a worker has no address, or the devices are not numbered worker by
+            worker with equally many each.
     """
     devices = [_device(variable, entry) for entry in read_entries(variable)]
     known = [worker.id for worker in workers]
     for device in devices:
         if device.worker not in known:
             raise variable.error(
-                f"it names the worker {device.worker}, and {env.XRT_WORKERS} has only "
+                f"it names the worker {device.worker}, but {env.XRT_WORKERS} lists only "
                 f"{', '.join(map(str, known))}",
                 f"Add {device.worker};HOST:8470 to {env.XRT_WORKERS}, or correct the name.",
             )
-    kind: Kind = next(kind for kind in get_args(Kind) if any(device.kind == kind for device in devices))
+    kind: DeviceKind = next(kind for kind in get_args(DeviceKind) if any(one.kind == kind for one in devices))
     _check_numbers(variable, kind, devices, known)
-    return Mapped(kind, sum(device.kind == kind for device in devices) // len(known))
+    return MappedDevices(kind, sum(device.kind == kind for device in devices) // len(known))
 
 
 def _device(variable: Variable, entry: str) -> _Device:
@@ -70,7 +79,7 @@ def _device(variable: Variable, entry: str) -> _Device:
 
 
 def _check_numbers(
-    variable: Variable, kind: Kind, devices: Sequence[_Device], known: Sequence[WorkerId]
+    variable: Variable, kind: DeviceKind, devices: Sequence[_Device], known: Sequence[WorkerId]
 ) -> None:
     found = sorted(device for device in devices if device.kind == kind)
     each = len(found) // len(known)
@@ -81,7 +90,7 @@ def _check_numbers(
     ]
     if found != wanted:
         raise variable.error(
-            f"its {kind} devices do not count from {kind}:0 through the workers in their order, "
-            "as many of each worker",
-            f"Number them so, or write {env.XRT_TPU_CONFIG} in place of it and of {env.XRT_WORKERS}.",
+            f"its {kind} devices must be numbered from {kind}:0, worker by worker in list order, "
+            "with equally many on each worker",
+            f"Renumber them, or set {env.XRT_TPU_CONFIG} instead of it and {env.XRT_WORKERS}.",
         )

@@ -1,4 +1,4 @@
-"""A variable as it is set, and the numbers in it. Pure functions over text."""
+"""A variable as it is set, and the parsers of numbers and flags. Pure functions over text."""
 
 from __future__ import annotations
 
@@ -9,60 +9,66 @@ from polyxla.errors import UsageError
 
 
 class Variable(NamedTuple):
-    """A variable that is set, and its text without surrounding spaces."""
+    """A variable that is set, and its text without surrounding whitespace."""
 
     name: str
     text: str
 
     @property
     def where(self) -> str:
-        """The way an error names it."""
+        """The variable and its value, as an error names them."""
         return f"{self.name}={self.text}"
 
     def error(self, what: str, fix: str) -> UsageError:
-        """Return the error that says what is wrong with it."""
+        """Return the error that names this variable as the cause.
+
+        Args:
+            what: what is wrong, a sentence without its full stop.
+            fix: what to write instead, a sentence with its full stop.
+        """
         return UsageError(what, where=self.where, fix=fix)
 
 
 def find(environ: Mapping[str, str], name: str) -> Variable | None:
-    """Return a variable, or None where it is unset or empty."""
+    """Return a variable, or None if it is unset or empty."""
     text = environ.get(name, "").strip()
     return Variable(name, text) if text else None
 
 
-def whole(text: str) -> int | None:
-    """Read a whole number from 0; None where the text is no such number, or an absurd one."""
+def parse_integer(text: str) -> int | None:
+    """Parse a non-negative integer of at most nine digits; return None for any other text."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None
 
 
 def read_count(variable: Variable, meaning: str, least: int = 1) -> int:
-    """Read a number.
+    """Read a count.
 
     Args:
-        variable: where it is.
-        meaning: what it is, for the error, such as ``the number of hosts``.
-        least: the smallest that makes sense.
+        variable: the variable that holds it.
+        meaning: the meaning of the number, for the error, such as ``the number of hosts``.
+        least: the smallest valid value.
 
     Raises:
-        UsageError: it is not a whole number from `least`.
+        UsageError: the value is not an integer of at least `least`.
     """
-    count = whole(variable.text)
+    count = parse_integer(variable.text)
     if count is None or count < least:
         raise variable.error(
-            f"{variable.text!r} is not a whole number from {least}", f"Write {meaning}, or unset it."
+            f"{variable.text!r} is not an integer of at least {least}", f"Write {meaning}, or unset it."
         )
     return count
 
 
 def read_flag(variable: Variable) -> bool:
-    """Read a yes or no.
+    """Read a boolean: ``1``, ``0``, ``true`` or ``false``.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: the value is none of these.
     """
     flags = {"1": True, "true": True, "0": False, "false": False}
     if (flag := flags.get(variable.text.lower())) is None:
         raise variable.error(
-            f"{variable.text!r} is neither yes nor no", f"Write {variable.name}=1 or {variable.name}=0."
+            f"{variable.text!r} is neither true nor false",
+            f"Write {variable.name}=1 or {variable.name}=0.",
         )
     return flag

@@ -1,1 +1,1 @@
-"""What travels between clients and workers."""
+"""The limits, encodings and queues that clients and servers share."""

@@ -1,48 +1,49 @@
-"""What waits to be sent over one stream, in order; what has gathered meanwhile is sent together."""
+"""A send queue for one stream: messages keep their order, and those that have gathered travel together."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 LIMIT_BYTES = 64 << 20
-"""How many bytes may wait; whoever has more waits, too."""
-_TOGETHER_BYTES = 1 << 20
-_EACH_BYTES = 64
-"""What a message without data takes, roughly."""
+"""Limit of queued bytes; beyond it, `Outbox.put` blocks (backpressure)."""
+_BATCH_BYTES = 1 << 20
+_OVERHEAD_BYTES = 64
+"""Approximate size of a message without data."""
 
 
 class Outbox:
-    """A queue for the one thread that sends. Any thread may put.
+    """A queue with many producers and one consumer, the thread that sends.
+
+    One condition guards all state. It is notified whenever room appears, a message arrives or the queue ends.
 
     Args:
-        last: called when everything else has been taken; returns what more to send, or None. What may come
-            late, like frees, waits for it. It must not put.
-        linger_s: how long what `last` may have waits for company, in seconds.
+        take_deferred: returns a message to send after everything that is queued, or None. It is called under the
+            queue's lock and must not call `put`. The client's frees are sent this way.
+        linger_s: interval of calls of `take_deferred` while the queue is empty, in seconds.
     """
 
-    def __init__(self, last: Callable[[], Any | None] = lambda: None, linger_s: float = 0.05) -> None:
+    def __init__(self, take_deferred: Callable[[], Any | None] = lambda: None, linger_s: float = 0.05) -> None:
         self._items: deque[tuple[Any, int]] = deque()
         self._bytes = 0
         self._changed = threading.Condition()
         self._is_closed = self._is_cut = False
-        self._last = last
+        self._take_deferred = take_deferred
         self._linger_s = linger_s
 
     def put(self, item: Any, size: int = 0, *, may_wait: bool = True) -> bool:
-        """Queue a message; waits while too much is queued. Return whether it will be sent.
+        """Queue a message, and block while the queue is full. Return False if the queue has ended.
 
         Args:
             item: the message.
-            size: how many bytes of data it has.
-            may_wait: else it is queued whatever waits already.
+            size: bytes of data in the message.
+            may_wait: False queues the message even if the queue is full.
         """
-        size += _EACH_BYTES
+        size += _OVERHEAD_BYTES
         with self._changed:
-            # One that is larger than the limit goes alone.
+            # An empty queue takes a message of any size: one that exceeds the limit travels alone.
             while may_wait and self._bytes and self._bytes + size > LIMIT_BYTES and not self._is_closed:
                 self._changed.wait()
             if self._is_closed:
@@ -53,37 +54,48 @@ class Outbox:
             return True
 
     def take(self) -> list[Any] | None:
-        """Wait for messages and return those that travel together; None when there will be no more."""
+        """Block until there are messages, and return those that travel together; None at the end.
+
+        Deferred messages follow everything queued before them: a producer queues its use of an array before it
+        frees the array, so `take_deferred` is called only when the queue is empty, under the same lock that
+        `put` needs.
+        """
         with self._changed:
-            deadline = time.monotonic() + self._linger_s
             while not self._items and not self._is_closed:
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                    # Only behind everything: what was queued just now may need what is freed.
-                    if not self._items and (last := self._last()) is not None:
-                        return [last]
-                    deadline = time.monotonic() + self._linger_s
+                if not self._changed.wait_for(self._has_items_or_ended, self._linger_s):
+                    deferred = self._take_deferred()
+                    if deferred is not None:
+                        return [deferred]
             if self._is_cut or not self._items:
                 return None
-            together: list[Any] = []
-            size = 0
-            while self._items and (not together or size + self._items[0][1] <= _TOGETHER_BYTES):
-                item, item_size = self._items.popleft()
-                together.append(item)
-                size += item_size
-            self._bytes -= size
-            self._changed.notify_all()
-            if not self._items and (last := self._last()) is not None:
-                together.append(last)
-        return together
+            batch = self._pop_batch()
+            if not self._items and (deferred := self._take_deferred()) is not None:
+                batch.append(deferred)
+        return batch
+
+    def _has_items_or_ended(self) -> bool:
+        return bool(self._items) or self._is_closed
+
+    def _pop_batch(self) -> list[Any]:
+        """Remove the first messages, at least one and at most `_BATCH_BYTES`, and wake blocked producers."""
+        batch: list[Any] = []
+        size = 0
+        while self._items and (not batch or size + self._items[0][1] <= _BATCH_BYTES):
+            item, item_size = self._items.popleft()
+            batch.append(item)
+            size += item_size
+        self._bytes -= size
+        self._changed.notify_all()
+        return batch
 
     def close(self) -> None:
-        """Let what is queued be taken, and nothing more be put."""
+        """Refuse new messages; those that are queued are still taken."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def cut(self) -> None:
-        """Drop what is queued: nobody will take it."""
+        """Refuse new messages and drop those that are queued: the stream is gone."""
         with self._changed:
             self._is_closed = self._is_cut = True
             self._items.clear()

@@ -1,1 +1,1 @@
-"""The mesh service: `mesh` is what it decides, `service` its calls, `app` its life."""
+"""The two services of a TPU node: `worker` owns cores for jobs, `mesh` is where a job's replicas meet."""

@@ -83,7 +83,7 @@ def cpu_engine(
             bridge.POLYXLA_BRIDGE_PROCESS: str(request.worker),
             bridge.POLYXLA_BRIDGE_COORDINATOR: meeting if replicas > 1 else "",
             bridge.POLYXLA_BRIDGE_HOST: request.host or LOCALHOST,
-            bridge.POLYXLA_STALL_TIMEOUT_S: str(request.stall_timeout_s or bridge.Share.stall_timeout_s),
+            bridge.POLYXLA_STALL_TIMEOUT_S: str(request.stall_timeout_s or bridge.BridgeSettings.stall_timeout_s),
         }
     )
     stall_watchdog.on_stall(on_stall)

@@ -13,18 +13,18 @@ from typing import Any, NoReturn
 
 import grpc
 
+from polyxla_bridge.abi import Code
 from polyxla_bridge.engine import memory_accounting
 from polyxla_bridge.engine.engine import Engine
 from polyxla_bridge.errors import PjrtError, as_pjrt_error
-from polyxla_bridge.table.abi import Code
+from polyxla_xrt.config.timeouts import LONGEST_WAIT_S
 from polyxla_xrt.proto import worker_pb2 as pb
-from polyxla_xrt.protocol.mesh import LONGEST_TIMEOUT_S
 from polyxla_xrt.protocol.outbox import Outbox
-from polyxla_xrt.protocol.worker import PROTOCOL, SILENCE_S, spell_holder
+from polyxla_xrt.protocol.worker import PROTOCOL, SILENCE_S, format_holder
 from polyxla_xrt.server import engines
-from polyxla_xrt.server.job import Job, Place
-from polyxla_xrt.server.leases import CrowdError, DrainingError, HeldError, Leases, held
-from polyxla_xrt.server.session import MisuseError
+from polyxla_xrt.server.worker.leased_job import AttachedProcess, LeasedJob
+from polyxla_xrt.server.worker.leases import CrowdError, DrainingError, HeldError, Leases, held
+from polyxla_xrt.server.worker.session import MisuseError
 
 ATTACH_S = 60.0
 """Longest wait, in seconds, for a job's engine to start."""
@@ -99,7 +99,7 @@ class WorkerServicer:
             job = job or self._acquire(request, request.wait_s, context)
         except HeldError as error:
             since = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(error.held.since))
-            text = f"the worker's cores are held by {spell_holder(error.held.holder)} since {since}"
+            text = f"the worker's cores are held by {format_holder(error.held.holder)} since {since}"
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, _details(text))
         except DrainingError:
             # Not UNAVAILABLE, which says that there is no worker at all.
@@ -130,7 +130,7 @@ class WorkerServicer:
         text = None
         if not 1 <= request.cores <= self._settings.cores:
             text = f"the job asks for {request.cores} cores, and this worker has {self._settings.cores}"
-        elif not 0 <= request.wait_s <= LONGEST_TIMEOUT_S or not request.stall_timeout_s >= 0:
+        elif not 0 <= request.wait_s <= LONGEST_WAIT_S or not request.stall_timeout_s >= 0:
             text = "a wait must be a number of seconds from 0"
         elif any(
             len(value) > NAME_CHARS for _, value in request.holder.ListFields() if isinstance(value, str)
@@ -141,23 +141,23 @@ class WorkerServicer:
         if text:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
 
-    def _acquire(self, request: pb.LeaseRequest, wait_s: float, context: Any) -> Job | None:
-        def make() -> Job:
+    def _acquire(self, request: pb.LeaseRequest, wait_s: float, context: Any) -> LeasedJob | None:
+        def make() -> LeasedJob:
             meeting = engines.coordinator(request)
-            job = Job(
+            job = LeasedJob(
                 request.holder,
                 request.cores,
                 meeting,
                 self._settings.memory_limit_bytes,
                 lambda: self._make_engine(request, meeting, lambda text: job.end(_stalled(text))),
             )
-            who = spell_holder(request.holder)
+            who = format_holder(request.holder)
             _log.info("lease granted", extra={"event": {"holder": who, "cores": request.cores}})
             return job
 
         return self.leases.acquire(make, wait_s, lambda: not context.is_active())
 
-    def _retire(self, job: Job) -> None:
+    def _retire(self, job: LeasedJob) -> None:
         seconds = round(time.time() - job.since, 3)
         is_free = job.close()
         engines.return_memory()
@@ -188,7 +188,7 @@ class WorkerServicer:
         while (answers := outbox.take()) is not None:
             yield answers
 
-    def _attach(self, attach: pb.Attach, outbox: Outbox, context: Any) -> tuple[Job, Place]:
+    def _attach(self, attach: pb.Attach, outbox: Outbox, context: Any) -> tuple[LeasedJob, AttachedProcess]:
         _check_protocol(attach.protocol, context)
         job = self.leases.job
         if job is None or not hmac.compare_digest(job.key.encode(), attach.job.encode()):
@@ -229,7 +229,7 @@ class WorkerServicer:
         )
 
 
-def _read(requests: Iterator[pb.Commands], job: Job, place: Place) -> None:
+def _read(requests: Iterator[pb.Commands], job: LeasedJob, place: AttachedProcess) -> None:
     """Carry out a session's commands until it says goodbye, dies or makes a mistake."""
     assert place.session is not None
     how = f"died, or was out of reach for {SILENCE_S} s"

@@ -18,8 +18,8 @@ from polyxla_xrt.config.addresses import join_address
 from polyxla_xrt.proto import mesh_pb2 as pb
 from polyxla_xrt.proto import mesh_pb2_grpc
 from polyxla_xrt.protocol.mesh import OPTIONS
-from polyxla_xrt.server.mesh_service import MeshServicer
-from polyxla_xrt.server.rendezvous import Mesh
+from polyxla_xrt.server.mesh.rendezvous import Mesh
+from polyxla_xrt.server.mesh.service import MeshServicer
 
 START_S = 10.0
 """Longest wait for the thread to serve."""

@@ -1,4 +1,4 @@
-"""Where a process of a job stands: its worker, its cores, its numbers."""
+"""What a launcher assigns to a process of a job: its worker, its cores, its numbers."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from polyxla_xrt import env
 
 
 @dataclass(frozen=True)
-class Place:
-    """What a process must know to drive its cores. It travels in an environment variable.
+class Assignment:
+    """What a process must know to drive its cores, passed in an environment variable.
 
     Attributes:
         address: ``host:port`` of the worker.
-        job: the key that the worker gave to the job.
-        cores: the cores that the process drives, by their number among the worker's that the job has.
-        kind: what the devices are called, such as ``TPU``.
-        ordinal: of the first of these cores among all of the job.
-        world_size: cores of the job.
+        job: the worker's key for the job.
+        cores: the cores that the process drives, numbered among those of the worker that the job holds.
+        kind: the devices' kind, such as ``TPU``.
+        ordinal: ordinal of the first of these cores.
+        world_size: number of cores of the job.
         process_index: this process's number.
-        process_count: processes of the job.
+        process_count: number of processes of the job.
     """
 
     address: str
@@ -47,10 +47,10 @@ class Place:
         return json.dumps(asdict(self))
 
 
-def read_place(environ: Mapping[str, str]) -> Place | None:
-    """Read the place that a launcher gave this process; None where it was given none."""
-    text = environ.get(env.POLYXLA_XRT_PLACE)
+def read_assignment(environ: Mapping[str, str]) -> Assignment | None:
+    """Read the assignment of this process; None where no launcher made one."""
+    text = environ.get(env.POLYXLA_XRT_ASSIGNMENT)
     if not text:
         return None
     fields = json.loads(text)
-    return Place(**{**fields, "cores": tuple(fields["cores"])})
+    return Assignment(**{**fields, "cores": tuple(fields["cores"])})

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from polyxla_xrt.proto import worker_pb2 as pb
-from polyxla_xrt.server.job import Job
+from polyxla_xrt.server.worker.leased_job import LeasedJob
 
 WAITING = 32
 """How many jobs may wait."""
@@ -46,7 +46,7 @@ class Leases:
     """
 
     def __init__(self) -> None:
-        self._job: Job | None = None
+        self._job: LeasedJob | None = None
         self._queue: deque[object] = deque()
         self._changed = threading.Condition()
         self.served = 0
@@ -54,7 +54,7 @@ class Leases:
         self.idle_since = time.monotonic()
 
     @property
-    def job(self) -> Job | None:
+    def job(self) -> LeasedJob | None:
         """The job that has the cores, or had them and does not let go yet."""
         return self._job
 
@@ -65,10 +65,10 @@ class Leases:
 
     def acquire(
         self,
-        make: Callable[[], Job],
+        make: Callable[[], LeasedJob],
         wait_s: float,
         gone: Callable[[], bool],
-    ) -> Job | None:
+    ) -> LeasedJob | None:
         """Wait for the cores, and make them a job's.
 
         Args:
@@ -113,7 +113,7 @@ class Leases:
         job = self._job
         return held(job) if job is not None else pb.Held(holder=pb.Holder(user="a job that waits, too"))
 
-    def give_back(self, job: Job) -> None:
+    def give_back(self, job: LeasedJob) -> None:
         """Let the next one have the cores."""
         with self._changed:
             if self._job is job:
@@ -128,6 +128,6 @@ class Leases:
             self._changed.notify_all()
 
 
-def held(job: Job) -> pb.Held:
+def held(job: LeasedJob) -> pb.Held:
     """Return who has the cores, as a message."""
     return pb.Held(holder=job.holder, since=job.since)

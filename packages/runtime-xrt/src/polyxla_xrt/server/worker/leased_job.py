@@ -10,15 +10,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from polyxla_bridge.abi import Code
 from polyxla_bridge.engine.engine import Engine
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.table.abi import Code
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
 from polyxla_xrt.protocol.outbox import Outbox
-from polyxla_xrt.protocol.worker import spell_holder
-from polyxla_xrt.server.budget import Budget
-from polyxla_xrt.server.session import Session, failure
+from polyxla_xrt.protocol.worker import format_holder
+from polyxla_xrt.server.worker.memory_budget import MemoryBudget
+from polyxla_xrt.server.worker.session import Session, failure
 
 CLOSE_S = 3.0
 """How long an engine may take, in seconds, to finish what a job has left behind; then it is given up."""
@@ -75,7 +75,7 @@ class Job:
         self.cores = cores
         self.coordinator = coordinator
         self.since = time.time()
-        self.budget = Budget(memory_limit_bytes, spell_holder(holder))
+        self.budget = MemoryBudget(memory_limit_bytes, format_holder(holder))
         self.ended = threading.Event()
         self._why: pb.Failure | None = None
         self._engine: Future[Engine] = Future()

@@ -12,15 +12,17 @@ from typing import Any, overload
 
 import numpy as np
 
-from polyxla_bridge.engine.engine import ArrayType, Buffer, Engine, EngineDevice, Executable
-from polyxla_bridge.engine.futures import end_of
+from polyxla_bridge.abi import DTYPES, Code, width
+from polyxla_bridge.engine.engine import Buffer, Engine, EngineDevice
+from polyxla_bridge.engine.futures import completion_of
 from polyxla_bridge.errors import PjrtError, as_pjrt_error
 from polyxla_bridge.programs import hlo
-from polyxla_bridge.table.abi import DTYPES, Code, width
+from polyxla_bridge.programs.executable import ArrayType, Executable
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
-from polyxla_xrt.protocol.worker import PROGRAM_BYTES, array_bytes, chunks
-from polyxla_xrt.server.budget import Budget
+from polyxla_xrt.protocol.chunks import chunks
+from polyxla_xrt.protocol.worker import PROGRAM_BYTES, array_bytes
+from polyxla_xrt.server.worker.memory_budget import MemoryBudget
 
 DIMENSIONS = 64
 """Most dimensions of an array: as many as numpy takes."""
@@ -93,7 +95,7 @@ class Session:
         self,
         engine: Engine,
         cores: Sequence[int],
-        budget: Budget,
+        budget: MemoryBudget,
         compilers: Executor,
         send: Send,
         on_broken: Callable[[str, BaseException], None],
@@ -199,7 +201,7 @@ class Session:
         else:
             program = self._programs[wish.program]
             if outputs:
-                end_of(outputs[0].value).add_done_callback(
+                completion_of(outputs[0].value).add_done_callback(
                     lambda done: self._report(wish.sequence, program, done.exception())
                 )
             else:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from polyxla_xrt.protocol.mesh import spell
+from polyxla_xrt.protocol.mesh import format_ordinals
 
 
 class Kind(enum.Enum):
@@ -147,9 +147,9 @@ class Mesh:
         """Fail what has waited until its deadline. A tag has the earliest of those who wait."""
         for tag, meeting in list(self._meetings.items()):
             if min(one.deadline for one in meeting.arrivals) <= now:
-                text = f"Ordinals missing at the deadline: {spell(meeting.missing)}"
+                text = f"Ordinals missing at the deadline: {format_ordinals(meeting.missing)}"
                 unseen = tuple(one for one in meeting.missing if one not in self._attending)
-                text += f" (of these never connected: {spell(unseen)})" if unseen else ""
+                text += f" (of these never connected: {format_ordinals(unseen)})" if unseen else ""
                 self._fail(tag, Failure(Kind.MISSING, text))
 
     def leave(self, ordinal: int) -> None:
@@ -181,13 +181,13 @@ class Mesh:
         twice = tuple(one for one, count in Counter(wanted).items() if count > 1)
         if ordinal >= self.world_size or strangers:
             wrong = (ordinal,) if ordinal >= self.world_size else strangers
-            text = f"Invalid ordinal: {spell(wrong)}, of {self.world_size} replicas"
+            text = f"Invalid ordinal: {format_ordinals(wrong)}, of {self.world_size} replicas"
         elif twice:
-            text = f"Duplicate ordinal: {spell(twice)}, in the replicas that ordinal {ordinal} asks for"
+            text = f"Duplicate ordinal: {format_ordinals(twice)}, in the replicas that ordinal {ordinal} asks for"
         elif ordinal not in wanted:
-            text = f"Invalid ordinal: {ordinal} is not one of its replicas ({spell(wanted)})"
+            text = f"Invalid ordinal: {ordinal} is not one of its replicas ({format_ordinals(wanted)})"
         elif wanted != meeting.replicas:
-            text = f"Mismatching replicas: ({spell(meeting.replicas)}) vs. ({spell(wanted)}) of {ordinal}"
+            text = f"Mismatching replicas: ({format_ordinals(meeting.replicas)}) vs. ({format_ordinals(wanted)}) of {ordinal}"
         elif any(one.ordinal == ordinal for one in meeting.arrivals):
             text = f"Duplicate ordinal: {ordinal} waits here already"
         if text:
@@ -197,7 +197,7 @@ class Mesh:
 
     def _is_gone(self, ordinals: tuple[int, ...]) -> Failure:
         how = sorted({self._gone[one] for one in ordinals})
-        parts = (f"{spell(tuple(one for one in ordinals if self._gone[one] == text))} {text}" for text in how)
+        parts = (f"{format_ordinals(tuple(one for one in ordinals if self._gone[one] == text))} {text}" for text in how)
         return Failure(Kind.GONE, "Ordinal " + "; ordinal ".join(parts))
 
     def _complete(self, tag: str) -> None:

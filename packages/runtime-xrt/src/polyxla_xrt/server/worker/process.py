@@ -16,15 +16,15 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.table.abi import Code
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
 from polyxla_xrt.protocol.worker import OPTIONS, SERVICE
 from polyxla_xrt.server import engines
-from polyxla_xrt.server.leases import WAITING
-from polyxla_xrt.server.security import Security, TokenInterceptor
-from polyxla_xrt.server.worker_service import TELL_S, WorkerServicer, WorkerSettings
+from polyxla_xrt.server.worker.leases import WAITING
+from polyxla_xrt.server.worker.security import Security, TokenInterceptor
+from polyxla_xrt.server.worker.service import TELL_S, WorkerServicer, WorkerSettings
 
 REPLACE = 75
 """Exit code of a serving process that is to be replaced by a fresh one."""

@@ -11,16 +11,18 @@ from typing import Any
 
 import grpc
 
+from polyxla_xrt.config.timeouts import LONGEST_WAIT_S
 from polyxla_xrt.proto import mesh_pb2 as pb
-from polyxla_xrt.protocol.mesh import LONGEST_TIMEOUT_S, PAYLOAD_BYTES, PROTOCOL, pieces
-from polyxla_xrt.server.rendezvous import Answer, Arrival, Failure, Kind, Mesh
+from polyxla_xrt.protocol.chunks import chunks
+from polyxla_xrt.protocol.mesh import PAYLOAD_BYTES, PROTOCOL
+from polyxla_xrt.server.mesh.rendezvous import Arrival, FailureKind, Mesh, MeshFailure, Outcome
 
 # None of these is a status that gRPC gives by itself when a connection fails.
 STATUS = {
-    Kind.REFUSED: grpc.StatusCode.FAILED_PRECONDITION,
-    Kind.DISAGREEMENT: grpc.StatusCode.INVALID_ARGUMENT,
-    Kind.MISSING: grpc.StatusCode.OUT_OF_RANGE,
-    Kind.GONE: grpc.StatusCode.ABORTED,
+    FailureKind.REFUSED: grpc.StatusCode.FAILED_PRECONDITION,
+    FailureKind.DISAGREEMENT: grpc.StatusCode.INVALID_ARGUMENT,
+    FailureKind.MISSING: grpc.StatusCode.OUT_OF_RANGE,
+    FailureKind.GONE: grpc.StatusCode.ABORTED,
 }
 
 
@@ -56,12 +58,12 @@ class MeshServicer:
     ) -> None:
         """Wait for the others, then write everybody's payload."""
         found = await _receive(requests)
-        answer = found if isinstance(found, Failure) else await self._meet(*found)
-        if isinstance(answer, Failure):
+        answer = found if isinstance(found, MeshFailure) else await self._meet(*found)
+        if isinstance(answer, MeshFailure):
             await _abort(context, answer)
         else:
             for payload in answer:
-                for piece, ends in pieces(payload):
+                for piece, ends in chunks(payload):
                     await context.write(pb.RendezvousReply(payload=piece, ends=ends))
 
     async def Goodbye(self, request: pb.GoodbyeRequest, context: Any) -> pb.GoodbyeReply:  # noqa: N802
@@ -76,14 +78,14 @@ class MeshServicer:
         """Tell a host of the job's workers."""
         if request.protocol != PROTOCOL:
             text = f"A host speaks protocol {request.protocol}, the mesh service {PROTOCOL}"
-            await _abort(context, Failure(Kind.REFUSED, text))
+            await _abort(context, MeshFailure(FailureKind.REFUSED, text))
         return self._config
 
-    async def _meet(self, request: pb.RendezvousRequest, payload: bytes) -> Answer:
+    async def _meet(self, request: pb.RendezvousRequest, payload: bytes) -> Outcome:
         loop = asyncio.get_running_loop()
-        answered: asyncio.Future[Answer] = loop.create_future()
+        answered: asyncio.Future[Outcome] = loop.create_future()
 
-        def answer(found: Answer) -> None:
+        def answer(found: Outcome) -> None:
             # Its caller may have gone in this very turn of the loop.
             if not answered.done():
                 answered.set_result(found)
@@ -104,16 +106,16 @@ class MeshServicer:
             self.all_gone.set()
 
 
-def _other_protocol(request: pb.AttendRequest) -> Failure | None:
+def _other_protocol(request: pb.AttendRequest) -> MeshFailure | None:
     if request.protocol == PROTOCOL:
         return None
     text = f"Ordinal {request.ordinal} speaks protocol {request.protocol}, the mesh service {PROTOCOL}"
-    return Failure(Kind.REFUSED, text)
+    return MeshFailure(FailureKind.REFUSED, text)
 
 
 async def _receive(
     requests: AsyncIterator[pb.RendezvousRequest],
-) -> tuple[pb.RendezvousRequest, bytes] | Failure:
+) -> tuple[pb.RendezvousRequest, bytes] | MeshFailure:
     """Put a call's messages together: the first, and the whole payload."""
     first, parts, size = None, list[bytes](), 0
     async for request in requests:
@@ -121,13 +123,13 @@ async def _receive(
         parts.append(request.payload)
         size += len(request.payload)
         if size > PAYLOAD_BYTES:
-            return Failure(Kind.REFUSED, f"A payload has more than {PAYLOAD_BYTES} bytes")
-    if first is None or not 0 < first.timeout_s <= LONGEST_TIMEOUT_S:
-        return Failure(
-            Kind.REFUSED, f"A call has no timeout_s of more than 0 and at most {LONGEST_TIMEOUT_S}"
+            return MeshFailure(FailureKind.REFUSED, f"A payload has more than {PAYLOAD_BYTES} bytes")
+    if first is None or not 0 < first.timeout_s <= LONGEST_WAIT_S:
+        return MeshFailure(
+            FailureKind.REFUSED, f"A call has no timeout_s of more than 0 and at most {LONGEST_WAIT_S}"
         )
     return first, b"".join(parts)
 
 
-async def _abort(context: Any, failure: Failure) -> None:
+async def _abort(context: Any, failure: MeshFailure) -> None:
     await context.abort(STATUS[failure.kind], failure.text)

@@ -23,7 +23,7 @@ from typing import Any
 from polyxla import UsageError
 from polyxla_xrt.config.addresses import join_address
 from polyxla_xrt.server import engines, worker_process
-from polyxla_xrt.server.worker_process import REPLACE, Serving
+from polyxla_xrt.server.worker.process import REPLACE, ServingOptions
 
 STOP_S = 6.0
 """How long the serving process may take to end, in seconds."""
@@ -35,7 +35,7 @@ _STOPPING = (signal.SIGTERM, signal.SIGINT)
 _log = logging.getLogger("polyxla.worker")
 
 
-def supervise(serving: Serving, environ: Mapping[str, str], ready: Callable[[str], None]) -> int:
+def supervise(serving: ServingOptions, environ: Mapping[str, str], ready: Callable[[str], None]) -> int:
     """Serve until a signal or the serving process's own wish; return the exit code.
 
     Args:
@@ -63,7 +63,7 @@ def supervise(serving: Serving, environ: Mapping[str, str], ready: Callable[[str
 
 
 class _Supervisor:
-    def __init__(self, serving: Serving, environ: Mapping[str, str]) -> None:
+    def __init__(self, serving: ServingOptions, environ: Mapping[str, str]) -> None:
         self._serving = serving
         self._environ = environ
         self._pid = 0

@@ -1,0 +1,230 @@
+"""How the death or the stall of a replica is reported, on both sides of the pipe.
+
+In a replica process, `report_stall`, `give_up` and `defer_to_launcher` hand the failure to the launching
+process. There, `lost` and `stalled` turn it into the error that `polyxla.launch` raises, which ends all
+replicas. Nothing else reports the end of a replica.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import NoReturn
+
+from polyxla.console import say
+from polyxla.errors import PolyxlaError, ReplicaLostError, StalledError
+from polyxla.launcher.messages import Message, Raised, pack
+from polyxla.launcher.process_handle import Process
+
+STOP_GRACE_S = 5.0
+"""Time for a process to end after SIGTERM, in seconds, before it is killed."""
+POSITION_WAIT_S = 5.0
+"""Longest wait, when replicas stall, until every process has reported its position, in seconds."""
+DEATH_GRACE_S = 3.0
+"""Time for the launching process to notice that a replica process has died, in seconds."""
+PARENT_GONE = 3
+"""Exit code of a replica process whose launching process went away."""
+STALLED = 5
+"""Exit code of a process whose replicas stall, if it has no launching process. The bridge uses the same."""
+
+
+# In a replica process
+
+
+class ParentLink:
+    """A replica process's end of the pipe; several threads write to it.
+
+    Args:
+        pipe: the process's end.
+    """
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._lock = threading.Lock()
+
+    def send(self, message: Message) -> None:
+        """Send a message; a launching process that is gone does not miss it."""
+        with self._lock, contextlib.suppress(BrokenPipeError):
+            self._pipe.send(message)
+
+    def listen(self) -> None:
+        """Answer each request for the position. Ends this process when the launching process goes away.
+
+        Runs in a thread of its own for as long as the process lives.
+        """
+        try:
+            while True:
+                self._pipe.recv()
+                self.send(Message("position", _own.describe()))
+        except (EOFError, OSError):
+            # Nobody would stop this process or take its result.
+            os._exit(PARENT_GONE)
+
+
+def connect(pipe: Connection) -> ParentLink:
+    """Make `pipe` this process's link to its launching process, and answer requests on it."""
+    link = _own.link = ParentLink(pipe)
+    threading.Thread(target=link.listen, name="polyxla-parent", daemon=True).start()
+    return link
+
+
+def has_parent() -> bool:
+    """Return whether a launching process started this one for its replicas and waits for its answer."""
+    return _own.link is not None
+
+
+def describe_with(describe: Callable[[], str]) -> None:
+    """Set the function that returns the position of this process's replicas, for the launching process."""
+    _own.describe = describe
+
+
+def report_stall(text: str) -> None:
+    """Report that replicas of this process stall; the launching process asks all others and ends all.
+
+    Without a launching process, prints `text` and ends this process with exit code `STALLED`.
+
+    Args:
+        text: what the replicas wait for, and where they are.
+    """
+    if _own.link is None:
+        say(text)
+        os._exit(STALLED)
+    _own.link.send(Message("stalled", text))
+
+
+def give_up(error: PolyxlaError) -> NoReturn:
+    """End this process for a reason outside its program, such as a lost device.
+
+    The launching process raises `error` and ends the others. Without one, the error is printed.
+    """
+    if _own.link is None:
+        say(f"error: {error}")
+    else:
+        _own.link.send(Message("answer", pack(Raised(error, ""))))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(error.exit_code)
+
+
+def defer_to_launcher() -> None:
+    """Wait until the launching process has noticed which replica process died and has ended this one.
+
+    Called before an error that only follows from that death: the launching process names the process with
+    its signal and its memory, and the first error that it receives is the one that the user sees.
+    """
+    time.sleep(DEATH_GRACE_S)
+
+
+def stacks() -> str:
+    """Return the Python stack of every other thread of this process."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(number, number)}:\n{''.join(traceback.format_stack(frame)).rstrip()}"
+        for number, frame in sys._current_frames().items()  # noqa: SLF001
+        if number != threading.get_ident()
+    )
+
+
+@dataclass
+class _OwnProcess:
+    """What a replica process knows about itself."""
+
+    link: ParentLink | None = None
+    describe: Callable[[], str] = stacks
+
+
+_own = _OwnProcess()
+
+
+# In the launching process
+
+
+@dataclass
+class ReplicaProcess:
+    """A replica process as the launching process sees it.
+
+    Attributes:
+        index: its number among the processes of the launch.
+        process: the process.
+        pipe: this end of the pipe to it.
+        has_answered: whether its answer has arrived.
+    """
+
+    index: int
+    process: Process
+    pipe: Connection
+    has_answered: bool = False
+
+    def __str__(self) -> str:
+        return f"process {self.index} (pid {self.process.pid})"
+
+
+def lost(suspects: Sequence[ReplicaProcess]) -> ReplicaLostError:
+    """Return the error for a process that ended without an answer.
+
+    Args:
+        suspects: the process whose pipe closed, then the others: the end of one process often takes others
+            with it, and the first that was killed is the one to name.
+    """
+    first = suspects[0]
+    end = first.process.wait(time.monotonic() + STOP_GRACE_S)
+    if end is None:
+        return ReplicaLostError(f"{first} closed its pipe and hangs")
+    killed = [one for one in suspects if (found := one.process.ended()) and found.code == -signal.SIGKILL]
+    if killed and end.code != -signal.SIGKILL:
+        first = killed[0]
+    return ReplicaLostError(f"{first} {first.process.ended()} before it returned a result")
+
+
+def never_answered(process: ReplicaProcess, timeout_s: float, variable: str) -> ReplicaLostError:
+    """Return the error for a process that did not send its first message in time.
+
+    Args:
+        process: the process.
+        timeout_s: how long it had, in seconds.
+        variable: the environment variable that sets the limit.
+    """
+    return ReplicaLostError(
+        f"{process} did not answer within {timeout_s:g} s of its start; {variable} sets the limit"
+    )
+
+
+def stalled(processes: Sequence[ReplicaProcess], first: ReplicaProcess, text: str) -> StalledError:
+    """Print the position of every process and return the error that ends them all.
+
+    Args:
+        processes: all of the launch.
+        first: the one that reported the stall.
+        text: its report.
+    """
+    others = [one for one in processes if one is not first and not one.has_answered]
+    for one in others:
+        with contextlib.suppress(OSError):
+            one.pipe.send(None)
+    deadline = time.monotonic() + POSITION_WAIT_S
+    say(f"{first} stalls:\n{text}")
+    for one in others:
+        say(f"{one}:\n{_position(one, deadline)}")
+    return StalledError(
+        f"{first} waited too long for other replicas: {text.partition(chr(10))[0]}; "
+        "the position of each process is printed above"
+    )
+
+
+def _position(process: ReplicaProcess, deadline: float) -> str:
+    try:
+        while process.pipe.poll(max(0.0, deadline - time.monotonic())):
+            message: Message = process.pipe.recv()
+            if message.kind in ("position", "stalled"):
+                return str(message.content)
+    except (EOFError, OSError):
+        return str(process.process.wait(deadline) or "its pipe is closed")
+    return f"did not report its position within {POSITION_WAIT_S:g} s: its Python does not run"

@@ -1,0 +1,111 @@
+"""What travels over the pipe between the launching process and a replica process."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+from polyxla.errors import PolyxlaError, UsageError
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The first message to a new process.
+
+    Attributes:
+        environ: its whole environment.
+        path: its `sys.path`.
+        directory: its working directory.
+        work: the pickled work and place.
+    """
+
+    environ: dict[str, str]
+    path: list[str]
+    directory: str
+    work: bytes
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message from a replica process.
+
+    Attributes:
+        kind: ``hello``, ``answer``, ``stalled`` or ``position``.
+        content: of an answer, the packed `Returned` or `Raised`; otherwise text.
+    """
+
+    kind: str
+    content: Any = None
+
+
+@dataclass(frozen=True)
+class Returned:
+    """The work's result."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Raised:
+    """The exception that ended the work, and its traceback as text."""
+
+    error: BaseException
+    traceback: str
+
+
+class ReplicaFailedError(PolyxlaError):
+    """A replica raised an exception that cannot be pickled; its text is here."""
+
+
+class RemoteTraceback(Exception):
+    """The traceback text of an exception that was raised in another process."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def pack(answer: Returned | Raised) -> bytes:
+    """Pickle an answer; one that does not pickle becomes an error that says so."""
+    try:
+        packed = bytes(cloudpickle.dumps(answer))
+        if isinstance(answer, Raised):
+            # An exception class with its own __init__ often pickles but does not load again.
+            cloudpickle.loads(packed)
+    except Exception as error:
+        return bytes(cloudpickle.dumps(_in_words(answer, error)))
+    return packed
+
+
+def unpack(packed: bytes) -> Any:
+    """Return the result in an answer.
+
+    Raises:
+        UsageError: the result cannot be loaded in this process.
+        Exception: what the replica raised, with its traceback as the cause.
+    """
+    try:
+        answer: Returned | Raised = cloudpickle.loads(packed)
+    except Exception as error:
+        raise UsageError(
+            f"the function's result cannot be read here: {type(error).__name__}: {error}",
+            where="launch",
+            fix="Return numbers, strings, CPU tensors, or collections of them.",
+        ) from error
+    if isinstance(answer, Raised):
+        raise answer.error from RemoteTraceback(answer.traceback)
+    return answer.value
+
+
+def _in_words(answer: Returned | Raised, error: Exception) -> Raised:
+    if isinstance(answer, Raised):
+        text = "".join(traceback.format_exception_only(answer.error)).strip()
+        return Raised(ReplicaFailedError(text), answer.traceback)
+    refusal = UsageError(
+        f"the function's result ({type(answer.value).__name__}) cannot be sent back: {error}",
+        where="launch",
+        fix="Return numbers, strings, CPU tensors, or collections of them.",
+    )
+    return Raised(refusal, "")

@@ -1,0 +1,83 @@
+"""Handles of processes that the launching process may end, and whose end it observes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+POLL_S = 0.01
+"""How often to poll whether a process has ended, in seconds."""
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a process ended.
+
+    Attributes:
+        code: its exit code; the negative number of the signal that ended it.
+        peak_bytes: its peak memory, shared pages included.
+    """
+
+    code: int
+    peak_bytes: int
+
+    def __str__(self) -> str:
+        if self.code >= 0:
+            return f"exited with code {self.code}"
+        how = f"was ended by {signal.Signals(-self.code).name}"
+        if self.code != -signal.SIGKILL:
+            return how
+        return (
+            f"{how} (often the kernel, when memory runs out; its peak was {self.peak_bytes / 2**20:,.0f} MiB)"
+        )
+
+
+class Process(ABC):
+    """A process that this one may end, and whose end it observes.
+
+    Attributes:
+        pid: its process id; 0 until its fork server has forked it.
+    """
+
+    pid: int
+
+    @abstractmethod
+    def ended(self) -> Exit | None:
+        """Return how it ended, or None while it is alive; never blocks."""
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal if it is still alive."""
+        if self.ended() is None and self.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def wait(self, deadline: float) -> Exit | None:
+        """Wait for its end until `time.monotonic()` reaches `deadline`; None if it is still alive then."""
+        while (end := self.ended()) is None and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return end
+
+
+class OwnProcess(Process):
+    """A child of this process."""
+
+    def __init__(self, pid: int, popen: subprocess.Popen[bytes] | None = None) -> None:
+        self.pid = pid
+        self._popen = popen
+        self._end: Exit | None = None
+
+    def ended(self) -> Exit | None:
+        """Poll with wait4, which also returns the peak memory."""
+        if self._end is None:
+            pid, status, usage = os.wait4(self.pid, os.WNOHANG)
+            if pid:
+                self._end = Exit(os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024)
+                if self._popen:
+                    # Popen would otherwise wait for the child itself, which is reaped already.
+                    self._popen.returncode = self._end.code
+        return self._end

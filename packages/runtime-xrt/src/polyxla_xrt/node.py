@@ -1,0 +1,116 @@
+"""A TPU node as torch_xla's registry of plugins knows it, and what this process knows of its part in it.
+
+Heavy: imported by processes that import torch_xla.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+from torch_xla.experimental import plugins
+
+from polyxla.env import snapshot
+from polyxla.launcher import failures
+from polyxla_bridge.engine import stall_watchdog
+from polyxla_bridge.engine.engine import Engine, Position
+from polyxla_bridge.table.abi import Code
+from polyxla_bridge.torch_xla_plugin import EnginePlugin
+from polyxla_xrt import env
+from polyxla_xrt.assignment import read_assignment
+from polyxla_xrt.errors import WorkerError
+from polyxla_xrt.own_assignment import lease_cores
+from polyxla_xrt.plan import configured_plan
+
+EXIT_GRACE_S = 10.0
+"""Time for a program to end by itself once its worker is gone, in seconds."""
+
+
+class Node(EnginePlugin):
+    """A TPU node: the bridge's library with a remote engine behind it."""
+
+    def make_engine(self) -> Engine:
+        """Connect to the worker, with the cores that a launcher assigned to this process, or with all of them."""
+        from polyxla_xrt.client.engine import RemoteEngine
+
+        environ = snapshot()
+        if assignment := read_assignment(environ):
+            _own.engine = RemoteEngine(assignment, environ, _end_process)
+        else:
+            assignment, end_lease = lease_cores(configured_plan(environ), environ)
+            _own.engine = RemoteEngine(assignment, environ, _end_process, end_lease)
+        return _own.engine
+
+    def host_index(self) -> int:
+        """Return the number of this host among those of the job."""
+        return int(snapshot().get(env.TPU_WORKER_ID, "0"))
+
+    def physical_chip_count(self) -> int:
+        """Return the number of processes of this host."""
+        return configured_plan(snapshot()).cores
+
+    def configure_single_process(self) -> None:
+        """Leave everything as the environment has it."""
+
+
+def register() -> None:
+    """Make torch_xla's Python find the node, which it looks up by the name of a TPU."""
+    plugins._plugin_registry["TPU"] = Node()
+
+
+@dataclass
+class _OwnProcess:
+    """What this process knows about itself."""
+
+    engine: Engine | None = None
+    waits_at: str | None = None
+    since: float = field(default_factory=time.monotonic)
+
+
+_own = _OwnProcess()
+
+
+def enter_wait(what: str) -> None:
+    """Record that this replica waits for others outside of its device."""
+    _own.waits_at, _own.since = what, time.monotonic()
+
+
+def leave_wait() -> None:
+    """Record that the wait is over."""
+    _own.waits_at = None
+
+
+def position() -> Position:
+    """Return what this process's first replica does."""
+    if _own.engine is None:
+        return Position(0, None, (), 0.0)
+    at = _own.engine.positions()[0]
+    if _own.waits_at is None:
+        return at
+    return Position(at.device, _own.waits_at, (), time.monotonic() - _own.since)
+
+
+def describe() -> str:
+    """Return what this process's replica does, and the stack of each of its threads."""
+    return f"  {position()}\n{stall_watchdog.stacks()}"
+
+
+def _end_process(error: WorkerError, code: int) -> None:
+    """End this process when its worker is gone or has ended its job, whatever its program does.
+
+    Called on gRPC's thread, which must go on: the end happens on a thread of its own.
+    """
+    threading.Thread(target=_end, args=(error, code), name="polyxla-end", daemon=True).start()
+
+
+def _end(error: WorkerError, code: int) -> None:
+    if not failures.has_parent():
+        # The program meets the error where it next uses the device, and may handle it.
+        time.sleep(EXIT_GRACE_S)
+    elif code == Code.DEADLINE_EXCEEDED:
+        failures.report_stall(f"polyxla: {error.what}\n{describe()}")
+        return
+    elif code == Code.ABORTED:
+        failures.defer_to_launcher()
+    failures.give_up(error)

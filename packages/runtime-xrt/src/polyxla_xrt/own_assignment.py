@@ -1,0 +1,52 @@
+"""The assignment of a process that no launcher started: it leases the worker's cores itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from polyxla.console import say
+from polyxla_xrt.assignment import Assignment
+from polyxla_xrt.lease_holder import stall_timeout_s, wait_s
+from polyxla_xrt.local_service import ensure_service
+from polyxla_xrt.plan import Plan
+
+
+def lease_cores(plan: Plan, environ: Mapping[str, str]) -> tuple[Assignment, Callable[[], None]]:
+    """Lease all cores that this host drives for this process alone; no other replicas exist.
+
+    Returns:
+        The assignment, and the function that ends the lease.
+
+    Raises:
+        PolyxlaError: the worker is not available.
+    """
+    # gRPC is imported here, in a process that uses a device.
+    from polyxla_xrt.client.lease import Lease
+
+    ensure_service(plan.configuration, environ, say)
+    address, cores = plan.worker.address, plan.cores
+    lease = Lease(
+        address,
+        cores,
+        environ,
+        wait_s=wait_s(environ),
+        stall_timeout_s=stall_timeout_s(environ),
+        on_wait=say,
+    )
+    _own.address = address
+    kind = plan.configuration.kind
+    return Assignment(address, lease.job, tuple(range(cores)), kind, 0, cores, 0, 1), lease.close
+
+
+@dataclass
+class _OwnLease:
+    address: str | None = None
+
+
+_own = _OwnLease()
+
+
+def leased_address() -> str | None:
+    """Return the worker whose cores this process itself leased; None if it did not, or a launcher did."""
+    return _own.address

@@ -1,0 +1,40 @@
+"""The gRPC options of all connections of a job: message sizes, keepalive, reconnection."""
+
+from __future__ import annotations
+
+from polyxla_xrt.protocol.chunks import CHUNK_BYTES
+
+Options = tuple[tuple[str, int], ...]
+
+CLIENT_OPTIONS: Options = (
+    # Services are reached directly: a proxy would answer in their place.
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Two clients in one process are two peers, each with its own connection.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+"""Options of every client, in addition to those of its service."""
+
+
+def peer_options(ping_s: int, silence_s: int) -> Options:
+    """Return the options that both sides of a service share.
+
+    A closed socket shows at once that a process died. Pings find a host that vanished and a process that is
+    frozen: its kernel still answers, but it does not.
+
+    Args:
+        ping_s: seconds between pings.
+        silence_s: seconds without any answer after which a peer is lost.
+    """
+    timeout_ms = (silence_s - ping_s) * 1000
+    return (
+        ("grpc.max_send_message_length", 4 * CHUNK_BYTES),
+        ("grpc.max_receive_message_length", 4 * CHUNK_BYTES),
+        ("grpc.keepalive_time_ms", ping_s * 1000),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        ("grpc.http2.ping_timeout_ms", timeout_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    )
