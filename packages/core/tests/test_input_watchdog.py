@@ -1,4 +1,4 @@
-"""The watch over a loop's input: it tells, ends the wait at its deadline, and leaves a slow loader alone."""
+"""The input watchdog: it warns, ends a wait at its deadline, and leaves a slow loader alone."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from polyxla import StalledError
-from polyxla.xla.input_watchdog import Patience
+from polyxla.xla.input_watchdog import InputWatchdog
 
 LONG_S = 30.0
 
-Start = Callable[..., Patience]
+Start = Callable[..., InputWatchdog]
 
 
 @pytest.fixture
-def given_up() -> threading.Event:
-    """Set when a replica need not wait any longer."""
+def cancelled() -> threading.Event:
+    """Set when the watchdog cancels the wait."""
     return threading.Event()
 
 
 @pytest.fixture
-def start(given_up: threading.Event) -> Iterator[Start]:
-    """Start a watch, and end it after the test."""
-    started: list[Patience] = []
+def start(cancelled: threading.Event) -> Iterator[Start]:
+    """Start a watchdog, and end it after the test."""
+    started: list[InputWatchdog] = []
 
-    def begin(timeout_s: float, line: str | None = "data.py:7") -> Patience:
-        started.append(Patience(timeout_s, lambda: line, given_up.set))
+    def begin(timeout_s: float, line: str | None = "data.py:7") -> InputWatchdog:
+        started.append(InputWatchdog(timeout_s, lambda: line, cancelled.set))
         return started[-1]
 
     yield begin
@@ -37,45 +37,45 @@ def start(given_up: threading.Event) -> Iterator[Start]:
         one.close()
 
 
-def test_a_wait_in_vain_is_told_and_then_ended(
-    start: Start, given_up: threading.Event, capsys: pytest.CaptureFixture[str]
+def test_a_stalled_wait_is_reported_and_then_ended(
+    start: Start, cancelled: threading.Event, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    patience = start(0.8)
-    patience.begin()
-    assert given_up.wait(LONG_S)
-    assert isinstance(patience.error, StalledError)
-    assert str(patience.error) == (
+    watchdog = start(0.8)
+    watchdog.begin()
+    assert cancelled.wait(LONG_S)
+    assert isinstance(watchdog.error, StalledError)
+    assert str(watchdog.error) == (
         "no batch arrived in 0.8 s: the loader is at data.py:7. POLYXLA_INPUT_TIMEOUT_S sets the limit."
     )
-    told = r"polyxla: no batch for \d s: the loader is at data\.py:7\. After 0\.8 s it is an error \(.*\)\n"
-    assert re.fullmatch(told, capsys.readouterr().err)
+    line = r"polyxla: no batch for \d s: the loader is at data\.py:7\. After 0\.8 s this is an error \(.*\)\n"
+    assert re.fullmatch(line, capsys.readouterr().err)
 
 
-def test_a_loader_that_is_slow_is_left_alone(start: Start, given_up: threading.Event) -> None:
-    patience = start(2.0)
-    # Longer than the deadline in all, but no batch of it.
+def test_a_slow_loader_is_left_alone(start: Start, cancelled: threading.Event) -> None:
+    watchdog = start(2.0)
+    # Longer than the deadline altogether, but not for one batch.
     for _ in range(30):
-        patience.begin()
+        watchdog.begin()
         time.sleep(0.1)
-        patience.end()
-    assert (patience.error, given_up.is_set()) == (None, False)
+        watchdog.end()
+    assert (watchdog.error, cancelled.is_set()) == (None, False)
 
 
-def test_a_step_may_take_as_long_as_it_likes(start: Start, given_up: threading.Event) -> None:
-    patience = start(0.2)
-    patience.begin()
-    patience.end()
-    assert not given_up.wait(1.0)
+def test_a_long_step_is_no_wait(start: Start, cancelled: threading.Event) -> None:
+    watchdog = start(0.2)
+    watchdog.begin()
+    watchdog.end()
+    assert not cancelled.wait(1.0)
 
 
-def test_what_hangs_in_no_line_of_the_program_is_said_to(start: Start, given_up: threading.Event) -> None:
-    patience = start(0.2, line=None)
-    patience.begin()
-    assert given_up.wait(LONG_S)
-    assert "it is at no line of the program: torch reads it, or copies it" in str(patience.error)
+def test_a_hang_outside_the_program_is_reported_as_such(start: Start, cancelled: threading.Event) -> None:
+    watchdog = start(0.2, line=None)
+    watchdog.begin()
+    assert cancelled.wait(LONG_S)
+    assert "it is at no line of the program: torch reads the batch, or copies it" in str(watchdog.error)
 
 
-def test_the_watch_ends_when_it_is_closed(start: Start) -> None:
-    patience = start(LONG_S)
-    patience.close()
+def test_the_watchdog_ends_when_it_is_closed(start: Start) -> None:
+    watchdog = start(LONG_S)
+    watchdog.close()
     assert "polyxla-input" not in [one.name for one in threading.enumerate()]

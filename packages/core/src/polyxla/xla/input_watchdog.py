@@ -1,4 +1,4 @@
-"""Sees that a loop waits for its next batch in vain."""
+"""Watchdog for a stalled input pipeline."""
 
 from __future__ import annotations
 
@@ -11,72 +11,71 @@ from polyxla import env
 from polyxla.console import say
 from polyxla.errors import StalledError
 
-TELL_AFTER_S = 60.0
-"""How long a wait is before it is told of, in seconds, where the deadline is not near already."""
+WARN_AFTER_S = 60.0
+"""Wait after which a line is printed, in seconds; half the deadline where that is shorter."""
 TICK_S = 1.0
-"""How often the watch looks, in seconds."""
+"""How often the watchdog looks, in seconds."""
 
 
-class Patience:
-    """A thread that watches how long a replica waits for a batch.
+class InputWatchdog:
+    """A thread that watches how long a replica waits for its next batch.
 
-    The replica says when it begins to wait and when it has its batch, which costs it no lock.
+    The replica marks the begin and the end of each wait, which takes no lock.
 
     Args:
-        timeout_s: the longest wait, in seconds.
-        where: returns the line where the loader is; None where it is in none of the person's.
-        give_up: lets the replica wait no longer; called in the watch's thread, once.
+        timeout_s: longest wait for a batch, in seconds.
+        where: returns the line of the user's program where the loader is; None if it is in none.
+        cancel: ends the replica's wait; called in the watchdog's thread, once.
 
     Attributes:
-        error: what the replica must raise; None while there is nothing wrong.
+        error: what the replica must raise; None as long as no wait was too long.
     """
 
-    def __init__(
-        self, timeout_s: float, where: Callable[[], str | None], give_up: Callable[[], None]
-    ) -> None:
+    def __init__(self, timeout_s: float, where: Callable[[], str | None], cancel: Callable[[], None]) -> None:
         self.error: StalledError | None = None
-        self._timeout_s, self._where, self._give_up = timeout_s, where, give_up
+        self._timeout_s, self._where, self._cancel = timeout_s, where, cancel
+        # Written by the replica's thread alone and read by the watchdog's: one attribute, so no lock.
         self._since: float | None = None
-        self._told: float | None = None
+        self._warned_of: float | None = None
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="polyxla-input", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="polyxla-input", daemon=True)
         self._thread.start()
 
     def begin(self) -> None:
-        """Say that the replica waits."""
+        """Mark that the replica waits."""
         self._since = time.monotonic()
 
     def end(self) -> None:
-        """Say that it waits no longer."""
+        """Mark that the replica has its batch."""
         self._since = None
 
     def close(self) -> None:
-        """Look no longer."""
+        """Stop watching."""
         self._stop.set()
         self._thread.join()
 
-    def _look(self) -> None:
+    def _watch(self) -> None:
         while not self._stop.wait(min(TICK_S, self._timeout_s / 4)):
             since = self._since
             waited_s = time.monotonic() - since if since is not None else 0.0
             if waited_s > self._timeout_s:
                 self.error = StalledError(
-                    f"no batch arrived in {self._timeout_s:g} s: {self._account()}. "
+                    f"no batch arrived in {self._timeout_s:g} s: {self._cause()}. "
                     f"{env.POLYXLA_INPUT_TIMEOUT_S} sets the limit."
                 )
-                self._give_up()
+                self._cancel()
                 return
-            if waited_s > min(TELL_AFTER_S, self._timeout_s / 2) and self._told != since:
-                self._told = since
+            if waited_s > min(WARN_AFTER_S, self._timeout_s / 2) and self._warned_of != since:
+                self._warned_of = since
                 say(
-                    f"no batch for {waited_s:.0f} s: {self._account()}. After {self._timeout_s:g} s it is an "
+                    f"no batch for {waited_s:.0f} s: {self._cause()}. After {self._timeout_s:g} s this is an "
                     f"error ({env.POLYXLA_INPUT_TIMEOUT_S})"
                 )
 
-    def _account(self) -> str:
+    def _cause(self) -> str:
         if line := self._where():
             return f"the loader is at {line}"
         if workers := [str(one.pid) for one in multiprocessing.active_children()]:
-            # Their stacks are not to be had from here.
+            # The stack of another process cannot be read from here.
             return f"it waits for the loader's workers (processes {', '.join(workers)})"
-        return "it is at no line of the program: torch reads it, or copies it to the device"
+        return "it is at no line of the program: torch reads the batch, or copies it to the device"

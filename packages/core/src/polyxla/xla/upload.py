@@ -1,4 +1,4 @@
-"""Batches on their way to the device, on torch_xla's MpDeviceLoader. Heavy: imported in the replica."""
+"""Uploading batches to the device with torch_xla's MpDeviceLoader. Heavy: imported in the replica."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from torch_xla.distributed.parallel_loader import MpDeviceLoader
 
 from polyxla import callsite
 from polyxla.errors import UsageError
-from polyxla.xla.input_watchdog import Patience
+from polyxla.xla.input_watchdog import InputWatchdog
 
 KNOBS = ("loader_prefetch_size", "device_prefetch_size", "host_to_device_transfer_threads")
 """Batches read ahead on the host (torch_xla's default: 16), batches held on the device (8; they are copied
-together, so that the first waits for the eighth), and threads that copy (1; with more, batches may change
-places).
+together, so the first waits for the eighth), and threads that copy (1; with more, the order may change).
 Source: `torch_xla.distributed.parallel_loader.ParallelLoader` of torch_xla 2.9.0.
 """
 LEAVE_S = 60.0
-"""How long a loop that is left waits for the thread that reads, in seconds: the next may read the same."""
+"""Longest wait for the reading thread when a loop is left, in seconds: the next loop may read the same data."""
 NEVER = 2**62
 """Batches per execution: polyxla's loader cuts the graph itself, and only where a step has not."""
 
@@ -28,20 +27,20 @@ NEVER = 2**62
 def uploaded(
     batches: Iterator[Any], device: torch.device, prefetch: Mapping[str, int], timeout_s: float
 ) -> Generator[Any]:
-    """Iterate over `batches` with their tensors on `device`; threads read and copy ahead.
+    """Iterate over `batches` with their tensors on `device`; threads of torch_xla read and copy ahead.
 
-    torch_xla ends an epoch in silence where reading one of its batches fails; here what was raised arrives
-    in the place of the batch.
+    torch_xla ends an epoch silently where reading a batch fails; here the exception is raised in the place of
+    that batch.
 
     Args:
         batches: read in a thread of torch_xla.
         device: where their tensors go.
-        prefetch: torch_xla's words for how far to read ahead, `KNOBS`.
-        timeout_s: the longest wait for a batch, in seconds.
+        prefetch: how far to read ahead, by torch_xla's names in `KNOBS`.
+        timeout_s: longest wait for a batch, in seconds.
 
     Raises:
-        UsageError: torch_xla does not know one of the words.
-        StalledError: no batch came in time.
+        UsageError: torch_xla has no such knob.
+        StalledError: a batch did not arrive in time.
     """
     if unknown := sorted(set(prefetch) - set(KNOBS)):
         raise UsageError(
@@ -49,42 +48,67 @@ def uploaded(
             where="prefetch",
             fix=f"It has {', '.join(KNOBS)}.",
         )
-    source = _Told(batches)
-    loader: Any = MpDeviceLoader(source, device, batches_per_execution=NEVER, **prefetch)
-    arriving = iter(loader)
-    # A thread of its own: it wakes who waits for a batch, and then waits for the threads that read and copy.
-    closing = threading.Thread(target=loader._parallel_loader.close, name="polyxla-input", daemon=True)
-    patience = Patience(timeout_s, source.line, closing.start)
-    # Where it ends otherwise, a thread hangs in the person's dataset, or nobody wants to wait.
-    end_s = 0.0
+    upload = _Upload(batches, device, prefetch, timeout_s)
+    # As after an exception: the reading thread hangs in the user's dataset, or the user does not want to wait.
+    leave_s = 0.0
     try:
-        while True:
-            patience.begin()
-            batch = next(arriving, None)
-            patience.end()
-            if batch is None:
-                break
-            yield batch
-        if patience.error:
-            raise patience.error
-        end_s = LEAVE_S
-        if source.failure:
-            raise source.failure
+        yield from upload
+        leave_s = LEAVE_S
+        upload.raise_failure()
     except GeneratorExit:
-        end_s = LEAVE_S
+        leave_s = LEAVE_S
         raise
     finally:
-        patience.close()
-        if not patience.error:
-            closing.start()
-        closing.join(end_s)
+        upload.close(leave_s)
 
 
-class _Told:
-    """An iterator that ends where it fails, and keeps why.
+class _Upload:
+    """One iteration through torch_xla's loader, whose threads it ends."""
+
+    def __init__(
+        self, batches: Iterator[Any], device: torch.device, prefetch: Mapping[str, int], timeout_s: float
+    ) -> None:
+        self._source = _Source(batches)
+        loader: Any = MpDeviceLoader(self._source, device, batches_per_execution=NEVER, **prefetch)
+        self._arriving = iter(loader)
+        # torch_xla's close() first wakes whoever waits for a batch, then waits for the threads that read and
+        # copy. So it needs a thread of its own: the watchdog starts it to end a stalled wait, `close` otherwise.
+        self._closing = threading.Thread(
+            target=loader._parallel_loader.close, name="polyxla-input", daemon=True
+        )
+        self._watchdog = InputWatchdog(timeout_s, self._source.line, self._closing.start)
+
+    def __iter__(self) -> Iterator[Any]:
+        while (batch := self._next()) is not None:
+            yield batch
+
+    def _next(self) -> Any:
+        self._watchdog.begin()
+        batch = next(self._arriving, None)
+        self._watchdog.end()
+        if batch is None and self._watchdog.error:
+            raise self._watchdog.error
+        return batch
+
+    def raise_failure(self) -> None:
+        """Raise what ended the reading, if it was an exception."""
+        if self._source.failure:
+            raise self._source.failure
+
+    def close(self, leave_s: float) -> None:
+        """End torch_xla's threads, waiting `leave_s` seconds for them."""
+        self._watchdog.close()
+        # After the watchdog has ended, so that only one of the two starts the thread.
+        if not self._watchdog.error:
+            self._closing.start()
+        self._closing.join(leave_s)
+
+
+class _Source:
+    """The user's batches as torch_xla's reading thread iterates over them: an exception ends it and is stored.
 
     Attributes:
-        failure: what ended it; None while nothing did.
+        failure: the exception that ended it; None if there was none.
     """
 
     def __init__(self, batches: Iterator[Any]) -> None:
@@ -97,9 +121,9 @@ class _Told:
         try:
             yield from self._batches
         except BaseException as error:
-            # In torch_xla's thread, where nobody would hear of it.
+            # torch_xla's thread would drop it.
             self.failure = error
 
     def line(self) -> str | None:
-        """Return the person's line where reading is; None where it is in none."""
-        return callsite.user_line_in_thread(self._thread) if self._thread is not None else None
+        """Return the line of the user's program where reading is; None if it is in none."""
+        return callsite.in_thread(self._thread) if self._thread is not None else None
