@@ -3,7 +3,7 @@
     python .ci/abi.py WHEEL
 
 Compiles a program that prints every size and offset, and compares each with what ctypes makes of
-`polyxla_bridge.table.abi`. Prints the differences; exit code 1 when there are any.
+`polyxla_bridge.abi`. Prints the differences; exit code 1 when there are any.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from polyxla_bridge.table import abi
+from polyxla_bridge import abi
 
 INCLUDE = "tensorflow/include/"
 HEADERS = [

@@ -1,0 +1,81 @@
+#!/usr/bin/env python3
+"""Find wordings that a native reader stumbles over; print each with a better one, and fail.
+
+Read are the packages' sources, the documentation and the READMEs.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+READ = (
+    "packages/*/src/**/*.py",
+    "packages/*/src/**/*.proto",
+    "packages/*/README.md",
+    "docs/**/*.md",
+    "docs/**/*.svg",
+    "*.md",
+    "*.toml",
+    "noxfile.py",
+    "mkdocs.yml",
+    ".ci/*",
+)
+# Written once and never rewritten, or about the wordings themselves.
+NOT_READ = {"CHANGELOG.md", ".ci/wording.py"}
+BETTER = {
+    "in vain": "stuck, stalled, without a result",
+    "the person": "the user",
+    "a person": "a user",
+    "a stranger": "a third party",
+    "a stranger's": "third-party",
+    "is none": "say what it is: is invalid, is not a tensor",
+    "are none": "say what they are: are invalid, are not tensors",
+    "what is no": "anything other than",
+    "what are no": "anything other than",
+    "nobody who": "no user who",
+    "told": "reported, printed, passed",
+    "hears of": "is informed of, receives",
+    "hear of": "are informed of, receive",
+    "roll call": "startup barrier",
+    "leak police": "leak check",
+    "whole number": "integer",
+    "whole numbers": "integers",
+    "goes on from": "resumes from",
+    "is to be had": "is available",
+    "are to be had": "are available",
+    "for want of": "because there is no",
+    "nest": "pytree",
+    "nests": "pytrees",
+}
+
+
+def findings() -> Iterator[str]:
+    """Yield ``path:line: wording: better`` of everything to be said in another way."""
+    for path in sorted({path for pattern in READ for path in ROOT.glob(pattern) if path.is_file()}):
+        name = str(path.relative_to(ROOT))
+        if name not in NOT_READ and "_pb2" not in name:
+            text = path.read_text(encoding="utf-8")
+            for match in WORDINGS.finditer(text):
+                wording = re.sub(r"[\s#]+", " ", match[0])
+                line = text.count("\n", 0, match.start()) + 1
+                yield f"{name}:{line}: {wording!r}: {BETTER[wording.lower()]}"
+
+
+def _pattern(wording: str) -> str:
+    # Only the first letter may be a capital: `is None` is Python. A line may end between two words.
+    first, rest = wording[0], wording[1:].replace(" ", r"[\s#]+")
+    return f"[{first.upper()}{first}]{rest}"
+
+
+# The longest first: "whole numbers" is not "whole number".
+WORDINGS = re.compile(rf"\b(?:{'|'.join(_pattern(one) for one in sorted(BETTER, key=len, reverse=True))})\b")
+
+
+if __name__ == "__main__":
+    found = list(findings())
+    print("\n".join(found), end="\n" if found else "")
+    sys.exit(bool(found))
