@@ -138,7 +138,7 @@ def test_parameters_of_a_stranger_are_refused(runtime: RuntimeUnderTest) -> None
 
         configure_optimizers = MadeBefore.configure_optimizers
 
-    with pytest.raises(UsageError, match="0 of the 2 parameters of SGD are those of Stranger"):
+    with pytest.raises(UsageError, match="only 0 of the 2 parameters of SGD belong to Stranger"):
         fit(runtime, Stranger(), data())
 
 

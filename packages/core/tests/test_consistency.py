@@ -88,7 +88,7 @@ def test_an_optimizer_of_another_module_is_refused() -> None:
     with pytest.raises(UsageError) as caught:
         _everywhere(setup, 1)
     assert str(caught.value) == (
-        "0 of the 2 parameters of SGD are those of _Net: the others would never be trained "
+        "only 0 of the 2 parameters of SGD belong to _Net; it would never train the others "
         "(from an optimizer made before the module was moved or changed). "
         "Make the optimizer from the parameters of the module that is trained."
     )

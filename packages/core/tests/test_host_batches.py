@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyxla import UsageError
-from polyxla.replica.host_batches import HostBatches, Reading, check, count_records
+from polyxla.replica.host_batches import HostBatches, ReadOptions, check, count_records
 
 
 class _Pair(NamedTuple):
@@ -29,7 +29,7 @@ class _Graph:
 def _sent(
     batches: list[Any], *, pad: bool, repeat: bool = True, valid: int | None = None, size: int | None = None
 ) -> list[tuple[list[torch.Tensor], int, bool]]:
-    host = HostBatches(iter(batches), size, valid, Reading(pad, repeat, {}))
+    host = HostBatches(iter(batches), size, valid, ReadOptions(pad, repeat, {}))
     sent = []
     for number, tensors in host:
         waited = host.take(number)
@@ -135,5 +135,5 @@ def test_tensors_that_would_stay_behind_are_named(batch: Any, path: str) -> None
         _sent([batch], pad=False)
     assert str(caught.value) == (
         f"{path} that holds tensors, which would stay on the host (from the loader's batch). "
-        "Let collate_fn return lists, tuples, dicts or dataclasses of tensors."
+        "Return lists, tuples, dicts or dataclasses of tensors from collate_fn."
     )

@@ -225,7 +225,7 @@ def test_totals_are_the_loops() -> None:
         loader = replica.loader(_numbers(5))
         for _ in range(2):
             list(loader)
-        assert replica.input is loader
+        assert replica.current_loader is loader
         return loader.batches, loader.records, loader.waited_s > 0
 
     assert _alone(read) == (6, 10, True)
@@ -263,7 +263,7 @@ def test_the_graph_is_cut_once_a_batch_by_the_step_or_else_by_the_loader() -> No
 
 
 def test_a_word_that_the_runtime_does_not_know_is_refused() -> None:
-    with pytest.raises(UsageError, match="copies nothing ahead, and has no loader_prefetch_size"):
+    with pytest.raises(UsageError, match="does not copy ahead and has no option loader_prefetch_size"):
         _alone(lambda replica: list(replica.loader([], prefetch={"loader_prefetch_size": 4})))
 
 

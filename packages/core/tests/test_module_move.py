@@ -95,5 +95,5 @@ def test_a_different_number_of_parameters_is_said(capsys: pytest.CaptureFixture[
     move_module(_Untying(), CPU)
     assert capsys.readouterr().err == (
         "polyxla: the module has 2 parameters after the move to cpu, 1 before it: "
-        "tie them again in on_post_move_to_device, or they train apart\n"
+        "tie them again in on_post_move_to_device, or the copies will diverge\n"
     )

@@ -17,8 +17,8 @@ from polyxla.plugins.manager import (
     find_runtime,
     load_everything,
     load_plugins,
+    load_runtime,
     plugin_problems,
-    runtime_alone,
     runtime_entries,
 )
 from polyxla.testing import PluginInstaller
@@ -90,7 +90,7 @@ def test_a_runtime_is_found_by_its_name(install_plugin: PluginInstaller) -> None
 def test_only_the_runtime_that_is_looked_at_is_imported(install_plugin: PluginInstaller) -> None:
     install_plugin("toy", TOY)
     install_plugin("broken", "raise RuntimeError('imported')")
-    manager = runtime_alone(find_runtime("toy", "test"))
+    manager = load_runtime(find_runtime("toy", "test"))
     assert len(manager.get_plugins()) == 1
     assert manager.hook.polyxla_discover_devices(environ={}, accelerator="auto")[0].reason == "never"
 

@@ -24,7 +24,7 @@ def _fake(install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setenv("FAKE_DEVICES", "4")
     before = random_state.host_state()
     yield
-    random_state.restore_host(before)
+    random_state.restore_host_state(before)
 
 
 def _draw() -> tuple[float, float, float]:

@@ -240,8 +240,8 @@ def test_without_a_plugin_to_divide_records_several_replicas_are_refused() -> No
     with pytest.raises(UsageError) as caught:
         _everywhere(lambda replica: replica.loader(BATCHES), 2)
     assert str(caught.value) == (
-        "no installed plugin can divide the records of list among 2 replicas, "
-        "and all of them would train on the same. "
+        "no installed plugin can divide the records of list among 2 replicas; "
+        "all of them would train on the same records. "
         "Install one (pip install polyxla-sampler), or divide them yourself and use to_device."
     )
 

@@ -19,7 +19,7 @@ from polyxla import (
     UsageError,
 )
 from polyxla.plugins.manager import RuntimeEntry, find_runtime
-from polyxla.plugins.selection import Candidate, choose, look_at, select, survey
+from polyxla.plugins.selection import Candidate, choose, discover, discover_all, select
 from polyxla.testing import PluginInstaller
 
 UNASKED = Setting(None, "default")
@@ -278,7 +278,7 @@ def test_one_broken_runtime_leaves_the_others_working(
 ) -> None:
     install_plugin("broken", code)
     install_plugin("works", _toy("WORKS", Claim.EXPLICIT))
-    broken, works = survey({"WORKS": "1"})
+    broken, works = discover_all({"WORKS": "1"})
     assert (broken.name, broken.why_not, broken.claim) == ("broken", text, Claim.NONE)
     assert (works.name, works.why_not, works.claim) == ("works", None, Claim.EXPLICIT)
     selection = select({"WORKS": "1"}, UNASKED)
@@ -288,7 +288,7 @@ def test_one_broken_runtime_leaves_the_others_working(
 
 def test_looking_passes_the_environment_and_the_accelerator_on(install_plugin: PluginInstaller) -> None:
     install_plugin("toy", _toy("TOY", Claim.ATTACHED))
-    candidate = look_at(find_runtime("toy", "test"), {"TOY": "yes"}, "tpu")
+    candidate = discover(find_runtime("toy", "test"), {"TOY": "yes"}, "tpu")
     assert candidate.discovery == Discovery(Claim.ATTACHED, "TOY=yes", "tpu", (DEVICE,), fix="Plug it in.")
 
 

@@ -66,9 +66,9 @@ def test_replicas_share_a_process_where_there_are_fewer_processes(
             "host_count=2 is not in 1 <= host_count <= process_count=1",
             id="hosts",
         ),
-        pytest.param({"world_size": True}, "world_size=True is not a whole number", id="bool"),
-        pytest.param({"ordinal": 0.0}, "ordinal=0.0 is not a whole number", id="float"),
-        pytest.param({"host_index": "0"}, "host_index='0' is not a whole number", id="text"),
+        pytest.param({"world_size": True}, "world_size=True is not an integer", id="bool"),
+        pytest.param({"ordinal": 0.0}, "ordinal=0.0 is not an integer", id="float"),
+        pytest.param({"host_index": "0"}, "host_index='0' is not an integer", id="text"),
     ],
 )
 def test_what_cannot_be_is_refused(numbers: dict[str, Any], text: str) -> None:

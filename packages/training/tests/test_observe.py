@@ -23,7 +23,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import polyxla
 from polyxla import UsageError, World, launch
-from polyxla.callsite import BACKWARD, caller, outside
 from polyxla.contracts.counters import Counters, Counts, Memory
 from polyxla.testing import PluginInstaller, fake
 from polyxla_training import Trainer
@@ -113,13 +112,13 @@ class Run:
 
     def step(self, loss: Any = 1.0, records: int = 32) -> None:
         self.replica.steps += 1
-        self.replica.input = self.training
+        self.replica.current_loader = self.training
         self.training.batch = batch(records)
         self.training.records += records
         self.observer.polyxla_step_finished(step=self.replica.steps, logged={"loss": loss})
 
     def evaluation(self, records: int, loss: float = 1.0) -> None:
-        self.replica.input = SimpleNamespace(batch=batch(records), records=records, waited_s=0.0)
+        self.replica.current_loader = SimpleNamespace(batch=batch(records), records=records, waited_s=0.0)
         self.observer.polyxla_metrics_ready(step=self.replica.steps, metrics={"val_loss": loss})
 
     def stop(self, error: BaseException | None = None) -> list[dict[str, Any]]:
@@ -179,43 +178,6 @@ def test_many_changes_are_cut_short() -> None:
 )
 def test_the_same_inputs_never_differ(nest: Any) -> None:
     assert changed(nest, forms(nest)) is None
-
-
-# Lines
-
-
-def within(module: str, inner: Any) -> Any:
-    """Return what `inner` returns when a function of `module` calls it."""
-    names = {"__name__": module, "inner": inner}
-    exec(compile("def call():\n    return inner()", f"{module}.py", "exec"), names)
-    return names["call"]
-
-
-@pytest.mark.parametrize(
-    ("modules", "line"),
-    [
-        pytest.param(["torch._tensor"], HERE, id="the-person's"),
-        pytest.param(["polyxla_training.observe.logged_values"], None, id="polyxla's"),
-        pytest.param(["torch._tensor", "polyxla_training.metrics"], None, id="polyxla's-by-torch"),
-        pytest.param(
-            ["torch.optim.adam", "polyxla.replica.replica"], "torch.optim.adam.py:2", id="an-optimizer's"
-        ),
-        pytest.param(["torch.autograd", "polyxla_training.loop"], BACKWARD, id="backward"),
-    ],
-)
-def test_a_read_belongs_to_whoever_makes_it(modules: list[str], line: str | None) -> None:
-    call = caller
-    for module in modules:
-        call = within(module, call)
-    found = call()
-    assert (line or "") in (found or "")
-    assert (found is None) == (line is None)
-
-
-def test_a_step_belongs_to_the_loop_that_makes_it() -> None:
-    found = within("polyxla.replica.replica", outside)()
-    assert found is not None
-    assert HERE in found
 
 
 # Budget

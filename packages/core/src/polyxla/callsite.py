@@ -1,4 +1,4 @@
-"""Which line of the user's program is behind the current call."""
+"""Finding the line of the user's program that led to the current call, for messages."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ LIBRARIES = sys.stdlib_module_names | {
     *("pluggy", "numpy"),
     *("torch", "torch_xla", "functorch", "lightning", "lightning_fabric", "pytorch_lightning"),
 }
-"""Packages between the user's line and the device."""
+"""Packages that may stand between the user's line and the device."""
 PLUGIN_GROUPS = ("polyxla", "polyxla.runtimes", "polyxla.hookspecs", "torch_xla.plugins")
-"""Entry-point groups whose packages, ours and third parties', act for polyxla and are not the user's program."""
+"""Entry-point groups of plugins, ours and third-party: their packages are not the user's program."""
 BACKWARD = "the backward pass"
-"""What is said where torch's own thread runs, in which no line of the program is to be seen."""
+"""Stands for a line where torch's autograd thread runs, whose stack holds no frame of the program."""
 
 
 @functools.cache
 def own_packages() -> frozenset[str]:
-    """Return polyxla and the packages of every installed plugin, by the names they are imported by."""
+    """Return the import names of polyxla and of every installed plugin's top-level package."""
     points = (point for group in PLUGIN_GROUPS for point in importlib.metadata.entry_points(group=group))
     return frozenset({"polyxla", *(point.module.partition(".")[0] for point in points)})
 
 
 def caller(observer: str = "") -> str | None:
-    """Return ``file:line`` of the innermost frame of the user's program; None if polyxla itself acts.
+    """Return ``file:line`` of the user's innermost frame; None if polyxla acts on its own behalf.
 
-    torch's optimizers act for polyxla when a step ends, but what they read is theirs: their line is returned.
+    For a tensor that a torch optimizer reads inside `polyxla.Replica.step`, the optimizer's line is returned.
 
     Args:
-        observer: name of the module that watches the call, whose frames do not count as polyxla's.
+        observer: name of the module that observes the call; its frames do not count as polyxla's.
     """
     frame: FrameType | None = sys._getframe(1)
     behind: str | None = None
@@ -44,29 +44,34 @@ def caller(observer: str = "") -> str | None:
         if module.startswith("torch.autograd"):
             behind = BACKWARD
         elif module.startswith("torch.optim.") and module != "torch.optim.optimizer":
-            behind = place(frame.f_code, frame.f_lineno)
+            behind = location(frame.f_code, frame.f_lineno)
         frame = frame.f_back
-    return place(frame.f_code, frame.f_lineno) if frame else BACKWARD
+    return location(frame.f_code, frame.f_lineno) if frame else BACKWARD
 
 
-def outside() -> str | None:
-    """Return ``file:line`` of the innermost frame of the user's program, such as that of ``replica.step``."""
-    return _outside(sys._getframe(1))
+def user_line() -> str | None:
+    """Return ``file:line`` of the user's innermost frame; None if the stack has none."""
+    return _innermost_user_line(sys._getframe(1))
 
 
-def in_thread(ident: int) -> str | None:
-    """Return ``file:line`` of a thread's innermost frame of the user's program; None without one."""
-    return _outside(sys._current_frames().get(ident))
+def user_line_in_thread(ident: int) -> str | None:
+    """Return ``file:line`` of the user's innermost frame in the thread `ident`; None if it has none."""
+    return _innermost_user_line(sys._current_frames().get(ident))
 
 
-def _outside(frame: FrameType | None) -> str | None:
+def _innermost_user_line(frame: FrameType | None) -> str | None:
     while frame is not None and not _is_users(frame):
         frame = frame.f_back
-    return place(frame.f_code, frame.f_lineno) if frame else None
+    return location(frame.f_code, frame.f_lineno) if frame else None
 
 
-def place(code: CodeType, line: int | None = None) -> str:
-    """Return ``file:line``, the file as seen from the working directory where it is below."""
+def location(code: CodeType, line: int | None = None) -> str:
+    """Return ``file:line``, with the path relative to the working directory if the file is below it.
+
+    Args:
+        code: names the file.
+        line: the line; default: the first line of `code`.
+    """
     path = Path(code.co_filename)
     here = Path.cwd()
     shown = path.relative_to(here) if path.is_relative_to(here) else path

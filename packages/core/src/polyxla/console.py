@@ -1,4 +1,4 @@
-"""What polyxla says to a person while it works: one line each, on standard error."""
+"""Messages to the user: one line each, on standard error."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import sys
 
 
 def say(text: str) -> None:
-    """Print one line on standard error, which leaves standard output to the person's program."""
+    """Print one line on standard error; standard output belongs to the user's program."""
     print(f"polyxla: {text}", file=sys.stderr, flush=True)
 
 
 @functools.cache
 def say_once(text: str) -> None:
-    """Print one line on standard error, the first time in this process only."""
+    """Print one line on standard error, once per process and text."""
     say(text)

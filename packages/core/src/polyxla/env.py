@@ -1,4 +1,4 @@
-"""The variables polyxla reads, and the only place in this package that touches `os.environ`."""
+"""Environment variables. No other module of this package touches `os.environ`."""
 
 from __future__ import annotations
 
@@ -11,52 +11,52 @@ from typing import Any
 from polyxla.errors import UsageError
 
 POLYXLA_RUNTIME = "POLYXLA_RUNTIME"
-"""The runtime to use, by its entry-point name.
-Default: chosen from the other variables and the attached chips; ``polyxla runtimes`` says how.
+"""The runtime's entry-point name.
+Default: chosen from the other variables and the attached chips; ``polyxla runtimes`` explains the choice.
 """
 
 POLYXLA_DEVICES = "POLYXLA_DEVICES"
-"""Which devices to use: ``auto``, a count such as ``8``, or indices such as ``[5]``.
+"""The devices to use: ``auto``, a count such as ``8``, or indices such as ``[5]``.
 Default: auto.
 """
 
 POLYXLA_PRECISION = "POLYXLA_PRECISION"
 """The precision policy's name, such as ``32-true``.
-Default: none; the module keeps the dtypes it was made with.
+Default: none; the module keeps its dtypes.
 """
 
 POLYXLA_START_TIMEOUT_S = "POLYXLA_START_TIMEOUT_S"
-"""Longest wait for a new replica process to answer for the first time, in seconds.
+"""Longest wait for the first answer of a new replica process, in seconds.
 Default: 120.
 """
 
 POLYXLA_INPUT_TIMEOUT_S = "POLYXLA_INPUT_TIMEOUT_S"
-"""Longest wait of a replica for its loader's next batch, in seconds.
+"""Longest wait for a loader's next batch, in seconds.
 Default: 1800.
 """
 
 POLYXLA_WAIT_S = "POLYXLA_WAIT_S"
-"""Longest wait for devices that another job has, in seconds; ``polyxla run --wait`` sets it.
-Default: 0, which is an error that says who has them.
+"""Longest wait for devices that another job is using, in seconds; ``polyxla run --wait`` sets it.
+Default: 0; busy devices are an error that names the job.
 """
 
 POLYXLA_COMPILE_CACHE = "POLYXLA_COMPILE_CACHE"
-"""Where a runtime that can keeps compiled programs for the jobs that follow: a folder, or ``off``.
-Default: ``on``, which is ``polyxla/programs`` in the person's folder of caches.
+"""Directory of the persistent compilation cache, or ``off``; runtimes without such a cache ignore it.
+Default: ``on``, which is ``polyxla/programs`` in the user's cache directory.
 """
 
 
 DEFAULT_S: Mapping[str, float] = {POLYXLA_START_TIMEOUT_S: 120, POLYXLA_INPUT_TIMEOUT_S: 1800}
-"""Deadlines that are set by a variable, in seconds."""
+"""Default of each timeout variable, in seconds."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A value and where it came from, so that an error can name the place.
+    """A value and its origin, so that an error can name where it was set.
 
     Attributes:
-        value: the value; None where nothing was set and there is no default.
-        origin: such as ``--devices``, ``POLYXLA_DEVICES=9`` or ``default``.
+        value: the value; None if nothing was set and there is no default.
+        origin: such as ``--devices 9``, ``POLYXLA_DEVICES=9`` or ``default``.
     """
 
     value: Any
@@ -64,8 +64,8 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What a person asked for, each value with its origin."""
+class LaunchSettings:
+    """The user's choices for one launch, each with its origin."""
 
     runtime: Setting
     devices: Setting
@@ -80,9 +80,9 @@ def from_environ(
     devices: Setting | None = None,
     precision: Setting | None = None,
     wait_s: Setting | None = None,
-) -> Settings:
-    """Merge what was passed in code or as flags (it wins) with the environment and the defaults."""
-    return Settings(
+) -> LaunchSettings:
+    """Return the settings of a launch: arguments win over the environment, the environment over defaults."""
+    return LaunchSettings(
         runtime=runtime or setting(environ, POLYXLA_RUNTIME, None),
         devices=devices or setting(environ, POLYXLA_DEVICES, "auto"),
         precision=precision or setting(environ, POLYXLA_PRECISION, None),
@@ -91,17 +91,17 @@ def from_environ(
 
 
 def setting(environ: Mapping[str, str], name: str, default: str | None) -> Setting:
-    """Return what a variable says, or the default where it is unset or empty."""
+    """Return a variable's value, or the default if it is unset or empty."""
     if text := environ.get(name):
         return Setting(text, f"{name}={text}")
     return Setting(default, "default")
 
 
 def timeout_s(environ: Mapping[str, str], name: str) -> float:
-    """Read one of the deadlines of `DEFAULT_S`, in seconds.
+    """Return the value of one of the timeout variables of `DEFAULT_S`, in seconds.
 
     Raises:
-        UsageError: the variable is not a positive number.
+        UsageError: the value is not a positive number.
     """
     text = environ.get(name) or f"{DEFAULT_S[name]:g}"
     try:
@@ -123,23 +123,23 @@ def snapshot() -> dict[str, str]:
 
 
 def add(variables: Mapping[str, str]) -> None:
-    """Lay variables over this process's environment, for good."""
+    """Set variables in this process's environment, permanently."""
     os.environ.update(variables)
 
 
 def take_over(environ: Mapping[str, str]) -> None:
-    """Make `environ` this process's whole environment, for good."""
+    """Replace this process's whole environment by `environ`, permanently."""
     os.environ.clear()
     os.environ.update(environ)
 
 
 @contextlib.contextmanager
 def lent(environ: Mapping[str, str]) -> Iterator[None]:
-    """Give this process another environment while a replica runs in it, then take it back.
+    """Change this process's environment to `environ`, then restore it on exit.
 
-    A replica that runs inside the caller's process needs its variables where torch_xla reads them.
-    Only what was lent is undone: what libraries set for themselves on import they go on needing.
-    Not for threads: the environment belongs to the whole process.
+    A replica that runs inside the caller's process needs its variables where torch_xla reads them. Only the
+    variables that differ are restored: libraries still need the variables that they set on import. The
+    environment belongs to the whole process, so other threads see the change.
     """
     before = snapshot()
     touched = {name for name in before.keys() | environ.keys() if before.get(name) != environ.get(name)}

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 
 class PolyxlaError(Exception):
-    """The base of every error polyxla raises on purpose.
+    """Base class of every error that polyxla raises on purpose.
 
-    The command line prints it without a traceback and leaves with `exit_code`.
+    The command line prints it without a traceback and exits with `exit_code`.
     """
 
     exit_code = 1
 
 
 class UsageError(PolyxlaError):
-    """Something the caller wrote cannot work; nothing was started.
+    """The caller's input cannot work; nothing was started.
 
     Args:
-        what: what was wrong, a sentence without its full stop.
+        what: what was wrong; a sentence without its full stop.
         where: where it was set, such as ``devices=9`` or ``POLYXLA_RUNTIME=foo``.
-        fix: what to write instead, a sentence with its full stop.
+        fix: what to write instead; a sentence with its full stop.
     """
 
     exit_code = 2
@@ -34,20 +34,20 @@ class UsageError(PolyxlaError):
         return f"{self.what}{origin}. {self.fix}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        # With the dictionary, which holds the notes that say which replica it was.
+        # The dictionary holds the notes, which name the replica that failed.
         return (_rebuild, (type(self), self.what, self.where, self.fix), self.__dict__)
 
 
 class UnknownRuntimeError(UsageError):
-    """No installed plugin has this runtime's name, and no known one either."""
+    """Neither an installed plugin nor a known runtime has this name."""
 
 
 class RuntimeNotInstalledError(UsageError):
-    """The runtime is a known one, but its package is not installed."""
+    """The runtime is known, but its package is not installed."""
 
 
 class BrokenPluginError(UsageError):
-    """A plugin is installed but cannot be used: import error, clash of names, misspelt hook."""
+    """A plugin is installed but unusable: it fails to import, its name clashes, or a hook is misspelt."""
 
 
 class RuntimeUnavailableError(UsageError):
@@ -55,17 +55,18 @@ class RuntimeUnavailableError(UsageError):
 
 
 class DevicesError(UsageError):
-    """``devices=`` asks for something this machine does not have."""
+    """``devices=`` requests devices that this machine does not have."""
 
 
 class ReplicaLostError(PolyxlaError):
-    """A replica's process ended without a result: killed, crashed or out of memory."""
+    """A replica's process ended without a result: it was killed, crashed or ran out of memory."""
 
 
 class StalledError(PolyxlaError):
-    """A replica waited longer than it may.
+    """A replica waited longer than its limit, for other replicas or for its next batch.
 
-    For others (POLYXLA_STALL_TIMEOUT_S), when all are ended; or for a batch (POLYXLA_INPUT_TIMEOUT_S).
+    ``POLYXLA_STALL_TIMEOUT_S`` limits the wait for other replicas, ``POLYXLA_INPUT_TIMEOUT_S`` the wait for a
+    batch. All replicas are then stopped.
     """
 
 

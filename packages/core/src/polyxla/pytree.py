@@ -1,4 +1,4 @@
-"""Nests of lists, tuples, dicts and dataclasses."""
+"""Pytrees: nested lists, tuples, dicts and dataclasses."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 
 def is_tensor(value: Any) -> bool:
-    """Tell a torch tensor without importing torch: by two attributes that nothing else common has."""
+    """Return whether `value` is a torch tensor, without importing torch, by two attributes of tensors."""
     return hasattr(value, "requires_grad") and hasattr(value, "device")
 
 
 def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return `value` with every tensor in it replaced by ``function(tensor)``.
+    """Return the pytree `value` with every tensor replaced by ``function(tensor)``.
 
-    Lists, tuples, named tuples, dicts and dataclasses keep their type; everything else is kept as it is.
+    Lists, tuples, named tuples, dicts and dataclasses keep their type; all other leaves stay as they are.
     """
     if is_tensor(value):
         return function(value)
@@ -24,15 +24,15 @@ def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
         changed = {key: map_tensors(function, item) for key, item in value.items()}
         if not isinstance(value, MutableMapping):
             return type(value)(changed)  # type: ignore[call-arg]
-        # Filled into a copy, which keeps what a subclass holds besides, such as a default factory.
-        again = copy.copy(value)
-        again.update(changed)
-        return again
+        # A copy keeps the other attributes of a subclass, such as a default factory.
+        filled = copy.copy(value)
+        filled.update(changed)
+        return filled
     if isinstance(value, list | tuple):
         items = [map_tensors(function, item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if _is_dataclass(value):
-        # A copy, not a new one: its constructor may compute, and need not take every field.
+        # A copy, not a new instance: the constructor may compute, and may not accept every field.
         changed = copy.copy(value)
         for name in _field_names(value):
             object.__setattr__(changed, name, map_tensors(function, getattr(value, name)))
@@ -41,7 +41,7 @@ def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def tensors_in(value: Any) -> list[Any]:
-    """Return every tensor of a nest, in the order in which `map_tensors` meets them."""
+    """Return every tensor of a pytree, in the order in which `map_tensors` visits them."""
     found: list[Any] = []
     map_tensors(found.append, value)
     return found
@@ -53,8 +53,8 @@ def with_tensors(value: Any, tensors: list[Any]) -> Any:
     return map_tensors(lambda _: next(rest), value)
 
 
-def parts(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
-    """Walk over everything in a nest that is no container, each with its path, such as ``batch['x'][0]``."""
+def leaves_with_paths(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
+    """Iterate over the leaves of a pytree, each with its path, such as ``batch['x'][0]``."""
     if isinstance(value, Mapping):
         inner = [(f"{path}[{key!r}]", item) for key, item in value.items()]
     elif isinstance(value, list | tuple):
@@ -65,8 +65,8 @@ def parts(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
     else:
         yield path, value
         return
-    for place, item in inner:
-        yield from parts(item, place)
+    for item_path, item in inner:
+        yield from leaves_with_paths(item, item_path)
 
 
 def _is_dataclass(value: Any) -> bool:

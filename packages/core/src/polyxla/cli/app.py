@@ -55,7 +55,7 @@ def main() -> None:
 def runtimes(runtime: RuntimeOption = None, as_json: JsonFlag = False) -> None:
     """List every runtime: whether it can run here, and which one would be chosen and why."""
     from polyxla.plugins.manager import plugin_problems
-    from polyxla.plugins.selection import select, survey
+    from polyxla.plugins.selection import discover_all, select
 
     environ = env.snapshot()
     settings = env.from_environ(environ, runtime=_flag("--runtime", runtime))
@@ -70,7 +70,7 @@ def runtimes(runtime: RuntimeOption = None, as_json: JsonFlag = False) -> None:
             "devices": len(one.discovery.devices) if one.discovery else 0,
             "why_not": one.why_not,
         }
-        for one in survey(environ)
+        for one in discover_all(environ)
     ]
     chosen: dict[str, Any] = {"chosen": None, "reason": None, "warnings": [], "error": None}
     try:
@@ -185,7 +185,7 @@ def run(
 
     The script finds the choice in its environment; its output and exit code are its own.
     """
-    from polyxla.cli.run import become, make_plan
+    from polyxla.cli.run import make_run_plan, replace_process
 
     with plain_errors(as_json and dry_run):
         environ = env.snapshot()
@@ -196,7 +196,7 @@ def run(
             precision=_flag("--precision", precision),
             wait_s=_flag("--wait", wait),
         )
-        plan = make_plan(environ, settings, command)
+        plan = make_run_plan(environ, settings, command)
     if dry_run:
         print_json(plan.as_json()) if as_json else _show_plan(plan.as_json())
         return
@@ -204,7 +204,7 @@ def run(
         print(json.dumps(plan.as_json()), file=sys.stderr)
     else:
         announce(plan.selection)
-    become(plan, environ)
+    replace_process(plan, environ)
 
 
 def _show_plan(plan: dict[str, Any]) -> None:

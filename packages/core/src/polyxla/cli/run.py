@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from polyxla import env
 from polyxla.cli import script
-from polyxla.env import Setting, Settings
+from polyxla.env import LaunchSettings, Setting
 from polyxla.errors import UsageError
 from polyxla.launcher.launch import child_environment, picked
 from polyxla.plugins.manager import load_plugins
@@ -22,7 +22,7 @@ from polyxla.plugins.selection import Selection, select
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """What ``polyxla run`` is about to do.
 
     Attributes:
@@ -49,7 +49,7 @@ class Plan:
         }
 
 
-def make_plan(environ: Mapping[str, str], settings: Settings, command: Sequence[str]) -> Plan:
+def make_run_plan(environ: Mapping[str, str], settings: LaunchSettings, command: Sequence[str]) -> RunPlan:
     """Check all that can be checked before the program starts.
 
     Raises:
@@ -70,10 +70,10 @@ def make_plan(environ: Mapping[str, str], settings: Settings, command: Sequence[
         variables[env.POLYXLA_PRECISION] = str(settings.precision.value)
     if settings.wait_s.origin != "default":
         variables[env.POLYXLA_WAIT_S] = str(settings.wait_s.value)
-    return Plan((sys.executable, "-m", script.__name__, *command), selection, devices, variables)
+    return RunPlan((sys.executable, "-m", script.__name__, *command), selection, devices, variables)
 
 
-def become(plan: Plan, environ: Mapping[str, str]) -> NoReturn:
+def replace_process(plan: RunPlan, environ: Mapping[str, str]) -> NoReturn:
     """Replace this process by the program: its signals and exit code are its own."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -17,7 +17,7 @@ from typing import Any
 from polyxla import env
 from polyxla.console import say
 from polyxla.errors import PolyxlaError, UsageError
-from polyxla.plugins.manager import find_runtime, runtime_alone
+from polyxla.plugins.manager import find_runtime, load_runtime
 
 
 def main() -> None:
@@ -37,11 +37,11 @@ def main() -> None:
 
 def _prepare() -> None:
     if runtime := env.snapshot().get(env.POLYXLA_RUNTIME):
-        runtime_alone(find_runtime(runtime, "default")).hook.polyxla_prepare(environ=env.snapshot())
+        load_runtime(find_runtime(runtime, "default")).hook.polyxla_prepare(environ=env.snapshot())
 
 
 def _lead_path(folder: str) -> None:
-    """Put `folder` where ``python -m polyxla.cli.script`` put the current one; it puts none under safe_path."""
+    """Replace the path entry that ``python -m polyxla.cli.script`` added; under safe_path it added none."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
 

@@ -6,24 +6,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from polyxla import env
-from polyxla.env import Setting, Settings
+from polyxla.env import LaunchSettings, Setting
 from polyxla.errors import UsageError
 from polyxla.launcher.launch import child_environment, picked
 from polyxla.plugins.manager import load_plugins
-from polyxla.plugins.selection import select, survey
+from polyxla.plugins.selection import discover_all, select
 
 
-def variables(environ: Mapping[str, str], settings: Settings) -> list[dict[str, Any]]:
+def variables(environ: Mapping[str, str], settings: LaunchSettings) -> list[dict[str, Any]]:
     """Return polyxla's own variables, each runtime's, and what the chosen one would set for replicas."""
     rows = [_row(name, setting, "polyxla") for name, setting in _own(environ, settings).items()]
-    for candidate in survey(environ):
+    for candidate in discover_all(environ):
         if candidate.discovery:
             found = candidate.discovery.variables.items()
             rows += [_row(name, setting, f"runtime {candidate.name}") for name, setting in found]
     return rows + _to_be_set(environ, settings)
 
 
-def _own(environ: Mapping[str, str], settings: Settings) -> dict[str, Setting]:
+def _own(environ: Mapping[str, str], settings: LaunchSettings) -> dict[str, Setting]:
     cache = environ.get(env.POLYXLA_COMPILE_CACHE)
     return {
         env.POLYXLA_RUNTIME: settings.runtime,
@@ -37,7 +37,7 @@ def _own(environ: Mapping[str, str], settings: Settings) -> dict[str, Setting]:
     }
 
 
-def _to_be_set(environ: Mapping[str, str], settings: Settings) -> list[dict[str, Any]]:
+def _to_be_set(environ: Mapping[str, str], settings: LaunchSettings) -> list[dict[str, Any]]:
     try:
         selection = select(environ, settings.runtime)
         devices = picked(settings.devices, selection)

@@ -1,1 +1,1 @@
-"""What core, runtimes and plugins agree on: data and abstract classes, no behaviour of their own."""
+"""The contracts between core, runtimes and plugins: data and abstract classes."""

@@ -1,4 +1,4 @@
-"""What a runtime counts while it works: the numbers behind compile lines, sync warnings and reports."""
+"""A runtime's counters of compilations, executions, reads and memory, for logging and profiling."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 
 class Counts(NamedTuple):
-    """Totals since the replica's process started; replicas that are its threads share them.
+    """Totals since the replica's process started; replicas that are threads of one process share them.
 
     Attributes:
-        compiles: programs that this process had to have compiled; a persistent cache below may have had them.
-        executions: programs that were handed to the device.
-        host_reads: scalars that the host read (``.item()``, ``if tensor:``) and operations that it carried
-            out in the device's place; each waits for the device. Copies of whole tensors need not be counted.
-        cache_hits: programs that the persistent cache had.
-        cache_misses: programs that it did not have, or could not load; both are 0 where there is no cache.
+        compiles: programs that this process requested from the compiler or the persistent cache.
+        executions: programs submitted to the device.
+        host_reads: scalars that the host read (``.item()``, ``if tensor:``) and operations that it executed
+            instead of the device; each waits for the device. Copies of whole tensors need not be counted.
+        cache_hits: programs found in the persistent cache; 0 without a cache.
+        cache_misses: programs that the persistent cache lacked or could not load; 0 without a cache.
     """
 
     compiles: int = 0
@@ -27,13 +27,13 @@ class Counts(NamedTuple):
     cache_misses: int = 0
 
     def since(self, before: Counts) -> Counts:
-        """Return what was counted after `before`."""
+        """Return the difference to the earlier counts `before`."""
         return Counts(*map(operator.sub, self, before))
 
 
 @dataclass(frozen=True)
 class Memory:
-    """A device's memory, in bytes; `peak_bytes` is None where nobody keeps it."""
+    """A device's memory, in bytes; `peak_bytes` is None if the runtime does not record it."""
 
     used_bytes: int
     limit_bytes: int
@@ -41,27 +41,27 @@ class Memory:
 
 
 class Counters(ABC):
-    """Reads one replica's counters. Called in the replica's thread; nothing here waits for the device.
+    """Reads one replica's counters. Called in the replica's thread; no method waits for the device.
 
     Attributes:
-        chip: the kind of chip as its maker spells it, such as ``TPU v4``; None where that is not known, also
-            where the device only pretends to be one.
+        chip: the chip's name as its vendor spells it, such as ``TPU v4``; None if it is unknown or the device
+            is emulated.
     """
 
     chip: str | None = None
 
     @abstractmethod
     def counts(self) -> Counts:
-        """Return the totals. Called after every step, so it takes a few microseconds at most."""
+        """Return the totals. Called after every step, so it must not take more than a few microseconds."""
 
     @abstractmethod
     def compile_s(self) -> float:
-        """Return the seconds that all compilations took; called after one, and may take 0.2 ms."""
+        """Return the total time of all compilations, in seconds. Called after each; may take 0.2 ms."""
 
     @abstractmethod
     def fallbacks(self) -> dict[str, int]:
-        """Return how often each operation ran on the host because the device has no form of it."""
+        """Return how often each operation ran on the host because the device does not support it."""
 
     @abstractmethod
     def memory(self) -> Memory | None:
-        """Return the device's memory; None where the runtime does not tell."""
+        """Return the device's memory; None if the runtime does not report it."""

@@ -1,4 +1,4 @@
-"""What a runtime reports about this machine: its devices, and how strongly the environment asks for it."""
+"""A runtime's report on this machine: its devices, and how strongly the environment asks for it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from polyxla.env import Setting
 
 
 class Claim(IntEnum):
-    """How strongly an environment speaks for a runtime; the strongest claim is chosen."""
+    """How strongly an environment asks for a runtime; the strongest claim wins."""
 
     NONE = 0
-    """Nothing here points to this runtime."""
+    """Nothing asks for this runtime."""
     FALLBACK = 1
-    """It runs on any machine, where nothing better is found."""
+    """It runs on any machine, if no other runtime claims more."""
     ATTACHED = 2
     """Its accelerators are attached to this machine."""
     CONFIGURED = 3
@@ -26,13 +26,13 @@ class Claim(IntEnum):
 
 @dataclass(frozen=True)
 class Device:
-    """One device a replica can run on.
+    """A device that a replica can run on.
 
     Attributes:
         index: its number in ``devices=[index]``.
-        kind: what its runtime calls it, such as ``CPU`` or ``TPU``.
-        name: what a person would recognise it by.
-        host_index: the host it belongs to.
+        kind: its runtime's name for this kind of device, such as ``CPU`` or ``TPU``.
+        name: a name for the user, shown by ``polyxla devices``.
+        host_index: number of the host it belongs to.
     """
 
     index: int
@@ -43,20 +43,24 @@ class Device:
 
 @dataclass(frozen=True)
 class Discovery:
-    """A runtime's answer to: what can you see here, and does this environment ask for you?
+    """A runtime's answer to `polyxla.hookspecs.polyxla_discover_devices`.
+
+    Set exactly one of `devices` and `unavailable`. With `unavailable`, `fix` is required; `kind`, `growable`,
+    `host_count` and `topology` describe `devices`. `claim` and `reason` depend on neither: a runtime that is
+    asked for but cannot run claims just as strongly, so that the user sees why and does not get another one.
 
     Attributes:
-        claim: how strongly the environment speaks for this runtime.
-        reason: what makes the claim, such as ``TOY_DEVICE=1``.
-        kind: the kind of the devices; empty where there are none.
-        devices: the devices a launch from here can use, by index.
-        unavailable: why nothing can run; None where it can.
-        fix: what to do about `unavailable`.
-        growable: whether a larger count than `devices` can be had by asking for it.
-        host_count: number of hosts the devices are spread over.
-        topology: such as ``v4-16``; None where there is none.
-        variables: each variable the runtime reads, with its value and origin, for ``polyxla env``.
-        notes: what a person should be told once, such as a variable that has no effect.
+        claim: how strongly the environment asks for this runtime.
+        reason: what the claim is based on, such as ``TOY_DEVICE=1``.
+        kind: the kind of the devices; empty if there are none.
+        devices: the devices that a launch can use, in the order of their indices.
+        unavailable: why nothing can run here; None if something can.
+        fix: what to do about `unavailable`; a sentence with its full stop.
+        growable: whether the runtime makes more devices than `devices` when a launch requests a larger count.
+        host_count: number of hosts that the devices are spread over.
+        topology: such as ``v4-16``; None if there is none.
+        variables: each variable that the runtime reads, with its value and origin, for ``polyxla env``.
+        notes: warnings to print once, such as a variable that has no effect.
     """
 
     claim: Claim

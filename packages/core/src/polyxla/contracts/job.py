@@ -1,4 +1,4 @@
-"""One launch as data: what every replica runs, and on what."""
+"""`Job`: one launch as data."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any, Literal, cast
 from polyxla.env import Setting
 
 ProcessMethod = Literal["spawn", "forkserver", "fork"]
-"""How a process for replicas is made: a fresh Python, a fork of the fork server, or a fork of this process."""
+"""How a replica process is made: a fresh Python, a fork of the fork server, or a fork of this process."""
 StartMethod = Literal["auto", "inline", "spawn", "forkserver", "fork"]
-"""How replicas start: ``inline`` in the calling process (one replica), ``spawn`` in fresh processes,
-``forkserver`` in forks of a fresh process that has imported what they all need, ``fork`` in forks of the
-calling process, which inherit its memory."""
+"""How replicas start: ``inline`` in the calling process (one replica only), ``spawn`` in fresh processes,
+``forkserver`` in forks of a process that has imported the heavy modules, ``fork`` in forks of the calling
+process, which inherit its memory; ``auto`` leaves the choice to the runtime."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One launch. It is pickled and sent to the replicas' processes.
+    """One launch. It is pickled and sent to the replica processes.
 
     Attributes:
-        function: called as ``function(replica, *args)``.
-        args: the rest of its arguments.
+        function: the user's function, called as ``function(replica, *args)``.
+        args: its other arguments.
         runtime: the chosen runtime's name.
         devices: indices of the devices, one per replica.
-        environ: the environment that a replica's process starts with.
+        environ: the environment of the replica processes.
         precision: the precision policy or its name, with its origin.
         start_method: how the replicas start.
         seed: seed of the devices' random numbers: torch's seed in the launching process.
-        main: what runs in each replica, as ``main(job, place)``: `polyxla.launcher.replica_main.run_replica`.
+        main: the replica's entry point, ``main(job, place)``: `polyxla.launcher.replica_main.run_replica`.
     """
 
     function: Callable[..., Any]
@@ -44,13 +44,13 @@ class Job:
 
     @property
     def process_method(self) -> ProcessMethod | None:
-        """How a replica's process is made; None where it may run in this one."""
+        """How a replica process is made; None if the replica may run in this process."""
         return None if self.start_method in ("auto", "inline") else cast("ProcessMethod", self.start_method)
 
     def run(self, place: Any = None) -> Any:
-        """Run one replica: the runtime calls this once in each replica's process and thread.
+        """Run one replica and return its result. The runtime calls this once in each replica's thread.
 
         Args:
-            place: passed to the runtime's `polyxla_replication`; identifies the replica.
+            place: the runtime's description of the replica, passed on to its `polyxla_replication`.
         """
         return self.main(self, place)

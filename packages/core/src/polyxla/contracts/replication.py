@@ -1,4 +1,4 @@
-"""What a runtime gives each replica: the whole contract between `polyxla.Replica` and a runtime."""
+"""`Replication`: the contract between `polyxla.Replica` and a runtime."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ ReduceOp = Literal["sum", "mean", "min", "max", "mul", "and", "or"]
 
 
 class Replication(ABC):
-    """One replica's device and its links to the others. Used by that replica's thread only.
+    """One replica's device and its connection to the other replicas. Used by that replica's thread only.
 
-    Every collective is called by all replicas, in the same order.
+    All replicas call every collective, in the same order. A collective whose peer is lost must not return a
+    result: it raises `polyxla.ReplicaLostError`, or the transport's exception. In a process that the launcher
+    started, call `polyxla.launcher.failures.defer_to_launcher` before raising: the user sees the first error
+    that the launcher receives, and the launcher's own names the process that died, its signal and its memory.
 
     Attributes:
-        world: where this replica stands.
+        world: this replica's numbers among all replicas.
         device: the torch device it computes on.
-        kind: what the runtime calls that device, such as ``CPU`` or ``TPU``.
+        kind: the runtime's name for that device, such as ``CPU`` or ``TPU``.
     """
 
     world: World
@@ -37,7 +40,7 @@ class Replication(ABC):
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        """Return the elementwise combination of every replica's `tensor` (same shape and dtype)."""
+        """Combine every replica's `tensor` (same shape and dtype) elementwise and return the result."""
 
     @abstractmethod
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -45,46 +48,46 @@ class Replication(ABC):
 
     @abstractmethod
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace each gradient that `optimizer` holds by its mean over the replicas."""
+        """Replace the gradient of each of `optimizer`'s parameters by its mean over the replicas."""
 
     @abstractmethod
     def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int] = ()) -> list[bytes]:
-        """Wait until the `replicas` (default: all) are here; return their payloads in ordinal order.
+        """Wait until all `replicas` have called this; return their payloads in ordinal order.
 
         Args:
-            tag: names the meeting in errors; the same in every replica.
+            tag: names the rendezvous in errors; the same in every replica.
             payload: any bytes; lengths may differ.
-            replicas: ordinals that take part, the same in every one of them; empty means all.
+            replicas: ordinals of the participants, the same in each of them; empty means all replicas.
         """
 
     def to_device(self, value: Any) -> Any:
-        """Return `value` with every tensor in it (nested lists, tuples, dicts) on the device."""
+        """Return the pytree `value` with every tensor on the device."""
         return map_tensors(lambda tensor: tensor.to(self.device), value)
 
     def upload(self, batches: Iterator[Any], prefetch: Mapping[str, int]) -> Generator[Any]:
         """Iterate over `batches` with their tensors on the device; a runtime may copy ahead.
 
-        An exception in `batches` reaches the caller where the missing batch would have been.
+        An exception in `batches` is raised in place of the batch that is missing.
 
         Args:
-            batches: lists, tuples and dicts of tensors and numbers.
-            prefetch: how far to copy ahead, in the runtime's own words.
+            batches: pytrees of tensors and numbers.
+            prefetch: how far to copy ahead, by the runtime's option names.
 
         Raises:
-            UsageError: the runtime does not know one of the words.
+            UsageError: the runtime has no option of that name.
         """
         if prefetch:
             raise UsageError(
-                f"this runtime copies nothing ahead, and has no {', '.join(sorted(prefetch))}",
+                f"this runtime does not copy ahead and has no option {', '.join(sorted(prefetch))}",
                 where="prefetch",
-                fix="Leave it out.",
+                fix="Leave prefetch out.",
             )
         for batch in batches:
             yield self.to_device(batch)
 
     @abstractmethod
     def sync(self, wait: bool = False) -> None:
-        """Hand pending work to the device; with `wait`, return when it is done."""
+        """Submit pending work to the device; with `wait`, block until it is done."""
 
     @abstractmethod
     def seed(self, seed: int) -> None:
@@ -92,24 +95,24 @@ class Replication(ABC):
 
     @abstractmethod
     def rng_state(self) -> int:
-        """Return where the device's random numbers stand; `seed` with it goes on from there."""
+        """Return the state of the device's random numbers; passing it to `seed` restores it."""
 
     def counters(self) -> Counters | None:
-        """Return what counts this replica's compilations and transfers; None where nothing can."""
+        """Return this replica's counters of compilations and transfers; None if the runtime has none."""
         return None
 
     def profile(self, folder: str) -> AbstractContextManager[None]:
-        """Return a context in which what the device does is traced into `folder`.
+        """Return a context in which the device's work is traced into the directory `folder`.
 
         Raises:
             UsageError: the runtime has no profiler.
         """
-        raise UsageError("this runtime has no profiler", where="profile", fix="Leave it out.")
+        raise UsageError("this runtime has no profiler", where="profile", fix="Leave profile out.")
 
     @abstractmethod
     def report(self) -> str:
-        """Return the runtime's own account of what it did, for ``strategy="debug"``."""
+        """Return the runtime's report on its work, for ``strategy="debug"``."""
 
     @abstractmethod
     def close(self) -> None:
-        """Finish pending work and leave; called once, also after an error."""
+        """Finish pending work and disconnect. Called once, also after an error."""

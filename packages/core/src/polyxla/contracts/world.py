@@ -1,4 +1,4 @@
-"""Where one replica stands among all of them."""
+"""`World`: one replica's numbers among all replicas."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class World:
-    """The numbers of one replica; the words are those of docs/concepts.md.
+    """One replica's numbers; docs/concepts.md defines the terms.
 
     Attributes:
-        world_size: number of replicas (not of processes, which torchrun's WORLD_SIZE counts).
-        ordinal: this replica's number, ``0 <= ordinal < world_size``; not promised contiguous per host.
+        world_size: number of replicas (torchrun's WORLD_SIZE counts processes).
+        ordinal: this replica's number, ``0 <= ordinal < world_size``; not necessarily contiguous per host.
         local_ordinal: its number among the replicas of its host.
         local_world_size: number of replicas on its host.
         process_index: number of its process among all processes.
-        process_count: number of processes; smaller than `world_size` where replicas are threads.
+        process_count: number of processes; smaller than `world_size` if replicas are threads.
         host_index: number of its host.
         host_count: number of hosts.
 
     Raises:
-        ValueError: a number is out of its range.
+        ValueError: a number is not an integer, or out of its range.
     """
 
     world_size: int = 1
@@ -36,7 +36,7 @@ class World:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, bool) or not isinstance(value, int):
-                raise ValueError(f"{field.name}={value!r} is not a whole number")
+                raise ValueError(f"{field.name}={value!r} is not an integer")
         _check_below("ordinal", self.ordinal, "world_size", self.world_size)
         _check_below("local_ordinal", self.local_ordinal, "local_world_size", self.local_world_size)
         _check_below("process_index", self.process_index, "process_count", self.process_count)
@@ -47,12 +47,12 @@ class World:
 
     @property
     def shares_process(self) -> bool:
-        """Whether replicas are threads of one process, and so see each other's objects."""
+        """Whether replicas are threads of one process, and so share its memory."""
         return self.process_count < self.world_size
 
     @property
     def owns_process(self) -> bool:
-        """Whether this is the first replica of its process: it alone seeds and saves the process's generators."""
+        """Whether this is its process's first replica, which seeds and saves the process's generators."""
         return self.ordinal % (self.world_size // self.process_count) == 0
 
 

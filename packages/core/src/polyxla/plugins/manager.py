@@ -45,8 +45,8 @@ KNOWN_RUNTIMES: Mapping[str, KnownRuntime] = {
     "pjrt": KnownRuntime("polyxla-runtime-pjrt", ("PJRT_DEVICE",)),
     "xrt": KnownRuntime("polyxla-runtime-xrt", ("XRT_TPU_CONFIG",)),
 }
-"""The runtimes of this project. Selection raises when one of their variables is set and the runtime is missing.
-Third-party runtimes are found by their entry point and need no row here."""
+"""The runtimes of this project. Selection raises if one of their variables is set and the runtime is missing.
+Third-party runtimes are found by their entry points and need no row here."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class PluginManager(pluggy.PluginManager):
         return [name for name, caller in vars(self.hook).items() if caller.has_spec()]
 
 
-def runtime_alone(entry: RuntimeEntry) -> PluginManager:
+def load_runtime(entry: RuntimeEntry) -> PluginManager:
     """Return a manager with this runtime and nothing else, to ask it questions."""
     manager = PluginManager()
     manager.register(entry.load(), f"runtime {entry.name!r}", entry.distribution)
@@ -172,7 +172,7 @@ def load_plugins(runtime: str, origin: str = "default") -> PluginManager:
     Raises:
         UsageError: the runtime cannot be loaded, or a plugin misspells a hook.
     """
-    manager = runtime_alone(find_runtime(runtime, origin))
+    manager = load_runtime(find_runtime(runtime, origin))
     _register_others(manager)
     return manager
 

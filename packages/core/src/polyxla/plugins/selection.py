@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from polyxla.contracts.discovery import Claim, Discovery
 from polyxla.env import POLYXLA_RUNTIME, Setting
 from polyxla.errors import BrokenPluginError, RuntimeUnavailableError
-from polyxla.plugins.manager import KNOWN_RUNTIMES, RuntimeEntry, find_runtime, runtime_alone, runtime_entries
+from polyxla.plugins.manager import KNOWN_RUNTIMES, RuntimeEntry, find_runtime, load_runtime, runtime_entries
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,15 @@ class Selection:
     warnings: tuple[str, ...] = ()
 
 
-def survey(environ: Mapping[str, str], accelerator: str = "auto") -> tuple[Candidate, ...]:
+def discover_all(environ: Mapping[str, str], accelerator: str = "auto") -> tuple[Candidate, ...]:
     """Ask every installed runtime what it sees; a broken one is reported, never raised."""
-    return tuple(look_at(entry, environ, accelerator) for entry in runtime_entries().values())
+    return tuple(discover(entry, environ, accelerator) for entry in runtime_entries().values())
 
 
-def look_at(entry: RuntimeEntry, environ: Mapping[str, str], accelerator: str) -> Candidate:
+def discover(entry: RuntimeEntry, environ: Mapping[str, str], accelerator: str) -> Candidate:
     """Import one runtime alone and ask it what it sees."""
     try:
-        manager = runtime_alone(entry)
+        manager = load_runtime(entry)
     except BrokenPluginError as error:
         return Candidate(entry, error=error)
     try:
@@ -102,10 +102,10 @@ def select(environ: Mapping[str, str], runtime: Setting, accelerator: str = "aut
         UsageError: the runtime that is asked for, or that the environment asks for, cannot be used.
     """
     if runtime.value is not None:
-        candidate = look_at(find_runtime(runtime.value, runtime.origin), environ, accelerator)
+        candidate = discover(find_runtime(runtime.value, runtime.origin), environ, accelerator)
         discovery = _usable(candidate, runtime.origin)
         return Selection(candidate.name, runtime.origin, discovery, warnings=discovery.notes)
-    return choose(survey(environ, accelerator), environ)
+    return choose(discover_all(environ, accelerator), environ)
 
 
 def choose(candidates: Sequence[Candidate], environ: Mapping[str, str]) -> Selection:

@@ -1,1 +1,1 @@
-"""What runs in a replica: `Replica` and what it is made of."""
+"""The object that a user's function receives in each replica, and the modules behind it."""

@@ -1,4 +1,4 @@
-"""`Collectives`: a replica's place in the world, and what it does together with the others."""
+"""`Collectives`: one replica's world and device, and its collectives with the other replicas."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ if TYPE_CHECKING:
 class Collectives:
     """One replica's world, device and collectives. Belongs to one thread.
 
-    Collectives (`all_reduce`, `reduce`, `all_gather`, `broadcast`, `barrier`) must be called by all replicas,
-    in the same order.
+    Every replica must call the collectives (`all_reduce`, `reduce`, `all_gather`, `broadcast`, `barrier`), in
+    the same order.
 
     Args:
         replication: the runtime's side.
+
+    Attributes:
+        world: this replica's numbers among all replicas.
+        device: the torch device to compute on.
+        kind: the runtime's name for the device, such as ``CPU`` or ``TPU``.
     """
 
     def __init__(self, replication: Replication) -> None:
         self._replication = replication
-
-    @property
-    def world(self) -> World:
-        """This replica's place among all replicas."""
-        return self._replication.world
+        self.world: World = replication.world
+        self.device: torch.device = replication.device
+        self.kind: str = replication.kind
 
     @property
     def ordinal(self) -> int:
@@ -47,18 +50,8 @@ class Collectives:
         """Whether this is ordinal 0, which prints and writes for all replicas."""
         return self.ordinal == 0
 
-    @property
-    def device(self) -> torch.device:
-        """The torch device to compute on."""
-        return self._replication.device
-
-    @property
-    def kind(self) -> str:
-        """The runtime's name for the device, such as ``CPU`` or ``TPU``."""
-        return self._replication.kind
-
     def to_device(self, value: Any) -> Any:
-        """Return `value` with every tensor in it (nested lists, tuples, dicts) on the device."""
+        """Return the pytree `value` with every tensor on the device."""
         return self._replication.to_device(value)
 
     def sync(self, wait: bool = False) -> None:
@@ -69,18 +62,18 @@ class Collectives:
         """Combine every replica's `value`.
 
         Args:
-            value: a tensor (same shape and dtype everywhere), a number, or lists, tuples and dicts of
-                them with the same structure everywhere. Numbers come back as numbers. Any other object
-                that pickles is combined as Python does it: ``or`` unites sets, ``sum`` adds Counters.
+            value: a pytree of tensors, numbers and other objects that pickle, with the same structure, shapes
+                and dtypes in every replica. Numbers stay numbers. Other objects are combined with Python's
+                operators: ``or`` unites sets, ``sum`` adds `collections.Counter` objects.
             op: ``sum``, ``mean``, ``min``, ``max``, ``mul``, ``and`` or ``or``.
 
         Returns:
             The same result in every replica.
         """
-        return reductions.combined(value, op, self._replication.all_reduce, self.all_gather)
+        return reductions.combine(value, op, self._replication.all_reduce, self.all_gather)
 
     def reduce(self, value: Any, op: ReduceOp = "sum", destination: int = 0) -> Any:
-        """Combine every replica's `value` for one of them.
+        """Combine every replica's `value` and return the result in one replica only.
 
         Args:
             value: as for `all_reduce`.
@@ -91,11 +84,11 @@ class Collectives:
             ValueError: `destination` is not an ordinal.
         """
         self._check_ordinal("destination", destination)
-        combined = self.all_reduce(value, op)
-        # Before the others drop the result: a lazy device would never run their part of the collective, and
-        # this replica would hang in it.
+        result = self.all_reduce(value, op)
+        # The other replicas drop the result. Without a sync, a lazy device would never run their part of the
+        # collective, and this replica would hang in it.
         self.sync()
-        return combined if self.ordinal == destination else None
+        return result if self.ordinal == destination else None
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return every replica's `value` in ordinal order.
@@ -113,9 +106,9 @@ class Collectives:
         """Return the `value` of the replica whose ordinal is `source`.
 
         Args:
-            value: a tensor (same shape and dtype everywhere), or any object that pickles; read in `source`
-                only, but every replica must pass one of the same kind.
-            source: the ordinal to take it from.
+            value: a tensor (same shape and dtype everywhere), or any object that pickles. Every replica must
+                pass a value of the same kind, but only that of `source` is read.
+            source: the ordinal of the replica whose value is returned.
 
         Raises:
             ValueError: `source` is not an ordinal.
@@ -133,6 +126,6 @@ class Collectives:
         Args:
             tag: names the barrier in errors; the same in every replica.
         """
-        # Another replica may be reading a value that needs this replica's part of a collective.
+        # Another replica may be reading a value that depends on this replica's part of a pending collective.
         self.sync()
         self._replication.rendezvous(tag, b"")

@@ -1,4 +1,4 @@
-"""What `Replica.loader` returns: batches of this replica's records, on its device."""
+"""`Loader`: the batches of one replica's records, on its device."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from polyxla.pytree import with_tensors
 from polyxla.replica import random_state
-from polyxla.replica.host_batches import HostBatches, Reading
+from polyxla.replica.host_batches import HostBatches, ReadOptions
 
 if TYPE_CHECKING:
     from polyxla.contracts.replication import Replication
 
 
-class Source(Protocol):
-    """A loader that a `polyxla_shard_loader` plugin made; only iterating over it is required.
+class ShardedLoader(Protocol):
+    """A loader that a `polyxla_shard_loader` plugin returns. Only `__iter__` is required.
 
     Attributes:
-        batch_size: records in a full batch; None where they differ.
-        valid_records: how many of this replica's records in the iteration that began last are no repeats,
-            which come at its end; None where nobody knows.
-        note: a sentence on what was done, which is said once; empty for nothing to say.
+        batch_size: number of records in a full batch; None if batches differ.
+        valid_records: number of this replica's non-repeated records in the latest iteration, whose repeats
+            come last; None if unknown.
+        note: a sentence about what the plugin did, printed once; empty for none.
     """
 
     batch_size: int | None
@@ -32,51 +32,51 @@ class Source(Protocol):
     note: str
 
     def __iter__(self) -> Iterator[Any]:
-        """Read one epoch, and be ready for the next."""
+        """Read one epoch; the next call reads the next epoch."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be that epoch."""
+        """Make the next iteration read this epoch."""
 
     def state_dict(self, batches: int) -> dict[str, Any]:
-        """Return the position after so many batches of the iteration that began last; JSON can hold it."""
+        """Return the position after `batches` batches of the latest iteration, as JSON-compatible values."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iteration begin at that position."""
+        """Make the next iteration begin at this position."""
 
 
 class Loader:
-    """A loader whose batches arrive on the device; it can be iterated over again, once an epoch.
+    """A loader whose batches arrive on the device. Iterate over it once per epoch.
 
-    Position and totals count what the loop was given, not what is read ahead. Reading ahead happens in
-    threads of the runtime; everything else in the replica's.
+    Position and totals count the batches that the loop has received, not those that are read ahead. Reading
+    ahead happens in threads of the runtime, everything else in the replica's thread.
 
     Args:
-        source: gives the batches, on the host.
-        reading: how.
-        replication: brings them to the device.
-        before_batch: called whenever the loop asks for a batch, before it waits.
+        source: the batches on the host.
+        options: how to read them.
+        replication: uploads them to the device.
+        before_batch: called when the loop requests a batch, before it waits.
 
     Attributes:
-        batch: the batch that was given last, on the device; None before the first.
+        batch: the latest batch, on the device; None before the first.
         valid: which records of that batch are real, bool ``[record]`` on the device; None without ``pad``.
-        real: how many records of that batch are real.
-        batches: batches given so far.
-        records: records given so far, without padding.
-        waited_s: seconds that the loop waited for batches.
+        real: number of real records of that batch.
+        batches: number of batches received so far.
+        records: number of records received so far, without padding.
+        waited_s: total wait of the loop for batches, in seconds.
     """
 
     def __init__(
         self,
         source: Iterable[Any],
-        reading: Reading,
+        options: ReadOptions,
         replication: Replication,
         before_batch: Callable[[Loader], None],
     ) -> None:
         self._source = source
-        self._reading = reading
+        self._options = options
         self._replication = replication
         self._before_batch = before_batch
-        self._position = Position()
+        self._position = LoaderPosition()
         self._all_valid: Any = None
         self.batch: Any = None
         self.valid: Any = None
@@ -88,13 +88,14 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         skip = self._position.begin()
-        # Begun here, in the replica's thread: workers are forked by it, and a bad dataset is told by it.
-        # A DataLoader draws a number when it begins, which the run before this one has drawn already.
-        with random_state.kept_host() if self._position.before else nullcontext():
+        # The iterator is made here, in the replica's thread: a DataLoader then forks its workers from it, and
+        # an error of the dataset is raised in it. A DataLoader also draws a random number; in a resumed epoch
+        # the earlier run has drawn that number already, so the generators must not advance again.
+        with random_state.preserved_host_state() if self._position.before else nullcontext():
             batches = itertools.islice(iter(self._source), skip, None)
-        host = HostBatches(batches, _batch_size(self._source), self._valid_records(), self._reading)
-        # The threads behind it end with it, also when the loop is left early.
-        with closing(self._replication.upload(iter(host), self._reading.prefetch)) as arriving:
+        host = HostBatches(batches, _batch_size(self._source), self._valid_records(), self._options)
+        # Closing ends the runtime's threads, also when the loop is left early.
+        with closing(self._replication.upload(iter(host), self._options.prefetch)) as arriving:
             while (arrived := self._next(arriving)) is not None:
                 self._take(host, *arrived)
                 yield self.batch
@@ -110,17 +111,17 @@ class Loader:
         return arrived
 
     def _take(self, host: HostBatches, number: int, tensors: list[Any]) -> None:
-        sent = host.take(number)
-        if self._reading.pad:
-            self.valid = tensors.pop() if sent.has_mask else self._full_mask(host.size or 0)
-        self.batch = with_tensors(sent.batch, tensors)
-        self._position.given += 1
+        pending = host.take(number)
+        if self._options.pad:
+            self.valid = tensors.pop() if pending.has_mask else self._full_mask(host.size or 0)
+        self.batch = with_tensors(pending.batch, tensors)
+        self._position.received += 1
         self.batches += 1
-        self.records += sent.records
-        self.real = sent.records
+        self.records += pending.records
+        self.real = pending.records
 
     def _full_mask(self, records: int) -> Any:
-        # Uploaded once: most batches are whole.
+        # Uploaded once, because most batches are full.
         if self._all_valid is None:
             import torch
 
@@ -128,73 +129,74 @@ class Loader:
         return self._all_valid
 
     def finish_epoch(self) -> None:
-        """Count the epoch as finished: a run that goes on from here begins the next one.
+        """Count the epoch as finished, so that a run that resumes from here begins the next epoch.
 
-        The next iteration does so too; until then the position is after the last batch that was given.
+        Starting the next iteration does the same. Until then the position is after the last batch received.
         """
         self._position.end()
 
     @property
     def batches_before(self) -> int:
-        """Batches of the coming iteration's epoch that a run before this one was given."""
+        """Number of batches of the current epoch that an earlier run, before a resume, received."""
         return self._position.before
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loop stands: the epoch, and the batches of it that the loop was given.
+        """Return the position: the epoch, and the number of its batches that the loop has received.
 
-        The same in every replica, and JSON can hold it. Another number of replicas can go on from there,
-        where the plugin that divides the records can.
+        The values are JSON-compatible and the same in every replica. Another number of replicas can resume
+        from them if the plugin that divides the records supports it.
         """
-        at = self._position
-        state = {"epoch": at.epoch, "batches": at.before + at.given}
-        if at.before + at.given and hasattr(self._source, "state_dict"):
-            state["source"] = self._source.state_dict(at.given)
+        position = self._position
+        batches = position.before + position.received
+        state = {"epoch": position.epoch, "batches": batches}
+        if batches and hasattr(self._source, "state_dict"):
+            state["source"] = self._source.state_dict(position.received)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration go on where `state_dict` was called.
+        """Make the next iteration resume where `state_dict` was called.
 
-        A source that cannot begin in the middle is read from its start, and as many batches are left out.
+        A source that cannot resume is read from its start, and the batches before the position are skipped.
         """
-        at = self._position = Position(epoch=state["epoch"], before=state["batches"])
+        position = self._position = LoaderPosition(epoch=state["epoch"], before=state["batches"])
         if hasattr(self._source, "set_epoch"):
-            self._source.set_epoch(at.epoch)
+            self._source.set_epoch(position.epoch)
         if "source" in state and hasattr(self._source, "load_state_dict"):
             self._source.load_state_dict(state["source"])
         else:
-            at.skip = at.before
+            position.skip = position.before
 
 
 @dataclass
-class Position:
-    """Where a loop stands in its data.
+class LoaderPosition:
+    """A loop's position in its data.
 
     Attributes:
-        epoch: of the iteration that is under way, or comes next.
-        before: batches of that epoch that were given before its iteration began: in a run that was resumed.
-        given: batches given since.
-        skip: batches to leave out when the iteration begins.
+        epoch: number of the current iteration's epoch, or of the next one's.
+        before: batches of that epoch that an earlier run received.
+        received: batches of that epoch that this run has received.
+        skip: batches to skip when the iteration begins.
     """
 
     epoch: int = 0
     before: int = 0
-    given: int = 0
+    received: int = 0
     skip: int = 0
     _is_begun: bool = False
 
     def begin(self) -> int:
-        """Begin an iteration; return how many batches it leaves out."""
+        """Begin an iteration; return the number of batches to skip."""
         if self._is_begun:
-            # Of the last one, whose source has gone on to the next epoch as well.
+            # End the previous epoch, even if the loop left it early: its source has moved on as well.
             self.end()
         self._is_begun = True
         skip, self.skip = self.skip, 0
         return skip
 
     def end(self) -> None:
-        """Be at the start of the next epoch."""
+        """Move to the start of the next epoch."""
         self.epoch += 1
-        self.before = self.given = 0
+        self.before = self.received = 0
         self._is_begun = False
 
 

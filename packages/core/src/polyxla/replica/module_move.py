@@ -1,8 +1,8 @@
-"""Moving a module between host and device without breaking it.
+"""Moving a module between host and device, with its tied parameters and its optimizers.
 
-On XLA a move makes new tensors. Parameters that were one become several (pytorch/xla#2719), and the copies
-train apart in silence; an optimizer that was made before goes on updating the old ones, in silence too.
-Here the ties are noted before the move and made again after it, and optimizers are given the new parameters.
+On XLA a move makes new tensors. Tied parameters become separate copies that diverge silently
+(pytorch/xla#2719), and an optimizer made before the move silently keeps updating the old tensors. Here ties
+are recorded before the move and restored after it, and optimizers receive the new parameters.
 """
 
 from __future__ import annotations
@@ -20,56 +20,56 @@ from polyxla.pytree import map_tensors
 def move_module(
     module: torch.nn.Module, device: torch.device, optimizers: Iterable[torch.optim.Optimizer] = ()
 ) -> torch.nn.Module:
-    """Move `module` in place, keep its tied parameters and buffers tied, call its own tying hook.
+    """Move `module` in place and keep its tied parameters and buffers tied.
 
-    A module with an ``on_post_move_to_device`` method has it called after the move. A different
-    number of parameters afterwards is said, since training would go wrong without a word.
+    The module's ``on_post_move_to_device`` method, if it has one, is called after the move. If the number of
+    parameters has changed, a warning is printed.
 
     Args:
-        module: what to move.
-        device: where to.
-        optimizers: those that hold its parameters: they hold the moved ones afterwards, with their state.
+        module: the module to move.
+        device: the destination.
+        optimizers: optimizers of its parameters; afterwards they hold the moved parameters and their state.
 
     Raises:
-        UsageError: an optimizer holds a parameter that is not the module's; nothing was moved.
+        UsageError: an optimizer holds a parameter that the module does not have; nothing was moved.
     """
     optimizers = list(optimizers)
     check_owner(module, optimizers)
-    places = list(_parameters(module))
+    before = list(_parameters(module))
     _move_with_ties(module, device)
-    moved = {id(old): getattr(owner, name) for owner, name, old in places}
+    moved = {id(old): getattr(owner, name) for owner, name, old in before}
     for optimizer in optimizers:
         _hand_over(optimizer, moved, device)
     return module
 
 
 def check_owner(module: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Refuse optimizers that hold what is not the module's.
+    """Refuse optimizers that hold parameters of another module.
 
     Raises:
-        UsageError: one holds a parameter of another module, or of this one before it was moved.
+        UsageError: an optimizer holds a parameter of another module, or of this one before it was moved.
     """
     owned = {id(parameter) for _, _, parameter in _parameters(module)}
     for optimizer in optimizers:
-        held = held_by(optimizer)
-        known = sum(id(parameter) in owned for parameter in held)
-        if known < len(held):
+        parameters = optimizer_parameters(optimizer)
+        known = sum(id(parameter) in owned for parameter in parameters)
+        if known < len(parameters):
             raise UsageError(
-                f"{known} of the {len(held)} parameters of {type(optimizer).__name__} are those of "
-                f"{type(module).__name__}: the others would never be trained",
+                f"only {known} of the {len(parameters)} parameters of {type(optimizer).__name__} belong to "
+                f"{type(module).__name__}; it would never train the others",
                 where="an optimizer made before the module was moved or changed",
                 fix="Make the optimizer from the parameters of the module that is trained.",
             )
 
 
-def held_by(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    """Return every parameter that `optimizer` updates, of all its groups."""
+def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """Return the parameters of all groups of `optimizer`."""
     return [one for group in optimizer.param_groups for one in group["params"]]
 
 
 def _parameters(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
     for owner in module.modules():
-        # The dict itself, because named_parameters() lists a shared parameter once only.
+        # The dict itself, because named_parameters() lists a shared parameter only once.
         for name, parameter in owner._parameters.items():
             if parameter is not None:
                 yield owner, name, parameter
@@ -80,16 +80,16 @@ def _hand_over(
 ) -> None:
     for group in optimizer.param_groups:
         group["params"] = [moved.get(id(one), one) for one in group["params"]]
-    state = {moved.get(id(one), one): _state_on(device, kept) for one, kept in optimizer.state.items()}
+    state = {moved.get(id(one), one): _state_on(device, values) for one, values in optimizer.state.items()}
     optimizer.state.clear()
     optimizer.state.update(state)
 
 
-def _state_on(device: torch.device, kept: dict[str, Any]) -> dict[str, Any]:
-    # torch's optimizers count their steps on the host.
+def _state_on(device: torch.device, state: dict[str, Any]) -> dict[str, Any]:
+    # torch's optimizers keep their step count on the host.
     return {
         name: value if name == "step" else map_tensors(lambda tensor: tensor.to(device), value)
-        for name, value in kept.items()
+        for name, value in state.items()
     }
 
 
@@ -108,14 +108,14 @@ def _move_with_ties(module: torch.nn.Module, device: torch.device) -> None:
     if after != before:
         say(
             f"the module has {after} parameters after the move to {device}, {before} before it: "
-            "tie them again in on_post_move_to_device, or they train apart"
+            "tie them again in on_post_move_to_device, or the copies will diverge"
         )
 
 
 def _ties(module: torch.nn.Module) -> Iterator[list[tuple[torch.nn.Module, str]]]:
     places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
     for owner in module.modules():
-        # The dicts themselves, because named_parameters() lists a shared parameter once only.
+        # The dicts themselves, because named_parameters() lists a shared parameter only once.
         for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
             if tensor is not None:
                 places.setdefault(id(tensor), []).append((owner, name))

@@ -1,4 +1,4 @@
-"""Random numbers from one seed: the same again in every run, different in every replica."""
+"""Seeds and states of the host's random number generators: reproducible, and different in every replica."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ NUMPY_SEEDS = 2**32
 
 
 def derive(seed: int, *parts: object) -> int:
-    """Return a seed of 63 bits that depends on `seed` and on every part: another part, another stream."""
+    """Return a 63-bit seed that depends on `seed` and every part; other parts give an independent stream."""
     text = repr((seed, *parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the generators of this process: Python's, torch's, and numpy's where it is imported.
+    """Seed this process's generators: Python's, torch's, and numpy's if it is imported.
 
-    Replicas that are launched afterwards draw their devices' random numbers from the same seed, each its own;
-    in a replica, `polyxla.Replica.seed_everything` seeds its device too.
+    The devices of replicas that are launched afterwards are seeded from the same seed, each differently. In a
+    replica, call `polyxla.Replica.seed_everything` instead, which seeds its device too.
     """
     import torch
 
@@ -32,18 +32,18 @@ def seed_everything(seed: int) -> None:
     if "numpy" in sys.modules:
         import numpy as np
 
-        # Not a Generator: it is this one that datasets draw from.
+        # The global generator, not a new Generator: datasets draw from the global one.
         np.random.seed(seed % NUMPY_SEEDS)  # noqa: NPY002
 
 
 def host_seed() -> int:
-    """Return what torch was seeded with in this process; 0 where it is not imported."""
+    """Return torch's seed in this process; 0 if torch is not imported."""
     torch: Any = sys.modules.get("torch")
     return int(torch.initial_seed()) if torch else 0
 
 
 def host_state() -> dict[str, Any]:
-    """Return where this process's generators stand, as `polyxla_training.save` takes it."""
+    """Return the state of this process's generators, as a pytree that `polyxla_training.save` accepts."""
     import torch
 
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
@@ -55,8 +55,8 @@ def host_state() -> dict[str, Any]:
     return state
 
 
-def restore_host(state: Mapping[str, Any]) -> None:
-    """Let this process's generators go on from `host_state`."""
+def restore_host_state(state: Mapping[str, Any]) -> None:
+    """Restore this process's generators to a state that `host_state` returned."""
     import torch
 
     version, words, gauss = state["python"]
@@ -70,10 +70,10 @@ def restore_host(state: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def kept_host() -> Iterator[None]:
-    """Afterwards, let this process's generators stand where they stood."""
+def preserved_host_state() -> Iterator[None]:
+    """Restore this process's generators on exit."""
     before = host_state()
     try:
         yield
     finally:
-        restore_host(before)
+        restore_host_state(before)

@@ -1,4 +1,4 @@
-"""What replicas make of the values each of them has: nests of tensors and numbers, or any object."""
+"""Reductions of pytrees over the replicas: tensors by the device, everything else by Python."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from polyxla.contracts.replication import ReduceOp
 from polyxla.pytree import is_tensor
 
 
-def combined(
+def combine(
     value: Any,
     op: ReduceOp,
     reduce_tensor: Callable[[Any, ReduceOp], Any],
     gather: Callable[[Any], list[Any]],
 ) -> Any:
-    """Return what all replicas' `value` come to; each of them calls it.
+    """Combine every replica's `value`. A collective.
 
     Args:
-        value: this replica's, as for `polyxla.Replica.all_reduce`.
+        value: this replica's pytree, as for `polyxla.Replica.all_reduce`.
         op: how to combine.
         reduce_tensor: combines one tensor; a collective.
         gather: returns every replica's object in ordinal order; a collective.
@@ -30,11 +30,11 @@ def combined(
     if is_tensor(value):
         return reduce_tensor(value, op)
     if isinstance(value, Mapping):
-        # Sorted: replicas that filled their dicts in another order must still meet key by key.
-        found = {key: combined(value[key], op, reduce_tensor, gather) for key in sorted(value, key=repr)}
+        # Sorted: every replica must run the same collectives, even if its dict was filled in another order.
+        found = {key: combine(value[key], op, reduce_tensor, gather) for key in sorted(value, key=repr)}
         return {key: found[key] for key in value}
     if isinstance(value, list | tuple):
-        items = [combined(item, op, reduce_tensor, gather) for item in value]
+        items = [combine(item, op, reduce_tensor, gather) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return _COMBINE[op](gather(value))
 
@@ -44,7 +44,7 @@ def _fold(function: Callable[[Any, Any], Any]) -> Callable[[list[Any]], Any]:
 
 
 def _total(values: list[Any]) -> Any:
-    # Only numbers can be added to the 0 that Python's sum starts from, which makes numbers of bools.
+    # Python's sum starts from 0: it turns bools into integers, and fails for anything but numbers.
     is_number = isinstance(values[0], numbers.Number)
     return sum(values) if is_number else functools.reduce(operator.add, values)
 

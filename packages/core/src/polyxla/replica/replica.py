@@ -16,7 +16,7 @@ from polyxla.contracts.replication import Replication
 from polyxla.errors import UsageError
 from polyxla.replica import random_state
 from polyxla.replica.collectives import Collectives
-from polyxla.replica.host_batches import Reading
+from polyxla.replica.host_batches import ReadOptions
 from polyxla.replica.loader import Loader
 
 if TYPE_CHECKING:
@@ -24,20 +24,23 @@ if TYPE_CHECKING:
 
 
 class Replica(Collectives):
-    """One copy of the program on one device.
+    """One copy of the program on one device. Belongs to one thread.
 
-    Methods that involve other replicas (`step`, `setup` and the collectives of `Collectives`) must be called
-    by all of them, in the same order. Belongs to one thread.
+    All replicas must call the methods that involve other replicas (`step`, `setup` and the collectives), in
+    the same order.
 
     Args:
         replication: the runtime's side.
         plugins: the plugins and listeners that receive this replica's events.
-        precision: the policy in force.
+        precision: the precision policy.
         runtime: the runtime's name.
 
     Attributes:
-        steps: optimizer updates so far.
-        input: the loader whose batch was requested last; None before the first.
+        hook: calls the hooks of this replica's plugins and listeners, including other packages' hooks.
+        precision: the precision policy.
+        runtime: the runtime's name.
+        steps: number of optimizer updates so far.
+        current_loader: the loader whose batch was requested last; None before the first.
         data_seed: seed of the order of shuffled records; the same in every replica.
     """
 
@@ -45,27 +48,22 @@ class Replica(Collectives):
         self, replication: Replication, plugins: pluggy.PluginManager, precision: Precision, runtime: str
     ) -> None:
         super().__init__(replication)
+        self.hook: pluggy.HookRelay = plugins.hook
         self.precision = precision
         self.runtime = runtime
         self.steps = 0
-        self.input: Loader | None = None
+        self.current_loader: Loader | None = None
         self.data_seed = 0
         self._plugins = plugins
-        self._is_cut = False
+        self._is_synced = False
         self._is_set_up = False
-        # The optimizers that were checked, kept so that no other object gets the id of one of them.
         self._checked: list[Any] = []
-
-    @property
-    def hook(self) -> pluggy.HookRelay:
-        """The hooks of this replica's plugins and listeners, for packages with events of their own."""
-        return self._plugins.hook
 
     def add_listener(self, listener: object) -> None:
         """Register an object whose methods implement hooks (`polyxla.hookimpl`).
 
         Raises:
-            BrokenPluginError: it is registered already, or does not match the hook specs.
+            BrokenPluginError: the listener is registered already, or does not match the hook specs.
         """
         self._plugins.register(listener)
 
@@ -77,73 +75,76 @@ class Replica(Collectives):
         repeat: bool = True,
         prefetch: Mapping[str, int] | None = None,
     ) -> Loader:
-        """Return `loader` reading this replica's records only, its batches on the device.
+        """Return a loader of this replica's records, with its batches on the device.
 
-        Where the loop has not handed its work to the device since the last batch, the next one does it.
+        Requesting a batch submits pending work to the device, unless that happened since the previous batch.
 
         Args:
-            loader: a DataLoader, or anything that can be iterated over.
-            pad: give every batch the shape of a full one: one epoch is one program. `Loader.valid` tells
-                which records are real.
-            repeat: whether records are read twice to give every replica as many, as training needs it.
-                Without, they are left out, or masked with `pad`: metrics are exact.
-            prefetch: how far to copy ahead, in the runtime's words: on torch_xla ``loader_prefetch_size``,
-                ``device_prefetch_size`` and ``host_to_device_transfer_threads``.
+            loader: a DataLoader, or any other iterable.
+            pad: give every batch the shape of a full one, so that an epoch compiles one program.
+                `Loader.valid` marks the real records.
+            repeat: repeat records until every replica has the same number of them, as training requires. If
+                False, repeats are left out, or masked with `pad`, so that metrics are exact.
+            prefetch: how far to copy ahead, by the runtime's option names: on torch_xla
+                ``loader_prefetch_size``, ``device_prefetch_size`` and ``host_to_device_transfer_threads``.
 
         Raises:
             UsageError: there are several replicas and no plugin can divide the records among them.
         """
-        mine: Iterable[Any] | None = self._plugins.hook.polyxla_shard_loader(
+        shard: Iterable[Any] | None = self.hook.polyxla_shard_loader(
             loader=loader, world=self.world, seed=self.data_seed, repeat=repeat
         )
-        if mine is None and self.world_size > 1:
+        if shard is None and self.world_size > 1:
             raise UsageError(
                 f"no installed plugin can divide the records of {type(loader).__name__} "
-                f"among {self.world_size} replicas, and all of them would train on the same",
+                f"among {self.world_size} replicas; all of them would train on the same records",
                 fix="Install one (pip install polyxla-sampler), or divide them yourself and use to_device.",
             )
-        # With one replica there is nothing to divide, and nothing to wonder about.
-        if self.world_size > 1 and self.is_first and (note := getattr(mine, "note", "")):
+        # One replica reads everything: nothing was divided, so there is nothing to announce.
+        if self.world_size > 1 and self.is_first and (note := getattr(shard, "note", "")):
             say_once(note)
-        source = loader if mine is None else mine
-        return Loader(source, Reading(pad, repeat, prefetch or {}), self._replication, self._before_batch)
+        source = loader if shard is None else shard
+        return Loader(source, ReadOptions(pad, repeat, prefetch or {}), self._replication, self._before_batch)
 
     def _before_batch(self, loader: Loader) -> None:
-        self.input = loader
-        if not self._is_cut:
+        self.current_loader = loader
+        if not self._is_synced:
             self.sync()
-        self._is_cut = False
+        self._is_synced = False
 
     def setup(self, module: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> torch.nn.Module:
-        """Bring `module` to the device, in the precision asked for, the same in every replica.
+        """Move `module` to the device, in the precision policy's dtypes.
 
-        Tied parameters stay tied. Where replicas made different ones, ordinal 0's are used, and it is said.
+        Tied parameters stay tied. If the replicas' parameters differ, all take ordinal 0's and a warning is
+        printed.
 
         Args:
             module: moved in place.
-            optimizers: those that were made from its parameters before; they hold the moved ones afterwards.
+            optimizers: optimizers of its parameters; afterwards they hold the moved parameters.
 
         Raises:
-            UsageError: an optimizer holds parameters that are not the module's, which is as it was then; or
-                the policy refuses the module.
+            UsageError: an optimizer holds a parameter of another module, in which case `module` is unchanged;
+                or the policy refuses the module.
         """
         from polyxla.replica import consistency
         from polyxla.replica.module_move import check_owner, move_module
 
-        # Before a policy changes a module that is then refused.
+        # Before the policy converts the module: a refused module stays as it was.
         check_owner(module, optimizers)
-        differs = consistency.differing(self, module)
+        mismatch = consistency.find_mismatch(self, module)
         try:
-            module = self.precision.convert(module)
+            module = self.precision.convert_module(module)
         except ValueError as error:
             raise UsageError(
-                str(error), where=f"precision {self.precision.name}", fix="Change what the policy is told."
+                str(error),
+                where=f"precision {self.precision.name}",
+                fix="Change the policy's arguments, or choose another policy.",
             ) from error
         move_module(module, self.device, optimizers)
-        if differs:
-            consistency.take_from_first(self, module)
+        if mismatch:
+            consistency.broadcast_module(self, module)
             if self.is_first:
-                say_once(f"replicas began with different parameters ({differs}): all take ordinal 0's")
+                say_once(f"replicas began with different parameters ({mismatch}): all take ordinal 0's")
         self._is_set_up = True
         return module
 
@@ -155,19 +156,19 @@ class Replica(Collectives):
         clip_norm: float | None = None,
         clip_value: float | None = None,
     ) -> None:
-        """Average the gradients over the replicas, update the parameters, hand the step to the device.
+        """Average the gradients over the replicas, update the parameters and submit the step to the device.
 
-        Call it after as many ``backward()`` as you like: gradients are reduced once, here.
+        Call it after any number of ``backward()`` calls: gradients are reduced once, here.
 
         Args:
-            optimizer: holds this replica's parameters, whose gradients are ready.
-            logged: values to show to listeners under their names; tensors may stay on the device.
-            clip_norm: the largest norm of all averaged gradients together.
-            clip_value: the largest absolute value of an averaged gradient's element.
+            optimizer: updates this replica's parameters, whose gradients are ready.
+            logged: values for the listeners, by name; tensors may stay on the device.
+            clip_norm: maximum norm of all averaged gradients together; None: no limit.
+            clip_value: maximum absolute value of each element of the averaged gradients; None: no limit.
 
         Raises:
-            UsageError: the optimizer, at its first step, cannot train: its parameters are elsewhere, or none
-                has a gradient.
+            UsageError: at its first step, the optimizer cannot train: its parameters are on another device,
+                or none has a gradient.
         """
         self.update(optimizer, clip_norm=clip_norm, clip_value=clip_value)
         self.finish_step(logged or {})
@@ -179,7 +180,16 @@ class Replica(Collectives):
         clip_norm: float | None = None,
         clip_value: float | None = None,
     ) -> None:
-        """Do what `step` does but for telling listeners: `finish_step` follows, when all of it is done."""
+        """Perform `step` without notifying the listeners; call `finish_step` once the whole step is done.
+
+        Args:
+            optimizer: as for `step`.
+            clip_norm: as for `step`.
+            clip_value: as for `step`.
+
+        Raises:
+            UsageError: as for `step`.
+        """
         if not any(one is optimizer for one in self._checked):
             self._check(optimizer)
         self._replication.reduce_gradients(optimizer)
@@ -190,8 +200,12 @@ class Replica(Collectives):
         self.steps += 1
 
     def finish_step(self, logged: Mapping[str, Any]) -> None:
-        """Tell listeners that an update is made, and with it whatever else is part of the step."""
-        self._plugins.hook.polyxla_step_finished(replica=self, step=self.steps, logged=logged)
+        """Notify the listeners that the step is done.
+
+        Args:
+            logged: values for the listeners, by name; tensors may stay on the device.
+        """
+        self.hook.polyxla_step_finished(replica=self, step=self.steps, logged=logged)
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         from polyxla.replica import consistency
@@ -204,13 +218,14 @@ class Replica(Collectives):
     def sync(self, wait: bool = False) -> None:
         """Submit pending work to the device; with `wait`, block until it is done."""
         super().sync(wait)
-        self._is_cut = True
+        self._is_synced = True
 
     def seed_everything(self, seed: int) -> None:
         """Seed this replica's random numbers: Python's, torch's, numpy's and the device's.
 
-        From one seed every replica gets numbers of its own, and shuffled loaders made afterwards one order
-        for all. Replicas that are threads share the first three with their process.
+        Pass the same seed in every replica. Each replica then draws different numbers, and loaders made
+        afterwards shuffle in one order for all. Replicas that are threads of one process share Python's,
+        torch's and numpy's generators.
         """
         self.data_seed = seed
         if self.world.owns_process:
@@ -222,14 +237,14 @@ class Replica(Collectives):
         self._replication.seed(random_state.derive(seed, "device", self.ordinal))
 
     def rng_state(self) -> dict[str, Any]:
-        """Return where this replica's random numbers stand, as `polyxla_training.save` takes it."""
+        """Return the state of this replica's generators, as a pytree that `polyxla_training.save` accepts."""
         host = random_state.host_state() if self.world.owns_process else {}
         return {**host, "device": self._replication.rng_state()}
 
     def restore_rng(self, state: Mapping[str, Any]) -> None:
-        """Go on with the random numbers from `rng_state`."""
+        """Restore this replica's generators to a state that `rng_state` returned."""
         if "torch" in state:
-            random_state.restore_host(state)
+            random_state.restore_host_state(state)
         self._replication.seed(state["device"])
 
     def counters(self) -> Counters | None:
@@ -237,15 +252,19 @@ class Replica(Collectives):
         return self._replication.counters()
 
     def profile(self, folder: str) -> AbstractContextManager[None]:
-        """Return a context in which what the device does is traced into `folder`."""
+        """Return a context in which the device's work is traced into the directory `folder`.
+
+        Raises:
+            UsageError: the runtime has no profiler.
+        """
         return self._replication.profile(folder)
 
     def report(self) -> str:
-        """Return the runtime's own account of compilations, executions and transfers."""
+        """Return the runtime's report on compilations, executions and transfers."""
         return self._replication.report()
 
     def print(self, *values: Any, **options: Any) -> None:
-        """Print on ordinal 0 only."""
+        """Print on ordinal 0 only; arguments as for Python's ``print``."""
         if self.is_first:
             builtins.print(*values, **options, flush=True)
 
@@ -253,9 +272,9 @@ class Replica(Collectives):
 def _clip(optimizer: torch.optim.Optimizer, norm: float | None, value: float | None) -> None:
     from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-    from polyxla.replica.module_move import held_by
+    from polyxla.replica.module_move import optimizer_parameters
 
-    parameters = held_by(optimizer)
+    parameters = optimizer_parameters(optimizer)
     if norm is not None:
         clip_grad_norm_(parameters, norm)
     if value is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from polyxla.contracts.discovery import Claim
-from polyxla.plugins.selection import look_at
+from polyxla.plugins.selection import discover
 
 if TYPE_CHECKING:
     from polyxla.replica.replica import Replica
@@ -31,7 +31,7 @@ class RuntimeConformance:
     def test_discovery_names_devices_or_says_why_not(self, runtime: RuntimeUnderTest) -> None:
         from polyxla.plugins.manager import find_runtime
 
-        candidate = look_at(find_runtime(runtime.name, "test"), os.environ, "auto")
+        candidate = discover(find_runtime(runtime.name, "test"), os.environ, "auto")
         found = candidate.discovery
         assert found is not None, candidate.error
         assert found.claim in Claim

@@ -83,7 +83,7 @@ class Observer:
         """Compare the counters; every n-th step, read what is logged and cut a window."""
         self._pace.step()
         self._steps += 1
-        self._loader = self._replica.input
+        self._loader = self._replica.current_loader
         if self._step_counters:
             self._tell_compiled(self._step_counters.step(step, self._loader, self._write))
         if self._steps == warm_up_steps():
@@ -125,7 +125,7 @@ class Observer:
     def polyxla_metrics_ready(self, step: int, metrics: Mapping[str, float]) -> None:
         """Leave the evaluation out of the steps' time, and hear what it compiled."""
         if self._step_counters:
-            self._tell_compiled(self._step_counters.between(step, self._replica.input))
+            self._tell_compiled(self._step_counters.between(step, self._replica.current_loader))
         self._pace.leave_out()
         self._readings.check(step, metrics)
         self._write("metrics", step=step, values=dict(metrics))

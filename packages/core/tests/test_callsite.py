@@ -1,0 +1,135 @@
+"""The line that a message names is the user's, whoever stands between the user and polyxla."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import pytest
+
+from polyxla import callsite
+from polyxla.callsite import BACKWARD, caller, location, user_line, user_line_in_thread
+from polyxla.plugins.manager import HOOKSPECS, PLUGINS, RUNTIMES
+from polyxla.testing import PluginInstaller
+
+TIMEOUT_S = 30.0
+HERE = Path(__file__).name
+
+
+@pytest.fixture(autouse=True)
+def _only_these_plugins(install_plugin: PluginInstaller) -> Iterator[None]:
+    install_plugin.hide_others()
+    install_plugin("third-party", group=PLUGINS)
+    callsite.own_packages.cache_clear()
+    yield
+    callsite.own_packages.cache_clear()
+
+
+def within(module: str, inner: Any) -> Any:
+    """Return a function of `module` that calls `inner` and returns its result."""
+    names = {"__name__": module, "inner": inner}
+    exec(compile("def call():\n    return inner()", f"{module}.py", "exec"), names)
+    return names["call"]
+
+
+@pytest.mark.parametrize(
+    ("modules", "line"),
+    [
+        pytest.param([], HERE, id="the-user's"),
+        pytest.param(["torch._tensor"], HERE, id="the-user's-by-torch"),
+        pytest.param(["polyxla.replica.loader"], None, id="polyxla's"),
+        pytest.param(["torch._tensor", "polyxla.replica.reductions"], None, id="polyxla's-by-torch"),
+        pytest.param(["torch._tensor", "third_party.metrics"], None, id="a-plugin's-by-torch"),
+        pytest.param(["third_party.metrics", "helpers"], None, id="a-plugin's"),
+        pytest.param(
+            ["torch.optim.adam", "polyxla.replica.replica"], "torch.optim.adam.py:2", id="optimizer"
+        ),
+        pytest.param(["torch.optim.optimizer", "polyxla.replica.replica"], None, id="optimizers-base-class"),
+        pytest.param(["torch.autograd", "polyxla.replica.replica"], BACKWARD, id="backward"),
+    ],
+)
+def test_a_read_belongs_to_the_code_that_makes_it(modules: list[str], line: str | None) -> None:
+    call = caller
+    for module in modules:
+        call = within(module, call)
+    found = call()
+    assert (line or "") in (found or "")
+    assert (found is None) == (line is None)
+
+
+def test_an_observers_frames_do_not_count_as_polyxlas() -> None:
+    call = within("torch._tensor", within("third_party.observer", caller))
+    assert call() is None
+    call = within("torch._tensor", within("third_party.observer", lambda: caller("third_party.observer")))
+    assert HERE in call()
+
+
+def test_a_third_partys_plugin_is_not_the_users_program() -> None:
+    call = within("polyxla.replica.loader", within("third_party.sampler", user_line))
+    assert HERE in call()
+
+
+def test_a_package_that_is_no_plugin_is_the_users_program() -> None:
+    call = within("polyxla.replica.loader", within("datasets", user_line))
+    assert call() == "datasets.py:2"
+
+
+def test_every_group_of_plugins_is_asked_for_packages() -> None:
+    assert {PLUGINS, RUNTIMES, HOOKSPECS} < set(callsite.PLUGIN_GROUPS)
+
+
+def test_a_step_belongs_to_the_loop_that_makes_it() -> None:
+    assert HERE in within("polyxla.replica.replica", user_line)()
+
+
+def test_a_threads_line_is_the_users_innermost() -> None:
+    begun, done = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        done.wait(TIMEOUT_S)
+
+    thread = threading.Thread(target=within("polyxla.replica.host_batches", wait))
+    thread.start()
+    try:
+        assert begun.wait(TIMEOUT_S)
+        found = user_line_in_thread(thread.ident or 0)
+    finally:
+        done.set()
+        thread.join(TIMEOUT_S)
+    assert found is not None
+    assert found.partition(":")[0].endswith(HERE)
+    assert user_line_in_thread(thread.ident or 0) is None, "the thread has ended"
+
+
+def test_a_thread_without_the_users_frames_has_no_line() -> None:
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait, args=(TIMEOUT_S,))
+    thread.start()
+    try:
+        assert user_line_in_thread(thread.ident or 0) is None
+    finally:
+        done.set()
+        thread.join(TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "shown"),
+    [
+        pytest.param("{cwd}/train.py", 7, "train.py:7", id="below-the-working-directory"),
+        pytest.param("{cwd}/models/net.py", 7, "models/net.py:7", id="deeper"),
+        pytest.param("/elsewhere/train.py", 7, "/elsewhere/train.py:7", id="elsewhere"),
+        pytest.param("{cwd}/train.py", None, "train.py:3", id="first-line-of-the-function"),
+    ],
+)
+def test_files_are_shown_from_the_working_directory(
+    file: str, line: int | None, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(compile("\n\ndef function():\n    pass\n", file.format(cwd=tmp_path), "exec"), names)
+    code: CodeType = names["function"].__code__
+    assert location(code, line) == shown
