@@ -126,4 +126,4 @@ class _Source:
 
     def line(self) -> str | None:
         """Return the line of the user's program where reading is; None if it is in none."""
-        return callsite.in_thread(self._thread) if self._thread is not None else None
+        return callsite.user_line_in_thread(self._thread) if self._thread is not None else None

@@ -1,0 +1,55 @@
+"""Waiting for processes and files in tests; replicas that a test starts may import it too."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+WAIT_S = 60.0
+"""Longest wait for a condition, in seconds."""
+POLL_S = 0.01
+"""How often a condition is checked, in seconds."""
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
+    """Block until `condition` holds.
+
+    Args:
+        condition: returns whether it holds; called every `POLL_S`.
+        what: what is waited for, named in the error.
+        timeout_s: the longest wait, in seconds.
+
+    Raises:
+        AssertionError: it does not hold in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
+        time.sleep(POLL_S)
+
+
+def wait_for_files(*paths: Path) -> None:
+    """Block until every file exists."""
+    wait_until(lambda: all(path.exists() for path in paths), f"files {', '.join(map(str, paths))}")
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs; a zombie that nobody has reaped yet does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return not is_in_state("Z", pid)
+
+
+def is_in_state(state: str, pid: int) -> bool:
+    """Return whether a process is in a state, by its letter in ``/proc``: ``T`` is stopped, ``Z`` a zombie."""
+    return f"\nState:\t{state}" in Path(f"/proc/{pid}/status").read_text()
+
+
+def wait_for_end_of(pids: Iterable[int]) -> None:
+    """Block until none of the processes runs."""
+    remaining = list(pids)
+    wait_until(lambda: not any(map(is_alive, remaining)), f"the end of processes {remaining}")

@@ -1,0 +1,56 @@
+"""Fixtures of the launcher's tests: jobs on a runtime without torch, in processes made in every way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from polyxla import Job, Setting
+from polyxla.contracts.job import ProcessMethod
+from polyxla.launcher.processes import run_processes
+from polyxla.launcher.replica_main import run_replica
+from polyxla.testing import PluginInstaller
+
+BARE_RUNTIME = Path(__file__).parent.parent / "programs" / "bare_runtime.py"
+
+
+@pytest.fixture(autouse=True)
+def _bare(install_plugin: PluginInstaller, request: pytest.FixtureRequest) -> Iterator[None]:
+    install_plugin.hide_others()
+    install_plugin("bare", BARE_RUNTIME.read_text())
+    # Children cannot import a test module.
+    cloudpickle.register_pickle_by_value(request.module)
+    yield
+    cloudpickle.unregister_pickle_by_value(request.module)
+
+
+@pytest.fixture(params=["spawn", "forkserver", "fork"])
+def method(request: pytest.FixtureRequest) -> ProcessMethod:
+    """Each way to make a process."""
+    way: ProcessMethod = request.param
+    return way
+
+
+@pytest.fixture
+def run_bare() -> Callable[..., list[Any]]:
+    """Run a function in replica processes of the bare runtime and return the results."""
+
+    def run(
+        function: Callable[..., Any],
+        *args: Any,
+        size: int = 1,
+        method: ProcessMethod = "spawn",
+        **environ: str,
+    ) -> list[Any]:
+        whole = {**os.environ, **environ}
+        devices = tuple(range(size))
+        job = Job(function, args, "bare", devices, whole, Setting(None, "default"), main=run_replica)
+        environs = [{**whole, "MINE": str(ordinal)} for ordinal in range(size)]
+        return run_processes(job, range(size), environs, method=method, preload=["json.tool"])
+
+    return run

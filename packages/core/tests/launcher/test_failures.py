@@ -1,0 +1,191 @@
+"""How the death or the stall of a replica is reported."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from polyxla import Job, Replica, ReplicaLostError, Setting, StalledError
+from polyxla.contracts.job import ProcessMethod
+from polyxla.launcher import failures, processes
+from polyxla.launcher.failures import PARENT_GONE
+from polyxla.launcher.messages import Message, Setup
+from polyxla.launcher.replica_main import run_replica
+from polyxla.launcher.start_methods import spawn
+from polyxla.testing.processes import (
+    WAIT_S,
+    is_alive,
+    is_in_state,
+    wait_for_end_of,
+    wait_for_files,
+    wait_until,
+)
+
+PROGRAMS = Path(__file__).parent.parent / "programs"
+
+
+def _fail(replica: Replica) -> None:
+    raise ZeroDivisionError("on purpose")
+
+
+@pytest.mark.parametrize(
+    ("end", "how"),
+    [
+        pytest.param(
+            lambda: os.kill(os.getpid(), signal.SIGKILL),
+            "was ended by SIGKILL (often the kernel, when memory runs out; its peak was {peak} MiB)",
+            id="killed",
+        ),
+        pytest.param(lambda: os.kill(os.getpid(), signal.SIGSEGV), "was ended by SIGSEGV", id="crashed"),
+        pytest.param(lambda: os._exit(9), "exited with code 9", id="exited"),
+        pytest.param(lambda: os._exit(0), "exited with code 0", id="exited-with-0"),
+    ],
+)
+def test_a_replica_that_dies_is_named_with_how(
+    run_bare: Callable[..., list[Any]],
+    method: ProcessMethod,
+    end: Callable[[], None],
+    how: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Its closed pipe must tell, without looking.
+    monkeypatch.setattr(processes, "_check_alive", lambda _: pytest.fail("nobody noticed"))
+    monkeypatch.setattr(processes, "LIVENESS_CHECK_S", WAIT_S)
+
+    def die(replica: Replica) -> None:
+        if replica.ordinal == 1:
+            (tmp_path / "pid").write_text(str(os.getpid()))
+            end()
+        time.sleep(WAIT_S)
+
+    with pytest.raises(ReplicaLostError) as caught:
+        run_bare(die, size=2, method=method)
+    pid = (tmp_path / "pid").read_text()
+    text = str(caught.value)
+    peak = re.search(r"peak was (\d+) MiB", text)
+    # A Python needs 5 MiB at least; a figure in the wrong unit would be far off.
+    assert peak is None or 5 < int(peak[1]) < 5000
+    assert text == f"process 1 (pid {pid}) {how.format(peak=peak and peak[1])} before it returned a result"
+    assert caught.value.exit_code == 1
+
+
+def test_a_lost_replica_is_seen_while_a_process_it_forked_lives_on(
+    run_bare: Callable[..., list[Any]], method: ProcessMethod, tmp_path: Path
+) -> None:
+    def fork_and_die(_: Replica) -> None:
+        if (pid := os.fork()) == 0:
+            time.sleep(10 * WAIT_S)
+            os._exit(0)
+        (tmp_path / "pid").write_text(str(pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def end_the_forked_one() -> None:
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+    # Its end closes the pipe, which would make up for a loss that is not seen.
+    rescue = threading.Timer(WAIT_S, end_the_forked_one)
+    rescue.start()
+    try:
+        with pytest.raises(ReplicaLostError, match="was ended by SIGKILL"):
+            run_bare(fork_and_die, method=method)
+        assert rescue.is_alive(), "seen only when the forked process ended"
+    finally:
+        rescue.cancel()
+        rescue.join()
+        with contextlib.suppress(ProcessLookupError):
+            end_the_forked_one()
+
+
+def test_a_child_that_never_says_hello(run_bare: Callable[..., list[Any]], tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(f"import time; time.sleep({WAIT_S})")
+    with pytest.raises(ReplicaLostError) as caught:
+        run_bare(_fail, PYTHONPATH=str(tmp_path), POLYXLA_START_TIMEOUT_S="0.5")
+    before, _, after = str(caught.value).partition(" (pid ")
+    pid, _, text = after.partition(") ")
+    assert before == "process 0"
+    assert text == "did not answer within 0.5 s of its start; POLYXLA_START_TIMEOUT_S sets the limit"
+    assert not is_alive(int(pid))
+
+
+def test_a_child_that_cannot_even_start(run_bare: Callable[..., list[Any]]) -> None:
+    with pytest.raises(ReplicaLostError, match=r"process 0 \(pid \d+\) exited with code 1 before"):
+        run_bare(_fail, PYTHONHOME="/nonexistent")
+
+
+def test_a_child_whose_parent_closes_the_pipe_leaves_with_its_own_code() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    process = spawn(theirs, os.environ)
+    theirs.close()
+    assert ours.recv() == Message("hello")
+    job = Job(lambda _: time.sleep(WAIT_S), (), "bare", (0,), {}, Setting(None, "default"), main=run_replica)
+    ours.send(Setup(dict(os.environ), sys.path, ".", cloudpickle.dumps((job, 0))))
+    ours.close()
+    end = process.wait(time.monotonic() + WAIT_S)
+    assert end is not None
+    assert end.code == PARENT_GONE
+
+
+def test_children_do_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
+    shutil.copy(PROGRAMS / "two_sleepers.py", tmp_path / "script.py")
+    parent = subprocess.Popen(
+        [sys.executable, "script.py"], cwd=tmp_path, env={**os.environ, "FOLDER": str(tmp_path)}
+    )
+    files = [tmp_path / "0.pid", tmp_path / "1.pid"]
+    try:
+        wait_for_files(*files)
+    finally:
+        parent.kill()
+        parent.wait(WAIT_S)
+    pids = [int(file.read_text()) for file in files]
+    try:
+        wait_for_end_of(pids)
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_stalled_replicas_are_shown_and_ended(
+    run_bare: Callable[..., list[Any]],
+    method: ProcessMethod,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def dawdle(replica: Replica) -> None:
+        (tmp_path / f"{replica.ordinal}.part").write_text(str(os.getpid()))
+        (tmp_path / f"{replica.ordinal}.part").rename(tmp_path / f"{replica.ordinal}.pid")
+        if replica.ordinal == 1:
+            wait_for_files(tmp_path / "0.pid", tmp_path / "2.pid")
+            wait_until(lambda: is_in_state("T", int((tmp_path / "2.pid").read_text())), "a stopped process")
+            failures.report_stall("all-reduce of step, for 3 s\nand more")
+        if replica.ordinal == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(WAIT_S)
+
+    monkeypatch.setattr(failures, "POSITION_WAIT_S", 2.0)
+    with pytest.raises(StalledError) as caught:
+        run_bare(dawdle, size=3, method=method)
+    text = str(caught.value)
+    assert "waited too long for other replicas: all-reduce of step, for 3 s; the position of each" in text
+    shown = capfd.readouterr().err
+    assert "process 1 (pid" in shown.split("stalls:\nall-reduce of step, for 3 s\nand more", 1)[0]
+    position = shown.partition("polyxla: process 0 (pid")[2].partition("polyxla: process 2")[0]
+    assert "thread MainThread:" in position
+    assert "in dawdle" in position
+    assert "did not report its position within 2 s: its Python does not run" in shown

@@ -1,0 +1,209 @@
+"""Replicas as processes: results, environments, what can be sent, and how they end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyxla import Job, Replica, Setting, UsageError, env
+from polyxla.contracts.job import ProcessMethod
+from polyxla.launcher import processes
+from polyxla.launcher.processes import run_inline, run_processes
+from polyxla.launcher.replica_main import run_replica
+from polyxla.testing.processes import (
+    WAIT_S,
+    is_alive,
+    wait_for_files,
+)
+
+PROGRAMS = Path(__file__).parent.parent / "programs"
+
+
+def _answer_in_reverse(replica: Replica, folder: Path) -> tuple[int, int, str]:
+    if replica.ordinal + 1 < replica.world_size:
+        wait_for_files(folder / str(replica.ordinal + 1))
+    (folder / str(replica.ordinal)).touch()
+    return replica.ordinal, os.getpid(), os.environ["MINE"]
+
+
+def test_results_come_in_order_whoever_answers_first(
+    run_bare: Callable[..., list[Any]], method: ProcessMethod, tmp_path: Path
+) -> None:
+    ordinals, pids, mine = zip(*run_bare(_answer_in_reverse, tmp_path, size=3, method=method), strict=True)
+    assert ordinals == (0, 1, 2)
+    assert mine == ("0", "1", "2")
+    assert len({*pids, os.getpid()}) == 4
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def test_the_parents_environment_stays_and_the_childs_is_as_given() -> None:
+    before = dict(os.environ)
+
+    def change(_: Replica) -> tuple[str | None, str]:
+        os.environ["BEFORE"] = "changed"
+        return os.environ.get("PYTEST_CURRENT_TEST"), os.environ["GIVEN"]
+
+    environ = {"PYTHONPATH": os.environ["PYTHONPATH"], "GIVEN": "yes"}
+    job = Job(change, (), "bare", (0,), environ, Setting(None, "default"), main=run_replica)
+    assert run_processes(job, [0], [environ]) == [(None, "yes")]
+    assert dict(os.environ) == before
+
+
+def test_a_child_starts_clean(run_bare: Callable[..., list[Any]]) -> None:
+    def look(_: Replica) -> tuple[list[str], list[str], str]:
+        return sys.argv, sys.path, sys.stdin.read()
+
+    assert run_bare(look) == [([""], sys.path, "")]
+
+
+def test_lambdas_and_closures_travel(run_bare: Callable[..., list[Any]]) -> None:
+    offset = 40
+    assert run_bare(lambda replica, more: replica.ordinal + offset + more, 2, size=2) == [42, 43]
+
+
+def _fail(replica: Replica) -> None:
+    raise ZeroDivisionError("on purpose")
+
+
+def test_an_exit_of_the_function_is_an_exit_here(
+    run_bare: Callable[..., list[Any]], method: ProcessMethod
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run_bare(lambda _: sys.exit(7), method=method)
+    assert caught.value.code == 7
+
+
+def test_when_one_fails_the_others_are_ended(
+    run_bare: Callable[..., list[Any]], method: ProcessMethod, tmp_path: Path
+) -> None:
+    def wait_or_fail(replica: Replica) -> None:
+        (tmp_path / f"{replica.ordinal}.part").write_text(str(os.getpid()))
+        (tmp_path / f"{replica.ordinal}.part").rename(tmp_path / f"{replica.ordinal}.pid")
+        if replica.ordinal == 1:
+            wait_for_files(tmp_path / "0.pid", tmp_path / "2.pid")
+            raise ZeroDivisionError
+        time.sleep(WAIT_S)
+
+    with pytest.raises(ZeroDivisionError):
+        run_bare(wait_or_fail, size=3, method=method)
+    pids = [int((tmp_path / f"{ordinal}.pid").read_text()) for ordinal in range(3)]
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def test_one_that_ignores_being_ended_is_killed(
+    run_bare: Callable[..., list[Any]], method: ProcessMethod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ignore_or_fail(replica: Replica) -> None:
+        if replica.ordinal == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            (tmp_path / "part").write_text(str(os.getpid()))
+            (tmp_path / "part").rename(tmp_path / "pid")
+            time.sleep(WAIT_S)
+        wait_for_files(tmp_path / "pid")
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(processes, "STOP_GRACE_S", 0.1)
+    with pytest.raises(ZeroDivisionError):
+        run_bare(ignore_or_fail, size=2, method=method)
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+FIX = (
+    "Create what cannot be pickled (locks, open files, generators, iterators of loaders) inside "
+    "the function, or run one replica with start_method='inline'."
+)
+
+
+def test_a_function_that_cannot_be_sent_is_named(run_bare: Callable[..., list[Any]]) -> None:
+    lock = threading.Lock()
+
+    def train(_: Replica) -> None:
+        lock.acquire()
+
+    with pytest.raises(UsageError) as caught:
+        run_bare(train)
+    name = f"{test_a_function_that_cannot_be_sent_is_named.__name__}.<locals>.train"
+    assert str(caught.value) == (
+        f"train_fn ({name}) cannot be sent to another process: "
+        f"cannot pickle '_thread.lock' object (from launch). {FIX}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "culprit", "reason"),
+    [
+        pytest.param((1, threading.Lock()), "args[1]", "cannot pickle '_thread.lock' object", id="lock"),
+        pytest.param(
+            ((n for n in range(3)), 1), "args[0]", "cannot pickle 'generator' object", id="generator"
+        ),
+    ],
+)
+def test_arguments_that_cannot_be_sent_are_named(
+    run_bare: Callable[..., list[Any]], args: tuple[Any, ...], culprit: str, reason: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        run_bare(_fail, *args)
+    assert str(caught.value) == f"{culprit} cannot be sent to another process: {reason} (from launch). {FIX}"
+
+
+def test_a_place_that_cannot_be_sent_is_not_blamed_on_the_function() -> None:
+    job = Job(_fail, (), "bare", (0,), {}, Setting(None, "default"), main=run_replica)
+    with pytest.raises(UsageError, match="the job cannot be sent to another process: "):
+        run_processes(job, [threading.Lock()], [{}])
+
+
+@pytest.mark.parametrize(
+    ("environ", "seconds"),
+    [({}, 120.0), ({"POLYXLA_START_TIMEOUT_S": ""}, 120.0), ({"POLYXLA_START_TIMEOUT_S": "0.5"}, 0.5)],
+    ids=["default", "empty", "half-a-second"],
+)
+def test_the_start_timeout(environ: Mapping[str, str], seconds: float) -> None:
+    assert env.timeout_s(environ, env.POLYXLA_START_TIMEOUT_S) == seconds
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "soon", "nan", "inf"])
+def test_a_start_timeout_that_is_none(run_bare: Callable[..., list[Any]], text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        run_bare(_fail, POLYXLA_START_TIMEOUT_S=text)
+    assert str(caught.value) == (
+        f"POLYXLA_START_TIMEOUT_S={text} is not a positive number of seconds (from the environment). "
+        "Write POLYXLA_START_TIMEOUT_S=120."
+    )
+
+
+def test_inline_runs_here_with_the_jobs_environment() -> None:
+    before = dict(os.environ)
+    job = Job(
+        lambda replica, name: (os.getpid(), replica.ordinal, os.environ[name]),
+        ("LENT",),
+        "bare",
+        (0,),
+        {**os.environ, "LENT": "yes"},
+        Setting(None, "default"),
+        main=run_replica,
+    )
+    assert run_inline(job, 0) == [(os.getpid(), 0, "yes")]
+    assert dict(os.environ) == before
+
+
+def test_functions_and_exceptions_of_a_script_travel_without_a_main_guard(tmp_path: Path) -> None:
+    shutil.copy(PROGRAMS / "launching_script.py", tmp_path / "script.py")
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("caught from a replica\n", "", 0)

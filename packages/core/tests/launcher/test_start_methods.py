@@ -1,0 +1,139 @@
+"""The fork server and forks of this process."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyxla import Job, Replica, ReplicaLostError, Setting
+from polyxla.launcher import start_methods
+from polyxla.launcher.processes import run_processes
+from polyxla.launcher.replica_main import run_replica
+from polyxla.testing.processes import (
+    WAIT_S,
+    wait_for_end_of,
+)
+
+
+def _fail(replica: Replica) -> None:
+    raise ZeroDivisionError("on purpose")
+
+
+def test_a_fork_server_that_cannot_import_is_a_lost_replica(capfd: pytest.CaptureFixture[str]) -> None:
+    job = Job(_fail, (), "bare", (0,), dict(os.environ), Setting(None, "default"), main=run_replica)
+    with pytest.raises(ReplicaLostError, match="exited with code 1 before"):
+        run_processes(job, [0], [os.environ], method="forkserver", preload=["no_such_module"])
+    assert "No module named 'no_such_module'" in capfd.readouterr().err
+
+
+def test_a_fork_server_imports_once_for_all(run_bare: Callable[..., list[Any]]) -> None:
+    def look(_: Replica) -> tuple[int, bool]:
+        return os.getppid(), "json.tool" in sys.modules
+
+    (one, loaded), (other, loaded_too) = run_bare(look, size=2, method="forkserver")
+    assert one == other != os.getpid()
+    assert (loaded, loaded_too) == (True, True)
+
+
+def test_what_a_preloaded_module_sets_stays_unless_a_process_is_to_have_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import os; os.environ.update(FRESH='import', CHANGED='import', MINE='import')"
+    (tmp_path / "setter.py").write_text(code)
+    # A new process looks for modules where this one does.
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def look(_: Replica) -> tuple[str, ...]:
+        return os.environ["FRESH"], os.environ["CHANGED"], os.environ["MINE"]
+
+    shared = {**os.environ, "CHANGED": "given"}
+    job = Job(look, (), "bare", (0, 1), shared, Setting(None, "default"), main=run_replica)
+    environs = [{**shared, "MINE": "0"}, {**shared, "MINE": "1"}]
+    found = run_processes(job, [0, 1], environs, method="forkserver", preload=["setter"])
+    # MINE of the first is what the server itself was started with, so the import's value is newer.
+    assert found == [("import", "import", "import"), ("import", "import", "1")]
+
+
+def test_a_fork_server_stays_for_the_next_launch_and_is_replaced_when_it_ended(
+    run_bare: Callable[..., list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parent(_: Replica) -> int:
+        return os.getppid()
+
+    def here(_: Replica) -> tuple[str, bool]:
+        return str(Path.cwd()), str(tmp_path) in sys.path
+
+    (first,) = run_bare(parent, method="forkserver")
+    assert run_bare(parent, size=2, method="forkserver") == [first, first]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert run_bare(here, method="forkserver") == [(str(tmp_path), True)]
+    os.kill(first, signal.SIGKILL)
+    deadline = time.monotonic() + WAIT_S
+    while start_methods.running_fork_server(os.environ, ["json.tool"]).process.pid == first:
+        assert time.monotonic() < deadline
+    (second,) = run_bare(parent, method="forkserver")
+    assert second != first
+
+
+def test_an_idle_fork_server_ends() -> None:
+    code = "import polyxla.launcher.fork_server as server, sys; server.IDLE_S = 0.3; server.main()"
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-c", code, "", f"[{theirs.fileno()}]", "[]"]
+    with ours, theirs:
+        subprocess.run(command, pass_fds=[theirs.fileno()], timeout=WAIT_S, check=True)
+
+
+def test_a_fork_server_ends_with_its_parent(tmp_path: Path) -> None:
+    code = """
+import os
+from polyxla.launcher.start_methods import running_fork_server
+print(running_fork_server(os.environ, ["json.tool"]).process.pid)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    wait_for_end_of([int(done.stdout)])
+
+
+def test_a_fork_server_that_nobody_used_ends_while_it_imports(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time; time.sleep(600)")
+    code = """
+import os
+from polyxla.launcher.start_methods import running_fork_server
+print(running_fork_server(os.environ, ["slow"]).process.pid)
+"""
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    wait_for_end_of([int(done.stdout)])
+
+
+def test_a_fork_has_what_this_process_made_and_leaves_its_exit_hooks(
+    run_bare: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    lock = threading.Lock()
+
+    def leave(name: str) -> None:
+        (tmp_path / f"{name}-{os.getpid()}").touch()
+
+    def use(replica: Replica) -> int:
+        atexit.register(leave, "own")
+        with lock:
+            return os.getpid()
+
+    atexit.register(leave, "parent's")
+    try:
+        pids = run_bare(use, size=2, method="fork")
+    finally:
+        atexit.unregister(leave)
+    assert sorted(path.name for path in tmp_path.glob("*-*")) == sorted(f"own-{pid}" for pid in pids)

@@ -1,0 +1,25 @@
+"""Launches functions and a lambda, without a main guard, and catches an exception class of its own."""
+
+from polyxla import launch
+
+
+class ScriptError(Exception):
+    pass
+
+
+def helper(n):
+    return n + 1
+
+
+def train(replica, fails):
+    if fails:
+        raise ScriptError("from a replica")
+    return helper(replica.ordinal)
+
+
+assert launch(train, (False,), devices=2) == [1, 2]
+assert launch(lambda replica: helper(replica.ordinal), devices=2) == [1, 2]
+try:
+    launch(train, (True,), devices=1)
+except ScriptError as error:
+    print("caught", error)
