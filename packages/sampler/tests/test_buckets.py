@@ -1,4 +1,4 @@
-"""Batches of similar length: few shapes, and the same one in all replicas at a time."""
+"""Batches of similar length: few shapes, and the same one in all replicas in each step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def bucket_of(length: int) -> int:
 
 
 @given(lengths=corpora, world=worlds, shuffle=st.booleans(), drop_last=st.booleans())
-def test_replicas_have_the_same_shape_in_every_step(
+def test_all_replicas_have_the_same_shape_in_every_step(
     lengths: list[int], world: int, shuffle: bool, drop_last: bool
 ) -> None:
     group = samplers(lengths, world, shuffle=shuffle, drop_last=drop_last)
@@ -61,7 +61,7 @@ def test_replicas_have_the_same_shape_in_every_step(
     runs=st.lists(st.tuples(worlds, st.integers(0, 6)), min_size=1, max_size=3),
     shuffle=st.booleans(),
 )
-def test_a_chain_of_runs_of_any_sizes_reads_every_record(
+def test_resumed_runs_of_any_sizes_read_every_record(
     lengths: list[int], runs: list[tuple[int, int]], shuffle: bool
 ) -> None:
     state: Any = None
@@ -79,12 +79,12 @@ def test_a_chain_of_runs_of_any_sizes_reads_every_record(
     assert set(counts) == set(range(len(lengths)))
     for bucket, size in enumerate(SIZES):
         repeats = sum(counts[record] - 1 for record, one in enumerate(lengths) if bucket_of(one) == bucket)
-        # Only a bucket's last step of the run that ended it is filled up.
+        # A bucket's last step is filled up only in the run that finished the bucket.
         assert repeats < size * max(1, *(world for world, _ in runs))
 
 
 @given(lengths=corpora, world=worlds, consumed=st.integers(0, 20))
-def test_the_same_number_of_replicas_goes_on_with_the_same_batches(
+def test_the_same_number_of_replicas_resumes_with_the_same_batches(
     lengths: list[int], world: int, consumed: int
 ) -> None:
     first = samplers(lengths, world)[0]
@@ -99,13 +99,13 @@ def test_the_same_number_of_replicas_goes_on_with_the_same_batches(
     assert len(list(resumed)) == len(hand)
 
 
-def test_an_epoch_that_is_over_has_nothing_left_for_any_number_of_replicas() -> None:
+def test_a_finished_epoch_resumes_empty_for_any_number_of_replicas() -> None:
     sampler = samplers([3] * 11, 2, drop_last=True)[0]
     state = sampler.state_dict(len(list(sampler)))
     assert list(samplers([3] * 11, 1, state, drop_last=True)[0]) == []
 
 
-def test_each_epoch_mixes_batches_of_all_buckets_anew() -> None:
+def test_each_epoch_mixes_the_batches_of_all_buckets_in_a_new_order() -> None:
     lengths = [length % 16 + 1 for length in range(200)]
     sampler = samplers(lengths, 1)[0]
     first = list(sampler)
@@ -119,26 +119,26 @@ def test_each_epoch_mixes_batches_of_all_buckets_anew() -> None:
     assert next(iter(in_order)) == [0, 1, 2]
 
 
-def test_max_tokens_bounds_a_batchs_padded_elements() -> None:
+def test_max_tokens_limits_the_padded_elements_of_a_batch() -> None:
     sampler = BucketBatchSampler([1], [10, 25, 100], max_tokens=100, num_replicas=1, rank=0)
     assert sampler.batch_sizes == (10, 4, 1)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"boundaries": [8, 4]}, r"boundaries=\[8, 4\] do not ascend"),
         ({"boundaries": []}, "do not ascend"),
-        ({"lengths": [3, 17]}, "a record of length 17 is in no bucket"),
+        ({"lengths": [3, 17]}, "a record of length 17 fits no bucket"),
         ({"batch_size": [1, 2]}, r"batches of \[1, 2\] records do not fit 3 buckets"),
         ({"batch_size": None}, "Give either batch_size="),
         ({"max_tokens": 64}, "Give either batch_size="),
-        ({"batch_size": None, "max_tokens": 15}, "max_tokens at least the last boundary"),
+        ({"batch_size": None, "max_tokens": 15}, "make max_tokens at least the last boundary"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(arguments: dict[str, Any], said: str) -> None:
+def test_invalid_settings_are_refused(arguments: dict[str, Any], message: str) -> None:
     settings = {"lengths": [1], "boundaries": BOUNDARIES, "batch_size": 2, "num_replicas": 1, "rank": 0}
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         BucketBatchSampler(**{**settings, **arguments})
 
 
@@ -149,7 +149,7 @@ def test_a_state_of_other_batch_sizes_is_refused() -> None:
         other.load_state_dict(state)
 
 
-def test_through_a_loader_there_are_no_more_shapes_than_buckets() -> None:
+def test_a_loader_has_at_most_as_many_shapes_as_buckets() -> None:
     records = [(torch.arange(index % 16 + 1), index) for index in range(100)]
     batches = BucketBatchSampler(
         (len(sequence) for sequence, _ in records), BOUNDARIES, SIZES, num_replicas=1, rank=0
@@ -163,11 +163,11 @@ def test_through_a_loader_there_are_no_more_shapes_than_buckets() -> None:
     assert shapes == {(3, 4), (2, 8), (1, 16)}
 
 
-def test_collating_pads_sequences_of_any_kind() -> None:
+def test_the_collate_function_pads_sequences_of_any_kind() -> None:
     collate = BucketCollate([2, 4], pad_value=9)
     assert collate([[1], [1, 2, 3]]).tolist() == [[1, 9, 9, 9], [1, 2, 3, 9]]
     assert collate([torch.ones(1, 5)]).shape == (1, 2, 5)
     named = BucketCollate([2, 4], field="ids")([{"ids": [7], "label": 1}])
     assert (named["ids"].tolist(), named["label"].tolist()) == ([[7, 0]], [1])
-    with pytest.raises(ValueError, match="length 5 is in no bucket"):
+    with pytest.raises(ValueError, match="length 5 fits no bucket"):
         collate([[0] * 5])

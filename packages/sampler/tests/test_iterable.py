@@ -1,4 +1,4 @@
-"""Streams, divided in each of a DataLoader's workers."""
+"""Iterable datasets, divided in each of a DataLoader's workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from polyxla_sampler.loader import shard
 
 
 class Numbers(IterableDataset[int]):
-    """Splits itself among workers as torch's documentation shows; draws an offset where it is `shuffled`."""
+    """Splits itself among workers as torch's documentation shows; shuffles itself if `shuffled`."""
 
     def __init__(self, stop: int, shuffled: bool = False) -> None:
         self.stop = stop
@@ -59,20 +59,20 @@ def test_each_record_goes_to_the_next_replica(stop: int) -> None:
     assert dealt[stop:] == [place % stop for place in range(len(dealt) - stop)]
 
 
-def test_dropping_leaves_the_last_group_out_unless_nothing_may_be_left_out() -> None:
+def test_drop_last_drops_the_remainder_unless_repeat_is_false() -> None:
     loader = DataLoader(Numbers(11), batch_size=1, drop_last=True)
     assert [read(shard(loader, rank, 4)) for rank in (0, 3)] == [[0, 4], [3, 7]]
     assert [read(shard(loader, rank, 4, repeat=False)) for rank in (0, 3)] == [[0, 4, 8], [3, 7, 0]]
 
 
-def test_workers_streams_are_divided_each_for_itself() -> None:
+def test_each_workers_stream_is_divided_separately() -> None:
     found = hands(Numbers(23), 2, batch_size=3, num_workers=2)
     # 12 records of one worker and 11 of the other: the second repeats its first.
     assert [len(hand) for hand in found] == [12, 12]
     assert Counter(chain(*found)) == Counter([*range(23), 1])
 
 
-def test_workers_may_be_spawned() -> None:
+def test_workers_can_be_spawned() -> None:
     loader = DataLoader(Numbers(9), batch_size=3, num_workers=1, multiprocessing_context="spawn")
     sharded = shard(loader, 1, 2)
     assert sharded is not None
@@ -81,7 +81,7 @@ def test_workers_may_be_spawned() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_a_stream_draws_is_the_same_in_all_replicas(workers: int) -> None:
+def test_a_stream_draws_the_same_numbers_in_all_replicas(workers: int) -> None:
     found = []
     for rank in range(2):
         random.seed(rank)
@@ -94,7 +94,7 @@ def test_what_a_stream_draws_is_the_same_in_all_replicas(workers: int) -> None:
     assert first != [record - 1000 for record in second]
 
 
-def test_workers_that_persist_hear_of_the_epoch_and_of_the_place() -> None:
+def test_persistent_workers_get_the_epoch_and_the_position() -> None:
     loader = DataLoader(Numbers(8), batch_size=2, num_workers=2, persistent_workers=True)
     sharded = shard(loader, 0, 1)
     assert sharded is not None
@@ -105,7 +105,7 @@ def test_workers_that_persist_hear_of_the_epoch_and_of_the_place() -> None:
 
 
 @pytest.mark.parametrize(("workers", "stop"), [(0, 30), (2, 40)])
-def test_runs_of_any_sizes_go_on_where_the_last_one_was(workers: int, stop: int) -> None:
+def test_resumed_runs_of_any_sizes_read_every_record_once(workers: int, stop: int) -> None:
     got: list[int] = []
     state = None
     for world, batches in ((2, 3), (4, 1), (1, 2), (2, 99)):
@@ -123,7 +123,7 @@ def test_runs_of_any_sizes_go_on_where_the_last_one_was(workers: int, stop: int)
     assert sorted(got) == list(range(stop))
 
 
-def test_a_stream_that_ends_early_is_not_counted_on() -> None:
+def test_streams_may_end_at_different_times() -> None:
     class Uneven(Numbers):
         def __iter__(self) -> Iterator[int]:
             info = get_worker_info()
@@ -137,11 +137,11 @@ def test_a_stream_that_ends_early_is_not_counted_on() -> None:
     assert sorted(chain(*before, read(resumed))) == [*range(4), *range(100, 120)]
 
 
-def test_another_number_of_workers_cannot_go_on() -> None:
+def test_another_number_of_workers_cannot_resume() -> None:
     one, two = (shard(DataLoader(Numbers(8), num_workers=workers), 0, 1) for workers in (0, 2))
     assert one is not None
     assert two is not None
-    with pytest.raises(ValueError, match="streams=1, and Streams has streams=2"):
+    with pytest.raises(ValueError, match="streams=1, and StreamEpochs has streams=2"):
         two.load_state_dict(one.state_dict(0))
 
 
@@ -151,16 +151,16 @@ def narrowed(worker_id: int) -> None:
     info.dataset.start = info.dataset.stop - 4  # type: ignore[attr-defined]
 
 
-def test_a_worker_init_fn_finds_the_dataset_it_knows() -> None:
+def test_a_worker_init_fn_can_change_the_dataset() -> None:
     loader = DataLoader(Numbers(20), num_workers=2, worker_init_fn=narrowed)
     assert sorted(read(shard(loader, 0, 1))) == [16, 17, 18, 19]
 
 
-def test_the_length_is_the_datasets_part() -> None:
+def test_the_length_is_this_replicas_share() -> None:
     sharded = shard(DataLoader(Sized(21), batch_size=4, num_workers=2), 0, 2)
     assert sharded is not None
     assert len(sharded) == 3
-    # Not one of torch's warnings: they would be errors here.
+    # torch warns about nothing: a warning would be an error here.
     assert len(read(sharded)) == 6 + 5
     sharded.load_state_dict({"streams": 2, "epoch": 0, "position": [8, 8]})
     assert len(sharded) == 1
@@ -171,7 +171,7 @@ def test_the_length_is_the_datasets_part() -> None:
         len(unsized)
 
 
-def test_alone_it_is_a_dataset_for_any_loader() -> None:
+def test_a_sharded_iterable_works_without_shard() -> None:
     dataset = ShardedIterable(Numbers(10), num_replicas=2, rank=1)
     assert list(dataset) == [1, 3, 5, 7, 9]
     dataset.set_epoch(2)

@@ -1,4 +1,4 @@
-"""Which records each replica's loader reads, what is kept of the person's, and where it goes on."""
+"""The records that each replica's loader reads, the arguments that it keeps, and how it resumes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_one_replica_reads_as_the_plain_loader_does() -> None:
     assert [batch.tolist() for (batch,) in sharded(loader, 0, 1)] == [b.tolist() for (b,) in loader]
 
 
-def test_what_does_not_divide_is_repeated_or_dropped() -> None:
+def test_the_remainder_is_repeated_or_dropped() -> None:
     padded = [read(shard(DataLoader(records(10), batch_size=2), index, 4)) for index in range(4)]
     assert [len(part) for part in padded] == [3] * 4
     assert set(chain(*padded)) == set(range(10))
@@ -65,7 +65,7 @@ def test_what_does_not_divide_is_repeated_or_dropped() -> None:
     assert [len(part) for part in dropped] == [2] * 4
 
 
-def test_each_epoch_has_an_order_of_its_own_that_the_replicas_share() -> None:
+def test_each_epoch_has_a_new_order_that_the_replicas_share() -> None:
     loaders = [sharded(DataLoader(records(32), batch_size=4, shuffle=True), index, 2) for index in range(2)]
     first, second = ([read(loader) for loader in loaders] for _ in range(2))
     assert first != second
@@ -102,7 +102,7 @@ ARGUMENTS = {
 
 def test_every_argument_of_a_loader_is_kept() -> None:
     replaced = {"self", "dataset", "shuffle", "sampler", "batch_sampler"}
-    # A new version of torch may know more: then this says so, and a value for it belongs in the table.
+    # Fails if a new version of torch adds an argument: add a value for it to the table.
     assert inspect.signature(DataLoader.__init__).parameters.keys() - replaced == ARGUMENTS.keys()
     loader: DataLoader[Any] = DataLoader(records(8), shuffle=True, **ARGUMENTS)  # type: ignore[arg-type]
     rebuilt = sharded(loader, 0, 2).loader
@@ -111,7 +111,7 @@ def test_every_argument_of_a_loader_is_kept() -> None:
     assert sharded(pinned, 0, 2).loader.pin_memory
 
 
-def test_a_loader_without_batches_stays_one() -> None:
+def test_a_loader_without_batches_has_none_afterwards() -> None:
     loader = DataLoader(records(6), batch_size=None)
     mine = sharded(loader, 1, 2)
     assert [int(record) for (record,) in mine] == [1, 3, 5]
@@ -132,7 +132,7 @@ class Renamed(DataLoader[Any]):
         super().__init__(data, batch_size=size)
 
 
-def test_a_loader_class_is_kept_where_it_takes_a_loaders_arguments() -> None:
+def test_a_loader_class_is_kept_if_it_takes_dataloaders_arguments() -> None:
     mine = sharded(Doubling(records(4), batch_size=2), 1, 2)
     assert [batch.tolist() for batch in mine] == [[2, 6]]
     renamed = sharded(Renamed(records(4), 2), 1, 2)
@@ -152,7 +152,7 @@ CASES: dict[str, Any] = {
     runs=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(0, 5)), min_size=1, max_size=3)
 )
 @settings(max_examples=25, deadline=None)
-def test_a_chain_of_runs_of_any_sizes_loads_every_record_once(
+def test_resumed_runs_of_any_sizes_load_every_record_once(
     make: Any, runs: list[tuple[int, int, int]]
 ) -> None:
     state, got = None, []
@@ -172,7 +172,7 @@ def test_a_chain_of_runs_of_any_sizes_loads_every_record_once(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_state_is_of_what_the_loop_got_and_the_next_epochs_are_whole(workers: int) -> None:
+def test_a_state_counts_used_batches_and_the_next_epochs_are_whole(workers: int) -> None:
     loader = DataLoader(records(40), batch_size=4, shuffle=True, num_workers=workers)
     mine, resumed = sharded(loader, 0, 2), sharded(loader, 0, 2)
     epochs = [read(mine), read(mine)]
@@ -186,7 +186,7 @@ def test_a_state_is_of_what_the_loop_got_and_the_next_epochs_are_whole(workers: 
     assert read(resumed) == epochs[1]
 
 
-def test_between_iter_and_the_first_batch_nothing_that_is_asked_changes_it() -> None:
+def test_calls_between_iter_and_the_first_batch_do_not_change_the_iteration() -> None:
     loader = DataLoader(records(12), batch_size=2, shuffle=True)
     mine = sharded(loader, 0, 1)
     expected = read(mine)
@@ -198,7 +198,7 @@ def test_between_iter_and_the_first_batch_nothing_that_is_asked_changes_it() -> 
     assert read(batches) == expected[4:]
 
 
-def test_an_epoch_that_is_over_has_nothing_left_whatever_the_loader_dropped() -> None:
+def test_a_finished_epoch_resumes_empty_with_drop_last() -> None:
     loader = DataLoader(records(23), batch_size=4, drop_last=True)
     mine = sharded(loader, 0, 2)
     assert len(list(mine)) == 2
@@ -209,7 +209,7 @@ def test_an_epoch_that_is_over_has_nothing_left_whatever_the_loader_dropped() ->
         assert len(list(resumed)) == len(resumed) > 0
 
 
-def test_any_sampler_is_divided_by_what_it_draws() -> None:
+def test_any_sampler_is_divided_by_its_items() -> None:
     def hands(make: Any) -> list[list[int]]:
         return [read(shard(DataLoader(records(30), 2, sampler=make()), index, 3)) for index in range(3)]
 
@@ -236,7 +236,7 @@ def test_batches_of_a_batch_sampler_stay_whole() -> None:
 
 @given(length=st.integers(1, 30), world=st.integers(1, 5), size=st.integers(1, 4), drop=st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_for_evaluation_what_is_valid_is_every_record_once(
+def test_without_repeats_the_valid_records_are_every_record_once(
     length: int, world: int, size: int, drop: bool
 ) -> None:
     loader = DataLoader(records(length), batch_size=size, drop_last=drop)
@@ -260,19 +260,19 @@ def test_a_loader_that_is_divided_already_keeps_its_order() -> None:
         found = read(mine)
         sampler.set_epoch(epoch)
         assert found == read(loader)
-    assert mine.note == "DistributedSampler divides the records itself, among 2 replica(s)"
+    assert mine.note == "DistributedSampler divides the records among 2 replica(s) itself"
     assert mine.valid_records is None
     resumed = sharded(loader, 0, 2)
     resumed.load_state_dict(json.loads(json.dumps(mine.state_dict(2))))
     assert read(resumed) == found[4:]
     alone: DistributedSampler[Any] = DistributedSampler(data, num_replicas=1, rank=0)
     other = sharded(DataLoader(data, sampler=alone), 0, 4)
-    assert other.note.endswith("among 1 replica(s), although there are 4")
-    with pytest.raises(ValueError, match="num_replicas=2, and OwnDivision has num_replicas=1"):
+    assert other.note.endswith("among 1 replica(s) itself, although there are 4")
+    with pytest.raises(ValueError, match="num_replicas=2, and SelfShardedSampler has num_replicas=1"):
         other.load_state_dict(mine.state_dict(2))
 
 
-def test_samplers_of_this_package_stay_and_can_go_on() -> None:
+def test_samplers_of_this_package_are_kept_and_can_resume() -> None:
     data = records(20)
     loader = DataLoader(data, batch_size=2, sampler=ShardedSampler(data, 2, 0, seed=3))
     mine = sharded(loader, 0, 2)
@@ -290,7 +290,7 @@ def test_samplers_of_this_package_stay_and_can_go_on() -> None:
 
 
 class Failing(Dataset[int]):
-    """Its third record cannot be read; with `dies`, a worker that tries any is gone."""
+    """Its third record cannot be read; with `dies`, reading any record ends the process."""
 
     def __init__(self, dies: bool = False) -> None:
         self.dies = dies
@@ -307,27 +307,27 @@ class Failing(Dataset[int]):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_a_dataset_raises_arrives_unchanged(workers: int) -> None:
+def test_an_error_of_the_dataset_arrives_unchanged(workers: int) -> None:
     mine = sharded(DataLoader(Failing(), num_workers=workers), 0, 1)
     with pytest.raises(KeyError, match="record 2"):
         list(mine)
 
 
-def test_a_worker_that_dies_is_torchs_error() -> None:
+def test_a_dead_worker_is_reported_by_torch() -> None:
     with pytest.raises(RuntimeError, match=r"DataLoader worker .* exited unexpectedly"):
         list(sharded(DataLoader(Failing(dies=True), num_workers=1), 0, 1))
 
 
-def test_the_note_says_what_was_done() -> None:
+def test_the_note_says_how_the_loader_was_changed() -> None:
     data = records(4)
 
     def note(loader: DataLoader[Any], count: int = 2) -> str:
         return sharded(loader, 0, count).note
 
-    assert note(DataLoader(data)) == "each of 2 replicas takes its turn at the records"
+    assert note(DataLoader(data)) == "each of 2 replicas gets an equal share of the records"
     assert note(DataLoader(data, shuffle=True), 1).endswith("all of the records, in a new order every epoch")
-    assert note(DataLoader(data, sampler=[1, 2])).endswith("its turn at what list draws")
+    assert note(DataLoader(data, sampler=[1, 2])).endswith("an equal share of the items of list")
 
 
-def test_what_is_no_loader_it_leaves_to_others() -> None:
+def test_an_object_that_is_not_a_loader_is_left_alone() -> None:
     assert shard([1, 2, 3], 0, 2) is None

@@ -1,4 +1,4 @@
-"""The plugin is loaded by every command, so it must cost nothing and need nobody."""
+"""The plugin: every command loads it, so it must import nothing heavy."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def read(ordinal: int, seed: int) -> list[int]:
     return [int(record) for (batch,) in mine for record in batch]
 
 
-def test_a_loader_is_divided_by_ordinals_with_the_seed() -> None:
+def test_a_loader_is_divided_by_ordinal_and_seed() -> None:
     assert sorted(read(0, seed=3) + read(1, seed=3)) == list(range(10))
     assert read(0, seed=3) == read(0, seed=3) != read(0, seed=4)
 
 
-def test_what_is_no_loader_is_left_to_others() -> None:
+def test_an_object_that_is_not_a_loader_is_left_to_other_plugins() -> None:
     assert polyxla_shard_loader([1, 2], SimpleNamespace(ordinal=0, world_size=1), 0, repeat=True) is None
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_can_be_imported() -> None:
     for name in polyxla_sampler.__all__:
         assert getattr(polyxla_sampler, name).__name__ == name

@@ -1,4 +1,4 @@
-"""A replica's records of every epoch, whole and from the middle on."""
+"""A replica's records of every epoch, whole and resumed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def samplers(length: int, world: int, **settings: Any) -> list[ShardedSampler]:
 
 
 def loaded(state: dict[str, Any], length: int, world: int, **settings: Any) -> list[ShardedSampler]:
-    """Return samplers that go on from a state that was written to a file and read again."""
+    """Return samplers resumed from a state that went through JSON."""
     resumed = samplers(length, world, **settings)
     for sampler in resumed:
         sampler.load_state_dict(json.loads(json.dumps(state)))
@@ -31,12 +31,14 @@ def loaded(state: dict[str, Any], length: int, world: int, **settings: Any) -> l
 
 
 @given(length=st.integers(1, 60), world=worlds, shuffle=flags, drop_last=flags)
-def test_counts_are_those_of_torchs_sampler(length: int, world: int, shuffle: bool, drop_last: bool) -> None:
+def test_counts_equal_those_of_torchs_sampler(
+    length: int, world: int, shuffle: bool, drop_last: bool
+) -> None:
     for rank, mine in enumerate(samplers(length, world, shuffle=shuffle, drop_last=drop_last)):
         theirs: DistributedSampler[Any] = DistributedSampler(
             TensorDataset(torch.arange(length)), world, rank, shuffle, 0, drop_last
         )
-        # torch counts less than none where a drop leaves nothing: -0 groups, as it were.
+        # torch returns a negative length if dropping leaves nothing.
         assert len(mine) == len(list(mine)) == max(len(theirs), 0)
         if not shuffle and len(mine):
             assert list(mine) == list(theirs)
@@ -51,13 +53,15 @@ def test_all_replicas_together_read_every_record(length: int, world: int, shuffl
     assert len({len(hand) for hand in hands}) == 1
     read = Counter(chain(*hands))
     assert set(read) == set(range(length))
-    # Repeats are no more than needed, and go round the whole dataset where it is smaller than the group.
+    # No more repeats than needed, spread over the whole dataset if there are more replicas than records.
     assert sum(read.values()) - length == -length % world
     assert max(read.values(), default=1) - min(read.values(), default=1) <= 1
 
 
 @given(length=lengths, world=worlds, shuffle=flags)
-def test_unrepeated_means_every_record_exactly_once(length: int, world: int, shuffle: bool) -> None:
+def test_the_unrepeated_sampler_reads_every_record_exactly_once(
+    length: int, world: int, shuffle: bool
+) -> None:
     parts = [UnrepeatedSampler(length, world, rank, shuffle) for rank in range(world)]
     hands = [list(part) for part in parts]
     assert sorted(chain(*hands)) == list(range(length))
@@ -72,7 +76,7 @@ def test_unrepeated_means_every_record_exactly_once(length: int, world: int, shu
     runs=st.lists(st.tuples(worlds, st.integers(0, 12)), min_size=1, max_size=4),
     drop_last=flags,
 )
-def test_a_chain_of_runs_of_any_sizes_reads_every_record_once(
+def test_resumed_runs_of_any_sizes_read_every_record_once(
     length: int, shuffle: bool, epoch: int, runs: list[tuple[int, int]], drop_last: bool
 ) -> None:
     settings: dict[str, Any] = {"shuffle": shuffle, "seed": 5, "drop_last": drop_last}
@@ -94,7 +98,7 @@ def test_a_chain_of_runs_of_any_sizes_reads_every_record_once(
     rest_count = len(rest)
     read += list(rest)
     whole = list(loaded({**state, "position": 0}, length, 1, **settings)[0])
-    # Repeats can only come last, and dropping leaves out no more than the last group.
+    # Repeats come last only, and dropping omits at most the last group.
     assert read[:length] == whole[: len(read)]
     assert drop_last or len(read) >= length
     assert rest_count == 0 or len(read) == length
@@ -102,7 +106,7 @@ def test_a_chain_of_runs_of_any_sizes_reads_every_record_once(
 
 
 @given(length=st.integers(1, 60), world=worlds, consumed=st.integers(0, 60))
-def test_the_same_number_of_replicas_goes_on_with_the_same_hands(
+def test_the_same_number_of_replicas_resumes_with_the_same_records(
     length: int, world: int, consumed: int
 ) -> None:
     for rank, sampler in enumerate(samplers(length, world)):
@@ -113,13 +117,13 @@ def test_the_same_number_of_replicas_goes_on_with_the_same_hands(
         assert list(resumed) == hand[consumed:]
 
 
-def test_after_the_rest_of_an_epoch_the_next_ones_are_whole() -> None:
+def test_epochs_after_a_resumed_one_are_whole() -> None:
     sampler = ShardedSampler(10, 2, 0)
     sampler.set_epoch(3)
     hand = list(sampler)
     resumed = loaded(sampler.state_dict(2), 10, 2)[0]
     assert resumed.epoch == 3
-    # A loop names the epoch it is in before each iteration, this one too.
+    # A loop sets the epoch before each iteration, the resumed one included.
     resumed.set_epoch(3)
     assert list(resumed) == hand[2:]
     resumed.set_epoch(4)
@@ -127,13 +131,13 @@ def test_after_the_rest_of_an_epoch_the_next_ones_are_whole() -> None:
     assert (len(resumed), list(resumed)) == (5, list(sampler))
 
 
-def test_another_epoch_than_the_states_begins_at_its_start() -> None:
+def test_setting_another_epoch_drops_the_loaded_position() -> None:
     resumed = loaded(ShardedSampler(10, 1, 0).state_dict(4), 10, 1)[0]
     resumed.set_epoch(1)
     assert sorted(resumed) == list(range(10))
 
 
-def test_a_state_counts_what_was_consumed_and_not_what_was_read_ahead() -> None:
+def test_a_state_counts_used_records_and_not_prefetched_ones() -> None:
     sampler = ShardedSampler(100, 2, 0, shuffle=False)
     loader = DataLoader(TensorDataset(torch.arange(100)), batch_size=5, sampler=sampler)
     batches = iter(loader)
@@ -142,7 +146,7 @@ def test_a_state_counts_what_was_consumed_and_not_what_was_read_ahead() -> None:
     assert next(iter(loaded(sampler.state_dict(10), 100, 2, shuffle=False)[0])) == 20
 
 
-def test_epochs_seeds_and_their_sums_have_orders_of_their_own() -> None:
+def test_each_pair_of_epoch_and_seed_has_its_own_order() -> None:
     orders = []
     for seed, epoch in ((0, 0), (0, 1), (1, 0), (1, 1)):
         sampler = ShardedSampler(50, 1, 0, seed=seed)
@@ -166,19 +170,19 @@ def test_a_state_of_other_data_or_another_order_is_refused(changed: dict[str, An
         sampler.load_state_dict(state)
 
 
-def test_the_seed_does_not_matter_where_nothing_is_shuffled() -> None:
+def test_the_seed_does_not_matter_without_shuffling() -> None:
     state = ShardedSampler(10, 1, 0, shuffle=False, seed=1).state_dict(3)
     assert list(loaded(state, 10, 1, shuffle=False, seed=2)[0]) == list(range(3, 10))
 
 
-def test_no_records_and_fewer_than_replicas() -> None:
+def test_datasets_smaller_than_the_number_of_replicas() -> None:
     assert [list(sampler) for sampler in samplers(0, 3)] == [[], [], []]
     assert [list(sampler) for sampler in samplers(2, 5, shuffle=False)] == [[0], [1], [0], [1], [0]]
     assert [len(sampler) for sampler in samplers(2, 5, drop_last=True)] == [0] * 5
     assert [len(UnrepeatedSampler(range(2), 5, rank)) for rank in range(5)] == [1, 1, 0, 0, 0]
 
 
-def test_a_hundred_billion_records_begin_at_once() -> None:
+def test_a_hundred_billion_records_start_at_once() -> None:
     sampler = ShardedSampler(10**11, 8, 3)
     assert 0 <= next(iter(sampler)) < 10**11
     assert len(sampler) == 10**11 // 8

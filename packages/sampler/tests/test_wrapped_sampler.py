@@ -1,4 +1,4 @@
-"""Any sampler and any batch sampler, divided by what it draws."""
+"""Any sampler or batch sampler, divided by its items."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from polyxla_sampler.wrapped_sampler import DealtSampler
+from polyxla_sampler.wrapped_sampler import RoundRobinSampler
 
 
 class Backwards(Sampler[int]):
-    """Has no length and no generator; draws its first index from Python's."""
+    """Has no length and no generator; draws its first index from `random`."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -51,25 +51,25 @@ SAMPLERS = {
 
 
 def whole(make: Any, epoch: int = 0) -> list[Any]:
-    one = DealtSampler(make(), 1, 0, seed=7)
+    one = RoundRobinSampler(make(), 1, 0, seed=7)
     one.set_epoch(epoch)
     return list(one)
 
 
 @pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)
-def test_replicas_divide_one_sequence_although_their_generators_differ(make: Any) -> None:
+def test_replicas_divide_one_sequence_even_if_their_generators_differ(make: Any) -> None:
     drawn, hands = whole(make), []
     for rank in range(4):
         torch.manual_seed(rank)
         random.seed(rank)
-        hands.append(list(DealtSampler(make(), 4, rank, seed=7)))
+        hands.append(list(RoundRobinSampler(make(), 4, rank, seed=7)))
     dealt = list(chain.from_iterable(zip(*hands, strict=True)))
     missing = -len(drawn) % 4
     assert dealt == drawn + drawn[:missing]
 
 
 @pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)
-def test_each_epoch_is_drawn_anew_and_the_same_again(make: Any) -> None:
+def test_each_epoch_has_a_reproducible_new_order(make: Any) -> None:
     assert whole(make) == whole(make)
     assert len({str(whole(make, epoch)) for epoch in range(4)}) > 1
 
@@ -79,12 +79,12 @@ def test_each_epoch_is_drawn_anew_and_the_same_again(make: Any) -> None:
     runs=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 9)), min_size=1, max_size=3),
     sized=st.booleans(),
 )
-def test_a_chain_of_runs_of_any_sizes_draws_every_item_once(
+def test_resumed_runs_of_any_sizes_draw_every_item_once(
     length: int, runs: list[tuple[int, int]], sized: bool
 ) -> None:
-    def make(world: int, rank: int) -> DealtSampler:
+    def make(world: int, rank: int) -> RoundRobinSampler:
         drawn: Any = SubsetRandomSampler(range(length)) if sized or not length else Backwards(length)
-        return DealtSampler(drawn, world, rank, seed=1)
+        return RoundRobinSampler(drawn, world, rank, seed=1)
 
     expected, read, state = list(make(1, 0)), [], None
     for world, steps in runs:
@@ -103,43 +103,43 @@ def test_a_chain_of_runs_of_any_sizes_draws_every_item_once(
     last.load_state_dict(state)
     read += list(last)
     assert read[:length] == expected
-    # What is behind is repeated at an epoch's end, of which there is at most one per run.
+    # The rest are repeats at the end of an epoch, at most once per run.
     assert set(read) == set(expected)
 
 
-def test_dropping_leaves_out_what_does_not_go_round() -> None:
-    hands = [list(DealtSampler(range(11), 4, rank, drop_last=True)) for rank in range(4)]
+def test_drop_last_drops_the_remainder() -> None:
+    hands = [list(RoundRobinSampler(range(11), 4, rank, drop_last=True)) for rank in range(4)]
     assert hands == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert len(DealtSampler(range(11), 4, 0, drop_last=True)) == 2
+    assert len(RoundRobinSampler(range(11), 4, 0, drop_last=True)) == 2
 
 
-def test_an_endless_sampler_is_never_listed() -> None:
-    hands = [list(islice(DealtSampler(Endless(), 2, rank), 1500)) for rank in (0, 1)]
+def test_an_endless_sampler_is_read_lazily() -> None:
+    hands = [list(islice(RoundRobinSampler(Endless(), 2, rank), 1500)) for rank in (0, 1)]
     assert len(set(zip(*hands, strict=True))) > 1000
     with pytest.raises(TypeError, match="has no len"):
-        len(DealtSampler(Endless(), 2, 0))
+        len(RoundRobinSampler(Endless(), 2, 0))
 
 
-def test_the_samplers_own_set_epoch_is_called_at_any_depth() -> None:
-    class Telling(Sampler[int]):
-        told: list[int] = []  # noqa: RUF012
+def test_set_epoch_is_called_at_any_depth() -> None:
+    class RecordsEpochs(Sampler[int]):
+        epochs: list[int] = []  # noqa: RUF012
 
         def set_epoch(self, epoch: int) -> None:
-            self.told.append(epoch)
+            self.epochs.append(epoch)
 
         def __iter__(self) -> Iterator[int]:
             return iter(range(4))
 
-    sampler = DealtSampler(BatchSampler(Telling(), 2, drop_last=False), 2, 0)
+    sampler = RoundRobinSampler(BatchSampler(RecordsEpochs(), 2, drop_last=False), 2, 0)
     list(sampler)
     sampler.set_epoch(5)
     list(sampler)
-    assert Telling.told == [0, 5]
+    assert RecordsEpochs.epochs == [0, 5]
 
 
 def test_a_state_of_another_length_or_seed_is_refused() -> None:
-    state = DealtSampler(range(9), 2, 0).state_dict(1)
-    with pytest.raises(ValueError, match="items=9, and DealtSampler has items=8"):
-        DealtSampler(range(8), 2, 0).load_state_dict(state)
-    with pytest.raises(ValueError, match="seed=0, and DealtSampler has seed=3"):
-        DealtSampler(range(9), 2, 0, seed=3).load_state_dict(state)
+    state = RoundRobinSampler(range(9), 2, 0).state_dict(1)
+    with pytest.raises(ValueError, match="items=9, and RoundRobinSampler has items=8"):
+        RoundRobinSampler(range(8), 2, 0).load_state_dict(state)
+    with pytest.raises(ValueError, match="seed=0, and RoundRobinSampler has seed=3"):
+        RoundRobinSampler(range(9), 2, 0, seed=3).load_state_dict(state)

@@ -1,6 +1,6 @@
-"""Which records each replica sees, in which order, and how to go on in the middle of an epoch.
+"""Samplers that divide records among replicas and resume in the middle of an epoch.
 
-Importing this does not import torch: the names here are loaded when they are first used.
+Importing this package does not import torch: each name is imported on first use.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from polyxla_sampler.permutation import Permutation as Permutation
     from polyxla_sampler.sampler import ShardedSampler as ShardedSampler
     from polyxla_sampler.sampler import UnrepeatedSampler as UnrepeatedSampler
-    from polyxla_sampler.wrapped_sampler import DealtSampler as DealtSampler
+    from polyxla_sampler.wrapped_sampler import RoundRobinSampler as RoundRobinSampler
 
 __all__ = [
     "BucketBatchSampler",
     "BucketCollate",
-    "DealtSampler",
     "Permutation",
+    "RoundRobinSampler",
     "ShardedIterable",
     "ShardedLoader",
     "ShardedSampler",
@@ -34,8 +34,8 @@ __all__ = [
 _MODULES = {
     "BucketBatchSampler": "buckets",
     "BucketCollate": "buckets",
-    "DealtSampler": "wrapped_sampler",
     "Permutation": "permutation",
+    "RoundRobinSampler": "wrapped_sampler",
     "ShardedIterable": "iterable",
     "ShardedLoader": "loader",
     "ShardedSampler": "sampler",
@@ -45,7 +45,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    # The plugin is loaded by every command, and this with it.
+    # Every command loads the plugin, and this package with it, so torch must not be imported here.
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,4 +1,4 @@
-"""Dividing a dataset that can only be iterated over, in each of a DataLoader's workers."""
+"""Divide an iterable dataset among replicas, in each of a DataLoader's workers."""
 
 from __future__ import annotations
 
@@ -9,35 +9,38 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from polyxla_sampler.permutation import derive_seed
-from polyxla_sampler.resume import Resumable, State
-from polyxla_sampler.round_robin import Division, Last, deal, own_place
-from polyxla_sampler.seeded_rng import seed_generators, seeded
+from polyxla_sampler.resume import ResumableEpochs, State
+from polyxla_sampler.round_robin import Division, Remainder, resolve_rank, round_robin
+from polyxla_sampler.seeded_rng import derive_seed, iterate_seeded, seed_generators
 
 
 class ShardedIterable(IterableDataset[Any]):
-    """One replica's records of a stream: each of `num_replicas` records goes to the next replica.
+    """One replica's records of an iterable dataset, divided round-robin.
 
-    Every replica reads the whole stream and keeps its part. With a DataLoader's workers each worker's stream
-    is divided for itself, so a dataset that splits itself by `torch.utils.data.get_worker_info` stays as it
-    is, and all replicas get as many records from each worker. The process's random generators are seeded
-    alike in all replicas while the dataset draws, which without workers means exchanging them for each of
-    this replica's records, some 0.1 ms; it is told the epoch where it has `set_epoch`.
+    Every replica reads the whole stream of records and keeps its own. Each worker of a DataLoader reads a
+    stream of its own, and each stream is divided separately: a dataset that splits itself by
+    `torch.utils.data.get_worker_info` needs no change, and all replicas get the same number of
+    records from each worker.
 
-    Attributes that are not this class's are the dataset's, to read and to set: a `worker_init_fn` finds
-    ``get_worker_info().dataset`` as it knows it.
+    The process's random generators are seeded equally in all replicas while the dataset draws. Without
+    workers they are exchanged for each of this replica's records, which takes about 0.1 ms. The dataset's
+    `set_epoch` is called before each epoch, if it has one.
+
+    All other attributes are read from and written to the dataset, so a `worker_init_fn` can use
+    ``get_worker_info().dataset`` as before.
 
     Args:
-        dataset: gives the same records in the same order to all replicas.
+        dataset: must give the same records in the same order to all replicas.
         num_replicas: number of replicas; None asks torch.distributed.
         rank: this replica, ``0 <= rank < num_replicas``; None asks torch.distributed.
-        seed: the same in every replica.
-        drop_last: leave a stream's last records out where they do not go round, instead of repeating the
-            stream's first.
+        seed: must be the same in every replica.
+        drop_last: drop a stream's last records if they do not divide evenly, instead of repeating its
+            first ones.
         workers: number of the DataLoader's workers.
 
     Raises:
-        ValueError: there is no such rank, or it is not given and torch.distributed is not initialised.
+        ValueError: `rank` is out of range, or one of the two is missing and torch.distributed is not
+            initialized.
     """
 
     def __init__(
@@ -49,28 +52,28 @@ class ShardedIterable(IterableDataset[Any]):
         drop_last: bool = False,
         workers: int = 0,
     ) -> None:
-        num_replicas, rank = own_place(num_replicas, rank)
-        last: Last = "drop" if drop_last else "repeat"
-        # Shared memory: workers that persist read here where the next epoch begins.
+        num_replicas, rank = resolve_rank(num_replicas, rank)
+        remainder: Remainder = "drop" if drop_last else "repeat"
+        # In shared memory: persistent workers read the start of the next epoch from it.
         start = torch.zeros(1 + max(workers, 1), dtype=torch.int64, device="cpu").share_memory_()
         own = {"dataset": dataset, "num_replicas": num_replicas, "rank": rank, "seed": seed}
-        self.__dict__.update(own, last=last, _start=start)
+        self.__dict__.update(own, remainder=remainder, _start=start)
 
     @property
     def stream_count(self) -> int:
-        """Number of streams: one for each worker, or a single one."""
+        """Number of streams: one for each worker, or a single one without workers."""
         return len(self._start) - 1
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the coming iteration is, in all workers."""
+        """Set the epoch of the next iteration, in all workers."""
         self.start(epoch, [0] * self.stream_count)
 
     def start(self, epoch: int, skipped: list[int]) -> None:
-        """Say which epoch comes, and how many records of each worker's stream are left out at its start."""
+        """Set the next epoch, and how many records to skip at the start of each worker's stream."""
         self._start.copy_(torch.tensor([epoch, *skipped]))
 
     def __len__(self) -> int:
-        """Return how many records a whole epoch has where a single stream is read.
+        """Return how many records a whole epoch has, if a single stream is read.
 
         Raises:
             TypeError: the dataset has no length.
@@ -78,8 +81,8 @@ class ShardedIterable(IterableDataset[Any]):
         return self.division().count(self.rank)
 
     def division(self, skipped: int = 0) -> Division:
-        """Return how all records but the first `skipped` are divided."""
-        return Division(max(len(self.dataset) - skipped, 0), self.num_replicas, self.last)
+        """Return how the records after the first `skipped` are divided."""
+        return Division(max(len(self.dataset) - skipped, 0), self.num_replicas, self.remainder)
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
@@ -87,24 +90,24 @@ class ShardedIterable(IterableDataset[Any]):
         if stream >= self.stream_count:
             raise ValueError(
                 f"worker {stream} has no stream: ShardedIterable was made with workers={self.stream_count}. "
-                "Give it the number of the DataLoader's workers."
+                "Pass the DataLoader's num_workers as workers=."
             )
         epoch, skipped = int(self._start[0]), int(self._start[1 + stream])
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         records = self._records(derive_seed(self.seed, epoch, stream), in_worker=info is not None)
-        return deal(records, skipped, self.num_replicas, self.rank, self.last)
+        return round_robin(records, skipped, self.num_replicas, self.rank, self.remainder)
 
     def _records(self, seed: int, in_worker: bool) -> Iterable[Any]:
         dataset: Iterable[Any] = self.dataset
         if not in_worker:
-            return seeded(lambda: dataset, seed, self.num_replicas)
-        # Nobody else draws in a worker.
+            return iterate_seeded(lambda: dataset, seed, self.num_replicas)
+        # In a worker nothing else draws, so there is nothing to restore.
         seed_generators(seed)
         return dataset
 
     def __getattr__(self, name: str) -> Any:
-        # While it is unpickled there is no dataset yet.
+        # While the object is unpickled it has no dataset yet.
         if name.startswith("__") or "dataset" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.dataset, name)
@@ -113,11 +116,11 @@ class ShardedIterable(IterableDataset[Any]):
         setattr(self.dataset, name, value)
 
 
-class Origin:
-    """Collates records, and says which worker did.
+class WorkerIdCollate:
+    """A collate function that adds the worker's number to each batch.
 
     Args:
-        collate: makes the batch.
+        collate: the loader's own collate function.
     """
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
@@ -129,11 +132,11 @@ class Origin:
         return info.id if info else 0, self.collate(records)
 
 
-class Streams(Resumable):
-    """Where the replicas stand in each worker's stream; counted in batches.
+class StreamEpochs(ResumableEpochs):
+    """The position of the replicas in each worker's stream, counted in batches.
 
     Args:
-        dataset: is told where to begin.
+        dataset: the streams; each iteration sets where they start.
         batch_size: number of records per batch.
     """
 
@@ -141,40 +144,40 @@ class Streams(Resumable):
         self.dataset = dataset
         self.batch_size = batch_size
         self._workers = array("L")
-        self._position = self._beginning()
+        self._position = self._start_position()
 
     def identity(self) -> State:
-        """Return the number of streams: another number divides the records in another way."""
-        return {"streams": len(self._beginning())}
+        """Return the number of streams: with another number the records are divided in another way."""
+        return {"streams": len(self._start_position())}
 
     def begin(self) -> State:
-        """Begin an iteration: the workers are told where."""
+        """Begin an iteration and set where the workers start."""
         state = super().begin()
         self.dataset.start(state["epoch"], state["position"])
         self._workers = array("L")
         return state
 
     def count(self, state: State) -> int:
-        """Return how many records this replica has from `state` on, by the dataset's length.
+        """Return how many records this replica gets after `state`, by the dataset's length.
 
         Raises:
             TypeError: the dataset has no length.
         """
         return self.dataset.division(sum(state["position"])).count(self.dataset.rank)
 
-    def batches(self, marked: Iterable[tuple[int, Any]]) -> Iterator[Any]:
-        """Iterate over batches that `Origin` marked, and remember which worker each came from."""
+    def batches(self, numbered: Iterable[tuple[int, Any]]) -> Iterator[Any]:
+        """Iterate over the batches of a `WorkerIdCollate`, and record which worker each came from."""
         workers = self._workers
-        for worker, batch in marked:
+        for worker, batch in numbered:
             workers.append(worker)
             yield batch
 
-    def advanced(self, state: State, consumed: int) -> State:
-        """Return the state after every replica consumed that many batches from `state` on."""
+    def state_after(self, state: State, consumed: int) -> State:
+        """Return the state after every replica has used `consumed` batches, starting from `state`."""
         workers = self._workers[:consumed]
         batch = self.batch_size * self.dataset.num_replicas
         position = [gone + workers.count(worker) * batch for worker, gone in enumerate(state["position"])]
         return {**state, "position": position}
 
-    def _beginning(self) -> list[int]:
+    def _start_position(self) -> list[int]:
         return [0] * self.dataset.stream_count

@@ -1,4 +1,4 @@
-"""Dividing a DataLoader's records among replicas. Heavy: imported where a loader is divided."""
+"""Divide a DataLoader's records among replicas. Imports torch: imported when a loader is divided."""
 
 from __future__ import annotations
 
@@ -9,135 +9,138 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from polyxla_sampler.iterable import Origin, ShardedIterable, Streams
-from polyxla_sampler.resume import InTurn, Resumable, State
+from polyxla_sampler.iterable import ShardedIterable, StreamEpochs, WorkerIdCollate
+from polyxla_sampler.resume import ResumableEpochs, RoundRobinEpochs, State
 from polyxla_sampler.sampler import ShardedSampler
-from polyxla_sampler.wrapped_sampler import DealtSampler
+from polyxla_sampler.wrapped_sampler import RoundRobinSampler
 
-# Arguments that a rebuilt loader is given anew; a loader keeps all others under their own names.
+# Arguments that a rebuilt loader gets anew; a DataLoader has all others as attributes of the same name.
 _REPLACED = {"self", "dataset", "shuffle", "sampler", "batch_sampler", "batch_size", "drop_last"}
 
 
 class ShardedLoader:
-    """A DataLoader that reads one replica's records, and can say where it stands and go on from there.
+    """A DataLoader that reads one replica's records, saves its position and resumes from it.
 
     It can be iterated over any number of times; each iteration is the next epoch.
 
     Args:
-        loader: draws from `source`.
-        source: says which records, batches or streams are this replica's.
-        batch_size: number of records per batch; None where batches differ or nobody can say.
-        note: what was done to the person's loader, one sentence for them.
+        loader: draws from the sampler or the iterable dataset whose position `epochs` counts.
+        epochs: that sampler, or the positions in that dataset's streams.
+        batch_size: number of records per batch; None if batches differ or the number is unknown.
+        note: how the user's loader was changed, in one sentence to print.
 
     Attributes:
         loader: the DataLoader that is iterated over.
-        batch_size: number of records per batch; None where batches differ or nobody can say.
-        note: what was done to the person's loader, one sentence for them.
+        batch_size: number of records per batch; None if batches differ or the number is unknown.
+        note: how the user's loader was changed, in one sentence to print.
     """
 
-    def __init__(self, loader: DataLoader[Any], source: Resumable, batch_size: int | None, note: str) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], epochs: ResumableEpochs, batch_size: int | None, note: str
+    ) -> None:
         self.loader = loader
         self.batch_size = batch_size
         self.note = note
-        self._source = source
+        self._epochs = epochs
         self._epoch = 0
         self._began: State | None = None
         self._running: State | None = None
 
     def __len__(self) -> int:
-        """Return the number of batches of the coming iteration; of a stream, by its dataset's length.
+        """Return the number of batches of the next iteration; for a stream, by the dataset's length.
 
         Raises:
-            TypeError: what it reads has no length.
+            TypeError: the sampler or the dataset has no length.
         """
-        state = self._coming()
-        if isinstance(self._source, Streams):
-            # Asking the loader would make torch warn where workers' streams end unevenly.
-            return self._batches(self._source.count(state))
+        state = self._next_state()
+        if isinstance(self._epochs, StreamEpochs):
+            # Not len() of the loader: with it torch warns if the streams of the workers end unevenly.
+            return self._batches(self._epochs.count(state))
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        self._source.set_epoch(self._epoch)
-        self._began = self._running = self._source.begin()
+        self._epochs.set_epoch(self._epoch)
+        self._began = self._running = self._epochs.begin()
         self._epoch += 1
         return self._run(iter(self.loader), self._began)
 
     def _run(self, batches: Iterator[Any], state: State) -> Iterator[Any]:
         try:
-            yield from self._source.batches(batches) if isinstance(self._source, Streams) else batches
+            yield from self._epochs.batches(batches) if isinstance(self._epochs, StreamEpochs) else batches
         finally:
             if self._running is state:
                 self._running = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next, from 0."""
+        """Set the number of the next epoch, from 0."""
         self._epoch = epoch
 
     def state_dict(self, batches: int) -> State:
-        """Return where the replicas stand in the iteration that began last.
+        """Return the position of the replicas in the latest iteration.
 
-        It is of JSON's types and the same in every replica. Records can be gone on with by any number of
+        It has JSON types only and is the same in every replica. Records can be resumed by any number of
         replicas with any batch size, batches of a batch sampler by any number of replicas, and a stream's
-        records if there are as many workers.
+        records with the same number of workers.
 
         Args:
-            batches: how many the loop has had of that iteration; what was read ahead does not count.
+            batches: number of batches of that iteration that the loop has used; prefetched ones do not
+                count.
         """
-        state = self._began or self._coming()
-        return self._source.advanced(state, self._items(state, batches))
+        state = self._began or self._next_state()
+        return self._epochs.state_after(state, self._items(state, batches))
 
     def load_state_dict(self, state: State) -> None:
-        """Let the next iteration go on where `state` was; nothing is left of it where an epoch was over.
+        """Resume the next iteration from `state`; it is empty if the epoch was over.
 
         Raises:
-            ValueError: `state` is not of this data or order.
+            ValueError: `state` belongs to other data or another order.
         """
-        self._source.load_state_dict(state)
+        self._epochs.load_state_dict(state)
         self._epoch, self._began, self._running = state["epoch"], None, None
 
     @property
     def valid_records(self) -> int | None:
-        """How many records of this iteration, or of the coming one between two, are not repeats.
+        """Number of non-repeated records of the running iteration; between two iterations, of the next one.
 
-        Repeats come last in each replica. None where nobody can say: of streams and buckets, and where the
-        loader's own sampler divides the records.
+        Repeats come last in each replica. None if the number is unknown: for streams and buckets, and if
+        the loader's own sampler divides the records.
         """
-        state = self._running or self._coming()
-        if not isinstance(self._source, InTurn) or isinstance(self._source, OwnDivision):
+        state = self._running or self._next_state()
+        if not isinstance(self._epochs, RoundRobinEpochs) or isinstance(self._epochs, SelfShardedSampler):
             return None
-        count, valid = self._source.count(state), self._source.valid(state)
+        count, valid = self._epochs.count(state), self._epochs.valid(state)
         if count is None or valid is None:
             return None
-        if isinstance(self._source, DealtSampler) and _has_batches(self.loader):
-            return sum(len(batch) for batch in islice(self._source.items(state), valid))
+        if isinstance(self._epochs, RoundRobinSampler) and _has_batches(self.loader):
+            return sum(len(batch) for batch in islice(self._epochs.items(state), valid))
         return min(valid, self._batches(count) * (self.loader.batch_size or 1))
 
-    def _coming(self) -> State:
-        self._source.set_epoch(self._epoch)
-        return self._source.coming()
+    def _next_state(self) -> State:
+        self._epochs.set_epoch(self._epoch)
+        return self._epochs.next_state()
 
     def _batches(self, items: int) -> int:
-        """Return how many batches so many of the source's items make."""
+        """Return the number of batches that `items` of the sampler make."""
         size = self.loader.batch_size or 1
         return items // size if self.loader.drop_last else -(-items // size)
 
     def _items(self, state: State, batches: int) -> int:
-        """Return how many of the source's items were consumed with so many batches."""
-        if not isinstance(self._source, InTurn):
+        """Return how many items of the sampler were used for `batches`."""
+        if not isinstance(self._epochs, RoundRobinEpochs):
             return batches
-        count = self._source.count(state)
+        count = self._epochs.count(state)
         if count is not None and batches >= self._batches(count):
-            # The loop is over, and with it the records of an incomplete batch that the loader drops.
+            # The loop is over, so the records of an incomplete batch that the loader dropped are used up too.
             return count
         return batches * (self.loader.batch_size or 1)
 
 
-class OwnDivision(DealtSampler):
-    """A sampler that divides records among replicas by itself; nothing is added but states.
+class SelfShardedSampler(RoundRobinSampler):
+    """Adds states to a sampler that divides the records among replicas itself.
 
     Args:
-        sampler: gives this replica's indices, or lists of them.
-        shards: among how many replicas it divides them.
+        sampler: yields this replica's indices, or lists of them.
+        shards: the number of replicas that it divides them among.
     """
 
     def __init__(self, sampler: Any, shards: int) -> None:
@@ -145,83 +148,87 @@ class OwnDivision(DealtSampler):
         self.shards = shards
 
     def identity(self) -> State:
-        """Return the number of replicas as well: another one's places in the order cannot be told."""
+        """Return the number of replicas too: positions for another number are unknown."""
         return {"num_replicas": self.shards, **super().identity()}
 
 
 def shard(
     loader: Any, shard_index: int, shard_count: int, seed: int = 0, repeat: bool = True
 ) -> ShardedLoader | None:
-    """Return a loader of this replica's records, in an order that depends on `seed` and the epoch only.
+    """Return a loader of this replica's records, in an order that depends only on `seed` and the epoch.
 
-    A shuffling loader's records come in a new order each epoch, and all others in theirs; samplers and
-    batch samplers of any kind are divided by what they draw, iterable datasets by what they give, and a
-    loader whose sampler divides the records already (it has `num_replicas` and `rank`) stays as it is.
-    The loader's other arguments are kept.
+    With ``shuffle=True`` the records have a new order in each epoch, otherwise the dataset's. The items of
+    any other sampler or batch sampler, and the records of an iterable dataset, are divided round-robin. A
+    loader whose sampler divides the records already (it has `num_replicas` and `rank`) is not divided
+    again. The loader's other arguments are kept.
 
-    Every replica gets as many batches. Where records do not go round, the first are repeated, or with the
-    loader's ``drop_last`` the last left out.
+    Every replica gets the same number of batches. If the records do not divide evenly, the first ones are
+    repeated, or with the loader's ``drop_last`` the last ones dropped.
 
     Args:
-        loader: what may be a DataLoader.
+        loader: usually a DataLoader.
         shard_index: this replica, ``0 <= shard_index < shard_count``.
         shard_count: number of replicas.
-        seed: the same in every replica.
-        repeat: False where no record may be left out to make counts equal: what does not go round is
-            repeated then also with ``drop_last``, which concerns the last batch of each replica only, and
-            `ShardedLoader.valid_records` tells repeats from the rest.
+        seed: must be the same in every replica.
+        repeat: False if no record may be dropped to make the counts equal. Then the first records are
+            repeated even with ``drop_last``, which then drops only the last incomplete batch of each
+            replica, and `ShardedLoader.valid_records` tells repeats from other records.
 
     Returns:
-        None where it is no DataLoader.
+        None if `loader` is not a DataLoader.
     """
     if not isinstance(loader, DataLoader):
         return None
     drop_last = repeat and bool(getattr(loader.batch_sampler, "drop_last", False))
     if isinstance(loader.dataset, IterableDataset):
-        return _of_stream(loader, shard_index, shard_count, seed, drop_last)
-    if (divider := _divider(loader)) is not None:
-        return _of_divided(loader, divider, shard_count)
+        return _stream_loader(loader, shard_index, shard_count, seed, drop_last)
+    if (divider := _self_sharding_sampler(loader)) is not None:
+        return _self_sharded_loader(loader, divider, shard_count)
     drawn = loader.batch_sampler if _has_batches(loader) else loader.sampler
-    source = _dealer(drawn, shard_index, shard_count, seed, drop_last)
-    what = "the records" if isinstance(source, ShardedSampler) else f"what {type(drawn).__name__} draws"
-    order = ", in a new order every epoch" if getattr(source, "shuffle", False) else ""
-    note = _note(loader, f"{_turn(shard_count)} {what}{order}")
-    return ShardedLoader(_rebuilt(loader, source), source, _batch_size(loader), note)
+    sampler = _divided_sampler(drawn, shard_index, shard_count, seed, drop_last)
+    what = "the records" if isinstance(sampler, ShardedSampler) else f"the items of {type(drawn).__name__}"
+    order = ", in a new order every epoch" if getattr(sampler, "shuffle", False) else ""
+    note = _note(loader, f"{_who_reads(shard_count)} {what}{order}")
+    return ShardedLoader(_rebuilt(loader, sampler), sampler, _batch_size(loader), note)
 
 
-def _dealer(drawn: Any, index: int, count: int, seed: int, drop_last: bool) -> ShardedSampler | DealtSampler:
+def _divided_sampler(
+    drawn: Any, index: int, count: int, seed: int, drop_last: bool
+) -> ShardedSampler | RoundRobinSampler:
     plain = type(drawn) is RandomSampler and not drawn.replacement and len(drawn) == len(drawn.data_source)
     if plain or type(drawn) is SequentialSampler:
         return ShardedSampler(len(drawn), count, index, plain, seed, drop_last)
-    return DealtSampler(drawn, count, index, seed, drop_last)
+    return RoundRobinSampler(drawn, count, index, seed, drop_last)
 
 
-def _of_stream(loader: DataLoader[Any], index: int, count: int, seed: int, drop_last: bool) -> ShardedLoader:
+def _stream_loader(
+    loader: DataLoader[Any], index: int, count: int, seed: int, drop_last: bool
+) -> ShardedLoader:
     dataset: Any = loader.dataset
     name = type(dataset).__name__
-    note = f"{_turn(count)} the records of {name}, which every replica reads"
+    note = f"{_who_reads(count)} the records of {name}; every replica reads all of them"
     if hasattr(dataset, "num_replicas") and hasattr(dataset, "rank"):
-        note = f"{name} divides its records itself, among {dataset.num_replicas} replica(s)"
+        note = f"{name} divides its records among {dataset.num_replicas} replica(s) itself"
         index, count = 0, 1
     mine = ShardedIterable(dataset, count, index, seed, drop_last, loader.num_workers)
-    rebuilt = _rebuilt(loader, None, dataset=mine, collate_fn=Origin(loader.collate_fn))
-    source = Streams(mine, loader.batch_size or 1)
-    return ShardedLoader(rebuilt, source, loader.batch_size, _note(loader, note))
+    rebuilt = _rebuilt(loader, None, dataset=mine, collate_fn=WorkerIdCollate(loader.collate_fn))
+    epochs = StreamEpochs(mine, loader.batch_size or 1)
+    return ShardedLoader(rebuilt, epochs, loader.batch_size, _note(loader, note))
 
 
-def _of_divided(loader: DataLoader[Any], divider: Any, count: int) -> ShardedLoader:
-    note = f"{type(divider).__name__} divides the records itself, among {divider.num_replicas} replica(s)"
+def _self_sharded_loader(loader: DataLoader[Any], divider: Any, count: int) -> ShardedLoader:
+    note = f"{type(divider).__name__} divides the records among {divider.num_replicas} replica(s) itself"
     if divider.num_replicas != count:
         note = f"{note}, although there are {count}"
     drawn: Any = loader.batch_sampler if _has_batches(loader) else loader.sampler
-    if isinstance(drawn, Resumable):
+    if isinstance(drawn, ResumableEpochs):
         return ShardedLoader(loader, drawn, _batch_size(loader), note)
-    source = OwnDivision(drawn, divider.num_replicas)
-    return ShardedLoader(_rebuilt(loader, source), source, _batch_size(loader), _note(loader, note))
+    sampler = SelfShardedSampler(drawn, divider.num_replicas)
+    return ShardedLoader(_rebuilt(loader, sampler), sampler, _batch_size(loader), _note(loader, note))
 
 
-def _divider(loader: DataLoader[Any]) -> Any | None:
-    """Return the sampler that divides the records among replicas already, if there is one."""
+def _self_sharding_sampler(loader: DataLoader[Any]) -> Any | None:
+    """Return the loader's sampler that divides the records among replicas itself, if there is one."""
     batches = loader.batch_sampler
     for sampler in (batches, getattr(batches, "sampler", None), loader.sampler):
         if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
@@ -230,7 +237,7 @@ def _divider(loader: DataLoader[Any]) -> Any | None:
 
 
 def _has_batches(loader: DataLoader[Any]) -> bool:
-    """Return whether a batch sampler of the person's says the batches."""
+    """Return whether the batches come from the user's batch sampler."""
     return loader.batch_size is None and loader.batch_sampler is not None
 
 
@@ -240,26 +247,26 @@ def _batch_size(loader: DataLoader[Any]) -> int | None:
 
 
 def _rebuilt(loader: DataLoader[Any], sampler: Any, **changed: Any) -> DataLoader[Any]:
-    """Return `loader` with another sampler, or batch sampler where it has one of the person's."""
+    """Return `loader` with another sampler; with another batch sampler if the user passed one."""
     names = inspect.signature(DataLoader.__init__).parameters.keys() - _REPLACED
     arguments = {"dataset": loader.dataset, **{name: getattr(loader, name) for name in names}, **changed}
     if _has_batches(loader):
-        return _kind(loader)(batch_sampler=sampler, **arguments)
-    return _kind(loader)(
+        return _loader_class(loader)(batch_sampler=sampler, **arguments)
+    return _loader_class(loader)(
         sampler=sampler, batch_size=loader.batch_size, drop_last=loader.drop_last, **arguments
     )
 
 
-def _kind(loader: DataLoader[Any]) -> type[DataLoader[Any]]:
-    """Return the loader's class where it is called with DataLoader's arguments."""
+def _loader_class(loader: DataLoader[Any]) -> type[DataLoader[Any]]:
+    """Return the loader's class if it takes DataLoader's arguments, otherwise DataLoader."""
     return type(loader) if type(loader).__init__ is DataLoader.__init__ else DataLoader
 
 
 def _note(loader: DataLoader[Any], note: str) -> str:
-    if _kind(loader) is type(loader):
+    if _loader_class(loader) is type(loader):
         return note
-    return f"{note}; a plain DataLoader loads them, because {type(loader).__name__} has arguments of its own"
+    return f"{note}; a plain DataLoader loads them, because {type(loader).__name__} takes other arguments"
 
 
-def _turn(count: int) -> str:
-    return f"each of {count} replicas takes its turn at" if count > 1 else "the one replica takes all of"
+def _who_reads(count: int) -> str:
+    return f"each of {count} replicas gets an equal share of" if count > 1 else "the only replica gets all of"

@@ -1,4 +1,4 @@
-"""A shuffled order of any length that is computed index by index instead of being kept in a list."""
+"""A shuffled order of any length, computed index by index instead of stored as a list."""
 
 from __future__ import annotations
 
@@ -11,33 +11,32 @@ from itertools import chain
 import torch
 
 BLOCK = 8192
-"""Indices computed at a time while iterating: with all buffers, less than 1 MiB."""
+"""Indices computed at a time while iterating; with all buffers this takes less than 1 MiB."""
 
-LONGEST = 2**62
-"""Half of an index and 31 bits of a hash multiply to what int64 holds."""
+MAX_LENGTH = 2**62
+"""An order of this length has 2**31 rows; their product with 31 bits of a hash still fits into int64."""
 
-NARROW = 2**24
-"""Up to this length words are int32, which processors multiply faster: half of an index leaves 18 bits."""
+INT32_LENGTH = 2**24
+"""Longest order computed in int32, which is faster: it has 2**12 rows, which leaves 18 bits of a hash."""
 
-# Five rounds: with four, positions that differ in their column only stay related, as test_permutation.py
-# measures. Short orders have few values for a round's function to differ in, and cost nothing, so they get
-# more.
+# With four rounds, positions that differ in their column only stay correlated, as test_permutation.py
+# measures; with five they do not. In short orders a round has few values to hash, so they need more
+# rounds, and can afford them.
 _ROUNDS, _ROUNDS_WHEN_SHORT, _SHORT = 5, 17, 4096
-
-
-def derive_seed(*parts: int) -> int:
-    """Return a seed of 63 bits that depends on every part and on their order."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 class Permutation:
     """Every index of ``range(length)`` once, in an order that depends on `seed` only.
 
-    Nothing is kept but the keys, so it takes the same memory for ten records and a trillion, and any
-    position can be asked for first. Positions are enciphered by a Feistel network over a rectangle of
-    ``2**bits`` columns and as many rows as `length` needs; what falls into the rectangle's last row behind
-    `length` is enciphered again until it does not.
+    Only the keys are stored, so ten records take as much memory as a trillion, and any position can be
+    computed first.
+
+    The index at a position is the position, encrypted. Position ``p`` is a cell of a rectangle of
+    ``2**bits`` columns: row ``p >> bits``, and the lower bits are the column. A Feistel network encrypts the
+    cell: each round changes the column by a hash of the row, or the row by a hash of the column. Such a
+    round can be undone for any hash function, so the network maps the cells one to one. The rectangle has
+    as many rows as `length` needs, so its last row may reach beyond `length`. A position that is encrypted
+    to one of those cells is encrypted again until it is not: "cycle walking", which is one to one as well.
 
     Source: Black and Rogaway, Ciphers with Arbitrary Finite Domains (2002), "generalized Feistel" and
     "cycle walking".
@@ -51,29 +50,29 @@ class Permutation:
     """
 
     def __init__(self, length: int, seed: int) -> None:
-        if not 0 <= length <= LONGEST:
+        if not 0 <= length <= MAX_LENGTH:
             raise ValueError(f"length={length} of a permutation is not between 0 and 2**62.")
         self.length = length
         self.seed = seed
+        self._integers = _INT32 if length <= INT32_LENGTH else _INT64
+        width, scalar = self._integers.bits, self._integers.scalar
         self._bits = max(length - 1, 0).bit_length() // 2
-        self._word = _NARROW_WORD if length <= NARROW else _WIDE_WORD
         rows = -(-length // (1 << self._bits))
-        # How many of a hash's bits are scaled to the rows: the product keeps its sign.
-        scaled = self._word.bits - 1 - rows.bit_length()
+        # How many bits of a hash can be multiplied by `rows` without reaching the sign bit.
+        scaled = width - 1 - rows.bit_length()
         # Operands are tensors: torch takes half as long for them as for Python's numbers.
-        scalar = self._word.scalar
         self._columns_mask, self._shift_row = scalar((1 << self._bits) - 1), scalar(self._bits)
         self._rows, self._length = scalar(rows), scalar(length)
-        self._shift_column = scalar(self._word.bits - self._bits)
-        self._shift_hash, self._negative = scalar(self._word.bits - scaled), scalar(-(1 << scaled))
-        self._shift_scaled, self._shift_sign = scalar(scaled), scalar(self._word.bits - 1)
-        self._keys = _keys(seed, _ROUNDS if length > _SHORT else _ROUNDS_WHEN_SHORT, self._word)
+        self._shift_column = scalar(width - self._bits)
+        self._shift_hash, self._negative = scalar(width - scaled), scalar(-(1 << scaled))
+        self._shift_scaled, self._shift_sign = scalar(scaled), scalar(width - 1)
+        self._keys = _keys(seed, _ROUNDS if length > _SHORT else _ROUNDS_WHEN_SHORT, self._integers)
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, position: int) -> int:
-        """Return the index at `position`, which may be negative as a list's.
+        """Return the index at `position`; a negative one counts from the end, as in a list.
 
         Raises:
             IndexError: there is no such position.
@@ -84,7 +83,7 @@ class Permutation:
         return self.walk()
 
     def walk(self, start: int = 0, stop: int | None = None, step: int = 1) -> Iterator[int]:
-        """Iterate over the indices at ``range(length)[start:stop:step]``, `step` positive."""
+        """Iterate over the indices at positions ``range(length)[start:stop:step]``; `step` is positive."""
         positions = range(self.length)[start:stop:step]
         begins = range(0, len(positions), BLOCK)
         return chain.from_iterable(
@@ -92,49 +91,57 @@ class Permutation:
         )
 
     def _block(self, start: int, count: int, step: int) -> list[int]:
-        places = torch.arange(start, start + count * step, step, dtype=torch.int64, device="cpu")
-        found = self._indices(places.to(self._word.dtype))
-        # The array's tolist takes a quarter of the time that a tensor's does.
-        numbers = array(self._word.code, bytes(self._word.bits // 8 * count))
-        torch.frombuffer(numbers, dtype=self._word.dtype).copy_(found)
+        positions = torch.arange(start, start + count * step, step, dtype=torch.int64, device="cpu")
+        found = self._indices(positions.to(self._integers.dtype))
+        # tolist() of an array takes a quarter of the time that a tensor's takes.
+        numbers = array(self._integers.code, bytes(self._integers.bits // 8 * count))
+        torch.frombuffer(numbers, dtype=self._integers.dtype).copy_(found)
         return numbers.tolist()
 
     def _indices(self, positions: torch.Tensor) -> torch.Tensor:
-        found = self._enciphered(positions)
+        found = self._encrypt(positions)
+        # Cycle walking. Less than one row lies beyond the length, so few positions need it.
         while (outside := found >= self._length).any():
             where = outside.nonzero().squeeze(1)
-            found[where] = self._enciphered(found[where])
+            found[where] = self._encrypt(found[where])
         return found
 
-    def _enciphered(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return [position] within the rectangle, of the word's dtype; `positions` are overwritten."""
+    def _encrypt(self, positions: torch.Tensor) -> torch.Tensor:
+        """Run the Feistel network; return cells of the rectangle, [position]. Overwrites `positions`."""
         row = positions >> self._shift_row
         column = positions.bitwise_and_(self._columns_mask)
-        # The square's factor and what is added to it, two for each round.
+        # Column rounds and row rounds take turns. A hash is added + factor * x * x, wrapped to the width of
+        # the integers; only its upper bits are used, since the lower ones depend on few bits of x.
         for number, (factor, added) in enumerate(self._keys):
             if number % 2:
-                self._move_row(row, torch.addcmul(added, column, column, value=factor))
+                self._row_round(row, torch.addcmul(added, column, column, value=factor))
             elif self._bits:
-                hashed = torch.addcmul(added, row, row, value=factor)
-                column ^= hashed.bitwise_right_shift_(self._shift_column).bitwise_and_(self._columns_mask)
+                self._column_round(column, torch.addcmul(added, row, row, value=factor))
         return row.bitwise_left_shift_(self._shift_row).bitwise_or_(column)
 
-    def _move_row(self, row: torch.Tensor, hashed: torch.Tensor) -> None:
-        """Add what the hash says to the row, modulo the number of rows."""
-        # Its upper bits as a number in [-2**scaled, 0), scaled to [-rows, 0).
+    def _column_round(self, column: torch.Tensor, hashed: torch.Tensor) -> None:
+        """Exclusive-or the column with the upper bits of the hash."""
+        # The mask removes the copies of the sign bit that an arithmetic shift leaves.
+        column ^= hashed.bitwise_right_shift_(self._shift_column).bitwise_and_(self._columns_mask)
+
+    def _row_round(self, row: torch.Tensor, hashed: torch.Tensor) -> None:
+        """Add an offset from the hash to the row, modulo the number of rows."""
+        # The upper bits of the hash as a number in [-2**scaled, 0): the or sets the sign, whatever it was.
         offset = hashed.bitwise_right_shift_(self._shift_hash).bitwise_or_(self._negative)
+        # Scaled to [-rows, 0): multiply and shift, which takes less time than a remainder.
         row += offset.mul_(self._rows).bitwise_right_shift_(self._shift_scaled)
+        # Add `rows` where the row is negative: the shifted sign is -1 there, all bits set, and else 0.
         row += torch.bitwise_right_shift(row, self._shift_sign, out=offset).bitwise_and_(self._rows)
 
 
 @dataclass(frozen=True)
-class _Word:
-    """The integers that are computed with.
+class _Integers:
+    """The integer type of the computation.
 
     Attributes:
-        bits: of each, its sign included.
-        dtype: as torch has them.
-        code: as Python's arrays name them.
+        bits: width, the sign bit included.
+        dtype: torch's name of the type.
+        code: the type code in Python's array module.
     """
 
     bits: int
@@ -142,40 +149,45 @@ class _Word:
     code: str
 
     def scalar(self, value: int) -> torch.Tensor:
-        """Return a tensor of one of them."""
+        """Return `value` as a tensor of this type."""
         # On the CPU whatever torch's default device is: these are positions, not data.
         return torch.tensor(value, dtype=self.dtype, device="cpu")
 
 
-_NARROW_WORD, _WIDE_WORD = _Word(32, torch.int32, "i"), _Word(64, torch.int64, "q")
+_INT32, _INT64 = _Integers(32, torch.int32, "i"), _Integers(64, torch.int64, "q")
 
 
 Order = Permutation | range
-"""Something with an index at every place: shuffled, or the dataset's own."""
+"""An index for each position: shuffled, or in the dataset's order."""
 
 
-def order_of(length: int, shuffle: bool, seed: int) -> Order:
-    """Return the order of so many records."""
+def make_order(length: int, shuffle: bool, seed: int) -> Order:
+    """Return an order of `length` records."""
     return Permutation(length, seed) if shuffle else range(length)
 
 
-def around(order: Order, places: range) -> Iterator[int]:
-    """Iterate over the indices at `places`; those behind the order's end begin again at its start."""
-    return chain.from_iterable(_rounds(order, places))
+def wrap_around(order: Order, positions: range) -> Iterator[int]:
+    """Iterate over the indices at `positions`; after the end of the order it starts from the beginning."""
+    return chain.from_iterable(_passes(order, positions))
 
 
-def _rounds(order: Order, places: range) -> Iterator[Iterator[int]]:
-    while places:
-        inside = range(places.start, min(places.stop, len(order)), places.step)
+def _passes(order: Order, positions: range) -> Iterator[Iterator[int]]:
+    """Iterate over one iterator for each pass through the order."""
+    while positions:
+        inside = range(positions.start, min(positions.stop, len(order)), positions.step)
         if isinstance(order, Permutation):
             yield order.walk(inside.start, inside.stop, inside.step)
         else:
             yield iter(order[inside.start : inside.stop : inside.step])
-        behind = places[len(inside) :]
-        places = range(behind.start - len(order), behind.stop - len(order), behind.step)
+        beyond = positions[len(inside) :]
+        positions = range(beyond.start - len(order), beyond.stop - len(order), beyond.step)
 
 
-def _keys(seed: int, rounds: int, word: _Word) -> list[tuple[int, torch.Tensor]]:
-    stream = array(word.code, hashlib.shake_128(repr(seed).encode()).digest(2 * rounds * word.bits // 8))
-    # An even factor would lose the upper bits of the square.
-    return [(factor | 1, word.scalar(added)) for factor, added in zip(stream[::2], stream[1::2], strict=True)]
+def _keys(seed: int, rounds: int, integers: _Integers) -> list[tuple[int, torch.Tensor]]:
+    """Return the factor and the summand of each round's hash."""
+    size_bytes = integers.bits // 8
+    stream = array(integers.code, hashlib.shake_128(repr(seed).encode()).digest(2 * rounds * size_bytes))
+    # Odd factors: an even one would lose the upper bits of the square.
+    return [
+        (factor | 1, integers.scalar(added)) for factor, added in zip(stream[::2], stream[1::2], strict=True)
+    ]

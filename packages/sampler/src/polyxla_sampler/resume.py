@@ -1,111 +1,117 @@
-"""Epochs that can be left in the middle and gone on with, also by another number of replicas."""
+"""Base classes for epochs that can be resumed in the middle, also by another number of replicas."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from typing import Any
 
-from polyxla_sampler.round_robin import Division, Last
+from polyxla_sampler.round_robin import Division, Remainder
 
 State = dict[str, Any]
-"""Where all replicas stand in an epoch: JSON types only, and the same in each of them."""
+"""The position of all replicas in an epoch: JSON types only, and the same in each replica."""
 
 
-class Resumable(ABC):
-    """What the samplers here have in common: an epoch, and states to go on from.
+class ResumableEpochs(ABC):
+    """Base class: counts the epochs, saves a position in one and resumes from it.
 
     Attributes:
-        epoch: which epoch the coming iteration is, from 0.
+        epoch: number of the next epoch to iterate over, from 0.
     """
 
     epoch = 0
+    # The position of the next iteration: 0, or where a loaded state was.
     _position: Any = 0
+    # The state at the start of the latest iteration.
     _began: State | None = None
+    # The same, from begin() until the iterator is made.
     _pending: State | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next. Another one than a state was loaded for begins at its start."""
+        """Set the number of the next epoch. A loaded state is dropped if it is of another epoch."""
         if epoch != self.epoch:
-            self._position = self._beginning()
+            self._position = self._start_position()
         self.epoch = epoch
 
     def state_dict(self, consumed: int) -> State:
-        """Return where the replicas stand in the iteration that began last.
+        """Return the position of the replicas in the latest iteration.
 
         Args:
-            consumed: how many items this replica's loop has had of it: what was read ahead and not used
-                yet does not count. The other replicas have had as many.
+            consumed: number of items of that iteration that this replica's loop has used; items that were
+                only prefetched do not count. The other replicas have used the same number.
         """
-        return self.advanced(self._began or self.coming(), consumed)
+        return self.state_after(self._began or self.next_state(), consumed)
 
     def load_state_dict(self, state: State) -> None:
-        """Let the next iteration go on where `state` was; those after it are whole epochs.
+        """Resume the next iteration from `state`; the iterations after it are whole epochs.
 
         Raises:
-            ValueError: `state` is not of this data, order or kind of sampler.
+            ValueError: `state` belongs to other data, another order or another kind of sampler.
         """
         for name, value in self.identity().items():
             if name not in state or state[name] != value:
                 raise ValueError(
                     f"the state was saved with {name}={state.get(name)!r}, and {type(self).__name__} has "
-                    f"{name}={value!r}. Load it where data and settings are those it was saved with, or "
-                    "begin the epoch anew without it."
+                    f"{name}={value!r}. Load it with the data and settings that it was saved with, or start "
+                    "the epoch from its beginning."
                 )
         self.epoch, self._position, self._began = state["epoch"], state["position"], None
         self._pending = None
 
-    def coming(self) -> State:
-        """Return the state at the beginning of the coming iteration."""
+    def next_state(self) -> State:
+        """Return the state at the start of the next iteration."""
         return {**self.identity(), "epoch": self.epoch, "position": self._position}
 
     def begin(self) -> State:
-        """Begin an iteration, which the next `iter` is about even if it comes late, and return its state.
+        """Begin an iteration and return its state; the next call of `iter` continues it.
 
-        A DataLoader without workers asks its sampler for an iterator when it is first asked for data.
+        The two are separate because a DataLoader without workers makes its sampler's iterator only when it
+        is asked for the first batch. Calls in between must already refer to this iteration.
         """
-        state = self._began = self._pending = self.coming()
-        self._position = self._beginning()
+        state = self._began = self._pending = self.next_state()
+        self._position = self._start_position()
         return state
 
     def started(self) -> State:
-        """Return the state of the iteration that `iter` was asked for."""
+        """Return the state of the iteration to make an iterator for; begin one if none is pending."""
         state = self._pending or self.begin()
         self._pending = None
         return state
 
-    def _beginning(self) -> Any:
-        """Return the position at which a whole epoch starts."""
+    def _start_position(self) -> Any:
+        """Return the position at the start of a whole epoch."""
         return 0
 
     @abstractmethod
     def identity(self) -> State:
-        """Return what must be the same where a state is loaded."""
+        """Return the settings that must be equal for a state to be loaded."""
 
     @abstractmethod
-    def advanced(self, state: State, consumed: int) -> State:
-        """Return the state after every replica consumed that many items from `state` on."""
+    def state_after(self, state: State, consumed: int) -> State:
+        """Return the state after every replica has used `consumed` items, starting from `state`."""
 
 
-class InTurn(Resumable):
-    """A sampler whose items go to the replicas in turn; its position is how many all of them have had."""
+class RoundRobinEpochs(ResumableEpochs):
+    """Epochs whose items go to the replicas round-robin; the position counts the items used by all."""
 
     num_replicas: int
     rank: int
-    last: Last
+    remainder: Remainder
 
     @abstractmethod
     def total(self) -> int | None:
-        """Return how many items an epoch has for all replicas together; None where nobody can say."""
+        """Return how many items an epoch has for all replicas together; None if that is unknown."""
 
     def __len__(self) -> int:
-        """Return how many items the coming iteration has for this replica.
+        """Return how many items the next iteration has for this replica.
 
         Raises:
-            TypeError: nobody can say.
+            TypeError: the number is unknown.
         """
-        count = self.count(self.coming())
+        count = self.count(self.next_state())
         if count is None:
-            raise TypeError(f"{type(self).__name__} has no len(): what it divides has none.")
+            raise TypeError(
+                f"{type(self).__name__} has no len(), because the sampler that it divides has none."
+            )
         return count
 
     def count(self, state: State) -> int | None:
@@ -114,16 +120,16 @@ class InTurn(Resumable):
         return None if division is None else division.count(self.rank)
 
     def valid(self, state: State) -> int | None:
-        """Return how many of them are not repeated to make counts equal; those that are come last."""
+        """Return how many of those items are not repeats; the repeats come last."""
         division = self._division(state)
         return None if division is None else division.valid(self.rank)
 
-    def advanced(self, state: State, consumed: int) -> State:
-        """Return the state after every replica consumed that many items from `state` on."""
+    def state_after(self, state: State, consumed: int) -> State:
+        """Return the state after every replica has used `consumed` items, starting from `state`."""
         position = state["position"] + consumed * self.num_replicas
         total, count = self.total(), self.count(state)
         if total is not None and count is not None:
-            # With all that this replica gets the epoch is over, dropped items included.
+            # Once this replica has used all of its items, the epoch is over, dropped items included.
             position = total if consumed >= count else min(position, total)
         return {**state, "position": position}
 
@@ -131,4 +137,4 @@ class InTurn(Resumable):
         total = self.total()
         if total is None:
             return None
-        return Division(max(total - state["position"], 0), self.num_replicas, self.last)
+        return Division(max(total - state["position"], 0), self.num_replicas, self.remainder)

@@ -1,4 +1,4 @@
-"""Samplers that divide a dataset among replicas, in an order that needs no memory."""
+"""Samplers that divide a dataset among replicas, in a shuffled order that takes no memory."""
 
 from __future__ import annotations
 
@@ -7,27 +7,30 @@ from collections.abc import Iterator, Sized
 
 from torch.utils.data import Sampler
 
-from polyxla_sampler.permutation import around, derive_seed, order_of
-from polyxla_sampler.resume import InTurn, State
-from polyxla_sampler.round_robin import own_place
+from polyxla_sampler.permutation import make_order, wrap_around
+from polyxla_sampler.resume import RoundRobinEpochs, State
+from polyxla_sampler.round_robin import resolve_rank
+from polyxla_sampler.seeded_rng import derive_seed
 
 
-class ShardedSampler(InTurn, Sampler[int]):
-    """One replica's records of every epoch, in place of `torch.utils.data.DistributedSampler`.
+class ShardedSampler(RoundRobinEpochs, Sampler[int]):
+    """One replica's records of every epoch; replaces `torch.utils.data.DistributedSampler`.
 
-    It takes the same arguments and gives every replica as many records, but begins at once however long
-    the dataset is, keeps no list of it, and can go on in the middle of an epoch.
+    It takes the same arguments and gives every replica the same number of records. Unlike torch's sampler
+    it starts at once for a dataset of any length, stores no list of indices, and can be resumed in the
+    middle of an epoch.
 
     Args:
-        dataset: what has a length, or the length itself.
+        dataset: an object with a length, or the length itself.
         num_replicas: number of replicas; None asks torch.distributed.
         rank: this replica, ``0 <= rank < num_replicas``; None asks torch.distributed.
-        shuffle: whether every epoch has an order of its own; else the records come in the dataset's.
-        seed: the same in every replica; it says the orders.
-        drop_last: leave the last records out where they do not go round, instead of repeating the first.
+        shuffle: use a new random order in every epoch; otherwise the dataset's order.
+        seed: determines the orders; must be the same in every replica.
+        drop_last: drop the last records if they do not divide evenly, instead of repeating the first ones.
 
     Raises:
-        ValueError: there is no such rank, or it is not given and torch.distributed is not initialised.
+        ValueError: `rank` is out of range, or one of the two is missing and torch.distributed is not
+            initialized.
     """
 
     def __init__(
@@ -39,19 +42,19 @@ class ShardedSampler(InTurn, Sampler[int]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        self.num_replicas, self.rank = own_place(num_replicas, rank)
+        self.num_replicas, self.rank = resolve_rank(num_replicas, rank)
         self.dataset = dataset
         self.shuffle = shuffle
         self.seed = seed
         self.drop_last = drop_last
-        self.last = "drop" if drop_last else "repeat"
+        self.remainder = "drop" if drop_last else "repeat"
 
     def total(self) -> int:
         """Return the number of records."""
         return self.dataset if isinstance(self.dataset, int) else len(self.dataset)
 
     def identity(self) -> State:
-        """Return the length and what the order depends on."""
+        """Return the length and everything that determines the order."""
         seed = self.seed if self.shuffle else None
         return {"length": self.total(), "shuffle": self.shuffle, "seed": seed}
 
@@ -59,25 +62,27 @@ class ShardedSampler(InTurn, Sampler[int]):
         state = self.started()
         count = self.count(state)
         assert count is not None
-        order = order_of(self.total(), self.shuffle, derive_seed(self.seed, state["epoch"]))
-        places = range(state["position"] + self.rank, sys.maxsize, self.num_replicas)
-        return around(order, places[:count])
+        order = make_order(self.total(), self.shuffle, derive_seed(self.seed, state["epoch"]))
+        # Beyond the last record on purpose: wrap_around turns those positions into repeats.
+        positions = range(state["position"] + self.rank, sys.maxsize, self.num_replicas)
+        return wrap_around(order, positions[:count])
 
 
 class UnrepeatedSampler(ShardedSampler):
-    """One replica's records with none repeated and none left out, as evaluation and prediction need.
+    """One replica's records without repeated or dropped ones, as evaluation and prediction need.
 
-    Replicas may differ by one record, and so by a batch: collectives do not belong in such a loop.
+    Replicas may differ by one record, and so by one batch: do not use collectives in such a loop.
 
     Args:
-        dataset: what has a length, or the length itself.
+        dataset: an object with a length, or the length itself.
         num_replicas: number of replicas; None asks torch.distributed.
         rank: this replica, ``0 <= rank < num_replicas``; None asks torch.distributed.
-        shuffle: whether every epoch has an order of its own; else the records come in the dataset's.
-        seed: the same in every replica; it says the orders.
+        shuffle: use a new random order in every epoch; otherwise the dataset's order.
+        seed: determines the orders; must be the same in every replica.
 
     Raises:
-        ValueError: there is no such rank, or it is not given and torch.distributed is not initialised.
+        ValueError: `rank` is out of range, or one of the two is missing and torch.distributed is not
+            initialized.
     """
 
     def __init__(
@@ -89,4 +94,4 @@ class UnrepeatedSampler(ShardedSampler):
         seed: int = 0,
     ) -> None:
         super().__init__(dataset, num_replicas, rank, shuffle, seed)
-        self.last = "keep"
+        self.remainder = "keep"

@@ -1,8 +1,9 @@
-"""Drawing from random generators that are seeded for the purpose, and leaving them as they were."""
+"""Random generators that are seeded for one iteration and restored afterwards."""
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -14,17 +15,27 @@ import torch
 Item = TypeVar("Item")
 
 
-def seeded(items: Callable[[], Iterable[Item]], seed: int, block: int) -> Iterator[Item]:
+def derive_seed(*parts: int) -> int:
+    """Return a seed of 63 bits that depends on every part and on their order.
+
+    `polyxla.replica.random_state` derives seeds too. This package works without polyxla, so it may not
+    import that function; and saved positions depend on these seeds, so they must not change.
+    """
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def iterate_seeded(items: Callable[[], Iterable[Item]], seed: int, block: int) -> Iterator[Item]:
     """Iterate over ``items()`` as if the process's generators had been seeded for it.
 
-    torch's generator of the CPU, `random`'s and, where numpy is loaded, its global one are exchanged while
-    a block is drawn and put back after it, so that nobody else's draws are changed. Not while other threads
-    draw from them: what they get in that time is not theirs.
+    The generators are torch's for the CPU, `random`'s and, if numpy is imported, numpy's global one. They
+    are replaced while a block is drawn and restored after it, so other code draws the same numbers as
+    without this. Other threads must not draw from them meanwhile: they would draw from the replaced ones.
 
     Args:
-        items: makes the iterable, whose draws come from the seed as well.
+        items: makes the iterable; what it draws is seeded too.
         seed: 63 bits.
-        block: number of items drawn at a time, between two exchanges.
+        block: number of items drawn at a time, between two exchanges of the generators.
     """
     others = _states()
     seed_generators(seed)
@@ -43,7 +54,10 @@ def seeded(items: Callable[[], Iterable[Item]], seed: int, block: int) -> Iterat
 
 
 def with_generator(sampler: Any, seed: int) -> Any:
-    """Return `sampler`, copied where it or what it wraps has a `generator`, which is then a seeded one."""
+    """Return a copy of `sampler` whose `generator`, at any depth, is a seeded one.
+
+    A sampler without a generator is returned itself.
+    """
     if getattr(sampler, "sampler", None) is not None:
         inner = with_generator(sampler.sampler, seed)
         if inner is not sampler.sampler:
@@ -56,7 +70,7 @@ def with_generator(sampler: Any, seed: int) -> Any:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed torch's generator of the CPU, `random`'s and, where it is loaded, numpy's."""
+    """Seed torch's generator of the CPU, `random`'s and, if it is imported, numpy's."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
@@ -69,11 +83,11 @@ def _states() -> tuple[Any, Any, Any]:
 
 
 def _exchange(states: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-    """Put `states` in place and return those that were there."""
+    """Set the generators to `states` and return the states that they had."""
     before = _states()
     torch.default_generator.set_state(states[0])
     random.setstate(states[1])
-    # numpy may have been loaded meanwhile: then there is nothing to put back.
+    # If numpy was imported since `states` was taken, there is nothing to restore.
     if states[2] is not None:
         sys.modules["numpy"].random.set_state(states[2])
     return before

@@ -1,4 +1,4 @@
-"""Dividing what a sampler of any kind draws: indices, or whole batches of them."""
+"""Divide the items of any other sampler or batch sampler among replicas."""
 
 from __future__ import annotations
 
@@ -8,32 +8,33 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from polyxla_sampler.permutation import derive_seed
-from polyxla_sampler.resume import InTurn, State
-from polyxla_sampler.round_robin import deal, own_place
-from polyxla_sampler.seeded_rng import seeded, with_generator
+from polyxla_sampler.resume import RoundRobinEpochs, State
+from polyxla_sampler.round_robin import resolve_rank, round_robin
+from polyxla_sampler.seeded_rng import derive_seed, iterate_seeded, with_generator
 
 BLOCK = 1024
-"""Items drawn between two exchanges of the random generators, which take some 0.1 ms."""
+"""Items drawn between two exchanges of the random generators, each of which takes about 0.1 ms."""
 
 
-class DealtSampler(InTurn, Sampler[Any]):
-    """One replica's part of what another sampler or batch sampler draws; batches stay whole.
+class RoundRobinSampler(RoundRobinEpochs, Sampler[Any]):
+    """One replica's items of another sampler or batch sampler, divided round-robin; batches stay whole.
 
-    Every replica draws everything and takes its turn, so all must draw the same: the sampler's `generator`
-    (on a copy, also of a sampler within it) or else the process's generators are seeded for each epoch.
-    A sampler that draws from somewhere else must be made equal in all replicas by its owner. To go on in
-    the middle of an epoch it draws what was consumed once more, which loads no data.
+    Every replica draws all items and keeps its own, so all replicas must draw the same ones. In every epoch
+    this seeds the sampler's `generator` (in a copy; also that of a sampler inside it), or, if there is
+    none, the process's generators. A sampler that draws from any other generator must be seeded by the
+    user, equally in all replicas. To resume in the middle of an epoch, the items before are drawn again;
+    no data is loaded for them.
 
     Args:
-        sampler: gives indices, or lists of them.
+        sampler: yields indices, or lists of indices.
         num_replicas: number of replicas; None asks torch.distributed.
         rank: this replica, ``0 <= rank < num_replicas``; None asks torch.distributed.
-        seed: the same in every replica; None leaves the sampler's own randomness alone.
-        drop_last: leave the last items out where they do not go round, instead of repeating the first.
+        seed: must be the same in every replica; None seeds nothing.
+        drop_last: drop the last items if they do not divide evenly, instead of repeating the first ones.
 
     Raises:
-        ValueError: there is no such rank, or it is not given and torch.distributed is not initialised.
+        ValueError: `rank` is out of range, or one of the two is missing and torch.distributed is not
+            initialized.
     """
 
     def __init__(
@@ -44,13 +45,13 @@ class DealtSampler(InTurn, Sampler[Any]):
         seed: int | None = 0,
         drop_last: bool = False,
     ) -> None:
-        self.num_replicas, self.rank = own_place(num_replicas, rank)
+        self.num_replicas, self.rank = resolve_rank(num_replicas, rank)
         self.sampler = sampler
         self.seed = seed
-        self.last = "drop" if drop_last else "repeat"
+        self.remainder = "drop" if drop_last else "repeat"
 
     def total(self) -> int | None:
-        """Return how many items the sampler says it has."""
+        """Return the sampler's length; None if it has none."""
         try:
             return len(self.sampler)  # type: ignore[arg-type]
         except (TypeError, NotImplementedError):
@@ -64,21 +65,21 @@ class DealtSampler(InTurn, Sampler[Any]):
         return self.items(self.started())
 
     def items(self, state: State) -> Iterator[Any]:
-        """Iterate over this replica's items from `state` on."""
-        drawn = _drawn(self.sampler, self.seed, state["epoch"])
-        return deal(drawn, state["position"], self.num_replicas, self.rank, self.last)
+        """Iterate over this replica's items, starting from `state`."""
+        drawn = _seeded_items(self.sampler, self.seed, state["epoch"])
+        return round_robin(drawn, state["position"], self.num_replicas, self.rank, self.remainder)
 
 
-def _drawn(sampler: Iterable[Any], seed: int | None, epoch: int) -> Iterable[Any]:
-    _tell_epoch(sampler, epoch)
+def _seeded_items(sampler: Iterable[Any], seed: int | None, epoch: int) -> Iterable[Any]:
+    _set_epoch(sampler, epoch)
     if seed is None:
         return sampler
     seed = derive_seed(seed, epoch)
-    return seeded(partial(with_generator, sampler, seed), seed, BLOCK)
+    return iterate_seeded(partial(with_generator, sampler, seed), seed, BLOCK)
 
 
-def _tell_epoch(sampler: Any, epoch: int) -> None:
-    """Call `set_epoch` of the sampler and of the one within it, where they have it."""
+def _set_epoch(sampler: Any, epoch: int) -> None:
+    """Call `set_epoch` of the sampler and of the samplers inside it, if they have it."""
     while sampler is not None:
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
