@@ -491,7 +491,7 @@ class TestBadInput:
         monkeypatch.setenv("TOY_B", "1")
         _refused(
             ["devices"],
-            "runtimes 'toy' (TOY=8) and 'toy-b' (TOY_B=1) claim this environment alike. "
+            "runtimes 'toy' (TOY=8) and 'toy-b' (TOY_B=1) claim this environment equally. "
             "Name one with --runtime or POLYXLA_RUNTIME.",
         )
 
@@ -536,7 +536,7 @@ class TestBadInput:
             ),
             pytest.param(
                 ["empty"],
-                "the folder 'empty' has no __main__.py (from polyxla run). Write the path of a script in it.",
+                "the directory 'empty' has no __main__.py (from polyxla run). Write the path of a script in it.",
                 id="folder",
             ),
             pytest.param(
@@ -566,8 +566,8 @@ class TestBadInput:
     @pytest.mark.parametrize("wait", ["soon", "-1", "nan", "inf", "10 s", "1e999"])
     def test_a_wait_that_is_no_number_of_seconds(self, wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
         text = (
-            f"{wait!r} is not a number of seconds from 0 (from {{}}). "
-            "Write how long to wait for devices that another job has, such as 600, or nothing."
+            f"{wait!r} is not a number of seconds, 0 or more (from {{}}). "
+            "Write the longest wait for devices that another job is using, such as 600, or leave it out."
         )
         _refused(["run", "--wait", wait, "script.py"], text.format(f"--wait {wait}"))
         monkeypatch.setenv("POLYXLA_WAIT_S", wait)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable
 from typing import Any
 
 import pluggy
@@ -12,6 +11,7 @@ import pytest
 from polyxla import BrokenPluginError, RuntimeNotInstalledError, UnknownRuntimeError, UsageError, hookimpl
 from polyxla.console import say_once
 from polyxla.plugins.manager import (
+    HOOKSPECS,
     PLUGINS,
     RUNTIMES,
     find_runtime,
@@ -46,19 +46,6 @@ def polyxla_step_finished(stepp):
 """
 
 
-class _Commands(list[str]):
-    """Stands for typer's app: the plugins of the test add names, those of the core commands."""
-
-    def command(self) -> Callable[[Any], Any]:
-        return lambda function: function
-
-
-def _strangers(manager: pluggy.PluginManager) -> list[str]:
-    """Return the names of all plugins that are not the core's own."""
-    own = {f"plugin {name!r}" for name in ("checkpoint", "observe", "profile")}
-    return sorted({name for name, _ in manager.list_name_plugin()} - own)
-
-
 COMMAND = """
 from polyxla import hookimpl
 
@@ -66,6 +53,25 @@ from polyxla import hookimpl
 def polyxla_add_commands(app):
     app.append(__name__)
 """
+# A distribution with an event of its own, and another one that listens to it.
+MOON_HOOKSPECS = """
+from polyxla.hookspecs import hookspec
+
+@hookspec
+def moon_rises(phase):
+    "Called at moonrise."
+"""
+MOON_LISTENER = """
+from polyxla import hookimpl
+
+@hookimpl
+def moon_rises(phase):
+    return f"heard {phase}"
+"""
+
+
+def _names(manager: pluggy.PluginManager) -> list[str]:
+    return sorted(name for name, _ in manager.list_name_plugin())
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +93,7 @@ def test_a_runtime_is_found_by_its_name(install_plugin: PluginInstaller) -> None
     assert find_runtime("toy", "test").distribution == "toy-distribution"
 
 
-def test_only_the_runtime_that_is_looked_at_is_imported(install_plugin: PluginInstaller) -> None:
+def test_loading_a_runtime_imports_no_other_runtime(install_plugin: PluginInstaller) -> None:
     install_plugin("toy", TOY)
     install_plugin("broken", "raise RuntimeError('imported')")
     manager = load_runtime(find_runtime("toy", "test"))
@@ -134,12 +140,12 @@ def test_only_the_runtime_that_is_looked_at_is_imported(install_plugin: PluginIn
             "horovod",
             UnknownRuntimeError,
             "no runtime is called 'horovod' (installed: toy) (from --runtime). "
-            "`polyxla runtimes` lists those that exist.",
+            "`polyxla runtimes` lists the installed runtimes.",
             id="near-none",
         ),
     ],
 )
-def test_a_name_that_is_not_there(
+def test_a_missing_runtime_is_an_error_that_says_what_to_do(
     name: str, kind: type[UsageError], text: str, install_plugin: PluginInstaller
 ) -> None:
     install_plugin("toy", TOY)
@@ -150,13 +156,15 @@ def test_a_name_that_is_not_there(
     assert caught.value.exit_code == 2
 
 
-def test_where_nothing_is_installed_the_error_says_none() -> None:
+def test_the_error_says_that_no_runtime_is_installed() -> None:
     with pytest.raises(RuntimeNotInstalledError, match=r"'xrt' is not installed \(installed: none\)"):
         find_runtime("xrt", "--runtime")
 
 
 @pytest.mark.parametrize("exception", ["ImportError", "SyntaxError", "RuntimeError", "AttributeError"])
-def test_a_runtime_that_fails_on_import(exception: str, install_plugin: PluginInstaller) -> None:
+def test_a_runtime_that_fails_on_import_is_named_with_its_distribution(
+    exception: str, install_plugin: PluginInstaller
+) -> None:
     install_plugin("toy", f"raise {exception}('the reason')")
     with pytest.raises(BrokenPluginError) as caught:
         find_runtime("toy", "test").load()
@@ -166,7 +174,7 @@ def test_a_runtime_that_fails_on_import(exception: str, install_plugin: PluginIn
     )
 
 
-def test_two_runtimes_with_one_name(install_plugin: PluginInstaller) -> None:
+def test_two_runtimes_with_one_name_are_refused(install_plugin: PluginInstaller) -> None:
     install_plugin("toy-b", TOY, name="toy")
     install_plugin("toy-a", TOY, name="toy")
     assert list(runtime_entries()) == ["toy"]
@@ -178,13 +186,13 @@ def test_two_runtimes_with_one_name(install_plugin: PluginInstaller) -> None:
     )
 
 
-def test_two_plugins_with_one_name(install_plugin: PluginInstaller) -> None:
+def test_two_plugins_with_one_name_are_refused(install_plugin: PluginInstaller) -> None:
     install_plugin("toy", TOY)
     install_plugin("extra-a", "", group=PLUGINS, name="extra")
     install_plugin("extra-b", "", group=PLUGINS, name="extra")
     text = (
         "plugin 'extra' is registered already (from extra-b). "
-        "Of two plugins with one name, uninstall one; add a listener once only."
+        "If two plugins have this name, uninstall one; add each listener only once."
     )
     with pytest.raises(BrokenPluginError) as caught:
         load_plugins("toy")
@@ -195,11 +203,11 @@ def test_two_plugins_with_one_name(install_plugin: PluginInstaller) -> None:
 def test_a_runtime_and_a_plugin_may_have_one_name(install_plugin: PluginInstaller) -> None:
     install_plugin("toy-runtime", TOY, name="toy")
     install_plugin("toy-extra", "", group=PLUGINS, name="toy")
-    assert _strangers(load_plugins("toy")) == ["plugin 'toy'", "runtime 'toy'"]
+    assert _names(load_plugins("toy")) == ["plugin 'toy'", "runtime 'toy'"]
     assert plugin_problems() == []
 
 
-def test_a_distribution_that_is_on_the_path_twice_is_one(
+def test_a_distribution_that_is_on_the_path_twice_counts_once(
     install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install_plugin("toy", TOY)
@@ -226,13 +234,13 @@ def test_a_distribution_that_is_on_the_path_twice_is_one(
         pytest.param(
             WRONG_ARGUMENT,
             "{'stepp'} are declared in the hookimpl but can not be found in the hookspec",
-            "Its arguments must be among those of the hook's spec.",
+            "Take only arguments that the hook spec has.",
             id="argument",
         ),
     ],
 )
 @pytest.mark.parametrize("group", [RUNTIMES, PLUGINS])
-def test_a_plugin_that_does_not_fit_the_hooks(
+def test_a_plugin_that_does_not_match_the_hook_specs_is_refused(
     group: str, code: str, complaint: str, fix: str, install_plugin: PluginInstaller
 ) -> None:
     what = {RUNTIMES: "runtime 'odd'", PLUGINS: "plugin 'odd'"}[group]
@@ -246,30 +254,30 @@ def test_a_plugin_that_does_not_fit_the_hooks(
     assert caught.value.fix.startswith(fix)
 
 
-def test_a_plugin_that_fails_on_import_is_left_out_and_said(
+def test_a_plugin_that_fails_on_import_is_left_out_and_reported_once(
     install_plugin: PluginInstaller, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install_plugin("toy", TOY)
     install_plugin.listener("broken", "raise ImportError('no such thing')")
     install_plugin.listener("works", "")
-    assert _strangers(load_plugins("toy")) == ["plugin 'works'", "runtime 'toy'"]
+    assert _names(load_plugins("toy")) == ["plugin 'works'", "runtime 'toy'"]
     said = "plugin 'broken' cannot be imported: ImportError: no such thing (from broken of broken)."
     assert capsys.readouterr().err.startswith(f"polyxla: left out: {said}")
     load_plugins("toy")
-    assert capsys.readouterr().err == "", "said once, however many replicas load the plugins"
+    assert capsys.readouterr().err == "", "reported once, however many replicas load the plugins"
     assert [problem.startswith(said) for problem in plugin_problems()] == [True]
 
 
-def test_the_command_line_gets_every_plugin_that_loads_in_silence(
+def test_the_command_line_silently_leaves_out_plugins_that_do_not_load(
     install_plugin: PluginInstaller, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install_plugin("a-toy", COMMAND)
     install_plugin("b-broken", "raise RuntimeError")
     install_plugin.listener("c-odd", MISSPELT + COMMAND)
     install_plugin.listener("d-works", COMMAND)
-    commands = _Commands()
+    commands: list[str] = []
     load_everything().hook.polyxla_add_commands(app=commands)
-    assert {"a_toy", "d_works"} <= set(commands)
+    assert sorted(commands) == ["a_toy", "d_works"]
     assert capsys.readouterr() == ("", "")
 
 
@@ -296,7 +304,13 @@ class _Misspelt:
         pass
 
 
-def test_listeners_are_registered_by_what_they_are(install_plugin: PluginInstaller) -> None:
+class _WrongArgument:
+    @hookimpl
+    def polyxla_step_finished(self, stepp: int) -> None:
+        pass
+
+
+def test_each_listener_is_registered_only_once(install_plugin: PluginInstaller) -> None:
     install_plugin("toy", TOY)
     manager = load_plugins("toy")
     one = _Listener()
@@ -315,3 +329,72 @@ def test_a_misspelt_listener_is_refused(install_plugin: PluginInstaller) -> None
         manager.register(_Misspelt())
     assert "unknown hook 'polyxla_stepfinished'" in str(caught.value)
     assert str(caught.value).endswith("Did you mean 'polyxla_step_finished'?")
+
+
+def test_a_refused_plugin_is_not_registered(install_plugin: PluginInstaller) -> None:
+    install_plugin("toy", TOY)
+    manager = load_plugins("toy")
+    before = _names(manager)
+    for refused in (_Misspelt(), _WrongArgument()):
+        with pytest.raises(BrokenPluginError, match=f"listener '{type(refused).__name__}' does not match"):
+            manager.register(refused)
+    assert _names(manager) == before
+    assert manager.register(_Listener()) is not None, "the next plugin is not blamed for the refused one"
+
+
+class TestThirdPartyHookspecs:
+    def test_another_distributions_listener_receives_the_events(
+        self, install_plugin: PluginInstaller
+    ) -> None:
+        install_plugin("toy", TOY)
+        install_plugin("moon", MOON_HOOKSPECS, group=HOOKSPECS)
+        install_plugin.listener("moon-watcher", MOON_LISTENER)
+        assert load_plugins("toy").hook.moon_rises(phase="full") == ["heard full"]
+        assert plugin_problems() == []
+
+    def test_a_misspelt_hook_gets_its_nearest_name(self, install_plugin: PluginInstaller) -> None:
+        install_plugin("moon", MOON_HOOKSPECS, group=HOOKSPECS)
+        install_plugin.listener("moon-watcher", MOON_LISTENER.replace("moon_rises", "moon_rise"))
+        [problem] = plugin_problems()
+        assert problem.startswith(
+            "plugin 'moon-watcher' does not match polyxla's hooks: unknown hook 'moon_rise'"
+        )
+        assert problem.endswith("(from moon-watcher). Did you mean 'moon_rises'?")
+
+    def test_without_its_hookspecs_a_listener_is_refused(self, install_plugin: PluginInstaller) -> None:
+        install_plugin.listener("moon-watcher", MOON_LISTENER)
+        [problem] = plugin_problems()
+        assert "unknown hook 'moon_rises'" in problem
+
+    @pytest.mark.parametrize(
+        ("code", "text"),
+        [
+            pytest.param(
+                "raise ImportError('no cheese')",
+                "the module of hook specs 'moon' cannot be imported: ImportError: no cheese (from moon_specs "
+                "of moon-specs). Repair or remove it: pip install --force-reinstall moon-specs",
+                id="import-error",
+            ),
+            pytest.param(
+                "",
+                "the module of hook specs 'moon' cannot be used: did not find any 'polyxla' hooks in <module ",
+                id="no-hook",
+            ),
+            pytest.param(
+                MOON_HOOKSPECS.replace("moon_rises", "polyxla_launch"),
+                "the module of hook specs 'moon' cannot be used: Hook 'polyxla_launch' is already registered",
+                id="polyxlas-hook",
+            ),
+        ],
+    )
+    def test_a_broken_module_is_an_error_that_names_its_distribution(
+        self, code: str, text: str, install_plugin: PluginInstaller
+    ) -> None:
+        install_plugin("toy", TOY)
+        install_plugin("moon-specs", code, group=HOOKSPECS, name="moon")
+        for load in (lambda: load_plugins("toy"), load_everything):
+            with pytest.raises(BrokenPluginError) as caught:
+                load()
+            assert str(caught.value).startswith(text)
+            assert caught.value.where == "moon_specs of moon-specs"
+        assert plugin_problems() == [str(caught.value)]

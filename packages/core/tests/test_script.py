@@ -124,9 +124,9 @@ def test_workers_that_the_program_spawns_find_its_functions(command: list[str]) 
             id="lost-replica",
         ),
         pytest.param(
-            "from polyxla_training import Trainer\n\ndef make():\n    return Trainer(strategy='ddp')\n\n\nmake()\n",
-            "polyxla: error: strategy='ddp' is none of auto, debug (from Trainer). "
-            "Leave it out: replicas, and how they start, come from devices= and the runtime.\n"
+            "from polyxla import launch\n\ndef start():\n    launch(None)\n\n\nstart()\n",
+            "polyxla: error: launch needs a function, not None (from train_fn). "
+            "Pass the function itself, and its arguments as args=(...).\n"
             "  at {path}:4\n",
             2,
             id="innermost-line",

@@ -136,7 +136,7 @@ def test_a_tie_is_refused(claim: Claim) -> None:
             [_candidate("a", claim, "A=1"), _candidate("b", claim, "B=1"), _candidate("c", Claim.NONE)], {}
         )
     assert str(caught.value) == (
-        "runtimes 'a' (A=1) and 'b' (B=1) claim this environment alike. "
+        "runtimes 'a' (A=1) and 'b' (B=1) claim this environment equally. "
         "Name one with --runtime or POLYXLA_RUNTIME."
     )
 
@@ -262,8 +262,8 @@ def test_a_named_runtime_is_used_whatever_else_is_missing(install_plugin: Plugin
         ),
         pytest.param(
             RAISES,
-            "runtime 'broken' failed to look for devices: ValueError: bad day (from broken). "
-            "Report it to its authors: a wrong setting is to be said, not raised.",
+            "runtime 'broken' failed to discover devices: ValueError: bad day (from broken). "
+            "Report it to its authors: polyxla_discover_devices must return `unavailable`, not raise.",
             id="discovery-raises",
         ),
         pytest.param(

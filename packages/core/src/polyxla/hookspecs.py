@@ -1,11 +1,11 @@
-"""Every hook of polyxla-core, in the order they fire. docs/plugins.md carries a working plugin.
+"""The hooks of polyxla-core, in the order in which they fire. docs/plugins.md contains a working plugin.
 
-Hooks discover things and announce events. What runs every step is a method of an object that a hook
-returned (`polyxla.contracts.replication.Replication`, `polyxla.contracts.precision.Precision`). An
-implementation may leave out arguments that it does not need.
+Hooks are called a few times per process: they discover things and announce events. Code that runs at every
+step is a method of an object that a hook returned (`polyxla.contracts.replication.Replication`,
+`polyxla.contracts.precision.Precision`). An implementation may omit arguments that it does not need.
 
-A package with events of its own declares their specs in a module that it names in the entry-point group
-``polyxla.hookspecs``, as polyxla-training does.
+A package that adds events declares their hook specs in a module of its own, registered in the entry-point
+group ``polyxla.hookspecs``, as polyxla-training does.
 """
 
 from __future__ import annotations
@@ -26,30 +26,38 @@ if TYPE_CHECKING:
     from polyxla.replica.replica import Replica
 
 PROJECT = "polyxla"
+"""The name that marks hook specs and implementations as polyxla's."""
 hookspec = pluggy.HookspecMarker(PROJECT)
+"""Decorator that declares a function as a hook."""
 hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Decorator that marks a function of a plugin module, or a method of a listener, as a hook implementation.
+
+The function's name selects the hook, and its arguments are any of the hook's, by name. Options are pluggy's,
+such as ``@hookimpl(tryfirst=True)``. A package that does not depend on polyxla can make the same marker with
+``pluggy.HookimplMarker("polyxla")``.
+"""
 
 
 @hookspec
 def polyxla_add_commands(app: typer.Typer) -> None:
     """Add commands to the ``polyxla`` command line.
 
-    Called once, in the command's process, on every installed plugin whichever runtime is chosen.
-    Import nothing heavy here: ``polyxla --help`` waits for it.
+    Called once, in the command's process, on every installed plugin, including runtimes that are not chosen.
+    Do not import heavy modules here: ``polyxla --help`` waits for it.
     """
 
 
 @hookspec
 def polyxla_discover_devices(environ: Mapping[str, str], accelerator: str) -> Discovery:  # type: ignore[empty-body]
-    """Say what this runtime can see here and whether the environment asks for it.
+    """Return the devices that this runtime finds here, and how strongly the environment asks for it.
 
-    Called on each runtime by itself, in the process that launches, once per choice. It must not
-    start a runtime, import torch or wait longer than a few seconds: a wrong setting is reported as
-    `Discovery.unavailable`, not raised.
+    Called on each runtime separately, in the launching process, once per choice. It must not touch a device,
+    import torch or take longer than a few seconds. Report a wrong setting as `Discovery.unavailable`; do not
+    raise.
 
     Args:
-        environ: the environment to judge by; never `os.environ` itself.
-        accelerator: ``"auto"``, or the kind a person asked for in lower case (``"cpu"``, ``"tpu"``).
+        environ: the environment to examine, instead of `os.environ`.
+        accelerator: ``"auto"``, or the requested kind of device in lower case (``"cpu"``, ``"tpu"``).
     """
 
 
@@ -59,13 +67,13 @@ def polyxla_environment(
 ) -> dict[str, str] | None:
     """Return the variables that a process on these devices must start with.
 
-    Called on the chosen runtime, before a launch or ``polyxla run``. What is returned is laid over
-    `environ`; the calling process's own environment stays as it is. None: nothing is needed.
+    Called on the chosen runtime, in the launching process, before a launch or ``polyxla run``. The variables
+    are added to a copy of `environ`; the launching process's environment does not change. None: no variables.
 
     Args:
-        environ: the environment that was judged.
-        discovery: what this runtime answered to `polyxla_discover_devices`.
-        devices: indices of the devices that were picked from it.
+        environ: the environment that `polyxla_discover_devices` examined.
+        discovery: this runtime's answer to `polyxla_discover_devices`.
+        devices: indices of the devices to use.
 
     Raises:
         UsageError: the runtime cannot use these devices together.
@@ -74,23 +82,23 @@ def polyxla_environment(
 
 @hookspec
 def polyxla_prepare(environ: Mapping[str, str]) -> None:
-    """Begin, in the background, what a launch will need and what takes long.
+    """Start slow preparations for a launch in the background, such as a fork server.
 
-    Called on the chosen runtime when ``polyxla run`` is about to run a program, in that program's process
-    before its first line. It must return at once, and start no thread here; the program may never launch.
+    Called on the chosen runtime by ``polyxla run``, in the program's process, before its first line. It must
+    return at once and start no thread in this process. The program may never launch.
 
     Args:
-        environ: this process's environment, with what `polyxla_environment` returned in it.
+        environ: this process's environment, including the variables of `polyxla_environment`.
     """
 
 
 @hookspec(firstresult=True)
 def polyxla_launch(job: Job) -> list[Any]:  # type: ignore[empty-body]
-    """Start every replica of `job`, wait for all, return their results in ordinal order.
+    """Start every replica of `job`, wait for all, and return their results in ordinal order.
 
-    Called on the chosen runtime, once per launch, in the launching process. The runtime arranges
-    processes and threads, and calls ``job.run(place)`` once in each replica with a `place` of its
-    own making. When one replica raises, the others are stopped and its exception leaves here.
+    Called on the chosen runtime, once per launch, in the launching process. The runtime starts the processes
+    and threads, and calls ``job.run(place)`` once in each replica; `place` is any object that identifies the
+    replica to the runtime. When a replica raises, stop the others and raise its exception here.
     """
 
 
@@ -98,57 +106,57 @@ def polyxla_launch(job: Job) -> list[Any]:  # type: ignore[empty-body]
 def polyxla_replication(job: Job, place: Any) -> Replication:  # type: ignore[empty-body]
     """Return this replica's connection to its device and to the other replicas.
 
-    Called on the chosen runtime, once in each replica, in its process and thread, before the
-    person's function. This is where a device may be touched for the first time.
+    Called on the chosen runtime, once in each replica, in its process and thread, before the user's function.
+    Earlier hooks must not touch a device.
     """
 
 
 @hookspec(firstresult=True)
 def polyxla_precision(name: str) -> Precision | None:
-    """Return the precision policy called `name`, or None where this plugin does not know it.
+    """Return the precision policy called `name`, or None if this plugin does not know it.
 
-    Called in the launching process, to refuse a bad name early, and once in each replica.
+    Called in the launching process, so that a wrong name is refused early, and once in each replica.
 
     Raises:
-        ValueError: this plugin knows why nobody should use `name`; the text is the reason.
+        ValueError: `name` is known but must not be used; the text is the reason.
     """
 
 
 @hookspec
 def polyxla_replica_started(replica: Replica) -> None:
-    """Hear that a replica has its device. Called once in each replica, before the person's function."""
+    """Receive a replica that has its device. Called once in each replica, before the user's function."""
 
 
 @hookspec(firstresult=True)
 def polyxla_shard_loader(loader: Any, world: World, seed: int, repeat: bool) -> Any | None:
-    """Return a loader like `loader` that reads only this replica's records; None to leave it to others.
+    """Return a loader that reads only this replica's records of `loader`; None to leave it to other plugins.
 
-    Called once per loader in each replica, also for a single one: what comes back may also be able to say
-    where it stands and to go on from there (`polyxla.replica.loader.Source`).
+    Called once per loader in each replica, also if there is only one replica, because the returned loader may
+    also be able to save and resume its position: see `polyxla.replica.loader.ShardedLoader`.
 
     Args:
-        loader: what the person passed.
-        world: where this replica stands.
-        seed: the same in every replica; orders that are shuffled come from it.
-        repeat: whether records may be read twice to give every replica as many (training), or must be told
-            apart by `polyxla.replica.loader.Source.valid_records` (evaluation).
+        loader: the user's loader.
+        world: this replica's numbers among all replicas.
+        seed: seed of shuffled orders, the same in every replica.
+        repeat: whether repeated records, which give every replica the same number of records, count like all
+            others (training), or are excluded by `ShardedLoader.valid_records` (evaluation).
     """
 
 
 @hookspec
 def polyxla_step_finished(replica: Replica, step: int, logged: Mapping[str, Any]) -> None:
-    """Hear that an optimizer update was handed to the device. Called once per update in each replica.
+    """Receive a step that was submitted to the device. Called once per optimizer update in each replica.
 
-    The values in `logged` may be tensors that the device has not computed yet: reading one waits
-    for it, so read seldom.
+    Values in `logged` may be tensors that the device has not computed yet. Reading one waits for the device,
+    so read rarely.
 
     Args:
         replica: the replica that stepped.
         step: number of updates so far, from 1.
-        logged: what the step reported, by name.
+        logged: the step's logged values, by name.
     """
 
 
 @hookspec
 def polyxla_replica_stopped(replica: Replica, error: BaseException | None) -> None:
-    """Hear that a replica's function returned, or that `error` ended it. Called once in each replica."""
+    """Receive the end of the user's function, or the `error` that ended it. Called once in each replica."""

@@ -1,1 +1,1 @@
-"""The ``polyxla`` command."""
+"""The ``polyxla`` command line."""

@@ -1,4 +1,4 @@
-"""The ``polyxla`` command."""
+"""The ``polyxla`` command and its subcommands."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from polyxla import env
 from polyxla.cli.output import JsonFlag, RuntimeOption, plain_errors, print_json, print_table
 from polyxla.console import say
 from polyxla.env import Setting
-from polyxla.errors import UsageError
+from polyxla.errors import PolyxlaError, UsageError
 from polyxla.launcher.launch import announce
 
 DevicesOption = Annotated[
-    str | None, typer.Option("--devices", metavar="D", help="auto, a count (8) or indices ([5]).")
+    str | None, typer.Option("--devices", metavar="D", help="Devices: auto, a count (8) or indices ([5]).")
 ]
 PrecisionOption = Annotated[
-    str | None, typer.Option("--precision", metavar="P", help="A precision policy, such as 32-true.")
+    str | None, typer.Option("--precision", metavar="P", help="Precision policy, such as 32-true.")
 ]
 WaitOption = Annotated[
     str | None,
-    typer.Option("--wait", metavar="SECONDS", help="Wait so long for devices that another job has."),
+    typer.Option("--wait", metavar="SECONDS", help="Longest wait for devices that another job is using."),
 ]
 
 app = typer.Typer(
@@ -33,7 +33,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    # Rich's help costs 0.2 s, more than everything else `polyxla --help` does.
+    # Rich's help costs 0.2 s, more than the rest of `polyxla --help`.
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -45,15 +45,17 @@ def main() -> None:
 
     try:
         load_everything().hook.polyxla_add_commands(app=app)
+    except PolyxlaError as error:
+        say(f"the commands of plugins are left out: {error}")
     except Exception as error:
-        # A stranger's plugin; the commands that find out what is wrong with it must go on working.
-        say(f"a plugin's commands are left out: {type(error).__name__}: {error}")
+        # From a third-party plugin. `polyxla runtimes` must work all the same: it finds what is wrong.
+        say(f"the commands of some plugins are left out: {type(error).__name__}: {error}")
     app()
 
 
 @app.command()
 def runtimes(runtime: RuntimeOption = None, as_json: JsonFlag = False) -> None:
-    """List every runtime: whether it can run here, and which one would be chosen and why."""
+    """List the installed runtimes, and show which one is chosen and why."""
     from polyxla.plugins.manager import plugin_problems
     from polyxla.plugins.selection import discover_all, select
 
@@ -111,7 +113,7 @@ def _show_runtimes(chosen: dict[str, Any], rows: list[dict[str, Any]]) -> None:
 
 @app.command()
 def devices(runtime: RuntimeOption = None, as_json: JsonFlag = False) -> None:
-    """List the devices of the runtime that would be chosen."""
+    """List the devices of the chosen runtime."""
     from polyxla.plugins.selection import select
 
     with plain_errors(as_json):
@@ -140,7 +142,7 @@ def devices(runtime: RuntimeOption = None, as_json: JsonFlag = False) -> None:
 
 @app.command("env")
 def environment(runtime: RuntimeOption = None, as_json: JsonFlag = False) -> None:
-    """Show each variable that matters here: its value and where it came from."""
+    """Show the relevant variables with their values and origins."""
     from polyxla.cli.variables import variables
 
     with plain_errors(as_json):
@@ -156,10 +158,10 @@ def environment(runtime: RuntimeOption = None, as_json: JsonFlag = False) -> Non
 
 
 class _RunCommand(typer.core.TyperCommand):
-    """Like python, hand everything behind the script, or behind ``-m MODULE``, to the program."""
+    """Like python, leaves all arguments after the script, or after ``-m MODULE``, to the program."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put ``--`` before the program's part."""
+        """Insert ``--`` before the program."""
         takes_value = {"--runtime", "--devices", "--precision", "--wait"}
         index = 0
         while index < len(args) and args[index].startswith("-") and args[index] not in ("-m", "--"):
@@ -178,12 +180,17 @@ def run(
     devices: DevicesOption = None,
     precision: PrecisionOption = None,
     wait: WaitOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and stop.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Say it as a JSON line on standard error.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the variables and the command, and exit.")
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print the choice as JSON; without --dry-run, on standard error."),
+    ] = False,
 ) -> None:
-    """Run a torch_xla script, unmodified, on the chosen runtime.
+    """Run an unmodified torch_xla script on the chosen runtime.
 
-    The script finds the choice in its environment; its output and exit code are its own.
+    The script receives the choice in its environment. Its output, signals and exit code are passed through.
     """
     from polyxla.cli.run import make_run_plan, replace_process
 

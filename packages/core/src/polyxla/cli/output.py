@@ -1,4 +1,4 @@
-"""What every command of ``polyxla`` shares: common options, errors in one line, tables and JSON."""
+"""Shared by all subcommands: common options, errors on one line, tables and JSON."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from polyxla.console import say
 from polyxla.errors import PolyxlaError
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
-RuntimeOption = Annotated[str | None, typer.Option("--runtime", metavar="NAME", help="Use this runtime.")]
+RuntimeOption = Annotated[str | None, typer.Option("--runtime", metavar="NAME", help="Runtime to use.")]
 
 
 @contextlib.contextmanager
 def plain_errors(as_json: bool) -> Iterator[None]:
-    """Turn polyxla's own errors into a line (and a JSON document) and an exit code."""
+    """Turn polyxla's errors into one line, also as a JSON document if `as_json`, and an exit code."""
     try:
         yield
     except PolyxlaError as error:
@@ -44,6 +44,6 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         table.add_column(name, overflow="fold")
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
-    # A file or a pipe is not 80 columns wide, and folded cells are hard to search.
+    # Files and pipes have no width to fit, and folded cells are hard to search.
     width = None if sys.stdout.isatty() else 200
     Console(width=width, highlight=False, markup=False).print(table)

@@ -1,4 +1,4 @@
-"""``polyxla run``: decide everything first, then become the script."""
+"""``polyxla run``: make and check every choice, then replace this process by the script."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polyxla import env
 from polyxla.cli import script
 from polyxla.env import LaunchSettings, Setting
 from polyxla.errors import UsageError
-from polyxla.launcher.launch import child_environment, picked
+from polyxla.launcher.launch import child_environment, select_devices
 from polyxla.plugins.manager import load_plugins
 from polyxla.plugins.precision_lookup import find_precision
 from polyxla.plugins.selection import Selection, select
@@ -23,13 +23,13 @@ from polyxla.plugins.selection import Selection, select
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What ``polyxla run`` is about to do.
+    """The choices of one ``polyxla run``.
 
     Attributes:
         command: the program and its arguments.
-        selection: the runtime and why.
+        selection: the chosen runtime and the reason.
         devices: indices of the devices.
-        variables: what is laid over the environment.
+        variables: variables to add to the environment.
     """
 
     command: tuple[str, ...]
@@ -38,7 +38,7 @@ class RunPlan:
     variables: Mapping[str, str]
 
     def as_json(self) -> dict[str, Any]:
-        """Return it for ``--json``."""
+        """Return the plan as JSON-compatible values, for ``--json``."""
         return {
             "runtime": self.selection.runtime,
             "reason": self.selection.reason,
@@ -50,7 +50,7 @@ class RunPlan:
 
 
 def make_run_plan(environ: Mapping[str, str], settings: LaunchSettings, command: Sequence[str]) -> RunPlan:
-    """Check all that can be checked before the program starts.
+    """Make the plan, and check all that can be checked before the program starts.
 
     Raises:
         UsageError: the program does not exist, or the runtime, devices, precision or wait cannot be used.
@@ -58,12 +58,12 @@ def make_run_plan(environ: Mapping[str, str], settings: LaunchSettings, command:
     _check_program(command)
     _check_wait(settings.wait_s)
     selection = select(environ, settings.runtime)
-    devices = picked(settings.devices, selection)
+    devices = select_devices(settings.devices, selection)
     plugins = load_plugins(selection.runtime)
     find_precision(plugins, settings.precision)
     variables = dict(child_environment(plugins, environ, selection, devices))
     variables[env.POLYXLA_RUNTIME] = selection.runtime
-    # Also for --devices auto, which must win over the variable.
+    # Set for --devices auto as well, which must win over the variable.
     if settings.devices.origin != "default":
         variables[env.POLYXLA_DEVICES] = json.dumps(list(devices))
     if settings.precision.value is not None:
@@ -74,7 +74,7 @@ def make_run_plan(environ: Mapping[str, str], settings: LaunchSettings, command:
 
 
 def replace_process(plan: RunPlan, environ: Mapping[str, str]) -> NoReturn:
-    """Replace this process by the program: its signals and exit code are its own."""
+    """Replace this process by the program, which keeps the process id and receives signals directly."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(plan.command[0], plan.command, {**environ, **plan.variables})
@@ -91,7 +91,7 @@ def _check_program(command: Sequence[str]) -> None:
         )
     elif os.path.isdir(command[0]) and not os.path.exists(os.path.join(command[0], "__main__.py")):
         raise UsageError(
-            f"the folder {command[0]!r} has no __main__.py",
+            f"the directory {command[0]!r} has no __main__.py",
             where="polyxla run",
             fix="Write the path of a script in it.",
         )
@@ -101,7 +101,7 @@ def _check_module(rest: Sequence[str]) -> None:
     if not rest:
         raise UsageError("-m names no module", where="polyxla run", fix="Write -m and the name of a module.")
     package = rest[0].partition(".")[0]
-    # As `python -m` does, look in the current folder too.
+    # `python -m` finds modules in the current directory, too.
     sys.path.insert(0, os.getcwd())
     if importlib.util.find_spec(package) is None:
         raise UsageError(
@@ -118,7 +118,7 @@ def _check_wait(wait_s: Setting) -> None:
         seconds = math.nan
     if not 0 <= seconds < math.inf:
         raise UsageError(
-            f"{wait_s.value!r} is not a number of seconds from 0",
+            f"{wait_s.value!r} is not a number of seconds, 0 or more",
             where=wait_s.origin,
-            fix="Write how long to wait for devices that another job has, such as 600, or nothing.",
+            fix="Write the longest wait for devices that another job is using, such as 600, or leave it out.",
         )

@@ -1,7 +1,7 @@
-"""``python -m polyxla.cli.script``: be the main program, as python would, but say usage errors plainly.
+"""``python -m polyxla.cli.script``: run a program as python would, but print polyxla's errors plainly.
 
-A `UsageError` ends the program with its text and the script's line, exit code 2, no traceback; every
-other exception is python's own business.
+A `polyxla.PolyxlaError` ends the program with the error's text, the script's line and the error's exit code.
+Any other exception is left to python.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from polyxla.plugins.manager import find_runtime, load_runtime
 
 
 def main() -> None:
-    """Run the script or ``-m`` module that the arguments name, in the real ``__main__``."""
+    """Run the script or ``-m`` module that the arguments name, as the module ``__main__``."""
     del sys.argv[0]
     module = ModuleType("__main__")
-    # Kept for good: what the program starts (threads, spawned workers) looks itself up here.
+    # Stays there after the program's end: its threads and spawned workers look up their functions here.
     sys.modules["__main__"] = module
     try:
         _prepare()
@@ -40,18 +40,18 @@ def _prepare() -> None:
         load_runtime(find_runtime(runtime, "default")).hook.polyxla_prepare(environ=env.snapshot())
 
 
-def _lead_path(folder: str) -> None:
+def _replace_first_path(folder: str) -> None:
     """Replace the path entry that ``python -m polyxla.cli.script`` added; under safe_path it added none."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
 
 
 def _script(module: ModuleType, path: str) -> CodeType:
-    # Absolute, as python makes it: the script may change its folder.
+    # Absolute, as python makes it: the script may change the working directory.
     path = os.path.abspath(path)
     if os.path.isdir(path):
         path = os.path.join(path, "__main__.py")
-    _lead_path(os.path.dirname(os.path.realpath(path)))
+    _replace_first_path(os.path.dirname(os.path.realpath(path)))
     module.__file__ = path
     loader = importlib.machinery.SourceFileLoader("__main__", path)
     return loader.source_to_code(loader.get_data(path), path)
@@ -60,7 +60,7 @@ def _script(module: ModuleType, path: str) -> CodeType:
 def _module(module: ModuleType) -> CodeType:
     del sys.argv[0]
     name = sys.argv[0]
-    _lead_path(os.getcwd())
+    _replace_first_path(os.getcwd())
     spec = _spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         name = f"{name}.__main__"
@@ -83,7 +83,7 @@ def _spec(name: str) -> importlib.machinery.ModuleSpec | None:
     try:
         return importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
-        # A parent that is no package; what the parent's own code fails to import is its own error.
+        # The parent is missing or not a package. An import that fails inside the parent is another error.
         if error.name and f"{name}.".startswith(f"{error.name}."):
             return None
         raise

@@ -1,4 +1,4 @@
-"""Every variable that matters here, for ``polyxla env``."""
+"""The rows of ``polyxla env``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from polyxla import env
 from polyxla.env import LaunchSettings, Setting
 from polyxla.errors import UsageError
-from polyxla.launcher.launch import child_environment, picked
+from polyxla.launcher.launch import child_environment, select_devices
 from polyxla.plugins.manager import load_plugins
 from polyxla.plugins.selection import discover_all, select
 
 
 def variables(environ: Mapping[str, str], settings: LaunchSettings) -> list[dict[str, Any]]:
-    """Return polyxla's own variables, each runtime's, and what the chosen one would set for replicas."""
+    """Return polyxla's variables, each runtime's, and those that the chosen runtime sets for replicas."""
     rows = [_row(name, setting, "polyxla") for name, setting in _own(environ, settings).items()]
     for candidate in discover_all(environ):
         if candidate.discovery:
@@ -40,10 +40,10 @@ def _own(environ: Mapping[str, str], settings: LaunchSettings) -> dict[str, Sett
 def _to_be_set(environ: Mapping[str, str], settings: LaunchSettings) -> list[dict[str, Any]]:
     try:
         selection = select(environ, settings.runtime)
-        devices = picked(settings.devices, selection)
+        devices = select_devices(settings.devices, selection)
         wanted = child_environment(load_plugins(selection.runtime), environ, selection, devices)
     except UsageError as error:
-        # A listing is for finding out what is wrong: show the rest of it, with the error in its place.
+        # The listing is used to find such errors, so it shows the error in place of the rows.
         return [_row("(replicas)", Setting(None, f"error: {error}"), "replicas")]
     origin = f"set by runtime {selection.runtime}"
     return [_row(name, Setting(value, origin), "replicas") for name, value in sorted(wanted.items())]

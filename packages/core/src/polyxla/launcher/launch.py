@@ -67,7 +67,7 @@ def launch(
     )
     selection = select(environ, settings.runtime, accelerator.lower())
     announce(selection)
-    indices = picked(settings.devices, selection)
+    indices = select_devices(settings.devices, selection)
     plugins = load_plugins(selection.runtime)
     if told := find_precision(plugins, settings.precision).describe():
         say_once(told)
@@ -94,7 +94,7 @@ def announce(selection: Selection) -> None:
         say_once(f"runtime {selection.runtime}: {selection.reason}")
 
 
-def picked(asked: Setting, selection: Selection) -> tuple[int, ...]:
+def select_devices(asked: Setting, selection: Selection) -> tuple[int, ...]:
     """Return the indices of the devices to use, of those that the chosen runtime has."""
     found = selection.discovery
     return pick_devices(asked, selection.runtime, found.devices, found.growable)

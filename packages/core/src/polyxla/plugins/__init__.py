@@ -1,1 +1,1 @@
-"""Finding plugins and choosing among them."""
+"""Finding plugins, and choosing the runtime, the devices and the precision policy."""

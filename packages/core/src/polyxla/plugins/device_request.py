@@ -1,4 +1,4 @@
-"""``devices=``: from what was asked for to the indices of devices."""
+"""Turning ``devices=`` into device indices."""
 
 from __future__ import annotations
 
@@ -10,48 +10,48 @@ from polyxla.contracts.discovery import Device
 from polyxla.env import Setting
 from polyxla.errors import DevicesError
 
-MOST_GROWN = 4096
-"""Largest number of devices made on request; a larger count is taken for a typing error."""
+MAX_MADE = 4096
+"""Largest number of devices that are made on request; a larger count is taken for a typing error."""
 
 
 def pick_devices(
     asked: Setting, runtime: str, devices: Sequence[Device], growable: bool = False
 ) -> tuple[int, ...]:
-    """Turn ``devices=`` into the indices of the devices to use.
+    """Return the indices of the requested devices.
 
     Args:
         asked: ``"auto"``, a count (``8`` or ``"8"``) or indices (``[5]`` or ``"[5]"``), and its origin.
-        runtime: the runtime's name, for the errors.
-        devices: what the runtime has.
-        growable: whether a larger count can be had by asking for it.
+        runtime: the runtime's name, for errors.
+        devices: the runtime's devices.
+        growable: whether the runtime makes more devices on request.
 
     Raises:
-        DevicesError: it asks for what is not there, or cannot be read.
+        DevicesError: the request cannot be read, or names devices that do not exist.
     """
     if asked.value == "auto":
         return tuple(device.index for device in devices)
-    value = _read(asked)
-    if growable and (count := _grown(value, len(devices))):
+    value = _parse(asked)
+    if growable and (count := _count_to_make(value, len(devices))):
         return tuple(range(count))
     if isinstance(value, int):
-        return _first(value, asked, runtime, devices)
-    return _named(value, asked, runtime, devices)
+        return _by_count(value, asked, runtime, devices)
+    return _by_index(value, asked, runtime, devices)
 
 
-def _grown(value: int | list[Any], have: int) -> int | None:
-    """Return how many devices to make: more than there are, whether they are counted or named from 0."""
+def _count_to_make(value: int | list[Any], have: int) -> int | None:
+    """Return how many devices to make: a larger count, or indices 0 to count - 1. None: make none."""
     count = value if isinstance(value, int) else len(value)
-    if not have < count <= MOST_GROWN or (isinstance(value, list) and value != list(range(count))):
+    if not have < count <= MAX_MADE or (isinstance(value, list) and value != list(range(count))):
         return None
     return count
 
 
-def _read(asked: Setting) -> int | list[Any]:
+def _parse(asked: Setting) -> int | list[Any]:
     value = asked.value
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError:  # also a number of more digits than Python reads
+        except ValueError:  # raised also for a number with more digits than Python converts
             raise _unreadable(asked) from None
     if isinstance(value, tuple | range):
         value = list(value)
@@ -68,29 +68,27 @@ def _unreadable(asked: Setting) -> DevicesError:
     )
 
 
-def _first(count: int, asked: Setting, runtime: str, devices: Sequence[Device]) -> tuple[int, ...]:
+def _by_count(count: int, asked: Setting, runtime: str, devices: Sequence[Device]) -> tuple[int, ...]:
     if count < 1:
         raise DevicesError(
-            f"devices={count} asks for no device",
-            where=asked.origin,
-            fix=_counts(devices),
+            f"devices={count} asks for no device", where=asked.origin, fix=_valid_counts(devices)
         )
     if count > len(devices):
         raise DevicesError(
             f"devices={count} asks for {count} devices, but runtime {runtime} has {len(devices)} here",
             where=asked.origin,
-            fix=_counts(devices),
+            fix=_valid_counts(devices),
         )
     return tuple(device.index for device in devices[:count])
 
 
-def _counts(devices: Sequence[Device]) -> str:
+def _valid_counts(devices: Sequence[Device]) -> str:
     if len(devices) == 1:
         return "Write devices=1."
     return f"Write a count from 1 to {len(devices)}, or devices='auto' for all of them."
 
 
-def _named(indices: list[Any], asked: Setting, runtime: str, devices: Sequence[Device]) -> tuple[int, ...]:
+def _by_index(indices: list[Any], asked: Setting, runtime: str, devices: Sequence[Device]) -> tuple[int, ...]:
     have = [device.index for device in devices]
     span = f"Name devices from {have[0]} to {have[-1]}, each once, such as devices=[{have[-1]}]."
     if not indices:

@@ -1,7 +1,7 @@
-"""Finding and loading plugins: runtimes one by one by name, all others together.
+"""Finding and loading plugins: each runtime separately by its name, all other plugins together.
 
-A runtime's module is imported only when it is looked at, and alone, so that a broken one can be
-reported and the others keep working.
+A runtime is loaded into a manager of its own, so that a broken runtime is reported and the others keep
+working.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import difflib
 import functools
 import importlib.metadata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,16 +25,17 @@ RUNTIMES = "polyxla.runtimes"
 PLUGINS = "polyxla"
 """Entry-point group of all other plugins."""
 HOOKSPECS = "polyxla.hookspecs"
-"""Entry-point group of modules with further hook specs; importing one imports nothing heavy."""
+"""Entry-point group of modules with further hook specs; such a module must not import heavy modules."""
 
 
 @dataclass(frozen=True)
 class KnownRuntime:
-    """A runtime that may be missing, for the errors of the case that it is.
+    """A runtime of this project, which errors can name even if it is not installed.
 
     Attributes:
-        distribution: what to install.
-        variables: the variables that ask for it; one of them set and the runtime missing is an error.
+        distribution: the distribution to install.
+        variables: variables that ask for this runtime; if one is set and the runtime is missing, that is an
+            error.
     """
 
     distribution: str
@@ -51,26 +52,26 @@ Third-party runtimes are found by their entry points and need no row here."""
 
 @dataclass(frozen=True)
 class RuntimeEntry:
-    """One installed runtime, not yet imported."""
+    """An installed runtime, not yet imported."""
 
     name: str
     points: tuple[importlib.metadata.EntryPoint, ...]
 
     @property
     def distribution(self) -> str:
-        """The distributions that provide it; more than one is an error on use."""
+        """The distribution that provides it; if there are several, which is an error on use, all of them."""
         return ", ".join(sorted(_distribution(point) for point in self.points))
 
     @property
     def version(self) -> str | None:
-        """The version of the (first) distribution that provides it."""
+        """The version of its (first) distribution; None if unknown."""
         return self.points[0].dist.version if self.points[0].dist else None
 
     def load(self) -> Any:
         """Import the runtime's plugin module.
 
         Raises:
-            BrokenPluginError: the import fails, or several distributions claim the name.
+            BrokenPluginError: the import fails, or several distributions provide the runtime.
         """
         if len(self.points) > 1:
             raise BrokenPluginError(
@@ -83,18 +84,18 @@ class RuntimeEntry:
 
 def runtime_entries() -> dict[str, RuntimeEntry]:
     """Return the installed runtimes by name, without importing any."""
-    points: dict[str, set[importlib.metadata.EntryPoint]] = {}
-    for point in importlib.metadata.entry_points(group=RUNTIMES):
-        points.setdefault(point.name, set()).add(point)
-    return {name: RuntimeEntry(name, _distinct(found)) for name, found in sorted(points.items())}
+    points: dict[str, list[importlib.metadata.EntryPoint]] = {}
+    for point in _entry_points(RUNTIMES):
+        points.setdefault(point.name, []).append(point)
+    return {name: RuntimeEntry(name, tuple(found)) for name, found in points.items()}
 
 
 def find_runtime(name: str, origin: str) -> RuntimeEntry:
     """Return the installed runtime called `name`.
 
     Raises:
-        RuntimeNotInstalledError: it is a known one that is not installed.
-        UnknownRuntimeError: nobody knows it.
+        RuntimeNotInstalledError: the runtime is known but not installed.
+        UnknownRuntimeError: the runtime is neither installed nor known.
     """
     entries = runtime_entries()
     if name in entries:
@@ -110,30 +111,48 @@ def find_runtime(name: str, origin: str) -> RuntimeEntry:
     raise UnknownRuntimeError(
         f"no runtime is called {name!r} (installed: {installed})",
         where=origin,
-        fix=f"Did you mean {near[0]!r}?" if near else "`polyxla runtimes` lists those that exist.",
+        fix=f"Did you mean {near[0]!r}?" if near else "`polyxla runtimes` lists the installed runtimes.",
     )
 
 
 class PluginManager(pluggy.PluginManager):
-    """pluggy's manager with polyxla's hook specs; a plugin that does not fit them is an error at once."""
+    """pluggy's manager with every installed hook spec. It refuses a plugin that does not match them.
+
+    Raises:
+        BrokenPluginError: an installed module of hook specs is broken.
+    """
 
     def __init__(self) -> None:
         super().__init__(hookspecs.PROJECT)
         self.add_hookspecs(hookspecs)
-        for point in _distinct(importlib.metadata.entry_points(group=HOOKSPECS)):
-            self.add_hookspecs(_import(point, f"hook specs {point.name!r}"))
+        for point in _entry_points(HOOKSPECS):
+            self._add_installed_hookspecs(point)
+
+    def _add_installed_hookspecs(self, point: importlib.metadata.EntryPoint) -> None:
+        what = f"the module of hook specs {point.name!r}"
+        module = _import(point, what)
+        try:
+            self.add_hookspecs(module)
+        except ValueError as error:
+            raise BrokenPluginError(
+                f"{what} cannot be used: {error}",
+                where=f"{point.value} of {_distribution(point)}",
+                fix="Declare at least one hook there, under a name that no other package uses.",
+            ) from error
 
     def register(self, plugin: object, name: str | None = None, where: str | None = None) -> str | None:
         """Register a plugin or a listener and check it against the hook specs.
 
+        A plugin that is refused is not registered.
+
         Args:
             plugin: a module or an object with hook implementations.
             name: shown in errors, such as ``runtime 'pjrt'``; default: a listener, named by its class.
-            where: where it comes from, shown in errors; default: the module of its class.
+            where: its origin, shown in errors; default: the module of its class.
 
         Raises:
-            BrokenPluginError: it is registered already, misspells a hook, or asks for an argument that the
-                hook does not have.
+            BrokenPluginError: the plugin is registered already, misspells a hook, or takes an argument that
+                the hook does not have.
         """
         kind = type(plugin)
         what = name or f"listener {kind.__name__!r}"
@@ -145,11 +164,14 @@ class PluginManager(pluggy.PluginManager):
             raise BrokenPluginError(
                 f"{what} is registered already",
                 where=where,
-                fix="Of two plugins with one name, uninstall one; add a listener once only.",
+                fix="If two plugins have this name, uninstall one; add each listener only once.",
             ) from error
         except pluggy.PluginValidationError as error:
+            # Otherwise check_pending would blame every later plugin for this one's unknown hook.
+            if self.is_registered(plugin):
+                self.unregister(plugin)
             raise BrokenPluginError(
-                f"{what} does not match polyxla's hooks: {_essence(error)}",
+                f"{what} does not match polyxla's hooks: {_summary(error)}",
                 where=where,
                 fix=_nearest_hooks(plugin, self._known_hooks()),
             ) from error
@@ -160,7 +182,11 @@ class PluginManager(pluggy.PluginManager):
 
 
 def load_runtime(entry: RuntimeEntry) -> PluginManager:
-    """Return a manager with this runtime and nothing else, to ask it questions."""
+    """Return a manager with this runtime as its only plugin.
+
+    Raises:
+        BrokenPluginError: the runtime, or an installed module of hook specs, is broken.
+    """
     manager = PluginManager()
     manager.register(entry.load(), f"runtime {entry.name!r}", entry.distribution)
     return manager
@@ -169,59 +195,64 @@ def load_runtime(entry: RuntimeEntry) -> PluginManager:
 def load_plugins(runtime: str, origin: str = "default") -> PluginManager:
     """Return a manager with the chosen runtime and every installed plugin that is not a runtime.
 
+    A plugin that fails to import is left out and reported once.
+
     Raises:
-        UsageError: the runtime cannot be loaded, or a plugin misspells a hook.
+        UsageError: the runtime cannot be loaded, or a plugin does not match the hook specs.
     """
     manager = load_runtime(find_runtime(runtime, origin))
-    _register_others(manager)
+    for point in _entry_points(PLUGINS):
+        what = f"plugin {point.name!r}"
+        try:
+            plugin = _import(point, what)
+        except BrokenPluginError as error:
+            # Once per process, because every replica loads the plugins.
+            say_once(f"left out: {error}")
+            continue
+        manager.register(plugin, what, _distribution(point))
     return manager
 
 
 def load_everything() -> PluginManager:
-    """Return a manager with every plugin that loads, all runtimes too, for the command line.
+    """Return a manager with every plugin that loads, including all runtimes, for the command line.
 
-    Broken ones are passed over in silence: ``polyxla runtimes``, or the command that needs one, tells.
+    Broken plugins are left out silently; ``polyxla runtimes``, or the command that needs one, reports them.
+
+    Raises:
+        BrokenPluginError: an installed module of hook specs is broken.
     """
     manager = PluginManager()
     runtimes = runtime_entries().values()
     loads = [(f"runtime {entry.name!r}", entry.distribution, entry.load) for entry in runtimes]
-    loads += [(f"plugin {point.name!r}", _distribution(point), point.load) for point in _plugin_points()]
+    loads += [(f"plugin {one.name!r}", _distribution(one), one.load) for one in _entry_points(PLUGINS)]
     for what, distribution, load in loads:
-        # Whatever importing a stranger's module may raise.
+        # A third-party module may raise anything when it is imported.
         with contextlib.suppress(Exception):
             manager.register(load(), what, distribution)
     return manager
 
 
 def plugin_problems() -> list[str]:
-    """Return why each installed plugin that is not a runtime and does not work does not."""
-    manager, problems = PluginManager(), []
-    for point in _plugin_points():
+    """Return one error text for each broken plugin that is not a runtime."""
+    try:
+        manager = PluginManager()
+    except BrokenPluginError as error:
+        return [str(error)]
+    problems = []
+    for point in _entry_points(PLUGINS):
         what = f"plugin {point.name!r}"
         try:
             manager.register(_import(point, what), what, _distribution(point))
         except BrokenPluginError as error:
             problems.append(str(error))
-            # The old one would blame every later plugin for this one's pending hook.
-            manager = PluginManager()
     return problems
 
 
-def _register_others(manager: PluginManager) -> None:
-    """Register the plugins that are not runtimes; one that cannot be imported is left out, and said."""
-    for point in _plugin_points():
-        what = f"plugin {point.name!r}"
-        try:
-            plugin = _import(point, what)
-        except BrokenPluginError as error:
-            # Once, because every replica loads the plugins for itself.
-            say_once(f"left out: {error}")
-            continue
-        manager.register(plugin, what, _distribution(point))
-
-
-def _plugin_points() -> tuple[importlib.metadata.EntryPoint, ...]:
-    return _distinct(importlib.metadata.entry_points(group=PLUGINS))
+def _entry_points(group: str) -> tuple[importlib.metadata.EntryPoint, ...]:
+    """Return a group's entry points, sorted. A distribution found twice on the path counts once."""
+    found = importlib.metadata.entry_points(group=group)
+    unique = {(point.name, point.value, _distribution(point)): point for point in found}
+    return tuple(unique[key] for key in sorted(unique))
 
 
 def _import(point: importlib.metadata.EntryPoint, what: str) -> Any:
@@ -235,8 +266,8 @@ def _import(point: importlib.metadata.EntryPoint, what: str) -> Any:
         ) from error
 
 
-def _essence(error: Exception) -> str:
-    # Of pluggy's several lines, the first names the hook and the last the argument.
+def _summary(error: Exception) -> str:
+    # The first line of pluggy's text names the hook, the last one the argument.
     first, *rest = str(error).strip().splitlines()
     return f"{first}: {rest[-1]}" if rest else first
 
@@ -247,15 +278,7 @@ def _nearest_hooks(plugin: object, known: Sequence[str]) -> str:
         if marked and name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             return f"Did you mean {near[0]!r}?" if near else f"The hooks are: {', '.join(known)}."
-    return "Its arguments must be among those of the hook's spec."
-
-
-def _distinct(
-    points: Iterable[importlib.metadata.EntryPoint],
-) -> tuple[importlib.metadata.EntryPoint, ...]:
-    """Drop repeats: a distribution found twice on the path lists its entry points twice."""
-    unique = {(point.name, point.value, _distribution(point)): point for point in points}
-    return tuple(unique[key] for key in sorted(unique))
+    return "Take only arguments that the hook spec has."
 
 
 @functools.cache

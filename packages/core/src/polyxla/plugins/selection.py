@@ -1,7 +1,7 @@
-"""Choosing the runtime: one place, one rule, every choice with its reason.
+"""Choosing the runtime. No other module does.
 
-The first that applies: the runtime a person named; the one strongest claim of the environment
-(`polyxla.contracts.discovery.Claim`). What a claim rests on is each runtime's own business.
+The runtime that the user named is used. If the user named none, the strongest
+`polyxla.contracts.discovery.Claim` wins; each runtime decides what it claims.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from polyxla.plugins.manager import KNOWN_RUNTIMES, RuntimeEntry, find_runtime, 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One installed runtime and what it found, or the error that kept it from looking."""
+    """An installed runtime with its discovery, or with the error that prevented it."""
 
     entry: RuntimeEntry
     discovery: Discovery | None = None
@@ -30,27 +30,27 @@ class Candidate:
 
     @property
     def why_not(self) -> str | None:
-        """Why nothing can run on it; None where it can."""
+        """Why it cannot run here; None if it can."""
         if self.discovery is None:
             return str(self.error)
         return self.discovery.unavailable
 
     @property
     def claim(self) -> Claim:
-        """How strongly the environment speaks for it."""
+        """How strongly the environment asks for it."""
         return self.discovery.claim if self.discovery else Claim.NONE
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The chosen runtime and why.
+    """The chosen runtime and the reason for the choice.
 
     Attributes:
-        runtime: its name.
-        reason: what decided, in a few words.
-        discovery: what it sees here.
-        implicit: whether nobody named it, so that it should be said aloud.
-        warnings: conflicts that a person should know of.
+        runtime: the runtime's name.
+        reason: why it was chosen, in a few words.
+        discovery: the runtime's discovery.
+        implicit: whether no setting of the user's asked for it, so that the choice should be printed.
+        warnings: conflicts and notes to print.
     """
 
     runtime: str
@@ -61,12 +61,12 @@ class Selection:
 
 
 def discover_all(environ: Mapping[str, str], accelerator: str = "auto") -> tuple[Candidate, ...]:
-    """Ask every installed runtime what it sees; a broken one is reported, never raised."""
+    """Run the discovery of every installed runtime; a broken runtime becomes a candidate with an error."""
     return tuple(discover(entry, environ, accelerator) for entry in runtime_entries().values())
 
 
 def discover(entry: RuntimeEntry, environ: Mapping[str, str], accelerator: str) -> Candidate:
-    """Import one runtime alone and ask it what it sees."""
+    """Load one runtime and run its discovery; a broken runtime becomes a candidate with an error."""
     try:
         manager = load_runtime(entry)
     except BrokenPluginError as error:
@@ -74,19 +74,19 @@ def discover(entry: RuntimeEntry, environ: Mapping[str, str], accelerator: str) 
     try:
         found = manager.hook.polyxla_discover_devices(environ=environ, accelerator=accelerator)
     except Exception as error:
-        return Candidate(entry, error=_failed(entry, error))
+        return Candidate(entry, error=_discovery_failed(entry, error))
     if not found:
-        reason = f"runtime {entry.name!r} does not implement polyxla_discover_devices"
-        broken = BrokenPluginError(reason, where=entry.distribution, fix="Implement the hook.")
+        problem = f"runtime {entry.name!r} does not implement polyxla_discover_devices"
+        broken = BrokenPluginError(problem, where=entry.distribution, fix="Implement the hook.")
         return Candidate(entry, error=broken)
     return Candidate(entry, found[0])
 
 
-def _failed(entry: RuntimeEntry, error: Exception) -> BrokenPluginError:
+def _discovery_failed(entry: RuntimeEntry, error: Exception) -> BrokenPluginError:
     return BrokenPluginError(
-        f"runtime {entry.name!r} failed to look for devices: {type(error).__name__}: {error}",
+        f"runtime {entry.name!r} failed to discover devices: {type(error).__name__}: {error}",
         where=entry.distribution,
-        fix="Report it to its authors: a wrong setting is to be said, not raised.",
+        fix="Report it to its authors: polyxla_discover_devices must return `unavailable`, not raise.",
     )
 
 
@@ -94,12 +94,12 @@ def select(environ: Mapping[str, str], runtime: Setting, accelerator: str = "aut
     """Choose the runtime for this environment.
 
     Args:
-        environ: the environment to judge by.
-        runtime: the name a person asked for, with its origin; its value None lets the environment choose.
-        accelerator: ``"auto"`` or the kind of device that is asked for.
+        environ: the environment to examine.
+        runtime: the requested runtime's name, with its origin; with the value None the environment chooses.
+        accelerator: ``"auto"`` or the requested kind of device.
 
     Raises:
-        UsageError: the runtime that is asked for, or that the environment asks for, cannot be used.
+        UsageError: the runtime that the user or the environment asks for cannot be used.
     """
     if runtime.value is not None:
         candidate = discover(find_runtime(runtime.value, runtime.origin), environ, accelerator)
@@ -109,28 +109,29 @@ def select(environ: Mapping[str, str], runtime: Setting, accelerator: str = "aut
 
 
 def choose(candidates: Sequence[Candidate], environ: Mapping[str, str]) -> Selection:
-    """Choose among surveyed runtimes by their claims.
+    """Choose among the candidates by their claims.
 
     Raises:
-        UsageError: none claims this environment, several claim it alike, or the winner cannot be used.
+        UsageError: no candidate claims this environment, the strongest claim is not unique, or the winner
+            cannot be used.
     """
-    missed = _missed(candidates, environ)
+    missing = _find_missing(candidates, environ)
     ranked = sorted(candidates, key=lambda candidate: -candidate.claim)
     if not ranked or ranked[0].claim < Claim.EXPLICIT:
-        _refuse_missed(missed, candidates)
+        _check_missing(missing, candidates)
     if not ranked or ranked[0].claim is Claim.NONE:
-        raise _nobody(candidates)
+        raise _no_claim(candidates)
     winner, others = ranked[0], ranked[1:]
     if others and others[0].claim is winner.claim:
-        raise _tie(winner, others[0])
-    # What made a fallback is nothing that a person set.
+        raise _equal_claims(winner, others[0])
+    # The user set nothing that an error could name as the origin of a fallback.
     discovery = _usable(winner, _reason(winner) if winner.claim >= Claim.CONFIGURED else None)
     return Selection(
         runtime=winner.name,
         reason=discovery.reason,
         discovery=discovery,
         implicit=winner.claim < Claim.CONFIGURED,
-        warnings=_warnings(winner, others, missed),
+        warnings=_warnings(winner, others, missing),
     )
 
 
@@ -148,8 +149,8 @@ def _usable(candidate: Candidate, origin: str | None) -> Discovery:
     return discovery
 
 
-def _missed(candidates: Sequence[Candidate], environ: Mapping[str, str]) -> dict[str, Setting]:
-    """Return the known runtimes that a variable asks for and that are missing or broken."""
+def _find_missing(candidates: Sequence[Candidate], environ: Mapping[str, str]) -> dict[str, Setting]:
+    """Return the known runtimes that a variable asks for but that are missing or broken."""
     working = {candidate.name for candidate in candidates if not candidate.error}
     return {
         name: Setting(environ[variable], f"{variable}={environ[variable]}")
@@ -159,9 +160,12 @@ def _missed(candidates: Sequence[Candidate], environ: Mapping[str, str]) -> dict
     }
 
 
-def _refuse_missed(missed: Mapping[str, Setting], candidates: Sequence[Candidate]) -> None:
-    """Never train elsewhere in silence when the runtime that is asked for is missing or broken."""
-    for name, asked in missed.items():
+def _check_missing(missing: Mapping[str, Setting], candidates: Sequence[Candidate]) -> None:
+    """Raise the error of a missing or broken runtime that a variable asks for.
+
+    Otherwise the program would silently train on another runtime.
+    """
+    for name, asked in missing.items():
         find_runtime(name, asked.origin)
         raise next(one.error for one in candidates if one.name == name and one.error)
 
@@ -170,7 +174,7 @@ def _reason(candidate: Candidate) -> str:
     return candidate.discovery.reason if candidate.discovery else ""
 
 
-def _nobody(candidates: Sequence[Candidate]) -> RuntimeUnavailableError:
+def _no_claim(candidates: Sequence[Candidate]) -> RuntimeUnavailableError:
     seen = "; ".join(f"{one.name}: {one.why_not or 'not asked for'}" for one in candidates)
     return RuntimeUnavailableError(
         f"no runtime can be chosen ({seen or 'none is installed'})",
@@ -180,26 +184,26 @@ def _nobody(candidates: Sequence[Candidate]) -> RuntimeUnavailableError:
     )
 
 
-def _tie(one: Candidate, other: Candidate) -> RuntimeUnavailableError:
+def _equal_claims(one: Candidate, other: Candidate) -> RuntimeUnavailableError:
     return RuntimeUnavailableError(
         f"runtimes {one.name!r} ({_reason(one)}) and {other.name!r} ({_reason(other)}) "
-        "claim this environment alike",
+        "claim this environment equally",
         fix=f"Name one with --runtime or {POLYXLA_RUNTIME}.",
     )
 
 
 def _warnings(
-    winner: Candidate, others: Sequence[Candidate], missed: Mapping[str, Setting]
+    winner: Candidate, others: Sequence[Candidate], missing: Mapping[str, Setting]
 ) -> tuple[str, ...]:
     rivals = {one.name: _reason(one) for one in others if one.claim >= Claim.CONFIGURED}
-    rivals |= {name: asked.origin for name, asked in missed.items()}
+    rivals |= {name: asked.origin for name, asked in missing.items()}
     conflicts = [
         f"{reason} asks for runtime {name!r} and {_reason(winner)} for {winner.name!r}: "
         f"{winner.name!r} wins. Unset one of them, or name a runtime with --runtime."
         for name, reason in rivals.items()
     ]
     broken = [f"left out: {other.error}" for other in others if other.error]
-    # A runtime that nothing asks for may know why: a misspelt variable is set for nothing.
-    silent = [one for one in others if one.claim is Claim.NONE]
-    notes = [note for one in (winner, *silent) if one.discovery for note in one.discovery.notes]
+    # A runtime that nothing asks for may know the reason, such as a misspelt variable.
+    unclaimed = [one for one in others if one.claim is Claim.NONE]
+    notes = [note for one in (winner, *unclaimed) if one.discovery for note in one.discovery.notes]
     return (*conflicts, *broken, *notes)
