@@ -12,17 +12,21 @@ import polyxla.env
 import polyxla.hookspecs
 import polyxla_bridge.env
 import polyxla_pjrt.env
+import polyxla_training.hookspecs
 import polyxla_xrt.env
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+HOOKSPECS = [polyxla.hookspecs, polyxla_training.hookspecs]
 
 
 def page(name: str) -> str:
     return (ROOT / "docs" / name).read_text()
 
 
-@pytest.mark.parametrize("hook", [name for name in vars(polyxla.hookspecs) if name.startswith("polyxla_")])
+@pytest.mark.parametrize(
+    "hook", [name for specs in HOOKSPECS for name in vars(specs) if name.startswith("polyxla_")]
+)
 def test_every_hook_is_on_the_plugins_page(hook: str) -> None:
     assert f"`{hook}(" in page("plugins.md")
 
@@ -53,3 +57,15 @@ def test_the_tests_that_the_features_page_names_exist() -> None:
     sources = kit + "".join(path.read_text() for path in files)
     named = set(re.findall(r"\btest_\w+", page("features.md"))) - {path.stem for path in files}
     assert [name for name in sorted(named) if f"def {name}(" not in sources] == []
+
+
+def test_the_files_that_the_features_page_names_exist() -> None:
+    named = re.findall(r"`((?:packages|integration)/[^`:]+)", page("features.md"))
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_files_that_the_architecture_page_names_exist() -> None:
+    folders = [ROOT, *ROOT.glob("packages/*/src/*")]
+    named = re.findall(r"`([\w/.]+\.(?:py|c|proto))`", page("architecture.md"))
+    assert named
+    assert [name for name in named if not any((folder / name).exists() for folder in folders)] == []
