@@ -14,36 +14,36 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from polyxla import Replica
-from polyxla.env import lent
+from polyxla.env import temporary_environ
 
 if TYPE_CHECKING:
     from polyxla.testing import RuntimeUnderTest
 
 pytest_plugins = ["polyxla.testing.fixtures"]
 
-# Tests count compilations, and a person's programs are not theirs.
+# Tests count compilations, so they must not use the programs in the user's cache.
 os.environ["POLYXLA_COMPILE_CACHE"] = "off"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the suite's own mark."""
-    config.addinivalue_line("markers", "pjrt: about what only that runtime has")
+    config.addinivalue_line("markers", "pjrt: tests a feature that only this runtime has")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what says nothing of the runtime under test: it runs on the first one, pjrt."""
+    """Deselect tests that do not depend on the runtime, except on the first runtime, pjrt."""
     is_first = config.getoption("--polyxla-runtime") == "pjrt"
-    # Whole jobs on workers.
+    # Whole jobs on workers: tests of xrt.
     jobs = Path(__file__).parent / "jobs"
     if is_first:
-        told = [item for item in items if jobs not in item.path.parents]
+        selected = [item for item in items if jobs not in item.path.parents]
     else:
-        told = [item for item in items if jobs in item.path.parents or _is_about_it(item)]
-    config.hook.pytest_deselected(items=[item for item in items if item not in told])
-    items[:] = told
+        selected = [item for item in items if jobs in item.path.parents or _depends_on_runtime(item)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in selected])
+    items[:] = selected
 
 
-def _is_about_it(item: pytest.Item) -> bool:
+def _depends_on_runtime(item: pytest.Item) -> bool:
     return "runtime" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("pjrt")
 
 
@@ -51,37 +51,43 @@ def _is_about_it(item: pytest.Item) -> bool:
 def _device_first(pytestconfig: pytest.Config) -> None:
     """Touch the device before any test computes gradients: torch's autograd engine counts devices once."""
     is_node = pytestconfig.getoption("--polyxla-runtime") == "xrt"
-    # What torch_xla sets in the environment when it is imported is not the tests'.
-    with lent({**os.environ, **(_node_of_this_process() if is_node else {"PJRT_DEVICE": "CPU"})}):
+    # Importing torch_xla sets variables, which the tests must not see.
+    with temporary_environ(
+        {**os.environ, **(_node_of_this_process() if is_node else {"PJRT_DEVICE": "CPU"})}
+    ):
         import torch_xla
 
         torch_xla.device()
 
 
 def _node_of_this_process() -> dict[str, str]:
-    """Describe a node that this process keeps until it ends: replicas that run inline are on it."""
+    """Return the variables of a node for this whole process: replicas that run inline use it."""
+    from polyxla.launcher.ports import free_ports
     from polyxla_xrt.config.configuration import read
-    from polyxla_xrt.plan import asked_plan, free_port
+    from polyxla_xrt.plan import requested_plan
 
-    environ = {"XRT_TPU_CONFIG": f"localservice;0;localhost:{free_port()}", "TPU_NUM_DEVICES": "1"}
+    environ = {"XRT_TPU_CONFIG": f"localservice;0;localhost:{free_ports(1)[0]}", "TPU_NUM_DEVICES": "1"}
     configuration = read(environ)
     assert configuration is not None
-    return environ | asked_plan(configuration, environ).whole()
+    return environ | requested_plan(configuration, environ).program_environment()
 
 
 @pytest.fixture(scope="session")
 def runtime(runtime: RuntimeUnderTest) -> Iterator[RuntimeUnderTest]:
-    """The runtime under test, and what its replicas are to run on where that is not this machine itself."""
+    """The runtime under test; for xrt with a worker that its replicas run on."""
     if runtime.name != "xrt":
         yield runtime
         return
-    with _worker(8) as address, lent({**os.environ, "XRT_TPU_CONFIG": f"tpu_worker;0;{address}"}):
+    with (
+        _worker(8) as address,
+        temporary_environ({**os.environ, "XRT_TPU_CONFIG": f"tpu_worker;0;{address}"}),
+    ):
         yield runtime
 
 
 @contextmanager
 def _worker(cores: int) -> Iterator[str]:
-    """Serve cores on a port of their own, as in another terminal."""
+    """Serve cores on a free port, as from another terminal."""
     command = ["polyxla", "worker", "--address", "127.0.0.1:0", "--devices", str(cores), "--json"]
     worker = subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True)
     assert worker.stdout is not None
@@ -103,7 +109,7 @@ def _until(end: str, lines: Iterator[str]) -> Iterator[str]:
 
 @pytest.fixture
 def clean_environ() -> dict[str, str]:
-    """An environment in which no variable chooses a runtime, or anything about it."""
+    """The environment without the variables that choose or configure a runtime."""
     chooses = ("PJRT_", "XRT_", "TPU_", "POLYXLA_", "CPU_NUM_DEVICES", "TORCHELASTIC_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(chooses)}
     return clean | {"POLYXLA_COMPILE_CACHE": "off"}
@@ -111,7 +117,7 @@ def clean_environ() -> dict[str, str]:
 
 @pytest.fixture
 def require_layout(runtime: RuntimeUnderTest) -> Callable[[int, int], None]:
-    """Skip a test of replicas that share processes where each has its own."""
+    """Skip a layout in which replicas share processes, if the runtime has a process for each."""
 
     def require(count: int, processes: int) -> None:
         if runtime.name == "xrt" and processes != count:
@@ -127,7 +133,7 @@ def everywhere(
     require_layout: Callable[[int, int], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., list[Any]]:
-    """Run ``function(replica, *args)`` in every replica of one layout, and see that it was that layout.
+    """Run ``function(replica, *args)`` in every replica of one layout, and check that it is that layout.
 
     Parametrized indirectly with the number of replicas and of the processes that share them.
     """
@@ -136,7 +142,7 @@ def everywhere(
     monkeypatch.setenv("POLYXLA_PJRT_PROCESSES", str(processes))
 
     def launch(function: Callable[..., Any], *args: Any) -> list[Any]:
-        # A process also where there is one: what torch.distributed leaves behind ends with it.
+        # A process even for one replica: torch.distributed leaves state behind, which ends with the process.
         start = "spawn" if count == 1 else "auto"
         answers = runtime.launch(_with_layout, function, *args, devices=count, start_method=start)
         assert [layout for layout, _ in answers] == [(count, processes)] * count

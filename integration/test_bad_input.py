@@ -1,4 +1,4 @@
-"""What a person can get wrong on the command line: the text, exit code 2, no traceback."""
+"""Mistakes on the command line: each prints an error with exit code 2 and no traceback."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ EIGHT = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}
         (["--runtime", "pjrtt"], {}, "Did you mean 'pjrt'?"),
         ([], {"POLYXLA_RUNTIME": "ddp"}, "(from POLYXLA_RUNTIME=ddp)"),
         ([], {"PJRT_DEVICE": "FOO"}, "Write PJRT_DEVICE=CPU or PJRT_DEVICE=TPU."),
-        ([], {"CPU_NUM_DEVICES": "0"}, "CPU_NUM_DEVICES=0 is not a whole number from 1"),
-        ([], {"CPU_NUM_DEVICES": "abc"}, "CPU_NUM_DEVICES=abc is not a whole number from 1"),
+        ([], {"CPU_NUM_DEVICES": "0"}, "CPU_NUM_DEVICES=0 is not a positive integer"),
+        ([], {"CPU_NUM_DEVICES": "abc"}, "CPU_NUM_DEVICES=abc is not a positive integer"),
         ([], {"PJRT_DEVICE": "TPU"}, "no TPU chip is attached to this machine"),
         ([], {"XRT_TPU_CONFIG": "tpu_worker;0;:8470"}, "there is no host in ':8470'"),
         (["--devices", "9"], EIGHT, "devices=9 asks for 9 devices, but runtime pjrt has 8 here"),
@@ -61,7 +61,9 @@ EIGHT = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}
         (["--precision", "bf15"], {}, "no installed plugin knows the precision 'bf15'"),
     ],
 )
-def test_a_wrong_choice(script: str, options: list[str], environ: dict[str, str], text: str) -> None:
+def test_a_wrong_option_or_variable_is_an_error(
+    script: str, options: list[str], environ: dict[str, str], text: str
+) -> None:
     done = polyxla("run", *options, script, **environ)
     assert done.returncode == 2
     assert text in done.stderr
@@ -69,10 +71,10 @@ def test_a_wrong_choice(script: str, options: list[str], environ: dict[str, str]
     assert done.stdout == ""
 
 
-def test_a_worker_that_is_not_there(script: str) -> None:
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+def test_a_worker_that_does_not_listen_is_an_error(script: str) -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
         done = polyxla("run", script, XRT_TPU_CONFIG=f"tpu_worker;0;{address}")
     assert done.returncode == 1
     assert f"there is no worker at {address}: Connection refused" in done.stderr
@@ -80,21 +82,21 @@ def test_a_worker_that_is_not_there(script: str) -> None:
     assert done.stdout == ""
 
 
-def test_a_script_that_does_not_exist() -> None:
+def test_a_script_that_does_not_exist_is_an_error() -> None:
     done = polyxla("run", "trian.py")
     assert done.returncode == 2
     assert "there is no file 'trian.py'" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_two_variables_that_disagree_are_warned_of(script: str) -> None:
+def test_two_variables_that_disagree_print_a_warning(script: str) -> None:
     done = polyxla("run", script, PJRT_DEVICE="CPU", XRT_TPU_CONFIG="tpu_worker;0;10.0.0.2:8470")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[0]\n"
     assert "asks for runtime 'xrt' and PJRT_DEVICE=CPU for 'pjrt': 'pjrt' wins" in done.stderr
 
 
-def test_a_function_that_cannot_travel(tmp_path: Path) -> None:
+def test_a_function_that_cannot_be_pickled_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "locked.py"
     path.write_text(
         "import threading, polyxla\n"
@@ -108,7 +110,7 @@ def test_a_function_that_cannot_travel(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_the_listing_still_answers_when_nothing_can_be_chosen() -> None:
+def test_the_list_of_runtimes_works_if_none_can_be_chosen() -> None:
     done = polyxla("runtimes", "--json", PJRT_DEVICE="FOO")
     assert done.returncode == 2
     assert '"chosen": null' in done.stdout

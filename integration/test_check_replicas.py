@@ -1,4 +1,4 @@
-"""``polyxla check-replicas`` on the real runtime, with the seeds' MNIST model."""
+"""``polyxla check-replicas`` on a real runtime, with the MNIST model of the seeds."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ TIMEOUT_S = 200.0
 
 
 class Mnist(nn.Module):
-    """The model of seeds/mnist_multi.py, whose choices may be replaced by smooth functions.
+    """The model of seeds/mnist_multi.py; smooth functions can replace its layers.
 
     Args:
-        norm: makes what stands in the place of its BatchNorm2d, from the number of channels.
-        pool: stands in the place of its max-pooling.
-        activate: stands in the place of its ReLU.
+        norm: makes the layer that replaces BatchNorm2d, from the number of channels.
+        pool: replaces max-pooling.
+        activate: replaces ReLU.
     """
 
     def __init__(self, norm: Any = nn.BatchNorm2d, pool: Any = F.max_pool2d, activate: Any = F.relu) -> None:
@@ -59,7 +59,7 @@ class Mnist(nn.Module):
 
 
 class SyncBatchNorm2d(nn.Module):
-    """torch_xla's SyncBatchNorm, which of images makes a program of each channel: it is shown pixels."""
+    """torch_xla's SyncBatchNorm on flattened pixels: on images it makes a program for each channel."""
 
     def __init__(self, channels: int) -> None:
         from torch_xla.core.functions import SyncBatchNorm
@@ -73,9 +73,10 @@ class SyncBatchNorm2d(nn.Module):
         return normal.reshape(last.shape).movedim(-1, 1)
 
 
-def synchronised() -> nn.Module:
-    # Smooth: normalising, 1 replica and 4 round differently in the 6th digit, enough to make max-pooling
-    # choose another pixel within ten steps, and they part there. Plain torch in float32 and float64 do too.
+def synchronized() -> nn.Module:
+    # Smooth functions: 1 and 4 replicas round the normalization differently in the 6th digit. Within ten
+    # steps that makes max-pooling choose another pixel, and the models diverge. Plain torch in float32 and
+    # float64 diverge in the same way.
     return Mnist(SyncBatchNorm2d, F.avg_pool2d, torch.tanh)
 
 
@@ -83,16 +84,16 @@ def plain() -> nn.Module:
     return Mnist(lambda _: nn.Identity())
 
 
-@pytest.mark.parametrize("make", [plain, pytest.param(synchronised, marks=pytest.mark.long)])
-def test_the_seeds_mnist_model_trains_alike(runtime: RuntimeUnderTest, make: Any) -> None:
-    found = check_replicas(make, runtime=runtime.name)
-    assert found.within, str(found)
-    assert found.difference > 0
-    assert found.warnings == ()
+@pytest.mark.parametrize("make", [plain, pytest.param(synchronized, marks=pytest.mark.long)])
+def test_the_mnist_model_trains_equally_on_several_replicas(runtime: RuntimeUnderTest, make: Any) -> None:
+    result = check_replicas(make, runtime=runtime.name)
+    assert result.within, str(result)
+    assert result.difference > 0
+    assert result.warnings == ()
 
 
 @pytest.mark.long
-def test_batch_norm_is_named_and_differs(runtime: RuntimeUnderTest) -> None:
+def test_batch_norm_is_reported_and_makes_a_difference(runtime: RuntimeUnderTest) -> None:
     command = ["check-replicas", "--runtime", runtime.name, "--devices", "2", "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "polyxla", *command, "integration.test_check_replicas:Mnist"],
@@ -110,14 +111,14 @@ def test_batch_norm_is_named_and_differs(runtime: RuntimeUnderTest) -> None:
     assert "not comparable: bn1 (BatchNorm2d), bn2 (BatchNorm2d) normalises" in done.stderr
 
 
-def test_a_loss_that_is_a_sum_is_found_out(runtime: RuntimeUnderTest) -> None:
-    found = check_replicas(functools.partial(_Summed, 4, 1), runtime=runtime.name, devices=2, steps=2)
-    assert not found.within
-    assert found.worst in {"weight", "bias"}
+def test_a_summed_loss_is_found(runtime: RuntimeUnderTest) -> None:
+    result = check_replicas(functools.partial(_Summed, 4, 1), runtime=runtime.name, devices=2, steps=2)
+    assert not result.within
+    assert result.worst in {"weight", "bias"}
 
 
 class _Summed(nn.Linear):
-    """Its gradients grow with the batch, and a replica's batch is a share."""
+    """Its gradients grow with the batch, and each replica has only a share of the batch."""
 
     example_input_array = torch.zeros(1, 4)
 

@@ -22,8 +22,8 @@ LAYOUTS = [
     pytest.param((4, 4), id="4-processes"),
     pytest.param((8, 4), id="8-mixed"),
 ]
-# Without threads: torch.compile shares what it compiled among the threads of a process, and torch_xla
-# writes one replica's graphs into it while another uses them.
+# Without threads: torch.compile shares compiled functions among the threads of a process, and torch_xla
+# writes one replica's graphs into them while another replica uses them.
 PROCESSES = [
     pytest.param((1, 1), id="1-alone", marks=pytest.mark.long),
     pytest.param((2, 2), id="2-processes"),
@@ -33,7 +33,7 @@ SHARE, STEPS = 6, 3
 
 
 def shares(size: int, *shape: int, seed: int = 0) -> tuple[Tensor, ...]:
-    """Return every replica's records, of `shape`."""
+    """Return each replica's records; a record has `shape`."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(size * SHARE, *shape, generator=generator).chunk(size)
 
@@ -48,7 +48,7 @@ def _gradient(function: Callable[[Tensor], Tensor], given: Tensor, weight: Tenso
 
 
 class Functions:
-    """torch_xla.core.functions: a replica's gradient is that of its own loss, by its own input."""
+    """torch_xla.core.functions: a replica gets the gradient of its own loss by its own input."""
 
     @staticmethod
     def run(replica: Replica) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class Functions:
 
 
 class SyncBatchNorm:
-    """It normalises by the whole batch, backwards too."""
+    """SyncBatchNorm normalizes by the whole batch, in the backward pass too."""
 
     @staticmethod
     def run(replica: Replica) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def _model() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
-# Replicas may be threads, which share torch's generator: they are handed their weights.
+# Replicas may be threads, which share torch's generator, so they get their weights from here.
 INITIAL = {name: value.clone() for name, value in _model().state_dict().items()}
 
 
@@ -170,7 +170,7 @@ def _train_whole(ordinal: int, size: int) -> list[Tensor]:
 
 
 class Steps:
-    """Every way to step gives the parameters that one process gets from the whole batch."""
+    """Both kinds of step give the parameters that one process gets from the whole batch."""
 
     @staticmethod
     def run(replica: Replica) -> dict[str, Any]:
@@ -190,7 +190,7 @@ class Steps:
 
 
 class Compile:
-    """torch.compile with torch_xla's backend: values, gradients, a collective inside."""
+    """torch.compile with torch_xla's backend: values, gradients, and a collective inside."""
 
     @staticmethod
     def run(replica: Replica) -> dict[str, Any]:
@@ -216,8 +216,8 @@ class Compile:
         return {"sums": sums, "steps": _train_whole(ordinal, size)}
 
 
-class Own:
-    """The Replica's own collectives, for whatever there is to combine."""
+class ReplicaCollectives:
+    """The collectives of Replica, for tensors, numbers and other objects."""
 
     @staticmethod
     def run(replica: Replica) -> dict[str, Any]:
@@ -255,12 +255,12 @@ class Own:
 
 
 @pytest.mark.parametrize("everywhere", LAYOUTS, indirect=True)
-def test_gradients_and_training_are_right(everywhere: Callable[..., list[Any]]) -> None:
-    _check(everywhere, Functions, SyncBatchNorm, Steps, Own)
+def test_gradients_and_training_match_plain_torch(everywhere: Callable[..., list[Any]]) -> None:
+    _check(everywhere, Functions, SyncBatchNorm, Steps, ReplicaCollectives)
 
 
 @pytest.mark.parametrize("everywhere", PROCESSES, indirect=True)
-def test_compiled_functions_and_modules_are_right(everywhere: Callable[..., list[Any]]) -> None:
+def test_compiled_functions_and_modules_match_plain_torch(everywhere: Callable[..., list[Any]]) -> None:
     _check(everywhere, Compile)
 
 
@@ -281,10 +281,10 @@ def _run_groups(replica: Replica, groups: Sequence[Any]) -> dict[str, Any]:
     for group in groups:
         try:
             result = group.run(replica)
-            # At once: read one by one, each value would be a program of its own.
+            # All at once: read one by one, each value would be a program of its own.
             replica.sync()
             results[group.__name__] = map_tensors(Tensor.cpu, result)
-        except Exception as error:  # one group that is refused shall not hide the others
+        except Exception as error:  # one failing group must not hide the others
             results[group.__name__] = f"{type(error).__name__}: {error}"
     return results
 
@@ -295,7 +295,7 @@ def _difference(result: Any, name: str, wanted: Any) -> str:
     found = _flat(result[name])
     for one, other in zip(found, _flat(wanted), strict=True):
         try:
-            # What float32 keeps of sums in another order, some of numbers near 20 that almost cancel.
+            # The precision of float32 for sums in another order, some of numbers near 20 that almost cancel.
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
         except AssertionError as error:
             return f"{str(error).splitlines()[0]} {one!r}, not {other!r}".replace("\n", " ")
@@ -306,7 +306,7 @@ def _difference(result: Any, name: str, wanted: Any) -> str:
 
 
 def _flat(value: Any) -> list[Any]:
-    """Return the leaves, since collections of sets and tensors compare in no one way."""
+    """Return the leaves: no single comparison works for containers of sets and tensors."""
     if isinstance(value, dict):
         return [*value, *(leaf for item in value.values() for leaf in _flat(item))]
     if isinstance(value, list | tuple):

@@ -1,9 +1,9 @@
-"""Every collective of torch_xla, in each layout of threads and processes, against plain torch.
+"""Every collective of torch_xla, in each layout of threads and processes, compared with plain torch.
 
-Starting replicas costs seconds, so one launch runs all the cases, and a test names those that went wrong.
+Starting replicas takes seconds, so one launch runs all cases, and the test names the cases that failed.
 """
 
-# ruff: noqa: ARG005 -- a case takes what every case takes
+# ruff: noqa: ARG005 -- all cases have the same signature
 from __future__ import annotations
 
 import functools
@@ -32,12 +32,12 @@ LAYOUTS = [
 
 @dataclass(frozen=True)
 class Here:
-    """Where a case runs, or is computed for.
+    """The replica that runs a case, or for which the expected value is computed.
 
     Attributes:
-        ordinal: the replica's.
+        ordinal: ordinal of the replica.
         size: number of replicas.
-        xm: torch_xla.core.xla_model in a replica; None where the expected value is computed.
+        xm: torch_xla.core.xla_model in a replica; None for computing the expected value.
     """
 
     ordinal: int
@@ -46,12 +46,12 @@ class Here:
 
     @property
     def halves(self) -> list[list[int]]:
-        """Two groups of neighbours."""
+        """Two groups of consecutive ordinals."""
         return _split(self.size, lambda ordinal: ordinal < self.size // 2)
 
     @property
     def combs(self) -> list[list[int]]:
-        """Two groups, each every second ordinal."""
+        """Two groups of every second ordinal."""
         return _split(self.size, lambda ordinal: ordinal % 2 == 0)
 
     @property
@@ -70,7 +70,7 @@ def _split(size: int, first: Callable[[int], bool]) -> list[list[int]]:
 
 
 def values(ordinal: int, size: int, dtype: torch.dtype = torch.float32, factor: int = 1) -> Tensor:
-    """Return a replica's input: small whole numbers, so that sums are exact in every order."""
+    """Return a replica's input: small integers, so that sums are exact in every order."""
     shape = (2 * size, 3 * size)
     count = shape[0] * shape[1]
     return ((torch.arange(count) * (ordinal + factor + 1)) % 5 + 1).to(dtype).reshape(shape)
@@ -85,8 +85,8 @@ class Case:
     """One use of a collective.
 
     Attributes:
-        run: computes on the device, from this replica's input.
-        expected: computes the same on the host, from all replicas' inputs.
+        run: computes the result on the device, from this replica's input.
+        expected: computes the same result on the host, from all replicas' inputs.
         make: makes one replica's input.
     """
 
@@ -189,7 +189,7 @@ def _all_reduce_cases() -> dict[str, Case]:
 
 def _bucketized_gradients(here: Here, given: list[Tensor]) -> list[Tensor]:
     alone, together = [one.clone() for one in given], [one.clone() for one in given]
-    # A cap of 0 puts each tensor into a bucket of its own. One replica leaves its gradients as they are.
+    # A cap of 0 puts each tensor into its own bucket. A single replica does not change its gradients.
     here.xm.all_reduce_bucketized_gradients(alone, 0.25, None, pin_layout=True, bucket_cap_mb=0)
     here.xm.all_reduce_bucketized_gradients(together, 0.25, None, pin_layout=False, bucket_cap_mb=1)
     return alone + together
@@ -284,7 +284,7 @@ def _reduce_scatter_cases() -> dict[str, Case]:
             lambda here, given: here.xm.reduce_scatter("sum", given, 0.5, 0, here.size, output=given[:2] + 0),
             lambda here, every: _scattered(here, every, 0, _everyone(here)) / 2,
         ),
-        # Pinned, torch_xla 2.9 ends the process while it builds the program, whatever runs it.
+        # With pin_layout, torch_xla 2.9 ends the process while it builds the program, on any runtime.
         "reduce_scatter of a list": Case(
             lambda here, given: here.xm.reduce_scatter("sum", given, 0.5, 0, here.size, pin_layout=False),
             parts,
@@ -322,7 +322,7 @@ def _moving_cases() -> dict[str, Case]:
             ),
             lambda here, every: _transposed(here, every, 0, 1, here.mine(here.halves)),
         ),
-        "collective_permute round": Case(
+        "collective_permute in a ring": Case(
             lambda here, given: here.xm.collective_permute(
                 given, [[i, (i + 1) % here.size] for i in range(here.size)]
             ),
@@ -354,7 +354,7 @@ def _broadcast_module(here: Here, given: Tensor) -> list[Tensor]:
 def _payload_cases() -> dict[str, Case]:
     return {
         "rendezvous": Case(
-            # Of every length, the first one empty.
+            # Payloads of different lengths, the first one empty.
             lambda here, given: here.xm.rendezvous("names", b"ab" * here.ordinal),
             lambda here, every: [b"ab" * i for i in range(here.size)],
         ),
@@ -407,7 +407,7 @@ def _own_steps(here: Here, given: Tensor) -> Tensor:
     here.xm.mark_step()
     rest = given * 1
     for _ in range(here.ordinal):
-        # A step of this replica's own, which nobody else takes.
+        # A step that only this replica takes.
         rest = rest + 1
         here.xm.mark_step()
     result: Tensor = total + here.xm.all_reduce("sum", rest - here.ordinal)
@@ -425,7 +425,7 @@ CASES = (
 
 
 @pytest.mark.parametrize("everywhere", LAYOUTS, indirect=True)
-def test_every_collective_is_right(everywhere: Callable[..., list[Any]]) -> None:
+def test_every_collective_gives_the_right_result(everywhere: Callable[..., list[Any]]) -> None:
     _check(everywhere, CASES)
 
 
@@ -452,10 +452,10 @@ def _run_case(replica: Replica, here: Here, case: Case) -> Any:
     replica.sync()
     try:
         result = case.run(here, given)
-        # At once: read one by one, the tensors of a list would be programs of their own.
+        # All at once: read one by one, each tensor of a list would be a program of its own.
         replica.sync()
         return map_tensors(lambda tensor: tensor.detach().cpu(), result)
-    except Exception as error:  # one that is refused shall not hide the others
+    except Exception as error:  # one failing case must not hide the others
         return f"{type(error).__name__}: {error}"
 
 

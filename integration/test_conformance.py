@@ -1,4 +1,4 @@
-"""The runtime keeps every promise that polyxla.testing asks of a runtime."""
+"""The runtime passes the conformance suite of polyxla.testing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The main example: real data, trained to the accuracy that its page promises."""
+"""The main example: real data, trained to the accuracy that the documentation promises."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def test_digits_reaches_its_accuracy(runtime: RuntimeUnderTest) -> None:
     assert list(result) == FIELDS
     assert result["runtime"] == runtime.name
     assert result["test_accuracy"] >= 0.97
-    # 1437 images, shared by all replicas there are, in batches of 32 without the last.
+    # 1437 images, divided among all replicas, in batches of 32 without the last incomplete one.
     assert result["steps"] == result["epochs"] * (math.ceil(1437 / result["world_size"]) // 32)
     assert "epoch 15/15" in done.stderr
 
 
 @pytest.mark.long
-def test_digits_with_no_variable_set_says_what_it_chose() -> None:
+def test_digits_without_variables_prints_the_chosen_runtime() -> None:
     clean = {
         name: value
         for name, value in os.environ.items()
@@ -72,7 +72,7 @@ def test_digits_trains_the_callers_module(runtime: RuntimeUnderTest, start_metho
     trainer.fit(module, loader)
     assert next(module.parameters()).device.type == "cpu"
     images, labels = test.tensors
-    right = (module(images).argmax(dim=1) == labels).float().mean().item()
-    assert right > 0.9
-    # What the runtime computes on its device is what torch computes here.
-    assert trainer.test(module, DataLoader(test, 64))["test_accuracy"] == pytest.approx(right, abs=0.005)
+    accuracy = (module(images).argmax(dim=1) == labels).float().mean().item()
+    assert accuracy > 0.9
+    # The runtime computes on its device what torch computes here.
+    assert trainer.test(module, DataLoader(test, 64))["test_accuracy"] == pytest.approx(accuracy, abs=0.005)

@@ -1,4 +1,4 @@
-"""torch.distributed with torch_xla's own backend: its collectives, groups, DistributedDataParallel."""
+"""torch.distributed with torch_xla's backend: collectives, groups and DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ SHARE, STEPS = 6, 3
 
 @pytest.fixture(autouse=True)
 def _store_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give the store of torch_xla's ``xla://`` a port of this test's own, and not 12355."""
+    """Use a free port for the store of torch_xla's ``xla://``, instead of 12355."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
 
 
 @pytest.mark.parametrize("everywhere", LAYOUTS, indirect=True)
-def test_torch_distributed_is_right(everywhere: Callable[..., list[Any]]) -> None:
+def test_torch_distributed_gives_the_right_results(everywhere: Callable[..., list[Any]]) -> None:
     results = everywhere(_run)
     for ordinal, result in enumerate(results):
         wanted = _expected(ordinal, len(results))
@@ -48,7 +48,7 @@ def test_torch_distributed_is_right(everywhere: Callable[..., list[Any]]) -> Non
 
 
 def _run(replica: Replica) -> dict[str, Any]:
-    import torch_xla.distributed.xla_backend  # noqa: F401 -- it registers itself
+    import torch_xla.distributed.xla_backend  # noqa: F401 -- registers the backend
 
     dist.init_process_group("xla", init_method="xla://")
     try:
@@ -107,8 +107,8 @@ def _pairs(size: int) -> list[list[int]]:
 def _ddp(replica: Replica) -> list[list[Tensor]]:
     inputs, targets = (replica.to_device(one[replica.ordinal]) for one in _records(replica.world_size))
     model = _model().to(replica.device)
-    # Not with gradient_as_bucket_view: the gradient that comes last in a bucket is then left unreduced in
-    # torch_xla 2.9's graph, where a tensor does not see the latest change of a view of it.
+    # Not with gradient_as_bucket_view: torch_xla 2.9 then leaves the last gradient of a bucket unreduced,
+    # because in its graph a tensor misses the latest change of a view of it.
     wrapped = nn.parallel.DistributedDataParallel(model)
     return _trained(wrapped, inputs, targets, replica.sync)
 
@@ -117,7 +117,7 @@ def _model() -> nn.Module:
     generator = torch.Generator().manual_seed(7)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     with torch.no_grad():
-        # From a generator of its own: replicas that are threads share torch's.
+        # From a separate generator: replicas that are threads share torch's.
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
     return model

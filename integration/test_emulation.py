@@ -1,4 +1,4 @@
-"""A TPU that is not there: its layout, names and numbers, for plain torch_xla programs and for polyxla's."""
+"""Emulated TPUs: layout, names and numbers, for plain torch_xla programs and for polyxla's."""
 
 from __future__ import annotations
 
@@ -15,28 +15,7 @@ from polyxla.testing import RuntimeUnderTest
 
 pytestmark = pytest.mark.pjrt
 
-DESCRIBE = """
-import torch, torch_xla, torch_xla.core.xla_model as xm, torch_xla.runtime as xr
-
-def describe(index):
-    total = xm.all_reduce("sum", torch.ones(2, device=torch_xla.device()) * xr.global_ordinal())
-    torch_xla.sync()
-    numbers = [index, xr.global_ordinal(), xr.world_size(), xr.local_ordinal(), xr.process_index(),
-               xr.process_count(), xr.local_process_count(), xr.host_index(), xr.addressable_device_count()]
-    words = [xm.xla_device_hw(torch_xla.device()), xr.device_type(), int(total[0].item())]
-    # One string: several processes write to one pipe.
-    print(" ".join(map(str, ["DESCRIBED", *numbers, *words])) + "\\n", end="", flush=True)
-
-if __name__ == "__main__":
-    torch_xla.launch(describe)
-"""
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Path:
-    path = tmp_path / "describe.py"
-    path.write_text(DESCRIBE)
-    return path
+PROGRAM = Path(__file__).parent / "programs" / "describe_replica.py"
 
 
 def described(output: str) -> list[list[str]]:
@@ -48,12 +27,12 @@ def described(output: str) -> list[list[str]]:
     ("kind", "threads", "local_processes", "hosts"),
     [("v3-8", 2, 4, 1), pytest.param("v4-16", 1, 4, 2, marks=pytest.mark.long)],
 )
-def test_a_plain_program_finds_itself_on_that_tpu(
-    script: Path, clean_environ: dict[str, str], kind: str, threads: int, local_processes: int, hosts: int
+def test_a_plain_program_sees_the_emulated_tpu(
+    clean_environ: dict[str, str], kind: str, threads: int, local_processes: int, hosts: int
 ) -> None:
-    # Under plain python: the environment alone asks for it.
+    # Under plain python: only the environment selects the emulation.
     done = subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, str(PROGRAM)],
         env={**clean_environ, "POLYXLA_EMULATE": kind},
         capture_output=True,
         text=True,
@@ -71,30 +50,30 @@ def test_a_plain_program_finds_itself_on_that_tpu(
         expected.append([str(number) for number in numbers] + ["TPU", "TPU", str(sum(range(size)))])
     assert described(done.stdout) == sorted(expected)
     layout = f"{local_processes} processes x {threads} threads"
-    said = [line for line in done.stderr.splitlines() if "emulating a" in line]
-    assert len(said) == 1
-    assert f"emulating a {kind} on this machine's CPU: {size} replicas" in said[0]
-    assert layout in said[0]
+    printed = [line for line in done.stderr.splitlines() if "emulating a" in line]
+    assert len(printed) == 1
+    assert f"emulating a {kind} on this machine's CPU: {size} replicas" in printed[0]
+    assert layout in printed[0]
 
 
-def _stand(replica: Replica) -> tuple[int, int, int, str, list[int]]:
+def _world(replica: Replica) -> tuple[int, int, int, str, list[int]]:
     world = replica.world
     return world.ordinal, world.world_size, world.process_count, replica.kind, replica.all_gather(7)
 
 
 @pytest.mark.parametrize(("devices", "processes"), [([5], 1), ([4, 5], 1), ([1, 3], 2)])
-def test_some_of_its_cores(
+def test_a_job_can_use_some_of_the_cores(
     runtime: RuntimeUnderTest, monkeypatch: pytest.MonkeyPatch, devices: list[int], processes: int
 ) -> None:
     monkeypatch.setenv("POLYXLA_EMULATE", "v3-8")
     size = len(devices)
-    assert runtime.launch(_stand, devices=devices) == [
+    assert runtime.launch(_world, devices=devices) == [
         (ordinal, size, processes, "TPU", [7] * size) for ordinal in range(size)
     ]
 
 
 @pytest.mark.long
-def test_digits_trains_on_eight_cores(runtime: RuntimeUnderTest) -> None:
+def test_digits_trains_on_eight_emulated_cores(runtime: RuntimeUnderTest) -> None:
     done = runtime.run("-m", "polyxla_examples.digits", "--json", POLYXLA_EMULATE="v3-8")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""The examples, as a person runs them."""
+"""The examples, run from the command line."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ def test_a_language_model_learns_in_both_precisions(
     )
     result = last_line(done)
     assert (result["precision"], result["steps"]) == (precision, 120)
-    # Ten digits drawn at random would cost 3.32 bits each.
+    # Guessing one of ten digits at random costs 3.32 bits.
     assert result["bits_per_hidden_byte"] < 3.0
 
 
-def _killed_at(command: list[str], folder: Path, step: int, sent: signal.Signals) -> None:
-    """Run until the folder holds a checkpoint of that step or a later one, then send the signal."""
+def _kill_at(command: list[str], directory: Path, step: int, number: signal.Signals) -> None:
+    """Run until there is a checkpoint of that step or a later one, then send the signal."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + WAIT_S
     try:
-        while not any(int(path.name[5:13]) >= step for path in folder.glob("step-*.safetensors")):
+        while not any(int(path.name[5:13]) >= step for path in directory.glob("step-*.safetensors")):
             assert process.poll() is None, process.stderr.read() if process.stderr else ""
             assert time.monotonic() < deadline
             time.sleep(0.005)
-        process.send_signal(sent)
+        process.send_signal(number)
         process.communicate(timeout=WAIT_S)
-        assert process.returncode == -sent
+        assert process.returncode == -number
     finally:
         process.kill()
         process.wait()
@@ -70,19 +70,21 @@ def _run(runtime: RuntimeUnderTest, module: str, *arguments: str) -> list[str]:
     return [*run, f"polyxla_examples.{module}", "--json", *arguments]
 
 
-def test_digits_killed_in_mid_epoch_ends_with_the_same_bits(
+def test_digits_killed_in_mid_epoch_resumes_to_the_same_bits(
     runtime: RuntimeUnderTest, tmp_path: Path
 ) -> None:
-    def command(folder: Path) -> list[str]:
-        return _run(runtime, "digits", "--epochs", "2", "--save-every", "5", "--checkpoint-dir", str(folder))
+    def command(directory: Path) -> list[str]:
+        return _run(
+            runtime, "digits", "--epochs", "2", "--save-every", "5", "--checkpoint-dir", str(directory)
+        )
 
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     subprocess.run(command(whole), check=True, capture_output=True, timeout=WAIT_S)
-    # 44 steps an epoch: once in the first, once in the second.
+    # An epoch has 44 steps: kill once in the first, once in the second.
     for step in (15, 55):
-        _killed_at(command(broken), broken, step, signal.SIGKILL)
+        _kill_at(command(broken), broken, step, signal.SIGKILL)
     subprocess.run(command(broken), check=True, capture_output=True, timeout=WAIT_S)
-    expected, found = (load(folder / "step-00000088.safetensors") for folder in (whole, broken))
+    expected, found = (load(one / "step-00000088.safetensors") for one in (whole, broken))
     for part in ("module", "schedules"):
         assert found[part].keys() == expected[part].keys()
     assert all(torch.equal(found["module"][name], value) for name, value in expected["module"].items())
@@ -98,11 +100,11 @@ def test_digits_killed_in_mid_epoch_ends_with_the_same_bits(
 def test_a_resumed_run_draws_the_same_numbers(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
 
-    def command(folder: Path, epochs: str = "4") -> list[str]:
-        return _run(runtime, "resume", "--epochs", epochs, "--checkpoint-dir", str(folder))
+    def command(directory: Path, epochs: str = "4") -> list[str]:
+        return _run(runtime, "resume", "--epochs", epochs, "--checkpoint-dir", str(directory))
 
     expected = last_line(subprocess.run(command(whole), check=False, capture_output=True, text=True))
-    _killed_at(command(broken), broken, 70, signal.SIGTERM)
+    _kill_at(command(broken), broken, 70, signal.SIGTERM)
     saved = max(int(path.name[5:13]) for path in broken.glob("step-*.safetensors"))
     found = last_line(subprocess.run(command(broken), check=False, capture_output=True, text=True))
     assert 70 <= saved < 200

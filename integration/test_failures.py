@@ -1,4 +1,4 @@
-"""No silent hang: every way in which replicas can fail each other ends, and says who, where and why."""
+"""No silent hangs: every failure of a replica ends the job with an error that says who, where and why."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from polyxla import Replica, ReplicaLostError, StalledError
 from polyxla.testing import RuntimeUnderTest
 
 PATIENCE_S = 120.0
+PROGRAMS = Path(__file__).parent / "programs"
 LAYOUTS = [
     pytest.param((2, 1), id="threads", marks=pytest.mark.long),
     pytest.param((2, 2), id="processes"),
@@ -33,7 +34,7 @@ def _fail_on_one(replica: Replica) -> None:
 
 
 @everywhere
-def test_one_that_raises_ends_the_others(everywhere: Callable[..., list[Any]]) -> None:
+def test_an_exception_in_one_replica_ends_the_others(everywhere: Callable[..., list[Any]]) -> None:
     with pytest.raises(ValueError, match="only ordinal 1") as caught:
         everywhere(_fail_on_one)
     assert any("ordinal 1 on " in note for note in caught.value.__notes__)
@@ -48,7 +49,7 @@ def _die_on_one(replica: Replica) -> None:
 
 
 @everywhere
-def test_one_that_is_killed_is_named(
+def test_a_killed_replica_is_named_with_its_signal(
     request: pytest.FixtureRequest, everywhere: Callable[..., list[Any]]
 ) -> None:
     with pytest.raises(ReplicaLostError) as caught:
@@ -59,60 +60,34 @@ def test_one_that_is_killed_is_named(
     assert found, str(caught.value)
     (_, processes) = request.node.callspec.params["everywhere"]
     assert int(found[1]) == processes - 1
-    # torch_xla alone is some 400 MiB.
+    # torch_xla alone takes about 400 MiB.
     assert 100 < int(found[2].replace(",", "")) < 20_000
 
 
 def _be_late_on_one(replica: Replica) -> None:
     if replica.ordinal == 1:
         time.sleep(10 * PATIENCE_S)
-    replica.barrier("a tag of its own")
+    replica.barrier("tag")
 
 
 @everywhere
-def test_one_that_never_comes_is_shown_where_it_is(
+def test_a_replica_that_never_arrives_is_shown_with_its_stack(
     everywhere: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("POLYXLA_STALL_TIMEOUT_S", "3")
     with pytest.raises(StalledError, match=r"waited too long for other replicas: .*replica 0: in "):
         everywhere(_be_late_on_one)
-    shown = capfd.readouterr().err
-    assert re.search(r"replica 1: idle for [\d.]+ s", shown)
-    # Where both are, to the line.
-    assert re.search(r'test_failures.py", line \d+, in _be_late_on_one\n +time.sleep', shown)
-    assert re.search(r'test_failures.py", line \d+, in _be_late_on_one\n +replica.barrier', shown)
-
-
-HANGING = """
-import time
-import polyxla
-import torch
-from torch.utils.data import DataLoader, Dataset
-
-class Hanging(Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        if index == 5:
-            time.sleep(1000)
-        return torch.zeros(index)
-
-def train(replica, workers):
-    # torch_xla copies as many batches at once, and waits for them.
-    prefetch = {"device_prefetch_size": 1}
-    for batch in replica.loader(DataLoader(Hanging(), num_workers=workers), prefetch=prefetch):
-        print("batch", len(batch[0]), flush=True)
-
-if __name__ == "__main__":
-    polyxla.launch(train, ({workers},))
-"""
+    stderr = capfd.readouterr().err
+    assert re.search(r"replica 1: idle for [\d.]+ s", stderr)
+    # The stacks of both replicas, with line numbers.
+    assert re.search(r'test_failures.py", line \d+, in _be_late_on_one\n +time.sleep', stderr)
+    assert re.search(r'test_failures.py", line \d+, in _be_late_on_one\n +replica.barrier', stderr)
 
 
 @pytest.mark.parametrize(
     ("workers", "account"),
     [
-        pytest.param(0, r"the loader is at .*hanging\.py:13", id="read-here"),
+        pytest.param(0, r"the loader is at .*hanging_dataset\.py:18", id="read-here"),
         pytest.param(
             1,
             r"it waits for the loader's workers \(processes \d+\)",
@@ -121,12 +96,11 @@ if __name__ == "__main__":
         ),
     ],
 )
-def test_a_dataset_that_hangs_is_an_error_with_its_line(
-    runtime: RuntimeUnderTest, tmp_path: Path, workers: int, account: str
+def test_a_hanging_dataset_is_an_error_with_its_line(
+    runtime: RuntimeUnderTest, workers: int, account: str
 ) -> None:
-    script = tmp_path / "hanging.py"
-    script.write_text(HANGING.replace("{workers}", str(workers)))
-    done = runtime.run("--devices", "1", str(script), POLYXLA_INPUT_TIMEOUT_S="12")
+    script = PROGRAMS / "hanging_dataset.py"
+    done = runtime.run("--devices", "1", str(script), str(workers), POLYXLA_INPUT_TIMEOUT_S="12")
     assert done.returncode == 1, done.stderr
     assert re.search(rf"^polyxla: no batch for \d+ s: {account}. After 12 s", done.stderr, re.MULTILINE)
     assert re.search(
@@ -137,62 +111,22 @@ def test_a_dataset_that_hangs_is_an_error_with_its_line(
     assert done.stdout.splitlines() == [f"batch {number}" for number in range(5)]
 
 
-TOUCH = """
-import torch_xla
-device = torch_xla.device()
-def train(index):
-    print("never")
-if __name__ == "__main__":
-    torch_xla.launch(train)
-"""
-
-
-def test_a_device_touched_before_the_launch_is_refused_with_its_line(
-    runtime: RuntimeUnderTest, tmp_path: Path
-) -> None:
-    script = tmp_path / "touch.py"
-    script.write_text(TOUCH)
+def test_a_device_touched_before_the_launch_is_refused_with_its_line(runtime: RuntimeUnderTest) -> None:
+    script = PROGRAMS / "touch_device.py"
     done = runtime.run("--devices", "2", str(script))
     assert done.returncode == 2
-    assert f"it was first touched at {script}:3 (from torch_xla.launch)" in done.stderr
+    assert f"the device was first used at {script}:5 (from torch_xla.launch)" in done.stderr
     assert "never" not in done.stdout
 
 
-NO_GUARD = """
-import torch_xla
-def train(index):
-    print("never")
-torch_xla.launch(train)
-"""
-
-
-def test_a_script_without_a_main_guard_does_not_launch_without_end(
-    runtime: RuntimeUnderTest, tmp_path: Path
-) -> None:
-    script = tmp_path / "no_guard.py"
-    script.write_text(NO_GUARD)
-    done = runtime.run("--devices", "2", str(script))
+def test_a_script_without_a_main_guard_does_not_launch_forever(runtime: RuntimeUnderTest) -> None:
+    done = runtime.run("--devices", "2", str(PROGRAMS / "no_main_guard.py"))
     assert done.returncode == 2
     assert "Put the launch under: if __name__ == '__main__':" in done.stderr
 
 
-WAIT = """
-import sys, time, pathlib, polyxla
-
-def train(replica, folder):
-    replica.barrier()
-    pathlib.Path(folder, str(replica.ordinal)).touch()
-    if replica.ordinal == 1:
-        time.sleep(1000)
-    replica.barrier()
-
-if __name__ == "__main__":
-    polyxla.launch(train, (sys.argv[1],))
-"""
-
-
 def _session(leader: int) -> list[int]:
-    """Return the living processes of a session, by number."""
+    """Return the ids of the living processes of a session."""
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
@@ -203,11 +137,11 @@ def _session(leader: int) -> list[int]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed-parent"])
-def test_the_end_of_the_parent_ends_everything(
+def test_the_end_of_the_parent_ends_all_its_processes(
     runtime: RuntimeUnderTest, tmp_path: Path, number: signal.Signals
 ) -> None:
-    (tmp_path / "wait.py").write_text(WAIT)
-    command = [sys.executable, "-m", "polyxla", "run", "--devices", "2", "wait.py", str(tmp_path)]
+    script = PROGRAMS / "wait_for_each_other.py"
+    command = [sys.executable, "-m", "polyxla", "run", "--devices", "2", str(script), str(tmp_path)]
     environ = {**os.environ, "POLYXLA_RUNTIME": runtime.name}
     with (tmp_path / "out").open("w") as out:
         parent = subprocess.Popen(
@@ -218,7 +152,7 @@ def test_the_end_of_the_parent_ends_everything(
         assert time.monotonic() < deadline, (tmp_path / "out").read_text()
         time.sleep(0.05)
     if number == signal.SIGINT:
-        # As a terminal does: to every process of the group.
+        # As a terminal does: to all processes of the group.
         os.killpg(parent.pid, number)
     else:
         parent.kill()

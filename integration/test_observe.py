@@ -1,4 +1,4 @@
-"""What is seen of a training on the real torch_xla: compilations, reads, fallbacks, a run's report."""
+"""Observing a training on the real torch_xla: compilations, host reads, fallbacks, the report of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HERE = Path(__file__).name
 
 
 class Net(nn.Module):
-    """A module whose training_step does what `habit` says besides."""
+    """A module whose training_step has a bad `habit`."""
 
     def __init__(self, habit: str = "none") -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Net(nn.Module):
         if self.habit == "tolist":
             self.total += loss.reshape(1).tolist()[0]
         if self.habit == "print":
-            print(loss)  # noqa: T201
+            print(loss)
         if self.habit == "fallback":
             self.total += len(torch.histc(batch["x"].detach(), 4))
         if self.habit == "nan":
@@ -63,19 +63,19 @@ def batches(*records: int) -> list[dict[str, torch.Tensor]]:
 
 
 def fit(
-    runtime: RuntimeUnderTest, folder: Path, module: Net, data: list[Any], val: Any = None, **options: Any
+    runtime: RuntimeUnderTest, directory: Path, module: Net, data: list[Any], val: Any = None, **options: Any
 ) -> list[dict[str, Any]]:
     options = {"max_epochs": 2, "log_every_n_steps": 2, "progress": False, **options}
-    trainer = Trainer(devices=1, runtime=runtime.name, log_dir=str(folder), **options)
+    trainer = Trainer(devices=1, runtime=runtime.name, log_dir=str(directory), **options)
     trainer.fit(module, data, val)
-    return read_run(folder)
+    return read_run(directory)
 
 
 def kinds(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == kind]
 
 
-def test_a_changing_last_batch_is_named(
+def test_a_compilation_names_the_batch_whose_shape_changed(
     runtime: RuntimeUnderTest, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     events = fit(runtime, tmp_path, Net(), batches(12, 12, 12, 12, 5), batches(10), progress=True)
@@ -87,12 +87,12 @@ def test_a_changing_last_batch_is_named(
     assert unexpected[0]["seconds"] > 0
     summary = events[-1]["summary"]
     assert summary["unexpected"] == 1
-    assert summary["reads_per_step"] == 0, "what polyxla reads is not the person's"
+    assert summary["reads_per_step"] == 0, "polyxla's own reads are not counted"
     assert not events[-1]["findings"]
     assert summary["records_per_s"] > 0
-    said = capfd.readouterr().err
-    assert "step 5 compiled a program" in said
-    assert "10 steps in" in said
+    stderr = capfd.readouterr().err
+    assert "step 5 compiled a program" in stderr
+    assert "10 steps in" in stderr
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_changing_last_batch_is_named(
         ("print", "print(loss)", "copy", "print"),
     ],
 )
-def test_a_read_inside_the_step_is_found(
+def test_a_host_read_inside_a_step_is_found_with_its_line(
     runtime: RuntimeUnderTest, tmp_path: Path, habit: str, code: str, kind: str, op: str
 ) -> None:
     events = fit(runtime, tmp_path, Net(habit), batches(11, 11, 11, 11))
@@ -114,7 +114,7 @@ def test_a_read_inside_the_step_is_found(
     assert line_of(code) in kinds(events, "compile")[0]["cause"] or habit == "print"
 
 
-def test_an_operation_on_the_host_is_found(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
+def test_an_operation_that_falls_back_to_the_host_is_found(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
     events = fit(runtime, tmp_path, Net("fallback"), batches(9, 9, 9))
     [finding] = kinds(events, "finding")
     assert (finding["kind"], finding["op"], finding["count"]) == ("fallback", "aten::histc", 1)
@@ -122,7 +122,7 @@ def test_an_operation_on_the_host_is_found(runtime: RuntimeUnderTest, tmp_path: 
     assert events[-1]["summary"]["fallbacks"] == {"aten::histc": 6}
 
 
-def test_a_loss_that_is_no_number_is_said_once(
+def test_a_loss_that_is_nan_is_reported_once(
     runtime: RuntimeUnderTest, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     events = fit(runtime, tmp_path, Net("nan"), batches(13, 13, 13))
@@ -130,13 +130,13 @@ def test_a_loss_that_is_no_number_is_said_once(
     assert capfd.readouterr().err.count("loss is nan at step 2") == 1
 
 
-def test_the_budget_ends_a_training(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
+def test_exceeding_the_compile_budget_ends_a_training(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
     with pytest.raises(CompileBudgetError, match=r"batch\['x'\] \[14, 8\] float32 -> \[3, 8\]"):
         fit(runtime, tmp_path, Net(), batches(14, 14, 14, 3), compile_budget=0, on_budget="raise")
     assert "CompileBudgetError" in read_run(tmp_path)[-1]["error"]
 
 
-def test_a_runs_report_has_its_plots(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
+def test_the_report_of_a_run_has_all_plots(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
     events = fit(runtime, tmp_path, Net("item"), batches(*[15] * 6, 4), batches(10, 10))
     page = render(Run.of(str(tmp_path), events))
     for name in ("Loss", "Step time", "Throughput", "Waiting for input", "Compilations"):
@@ -164,19 +164,19 @@ def _counted(replica: Replica) -> dict[str, Any]:
     }
 
 
-def test_the_counters_count_what_was_done(runtime: RuntimeUnderTest) -> None:
-    [told] = runtime.launch(_counted, devices=1)
-    assert told["counts"].executions == 6
-    assert 1 <= told["counts"].compiles <= 2, "tracing the first steps makes no other program"
-    assert told["counts"].host_reads == 0
-    assert told["compile_s"] > 0
-    # Forward [2, 7] @ [7, 3], and twice as much for the backward pass.
-    assert told["flops"] == 3 * (2 * 2 * 7 * 3)
-    assert told["chip"] is None, "no TPU, whatever the device is called"
+def test_the_counters_match_the_steps(runtime: RuntimeUnderTest) -> None:
+    [result] = runtime.launch(_counted, devices=1)
+    assert result["counts"].executions == 6
+    assert 1 <= result["counts"].compiles <= 2, "tracing the first steps adds no other program"
+    assert result["counts"].host_reads == 0
+    assert result["compile_s"] > 0
+    # Forward [2, 7] @ [7, 3]; the backward pass takes twice as many.
+    assert result["flops"] == 3 * (2 * 2 * 7 * 3)
+    assert result["chip"] is None, "not a TPU, whatever the device is called"
 
 
 class Gathering(Net):
-    """Exchanges values and objects in every step, the first of which are traced on ordinal 0."""
+    """Exchanges values and objects in every step; ordinal 0 traces the first steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,8 +184,8 @@ class Gathering(Net):
 
     def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         ordinal, size = self.replica.ordinal, self.replica.world_size
-        told = self.replica.all_gather({"ordinal": ordinal})
-        assert told == [{"ordinal": one} for one in range(size)]
+        gathered = self.replica.all_gather({"ordinal": ordinal})
+        assert gathered == [{"ordinal": one} for one in range(size)]
         numbers = torch.arange(4.0, device=self.replica.device) + ordinal
         low, high = self.replica.all_reduce(numbers, "sum").split(2)
         others = size * (size - 1) / 2
@@ -211,9 +211,9 @@ def _gather(replica: Replica) -> list[Any]:
 
 @pytest.mark.pjrt
 def test_collectives_are_right_while_steps_are_traced(runtime: RuntimeUnderTest) -> None:
-    told = runtime.launch(_gather, devices=2)
-    assert told[0][0] > 0, "the lists are copies that a tracer has seen"
-    assert told[1] == [None, told[0][1]], "both have the same weights"
+    results = runtime.launch(_gather, devices=2)
+    assert results[0][0] > 0, "a tracer counts tolist() as a copy"
+    assert results[1] == [None, results[0][1]], "both have the same weights"
 
 
 def _chip(replica: Replica) -> Any:
@@ -221,6 +221,8 @@ def _chip(replica: Replica) -> Any:
 
 
 @pytest.mark.pjrt
-def test_an_emulated_tpu_is_no_known_chip(runtime: RuntimeUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_emulated_tpu_is_not_a_known_chip(
+    runtime: RuntimeUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("POLYXLA_EMULATE", "v3-8")
     assert runtime.launch(_chip, devices=2) == [None, None]

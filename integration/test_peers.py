@@ -1,6 +1,6 @@
-"""What goes wrong with others on torch_xla 2.9, and must go right here: one test for each.
+"""Known defects of Lightning and Accelerate on torch_xla 2.9, which polyxla must not have: one test for each.
 
-Numbers follow the list of what was found by running Lightning 2.6.6 and Accelerate 1.15.0.
+The docstring of a test is the defect, found by running Lightning 2.6.6 and Accelerate 1.15.0.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def _train_with_own_optimizer(replica: Replica) -> tuple[bool, bool]:
     return torch.equal(module.weight.cpu(), before), len(optimizer.state) == 2
 
 
-def test_lightning_defect_1(runtime: RuntimeUnderTest) -> None:
-    """An optimizer made before the move keeps the host's parameters, and five steps change nothing."""
+def test_an_optimizer_created_before_the_move_trains(runtime: RuntimeUnderTest) -> None:
+    """An optimizer created before the move keeps the host's parameters, and five steps change nothing."""
     assert runtime.launch(_train_with_own_optimizer, devices=1) == [(False, True)]
 
 
@@ -48,14 +48,14 @@ def _train_with_a_forgotten_optimizer(replica: Replica) -> None:
     replica.step(optimizer)
 
 
-def test_lightning_defect_1_by_hand(runtime: RuntimeUnderTest) -> None:
-    """The same with ``module.to``: refused at the first step, since nothing would ever be trained."""
+def test_an_optimizer_of_another_devices_parameters_is_refused(runtime: RuntimeUnderTest) -> None:
+    """The same with ``module.to``: refused at the first step, because nothing would be trained."""
     with pytest.raises(UsageError, match="0 of the 2 parameters of AdamW are on xla"):
         runtime.launch(_train_with_a_forgotten_optimizer, devices=1)
 
 
 class Tied(nn.Module):
-    """Two layers with one tensor, and a step that fails where they are parted."""
+    """Two layers that share a tensor, and a step that fails if they do not share it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,8 +80,8 @@ def _trainer(runtime: RuntimeUnderTest, **options: Any) -> Trainer:
     return Trainer(runtime=runtime.name, devices=1, log_dir=None, progress=False, **options)
 
 
-def test_lightning_defect_2(runtime: RuntimeUnderTest) -> None:
-    """Tied weights come apart on the way to the device, or on the way back."""
+def test_tied_weights_stay_tied(runtime: RuntimeUnderTest) -> None:
+    """Tied weights are untied by the move to the device, or by the move back."""
     module = Tied()
     _trainer(runtime).fit(module, _loader())
     assert module.two.weight is module.one.weight
@@ -89,8 +89,8 @@ def test_lightning_defect_2(runtime: RuntimeUnderTest) -> None:
 
 
 @pytest.mark.parametrize("name", ["16-true", "16-mixed", "fp16"])
-def test_lightning_defect_3(runtime: RuntimeUnderTest, name: str) -> None:
-    """float16 is promised and float32 computed."""
+def test_float16_is_refused(runtime: RuntimeUnderTest, name: str) -> None:
+    """float16 is accepted, but float32 is computed."""
     with pytest.raises(UsageError, match="float16, which polyxla does not train in"):
         _trainer(runtime, precision=name).fit(Tied(), _loader())
 
@@ -105,10 +105,10 @@ def _dtypes(replica: Replica) -> tuple[str, bool]:
     return str(module.weight.dtype), " f32[" in next(line for line in hlo.splitlines() if " dot(" in line)
 
 
-def test_lightning_defect_4(runtime: RuntimeUnderTest) -> None:
-    """bfloat16 after the first use of XLA does nothing: a process's setting is read once."""
+def test_precision_can_change_after_the_first_use_of_xla(runtime: RuntimeUnderTest) -> None:
+    """bfloat16 after the first use of XLA has no effect: a process reads the setting once."""
     if runtime.name == "xrt":
-        pytest.skip("the second launch is a process of its own")
+        pytest.skip("the second launch runs in another process")
     assert runtime.launch(_dtypes, devices=1) == [("torch.float32", True)]
     assert runtime.launch(_dtypes, devices=1, precision="bf16-true") == [("torch.bfloat16", False)]
     assert runtime.launch(_dtypes, devices=1, precision="bf16-mixed") == [("torch.float32", False)]
@@ -120,8 +120,8 @@ def _memory(replica: Replica) -> Any:
     return counters.memory()
 
 
-def test_lightning_defect_5(runtime: RuntimeUnderTest) -> None:
-    """Asking for the device's memory ends in a KeyError."""
+def test_the_devices_memory_can_be_read(runtime: RuntimeUnderTest) -> None:
+    """Reading the device's memory raises a KeyError."""
     for memory in runtime.launch(_memory, devices=2):
         assert memory is not None
         assert 0 <= memory.used_bytes <= memory.limit_bytes
@@ -129,7 +129,7 @@ def test_lightning_defect_5(runtime: RuntimeUnderTest) -> None:
 
 @dataclass(frozen=True)
 class Found:
-    """Any object of a person's own."""
+    """Any object of the user's."""
 
     path: Path
     words: tuple[str, ...]
@@ -140,8 +140,8 @@ def _broadcast(replica: Replica) -> Any:
     return replica.broadcast(own, source=1), replica.all_gather(own)[0]
 
 
-def test_lightning_defect_6(runtime: RuntimeUnderTest) -> None:
-    """A path or an object of one's own cannot be broadcast, nor objects of different sizes."""
+def test_objects_of_any_kind_and_size_can_be_broadcast(runtime: RuntimeUnderTest) -> None:
+    """Paths, the user's objects and objects of different sizes cannot be broadcast."""
     expected = (Found(Path("x" * 101), ("a",)), Found(Path("x"), ()))
     assert runtime.launch(_broadcast, devices=2) == [expected, expected]
 
@@ -154,17 +154,17 @@ def _draw(replica: Replica) -> list[Any]:
     return draws
 
 
-def test_lightning_defect_7(runtime: RuntimeUnderTest) -> None:
-    """One seed gives different numbers on the device, and two seeds the same ones."""
+def test_a_seed_determines_the_devices_random_numbers(runtime: RuntimeUnderTest) -> None:
+    """One seed gives different numbers on the device, and two seeds give the same numbers."""
     [(first, again, other)] = runtime.launch(_draw, devices=1)
     assert first == again
     assert first != other
-    # Also in a fresh process.
+    # In a new process too.
     assert runtime.launch(_draw, devices=1, start_method="spawn") == [[first, again, other]]
 
 
-class Counted(Tied):
-    """Notes the weight's gradient scale in each step, and what it was validated on."""
+class Validated(Tied):
+    """Logs the share of positive labels in validation."""
 
     log: Any
 
@@ -175,9 +175,9 @@ class Counted(Tied):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
-def test_accelerate_defect_1(runtime: RuntimeUnderTest) -> None:
-    """With 4 batches to a step and 3 in an epoch, gradients leak into the next; metrics count repeats."""
-    accumulated, whole = Counted(), Counted()
+def test_accumulation_and_metrics_are_exact_at_the_end_of_an_epoch(runtime: RuntimeUnderTest) -> None:
+    """With 4 batches per step and 3 per epoch, gradients leak into the next epoch; metrics count repeats."""
+    accumulated, whole = Validated(), Validated()
     whole.load_state_dict(accumulated.state_dict())
     trainer = _trainer(runtime, max_epochs=2, accumulate=4)
     metrics = trainer.fit(accumulated, _loader(), _loader(10))
@@ -188,10 +188,10 @@ def test_accelerate_defect_1(runtime: RuntimeUnderTest) -> None:
     assert metrics["share"] == pytest.approx(_loader(10).dataset.tensors[1].float().mean().item())  # type: ignore[attr-defined]
 
 
-def test_accelerate_defect_2(runtime: RuntimeUnderTest) -> None:
-    """Preparing a module unties it and leaves the optimizer with 3 of 4 parameters: one is never trained."""
+def test_an_early_optimizer_trains_every_tied_parameter(runtime: RuntimeUnderTest) -> None:
+    """Preparing a module unties it and leaves the optimizer with 3 of 4 parameters: one is not trained."""
 
-    class MadeBefore(Tied):
+    class EarlyOptimizer(Tied):
         def __init__(self) -> None:
             super().__init__()
             self.optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
@@ -199,7 +199,7 @@ def test_accelerate_defect_2(runtime: RuntimeUnderTest) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return self.optimizer
 
-    module = MadeBefore()
+    module = EarlyOptimizer()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     _trainer(runtime).fit(module, _loader())
     assert module.two.weight is module.one.weight

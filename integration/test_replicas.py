@@ -1,4 +1,4 @@
-"""Several replicas on one machine: the same promises as one, and plain torch_xla scripts."""
+"""Several replicas on one machine: the conformance suite, and plain torch_xla scripts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TestReplicas(RuntimeConformance):
         pytest.param(4, 2, marks=pytest.mark.long),
     ],
 )
-def test_every_ordinal_is_summed(
+def test_the_sum_has_every_ordinal(
     runtime: RuntimeUnderTest, require_layout: Callable[[int, int], None], count: int, processes: int
 ) -> None:
     require_layout(count, processes)
@@ -46,7 +46,7 @@ def test_multi_device_mnist_runs_unmodified(runtime: RuntimeUnderTest) -> None:
     assert done.returncode == 0, done.stderr
     lines = re.findall(r"ordinal (\d) steps (\d+) first ([\d.]+) last ([\d.]+)", done.stdout)
     assert sorted(line[0] for line in lines) == ["0", "1", "2", "3"]
-    # Threads of one process draw from one generator, so each begins with weights of its own, as on a TPU.
+    # Threads of a process share one generator, so each starts with different weights, as on a TPU.
     assert all(steps == "10" and float(last) < float(first) for _, steps, first, last in lines)
 
 
@@ -56,6 +56,6 @@ def test_digits_trains_on_four_replicas(runtime: RuntimeUnderTest) -> None:
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert (result["world_size"], result["runtime"]) == (4, runtime.name)
-    # 1437 images: 360 for each replica, the rest padded, in batches of 32 without the last.
+    # 1437 images: 360 for each replica with repeats, in batches of 32 without the last incomplete one.
     assert result["steps"] == result["epochs"] * 11
     assert result["test_accuracy"] >= 0.97

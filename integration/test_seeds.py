@@ -11,7 +11,7 @@ from polyxla.testing import RuntimeUnderTest
 SEEDS = Path(__file__).parent / "seeds"
 
 
-def test_tensor_creation(runtime: RuntimeUnderTest) -> None:
+def test_the_tensors_script_runs(runtime: RuntimeUnderTest) -> None:
     done = runtime.run(str(SEEDS / "tensors.py"))
     assert done.returncode == 0, done.stderr
     assert "xla:" in done.stdout.splitlines()[0]
@@ -20,17 +20,17 @@ def test_tensor_creation(runtime: RuntimeUnderTest) -> None:
 
 
 @pytest.mark.long
-def test_single_device_mnist(runtime: RuntimeUnderTest) -> None:
+def test_the_single_device_mnist_script_runs(runtime: RuntimeUnderTest) -> None:
     done = runtime.run(str(SEEDS / "mnist_single.py"), "2560")
     assert done.returncode == 0, done.stderr
     words = done.stdout.split()
     numbers = dict(zip(words[::2], map(float, words[1::2]), strict=True))
     assert numbers["steps"] == 20
-    # All images and labels are the same: the loss can only fall.
+    # All images and labels are equal, so the loss can only fall.
     assert numbers["last"] < numbers["first"]
 
 
-def test_saving_both_ways(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
+def test_the_saving_script_runs(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
     done = runtime.run(str(SEEDS / "saving.py"), str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "saved and loaded both ways" in done.stdout

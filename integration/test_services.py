@@ -1,7 +1,7 @@
-"""What stands between a script and a trained model, on the real runtime, on one replica and on four.
+"""The services of Replica, on a real runtime, on one replica and on four.
 
-Starting replicas is what costs, so each number of them is launched once, goes through every exercise, and the
-tests look at what came back.
+Starting replicas takes time, so each number of replicas is launched once and runs every exercise; the tests
+check the results.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Answers = list[dict[str, Any]]
 def answers(
     request: pytest.FixtureRequest, runtime: RuntimeUnderTest, tmp_path_factory: pytest.TempPathFactory
 ) -> Answers:
-    """What each exercise returned in each replica, in ordinal order."""
+    """The results of the exercises in each replica, in ordinal order."""
     folder = tmp_path_factory.mktemp("services")
     results: Answers = runtime.launch(_exercise, folder, devices=request.param)
     return results
@@ -43,7 +43,7 @@ EXERCISES: list[Callable[[Replica, Path], Any]] = []
 
 
 def exercise(function: Callable[[Replica, Path], Any]) -> Callable[[Replica, Path], Any]:
-    """Let every replica run the function once; tests find what it returned under its name."""
+    """Register a function to run once in every replica; tests find its result under its name."""
     EXERCISES.append(function)
     return function
 
@@ -65,7 +65,7 @@ def shuffled(replica: Replica, folder: Path) -> list[list[int]]:
     return [[value for (batch,) in loader for value in batch.tolist()] for _ in range(2)]
 
 
-def test_each_epoch_has_every_record_in_an_order_of_its_own(answers: Answers) -> None:
+def test_each_epoch_has_every_record_in_a_new_order(answers: Answers) -> None:
     for epoch in (0, 1):
         assert sorted(value for one in answers for value in one["shuffled"][epoch]) == list(range(40))
     first, second = answers[0]["shuffled"]
@@ -80,19 +80,19 @@ class _Stream(IterableDataset[int]):
 
 @exercise
 def streamed(replica: Replica, folder: Path) -> list[int]:
-    # Without its last batch, so that every replica has as many.
+    # Without the last batch, so that every replica has the same number.
     loader = replica.loader(DataLoader(_Stream(), 3, drop_last=True))
     return [value for batch in loader for value in batch.tolist()]
 
 
-def test_an_iterable_dataset_is_shared_out(answers: Answers) -> None:
+def test_an_iterable_dataset_is_divided(answers: Answers) -> None:
     values = [value for one in answers for value in one["streamed"]]
     assert len(values) == len(set(values)) == 36
     assert {len(one["streamed"]) for one in answers} == {36 // len(answers)}
 
 
-class _Noticed(Dataset[torch.Tensor]):
-    """Remembers how many records were read."""
+class _CountsReads(Dataset[torch.Tensor]):
+    """Counts the records that were read."""
 
     def __init__(self) -> None:
         self.read = 0
@@ -109,19 +109,19 @@ class _Noticed(Dataset[torch.Tensor]):
 def read_ahead(replica: Replica, folder: Path) -> list[int]:
     counts = []
     for prefetch in (None, {"loader_prefetch_size": 1, "device_prefetch_size": 1}):
-        dataset = _Noticed()
+        dataset = _CountsReads()
         for _ in replica.loader(DataLoader(dataset, 1), prefetch=prefetch):
             counts.append(dataset.read)
             break
     return counts
 
 
-def test_batches_are_uploaded_ahead_as_far_as_the_knobs_say(answers: Answers) -> None:
+def test_batches_are_prefetched_as_far_as_the_options_say(answers: Answers) -> None:
     for one in answers:
-        by_default, reined_in = one["read_ahead"]
-        # Eight wait on the device before the first is given out.
+        by_default, limited = one["read_ahead"]
+        # Eight batches are on the device before the loop gets the first.
         assert by_default >= 8
-        assert reined_in <= 5
+        assert limited <= 5
 
 
 @exercise
@@ -150,7 +150,7 @@ def test_an_uneven_epoch_is_one_program_and_every_record_counts_once(answers: An
     assert sorted(value for one in answers for value in one["padded"]["real"]) == list(range(22))
     assert {len(one["padded"]["shapes"]) for one in answers} == {1}
     assert {one["padded"]["batches"] for one in answers} == {len(range(0, -(-22 // len(answers)), 4))}
-    # Reading values back cuts graphs of its own kind, the same for each batch but the masked one.
+    # Reading values back adds programs, the same for each batch except the masked one.
     assert all(one["padded"]["after_first"] <= 3 for one in answers)
 
 
@@ -173,7 +173,7 @@ def bucketed(replica: Replica, folder: Path) -> dict[str, Any]:
     return {"shapes": shapes, "compiles": _compiles() - before}
 
 
-def test_length_buckets_are_as_many_programs_as_buckets(answers: Answers) -> None:
+def test_length_buckets_compile_one_program_for_each_bucket(answers: Answers) -> None:
     for one in answers:
         assert one["bucketed"]["shapes"] == {(4, 4), (4, 8), (4, 16)}
         assert one["bucketed"]["compiles"] <= 3
@@ -191,14 +191,14 @@ def clipped(replica: Replica, folder: Path) -> list[list[float]]:
     for limits in ({}, {"clip_norm": 1.0}, {"clip_value": 0.5}):
         weight = nn.Parameter(torch.zeros(2, device=replica.device))
         optimizer = torch.optim.SGD([weight], lr=1.0)
-        # The mean of the gradients is known, and every replica's own is another.
+        # Each replica has another gradient; their mean is known.
         (weight[0] * 6.0 * (replica.ordinal + 1)).backward()
         replica.step(optimizer, **limits)  # type: ignore[arg-type]
         results.append(weight.tolist())
     return results
 
 
-def test_clipping_is_of_the_mean_over_the_replicas(answers: Answers) -> None:
+def test_clipping_applies_to_the_mean_gradient(answers: Answers) -> None:
     mean = 6.0 * (len(answers) + 1) / 2
     for one in answers:
         plain, by_norm, by_value = one["clipped"]
@@ -216,7 +216,7 @@ def own_weights(replica: Replica, folder: Path) -> list[list[float]]:
     return [parameter.detach().flatten().tolist() for parameter in module.parameters()]
 
 
-def test_replicas_begin_with_the_parameters_of_ordinal_0(answers: Answers) -> None:
+def test_replicas_start_with_the_parameters_of_ordinal_0(answers: Answers) -> None:
     assert [one["own_weights"] for one in answers] == [[[1.0, 1.0], [0.0, 0.0]]] * len(answers)
 
 
@@ -230,7 +230,7 @@ def drawn(replica: Replica, folder: Path) -> list[Any]:
     return draws
 
 
-def test_a_seed_reaches_the_device_and_every_replica_draws_its_own(answers: Answers) -> None:
+def test_a_seed_determines_the_devices_numbers_which_differ_by_replica(answers: Answers) -> None:
     for one in answers:
         first, again, other = one["drawn"]
         assert first[0] == again[0]
@@ -238,7 +238,7 @@ def test_a_seed_reaches_the_device_and_every_replica_draws_its_own(answers: Answ
     assert len({tuple(one["drawn"][0][0]) for one in answers}) == len(answers)
 
 
-def test_a_seed_reaches_python_torch_and_numpy(answers: Answers) -> None:
+def test_a_seed_determines_the_numbers_of_python_torch_and_numpy(answers: Answers) -> None:
     if len(answers) > 1:
         pytest.skip("replicas that are threads share them")
     first, again, other = answers[0]["drawn"]
@@ -264,7 +264,7 @@ def saved_by_one(replica: Replica, folder: Path) -> dict[str, Any]:
     }
 
 
-def test_one_replica_may_save_while_the_others_go_on(answers: Answers) -> None:
+def test_one_replica_can_save_while_the_others_continue(answers: Answers) -> None:
     assert [one["saved_by_one"] for one in answers] == [
         {"weight": True, "view": True, "note": [1, "two"]}
     ] * len(answers)
@@ -272,7 +272,7 @@ def test_one_replica_may_save_while_the_others_go_on(answers: Answers) -> None:
 
 @exercise
 def saved_before_the_collective_ran(replica: Replica, folder: Path) -> float:
-    # Whoever reads the sum waits for all, who have not handed their part to their devices yet.
+    # Reading the sum waits for all replicas, and the others have not sent their part to their devices yet.
     total = replica.all_reduce(torch.ones(1, device=replica.device), "sum")
     path = folder / "pending.safetensors"
     if replica.is_first:
@@ -281,7 +281,7 @@ def saved_before_the_collective_ran(replica: Replica, folder: Path) -> float:
     return float(load(path)["total"])
 
 
-def test_saving_a_value_that_others_still_owe_does_not_hang(answers: Answers) -> None:
+def test_saving_the_result_of_a_pending_collective_does_not_hang(answers: Answers) -> None:
     assert {one["saved_before_the_collective_ran"] for one in answers} == {float(len(answers))}
 
 
@@ -292,7 +292,7 @@ def memory(replica: Replica, folder: Path) -> Any:
     return None if found is None else (found.used_bytes, found.limit_bytes)
 
 
-def test_the_devices_memory_is_told_or_said_to_be_unknown(answers: Answers) -> None:
+def test_the_devices_memory_is_reported_or_unknown(answers: Answers) -> None:
     for one in answers:
         found = one["memory"]
         assert found is None or 0 < found[0] <= found[1]

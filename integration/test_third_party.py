@@ -1,4 +1,4 @@
-"""A stranger's runtime is installed from its own package, chosen and trained with, like ours."""
+"""A third-party runtime is installed, chosen and trained with like the bundled runtimes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMEOUT_S = 300
 
 @pytest.fixture(scope="module")
 def toy_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Build and install the toy runtime with pip, into a folder of its own."""
+    """Build the toy runtime and install it with pip into a separate directory."""
     target = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*command, "--target", str(target), str(TOY)], check=True, timeout=TIMEOUT_S)
@@ -41,7 +41,7 @@ def last_line(text: str) -> dict[str, Any]:
     return document
 
 
-def test_it_is_listed_beside_ours_and_not_chosen_unasked(toy_path: str) -> None:
+def test_it_is_listed_with_the_bundled_runtimes_and_not_chosen_by_default(toy_path: str) -> None:
     document = json.loads(polyxla(toy_path, "runtimes", "--json").stdout)
     assert [row["name"] for row in document["runtimes"]] == ["pjrt", "toy", "xrt"]
     assert document["chosen"] == "pjrt"
@@ -57,10 +57,10 @@ def test_its_variable_chooses_it_and_it_trains(toy_path: str) -> None:
     assert result["test_accuracy"] > 0.9
 
 
-def test_it_keeps_the_contract(toy_path: str, tmp_path: Path) -> None:
+def test_it_passes_the_conformance_suite(toy_path: str, tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["polyxla.testing.fixtures"]\n')
     (tmp_path / "test_toy.py").write_text(
-        "from polyxla.testing import RuntimeConformance\n\n\nclass TestToy(RuntimeConformance):\n    pass\n"
+        "from polyxla.testing import RuntimeConformance\nclass TestToy(RuntimeConformance): pass\n"
     )
     done = subprocess.run(
         [
@@ -84,13 +84,13 @@ def test_it_keeps_the_contract(toy_path: str, tmp_path: Path) -> None:
     assert " passed" in done.stdout
 
 
-def test_ours_cannot_be_told_apart_in_core() -> None:
+def test_core_does_not_treat_the_bundled_runtimes_specially() -> None:
     import polyxla as package
 
-    folder = Path(package.__file__).parent
+    directory = Path(package.__file__).parent
     naming = {
         path.name
-        for path in folder.rglob("*.py")
+        for path in directory.rglob("*.py")
         if "PJRT_" in path.read_text() or "XRT_" in path.read_text()
     }
     # The table of what to install when a known runtime is missing, used in messages only.

@@ -1,4 +1,4 @@
-"""The Trainer on the real runtime: ties, exact metrics, no needless executions, LightningModules."""
+"""The Trainer on a real runtime: tied weights, exact metrics, no extra executions, LightningModules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def blobs(records: int = 96) -> TensorDataset:
 
 
 class Tied(nn.Module):
-    """An autoencoder whose decoder is its encoder, and a head."""
+    """An autoencoder whose decoder shares the encoder's weight, and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Tied(nn.Module):
 
 
 class Lit(lightning.LightningModule):
-    """As a Lightning user writes it; nothing in it knows polyxla."""
+    """A module as a Lightning user writes it, without polyxla."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,19 +71,19 @@ def trainer(runtime: RuntimeUnderTest, **options: Any) -> Trainer:
     return Trainer(devices=1, runtime=runtime.name, log_dir=None, progress=False, **options)
 
 
-def test_ties_survive_both_moves(runtime: RuntimeUnderTest) -> None:
+def test_tied_weights_survive_both_moves(runtime: RuntimeUnderTest) -> None:
     module = Tied()
     before = module.encode.weight.detach().clone()
     metrics = trainer(runtime, max_epochs=3).fit(module, DataLoader(blobs(), 16), DataLoader(blobs(), 40))
     assert module.decode.weight is module.encode.weight
     assert not torch.equal(before, module.encode.weight)
     inputs, labels = blobs().tensors
-    right = (module.head(module.decode(module.encode(inputs))).argmax(1) == labels).float().mean().item()
-    # 96 records in batches of 40: the last one has 16, and counts for 16.
-    assert abs(metrics["accuracy"] - right) < 1e-6
+    accuracy = (module.head(module.decode(module.encode(inputs))).argmax(1) == labels).float().mean().item()
+    # 96 records in batches of 40: the last batch has 16, and is weighted as 16.
+    assert abs(metrics["accuracy"] - accuracy) < 1e-6
 
 
-def test_a_lightning_module_works_as_it_is(runtime: RuntimeUnderTest) -> None:
+def test_a_lightning_module_trains_unchanged(runtime: RuntimeUnderTest) -> None:
     module = Lit()
     metrics = trainer(runtime, max_epochs=8).fit(module, DataLoader(blobs(), 16), DataLoader(blobs(), 48))
     assert metrics["val_accuracy"] > 0.9
@@ -92,7 +92,7 @@ def test_a_lightning_module_works_as_it_is(runtime: RuntimeUnderTest) -> None:
     assert module._trainer is None
 
 
-def test_a_step_is_one_execution_and_nothing_recompiles(runtime: RuntimeUnderTest) -> None:
+def test_a_step_is_one_execution_without_recompilation(runtime: RuntimeUnderTest) -> None:
     [(executions, compilations)] = runtime.launch(_count_steps, 20, devices=1)
     assert executions == 20
     assert compilations == 0

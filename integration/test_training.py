@@ -1,4 +1,4 @@
-"""The Trainer and its services on the real runtime: one replica in this process, four in their own."""
+"""The Trainer's features on a real runtime: one replica in this process, four in other processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from polyxla_training import CheckpointFolder, Trainer
 
 
 class Net(nn.Module):
-    """A linear model of three inputs; logs what the tests ask for."""
+    """A linear model with three inputs; logs metrics."""
 
     log: Any
 
@@ -38,8 +38,8 @@ class Net(nn.Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class MadeBefore(Net):
-    """Makes its optimizer where the module is made, as people do."""
+class EarlyOptimizer(Net):
+    """Creates its optimizer in the constructor, as users do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class MadeBefore(Net):
 
 
 class Masked(Net):
-    """Reads padded batches with their mask."""
+    """Gets padded batches with their mask."""
 
     def training_step(self, batch: Any, valid: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         errors = (self.layer(batch[0]) - batch[1]).square()[:, 0]
@@ -74,8 +74,8 @@ def fit(
 
 
 @pytest.mark.parametrize("devices", [1, 4], ids=["1-replica", "4-replicas"])
-def test_metrics_are_exact_though_records_do_not_divide(runtime: RuntimeUnderTest, devices: int) -> None:
-    # 22 records, so that of four replicas in batches of 4 two have 6 records and two have 5.
+def test_metrics_are_exact_if_records_do_not_divide_evenly(runtime: RuntimeUnderTest, devices: int) -> None:
+    # 22 records in batches of 4: of four replicas two have 6 records and two have 5.
     found = fit(runtime, Net(), data(), data(), devices=devices).metrics
     assert found == {"by_batch": pytest.approx(10.5), "by_record": pytest.approx(10.5)}
 
@@ -87,7 +87,7 @@ def test_masked_metrics_are_exact_too(runtime: RuntimeUnderTest, devices: int) -
     }
 
 
-def test_padding_and_its_mask_train_like_uneven_batches(runtime: RuntimeUnderTest) -> None:
+def test_padded_batches_with_a_mask_train_like_uneven_batches(runtime: RuntimeUnderTest) -> None:
     uneven, masked = Net(), Masked()
     fit(runtime, uneven, data())
     fit(runtime, masked, data())
@@ -95,11 +95,11 @@ def test_padding_and_its_mask_train_like_uneven_batches(runtime: RuntimeUnderTes
 
 
 @pytest.mark.parametrize(("accumulate", "batch_size"), [(4, 2), (3, 4)], ids=["divides", "flushed"])
-def test_accumulated_batches_train_like_large_ones(
+def test_accumulated_batches_train_like_large_batches(
     runtime: RuntimeUnderTest, accumulate: int, batch_size: int
 ) -> None:
     large, small = Net(), Net()
-    # 16 records: in batches of 4, three and then one, which is an update of its own.
+    # 16 records: batches of 4 make an update of three batches and an update of one.
     whole = fit(runtime, large, data(16, accumulate * batch_size), max_epochs=2)
     parts = fit(runtime, small, data(16, batch_size), max_epochs=2, accumulate=accumulate)
     assert whole.outcome is not None
@@ -109,37 +109,37 @@ def test_accumulated_batches_train_like_large_ones(
 
 
 @pytest.mark.parametrize("options", [{"clip_norm": 0.1}, {"clip_value": 0.01}], ids=["norm", "value"])
-def test_a_clipped_training_moves_little(runtime: RuntimeUnderTest, options: dict[str, Any]) -> None:
+def test_clipping_limits_the_update(runtime: RuntimeUnderTest, options: dict[str, Any]) -> None:
     module, untouched = Net(), Net()
     fit(runtime, module, data(), max_steps=1, **options)
     moved = torch.cat([(module.layer.weight - untouched.layer.weight).flatten()])
     assert 0 < moved.abs().max() <= 0.1 * 0.1 + 1e-6
 
 
-def test_an_optimizer_made_before_the_move_trains_and_comes_back(runtime: RuntimeUnderTest) -> None:
-    module, untouched = MadeBefore(), Net()
+def test_an_optimizer_created_before_the_move_trains_and_moves_back(runtime: RuntimeUnderTest) -> None:
+    module, untouched = EarlyOptimizer(), Net()
     fit(runtime, module, data())
     assert not torch.equal(module.layer.weight, untouched.layer.weight)
     [group] = module.optimizer.param_groups
     assert [id(one) for one in group["params"]] == [id(one) for one in module.parameters()]
     assert {state["exp_avg"].device.type for state in module.optimizer.state.values()} == {"cpu"}
-    # It goes on from there on the host.
+    # It continues on the host.
     before = module.layer.weight.detach().clone()
     module.training_step(next(iter(data()))).backward()
     module.optimizer.step()
     assert not torch.equal(module.layer.weight, before)
 
 
-def test_parameters_of_a_stranger_are_refused(runtime: RuntimeUnderTest) -> None:
-    class Stranger(Net):
+def test_an_optimizer_of_another_modules_parameters_is_refused(runtime: RuntimeUnderTest) -> None:
+    class Unrelated(Net):
         def __init__(self) -> None:
             super().__init__()
             self.optimizer = torch.optim.SGD(Net().parameters(), lr=0.1)
 
-        configure_optimizers = MadeBefore.configure_optimizers
+        configure_optimizers = EarlyOptimizer.configure_optimizers
 
-    with pytest.raises(UsageError, match="only 0 of the 2 parameters of SGD belong to Stranger"):
-        fit(runtime, Stranger(), data())
+    with pytest.raises(UsageError, match="only 0 of the 2 parameters of SGD belong to Unrelated"):
+        fit(runtime, Unrelated(), data())
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16-true", torch.bfloat16), ("bf16-mixed", torch.float32)])
@@ -150,7 +150,7 @@ def test_bfloat16_trains(runtime: RuntimeUnderTest, name: str, dtype: torch.dtyp
     assert not torch.equal(module.layer.weight.float(), untouched.layer.weight)
 
 
-def test_a_policy_of_ones_own_keeps_modules_in_float32(runtime: RuntimeUnderTest) -> None:
+def test_a_configured_policy_keeps_modules_in_float32(runtime: RuntimeUnderTest) -> None:
     module = nn.Sequential(Net(), nn.Linear(2, 2))
     net: Any = module[0]
     module.training_step, module.configure_optimizers = net.training_step, net.configure_optimizers
@@ -159,17 +159,22 @@ def test_a_policy_of_ones_own_keeps_modules_in_float32(runtime: RuntimeUnderTest
 
 
 def test_four_replicas_resume_as_two(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
-    how: dict[str, Any] = {"checkpoint_dir": tmp_path, "resume": "auto", "save_every_n_steps": 1, "keep": 3}
-    fit(runtime, Net(), data(32, 2), devices=4, max_steps=2, **how)
+    options: dict[str, Any] = {
+        "checkpoint_dir": tmp_path,
+        "resume": "auto",
+        "save_every_n_steps": 1,
+        "keep": 3,
+    }
+    fit(runtime, Net(), data(32, 2), devices=4, max_steps=2, **options)
     assert [entry.step for entry in CheckpointFolder(tmp_path).entries()] == [1, 2]
-    trainer = fit(runtime, Net(), data(32, 2), devices=2, **how)
-    # Of 16 batches 8 were used, and two replicas share the other 8.
+    trainer = fit(runtime, Net(), data(32, 2), devices=2, **options)
+    # 8 of the 16 batches were used; two replicas share the other 8.
     assert trainer.outcome is not None
     assert (trainer.outcome.steps, trainer.outcome.epochs) == (2 + 4, 1)
     assert len(CheckpointFolder(tmp_path).entries()) == 3
 
 
-def test_steps_are_profiled(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
+def test_steps_can_be_profiled(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
     options = {"runtime": runtime.name, "devices": 1, "progress": False}
     Trainer(log_dir=str(tmp_path), profile_steps=(2, 4), **options).fit(Net(), data())  # type: ignore[arg-type]
     [trace] = tmp_path.rglob("*.xplane.pb")

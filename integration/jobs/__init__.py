@@ -1,1 +1,1 @@
-"""Whole jobs on workers."""
+"""Tests of whole jobs on workers."""

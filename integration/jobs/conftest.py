@@ -1,4 +1,4 @@
-"""Hosts, the workers on them, and the jobs that use these: real processes, also in network namespaces."""
+"""Hosts, their workers, and jobs on these workers: real processes, some in network namespaces."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import pytest
 
 
 class Host:
-    """Where workers and launchers run.
+    """A host that runs workers and launchers.
 
     Attributes:
-        address: of the host.
-        prefix: what stands before its commands.
+        address: IP address.
+        prefix: command that runs another command on the host.
     """
 
     def __init__(self, address: str, *prefix: str) -> None:
@@ -27,7 +27,7 @@ class Host:
         self.prefix = prefix
 
     def start(self, *command: str, **environ: str) -> subprocess.Popen[str]:
-        """Start a program of this Python, whose environment says nothing of a runtime but `environ`."""
+        """Start a Python program; `environ` alone chooses the runtime."""
         chooses = ("XRT_", "PJRT_", "TPU_", "POLYXLA_")
         clean = {name: value for name, value in os.environ.items() if not name.startswith(chooses)}
         return subprocess.Popen(
@@ -42,10 +42,10 @@ class Host:
 
 @dataclass
 class Served:
-    """A worker that serves.
+    """A running worker.
 
     Attributes:
-        host: where.
+        host: the host that it runs on.
         address: ``host:port``.
         process: its supervisor.
     """
@@ -55,7 +55,7 @@ class Served:
     process: subprocess.Popen[str]
 
     def status(self) -> dict[str, Any]:
-        """Ask it, as a person would."""
+        """Return its status, as the command prints it."""
         asked = self.host.start("-m", "polyxla", "worker", "status", self.address, "--json")
         out, err = asked.communicate(timeout=60)
         assert asked.returncode == 0, err
@@ -65,7 +65,7 @@ class Served:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Served]]:
-    """Start workers, which end with the test."""
+    """Start workers that end with the test."""
     with ExitStack() as stack:
 
         def start(host: Host, devices: int, port: int = 0) -> Served:
@@ -81,15 +81,15 @@ def serve() -> Iterator[Callable[..., Served]]:
             stack.callback(process.communicate)
             stack.callback(process.kill)
             assert process.stdout is not None
-            told = "".join(iter(process.stdout.readline, "}\n")) + "}"
-            return Served(host, json.loads(told)["address"], process)
+            printed = "".join(iter(process.stdout.readline, "}\n")) + "}"
+            return Served(host, json.loads(printed)["address"], process)
 
         yield start
 
 
 @pytest.fixture
 def launch() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start jobs, whose processes end with the test."""
+    """Start jobs whose processes end with the test."""
     started: list[subprocess.Popen[str]] = []
 
     def start(host: Host, *command: str, **environ: str) -> subprocess.Popen[str]:
@@ -110,7 +110,7 @@ def here() -> Host:
 
 @pytest.fixture
 def namespaces() -> Iterator[list[Host]]:
-    """Two network namespaces with a cable between them, whose ends are called ``cable`` in both."""
+    """Two network namespaces, connected by an interface that is called ``cable`` in both."""
     with cabled() as (hosts, problem):
         if problem:
             pytest.skip(f"no network namespaces here: {problem}")
@@ -119,14 +119,14 @@ def namespaces() -> Iterator[list[Host]]:
 
 @pytest.fixture
 def two_hosts() -> Iterator[list[Host]]:
-    """Two namespaces; where there can be none, two hosts in name only: loopback has many addresses."""
+    """Two namespaces; if none can be made, two addresses of the loopback interface."""
     with cabled() as (hosts, problem):
         yield [Host("127.0.0.1"), Host("127.0.0.2")] if problem else hosts
 
 
 @contextmanager
 def cabled() -> Iterator[tuple[list[Host], str]]:
-    """Make the namespaces; yield the hosts, or why there are none."""
+    """Make the namespaces; yield the hosts, and the error if one could not be made."""
     names = [f"polyxla-{os.getpid()}-{number}" for number in range(2)]
     ends = [f"px{os.getpid() % 10**6}{letter}" for letter in "ab"]
     commands = [["ip", "netns", "add", name] for name in names]

@@ -1,6 +1,6 @@
-"""A runtime that computes with plain eager torch: one replica, no XLA, one file.
+"""A runtime that computes with eager torch: one replica, no XLA, one file.
 
-``TOY_DEVICE=1`` asks for it. Only public names of polyxla are used.
+``TOY_DEVICE=1`` selects it. It uses public names of polyxla only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def polyxla_discover_devices(environ: Mapping[str, str]) -> Discovery:
         claim=Claim.EXPLICIT if asked else Claim.NONE,
         reason=f"{TOY_DEVICE}={asked}" if asked else f"{TOY_DEVICE} is not set",
         kind="TOY",
-        devices=(Device(0, "TOY", "this machine's CPU, eagerly"),),
+        devices=(Device(0, "TOY", "this machine's CPU, eager torch"),),
     )
 
 

@@ -1,0 +1,30 @@
+"""Two cells of a notebook that launch several times; run by notebook_kernel.py."""
+
+# %%
+import os
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+
+scale = 10
+
+
+def train(index: int, factor: int) -> None:
+    value: Any = xm.all_reduce("sum", torch.ones((), device=torch_xla.device()) * scale * factor)
+    torch_xla.sync()
+    print(f"CELL {xr.global_ordinal()} {value.item():g}\n", end="", flush=True)
+
+
+before = dict(os.environ)
+torch_xla.launch(train, args=(1,))
+
+# %%
+import polyxla  # noqa: E402
+
+scale = 100
+torch_xla.launch(train, args=(1,))
+print("LAUNCHED", polyxla.launch(lambda replica: replica.all_reduce(scale), devices=2))
+assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())
