@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from polyxla_training.checkpoint import CheckpointError, CheckpointFolder, Writer, load, save
+from polyxla_training.checkpoint import CheckpointError, CheckpointFolder, BackgroundWriter, load, save
 
 TIMEOUT_S = 60.0
 
@@ -37,7 +37,7 @@ def _fail(state: object) -> None:
 def test_the_state_is_as_it_was_when_it_was_submitted(tmp_path: Path) -> None:
     gate, weight = _Gate(), torch.ones(4)
     state: dict[str, Any] = {"weight": weight, "tied": weight.view(2, 2), "steps": [1]}
-    with Writer() as writer:
+    with BackgroundWriter() as writer:
         writer.submit(functools.partial(gate.save, tmp_path / "state"), state)
         weight.zero_()
         state["steps"].append(2)
@@ -50,7 +50,7 @@ def test_the_state_is_as_it_was_when_it_was_submitted(tmp_path: Path) -> None:
 
 
 def test_the_next_waits_for_the_one_before(tmp_path: Path) -> None:
-    gate, writer = _Gate(), Writer()
+    gate, writer = _Gate(), BackgroundWriter()
     writer.submit(functools.partial(gate.save, tmp_path / "first"), [1])
     threading.Timer(0.05, gate.opened.set).start()
     writer.submit(functools.partial(gate.save, tmp_path / "second"), [2])
@@ -61,7 +61,7 @@ def test_the_next_waits_for_the_one_before(tmp_path: Path) -> None:
 
 def test_a_folder_saves_in_the_background(tmp_path: Path) -> None:
     checkpoints = CheckpointFolder(tmp_path, keep=2)
-    with Writer() as writer:
+    with BackgroundWriter() as writer:
         for step in range(5):
             writer.submit(functools.partial(checkpoints.save, step), [torch.tensor(step)])
     assert [entry.step for entry in checkpoints.entries()] == [3, 4]
@@ -71,7 +71,7 @@ def test_a_folder_saves_in_the_background(tmp_path: Path) -> None:
 
 
 def test_an_error_comes_with_the_next_submit_once(tmp_path: Path) -> None:
-    writer = Writer()
+    writer = BackgroundWriter()
     writer.submit(_fail, [1])
     with pytest.raises(OSError, match="the disk is gone"):
         writer.submit(functools.partial(_Gate().save, tmp_path / "never"), [2])
@@ -80,16 +80,16 @@ def test_an_error_comes_with_the_next_submit_once(tmp_path: Path) -> None:
 
 
 def test_an_error_of_the_last_one_comes_with_close() -> None:
-    writer = Writer()
+    writer = BackgroundWriter()
     writer.submit(_fail, [1])
     with pytest.raises(OSError, match="the disk is gone"):
         writer.close()
-    with pytest.raises(OSError, match="the disk is gone"), Writer() as other:
+    with pytest.raises(OSError, match="the disk is gone"), BackgroundWriter() as other:
         other.submit(_fail, [1])
 
 
 def _train_and_fail() -> None:
-    with Writer() as writer:
+    with BackgroundWriter() as writer:
         writer.submit(_fail, [1])
         raise ZeroDivisionError
 
@@ -101,12 +101,12 @@ def test_what_ended_training_is_not_hidden_by_a_write_that_failed() -> None:
 
 
 def test_a_state_that_cannot_be_kept_is_refused_at_once(tmp_path: Path) -> None:
-    with Writer() as writer, pytest.raises(CheckpointError, match=r"state\['hook'\] is a"):
+    with BackgroundWriter() as writer, pytest.raises(CheckpointError, match=r"state\['hook'\] is a"):
         writer.submit(functools.partial(_Gate().save, tmp_path / "never"), {"hook": print})
 
 
 def test_waiting_has_an_end(tmp_path: Path) -> None:
-    gate, writer = _Gate(), Writer(timeout_s=0.05)
+    gate, writer = _Gate(), BackgroundWriter(timeout_s=0.05)
     writer.submit(functools.partial(gate.save, tmp_path / "state"), [1])
     for wait in (writer.close, functools.partial(writer.submit, _fail, [2])):
         with pytest.raises(CheckpointError, match=r"writing a checkpoint has taken longer than 0\.05 s"):
@@ -121,8 +121,8 @@ def test_waiting_has_an_end(tmp_path: Path) -> None:
 
 AT_EXIT = """
 import sys, os, functools, time
-from polyxla_training.checkpoint import Writer, load, save
-writer = Writer()
+from polyxla_training.checkpoint import BackgroundWriter, load, save
+writer = BackgroundWriter()
 def slowly(state):
     time.sleep(0.2)
     save(state, sys.argv[1])

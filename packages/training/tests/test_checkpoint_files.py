@@ -192,7 +192,7 @@ def test_no_room_leaves_the_old_one_and_nothing_else(tmp_path: Path, format: For
     with _files_end_at(MEBIBYTE), pytest.raises(CheckpointError, match="File too large") as caught:
         save(big, path, format=format)
     assert "it needs 4.0 MiB and" in caught.value.what
-    assert "are free; the previous checkpoint is kept" in caught.value.what
+    assert "are free; the previous checkpoint is unchanged" in caught.value.what
     assert load(path, format=format) == {"step": 1}
     assert _names(tmp_path) == ["state"]
     save(big, path, format=format)
@@ -225,7 +225,7 @@ def test_a_full_disk_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None
             "state' cannot be written: No space left on device: it needs 4.0 MiB and 1020.0 KiB are free"
             in line
         )
-        assert "the previous checkpoint is kept" in line
+        assert "the previous checkpoint is unchanged" in line
     assert len(done.stdout.splitlines()) == 2
 
 
@@ -286,7 +286,7 @@ def test_more_than_the_format_has_room_for_is_said_before_it_is_written(
 ) -> None:
     monkeypatch.setattr(safetensors_header, "MAX_HEADER_BYTES", 10_000)
     with pytest.raises(
-        CheckpointError, match=r"what is not tensors takes 19\.\d KiB, and the format has room"
+        CheckpointError, match=r"the values other than tensors take 19\.\d KiB, and the format allows"
     ):
         save(["x" * 20_000], tmp_path / "state")
     assert _names(tmp_path) == []

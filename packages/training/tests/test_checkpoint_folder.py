@@ -60,9 +60,9 @@ def test_the_newest_whole_one_is_loaded_and_damaged_ones_are_named(
     assert entry.step == state["step"] == 2
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2
-    assert "step-00000004.safetensors' is damaged, or is no checkpoint: it is cut short" in said[0]
+    assert "step-00000004.safetensors' is damaged, or is not a checkpoint: it is cut short" in said[0]
     assert "step-00000003.safetensors' is damaged" in said[1]
-    assert all(line.endswith("; taking the checkpoint before it") for line in said)
+    assert all(line.endswith("; loading the checkpoint before it") for line in said)
 
 
 def test_a_changed_bit_in_a_tensor_is_damage_too(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_what_was_saved_last_is_always_there(
 
 
 def test_numbers_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="0 checkpoints cannot be kept"):
+    with pytest.raises(CheckpointError, match="keep=0 is not a positive integer"):
         CheckpointFolder(tmp_path, keep=0)
-    with pytest.raises(CheckpointError, match="there is no step -1"):
+    with pytest.raises(CheckpointError, match="step=-1 is negative"):
         CheckpointFolder(tmp_path).save(-1, [])

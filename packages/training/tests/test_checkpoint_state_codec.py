@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from polyxla_training.checkpoint import CheckpointError, Format, load, save
-from polyxla_training.checkpoint.state_packing import pack, snapshot
+from polyxla_training.checkpoint.state_codec import encode_state, snapshot
 
 # torch says so once, of all of it.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
@@ -106,7 +106,7 @@ def test_numpys_numbers_come_back_as_pythons(again: Again, number: Any) -> None:
 @pytest.mark.parametrize("odd", [np.zeros(2), np.longdouble(1), np.complex64(1)], ids=repr)
 def test_what_else_numpy_has_is_refused_by_name(odd: Any) -> None:
     with pytest.raises(CheckpointError, match=r"^state\['a'\] is a numpy\."):
-        pack({"a": odd})
+        encode_state({"a": odd})
 
 
 def test_all_of_torchs_other_dtypes_are_refused_by_name() -> None:
@@ -116,7 +116,7 @@ def test_all_of_torchs_other_dtypes_are_refused_by_name() -> None:
         except (RuntimeError, NotImplementedError):
             continue
         with pytest.raises(CheckpointError, match=r"state\['a'\] is a (tensor of torch\.|quantized)"):
-            pack({"a": tensor})
+            encode_state({"a": tensor})
 
 
 TENSORS = st.builds(

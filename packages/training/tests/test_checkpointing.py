@@ -207,7 +207,7 @@ def test_an_optimizer_that_does_not_fit_is_told() -> None:
 
 def test_a_file_that_no_trainer_wrote_is_refused() -> None:
     save({"weight": torch.ones(2)}, "other.safetensors")
-    with pytest.raises(UsageError, match=r"other\.safetensors is no checkpoint of a Trainer"):
+    with pytest.raises(UsageError, match=r"other\.safetensors is not a checkpoint of a Trainer"):
         _fit(_Net(), resume="other.safetensors")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from polyxla_training.metrics import Meter
+from polyxla_training.metrics import MetricAccumulator
 
 
 class _Everyone:
@@ -21,7 +21,7 @@ class _Everyone:
         return [value, *self._others]
 
 
-def _take(meter: Meter, *others: dict[str, tuple[float, float]]) -> dict[str, float]:
+def _take(meter: MetricAccumulator, *others: dict[str, tuple[float, float]]) -> dict[str, float]:
     return meter.take(_Everyone(*others))  # type: ignore[arg-type]
 
 
@@ -38,7 +38,7 @@ def _take(meter: Meter, *others: dict[str, tuple[float, float]]) -> dict[str, fl
     ],
 )
 def test_the_weight_is_the_first_tensors_length(batch: Any, records: int) -> None:
-    meter = Meter()
+    meter = MetricAccumulator()
     meter.start_batch(batch, is_training=False)
     assert meter.batch_size == records
 
@@ -47,7 +47,7 @@ def test_the_weight_is_the_first_tensors_length(batch: Any, records: int) -> Non
     "make", [float, torch.tensor, lambda x: torch.tensor([x])], ids=["number", "0-d", "1-d"]
 )
 def test_means_are_weighted_by_records_exactly(make: Callable[[float], Any]) -> None:
-    meter = Meter()
+    meter = MetricAccumulator()
     for value, size in ((1.0, 3), (5.0, 1), (0.25, 4)):
         meter.start_batch(torch.zeros(size), is_training=False)
         meter.log("loss", make(value))
@@ -56,7 +56,7 @@ def test_means_are_weighted_by_records_exactly(make: Callable[[float], Any]) -> 
 
 
 def test_a_batch_size_that_is_given_wins() -> None:
-    meter = Meter()
+    meter = MetricAccumulator()
     meter.start_batch(torch.zeros(100), is_training=False)
     meter.log("loss", 1.0, batch_size=1)
     meter.log("loss", 4.0, batch_size=2)
@@ -64,7 +64,7 @@ def test_a_batch_size_that_is_given_wins() -> None:
 
 
 def test_means_are_over_all_replicas_records_and_names_may_differ() -> None:
-    meter = Meter()
+    meter = MetricAccumulator()
     meter.start_batch(torch.zeros(2), is_training=False)
     meter.log_dict({"b": 1.0, "a": 2.0})
     means = _take(meter, {"a": (40.0, 8.0)}, {"c": (3.0, 2.0)}, {})
@@ -73,7 +73,7 @@ def test_means_are_over_all_replicas_records_and_names_may_differ() -> None:
 
 
 def test_of_training_the_step_keeps_the_last_values_only() -> None:
-    meter = Meter()
+    meter = MetricAccumulator()
     meter.start_batch(torch.zeros(2), is_training=True)
     meter.log("loss", 1.0, True, on_step=True)
     meter.log("seen", 7, prog_bar=True)
@@ -94,14 +94,14 @@ def test_of_training_the_step_keeps_the_last_values_only() -> None:
     ],
 )
 def test_what_goes_into_the_epochs_mean(is_training: bool, on_epoch: bool | None, is_kept: bool) -> None:
-    meter = Meter()
+    meter = MetricAccumulator()
     meter.start_batch(torch.zeros(2), is_training=is_training)
     meter.log("loss", 1.0, on_epoch=on_epoch)
     assert bool(_take(meter)) is is_kept
 
 
 def test_the_graph_of_a_logged_tensor_is_let_go() -> None:
-    meter = Meter()
+    meter = MetricAccumulator()
     meter.start_batch(torch.zeros(2), is_training=True)
     meter.log("loss", torch.ones((), requires_grad=True) * 2, on_epoch=True)
     assert not meter.latest["loss"].requires_grad
@@ -119,7 +119,7 @@ def test_the_graph_of_a_logged_tensor_is_let_go() -> None:
     ],
 )
 def test_means_keep_their_precision(dtype: torch.dtype, value: float, size: int) -> None:
-    meter = Meter()
+    meter = MetricAccumulator()
     for _ in range(2):
         meter.start_batch(torch.zeros(size), is_training=False)
         meter.log("value", torch.tensor(value, dtype=dtype))
@@ -128,7 +128,7 @@ def test_means_keep_their_precision(dtype: torch.dtype, value: float, size: int)
 
 def test_numbers_and_tensors_mix() -> None:
     for first, second in ((1.0, torch.tensor(3.0)), (torch.tensor(1.0), 3.0)):
-        meter = Meter()
+        meter = MetricAccumulator()
         meter.start_batch(torch.zeros(1), is_training=False)
         meter.log("loss", first)
         meter.log("loss", second)

@@ -12,9 +12,15 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
 from polyxla import UsageError
-from polyxla_training.loop import LoopState
-from polyxla_training.metrics import Meter
-from polyxla_training.module_adapter import Schedulers, Steps, check_module, configured, own_loader
+from polyxla_training.trainer_view import TrainerView
+from polyxla_training.metrics import MetricAccumulator
+from polyxla_training.module_adapter import (
+    Schedulers,
+    ModuleAdapter,
+    check_module,
+    configure_optimizers,
+    resolve_loader,
+)
 
 
 def _halving(optimizer: Optimizer) -> ExponentialLR:
@@ -67,7 +73,7 @@ def _stepped(schedulers: Schedulers, optimizer: Optimizer, steps: int, epochs: i
     ],
 )
 def test_an_optimizer_alone(configure: Callable[[Optimizer], Any]) -> None:
-    optimizer, schedulers = configured(_Net(configure))
+    optimizer, schedulers = configure_optimizers(_Net(configure))
     assert isinstance(optimizer, SGD)
     assert _stepped(schedulers, optimizer, 3, 3) == 1.0
 
@@ -87,7 +93,7 @@ def test_an_optimizer_alone(configure: Callable[[Optimizer], Any]) -> None:
     ],
 )
 def test_a_schedule_counts_epochs_unless_told_otherwise(configure: Callable[[Optimizer], Any]) -> None:
-    optimizer, schedulers = configured(_Net(configure))
+    optimizer, schedulers = configure_optimizers(_Net(configure))
     assert _stepped(schedulers, optimizer, 5, 0) == 1.0
     assert _stepped(schedulers, optimizer, 0, 2) == 0.25
 
@@ -102,14 +108,14 @@ def test_a_schedule_counts_epochs_unless_told_otherwise(configure: Callable[[Opt
     ],
 )
 def test_intervals_and_frequencies(config: dict[str, Any], steps: int, epochs: int, rate: float) -> None:
-    optimizer, schedulers = configured(
+    optimizer, schedulers = configure_optimizers(
         _Net(lambda one: {"optimizer": one, "lr_scheduler": {"scheduler": _halving(one), **config}})
     )
     assert _stepped(schedulers, optimizer, steps, epochs) == rate
 
 
 def test_several_schedules_each_count_for_themselves() -> None:
-    optimizer, schedulers = configured(
+    optimizer, schedulers = configure_optimizers(
         _Net(lambda one: ([one], [{"scheduler": _halving(one), "interval": "step"}, ExponentialLR(one, 0.1)]))
     )
     assert _stepped(schedulers, optimizer, 2, 1) == pytest.approx(0.025)
@@ -136,7 +142,7 @@ def _plateau(optimizer: Optimizer) -> ReduceLROnPlateau:
     ],
 )
 def test_a_plateau_is_given_what_it_watches(configure: Callable[[Optimizer], Any]) -> None:
-    optimizer, schedulers = configured(_Net(configure))
+    optimizer, schedulers = configure_optimizers(_Net(configure))
     for loss, rate in ((1.0, 1.0), (0.5, 1.0), (0.7, 0.1)):
         schedulers.epoch_finished({"val_loss": loss, "other": -loss})
         assert math.isclose(_rate(optimizer), rate)
@@ -145,17 +151,17 @@ def test_a_plateau_is_given_what_it_watches(configure: Callable[[Optimizer], Any
 @pytest.mark.parametrize("monitor", ["val_acc", None])
 def test_a_plateau_that_watches_what_was_not_logged(monitor: str | None) -> None:
     config = {"monitor": monitor} if monitor else {}
-    _, schedulers = configured(_Net(lambda one: ([one], [{"scheduler": _plateau(one), **config}])))
+    _, schedulers = configure_optimizers(_Net(lambda one: ([one], [{"scheduler": _plateau(one), **config}])))
     with pytest.raises(UsageError) as caught:
         schedulers.epoch_finished({"val_loss": 1.0, "a": 2.0})
     assert str(caught.value) == (
-        f"the schedule watches {monitor!r}, which was not logged (logged: ['a', 'val_loss']) "
+        f"ReduceLROnPlateau monitors {monitor!r}, which was not logged (logged: ['a', 'val_loss']) "
         "(from configure_optimizers). Name a logged metric: {'scheduler': ..., 'monitor': 'val_loss'}."
     )
 
 
 def test_a_schedule_with_a_monitor_that_needs_none_is_stepped() -> None:
-    optimizer, schedulers = configured(
+    optimizer, schedulers = configure_optimizers(
         _Net(lambda one: ([one], [{"scheduler": _halving(one), "monitor": "never logged"}]))
     )
     assert _stepped(schedulers, optimizer, 0, 1) == 0.5
@@ -175,7 +181,7 @@ def test_a_schedule_with_a_monitor_that_needs_none_is_stepped() -> None:
 )
 def test_what_is_not_one_optimizer_is_refused(configure: Callable[[Optimizer], Any], count: int) -> None:
     with pytest.raises(UsageError) as caught:
-        configured(_Net(configure))
+        configure_optimizers(_Net(configure))
     assert str(caught.value).startswith(f"configure_optimizers returned {count} optimizers: ")
     assert str(caught.value).endswith(
         "(from _Net.configure_optimizers). "
@@ -183,8 +189,8 @@ def test_what_is_not_one_optimizer_is_refused(configure: Callable[[Optimizer], A
     )
 
 
-def _steps(module: Any) -> Steps:
-    return Steps(module, Meter(), LoopState(0, 0, 1, 1, is_global_zero=True))
+def _steps(module: Any) -> ModuleAdapter:
+    return ModuleAdapter(module, MetricAccumulator(), TrainerView(0, 0, 1, 1, is_global_zero=True))
 
 
 @pytest.mark.parametrize(
@@ -299,16 +305,16 @@ class _Manual(_Net):
         pytest.param(
             torch.nn.Linear(1, 1),
             ["training_step", "configure_optimizers"],
-            "Linear has no training_step and no configure_optimizers (from the module given to Trainer). "
-            "Write the method, or use polyxla.launch with a loop of your own.",
+            "Linear has no training_step and no configure_optimizers (from the module passed to Trainer). "
+            "Write the method, or use polyxla.launch with your own loop.",
             id="methods",
         ),
         pytest.param(
             _Manual(),
             ["training_step"],
-            "_Manual sets automatic_optimization=False, which Trainer does not do "
-            "(from the module given to Trainer). "
-            "Use polyxla.launch with a loop of your own and replica.step.",
+            "_Manual sets automatic_optimization=False, which Trainer does not support "
+            "(from the module passed to Trainer). "
+            "Use polyxla.launch with your own loop and replica.step.",
             id="manual",
         ),
     ],
@@ -325,6 +331,6 @@ class _WithData(_Net):
 
 
 def test_a_loader_that_is_passed_wins_over_the_modules_own() -> None:
-    assert own_loader(_WithData(), [3], "train_dataloader") == [3]
-    assert own_loader(_WithData(), None, "train_dataloader") == [1, 2]
-    assert own_loader(_Net(), None, "train_dataloader") is None
+    assert resolve_loader(_WithData(), [3], "train_dataloader") == [3]
+    assert resolve_loader(_WithData(), None, "train_dataloader") == [1, 2]
+    assert resolve_loader(_Net(), None, "train_dataloader") is None

@@ -26,17 +26,17 @@ from polyxla import UsageError, World, launch
 from polyxla.contracts.counters import Counters, Counts, Memory
 from polyxla.testing import PluginInstaller, fake
 from polyxla_training import Trainer
-from polyxla_training.observe import CompileBudgetError, Observer, Readings, RunLog, read_run
-from polyxla_training.observe.chip_peaks import CHIPS, chip, utilization
+from polyxla_training.observe import CompileBudgetError, Observer, LoggedValues, RunLog, read_run
+from polyxla_training.observe.chip_peaks import CHIP_PEAKS, chip_peak, utilization
 from polyxla_training.observe.compilations import warm_up_steps
-from polyxla_training.observe.compile_budget import Budget
-from polyxla_training.observe.findings import Finding
-from polyxla_training.observe.flops import TRAINED, flops
-from polyxla_training.observe.input_shapes import changed, forms
-from polyxla_training.observe.throughput import Pace
-from polyxla_training.observe.torch_compiled import is_torch_compiled
-from polyxla_training.observe.trace_schedule import FIRST_STEPS, MOST_STEPS, Watch
-from polyxla_training.observe.tracer import Tracer
+from polyxla_training.observe.compile_budget import CompileBudget
+from polyxla_training.observe.tracing.findings import Finding
+from polyxla_training.observe.tracing.flops import WITH_BACKWARD, flops
+from polyxla_training.observe.input_shapes import describe_changes, signatures
+from polyxla_training.observe.throughput import ThroughputMeter
+from polyxla_training.observe.tracing.trace_schedule import is_torch_compiled
+from polyxla_training.observe.tracing.trace_schedule import FIRST_STEPS, MAX_TRACED_STEPS, TraceSchedule
+from polyxla_training.observe.tracing.tracer import Tracer
 
 TIMEOUT_S = 60.0
 HERE = Path(__file__).name
@@ -159,11 +159,11 @@ def kinds(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     ],
 )
 def test_changed_inputs_are_named(before: Any, now: Any, said: str | None) -> None:
-    assert changed(now, forms(before)) == said
+    assert describe_changes(now, signatures(before)) == said
 
 
 def test_many_changes_are_cut_short() -> None:
-    said = changed([torch.zeros(2)] * 9, forms([torch.zeros(3)] * 9))
+    said = describe_changes([torch.zeros(2)] * 9, signatures([torch.zeros(3)] * 9))
     assert said is not None
     assert said.count("->") == 4
     assert said.endswith(", and 5 more")
@@ -177,14 +177,14 @@ def test_many_changes_are_cut_short() -> None:
     )
 )
 def test_the_same_inputs_never_differ(nest: Any) -> None:
-    assert changed(nest, forms(nest)) is None
+    assert describe_changes(nest, signatures(nest)) is None
 
 
-# Budget
+# CompileBudget
 
 
 def test_a_budget_is_spent_before_it_warns_and_warns_once(capsys: pytest.CaptureFixture[str]) -> None:
-    budget = Budget(2, "warn")
+    budget = CompileBudget(2, "warn")
     for number in range(5):
         budget.spend(1, f"reason {number}")
     assert budget.spent == 5
@@ -195,21 +195,21 @@ def test_a_budget_is_spent_before_it_warns_and_warns_once(capsys: pytest.Capture
 
 
 def test_a_strict_budget_raises() -> None:
-    budget = Budget(1, "raise")
+    budget = CompileBudget(1, "raise")
     budget.spend(1, "a reason")
     with pytest.raises(CompileBudgetError, match="another reason"):
         budget.spend(1, "another reason")
 
 
 def test_without_a_budget_anything_goes(capsys: pytest.CaptureFixture[str]) -> None:
-    Budget(None, "raise").spend(1000, "a reason")
+    CompileBudget(None, "raise").spend(1000, "a reason")
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(("allowed", "then"), [(-1, "warn"), (1, "panic")])
 def test_a_budget_that_makes_no_sense_is_refused(allowed: int, then: str) -> None:
     with pytest.raises(UsageError):
-        Budget(allowed, then)
+        CompileBudget(allowed, then)
 
 
 # Chips
@@ -227,29 +227,29 @@ def test_an_unknown_chip_has_no_utilization(kind: str | None) -> None:
 
 
 def test_every_generation_is_known_under_libtpus_names_too() -> None:
-    assert chip("TPU v5 lite") is CHIPS["TPU v5e"]
-    assert chip("TPU v6 lite") is CHIPS["TPU v6e"]
-    assert all(chip(name) for name in CHIPS)
+    assert chip_peak("TPU v5 lite") is CHIP_PEAKS["TPU v5e"]
+    assert chip_peak("TPU v6 lite") is CHIP_PEAKS["TPU v6e"]
+    assert all(chip_peak(name) for name in CHIP_PEAKS)
 
 
-# Pace
+# ThroughputMeter
 
 
 def test_a_window_holds_the_steps_time_without_evaluations() -> None:
     now = [100.0]
-    pace = Pace(clock=lambda: now[0])
+    meter = ThroughputMeter(clock=lambda: now[0])
     loader = SimpleNamespace(records=0, waited_s=0.0)
     for _ in range(4):
         now[0] += 2.0
         loader.records += 10
         loader.waited_s += 0.5
-        pace.step()
+        meter.step()
     now[0] += 50.0
-    pace.leave_out()
+    meter.exclude()
     now[0] += 2.0
     loader.records += 10
-    pace.step()
-    window = pace.cut(loader)
+    meter.step()
+    window = meter.next_window(loader)
     assert (window.steps, window.seconds, window.records) == (5, 10.0, 50)
     assert window.step_s == 2.0
     assert window.wait_share == 0.2
@@ -258,24 +258,24 @@ def test_a_window_holds_the_steps_time_without_evaluations() -> None:
 
 def test_the_next_window_begins_where_the_last_ended() -> None:
     now = [0.0]
-    pace = Pace(clock=lambda: now[0])
+    meter = ThroughputMeter(clock=lambda: now[0])
     for seconds in (3.0, 1.0):
         now[0] += seconds
-        pace.step()
-        window = pace.cut(None)
+        meter.step()
+        window = meter.next_window(None)
         assert window.seconds == seconds
         assert window.records_per_s(1) is window.wait_share is None
 
 
 def test_another_loaders_records_are_counted_from_its_beginning() -> None:
-    pace = Pace()
-    pace.step()
-    pace.cut(SimpleNamespace(records=100, waited_s=9.0))
-    pace.step()
-    assert pace.cut(SimpleNamespace(records=30, waited_s=1.0)).records == 30
+    meter = ThroughputMeter()
+    meter.step()
+    meter.next_window(SimpleNamespace(records=100, waited_s=9.0))
+    meter.step()
+    assert meter.next_window(SimpleNamespace(records=30, waited_s=1.0)).records == 30
 
 
-# Readings
+# LoggedValues
 
 
 class Scalar:
@@ -290,22 +290,22 @@ class Scalar:
 
 
 def test_a_step_is_read_once_for_all_listeners(counters: Turned) -> None:
-    readings = Readings(counters)
+    logged_values = LoggedValues(counters)
     for _ in range(3):
-        assert readings.of(1, {"loss": Scalar(counters, 2.0)}) == {"loss": 2.0}
-    assert readings.of(2, {"loss": Scalar(counters, 3.0)}) == {"loss": 3.0}
-    assert counters.reads == readings.host_reads == 2
+        assert logged_values.read(1, {"loss": Scalar(counters, 2.0)}) == {"loss": 2.0}
+    assert logged_values.read(2, {"loss": Scalar(counters, 3.0)}) == {"loss": 3.0}
+    assert counters.reads == logged_values.host_reads == 2
 
 
 def test_what_is_no_number_is_said_once_a_name(capsys: pytest.CaptureFixture[str]) -> None:
-    readings = Readings()
+    logged_values = LoggedValues()
     for step in range(3, 6):
-        readings.of(step, {"loss": math.nan, "norm": math.inf if step == 5 else 1.0})
+        logged_values.read(step, {"loss": math.nan, "norm": math.inf if step == 5 else 1.0})
     assert capsys.readouterr().err.splitlines() == [
         "polyxla: loss is nan at step 3",
         "polyxla: norm is inf at step 5",
     ]
-    assert readings.not_finite == {"loss": 3, "norm": 5}
+    assert logged_values.not_finite == {"loss": 3, "norm": 5}
 
 
 # Observer
@@ -534,7 +534,7 @@ def test_modes_of_others_end_in_their_own_turn(counters: Turned) -> None:
     with other:
         tracer.start()
         slow(torch.zeros(1))
-    assert modes() == [tracer], "it began within the other, and goes on after its end"
+    assert modes() == [tracer], "it began within the other, and continues after its end"
     with other:
         assert tracer.stop()
         slow(torch.zeros(1))
@@ -718,13 +718,13 @@ def test_recurrence_is_counted_per_record() -> None:
 def test_what_is_trained_costs_its_backward_pass_too() -> None:
     weight = torch.ones(3, 4, requires_grad=True)
     forward = counted(lambda: some(2, 3) @ weight.detach())
-    assert counted(lambda: (some(2, 3) @ weight).sum().backward()) == TRAINED * forward
+    assert counted(lambda: (some(2, 3) @ weight).sum().backward()) == WITH_BACKWARD * forward
 
 
 def test_what_is_computed_again_is_not_counted_again() -> None:
     weight = torch.ones(3, 4, requires_grad=True)
     call = lambda: checkpoint(lambda: some(2, 3) @ weight, use_reentrant=False).sum().backward()  # noqa: E731
-    assert counted(call) == TRAINED * 2 * 2 * 3 * 4
+    assert counted(call) == WITH_BACKWARD * 2 * 2 * 3 * 4
 
 
 def test_other_functions_are_not_counted() -> None:
@@ -735,39 +735,39 @@ def test_other_functions_are_not_counted() -> None:
 # Watching
 
 
-def _train(counters: Turned, steps: int, reads: Any) -> tuple[Watch, list[Finding]]:
-    watch, found = Watch(counters), []
+def _train(counters: Turned, steps: int, reads: Any) -> tuple[TraceSchedule, list[Finding]]:
+    schedule, found = TraceSchedule(counters), []
     for step in range(1, steps + 1):
         before = counters.reads
         if reads(step):
             slow(torch.zeros(1))
-        found += [finding for finding, _ in watch.step()]
-        watch.go_on(counters.reads - before, is_cut=False)
-    watch.close()
-    return watch, found
+        found += [finding for finding, _ in schedule.finish_step()]
+        schedule.begin_step(counters.reads - before, is_cut=False)
+    schedule.close()
+    return schedule, found
 
 
 @pytest.mark.parametrize("every", [1, 2, 7, 50])
 def test_a_read_every_few_steps_is_found(counters: Turned, every: int) -> None:
-    watch, found = _train(counters, 4 * every + 20, lambda step: step % every == 0 and step > 10)
+    schedule, found = _train(counters, 4 * every + 20, lambda step: step % every == 0 and step > 10)
     assert len(found) == 1
-    assert watch.findings.steps <= MOST_STEPS
+    assert schedule.findings.steps <= MAX_TRACED_STEPS
 
 
 def test_where_nothing_reads_the_first_steps_alone_are_traced(counters: Turned) -> None:
-    watch, found = _train(counters, 100, lambda _: False)
-    assert (found, watch.findings.steps) == ([], FIRST_STEPS)
+    schedule, found = _train(counters, 100, lambda _: False)
+    assert (found, schedule.findings.steps) == ([], FIRST_STEPS)
 
 
 def test_what_is_explained_is_not_traced_again(counters: Turned) -> None:
-    watch, found = _train(counters, 100, lambda _: True)
-    assert (len(found), watch.findings.steps) == (1, FIRST_STEPS)
-    assert watch.findings.as_json()[0]["per_traced_step"] == 1
+    schedule, found = _train(counters, 100, lambda _: True)
+    assert (len(found), schedule.findings.steps) == (1, FIRST_STEPS)
+    assert schedule.findings.as_json()[0]["per_traced_step"] == 1
 
 
 def test_irregular_reads_do_not_trace_for_ever(counters: Turned) -> None:
-    watch, _ = _train(counters, 400, lambda step: step in {2**n + 5 for n in range(9)})
-    assert watch.findings.steps <= MOST_STEPS
+    schedule, _ = _train(counters, 400, lambda step: step in {2**n + 5 for n in range(9)})
+    assert schedule.findings.steps <= MAX_TRACED_STEPS
 
 
 # By the Trainer

@@ -1,4 +1,4 @@
-"""Progress is a bar on a terminal and plain lines elsewhere."""
+"""ProgressListener is a bar on a terminal and plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from polyxla_training.listeners.progress import Progress
-from polyxla_training.observe.logged_values import Readings
+from polyxla_training.listeners.progress import ProgressListener
+from polyxla_training.observe.logged_values import LoggedValues
 
 TIMEOUT_S = 60.0
 HOW: Any = SimpleNamespace(max_epochs=2, log_every_n_steps=3)
@@ -27,7 +27,7 @@ def _lines(text: str) -> list[str]:
 
 
 def test_elsewhere_each_epoch_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(HOW, steps_per_epoch=2, readings=Readings())
+    progress = ProgressListener(HOW, steps_per_epoch=2, logged_values=LoggedValues())
     for step in range(1, 5):
         progress.polyxla_step_finished(step=step, logged={"loss": 1 / step, "lr": 0.1})
         if step % 2 == 0:
@@ -42,7 +42,7 @@ def test_elsewhere_each_epoch_is_a_line(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_without_a_length_there_are_the_metrics(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(HOW, steps_per_epoch=None, readings=Readings())
+    progress = ProgressListener(HOW, steps_per_epoch=None, logged_values=LoggedValues())
     for step in range(1, 5):
         progress.polyxla_step_finished(step=step, logged={"loss": 1.0})
     progress.polyxla_metrics_ready(step=4, metrics={"val_loss": 2.0})
@@ -61,7 +61,7 @@ class _Counted:
 
 def test_values_are_read_only_where_they_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Counted, "reads", 0)
-    progress = Progress(HOW, steps_per_epoch=100, readings=Readings())
+    progress = ProgressListener(HOW, steps_per_epoch=100, logged_values=LoggedValues())
     for step in range(1, 101):
         progress.polyxla_step_finished(step=step, logged={"loss": _Counted()})
     assert _Counted.reads == 33 + 1, "every 3rd step and the epoch's last"
@@ -69,10 +69,10 @@ def test_values_are_read_only_where_they_are_shown(monkeypatch: pytest.MonkeyPat
 
 BAR = """
 from types import SimpleNamespace
-from polyxla_training.observe.logged_values import Readings
-from polyxla_training.listeners.progress import Progress
+from polyxla_training.observe.logged_values import LoggedValues
+from polyxla_training.listeners.progress import ProgressListener
 
-progress = Progress(SimpleNamespace(max_epochs=2, log_every_n_steps=1), {steps}, Readings())
+progress = ProgressListener(SimpleNamespace(max_epochs=2, log_every_n_steps=1), {steps}, LoggedValues())
 for step in range(1, 5):
     progress.polyxla_step_finished(step=step, logged={{"loss": 1 / step}})
 progress.polyxla_metrics_ready(step=4, metrics={{"val_loss": 0.5}})

@@ -148,7 +148,7 @@ def test_batch_norm_is_named_and_differs() -> None:
     found = _checked(lambda: Classifier(nn.BatchNorm1d(8)))
     assert not found.within
     [warning] = found.warnings
-    assert warning.startswith("not comparable: 1 (BatchNorm1d) normalises every replica's share by itself")
+    assert warning.startswith("not comparable: 1 (BatchNorm1d) normalises each replica's share separately")
 
 
 @pytest.mark.parametrize(
@@ -210,12 +210,12 @@ class TestBatches:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"steps": 0}, "steps=0 is not a whole number from 1"),
-        ({"devices": 1}, "devices=1 is not a whole number from 2"),
+        ({"steps": 0}, "steps=0 is not an integer of at least 1"),
+        ({"devices": 1}, "devices=1 is not an integer of at least 2"),
         ({"batch_size": 10}, "a batch of 10 does not divide among 4 replicas .* Write batch_size=32"),
         ({"batches": [torch.ones(6, 4)]}, "a batch of 6 records does not divide among 4 replicas"),
         ({"batches": ["text"]}, "a batch of 0 records does not divide"),
-        ({"batches": []}, "the training data gave no whole batch"),
+        ({"batches": []}, "the training data gave no full batch"),
         ({"make": lambda: nn.Linear(4, 2)}, "nothing to train Linear on .* set its example_input_array"),
         ({"make": lambda: 3}, "made int, not a torch.nn.Module"),
         ({"make": _lit}, "nothing to train Lit on"),
@@ -267,7 +267,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("name", "message"),
         [
-            ("toy_module", "'toy_module' does not name a module and what to take from it"),
+            ("toy_module", "'toy_module' does not name a module and an attribute"),
             ("no_such:Net", "cannot import 'no_such': No module named 'no_such'"),
             ("toy_module:Missing", "module 'toy_module' has no 'Missing'"),
             ("toy_module:number", "module 'toy_module' cannot be called: 'number'"),

@@ -148,7 +148,7 @@ def test_memory_is_shown_in_gib() -> None:
 
 def test_a_killed_run_still_adds_up() -> None:
     run = run_of(*EVENTS[:-1])
-    assert run.outcome == "no end: it was killed, or goes on"
+    assert run.outcome == "no end: it was killed, or is still running"
     assert (run.summary["steps"], run.summary["compiles"], run.summary["unexpected"]) == (20, 2, 1)
     assert "train.py:9" in "\n".join(text.as_lines(run))
     assert "no end" in render(run)
@@ -163,16 +163,16 @@ def test_an_error_is_the_outcome() -> None:
 
 def test_the_terminal_shows_what_matters() -> None:
     lines = list(text.as_lines(run_of(*EVENTS)))
-    assert lines[0] == "Digits on 4 replicas of CPU (pjrt), begun 2026-01-02T03:04:05+00:00: finished"
+    assert lines[0] == "Digits on 4 replicas of CPU (pjrt), started 2026-01-02T03:04:05+00:00: finished"
     shown = "\n".join(lines)
     for part in (
         "step time            10 ms",
         "throughput           3,200 records/s",
-        "programs compiled    2 in 1.0 s, 1 after the first",
-        "MFU                  not told: the chip is unknown",
+        "programs compiled    2 in 1.0 s, 1 unexpected",
+        "MFU                  not available: the chip is unknown",
         "last values: loss 0.05  val_loss 0.25  accuracy 0.9",
         "train.py:9: the host reads the device (aten::equal) 2 times a step",
-        "norm is no finite number from step 20 on",
+        "norm is not finite from step 20 on",
         "step 17: 1 in 0.5 s, batch[0] [32] float32 -> [7] float32 (train.py:3)",
     ):
         assert part in shown
@@ -180,7 +180,7 @@ def test_the_terminal_shows_what_matters() -> None:
 
 def test_many_compilations_are_cut_short_on_the_terminal() -> None:
     lines = list(text.as_lines(run_of(START, *[compiled(number) for number in range(1, 31)], end())))
-    assert lines[-1] == "  and 10 times more"
+    assert lines[-1] == "  and 10 more"
 
 
 # The page
@@ -283,7 +283,7 @@ def test_without_the_extra_there_is_text_and_the_pip_line(tmp_path: Path) -> Non
     hide = "import sys; sys.modules['matplotlib'] = None"
     done = report(str(folder), cwd=tmp_path, code=hide)
     assert done.returncode == 2
-    assert "pip install 'polyxla-core[report]'" in done.stderr
+    assert "pip install 'polyxla-training[report]'" in done.stderr
     assert "Traceback" not in done.stderr
     done = report(str(folder), "--text", cwd=tmp_path, code=hide)
     assert (done.returncode, done.stderr) == (0, "")

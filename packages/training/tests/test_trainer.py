@@ -370,7 +370,7 @@ def test_an_empty_loader() -> None:
         _trainer().fit(_Net(), [])
     assert str(caught.value) == (
         "the training loader gave no batch (from Trainer.fit). "
-        "Check its dataset's length, and drop_last where the batch is larger than the dataset."
+        "Check its dataset's length, and drop_last if the batch is larger than the dataset."
     )
 
 
@@ -387,7 +387,7 @@ class _Several(_Net):
     ("module", "text"),
     [
         pytest.param(
-            _Manual(), "_Manual sets automatic_optimization=False, which Trainer does not do", id="manual"
+            _Manual(), "_Manual sets automatic_optimization=False, which Trainer does not support", id="manual"
         ),
         pytest.param(_Several(), "configure_optimizers returned 2 optimizers: ", id="several-optimizers"),
         pytest.param(
@@ -412,14 +412,14 @@ def test_what_cannot_be_tested() -> None:
     [
         pytest.param(
             {"strategy": "ddp"},
-            "strategy='ddp' is none of auto, debug (from Trainer). "
+            "strategy='ddp' is not one of auto, debug (from Trainer). "
             "Leave it out: replicas, and how they start, come from devices= and the runtime.",
             id="strategy",
         ),
         *(
             pytest.param(
                 {name: value},
-                f"{name}={value!r} is not a whole number from 1 (from Trainer). Write {name}=1.",
+                f"{name}={value!r} is not a positive integer (from Trainer). Write {name}=1.",
                 id=f"{name}-{value}",
             )
             for name in ("max_epochs", "max_steps", "log_every_n_steps")
@@ -450,10 +450,10 @@ def test_debug_prints_the_runtimes_report_once(devices: int, capsys: pytest.Capt
 def _double(install_plugin: PluginInstaller) -> None:
     code = """
 from polyxla import hookimpl
-from polyxla.contracts.precision import AsMade
+from polyxla.contracts.precision import UnchangedPrecision
 
-class Double(AsMade):
-    def convert(self, module):
+class Double(UnchangedPrecision):
+    def convert_module(self, module):
         return module.double()
 
 @hookimpl
@@ -496,7 +496,7 @@ def test_tensorboard_gets_steps_and_metrics(
     assert scalars["mean"] == [(4, MEAN), (8, MEAN)]
     assert scalars["first"] == [(4, FIRST), (8, FIRST)]
     assert capsys.readouterr().err == (
-        f"polyxla: logging to {folder}; look at it with: tensorboard --logdir {folder}\n"
+        f"polyxla: logging to {folder}; view it with: tensorboard --logdir {folder}\n"
     )
 
 
@@ -573,7 +573,7 @@ def test_without_tensorboard_the_error_says_what_to_install(monkeypatch: pytest.
         _trainer(log_dir="here").fit(_Net(), _data(1))
     assert str(caught.value) == (
         "TensorBoard is not installed (from Trainer(log_dir=...)). "
-        "Install it: pip install 'polyxla-core[tensorboard]', or pass log_dir=None."
+        "Install it: pip install 'polyxla-training[tensorboard]', or pass log_dir=None."
     )
 
 
@@ -725,11 +725,11 @@ def test_what_is_left_of_an_epoch_counts_by_its_own_batches() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "said"),
     [
-        ("accumulate", 0, "accumulate=0 is not a whole number from 1"),
-        ("clip_norm", 0.0, "clip_norm=0.0 is not a number above 0"),
-        ("clip_value", "1", "clip_value='1' is not a number above 0"),
-        ("keep", 0, "keep=0 is not a whole number from 1"),
-        ("profile_steps", (3, 2), "profile_steps=(3, 2) are no first and last step"),
+        ("accumulate", 0, "accumulate=0 is not a positive integer"),
+        ("clip_norm", 0.0, "clip_norm=0.0 is not a positive number"),
+        ("clip_value", "1", "clip_value='1' is not a positive number"),
+        ("keep", 0, "keep=0 is not a positive integer"),
+        ("profile_steps", (3, 2), "profile_steps=(3, 2) is not a first and a last step"),
     ],
 )
 def test_an_option_that_cannot_be_used_is_refused_at_once(option: str, value: Any, said: str) -> None:
@@ -766,10 +766,10 @@ def test_a_policy_that_refuses_a_module_is_told_by_its_name() -> None:
     class Refuses:
         name = "choosy"
 
-        def convert(self, module: torch.nn.Module) -> torch.nn.Module:
+        def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
             raise ValueError("keep_float32='haed' matches no module; did you mean 'head'?")
 
-        def forward(self) -> Any: ...
+        def forward_context(self) -> Any: ...
 
         def describe(self) -> str:
             return ""

@@ -3,11 +3,17 @@
 Importing this imports no torch.
 """
 
-from polyxla_training.checkpoint import CheckpointError as CheckpointError
-from polyxla_training.checkpoint import CheckpointFolder as CheckpointFolder
-from polyxla_training.checkpoint import DamagedCheckpointError as DamagedCheckpointError
-from polyxla_training.checkpoint import load as load
-from polyxla_training.checkpoint import save as save
-from polyxla_training.replica_check import ReplicaCheck as ReplicaCheck
-from polyxla_training.replica_check import check_replicas as check_replicas
-from polyxla_training.trainer import Trainer as Trainer
+from polyxla_training.checkpoint import CheckpointError, CheckpointFolder, DamagedCheckpointError, load, save
+from polyxla_training.replica_check import ReplicaCheck, check_replicas
+from polyxla_training.trainer import Trainer
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointFolder",
+    "DamagedCheckpointError",
+    "ReplicaCheck",
+    "Trainer",
+    "check_replicas",
+    "load",
+    "save",
+]

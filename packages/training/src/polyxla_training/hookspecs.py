@@ -9,7 +9,7 @@ from polyxla.hookspecs import hookspec
 
 if TYPE_CHECKING:
     from polyxla.replica.replica import Replica
-    from polyxla_training.fit import Fit
+    from polyxla_training.options import Fit
 
 
 @hookspec
@@ -23,7 +23,7 @@ def polyxla_listeners(replica: Replica, fit: Fit) -> list[object] | None:
 
 @hookspec
 def polyxla_metrics_ready(replica: Replica, step: int, metrics: Mapping[str, float]) -> None:
-    """Receive metrics that hold for all replicas, such as a validation's. Called in each replica.
+    """Metrics of an epoch or a validation are computed over all replicas. Called in each replica.
 
     Args:
         replica: the replica that trains.
@@ -34,7 +34,7 @@ def polyxla_metrics_ready(replica: Replica, step: int, metrics: Mapping[str, flo
 
 @hookspec
 def polyxla_epoch_finished(replica: Replica, epoch: int) -> None:
-    """An epoch has ended, its validation included. Called once per epoch in each replica.
+    """An epoch has ended, and its validation too. Called once per epoch in each replica.
 
     Args:
         replica: the replica that trains.
@@ -46,5 +46,8 @@ def polyxla_epoch_finished(replica: Replica, epoch: int) -> None:
 def polyxla_fit_finished(replica: Replica) -> None:
     """A training has made its last step, or was stopped; the module is still on the device.
 
-    Called once per fit in each replica, not after an error.
+    Called once per fit in each replica, but not after an error.
+
+    Args:
+        replica: the replica that trains.
     """

@@ -1,4 +1,4 @@
-"""What a module logs: the last values of the step, and means over an epoch kept on the device."""
+"""The values that a module logs: those of the current step, and means over an epoch, kept on the device."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from polyxla.replica.replica import Replica
 
 
-class Meter:
-    """Collects ``log(name, value)`` calls without ever waiting for the device.
+class MetricAccumulator:
+    """Collects ``log(name, value)`` calls without waiting for the device.
 
     Attributes:
-        latest: what the current step logged, by name.
-        batch_size: real records in the current batch, the weight of its values.
-        valid: which of its records are real, bool ``[record]``; None where all are.
+        latest: the values that the current step logged, by name.
+        batch_size: number of real records in the current batch, which is the weight of its values.
+        valid: mask of its real records, bool ``[record]``; None if all are real.
         is_training: whether values belong to steps (True) or to an evaluation's means (False).
     """
 
@@ -38,13 +38,13 @@ class Meter:
     def start_batch(
         self, batch: Any, is_training: bool, real: int | None = None, valid: torch.Tensor | None = None
     ) -> None:
-        """Forget the last step's values and take the weight of the next batch.
+        """Drop the last step's values and take the weight of the next batch.
 
         Args:
             batch: the records.
-            is_training: whether what is logged belongs to a step.
-            real: how many of them are no padding; None for all.
-            valid: which those are.
+            is_training: whether its values belong to a step.
+            real: number of records that are not padding; None for all.
+            valid: mask of those records.
         """
         self.latest = {}
         self.is_training = is_training
@@ -53,7 +53,7 @@ class Meter:
         self.batch_size = self._records if real is None else real
 
     def end_batches(self) -> None:
-        """Take what is logged from here on, by an epoch's last hook, into the means as it is."""
+        """Add what an epoch's last hook logs to the means, with a weight of 1."""
         self.is_training = False
         self.batch_size = self._records = 1
         self.valid = None
@@ -72,14 +72,14 @@ class Meter:
 
         Args:
             name: its name.
-            value: a number, a tensor of one element or of one for each record (whose mean over the real ones
-                it is), or a metric object such as torchmetrics'.
-            prog_bar: third, as Lightning has it; progress shows every value.
-            on_epoch: whether to report its mean over the epoch; default: only in evaluation.
+            value: a number; a tensor of one element; a tensor of one element per record, which is averaged over
+                the real records; or a metric object such as torchmetrics'.
+            prog_bar: ignored, progress shows every value; third because it is in Lightning.
+            on_epoch: report its mean over the epoch; default: only in an evaluation.
             batch_size: its weight in the mean; default: the batch's first dimension.
 
         Raises:
-            UsageError: the value is none of these.
+            UsageError: the value is of another kind.
         """
         if callable(getattr(value, "compute", None)):
             self._objects[name] = value
@@ -87,7 +87,7 @@ class Meter:
         value = self._mean_of_records(value) if self._is_by_record(value) else _scalar(name, value)
         self.latest[name] = value
         weight = self.batch_size if batch_size is None else batch_size
-        # A batch of padding only, which other replicas' last records made necessary, says nothing.
+        # The weight is 0 in a batch of padding only, which exists because other replicas have records left.
         if weight and (on_epoch if on_epoch is not None else not self.is_training):
             self._add(name, value, weight)
 
@@ -97,20 +97,20 @@ class Meter:
     def _mean_of_records(self, value: torch.Tensor) -> torch.Tensor:
         value = _at_least_float32(value.detach())
         if self.valid is not None:
-            # Not a product: what padding computes may be infinite.
+            # Not a product with the mask: the value of a padding record may be infinite.
             value = torch.where(self.valid, value, torch.zeros_like(value))
         return value.sum() / max(self.batch_size, 1)
 
     def _add(self, name: str, value: Any, weight: int) -> None:
         if name not in self._totals:
-            # Uploaded, not made on the device: a lazily made zero is a constant of the first batch's
-            # program, which would then differ from all later ones and be compiled for itself. Of one element,
-            # not of none: an uploaded scalar of 0 or 1 is a constant to torch_xla too.
+            # Uploaded, not made on the device: a lazily made zero would be a constant of the first batch's
+            # program, which then differs from all later ones and is compiled separately. With a dimension,
+            # because torch_xla makes an uploaded scalar of 0 or 1 a constant too.
             zero = torch.zeros(1)
             self._totals[name] = zero.to(value.device) if isinstance(value, torch.Tensor) else 0.0
             self._weights[name] = 0.0
         if isinstance(value, torch.Tensor):
-            # In float16, a loss of 700 in a batch of 128 is already infinite.
+            # In float16, a loss of 700 times a batch size of 128 overflows.
             value = _at_least_float32(value)
         self._totals[name] = self._totals[name] + value * weight
         self._weights[name] += weight
@@ -121,28 +121,28 @@ class Meter:
             self.log(name, value, **options)
 
     def take(self, replica: Replica) -> dict[str, float]:
-        """Return the means over every replica's records since the last call, and start anew.
+        """Return the means over every replica's records since the last call, and reset them.
 
-        A collective: every replica calls it at the same point. Waits for the device. A metric object
-        is computed and reset; it holds for one replica's records.
+        A collective. Waits for the device. Metric objects are computed and reset; they cover one replica's
+        records.
 
         Raises:
-            UsageError: there are metric objects and several replicas, whose results have no mean.
+            UsageError: metric objects were logged on several replicas: their results cannot be averaged.
         """
         computed = self._computed(replica)
         sums = self.state_dict()
         self._totals, self._weights = {}, {}
-        everyone = replica.all_gather(sums)
-        names = {name for one in everyone for name in one}
-        means = {name: _mean([one[name] for one in everyone if name in one]) for name in sorted(names)}
+        gathered = replica.all_gather(sums)
+        names = {name for one in gathered for name in one}
+        means = {name: _mean([one[name] for one in gathered if name in one]) for name in sorted(names)}
         return means | computed
 
     def state_dict(self) -> dict[str, tuple[float, float]]:
-        """Return the totals and weights so far of what is averaged over the epoch. Waits for the device."""
+        """Return the epoch's totals and weights so far, by name. Waits for the device."""
         return {name: (float(total), self._weights[name]) for name, total in self._totals.items()}
 
     def load_state_dict(self, state: Mapping[str, tuple[float, float]]) -> None:
-        """Go on from `state_dict`."""
+        """Continue from `state_dict`."""
         self._totals = {name: total for name, (total, _) in state.items()}
         self._weights = {name: weight for name, (_, weight) in state.items()}
 
@@ -152,7 +152,7 @@ class Meter:
             raise UsageError(
                 f"metric objects cannot be combined over {replica.world_size} replicas: {sorted(objects)}",
                 where="self.log",
-                fix="Log the batch's own value, such as the share that is right: its mean is exact.",
+                fix="Log the batch's value instead, such as its accuracy: the mean over batches is exact.",
             )
         values = {name: float(metric.compute()) for name, metric in objects.items()}
         for metric in objects.values():
@@ -171,7 +171,9 @@ def _scalar(name: str, value: Any) -> Any:
         return value
     kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
     raise UsageError(
-        f"{name!r} is logged as {kind}", where="self.log", fix="Log a number, or a tensor of one element."
+        f"{name!r} is logged as {kind}",
+        where="self.log",
+        fix="Log a number, or a tensor of one element or of one per record.",
     )
 
 

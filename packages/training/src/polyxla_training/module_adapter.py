@@ -1,4 +1,4 @@
-"""The module's side of training: its steps, hooks and optimizers, as Lightning users write them."""
+"""The module's steps, hooks and optimizers, as Lightning users write them."""
 
 from __future__ import annotations
 
@@ -9,24 +9,32 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from polyxla.errors import UsageError
-from polyxla_training.metrics import Meter
+from polyxla_training.metrics import MetricAccumulator
 
 if TYPE_CHECKING:
-    from polyxla_training.loop import LoopState
+    from polyxla_training.trainer_view import TrainerView
 
 _UNSET = object()
 
 
-class Steps:
-    """Calls a module's methods, and lends it ``log``, ``log_dict`` and ``trainer`` meanwhile."""
+class ModuleAdapter:
+    """Calls a module's methods, and lends it ``log``, ``log_dict`` and ``trainer`` until `release`.
 
-    def __init__(self, module: Any, meter: Meter, state: LoopState) -> None:
+    Args:
+        module: a LightningModule, or any module with ``training_step``.
+        accumulator: receives the logged values.
+        view: what the module sees as ``self.trainer``.
+    """
+
+    def __init__(self, module: Any, accumulator: MetricAccumulator, view: TrainerView) -> None:
         self._module = module
-        self._meter = meter
+        self._accumulator = accumulator
         self._before: dict[str, Any] = {}
         self._parameters: dict[str, list[str]] = {}
         self._is_lightning = _is_lightning(module)
-        for name, value in (("log", meter.log), ("log_dict", meter.log_dict), ("trainer", state)):
+        lent = {"log": accumulator.log, "log_dict": accumulator.log_dict, "trainer": view}
+        for name, value in lent.items():
+            # A plain module keeps attributes of its own; a LightningModule's raise without a trainer.
             if _is_lightning(module) or not hasattr(module, name):
                 self._lend(_slot(module, name), value)
 
@@ -36,36 +44,36 @@ class Steps:
         self._module.__dict__[slot] = value
 
     def release(self) -> None:
-        """Take back what was lent, so that the module pickles and copies as before."""
+        """Take the lent attributes back, so that the module pickles and copies as before."""
         for slot, value in self._before.items():
             self._module.__dict__.pop(slot, None)
             if value is not _UNSET:
                 self._module.__dict__[slot] = value
 
     def lend_optimizer(self, optimizer: torch.optim.Optimizer, schedulers: Schedulers) -> None:
-        """Let a LightningModule find its optimizer and schedules with ``self.optimizers()``."""
+        """Make ``self.optimizers()`` and ``self.lr_schedulers()`` work in a LightningModule."""
         if _is_lightning(self._module):
             found = [config["scheduler"] for config in schedulers.configs]
             self._lend("optimizers", lambda **_: optimizer)
             self._lend("lr_schedulers", lambda: found[0] if len(found) == 1 else found or None)
 
     def call(self, hook: str, *arguments: Any, only_lightning: bool = False) -> None:
-        """Call a hook such as ``on_train_start`` where the module has it.
+        """Call a hook such as ``on_train_start`` if the module has it.
 
         Args:
             hook: the method's name.
-            arguments: what it is given.
-            only_lightning: whether the name means this to a LightningModule only.
+            arguments: its arguments.
+            only_lightning: call it on a LightningModule only: in other modules the name may mean anything.
         """
-        # Asked first, as it is known: looking for what a module does not have takes longer.
+        # Checked first because it is known: looking up a missing attribute of a module is slow.
         if only_lightning and not self._is_lightning:
             return
         method = getattr(self._module, hook, None)
         if callable(method):
             method(*arguments)
 
-    def wants_valid(self, kind: str) -> bool:
-        """Tell whether ``{kind}_step`` has a parameter ``valid``: it reads padded batches with their mask."""
+    def accepts_mask(self, kind: str) -> bool:
+        """Return whether ``{kind}_step`` has a parameter ``valid``: the mask of a padded batch."""
         method = getattr(self._module, f"{kind}_step", None)
         return callable(method) and "valid" in inspect.signature(method).parameters
 
@@ -77,13 +85,13 @@ class Steps:
         Args:
             batch: the records.
             index: the batch's number in the epoch.
-            real: how many records are no padding; None for all.
-            valid: which those are.
+            real: number of records that are not padding; None for all.
+            valid: mask of those records.
 
         Raises:
-            UsageError: it returned nothing that can be trained on.
+            UsageError: it did not return a loss that depends on the parameters.
         """
-        self._meter.start_batch(batch, is_training=True, real=real, valid=valid)
+        self._accumulator.start_batch(batch, is_training=True, real=real, valid=valid)
         result = self._call_step("training", batch, index, valid)
         loss = result.get("loss") if isinstance(result, Mapping) else result
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
@@ -99,7 +107,7 @@ class Steps:
         self, kind: str, batch: Any, index: int, real: int | None = None, valid: torch.Tensor | None = None
     ) -> None:
         """Call ``validation_step`` or ``test_step``; arguments as for `loss`."""
-        self._meter.start_batch(batch, is_training=False, real=real, valid=valid)
+        self._accumulator.start_batch(batch, is_training=False, real=real, valid=valid)
         self._call_step(kind, batch, index, valid)
 
     def _call_step(self, kind: str, batch: Any, index: int, valid: Any) -> Any:
@@ -111,10 +119,10 @@ class Steps:
         return method(batch, index, **mask) if len(takes) - len(mask) > 1 else method(batch, **mask)
 
     def require(self, kind: str) -> None:
-        """Refuse data for a step that the module does not have.
+        """Raise an error if the module has no ``{kind}_step``.
 
         Raises:
-            UsageError: there is no ``{kind}_step``.
+            UsageError: it has none.
         """
         method = f"{kind}_step"
         if not callable(getattr(self._module, method, None)) or not _is_overridden(self._module, method):
@@ -135,13 +143,13 @@ class Schedulers:
         self._steps = self._epochs = 0
 
     def step_finished(self) -> None:
-        """Advance those that count steps."""
+        """Advance the schedules that count steps."""
         self._steps += 1
         for config in self._due("step", self._steps):
             config["scheduler"].step()
 
     def epoch_finished(self, metrics: Mapping[str, float]) -> None:
-        """Advance those that count epochs; one with a ``monitor`` is given that metric."""
+        """Advance the schedules that count epochs; ReduceLROnPlateau receives its ``monitor`` metric."""
         self._epochs += 1
         for config in self._due("epoch", self._epochs):
             monitor = config.get("monitor")
@@ -151,62 +159,76 @@ class Schedulers:
                 config["scheduler"].step(metrics[monitor])
             else:
                 raise UsageError(
-                    f"the schedule watches {monitor!r}, which was not logged (logged: {sorted(metrics)})",
+                    f"ReduceLROnPlateau monitors {monitor!r}, which was not logged (logged: {sorted(metrics)})",
                     where="configure_optimizers",
                     fix="Name a logged metric: {'scheduler': ..., 'monitor': 'val_loss'}.",
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the schedules stand, as `polyxla_training.save` takes it."""
+        """Return the state of the schedules, as `polyxla_training.save` takes it."""
         states = [config["scheduler"].state_dict() for config in self.configs]
         return {"steps": self._steps, "epochs": self._epochs, "schedulers": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`."""
+        """Continue from `state_dict`."""
         self._steps, self._epochs = state["steps"], state["epochs"]
         for config, one in zip(self.configs, state["schedulers"], strict=True):
             config["scheduler"].load_state_dict(one)
 
     def _due(self, interval: str, count: int) -> list[Mapping[str, Any]]:
-        mine = [config for config in self.configs if config.get("interval", "epoch") == interval]
-        return [config for config in mine if count % config.get("frequency", 1) == 0]
+        return [
+            config
+            for config in self.configs
+            if config.get("interval", "epoch") == interval and count % config.get("frequency", 1) == 0
+        ]
 
 
-def configured(module: Any) -> tuple[torch.optim.Optimizer, Schedulers]:
+def configure_optimizers(module: Any) -> tuple[torch.optim.Optimizer, Schedulers]:
     """Call ``configure_optimizers`` and read its answer in any of the forms Lightning allows.
 
     Raises:
-        UsageError: it gave no optimizer, or several.
+        UsageError: it returned no optimizer, or several.
     """
     answer = module.configure_optimizers()
-    optimizers, schedulers = _unpacked(answer)
+    optimizers, schedules = _unpack(answer)
     if len(optimizers) != 1 or not isinstance(optimizers[0], torch.optim.Optimizer):
         raise UsageError(
             f"configure_optimizers returned {len(optimizers)} optimizers: {answer!r}",
             where=f"{type(module).__name__}.configure_optimizers",
             fix="Return one torch optimizer; for several, write the loop with polyxla.launch.",
         )
-    return optimizers[0], Schedulers(schedulers)
+    return optimizers[0], Schedulers(schedules)
 
 
-def _unpacked(answer: Any) -> tuple[list[Any], list[Any]]:
-    if isinstance(answer, list | tuple) and len(answer) == 1 and isinstance(answer[0], Mapping):
-        answer = answer[0]
-    if isinstance(answer, Mapping):
-        schedule = answer.get("lr_scheduler")
-        if schedule is not None and not isinstance(schedule, Mapping):
-            schedule = {"scheduler": schedule, "monitor": answer.get("monitor")}
-        return [answer.get("optimizer")], [] if schedule is None else [schedule]
-    if isinstance(answer, list | tuple) and len(answer) == 2 and isinstance(answer[0], list):
-        schedules = answer[1]
-        return answer[0], schedules if isinstance(schedules, list) else [schedules]
-    if isinstance(answer, list | tuple):
-        return list(answer), []
-    return [] if answer is None else [answer], []
+def _unpack(answer: Any) -> tuple[list[Any], list[Any]]:
+    """Return the optimizers and the schedules in what ``configure_optimizers`` returned."""
+    match answer:
+        case None:
+            return [], []
+        case (Mapping() as config) | [Mapping() as config]:
+            return [config.get("optimizer")], _unpack_schedule(config)
+        case [list() as optimizers, list() as schedules]:
+            return optimizers, schedules
+        case [list() as optimizers, schedule]:
+            return optimizers, [schedule]
+        case list() | tuple():
+            return list(answer), []
+        case _:
+            return [answer], []
 
 
-def own_loader(module: Any, loader: Iterable[Any] | None, method: str) -> Iterable[Any] | None:
-    """Return the loader that was passed, or else the one the module makes itself."""
+def _unpack_schedule(config: Mapping[str, Any]) -> list[Any]:
+    match config.get("lr_scheduler"):
+        case None:
+            return []
+        case Mapping() as schedule:
+            return [schedule]
+        case scheduler:
+            return [{"scheduler": scheduler, "monitor": config.get("monitor")}]
+
+
+def resolve_loader(module: Any, loader: Iterable[Any] | None, method: str) -> Iterable[Any] | None:
+    """Return the loader that was passed, or else the one that the module's `method` makes."""
     if loader is not None:
         return loader
     made = getattr(module, method, None)
@@ -214,23 +236,23 @@ def own_loader(module: Any, loader: Iterable[Any] | None, method: str) -> Iterab
 
 
 def check_module(module: Any, methods: Iterable[str]) -> None:
-    """Refuse early what cannot be trained.
+    """Raise an error early if the module cannot be trained.
 
     Raises:
-        UsageError: a method is missing, or the module wants to drive its optimizers itself.
+        UsageError: a method is missing, or the module sets ``automatic_optimization=False``.
     """
     missing = [name for name in methods if not callable(getattr(module, name, None))]
     if missing:
         raise UsageError(
             f"{type(module).__name__} has no {' and no '.join(missing)}",
-            where="the module given to Trainer",
-            fix="Write the method, or use polyxla.launch with a loop of your own.",
+            where="the module passed to Trainer",
+            fix="Write the method, or use polyxla.launch with your own loop.",
         )
     if getattr(module, "automatic_optimization", True) is False:
         raise UsageError(
-            f"{type(module).__name__} sets automatic_optimization=False, which Trainer does not do",
-            where="the module given to Trainer",
-            fix="Use polyxla.launch with a loop of your own and replica.step.",
+            f"{type(module).__name__} sets automatic_optimization=False, which Trainer does not support",
+            where="the module passed to Trainer",
+            fix="Use polyxla.launch with your own loop and replica.step.",
         )
 
 

@@ -1,7 +1,8 @@
-"""polyxla-training's commands and the listeners of every training. Imports nothing heavy."""
+"""The commands of polyxla-training, and the listeners of every training. Imports nothing heavy."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -12,13 +13,13 @@ if TYPE_CHECKING:
     import typer
 
     from polyxla.replica.replica import Replica
-    from polyxla_training.fit import Fit
     from polyxla_training.observe.run_log import RunLog
+    from polyxla_training.options import Fit
 
 
 @hookimpl
 def polyxla_add_commands(app: typer.Typer) -> None:
-    """Add the commands; what they need is imported when they run."""
+    """Add the commands; each imports what it needs when it runs."""
     from polyxla_training.commands import check_replicas, report
 
     app.command()(report)
@@ -27,49 +28,53 @@ def polyxla_add_commands(app: typer.Typer) -> None:
 
 @hookimpl
 def polyxla_listeners(replica: Replica, fit: Fit) -> list[object] | None:
-    """Add what saves checkpoints in every replica; progress, log files, observer and profile on ordinal 0."""
-    return [*_savers(replica, fit), *(_listeners(replica, fit) if replica.is_first else ())]
+    """Add checkpoints in every replica; progress, log files, observer and profile on ordinal 0."""
+    return [*_every_replicas(replica, fit), *(_first_replicas(replica, fit) if replica.is_first else ())]
 
 
-def _savers(replica: Replica, fit: Fit) -> Iterator[object]:
-    if fit.settings.checkpoint_dir is not None:
-        from polyxla_training.listeners.checkpointing import Saver
+def _every_replicas(replica: Replica, fit: Fit) -> Iterator[object]:
+    if fit.options.checkpoint_dir is not None:
+        from polyxla_training.listeners.checkpointing import CheckpointListener
 
-        yield Saver(replica, fit, fit.settings.checkpoint_dir)
+        yield CheckpointListener(replica, fit, fit.options.checkpoint_dir)
 
 
-def _listeners(replica: Replica, fit: Fit) -> Iterator[object]:
-    from polyxla_training.observe.logged_values import Readings
+def _first_replicas(replica: Replica, fit: Fit) -> Iterator[object]:
+    from polyxla_training.observe.logged_values import LoggedValues
     from polyxla_training.observe.observer import Observer
 
-    how, readings = fit.settings, Readings(replica.counters())
-    if how.progress:
-        from polyxla_training.listeners.progress import Progress
+    options, logged_values = fit.options, LoggedValues(replica.counters())
+    if options.progress:
+        from polyxla_training.listeners.progress import ProgressListener
 
-        yield Progress(how, fit.steps_per_epoch, readings)
-    if how.log_dir is not None:
-        from polyxla_training.listeners.tensorboard import TensorBoard
+        yield ProgressListener(options, fit.steps_per_epoch, logged_values)
+    if options.log_dir is not None:
+        from polyxla_training.listeners.tensorboard import TensorBoardListener
 
-        yield TensorBoard(how.log_dir, how.log_every_n_steps, readings)
+        yield TensorBoardListener(options.log_dir, options.log_every_n_steps, logged_values)
     yield Observer(
         replica,
-        every_n_steps=how.log_every_n_steps,
-        log=_run_log(replica, fit, how.log_dir) if how.log_dir is not None else None,
-        readings=readings,
+        every_n_steps=options.log_every_n_steps,
+        log=_run_log(replica, fit, options.log_dir) if options.log_dir is not None else None,
+        logged_values=logged_values,
         module=fit.module,
-        compile_budget=how.compile_budget,
-        on_budget=how.on_budget,
-        shows=how.progress,
+        compile_budget=options.compile_budget,
+        on_budget=options.on_budget,
+        prints_summary=options.progress,
     )
-    if how.profile_steps is not None:
-        from polyxla_training.listeners.profiling import Profile
+    if options.profile_steps is not None:
+        from polyxla_training.listeners.profiling import ProfileListener
 
-        yield Profile(how.profile_steps, how.log_dir or "runs")
+        yield ProfileListener(options.profile_steps, options.log_dir or "runs")
 
 
-def _run_log(replica: Replica, fit: Fit, folder: str) -> RunLog:
+def _run_log(replica: Replica, fit: Fit, directory: str) -> RunLog:
     from polyxla_training.observe.run_log import RunLog
 
-    log = RunLog(folder)
-    log.start(replica, module=type(fit.module).__name__, settings=asdict(fit.settings))
+    log = RunLog(directory)
+    settings = {
+        name: os.fspath(value) if isinstance(value, os.PathLike) else value
+        for name, value in asdict(fit.options).items()
+    }
+    log.start(replica, module=type(fit.module).__name__, settings=settings)
     return log

@@ -1,4 +1,4 @@
-"""`check_replicas`: does training on several replicas give what one replica gives?"""
+"""`check_replicas`: compare training on several replicas with training on one."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReplicaCheck:
-    """How far the parameters of the two runs are apart.
+    """The differences between the parameters of the two runs.
 
-    A parameter's difference is the largest absolute one among its elements and among the replicas,
-    divided by its largest absolute element on one replica; infinite where it is no number.
+    A parameter's difference is the largest absolute difference over its elements and the replicas, divided
+    by its largest absolute element after training on one replica. It is infinite if any value is NaN.
 
     Attributes:
         devices: number of replicas that were compared with one.
-        steps: optimizer updates that both made.
-        tolerance: the largest difference that counts as the same.
-        differences: by parameter, the largest first.
-        warnings: what in the module makes the runs differ by design.
+        steps: number of optimizer updates in each run.
+        tolerance: the largest difference that counts as equal.
+        differences: by parameter name, the largest first.
+        warnings: parts of the module that make the runs differ by design.
     """
 
     devices: int
@@ -39,21 +39,21 @@ class ReplicaCheck:
 
     @property
     def worst(self) -> str:
-        """The parameter that is furthest apart."""
+        """Name of the parameter with the largest difference."""
         return next(iter(self.differences))
 
     @property
     def difference(self) -> float:
-        """The difference of that parameter."""
+        """The largest difference."""
         return self.differences[self.worst]
 
     @property
     def within(self) -> bool:
-        """Whether all are within the tolerance."""
+        """Whether all differences are within the tolerance."""
         return self.difference <= self.tolerance
 
     def as_json(self) -> dict[str, Any]:
-        """Return it for ``--json``."""
+        """Return the result as ``--json`` prints it."""
         return {
             "devices": self.devices,
             "steps": self.steps,
@@ -85,48 +85,47 @@ def check_replicas(
 ) -> ReplicaCheck:
     """Train a module on one replica and on several with the same batches, and compare the parameters.
 
-    Both start from the same weights, in float32. Each of the several replicas is given its share of
-    every batch, in the order of the ordinals. The module's ``training_step`` and
-    ``configure_optimizers`` are used where it has them; a plain module is trained on the mean square
-    of its output, with SGD.
+    Both start from the same weights, in float32. Each of the several replicas trains on its share of every
+    batch, in the order of the ordinals. The module's ``training_step`` and ``configure_optimizers`` are used
+    if it has them; a plain module is trained on the mean square of its output, with SGD.
 
     Args:
-        make_module: a module's class, or another function without arguments that makes one.
+        make_module: a module's class, or another function without arguments that returns a module.
         batches: the batches that all replicas share; default: the module's ``train_dataloader()``, or
-            random ones like its ``example_input_array``. A DataLoader is asked for its dataset's
-            records in their order, `batch_size` at a time; other iterables give the batches as they are.
-        steps: optimizer updates of each run.
+            random batches in the shape of its ``example_input_array``. Of a DataLoader, the dataset's records
+            are taken in their order, `batch_size` at a time; batches of other iterables are used unchanged.
+        steps: number of optimizer updates in each run.
         devices: number of replicas to compare with one.
-        batch_size: records in a batch, all replicas' shares together.
-        tolerance: the largest relative difference that counts as the same.
-        runtime: a runtime's name; default: chosen from the environment.
+        batch_size: number of records in a batch, over all replicas.
+        tolerance: the largest relative difference that counts as equal.
+        runtime: the name of a runtime; default: chosen from the environment.
 
     Raises:
-        UsageError: the module cannot be trained like this, or the batches cannot be shared out.
+        UsageError: the module cannot be trained like this, or the batches cannot be divided.
         Exception: what the module raised.
     """
     _check_numbers(steps=steps, devices=devices, batch_size=batch_size)
-    # These import torch, which `import polyxla` must not.
+    # Imports torch, which `import polyxla_training` must not.
     from polyxla_training.replica_check_runs import compare, prepare, train
 
-    work = prepare(make_module, batches, steps, devices, batch_size)
-    # Not in this process, where a device that was once opened would stand in the way of later launches.
-    [alone] = launch(train, (work,), devices=1, runtime=runtime, start_method="forkserver")
-    together = launch(train, (work,), devices=devices, runtime=runtime)
-    return ReplicaCheck(devices, steps, tolerance, compare(alone, together), work.warnings)
+    workload = prepare(make_module, batches, steps, devices, batch_size)
+    # Not in this process: a device that is opened here would block the launch of several replicas.
+    [alone] = launch(train, (workload,), devices=1, runtime=runtime, start_method="forkserver")
+    together = launch(train, (workload,), devices=devices, runtime=runtime)
+    return ReplicaCheck(devices, steps, tolerance, compare(alone, together), workload.warnings)
 
 
 def load_factory(name: str) -> Callable[[], torch.nn.Module]:
-    """Return what ``module:attribute`` names; modules in the current folder are found too.
+    """Return the callable that ``module:attribute`` names; modules in the working directory are found too.
 
     Raises:
-        UsageError: there is no such thing.
+        UsageError: there is no such module or attribute.
     """
     module, _, attribute = name.partition(":")
     fix = "Write module:attribute, such as train:Net for the class Net in train.py."
     if not module or not attribute:
-        raise UsageError(f"{name!r} does not name a module and what to take from it", where=_COMMAND, fix=fix)
-    # As `python -m` does, look in the current folder too.
+        raise UsageError(f"{name!r} does not name a module and an attribute", where=_COMMAND, fix=fix)
+    # `python -m` looks in the working directory too.
     sys.path.insert(0, str(Path.cwd()))
     try:
         found = importlib.import_module(module)
@@ -148,7 +147,7 @@ def _check_numbers(**numbers: int) -> None:
         least = 2 if name == "devices" else 1
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
             raise UsageError(
-                f"{name}={number!r} is not a whole number from {least}",
+                f"{name}={number!r} is not an integer of at least {least}",
                 where="check_replicas",
                 fix=f"Write {name}={least}.",
             )

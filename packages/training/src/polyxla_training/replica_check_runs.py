@@ -1,4 +1,4 @@
-"""The two runs that `polyxla_training.check_replicas` compares. Heavy: imported when it is called."""
+"""The two runs that `polyxla_training.check_replicas` compares. Heavy: imported when that is called."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from polyxla.errors import UsageError
 from polyxla.pytree import map_tensors
 from polyxla.replica.module_move import move_module
 from polyxla.replica.replica import Replica
-from polyxla_training.loop import LoopState
-from polyxla_training.metrics import Meter
-from polyxla_training.module_adapter import Steps, configured, own_loader
+from polyxla_training.metrics import MetricAccumulator
+from polyxla_training.module_adapter import ModuleAdapter, configure_optimizers, resolve_loader
+from polyxla_training.trainer_view import TrainerView
 
 SEED = 0
-"""What weights and random batches are drawn with."""
+"""Seed of the weights and of random batches."""
 
 
 @dataclass(frozen=True)
-class Work:
-    """What both runs train, on the host.
+class Workload:
+    """The module and the batches that both runs train on, on the host.
 
     Attributes:
-        module: with its first weights, in float32.
-        batches: one for each step, all replicas' shares together.
-        warnings: what in the module makes the runs differ by design.
+        module: with its initial weights, in float32.
+        batches: one for each step, undivided.
+        warnings: parts of the module that make the runs differ by design.
     """
 
     module: nn.Module
@@ -47,11 +47,11 @@ def prepare(
     steps: int,
     devices: int,
     batch_size: int,
-) -> Work:
-    """Make the module and the batches once, so that all replicas begin with the same.
+) -> Workload:
+    """Make the module and the batches once, so that all replicas start from the same.
 
     Raises:
-        UsageError: there is no module, nothing to train on, or a batch that cannot be shared out.
+        UsageError: there is no module, nothing to train on, or a batch that cannot be divided.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
@@ -60,16 +60,16 @@ def prepare(
             raise UsageError(
                 f"{make_module!r} made {type(module).__name__}, not a torch.nn.Module",
                 where="check_replicas",
-                fix="Give it a module's class, or a function without arguments that returns a module.",
+                fix="Pass a module's class, or a function without arguments that returns a module.",
             )
-        source = own_loader(module, batches, "train_dataloader")
+        source = resolve_loader(module, batches, "train_dataloader")
         if source is None:
             source = _random_batches(module, batch_size)
         taken = list(itertools.islice(_repeated(_in_order(source, batch_size)), steps))
     shared = [map_tensors(_as_float32, batch) for batch in taken]
     for batch in shared:
         _check_divides(batch, devices)
-    return Work(module.float(), shared, tuple(_differ_by_design(module)))
+    return Workload(module.float(), shared, tuple(_differ_by_design(module)))
 
 
 def _random_batches(module: nn.Module, batch_size: int) -> Iterable[Any]:
@@ -98,9 +98,9 @@ def _repeated(batches: Iterable[Any]) -> Iterator[Any]:
             yield batch
         if empty:
             raise UsageError(
-                "the training data gave no whole batch",
+                "the training data gave no full batch",
                 where="check_replicas",
-                fix="Check its dataset's length, and write a smaller batch_size.",
+                fix="Check the dataset's length, or write a smaller batch_size.",
             )
 
 
@@ -121,8 +121,8 @@ def _check_divides(batch: Any, devices: int) -> None:
         raise UsageError(
             f"a batch of {count} records does not divide among {devices} replicas",
             where="check_replicas",
-            fix="Give batches whose tensors have the records in the first dimension, and a multiple of "
-            f"{devices} of them.",
+            fix="Make the first dimension of the batch's tensors the records, and their number a multiple of "
+            f"{devices}.",
         )
 
 
@@ -130,7 +130,7 @@ def _share(batch: Any, ordinal: int, devices: int) -> Any:
     count = _records(batch)
 
     def mine(tensor: Tensor) -> Tensor:
-        # Others, such as a mask or a weight for each class, are not of records.
+        # Other tensors, such as a mask or a weight per class, do not hold records: all replicas get them.
         has_records = tensor.dim() > 0 and tensor.shape[0] == count
         return tensor.chunk(devices)[ordinal] if has_records else tensor
 
@@ -148,30 +148,30 @@ def _differ_by_design(module: nn.Module) -> Iterator[str]:
             dropouts.append(label)
     if norms:
         yield (
-            f"not comparable: {', '.join(norms)} normalises every replica's share by itself; on XLA, "
+            f"not comparable: {', '.join(norms)} normalises each replica's share separately; on XLA, "
             "torch_xla.core.functions.SyncBatchNorm normalises the whole batch"
         )
     if dropouts:
         yield f"not comparable: {', '.join(dropouts)} drops at random; set its probability to 0 for the check"
 
 
-def train(replica: Replica, work: Work) -> dict[str, Tensor]:
+def train(replica: Replica, workload: Workload) -> dict[str, Tensor]:
     """Train on this replica's share of each batch; return the parameters on the host."""
-    # A copy, because replicas that are threads were all handed the one module.
-    module = replica.setup(copy.deepcopy(work.module)).train()
-    steps = Steps(module, Meter(), LoopState.at_start(replica, max_epochs=1))
+    # A copy, because replicas that are threads all receive the same module.
+    module = replica.setup(copy.deepcopy(workload.module)).train()
+    adapter = ModuleAdapter(module, MetricAccumulator(), TrainerView.at_start(replica, max_epochs=1))
     try:
-        steps.call("setup", "fit", only_lightning=True)
-        optimizer, schedulers = configured(module) if _configures(module) else (_sgd(module), None)
-        for index, batch in enumerate(work.batches):
+        adapter.call("setup", "fit", only_lightning=True)
+        optimizer, schedulers = configure_optimizers(module) if _configures(module) else (_sgd(module), None)
+        for index, batch in enumerate(workload.batches):
             mine = replica.to_device(_share(batch, replica.ordinal, replica.world_size))
             optimizer.zero_grad()
-            _loss(module, steps, mine, index).backward()
+            _loss(module, adapter, mine, index).backward()
             replica.step(optimizer)
             if schedulers:
                 schedulers.step_finished()
     finally:
-        steps.release()
+        adapter.release()
     move_module(module, torch.device("cpu"))
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
@@ -184,9 +184,9 @@ def _sgd(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
 
 
-def _loss(module: nn.Module, steps: Steps, batch: Any, index: int) -> Tensor:
+def _loss(module: nn.Module, adapter: ModuleAdapter, batch: Any, index: int) -> Tensor:
     if callable(getattr(module, "training_step", None)):
-        return steps.loss(batch, index)
+        return adapter.loss(batch, index)
     output = module(*batch) if isinstance(batch, list | tuple) else module(batch)
     loss: Tensor = output.square().mean()
     return loss
@@ -196,14 +196,14 @@ def compare(alone: Mapping[str, Tensor], together: Sequence[Mapping[str, Tensor]
     """Return each parameter's relative difference, the largest first.
 
     Raises:
-        UsageError: one replica alone came to numbers that are none.
+        UsageError: training on one replica produced NaN or infinity.
     """
     for name, parameter in alone.items():
         if not parameter.isfinite().all():
             raise UsageError(
                 f"{name} is not finite after training on one replica",
                 where="check_replicas",
-                fix="Write a smaller learning rate or fewer steps.",
+                fix="Use a smaller learning rate or fewer steps.",
             )
     found = {
         name: max(_relative(parameter, other[name]) for other in together)
@@ -213,9 +213,9 @@ def compare(alone: Mapping[str, Tensor], together: Sequence[Mapping[str, Tensor]
 
 
 def _relative(one: Tensor, other: Tensor) -> float:
-    apart = (one.double() - other.double()).abs().max().item()
-    if apart == 0:
+    distance = (one.double() - other.double()).abs().max().item()
+    if distance == 0:
         return 0.0
     scale = one.double().abs().max().item()
-    # Also where `apart` is no number: a comparison with it is false.
-    return apart / scale if scale and apart < float("inf") else float("inf")
+    # Infinity for NaN too, because every comparison with NaN is false.
+    return distance / scale if scale and distance < float("inf") else float("inf")

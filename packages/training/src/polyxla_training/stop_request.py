@@ -1,36 +1,37 @@
-"""How the word to end, which the launching process gets, reaches replicas in processes of their own."""
+"""Forward SIGTERM from the launching process to the replicas."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from polyxla_training.checkpoint.stop_signal import StopSignal
 
 STOP_FILE = ".stop"
-"""In the folder of checkpoints, while a process that was told to end waits for its replicas' last one."""
+"""In the checkpoint directory, from a SIGTERM until the replicas have saved their last checkpoint."""
 
 
 @contextlib.contextmanager
-def passed_on(folder: str | None) -> Iterator[None]:
-    """Meanwhile, let SIGTERM ask the replicas that save into `folder` to end, instead of ending this process.
+def forward_sigterm(checkpoint_dir: str | os.PathLike[str] | None) -> Iterator[None]:
+    """Within the block, make the first SIGTERM stop the replicas after a checkpoint, not this process.
 
-    A file asks them: it reaches every kind of process. A second signal ends this process. In another thread
-    than the main one, and without a folder, nothing is changed.
+    A file carries the request: it reaches replicas in threads and in processes. A second signal ends this
+    process. Outside the main thread, or without a directory, signals keep their handlers.
     """
-    if folder is None:
+    if checkpoint_dir is None:
         yield
         return
-    file = Path(folder) / STOP_FILE
+    file = Path(checkpoint_dir) / STOP_FILE
     file.unlink(missing_ok=True)
-    with StopSignal(then=lambda: _ask(file)):
+    with StopSignal(then=lambda: _request_stop(file)):
         try:
             yield
         finally:
             file.unlink(missing_ok=True)
 
 
-def _ask(file: Path) -> None:
+def _request_stop(file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.touch()

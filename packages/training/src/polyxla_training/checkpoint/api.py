@@ -1,4 +1,4 @@
-"""`save` and `load`: one file for one state."""
+"""`save` and `load`: one state in one file."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ if TYPE_CHECKING:
     import torch
 
 Format = Literal["safetensors", "torch"]
-"""What a checkpoint's file is; ``torch`` is a file of ``torch.save``."""
+"""Format of a checkpoint's file; ``torch`` is a file of ``torch.save``."""
 
 
 def save(state: Any, path: str | os.PathLike[str], *, format: Format = "safetensors") -> None:
-    """Write a state to a file that replaces the one before it as a whole, and is durable on return.
+    """Write a state to a file. The file replaces an existing one atomically, and is durable on return.
 
-    The safetensors file opens in any reader of that format, on any machine. Tensors are read from their
-    device one at a time, so the host needs room for the largest; one that is in host memory without gaps is
-    written from where it is. Pending XLA work is computed first, tensor by tensor: hand it over with
-    `Replica.sync` before.
+    Any safetensors reader opens the file, on any machine. Tensors are read from their device one at a time,
+    so the host needs memory for the largest; a contiguous tensor in host memory is written without a copy.
+    Pending XLA work is computed first, tensor by tensor: submit it with `Replica.sync` before.
 
     Args:
         state: tensors (of any dtype, on any device), numbers, text, bytes, None, torch's dtypes, devices and
-            sizes, in lists, tuples, dicts, OrderedDicts and Counters with text or whole numbers as keys.
-            Tied tensors and views of each other are written once.
-        path: the file. Missing folders are made.
-        format: ``safetensors``, or ``torch`` for a file of ``torch.save``, which needs room for all tensors.
+            sizes, in lists, tuples, dicts, OrderedDicts and Counters with text or integers as keys. Tied
+            tensors and views of each other are written once.
+        path: the file. Missing directories are made.
+        format: ``safetensors``, or ``torch`` for a file of ``torch.save``, which needs host memory for all
+            tensors.
 
     Raises:
-        CheckpointError: something in the state cannot be kept, said before anything is written; or the file
-            cannot be written, and what was there before still is.
+        CheckpointError: the state has a value of an unsupported type, and nothing was written; or the file
+            cannot be written, and an existing one is unchanged.
     """
     from polyxla_training.checkpoint.file_writer import write_safetensors, write_torch
-    from polyxla_training.checkpoint.state_packing import Packed, pack
+    from polyxla_training.checkpoint.state_codec import EncodedState, encode_state
 
     _check_format(format, "save")
-    packed = state if isinstance(state, Packed) else pack(state)
+    encoded = state if isinstance(state, EncodedState) else encode_state(state)
     write = write_torch if format == "torch" else write_safetensors
-    write(packed, Path(path))
+    write(encoded, Path(path))
 
 
 def load(
@@ -50,19 +50,19 @@ def load(
     format: Format = "safetensors",
     verify: bool = True,
 ) -> Any:
-    """Read the state that a file holds; its types are as they were, and no code in it is ever run.
+    """Read the state in a file, with the types that were saved. No code in the file is ever run.
 
-    Of a safetensors file that others wrote, the state is a dict of its tensors by name.
+    A safetensors file of another program gives a dict of its tensors by name.
 
     Args:
         path: the file.
-        device: where its tensors are to be. They come without gradients; a Parameter is a tensor.
-        format: ``torch`` to read a file of ``torch.save``, in which tensors and plain values are allowed.
-        verify: whether to compare each tensor with its checksum.
+        device: device for the tensors. They do not require gradients; a Parameter comes back as a tensor.
+        format: ``torch`` to read a file of ``torch.save`` that holds tensors and plain values only.
+        verify: compare each tensor with its checksum.
 
     Raises:
-        CheckpointError: there is no such file, it is of the other format, or it holds what may run code.
-        DamagedCheckpointError: it is not as it was written.
+        CheckpointError: the file does not exist, has the other format, or has content that may run code.
+        DamagedCheckpointError: the file is not as it was written.
     """
     import torch
 
@@ -85,5 +85,5 @@ def load(
 def _check_format(format: str, where: str) -> None:
     if format not in ("safetensors", "torch"):
         raise CheckpointError(
-            f"no checkpoint has the format {format!r}", where=where, fix='Write "safetensors" or "torch".'
+            f"{format!r} is not a checkpoint format", where=where, fix='Write "safetensors" or "torch".'
         )

@@ -1,8 +1,8 @@
-"""A file that is replaced as a whole: readers find the old one or the new one, whatever happens between.
+"""Atomic replacement of a file: readers find the old file or the new one, never a part.
 
-The new one is written beside the old under a name of its own, reaches the disk, and is renamed. Its writer
-holds a lock on it, which ends with the writer however that ends; so any later writer can tell what a killed
-one left behind, on whatever host, and remove it.
+The new file is written beside the old one under a temporary name, synced to the disk, and renamed. Its writer
+locks it, and the lock ends with the writer's process. So any later writer, on any host, recognises the files
+that killed writers left behind, and removes them.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextlib.contextmanager
 def replacing(path: Path, size_bytes: int) -> Iterator[BinaryIO]:
-    """Give a new file to write; when the block ends well, it is durable and is `path`.
+    """Open a new file that replaces `path`, durably, when the block ends.
 
-    Missing folders are made. If the block fails nothing is left of the new file, and the old one is as it
-    was. Any number of threads and processes may replace the same path: each writes its own file, and the last
-    to finish wins.
+    Missing directories are made. If the block raises, the new file is removed and the old one is unchanged.
+    Any number of threads and processes may replace the same path: each writes its own file, and the last to
+    finish wins.
 
     Args:
-        path: what to replace.
-        size_bytes: how much will be written at least, for the error if it does not fit.
+        path: the file to replace.
+        size_bytes: minimum size of the new file, for the error if it does not fit.
 
     Raises:
-        CheckpointError: the file system refuses.
+        CheckpointError: the file system raised an error.
     """
     try:
         if path.is_dir():
@@ -53,15 +53,15 @@ def replacing(path: Path, size_bytes: int) -> Iterator[BinaryIO]:
             except BaseException:
                 part.unlink(missing_ok=True)
                 raise
-        _sync_folder(path.parent)
+        _sync_directory(path.parent)
     except OSError as error:
-        raise _refused(path, size_bytes, error) from error
+        raise _error(path, size_bytes, error) from error
 
 
-def sweep(folder: Path) -> None:
-    """Remove what writers that were killed left in a folder."""
-    for part in folder.glob(f".*{SUFFIX}"):
-        # A writer that lives has the lock; where there are no locks nothing is removed.
+def sweep(directory: Path) -> None:
+    """Remove the files that killed writers left in a directory."""
+    for part in directory.glob(f".*{SUFFIX}"):
+        # A living writer has the lock. On a file system without locks, nothing is removed.
         with contextlib.suppress(OSError), part.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             part.unlink()
@@ -69,7 +69,7 @@ def sweep(folder: Path) -> None:
 
 def _create(path: Path) -> tuple[Path, BinaryIO]:
     while True:
-        # Cut, because a name may have 255 bytes.
+        # Cut, because a name may have at most 255 bytes.
         part = path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}{SUFFIX}")
         file = part.open("xb")
         if _is_locked(part, file):
@@ -78,35 +78,36 @@ def _create(path: Path) -> tuple[Path, BinaryIO]:
 
 
 def _is_locked(part: Path, file: BinaryIO) -> bool:
-    """Take the lock; False if a sweep was quicker, and has removed the file or is about to."""
+    """Lock the file; False if a sweep came first, and has removed the file or is about to."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        return True  # No locks here, so nobody sweeps.
+        return True  # The file system has no locks, so no sweep removes the file.
+    # A sweep between open and flock has removed the file; the lock is then on a file without a name.
     return part.exists()
 
 
-def _sync_folder(folder: Path) -> None:
-    # The new file is in place; some network file systems refuse to sync a folder.
+def _sync_directory(directory: Path) -> None:
+    # The rename is durable after this. Some network file systems cannot sync a directory: not an error.
     with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(directory, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
 
-def _refused(path: Path, size_bytes: int, error: OSError) -> CheckpointError:
-    kept = "; the previous checkpoint is kept" if _is_there(path) else ""
+def _error(path: Path, size_bytes: int, error: OSError) -> CheckpointError:
+    kept = "; the previous checkpoint is unchanged" if _is_there(path) else ""
     what = f"{str(path)!r} cannot be written: {error.strerror or error}"
     if error.errno not in _FULL:
-        fix = "Give a file in a folder that this process may write to."
+        fix = "Name a file in a directory that this process may write to."
         return CheckpointError(f"{what}{kept}", where="save", fix=fix)
     free = size_text(shutil.disk_usage(next(one for one in path.absolute().parents if one.exists())).free)
     what += f": it needs {size_text(size_bytes)} and {free} are free"
-    fix = "Make room, keep fewer checkpoints, or give another folder."
+    fix = "Free some space, keep fewer checkpoints, or name another directory."
     return CheckpointError(f"{what}{kept}", where="save", fix=fix)
 
 
@@ -114,4 +115,4 @@ def _is_there(path: Path) -> bool:
     try:
         return path.is_file()
     except OSError:
-        return False  # In a folder that may not be looked into.
+        return False  # Its directory is not readable.

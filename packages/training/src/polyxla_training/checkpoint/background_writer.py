@@ -1,4 +1,4 @@
-"""Writing while training goes on: a copy in host memory at once, and the file from a thread."""
+"""Saving in the background: a copy to host memory first, then the file from a thread."""
 
 from __future__ import annotations
 
@@ -11,19 +11,17 @@ from typing import Any, Self
 from polyxla_training.checkpoint.errors import CheckpointError
 
 WAIT_TIMEOUT_S = 1800.0
-"""Longest wait for the previous checkpoint to be written, in seconds: half an hour, in which a disk at
-100 MB/s takes 180 GB."""
+"""Maximum wait for the previous checkpoint, in seconds: in half an hour a disk writes 180 GB at 100 MB/s."""
 
 
-class Writer:
+class BackgroundWriter:
     """Saves in the background, one state at a time.
 
-    A context manager; leaving it waits for the last write. Use each writer from one thread. What goes wrong
-    in the background is raised by the next `submit`, or by `close`. The process does not end before its
-    writes do.
+    A context manager; leaving it waits for the last write. Use each writer from one thread. The next `submit`
+    or `close` raises the errors of the background. The process does not end before its writes do.
 
     Args:
-        timeout_s: longest wait for the previous write, in seconds.
+        timeout_s: maximum wait for the previous write, in seconds.
     """
 
     def __init__(self, timeout_s: float = WAIT_TIMEOUT_S) -> None:
@@ -35,24 +33,25 @@ class Writer:
     def submit(self, save: Callable[[Any], object], state: Any) -> None:
         """Copy a state to host memory, and call ``save(copy)`` in a thread.
 
-        Waits for the write before it, then for the copy, so host memory holds one copy at most; the state
-        may change as soon as this returns.
+        Waits for the previous write, then for the copy, so host memory holds at most one copy. The state may
+        change as soon as this returns.
 
         Args:
-            save: `polyxla_training.save` or `CheckpointFolder.save` with all else that it takes, such as
+            save: `polyxla_training.save` or `CheckpointFolder.save` with its other arguments, such as
                 ``functools.partial(folder.save, step)``.
-            state: what `polyxla_training.save` takes.
+            state: as for `polyxla_training.save`.
 
         Raises:
-            CheckpointError: the state cannot be kept, or the write before it did not end in time.
-            Exception: what the write before it raised.
+            CheckpointError: the state has a value of an unsupported type, or the previous write did not end
+                in time.
+            Exception: what the previous write raised.
         """
-        from polyxla_training.checkpoint.state_packing import snapshot
+        from polyxla_training.checkpoint.state_codec import snapshot
 
         self._wait()
         copied = snapshot(state)
         self._started = time.monotonic()
-        # Made anew each time, so a process that is forked in between has no thread that does not run.
+        # A new thread each time: a process that is forked in between does not inherit a dead one.
         self._thread = threading.Thread(
             target=self._write, args=(save, copied), name="polyxla-checkpoint-writer"
         )
@@ -62,8 +61,8 @@ class Writer:
         """Wait for the last write.
 
         Raises:
-            CheckpointError: it did not end in time.
-            Exception: what it raised.
+            CheckpointError: the write did not end in time.
+            Exception: what the write raised.
         """
         self._wait()
 
@@ -78,7 +77,7 @@ class Writer:
         except Exception as failure:
             if error is None:
                 raise
-            # What ended the block matters more.
+            # The error that ended the block is the one to raise.
             error.add_note(f"the last checkpoint was not written either: {failure}")
 
     def _write(self, save: Callable[[Any], object], copied: Any) -> None:
@@ -92,9 +91,9 @@ class Writer:
             self._thread.join(max(0.0, self._started + self._timeout_s - time.monotonic()))
             if self._thread.is_alive():
                 raise CheckpointError(
-                    f"writing a checkpoint has taken longer than {self._timeout_s:g} s and goes on",
-                    where="Writer(timeout_s=...)",
-                    fix="Save less often, to a faster disk, or give a longer timeout_s.",
+                    f"writing a checkpoint has taken longer than {self._timeout_s:g} s and is not finished",
+                    where="BackgroundWriter(timeout_s=...)",
+                    fix="Save less often, use a faster disk, or pass a longer timeout_s.",
                 )
             self._thread = None
         failure, self._failure = self._failure, None

@@ -1,4 +1,4 @@
-"""Reading a state: from a safetensors file, whoever wrote it, or from one of ``torch.save``."""
+"""Reading a state from a safetensors file of any writer, or from a file of ``torch.save``."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from polyxla_training.checkpoint import safetensors_header
 from polyxla_training.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from polyxla_training.checkpoint.file_writer import PIECE_BYTES, host_bytes
 from polyxla_training.checkpoint.safetensors_dtypes import NAMED, restored
-from polyxla_training.checkpoint.state_packing import unpack
+from polyxla_training.checkpoint.state_codec import decode_state
 
 _TORCH_STARTS = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
-"""Of the zip files that torch writes, and of the pickles that it wrote before 1.6, which begin with its
+"""First bytes of torch's zip files, and of the pickles that it wrote before 1.6, which begin with its
 ``MAGIC_NUMBER``. Source: torch/serialization.py."""
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[BufferedReader]:
-    """Open a checkpoint; errors of the file system, in the block too, name it.
+    """Open a checkpoint, and name it in the errors of the block.
 
     Raises:
-        CheckpointError: it cannot be read.
-        DamagedCheckpointError: the block found it damaged.
+        CheckpointError: the file cannot be read.
+        DamagedCheckpointError: the block raised `DamageError`.
     """
     try:
         with path.open("rb") as file:
@@ -38,48 +38,48 @@ def opened(path: Path) -> Iterator[BufferedReader]:
         raise CheckpointError(
             f"{str(path)!r} cannot be read: {error.strerror or error}",
             where="load",
-            fix="Give the file of a checkpoint that this process may read.",
+            fix="Name a checkpoint's file that this process may read.",
         ) from error
     except safetensors_header.DamageError as error:
         raise DamagedCheckpointError(
-            f"{str(path)!r} is damaged, or is no checkpoint: {error}",
+            f"{str(path)!r} is damaged, or is not a checkpoint: {error}",
             where="load",
             fix="Load another checkpoint.",
         ) from error
 
 
 def is_torch(file: BufferedReader) -> bool:
-    """Tell a file of ``torch.save`` by its first bytes; the file is at its start again."""
+    """Return whether a file is one of ``torch.save``, by its first bytes; then rewind it."""
     start = file.read(safetensors_header.LENGTH_BYTES)
     file.seek(0)
-    # A header's length may look like either, but its upper half is zero.
+    # The length of a safetensors header may start with the same bytes, but its upper half is zero.
     return start.startswith(_TORCH_STARTS) and any(start[4:])
 
 
 def read_safetensors(file: BufferedReader, size_bytes: int, device: torch.device, verify: bool) -> Any:
-    """Read a state, one tensor in host memory at a time where `device` is not the host.
+    """Read a state. If `device` is not the host, one tensor at a time is in host memory.
 
     Raises:
         DamageError: the file is not as it was written.
     """
     tensors = _Tensors(file, safetensors_header.read(file, size_bytes), device, verify)
-    if tensors.header.nest is None:
+    if tensors.header.tree is None:
         return {slot.name: tensors(slot.name, NAMED[slot.dtype]) for slot in tensors.header.slots.values()}
     try:
-        return unpack(tensors.header.nest, tensors)
+        return decode_state(tensors.header.tree, tensors)
     except (OSError, MemoryError, safetensors_header.DamageError):
         raise
     except Exception as error:
-        # Its checksum is right, so somebody made it so: whatever Python says, it is one thing.
-        raise safetensors_header.DamageError(f"its nest is none of polyxla's: {error!r}") from error
+        # The checksum is right, so a program other than polyxla wrote this, and any error may come of it.
+        raise safetensors_header.DamageError(f"polyxla did not write its metadata: {error!r}") from error
 
 
 def read_torch(file: BufferedReader, device: torch.device) -> Any:
-    """Read what ``torch.save`` wrote, if it is tensors and plain values.
+    """Read a file of ``torch.save`` that holds tensors and plain values only.
 
     Raises:
-        CheckpointError: reading it could run somebody's code.
-        DamageError: the file is not whole.
+        CheckpointError: reading it could run code.
+        DamageError: the file is damaged.
     """
     try:
         return torch.load(file, map_location=device, weights_only=True)
@@ -87,8 +87,8 @@ def read_torch(file: BufferedReader, device: torch.device) -> Any:
         raise
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{file.name!r} holds more than tensors and plain values, and reading that could run "
-            f"whatever its writer wished: {str(error).splitlines()[0]}",
+            f"{file.name!r} holds more than tensors and plain values, and reading it could run "
+            f"any code: {str(error).splitlines()[0]}",
             where="load",
             fix="If you trust it, read it with torch.load(..., weights_only=False) and save what you need.",
         ) from error
@@ -99,7 +99,7 @@ def read_torch(file: BufferedReader, device: torch.device) -> Any:
 
 
 class _Tensors:
-    """The tensors of an open file, each read when it is asked for first."""
+    """The tensors of an open file, each read on first use."""
 
     def __init__(
         self, file: BufferedReader, found: safetensors_header.Header, device: torch.device, verify: bool
@@ -116,7 +116,7 @@ class _Tensors:
             self._read[name] = (tensor if tensor.dtype is dtype else restored(tensor, dtype)).to(self._device)
         return self._read[name]
 
-    def _from_file(self, slot: safetensors_header.Slot) -> torch.Tensor:
+    def _from_file(self, slot: safetensors_header.TensorSlot) -> torch.Tensor:
         tensor = torch.empty(slot.shape, dtype=NAMED[slot.dtype])
         data = host_bytes(tensor)
         self._file.seek(self.header.data_start + slot.start)
@@ -127,7 +127,7 @@ class _Tensors:
 
 
 def _read_into(file: BufferedReader, data: memoryview, verify: bool) -> int:
-    """Fill `data` from a file; return its checksum, or 0 where nobody asks for it."""
+    """Fill `data` from a file; return its checksum, or 0 without `verify`."""
     checksum = 0
     for start in range(0, len(data), PIECE_BYTES):
         piece = data[start : start + PIECE_BYTES]

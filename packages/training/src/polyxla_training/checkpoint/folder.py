@@ -1,4 +1,4 @@
-"""A folder of checkpoints, named by their step: the newest whole one is loaded, and old ones are deleted."""
+"""A directory of checkpoints, named by step: loads the newest intact one, and deletes old ones."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _START_BYTES = 64
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A checkpoint of a folder.
+class CheckpointEntry:
+    """A checkpoint in a `CheckpointFolder`.
 
     Attributes:
         step: the optimizer step that it was saved at.
         path: its file.
-        time_s: when it was written, in seconds since 1970.
+        time_s: time of writing, in seconds since 1970.
         size_bytes: its size.
         is_kept: whether it is never deleted.
     """
@@ -40,70 +40,71 @@ class Entry:
 
 
 class CheckpointFolder:
-    """The checkpoints of a run: files ``step-00000123.safetensors`` in one folder.
+    """The checkpoints of a run: files ``step-00000123.safetensors`` in one directory.
 
     Args:
-        path: the folder; it is made by the first `save`.
-        keep: how many to keep, those of the highest steps, beside what is kept forever; None keeps all.
+        path: the directory; the first `save` makes it.
+        keep: number of checkpoints to keep, those of the highest steps, in addition to those that are kept
+            forever; None keeps all.
 
     Raises:
-        CheckpointError: `keep` is not a number from 1.
+        CheckpointError: `keep` is less than 1.
     """
 
     def __init__(self, path: str | os.PathLike[str], keep: int | None = None) -> None:
         if keep is not None and keep < 1:
             raise CheckpointError(
-                f"{keep} checkpoints cannot be kept",
+                f"keep={keep} is not a positive integer",
                 where="CheckpointFolder(keep=...)",
-                fix="Give a number from 1, or None for all.",
+                fix="Write keep=1, or None to keep all.",
             )
         self.path = Path(path)
         self._keep = keep
 
     def save(self, step: int, state: Any, *, keep_forever: bool = False) -> Path:
-        """Write a checkpoint; once it is durable, delete those that are too many.
+        """Write a checkpoint; once it is durable, delete the oldest ones beyond `keep`.
 
         Args:
             step: the optimizer step, from 0; a checkpoint of the same step is replaced.
-            state: what `polyxla_training.save` takes.
-            keep_forever: whether it is never deleted, and does not count.
+            state: as for `polyxla_training.save`.
+            keep_forever: never delete it, and do not count it.
 
         Returns:
-            Its file.
+            The path of the file.
 
         Raises:
-            CheckpointError: as `polyxla_training.save`; or `step` is negative.
+            CheckpointError: as for `polyxla_training.save`; or `step` is negative.
         """
         if step < 0:
             raise CheckpointError(
-                f"there is no step {step}", where="CheckpointFolder.save", fix="Count from 0."
+                f"step={step} is negative", where="CheckpointFolder.save", fix="Count steps from 0."
             )
         path = self.path / f"step-{step:08d}{'-kept' if keep_forever else ''}.safetensors"
         save(state, path)
         self._delete_old(path)
         return path
 
-    def entries(self) -> list[Entry]:
-        """Return what is there, by step."""
+    def entries(self) -> list[CheckpointEntry]:
+        """Return the checkpoints by step."""
         found = [entry for path in self.path.glob("step-*") if (entry := _entry(path)) is not None]
         return sorted(found, key=lambda entry: (entry.step, entry.is_kept))
 
-    def latest(self) -> Entry | None:
-        """Return the checkpoint of the highest step, whole or not; None if there is none."""
+    def latest(self) -> CheckpointEntry | None:
+        """Return the checkpoint of the highest step, intact or not; None if there is none."""
         return next(reversed(self.entries()), None)
 
-    def load_latest(self, *, device: str | torch.device = "cpu") -> tuple[Entry, Any] | None:
-        """Load the checkpoint of the highest step that is whole; a damaged one is named on standard error.
+    def load_latest(self, *, device: str | torch.device = "cpu") -> tuple[CheckpointEntry, Any] | None:
+        """Load the intact checkpoint of the highest step; print the names of damaged ones to standard error.
 
         Args:
-            device: where its tensors are to be.
+            device: device for the tensors.
 
         Returns:
-            The checkpoint and its state, or None if there is none.
+            The checkpoint and its state, or None if there are no checkpoints.
 
         Raises:
             DamagedCheckpointError: there are checkpoints, and all are damaged.
-            CheckpointError: one cannot be read, which says nothing about the ones before it.
+            CheckpointError: a file cannot be read; it may be intact, so older ones are not tried.
         """
         damaged: list[str] = []
         for entry in reversed(self.entries()):
@@ -111,7 +112,7 @@ class CheckpointFolder:
                 state = load(entry.path, device=device)
             except DamagedCheckpointError as error:
                 damaged.append(entry.path.name)
-                say(f"{error.what}; taking the checkpoint before it")
+                say(f"{error.what}; loading the checkpoint before it")
             else:
                 return entry, state
         if not damaged:
@@ -119,20 +120,20 @@ class CheckpointFolder:
         raise DamagedCheckpointError(
             f"every checkpoint in {str(self.path)!r} is damaged: {', '.join(damaged)}",
             where="CheckpointFolder.load_latest",
-            fix="Start from another folder, or from the beginning with an empty one.",
+            fix="Resume from another directory, or start from the beginning with an empty one.",
         )
 
     def _delete_old(self, written: Path) -> None:
         if self._keep is None:
             return
-        passing = [entry.path for entry in self.entries() if not entry.is_kept]
-        for path in passing[: -self._keep]:
-            # A run that went back to an earlier step does not lose what it has just written.
+        deletable = [entry.path for entry in self.entries() if not entry.is_kept]
+        for path in deletable[: -self._keep]:
+            # After resuming from an earlier checkpoint, the file just written may have a lower step.
             if path != written and _is_ours(path):
                 path.unlink(missing_ok=True)
 
 
-def _entry(path: Path) -> Entry | None:
+def _entry(path: Path) -> CheckpointEntry | None:
     match = _NAME.fullmatch(path.name)
     try:
         status = path.stat()
@@ -140,7 +141,7 @@ def _entry(path: Path) -> Entry | None:
         return None  # Another process has just deleted it.
     if match is None or not path.is_file():
         return None
-    return Entry(int(match[1]), path, status.st_mtime, status.st_size, match[2] is not None)
+    return CheckpointEntry(int(match[1]), path, status.st_mtime, status.st_size, match[2] is not None)
 
 
 def _is_ours(path: Path) -> bool:

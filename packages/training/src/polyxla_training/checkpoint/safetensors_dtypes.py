@@ -1,4 +1,4 @@
-"""How torch's dtypes are named in a safetensors file, and which are written as another."""
+"""The names of torch's dtypes in a safetensors file, and the dtypes that are stored as others."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ STORED_AS = {
     torch.float8_e5m2fnuz: torch.uint8,
     torch.float8_e8m0fnu: torch.uint8,
 }
-"""What the format has no name for, or one that not all readers know: the same bytes under another
-dtype; a complex number is two real ones, a last dimension of 2 more."""
+"""Dtypes that the format has no name for, or one that not all readers know: the same bytes are stored under
+another dtype. A complex number becomes two real ones, in an additional last dimension of 2."""
 _NAMES = {dtype: name for name, dtype in NAMED.items()}
 
 
@@ -45,10 +45,10 @@ def stored(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, 
 
 
 def restored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the tensor that `stored` described with another dtype, over the same memory.
+    """Return the original of a tensor that `stored` gave another dtype, over the same memory.
 
     Raises:
-        ValueError: `dtype` is not stored as the tensor's.
+        ValueError: `dtype` is not stored as the tensor's dtype.
     """
     if tensor.dtype is not STORED_AS.get(dtype, dtype):
         raise ValueError(f"{dtype} is not stored as {tensor.dtype}")

@@ -1,7 +1,7 @@
-"""The beginning of a safetensors file: where each tensor is, and polyxla's own texts beside them.
+"""The header of a safetensors file: the place of each tensor, and polyxla's metadata.
 
-A file is eight bytes with the header's length, the header, which is JSON, and the tensors' bytes without a
-gap. The header's ``__metadata__`` maps texts to texts; polyxla keeps the nest there, and checksums.
+A file is eight bytes with the header's length, the header, which is JSON, and the tensors' bytes without
+gaps. The header's ``__metadata__`` maps texts to texts; there polyxla stores the pytree and checksums.
 Source: the README of github.com/huggingface/safetensors, section "Format".
 """
 
@@ -17,12 +17,12 @@ from typing import Any, BinaryIO
 from polyxla_training.checkpoint.errors import size_text
 
 VERSION = "1"
-"""Of what polyxla writes into the metadata."""
+"""Version of polyxla's metadata."""
 MAX_HEADER_BYTES = 100_000_000
-"""Source: ``MAX_HEADER_SIZE`` in safetensors/src/tensor.rs: no reader of the format takes a longer one."""
+"""Readers of the format refuse longer headers. Source: ``MAX_HEADER_SIZE`` in safetensors/src/tensor.rs."""
 LENGTH_BYTES = 8
 ALIGNMENT_BYTES = 8
-"""The first tensor begins at a multiple, as the format's own writer has it."""
+"""The first tensor begins at a multiple of this, as in files of the format's own writer."""
 ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
@@ -32,17 +32,17 @@ ITEM_BYTES = {
 _PREFIX = b'{"__metadata__":{"polyxla.crc32":"'
 _CRC_DIGITS = 8
 CRC_OFFSET = LENGTH_BYTES + len(_PREFIX)
-"""Where in the file the checksums are: eight hexadecimal digits for the header with these digits as
-zeros, then eight for each tensor in the file's order."""
+"""Offset of the checksums: eight hexadecimal digits for the header, in which the digits count as zeros, then
+eight for each tensor in the file's order."""
 
 
 class DamageError(ValueError):
-    """What is wrong with a file, for the reader to complete with its name."""
+    """Damage in a file; `file_reader.opened` adds the file's name."""
 
 
 @dataclass(frozen=True)
-class Slot:
-    """Where a tensor's bytes are: ``[start, stop)``, counted from the header's end."""
+class TensorSlot:
+    """The place of a tensor's bytes: ``[start, stop)``, counted from the end of the header."""
 
     name: str
     dtype: str
@@ -53,36 +53,36 @@ class Slot:
 
 @dataclass(frozen=True)
 class Header:
-    """A header that fits its file.
+    """A valid header.
 
     Attributes:
         slots: the tensors by name, in the file's order.
         checksums: each tensor's CRC-32 by name; empty in a file that polyxla did not write.
-        nest: the nest's JSON, or None in a file that polyxla did not write.
-        data_start: where the tensors begin, in bytes from the file's start.
+        tree: the state's pytree as JSON; None in a file that polyxla did not write.
+        data_start: offset of the first tensor, in bytes from the start of the file.
     """
 
-    slots: Mapping[str, Slot]
+    slots: Mapping[str, TensorSlot]
     checksums: Mapping[str, int]
-    nest: str | None
+    tree: str | None
     data_start: int
 
 
-def lay_out(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> list[Slot]:
-    """Place tensors, given as name, dtype and shape, one after the other."""
-    slots: list[Slot] = []
+def lay_out(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> list[TensorSlot]:
+    """Place tensors, given as name, dtype and shape, one after another."""
+    slots: list[TensorSlot] = []
     start = 0
     for name, dtype, shape in tensors:
         stop = start + math.prod(shape) * ITEM_BYTES[dtype]
-        slots.append(Slot(name, dtype, shape, start, stop))
+        slots.append(TensorSlot(name, dtype, shape, start, stop))
         start = stop
     return slots
 
 
-def encode(slots: Sequence[Slot], nest: str) -> bytes:
+def encode(slots: Sequence[TensorSlot], tree: str) -> bytes:
     """Return the file's bytes before the tensors, with zeros in place of the checksums."""
     zeros = "0" * _CRC_DIGITS * (1 + len(slots))
-    texts = {"polyxla.crc32": zeros, "polyxla.version": VERSION, "polyxla.nest": nest}
+    texts = {"polyxla.crc32": zeros, "polyxla.version": VERSION, "polyxla.nest": tree}
     content: dict[str, Any] = {"__metadata__": texts}
     for slot in slots:
         content[slot.name] = {
@@ -96,25 +96,27 @@ def encode(slots: Sequence[Slot], nest: str) -> bytes:
 
 
 def checksums(start: bytes, tensors: Sequence[int]) -> bytes:
-    """Return what belongs at `CRC_OFFSET`: the checksums of `encode`'s bytes and of the tensors."""
+    """Return the bytes for `CRC_OFFSET`: the checksums of `encode`'s bytes and of the tensors."""
     return b"".join(b"%08x" % one for one in (zlib.crc32(start), *tensors))
 
 
 def is_ours(start: bytes) -> bool:
-    """Tell from a file's first bytes whether polyxla wrote it."""
+    """Return whether polyxla wrote the file with these first bytes."""
     return start[LENGTH_BYTES:].startswith(_PREFIX)
 
 
 def read(file: BinaryIO, size_bytes: int) -> Header:
-    """Read a header and check that it fits a file of this size.
+    """Read a header, and check that it fits a file of this size.
 
     Raises:
-        DamageError: it does not.
+        DamageError: the header is invalid, or does not fit.
     """
     length = file.read(LENGTH_BYTES)
     text_bytes = int.from_bytes(length, "little")
     if text_bytes > MAX_HEADER_BYTES:
-        raise DamageError(f"its header would be {size_text(text_bytes)} long, which no checkpoint's is")
+        raise DamageError(
+            f"its header would be {size_text(text_bytes)} long, more than a checkpoint may have"
+        )
     if len(length) < LENGTH_BYTES or LENGTH_BYTES + text_bytes > size_bytes:
         raise DamageError(f"it ends within its header, after {size_text(size_bytes)}")
     text = file.read(text_bytes)
@@ -130,20 +132,20 @@ def read(file: BinaryIO, size_bytes: int) -> Header:
     return Header(ordered, sums, metadata.get("polyxla.nest"), data_start)
 
 
-def _slot(name: str, dtype: str, shape: list[int], data_offsets: list[int]) -> Slot:
+def _slot(name: str, dtype: str, shape: list[int], data_offsets: list[int]) -> TensorSlot:
     start, stop = data_offsets
     if dtype not in ITEM_BYTES:
-        raise ValueError(f"tensor {name!r} is of dtype {dtype!r}, which is not known here")
+        raise ValueError(f"tensor {name!r} is of dtype {dtype!r}, which is unknown")
     sizes = (*shape, start, stop)
-    # A dimension of 0 may hide others that overflow.
+    # Computed with 1 for 0, because a dimension of 0 would hide others that overflow.
     if any(type(one) is not int or one < 0 for one in sizes) or math.prod(one or 1 for one in shape) >= 2**60:
-        raise ValueError(f"tensor {name!r} has sizes that are none")
+        raise ValueError(f"tensor {name!r} has an invalid shape or offsets")
     if stop - start != math.prod(shape) * ITEM_BYTES[dtype]:
-        raise ValueError(f"tensor {name!r} has another size than its shape needs")
-    return Slot(name, dtype, tuple(shape), start, stop)
+        raise ValueError(f"tensor {name!r} has a size that does not fit its shape")
+    return TensorSlot(name, dtype, tuple(shape), start, stop)
 
 
-def _check_places(slots: Mapping[str, Slot], data_bytes: int) -> dict[str, Slot]:
+def _check_places(slots: Mapping[str, TensorSlot], data_bytes: int) -> dict[str, TensorSlot]:
     ordered = sorted(slots.values(), key=lambda slot: (slot.start, slot.stop))
     end = 0
     for slot in ordered:
@@ -151,17 +153,18 @@ def _check_places(slots: Mapping[str, Slot], data_bytes: int) -> dict[str, Slot]
             raise DamageError(f"tensor {slot.name!r} does not begin where the one before it ends")
         end = slot.stop
     if end != data_bytes:
-        how = "is cut short" if end > data_bytes else "goes on after its end"
+        how = "is cut short" if end > data_bytes else "continues after its end"
         raise DamageError(f"it {how}: its tensors need {end} bytes and there are {data_bytes}")
     return {slot.name: slot for slot in ordered}
 
 
-def _own(start: bytes, metadata: Mapping[str, Any], slots: Mapping[str, Slot]) -> dict[str, int]:
-    """Check the header's checksum and return the tensors'; nothing for a file that others wrote."""
+def _own(start: bytes, metadata: Mapping[str, Any], slots: Mapping[str, TensorSlot]) -> dict[str, int]:
+    """Check the header's checksum and return those of the tensors; none for a file of another program."""
     if not is_ours(start) and not any(key.startswith("polyxla.") for key in metadata):
         return {}
     digits = str(metadata.get("polyxla.crc32")).encode()
     stop = CRC_OFFSET + len(digits)
+    # The header's own checksum was computed while zeros stood in the place of all checksums.
     zeroed = start[:CRC_OFFSET] + b"0" * len(digits) + start[stop:]
     if (
         not is_ours(start)
@@ -176,5 +179,5 @@ def _own(start: bytes, metadata: Mapping[str, Any], slots: Mapping[str, Slot]) -
     if zlib.crc32(zeroed) != own:
         raise DamageError("its header was changed after it was written")
     if metadata.get("polyxla.version") != VERSION:
-        raise DamageError("another version of polyxla wrote it, which this one cannot read")
+        raise DamageError("it was written by a version of polyxla that this one cannot read")
     return dict(zip(slots, others, strict=True))

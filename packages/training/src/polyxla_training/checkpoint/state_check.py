@@ -1,4 +1,4 @@
-"""Whether the tensors that were found are those that were expected."""
+"""The check that a loaded state has the expected tensors."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 
 from polyxla_training.checkpoint.errors import CheckpointError
 
-SHOWN = 5
-"""How many names an error lists of a kind."""
+MAX_NAMES = 5
+"""Number of names of each kind in an error."""
 
 
 def check_state(expected: Mapping[str, Any], found: Mapping[str, Any], *, where: str = "load") -> None:
-    """Refuse a state that does not fit, with all that is wrong in one error.
+    """Raise one error with all differences, if a state does not fit.
 
     Args:
-        expected: tensors by name, such as ``module.state_dict()``; only their shapes are looked at.
-        found: the tensors that are to take their place.
-        where: where those are from, such as the file's path.
+        expected: tensors by name, such as ``module.state_dict()``; only names and shapes are compared.
+        found: the tensors that replace them.
+        where: their source, such as the file's path, for the error.
 
     Raises:
-        CheckpointError: names are missing, or not expected, or shapes differ.
+        CheckpointError: names are missing or unexpected, or shapes differ.
     """
     missing = [name for name in expected if name not in found]
     extra = [name for name in found if name not in expected]
@@ -36,13 +36,13 @@ def check_state(expected: Mapping[str, Any], found: Mapping[str, Any], *, where:
 
 
 def _shape(tensor: Any) -> tuple[int, ...] | None:
-    # A module's extra state may be anything.
+    # The extra state of a module may be any object.
     return tuple(tensor.shape) if hasattr(tensor, "shape") else None
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
 
 
 def _fix(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str:
@@ -53,14 +53,13 @@ def _fix(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str:
         )
     if prefix := _prefix(found, expected):
         return (
-            f"All names expected begin with {prefix!r}, which a wrapper adds: "
-            "load into the module that it wraps."
+            f"All names expected begin with {prefix!r}, which a wrapper adds: load into the wrapped module."
         )
     return "Build the module as it was when the checkpoint was written."
 
 
 def _prefix(short: Mapping[str, Any], long: Mapping[str, Any]) -> str | None:
-    """Return the text that makes all names of `short` those of `long`, such as ``module.``."""
+    """Return the prefix, such as ``module.``, that turns all names of `short` into those of `long`."""
     first = next(iter(short), None)
     if first is None or len(short) != len(long):
         return None

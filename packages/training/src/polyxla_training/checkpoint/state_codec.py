@@ -1,58 +1,112 @@
-"""A nest of Python values as JSON, with its tensors beside it; every type comes back as it was.
+"""A state as a file stores it: its pytree as JSON, and its tensors. All types are preserved.
 
-Numbers, text, None and lists are what JSON has for them. Everything else is an object with its ``type``.
-NumPy's numbers become Python's: who reads a checkpoint need not have NumPy.
+Numbers, text, None and lists are those of JSON. Every other value is an object with its ``type``. NumPy's
+numbers become Python's, so that reading a checkpoint does not need NumPy.
 """
 
 from __future__ import annotations
 
 import base64
+import json
 import math
 import numbers
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from polyxla_training.checkpoint.errors import CheckpointError
 from polyxla_training.checkpoint.safetensors_dtypes import stored
-from polyxla_training.checkpoint.tensor_aliasing import Found
+from polyxla_training.checkpoint.tensor_aliasing import StoredTensor, TensorNode, stored_tensors
 
 MAX_DEPTH = 100
-"""Of nests in nests; a nest that contains itself is one without end."""
+"""Maximum depth of nested containers: one that contains itself has no end."""
 _JSON_INTEGERS = range(-(2**63), 2**64)
-"""What every JSON reader takes for a whole number."""
+"""The numbers that every JSON reader takes for integers."""
 _SEQUENCES: dict[type, str] = {tuple: "tuple", torch.Size: "size"}
 _DICTS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
-class Encoder:
-    """Encodes one nest.
+@dataclass
+class EncodedState:
+    """A state to be written.
 
     Attributes:
-        found: its tensors, in order. Their nodes in the encoded nest lack their place in the file.
+        tree: the pytree as JSON.
+        tensors: those with the largest items first, so that each is aligned to its item size in the file.
+    """
+
+    tree: str
+    tensors: list[StoredTensor]
+
+
+def encode_state(state: Any) -> EncodedState:
+    """Encode a state; its tensors stay where they are.
+
+    Raises:
+        CheckpointError: it has a value of an unsupported type.
+    """
+    encoder = Encoder()
+    tree = encoder.encode(state)
+    tensors = sorted(stored_tensors(encoder.tensors), key=lambda one: -one.tensor.itemsize)
+    return EncodedState(json.dumps(tree, separators=(",", ":")), tensors)
+
+
+def decode_state(tree: str, tensor: Callable[[str, torch.dtype], torch.Tensor]) -> Any:
+    """Return the state that `encode_state` encoded; arguments as for `decode`."""
+    return decode(json.loads(tree), tensor)
+
+
+def snapshot(state: Any) -> EncodedState:
+    """Encode a state with copies of its tensors in host memory, so that the state may change afterwards.
+
+    Blocks until every tensor is computed and copied, one after another.
+
+    Raises:
+        CheckpointError: it has a value of an unsupported type.
+    """
+    encoded = encode_state(state)
+    for stored_tensor in encoded.tensors:
+        tensor = stored_tensor.tensor
+        copied = on_host(tensor)
+        is_same = tensor.device.type == "cpu" and copied.data_ptr() == tensor.data_ptr()
+        stored_tensor.tensor = copied.clone() if is_same else copied
+    return encoded
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor as a contiguous one in host memory: itself if it is one, otherwise a copy."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+class Encoder:
+    """Encodes one pytree.
+
+    Attributes:
+        tensors: its tensors, in order. Their nodes still lack the name in the file.
     """
 
     def __init__(self) -> None:
-        self.found: list[Found] = []
+        self.tensors: list[TensorNode] = []
 
     def encode(self, value: Any, where: str = "state", name: str = "", depth: int = 0) -> Any:
-        """Return what `json` can write for a value.
+        """Return a value that `json` can write.
 
         Args:
-            value: the nest.
-            where: how a program would reach it, for errors.
+            value: the pytree.
+            where: the expression that reaches it, for errors.
             name: the same with dots, for the names of tensors.
-            depth: how many nests it is in.
+            depth: number of containers that it is in.
 
         Raises:
-            CheckpointError: something in it is of a type that is not kept.
+            CheckpointError: it has a value of an unsupported type.
         """
         if depth > MAX_DEPTH:
-            raise _refused(f"{where[:60]}... is nested more than {MAX_DEPTH} deep, or contains itself")
+            raise _error(f"{where[:60]}... is nested more than {MAX_DEPTH} deep, or contains itself")
         value = _plain(value)
         kind = type(value)
         if kind in _SCALARS:
@@ -67,18 +121,18 @@ class Encoder:
                 for index, item in enumerate(value)
             ]
             return items if kind is list else {"type": _SEQUENCES[kind], "items": items}
-        raise _refused(f"{where} is {_article(kind)}")
+        raise _error(f"{where} is {_article(kind)}")
 
     def _dict(self, value: dict[Any, Any], where: str, name: str, depth: int) -> dict[str, Any]:
         for key in value:
             if type(key) not in (str, int, bool):
-                raise _refused(f"{where} has a key that is {_article(type(key))}: {key!r:.60}")
+                raise _error(f"{where} has a key that is {_article(type(key))}: {key!r:.60}")
         items = [
             [_scalar(key), self.encode(item, f"{where}[{key!r}]", _dotted(name, key), depth)]
             for key, item in value.items()
         ]
         node = {"type": _DICTS[type(value)], "items": items}
-        # The versions that torch.nn.Module.state_dict() notes, and load_state_dict() asks for.
+        # The modules' versions that torch.nn.Module.state_dict() attaches, and load_state_dict() reads.
         versions = getattr(value, "_metadata", None)
         if versions is not None:
             node["_metadata"] = self.encode(versions, f"{where}._metadata", _dotted(name, "_metadata"), depth)
@@ -88,21 +142,21 @@ class Encoder:
         odd = [kind for kind in ("sparse", "quantized", "nested", "meta") if _is(tensor, kind)]
         if odd or stored(tensor.dtype, ()) is None:
             what = f"a {odd[0]} tensor" if odd else f"a tensor of {tensor.dtype}"
-            raise _refused(f"{where} is {what}")
-        node = {"type": "tensor", "dtype": _word(tensor.dtype)}
-        self.found.append(Found(node, name or "tensor", tensor))
+            raise _error(f"{where} is {what}")
+        node = {"type": "tensor", "dtype": _dtype_name(tensor.dtype)}
+        self.tensors.append(TensorNode(node, name or "tensor", tensor))
         return node
 
 
 def decode(node: Any, tensor: Callable[[str, torch.dtype], torch.Tensor]) -> Any:
-    """Return the value that `Encoder.encode` made this of.
+    """Return the value that `Encoder.encode` encoded.
 
     Args:
-        node: what `json` read.
-        tensor: returns the tensor of the file that has this name, in this dtype.
+        node: as `json` read it.
+        tensor: returns the file's tensor of this name, in this dtype.
 
     Raises:
-        Exception: any that Python raises for a node that polyxla did not write.
+        Exception: of any type, if polyxla did not write the node.
     """
     if isinstance(node, list):
         return [decode(item, tensor) for item in node]
@@ -137,29 +191,29 @@ def _text(value: str) -> Any:
     try:
         value.encode()
     except UnicodeEncodeError:
-        # Lone halves of characters: JSON would join two that meet.
+        # Unpaired surrogates: JSON would join two that meet.
         return {"type": "text", "value": value.encode("utf-8", "surrogatepass").hex()}
     return value
 
 
 def _integer(value: int) -> Any:
-    # In hexadecimal, because Python limits the digits of decimal ones.
+    # In hexadecimal, because Python limits the number of digits of a decimal integer.
     return value if value in _JSON_INTEGERS else {"type": "int", "value": hex(value)}
 
 
 def _float(value: float) -> Any:
-    # JSON has no infinity, and a NaN has bits of its own.
+    # JSON has no infinity, and would lose the bits of a NaN.
     return value if math.isfinite(value) else {"type": "float", "value": struct.pack(">d", value).hex()}
 
 
-def _word(value: torch.dtype) -> str:
+def _dtype_name(value: torch.dtype) -> str:
     return str(value).removeprefix("torch.")
 
 
-def _read_dtype(word: str) -> torch.dtype:
-    found = getattr(torch, word)
+def _read_dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
     if not isinstance(found, torch.dtype):
-        raise TypeError(f"{word} is no dtype")
+        raise TypeError(f"{name} is not a dtype")
     return found
 
 
@@ -170,7 +224,7 @@ _SCALARS: dict[type, Callable[[Any], Any]] = {
     int: _integer,
     float: _float,
     bytes: lambda value: {"type": "bytes", "value": base64.b64encode(value).decode()},
-    torch.dtype: lambda value: {"type": "dtype", "value": _word(value)},
+    torch.dtype: lambda value: {"type": "dtype", "value": _dtype_name(value)},
     torch.device: lambda value: {"type": "device", "value": str(value)},
 }
 _READ: dict[str, Callable[[str], Any]] = {
@@ -184,7 +238,7 @@ _READ: dict[str, Callable[[str], Any]] = {
 
 
 def _plain(value: Any) -> Any:
-    """Return Python's number for one of NumPy's, such as a learning rate that was computed with it."""
+    """Convert a number of NumPy's, such as a computed learning rate, to one of Python's."""
     is_numpys = type(value).__module__ == "numpy" and isinstance(value, numbers.Real)
     return value.item() if is_numpys else value
 
@@ -208,10 +262,10 @@ def _article(kind: type) -> str:
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
-def _refused(what: str) -> CheckpointError:
+def _error(what: str) -> CheckpointError:
     return CheckpointError(
         what,
         where="save",
-        fix="A checkpoint keeps tensors, numbers, text, bytes, None, torch's dtypes, devices and sizes, in "
-        "lists, tuples and dicts with text or whole numbers as keys: convert it, or leave it out.",
+        fix="A checkpoint holds tensors, numbers, text, bytes, None, torch's dtypes, devices and sizes, in "
+        "lists, tuples and dicts with text or integers as keys: convert the value, or leave it out.",
     )

@@ -1,4 +1,4 @@
-"""The request to stop: a signal that sets a flag, for a loop to look at between steps."""
+"""A signal handler that sets a flag, for a loop to check between steps."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class StopSignal:
-    """Remembers that the process was asked to end, instead of ending it at once.
+    """Records that the process was asked to end, instead of ending it at once.
 
-    A context manager, true once the signal came. The first one puts back the handler that was there before,
-    to which a second goes: by default it ends the process. Handlers belong to the main thread; entered in
-    another thread it installs nothing, and stays false.
+    A context manager, true once a signal was received. The first signal restores the previous handler, which
+    receives a second one: by default, that ends the process. Handlers belong to the main thread; in another
+    thread this installs nothing and stays false.
 
     Args:
-        signals: those to heed; default: SIGTERM.
-        then: called when one came, in the main thread between two of its instructions.
+        signals: the signals to handle; default: SIGTERM.
+        then: called when a signal is received, in the main thread between two of its instructions.
 
     Attributes:
-        received: the signal that came, or None.
+        received: the signal that was received, or None.
     """
 
     def __init__(self, *signals: signal.Signals, then: Callable[[], object] | None = None) -> None:
@@ -46,7 +46,7 @@ class StopSignal:
             self._restore(one)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        # No lock in here: the main thread may hold it.
+        # Takes no lock: this interrupts the main thread, which may hold it.
         self.received = signal.Signals(number)
         self._restore(self.received)
         if self._then is not None:
@@ -54,6 +54,6 @@ class StopSignal:
 
     def _restore(self, one: signal.Signals) -> None:
         before = self._before.pop(one)
-        # Whoever replaced the handler meanwhile keeps the signal; None was not installed from Python.
+        # A handler that someone else has installed since then stays. None is one that was not set from Python.
         if signal.getsignal(one) == self._receive and before is not None:
             signal.signal(one, before)

@@ -1,4 +1,4 @@
-"""Tensors that share memory: written once, and sharing it again when they are read."""
+"""Tensors that share memory: they are stored once, and share memory again when they are loaded."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 
 @dataclass(eq=False)
-class Found:
-    """A tensor of the nest.
+class TensorNode:
+    """A tensor of a state.
 
     Attributes:
-        node: what stands for it in the encoded nest; `shared` completes it.
-        name: where it stands in the nest, with dots.
-        tensor: the tensor itself, on any device.
+        node: its object in the encoded state; `stored_tensors` completes it.
+        name: its path in the state, with dots.
+        tensor: the tensor, on any device.
     """
 
     node: dict[str, Any]
@@ -26,36 +26,36 @@ class Found:
 
 
 @dataclass
-class Part:
-    """A tensor to be written: a tensor of the nest, or the memory that several of them share."""
+class StoredTensor:
+    """A tensor of the file: a tensor of the state, or the memory that several of them share."""
 
     name: str
     tensor: torch.Tensor
 
 
-def shared(found: Iterable[Found]) -> list[Part]:
-    """Return what is to be written for these tensors, and say in their nodes where each will be.
+def stored_tensors(nodes: Iterable[TensorNode]) -> list[StoredTensor]:
+    """Return the tensors to store for these nodes, and complete the nodes with their names and views.
 
-    Tensors of the same place in memory (tied weights) become one part. So do tensors of one dtype whose
-    ranges of memory overlap (a buffer and its slices): the part is the one that holds all others, or that
-    range if none does, and each node says which view of it is meant.
+    Tensors at the same place in memory (tied weights) are stored as one. So are tensors of one dtype whose
+    ranges of memory overlap (a buffer and its slices): the one that contains all others is stored, or the
+    whole range if there is none, and each node describes its view of it.
     """
     taken: set[str] = {"__metadata__"}
-    parts = []
-    for group in _overlapping(found):
+    tensors = []
+    for group in _overlapping(nodes):
         whole = _whole(group)
         name = _free_name(whole.name, taken)
-        parts.append(Part(name, whole.tensor))
+        tensors.append(StoredTensor(name, whole.tensor))
         for one in group:
             one.node["name"] = name
             offset, shape, stride = _place(one.tensor)
             if (offset, shape, stride) != _place(whole.tensor):
                 one.node["view"] = [shape, stride, offset - whole.tensor.storage_offset()]
-    return parts
+    return tensors
 
 
-def _whole(group: list[Found]) -> Found:
-    """Return the one that holds all others, or the memory from the first to the last, under a name."""
+def _whole(group: list[TensorNode]) -> TensorNode:
+    """Return the tensor that contains all others, or the memory from the first to the last as one."""
     places = {_place(one.tensor) for one in group}
     starts, stops = zip(*(_range(one.tensor) for one in group), strict=True)
     start, stop = min(starts), max(stops)
@@ -63,13 +63,13 @@ def _whole(group: list[Found]) -> Found:
         if len(places) == 1 or (_range(one.tensor) == (start, stop) and one.tensor.is_contiguous()):
             return one
     first = group[0]
-    return Found(first.node, first.name, first.tensor.detach().as_strided((stop - start,), (1,), start))
+    return TensorNode(first.node, first.name, first.tensor.detach().as_strided((stop - start,), (1,), start))
 
 
-def _overlapping(found: Iterable[Found]) -> Iterator[list[Found]]:
-    """Group the tensors whose memory overlaps, the others alone, in the nest's order."""
-    storages: dict[Any, list[Found]] = {}
-    for one in found:
+def _overlapping(nodes: Iterable[TensorNode]) -> Iterator[list[TensorNode]]:
+    """Group the tensors whose memory overlaps; the others are groups of one. Keeps the order."""
+    storages: dict[Any, list[TensorNode]] = {}
+    for one in nodes:
         kind = (one.tensor.dtype, one.tensor.is_conj(), one.tensor.is_neg())
         storages.setdefault((_memory(one.tensor), *kind), []).append(one)
     for group in storages.values():
@@ -80,16 +80,16 @@ def _overlapping(found: Iterable[Found]) -> Iterator[list[Found]]:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """Return what tells the memory of tensors that live: their storage's address, for want of a better."""
+    """Return an id of the tensor's memory, valid while the tensor lives: the address of its storage."""
     storage = tensor.untyped_storage()
-    # An XLA tensor has its storage in common with its views, but does not say which view it is.
+    # An XLA tensor shares the storage with its views, but does not report which view it is.
     if tensor.device.type != "cpu" and tensor.nbytes != storage.nbytes():
         return id(tensor)
     return int(storage._cdata)
 
 
-def _equals(group: list[Found]) -> Iterator[list[Found]]:
-    """Group tensors of one storage on a device by what is in them: a transposed view may be among them."""
+def _equals(group: list[TensorNode]) -> Iterator[list[TensorNode]]:
+    """Group tensors of one storage on a device by their values: one may be a transposed view of another."""
     while group:
         first = group[0].tensor
         same = [one for one in group if one.tensor is first or torch.equal(one.tensor, first)]
@@ -97,8 +97,8 @@ def _equals(group: list[Found]) -> Iterator[list[Found]]:
         group = [one for one in group if one not in same]
 
 
-def _clusters(group: list[Found]) -> Iterator[list[Found]]:
-    cluster: list[Found] = []
+def _clusters(group: list[TensorNode]) -> Iterator[list[TensorNode]]:
+    cluster: list[TensorNode] = []
     end = 0
     for one in sorted(group, key=lambda one: _range(one.tensor)):
         start, stop = _range(one.tensor)
@@ -116,7 +116,7 @@ def _place(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first element in the storage that the tensor reaches, and the one after its last."""
+    """Return the tensor's first element in the storage, and the one after its last."""
     start = int(tensor.storage_offset())
     if not tensor.numel():
         return start, start
@@ -125,7 +125,7 @@ def _range(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _free_name(name: str, taken: set[str]) -> str:
-    # Text that is no Unicode would keep other readers from the file.
+    # Text that is not valid Unicode would make the file unreadable for others.
     name = name.encode(errors="replace").decode()
     names = itertools.chain([name], (f"{name}~{count}" for count in itertools.count(2)))
     free = next(one for one in names if one not in taken)

@@ -1,1 +1,1 @@
-"""Listeners of a training: progress, TensorBoard, checkpoints, profiles."""
+"""The listeners that the Trainer adds: progress, TensorBoard, checkpoints, profiles."""

@@ -1,43 +1,44 @@
-"""What saves a Trainer's state: every so many steps, at the end of an epoch, and when told to end."""
+"""The listener that saves a Trainer's state: every n steps, after each epoch, and on SIGTERM."""
 
 from __future__ import annotations
 
 import functools
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from polyxla.console import say
 from polyxla.hookspecs import hookimpl
-from polyxla_training.checkpoint.background_writer import Writer
+from polyxla_training.checkpoint.background_writer import BackgroundWriter
 from polyxla_training.checkpoint.folder import CheckpointFolder
 from polyxla_training.checkpoint.stop_signal import StopSignal
 from polyxla_training.stop_request import STOP_FILE
 
 if TYPE_CHECKING:
     from polyxla.replica.replica import Replica
-    from polyxla_training.fit import Fit
+    from polyxla_training.options import Fit
 
 AGREE_EVERY_S = 2.0
-"""How long replicas train on, about, before they agree whether one of them was told to end, in seconds. A
-preempted machine has 30 s or more. Source: Google Cloud's documentation of preemptible and spot VMs."""
+"""Approximate interval at which replicas agree whether to stop, in seconds. A preempted machine has 30 s or
+more. Source: Google Cloud's documentation of preemptible and spot VMs."""
 
 
-class Saver:
-    """A listener in every replica; ordinal 0 writes, in the background.
+class CheckpointListener:
+    """Runs in every replica; ordinal 0 writes the files, in the background.
 
     Args:
-        replica: whose training.
+        replica: the replica that trains.
         fit: the training.
-        folder: where checkpoints go.
+        directory: directory of the checkpoints.
     """
 
-    def __init__(self, replica: Replica, fit: Fit, folder: str) -> None:
+    def __init__(self, replica: Replica, fit: Fit, directory: str | os.PathLike[str]) -> None:
         self._fit = fit
-        self._every = fit.settings.save_every_n_steps
-        self._folder = CheckpointFolder(folder, fit.settings.keep)
-        self._writer = Writer()
-        self._stop_file = Path(folder) / STOP_FILE
+        self._every = fit.options.save_every_n_steps
+        self._folder = CheckpointFolder(directory, fit.options.keep)
+        self._writer = BackgroundWriter()
+        self._stop_file = Path(directory) / STOP_FILE
         self._stop = StopSignal()
         self._stop.__enter__()
         self._saved_step = self._agree_at = replica.steps
@@ -45,38 +46,39 @@ class Saver:
 
     @hookimpl
     def polyxla_step_finished(self, replica: Replica, step: int) -> None:
-        """Save every so many steps; stop where a replica was told to."""
+        """Save every n steps; stop if a replica received the request."""
         if self._every is not None and step % self._every == 0:
             self._save(replica)
-        if step >= self._agree_at and self._is_told_to_stop(replica, step):
+        if step >= self._agree_at and self._must_stop(replica, step):
             self._fit.stop("SIGTERM")
 
-    def _is_told_to_stop(self, replica: Replica, step: int) -> bool:
-        told = bool(self._stop) or self._stop_file.exists()
+    def _must_stop(self, replica: Replica, step: int) -> bool:
+        is_requested = bool(self._stop) or self._stop_file.exists()
         if replica.world_size == 1:
-            return told
-        # By steps, since replicas meet in steps; as many as ordinal 0 made in the time.
+            return is_requested
+        # All replicas must agree at the same step, so the interval is a number of steps: as many as ordinal 0
+        # makes in AGREE_EVERY_S, by its speed since the last agreement.
         now = time.monotonic()
-        pace = max(step - self._agree_at, 1) / max(now - self._agreed_s, 1e-3)
-        answers = replica.all_gather((told, max(1, int(pace * AGREE_EVERY_S))))
+        steps_per_s = max(step - self._agree_at, 1) / max(now - self._agreed_s, 1e-3)
+        answers = replica.all_gather((is_requested, max(1, int(steps_per_s * AGREE_EVERY_S))))
         self._agreed_s = time.monotonic()
         self._agree_at = step + answers[0][1]
-        return any(one for one, _ in answers)
+        return any(requested for requested, _ in answers)
 
     @hookimpl
     def polyxla_epoch_finished(self, replica: Replica) -> None:
-        """Save what an epoch and its validation left."""
+        """Save the state after an epoch and its validation."""
         self._save(replica)
 
     @hookimpl
     def polyxla_fit_finished(self, replica: Replica) -> None:
-        """Save the last step, where nothing has."""
+        """Save the last step, if it is not saved yet."""
         if self._saved_step != replica.steps:
             self._save(replica)
         self._writer.close()
 
     def _save(self, replica: Replica) -> None:
-        # In every replica: their random numbers are part of it.
+        # A collective, in every replica: the state has the random numbers of all.
         state = self._fit.state_dict()
         self._saved_step = replica.steps
         if replica.is_first:
@@ -84,7 +86,7 @@ class Saver:
 
     @hookimpl
     def polyxla_replica_stopped(self, error: BaseException | None) -> None:
-        """Let the last write end, and signals mean what they meant."""
+        """Wait for the last write, and restore the signal handlers."""
         self._stop.__exit__()
         try:
             self._writer.close()

@@ -1,4 +1,4 @@
-"""The device's own profile of some steps of a training, for TensorBoard and Perfetto."""
+"""The listener that profiles some steps on the device, for TensorBoard and Perfetto."""
 
 from __future__ import annotations
 
@@ -12,43 +12,44 @@ from polyxla.hookspecs import hookimpl
 if TYPE_CHECKING:
     from polyxla.replica.replica import Replica
 
-FOLDER = "profile"
-"""Of the run's folder."""
+PROFILE_DIR = "profile"
+"""Subdirectory of the run."""
 
 
-class Profile:
-    """A listener that traces the steps from `first` to `last`.
+class ProfileListener:
+    """Profiles the steps from the first to the last.
 
     Args:
-        steps: the numbers of the first and the last.
-        log_dir: the run's directory; the trace goes into its subdirectory `FOLDER`.
+        steps: the numbers of the first and the last step.
+        log_dir: the run's directory; the profile goes into its subdirectory `PROFILE_DIR`.
     """
 
     def __init__(self, steps: tuple[int, int], log_dir: str) -> None:
         self._first, self._last = steps
-        self._folder = str(Path(log_dir) / FOLDER)
-        self._tracing = ExitStack()
-        self._is_tracing = False
+        self._directory = str(Path(log_dir) / PROFILE_DIR)
+        self._profile = ExitStack()
+        self._is_profiling = False
 
     @hookimpl
     def polyxla_step_finished(self, replica: Replica, step: int) -> None:
-        """Begin after the step before the first, end with the last."""
-        if step == self._last and self._is_tracing:
-            # What was handed over is part of the profile.
+        """Start after the step before the first; stop after the last."""
+        if step == self._last and self._is_profiling:
+            # Steps that the device has not finished belong to the profile too.
             replica.sync(wait=True)
             self._end()
         if step == self._first - 1:
+            # Wait for earlier steps, which do not belong to it.
             replica.sync(wait=True)
-            self._tracing.enter_context(replica.profile(self._folder))
-            self._is_tracing = True
+            self._profile.enter_context(replica.profile(self._directory))
+            self._is_profiling = True
 
     def _end(self) -> None:
-        self._is_tracing = False
-        self._tracing.close()
-        say(f"steps {self._first} to {self._last} are profiled: tensorboard --logdir {self._folder}")
+        self._is_profiling = False
+        self._profile.close()
+        say(f"profiled steps {self._first} to {self._last}: tensorboard --logdir {self._directory}")
 
     @hookimpl
     def polyxla_replica_stopped(self) -> None:
-        """Write what there is, where training ended before the last step."""
-        if self._is_tracing:
+        """Write the profile if training ended before the last step."""
+        if self._is_profiling:
             self._end()

@@ -1,4 +1,4 @@
-"""Progress for the person who waits: a bar on a terminal, plain lines elsewhere."""
+"""The listener that shows progress: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,59 +14,61 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
-    from polyxla_training.observe.logged_values import Readings
-    from polyxla_training.settings import FitSettings
+    from polyxla_training.observe.logged_values import LoggedValues
+    from polyxla_training.options import FitOptions
 
 
-class Progress:
-    """A listener that shows epochs and the last numbers on standard error.
+class ProgressListener:
+    """Shows epochs and the latest values on standard error.
 
     Args:
-        how: epochs, and how often logged tensors may be read.
-        steps_per_epoch: None where the loader does not know its length.
-        readings: reads them.
+        options: the number of epochs, and how often logged tensors may be read.
+        steps_per_epoch: None if the loader has no length.
+        logged_values: reads the tensors.
     """
 
-    def __init__(self, how: FitSettings, steps_per_epoch: int | None, readings: Readings) -> None:
-        self._how = how
+    def __init__(self, options: FitOptions, steps_per_epoch: int | None, logged_values: LoggedValues) -> None:
+        self._options = options
         self._steps_per_epoch = steps_per_epoch
-        self._readings = readings
-        self._seen: dict[str, float] = {}
+        self._logged_values = logged_values
+        self._latest: dict[str, float] = {}
         self._started = time.monotonic()
-        self._bar = _Bar(how.max_epochs, steps_per_epoch) if sys.stderr.isatty() else None
+        self._bar = _Bar(options.max_epochs, steps_per_epoch) if sys.stderr.isatty() else None
 
     @hookimpl
     def polyxla_step_finished(self, step: int, logged: Mapping[str, Any]) -> None:
-        """Advance the bar; at the end of an epoch without one, print a line."""
+        """Advance the bar; without one, print a line at the end of an epoch."""
         ends_epoch = self._steps_per_epoch is not None and step % self._steps_per_epoch == 0
-        if ends_epoch or step % self._how.log_every_n_steps == 0:
-            self._seen |= self._readings.of(step, logged)
+        if ends_epoch or step % self._options.log_every_n_steps == 0:
+            self._latest |= self._logged_values.read(step, logged)
         if self._bar:
-            self._bar.show(step, self._seen)
+            self._bar.show(step, self._latest)
         elif ends_epoch and self._steps_per_epoch:
-            self._line(f"epoch {step // self._steps_per_epoch}/{self._how.max_epochs}", step, self._seen)
+            self._line(
+                f"epoch {step // self._steps_per_epoch}/{self._options.max_epochs}", step, self._latest
+            )
 
     def _line(self, head: str, step: int, values: Mapping[str, float]) -> None:
         say(f"{head}, step {step}, {time.monotonic() - self._started:.1f} s: {_numbers(values)}")
 
     @hookimpl
     def polyxla_metrics_ready(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a validation's numbers."""
+        """Show the metrics."""
         if self._bar:
-            self._seen |= metrics
-            self._bar.show(step, self._seen)
+            self._latest |= metrics
+            self._bar.show(step, self._latest)
         else:
             self._line("metrics", step, metrics)
 
     @hookimpl
     def polyxla_replica_stopped(self) -> None:
-        """Leave the terminal as it was."""
+        """Close the bar."""
         if self._bar:
             self._bar.close()
 
 
 class _Bar:
-    """The terminal's form. Rich is imported here only: a replica without a terminal does not need it."""
+    """The bar on a terminal. Imports rich, which a replica without a terminal does not need."""
 
     def __init__(self, epochs: int, steps_per_epoch: int | None) -> None:
         from rich.console import Console
@@ -85,9 +87,9 @@ class _Bar:
         self._task: TaskID = self._progress.add_task("training", total=total, numbers="")
         self._progress.start()
 
-    def show(self, step: int, seen: Mapping[str, float]) -> None:
+    def show(self, step: int, values: Mapping[str, float]) -> None:
         epoch = f"epoch {(step - 1) // self._per_epoch + 1}/{self._epochs}" if self._per_epoch else "training"
-        self._progress.update(self._task, completed=step, description=epoch, numbers=_numbers(seen))
+        self._progress.update(self._task, completed=step, description=epoch, numbers=_numbers(values))
 
     def close(self) -> None:
         self._progress.stop()

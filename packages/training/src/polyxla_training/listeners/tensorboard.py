@@ -1,4 +1,4 @@
-"""Scalars for TensorBoard. Heavy: imported in the replica that writes them."""
+"""The listener that writes scalars for TensorBoard. Heavy: imported in the replica that writes them."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ except ImportError as error:
     raise UsageError(
         "TensorBoard is not installed",
         where="Trainer(log_dir=...)",
-        fix="Install it: pip install 'polyxla-core[tensorboard]', or pass log_dir=None.",
+        fix="Install it: pip install 'polyxla-training[tensorboard]', or pass log_dir=None.",
     ) from error
 
 if TYPE_CHECKING:
-    from polyxla_training.observe.logged_values import Readings
+    from polyxla_training.observe.logged_values import LoggedValues
 
 
-class TensorBoard:
-    """A listener that writes what steps and evaluations log.
+class TensorBoardListener:
+    """Writes what steps and evaluations log.
 
     Args:
-        folder: where the event file goes; made where it is missing.
-        every_n_steps: how often steps' tensors are read, which waits for the device.
-        readings: reads them.
+        log_dir: directory of the event file; made if it is missing.
+        every_n_steps: interval at which the tensors of steps are read, which waits for the device.
+        logged_values: reads the tensors.
     """
 
-    def __init__(self, folder: str, every_n_steps: int, readings: Readings) -> None:
+    def __init__(self, log_dir: str, every_n_steps: int, logged_values: LoggedValues) -> None:
         self._every = every_n_steps
-        self._readings = readings
-        self._writer = SummaryWriter(folder)
-        say(f"logging to {folder}; look at it with: tensorboard --logdir {folder}")
+        self._logged_values = logged_values
+        self._writer = SummaryWriter(log_dir)
+        say(f"logging to {log_dir}; view it with: tensorboard --logdir {log_dir}")
 
     @hookimpl
     def polyxla_step_finished(self, step: int, logged: Mapping[str, Any]) -> None:
-        """Write every n-th step's values."""
+        """Write the values of every n-th step."""
         if step % self._every == 0:
-            self._write(step, self._readings.of(step, logged))
+            self._write(step, self._logged_values.read(step, logged))
 
     @hookimpl
     def polyxla_metrics_ready(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -54,5 +54,5 @@ class TensorBoard:
 
     @hookimpl
     def polyxla_replica_stopped(self) -> None:
-        """Write what is buffered and close the file, also after an error."""
+        """Write the buffered values and close the file, also after an error."""
         self._writer.close()

@@ -1,11 +1,11 @@
-"""What polyxla sees while a replica trains: compilations, reads by the host, fallbacks, pace.
+"""Observation of training: compilations, host reads, fallbacks and throughput.
 
-`Observer` is a listener, for `polyxla_training.Trainer` and for a loop of one's own.
+`Observer` is a listener, for `polyxla_training.Trainer` and for your own loop.
 """
 
 from polyxla_training.observe.compile_budget import CompileBudgetError
-from polyxla_training.observe.logged_values import Readings
+from polyxla_training.observe.logged_values import LoggedValues
 from polyxla_training.observe.observer import Observer
 from polyxla_training.observe.run_log import RunLog, read_run
 
-__all__ = ["CompileBudgetError", "Observer", "Readings", "RunLog", "read_run"]
+__all__ = ["CompileBudgetError", "LoggedValues", "Observer", "RunLog", "read_run"]

@@ -1,4 +1,4 @@
-"""How fast a chip can be, and how much of that a training uses."""
+"""The peak performance of each TPU generation, and the share of it that a training reaches."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ TERA = 1e12
 
 
 @dataclass(frozen=True)
-class Chip:
-    """One generation.
+class ChipPeak:
+    """The peak of one generation.
 
     Attributes:
         peak_flops: bfloat16 operations per second of a whole chip.
-        devices: devices that a chip shows to a program, which share that.
+        devices: number of devices as which a program sees one chip; they share its peak.
     """
 
     peak_flops: float
@@ -25,18 +25,18 @@ class Chip:
         return self.peak_flops / self.devices
 
 
-CHIPS = {
-    "TPU v2": Chip(45 * TERA, 2),
-    "TPU v3": Chip(123 * TERA, 2),
-    "TPU v4": Chip(275 * TERA, 1),
-    "TPU v5e": Chip(197 * TERA, 1),
-    "TPU v5p": Chip(459 * TERA, 1),
-    "TPU v6e": Chip(918 * TERA, 1),
+CHIP_PEAKS = {
+    "TPU v2": ChipPeak(45 * TERA, 2),
+    "TPU v3": ChipPeak(123 * TERA, 2),
+    "TPU v4": ChipPeak(275 * TERA, 1),
+    "TPU v5e": ChipPeak(197 * TERA, 1),
+    "TPU v5p": ChipPeak(459 * TERA, 1),
+    "TPU v6e": ChipPeak(918 * TERA, 1),
 }
 """Every generation by its name.
 
-Source: "peak compute per chip" in the pages "TPU v2" to "TPU v6e" of the Cloud TPU documentation; the page
-"TPU v2" says 46 in one place and 45 in the table of system architecture, and the lower one stands here.
+Source: "peak compute per chip" in the pages "TPU v2" to "TPU v6e" of the Cloud TPU documentation. The page
+"TPU v2" says 46 in one place, and 45 in the table of the system architecture; this is the lower one.
 """
 _SPELLINGS = {
     "TPU v5 lite": "TPU v5e",
@@ -47,20 +47,20 @@ _SPELLINGS = {
 """Source: ``device_kind`` of libtpu's devices, as JAX's ``jax/experimental/mosaic`` tests them."""
 
 
-def chip(kind: str | None) -> Chip | None:
-    """Return the chip that a device says it is, such as ``TPU v4`` or ``TPU v5 lite``; None if unknown."""
-    return CHIPS.get(_SPELLINGS.get(kind or "", kind or ""))
+def chip_peak(kind: str | None) -> ChipPeak | None:
+    """Return the peak of a kind of chip, such as ``TPU v4`` or ``TPU v5 lite``; None if it is unknown."""
+    return CHIP_PEAKS.get(_SPELLINGS.get(kind or "", kind or ""))
 
 
 def utilization(flops: float, step_s: float, kind: str | None) -> float | None:
     """Return the share of a device's peak that a replica's step reaches (MFU); None for an unknown chip.
 
     Args:
-        flops: floating-point operations of one replica's step, of the model alone.
-        step_s: how long the step takes.
-        kind: the chip, as `polyxla.contracts.counters.Counters.chip` has it.
+        flops: floating-point operations in one replica's step, of the model alone.
+        step_s: duration of the step, in seconds.
+        kind: the kind of chip, as in `polyxla.contracts.counters.Counters.chip`.
     """
-    known = chip(kind)
-    if known is None or flops <= 0 or step_s <= 0:
+    peak = chip_peak(kind)
+    if peak is None or flops <= 0 or step_s <= 0:
         return None
-    return flops / step_s / known.device_flops
+    return flops / step_s / peak.device_flops

@@ -1,35 +1,35 @@
-"""Says why a program was compiled."""
+"""Explains why programs were compiled."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from polyxla.callsite import outside, place
+from polyxla.callsite import location, user_line
 from polyxla.console import say
-from polyxla_training.observe.compile_budget import Budget
-from polyxla_training.observe.input_shapes import Form, changed, forms
-from polyxla_training.observe.torch_compiled import is_torch_compiled
+from polyxla_training.observe.compile_budget import CompileBudget
+from polyxla_training.observe.input_shapes import Signature, describe_changes, signatures
+from polyxla_training.observe.tracing.trace_schedule import is_torch_compiled
 
 if TYPE_CHECKING:
     from polyxla.contracts.counters import Counters, Counts
     from polyxla.replica.loader import Loader
 
 SAME_INPUTS = "the same inputs: another Python path or a changed constant"
-ANOTHER = ", or another replica of this process"
+OTHER_REPLICA = ", or another replica of this process"
 
 
 @dataclass(frozen=True)
-class Compiled:
+class Compilation:
     """Programs that were compiled in one step, or between two.
 
     Attributes:
-        step: number of the step, or of the one before.
-        compiles: how many.
-        seconds: how long that took.
-        cause: what was different.
-        line: the person's line, ``file:line``; None where it is not known.
-        expected: whether every training does so.
+        step: number of the step, or of the step before.
+        compiles: number of programs.
+        seconds: time that their compilation took.
+        cause: what differed from the step before.
+        line: the user's line, ``file:line``; None if it is unknown.
+        expected: whether every training compiles here.
     """
 
     step: int
@@ -50,104 +50,112 @@ class Compiled:
         return asdict(self)
 
 
-class Compilations:
-    """Compares each program's inputs with those of the one before.
+class CompilationTracker:
+    """Explains compilations by comparing each batch with the one before.
 
     Args:
         counters: counts compilations.
-        budget: pays for those that are not expected.
-        module: what is trained; None in a loop of the person's own.
+        budget: limits the unexpected ones.
+        module: the Trainer's module; None in a user's own loop.
         is_shared: whether other replicas are threads of this process, whose programs are counted too.
 
     Attributes:
-        total: programs compiled.
-        seconds: how long that took.
+        total: number of programs compiled.
+        seconds: time that their compilation took.
     """
 
-    def __init__(self, counters: Counters, budget: Budget, module: Any, *, is_shared: bool = False) -> None:
+    def __init__(
+        self, counters: Counters, budget: CompileBudget, module: Any, *, is_shared: bool = False
+    ) -> None:
         self._counters, self._budget = counters, budget
-        self._unchanged = SAME_INPUTS + (ANOTHER if is_shared else "")
+        self._unchanged = SAME_INPUTS + (OTHER_REPLICA if is_shared else "")
         self._module = module
-        self._loader: Loader | None = None
-        self._forms: tuple[Form, ...] | None = None
         self._steps = 0
-        self._evaluated: tuple[Form, ...] | None = None
-        self._before_s = counters.compile_s()
+        self._step_loader: Loader | None = None
+        self._step_inputs: tuple[Signature, ...] | None = None
+        self._evaluation_inputs: tuple[Signature, ...] | None = None
+        self._explained_s = counters.compile_s()
         self.total, self.seconds = 0, 0.0
 
-    def step(self, step: int, delta: Counts, loader: Loader | None, cut: str | None) -> Compiled | None:
-        """Hear of a step; return what it compiled. Called every step.
+    def step(self, step: int, delta: Counts, loader: Loader | None, cut: str | None) -> Compilation | None:
+        """Record a finished step; print and return what it compiled. Called every step.
 
         Args:
             step: its number.
-            delta: what was counted since the one before.
+            delta: the counts since the step before.
             loader: gave its last batch.
-            cut: what cut a program inside the step; None if nothing did.
-
-        Raises:
-            CompileBudgetError: that was one too many.
+            cut: why the step ran as several programs; None if it did not.
         """
         self._steps += 1
-        before, self._loader = self._forms, loader
-        self._forms = forms(loader.batch) if loader is not None else None
+        # Remembered after every step, compiled or not: the next one is compared with it.
+        before, self._step_loader = self._step_inputs, loader
+        self._step_inputs = signatures(loader.batch) if loader is not None else None
         if not delta.compiles:
             return None
-        change = changed(loader.batch, before) if loader is not None and before is not None else None
+        change = describe_changes(loader.batch, before) if loader is not None and before is not None else None
+        # New inputs explain a compilation better than the warm-up does, and are the user's to avoid.
         expected = self._steps <= warm_up_steps() and change is None
         cause = _WARM_UP[self._steps - 1] if expected else change or self._unchanged
-        cause += f"; {cut}" if cut else ""
-        return self._told(step, delta.compiles, cause, self._line(), expected=expected)
+        if cut:
+            cause += f"; {cut}"
+        return self._record(step, delta.compiles, cause, self._line(), expected=expected)
 
     def _line(self) -> str | None:
         # With a module, polyxla's own loop calls its training_step; the user's frame is that of `Trainer.fit`.
-        return outside() if self._module is None else _line_of_training_step(self._module)
+        return user_line() if self._module is None else _line_of_training_step(self._module)
 
-    def between(self, step: int, delta: Counts, loader: Loader | None) -> Compiled | None:
-        """Hear of metrics, which an evaluation between two steps may have compiled programs for."""
-        if loader is None or loader is self._loader:
-            return self._told(step, delta.compiles, "metrics of the steps", None, expected=True)
-        before, self._evaluated = self._evaluated, forms(loader.batch)
+    def between_steps(self, step: int, delta: Counts, loader: Loader | None) -> Compilation | None:
+        """Record metrics between two steps; print and return what computing them compiled.
+
+        Args:
+            step: number of the step before.
+            delta: the counts since that step.
+            loader: gave the last batch: the evaluation's loader, if there was an evaluation.
+        """
+        if loader is None or loader is self._step_loader:
+            return self._record(step, delta.compiles, "metrics of the steps", None, expected=True)
+        before, self._evaluation_inputs = self._evaluation_inputs, signatures(loader.batch)
         if before is None:
-            return self._told(step, delta.compiles, "the first evaluation", None, expected=True)
-        cause = changed(loader.batch, before) or self._unchanged
-        return self._told(step, delta.compiles, f"in an evaluation, {cause}", None, expected=False)
+            return self._record(step, delta.compiles, "the first evaluation", None, expected=True)
+        cause = describe_changes(loader.batch, before) or self._unchanged
+        return self._record(step, delta.compiles, f"in an evaluation, {cause}", None, expected=False)
 
-    def _told(
+    def _record(
         self, step: int, compiles: int, cause: str, line: str | None, *, expected: bool
-    ) -> Compiled | None:
+    ) -> Compilation | None:
         if not compiles:
             return None
-        now = self._counters.compile_s()
-        compiled = Compiled(step, compiles, now - self._before_s, cause, line, expected)
+        now_s = self._counters.compile_s()
+        compilation = Compilation(step, compiles, now_s - self._explained_s, cause, line, expected)
         self.total += compiles
-        self.seconds += compiled.seconds
-        self._before_s = now
-        say(str(compiled))
-        return compiled
+        self.seconds += compilation.seconds
+        self._explained_s = now_s
+        say(str(compilation))
+        return compilation
 
-    def pay(self, compiled: Compiled) -> None:
+    def spend(self, compilation: Compilation) -> None:
         """Take an unexpected compilation from the budget.
 
         Raises:
-            CompileBudgetError: that was one too many.
+            CompileBudgetError: the budget is exceeded, and is strict.
         """
-        if not compiled.expected:
-            self._budget.spend(compiled.compiles, str(compiled))
+        if not compilation.expected:
+            self._budget.spend(compilation.compiles, str(compilation))
 
 
 _WARM_UP = (
     "the first step",
     "the second step, for which the optimizer has a state",
-    "the third step, to which torch.compile puts off what others compile in the second",
+    "the third step, in which torch.compile compiles what otherwise belongs to the second",
 )
 
 
 def warm_up_steps() -> int:
-    """Return how many steps compile as a matter of course: two, and under torch.compile three."""
+    """Return how many steps compile in every training: two, and under torch.compile three."""
     return len(_WARM_UP) if is_torch_compiled() else len(_WARM_UP) - 1
 
 
 def _line_of_training_step(module: Any) -> str | None:
     method = getattr(module, "training_step", None)
     code = getattr(method, "__code__", None)
-    return place(code) if code else None
+    return location(code) if code else None

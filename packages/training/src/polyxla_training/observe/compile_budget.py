@@ -1,4 +1,4 @@
-"""How many programs a training may compile."""
+"""The limit on the number of programs that a training may compile."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from polyxla.errors import PolyxlaError, UsageError
 
 
 class CompileBudgetError(PolyxlaError):
-    """A training compiled more programs than it was allowed to."""
+    """A training compiled more programs than its budget allows."""
 
 
-class Budget:
-    """Counts compilations that nobody expected.
+class CompileBudget:
+    """Counts unexpected compilations.
 
     Args:
-        allowed: how many there may be; None for any number.
-        on_budget: ``warn`` or ``raise``, when there are more.
+        allowed: number of programs; None for no limit.
+        on_budget: ``warn`` or ``raise`` when more are compiled.
 
     Attributes:
-        spent: how many there were.
+        spent: number of programs so far.
 
     Raises:
         UsageError: `on_budget` is neither, or `allowed` is negative.
@@ -27,15 +27,15 @@ class Budget:
     def __init__(self, allowed: int | None, on_budget: str) -> None:
         if on_budget not in {"warn", "raise"}:
             raise UsageError(
-                f"{on_budget!r} is nothing that can be done about too many compilations",
+                "on_budget is neither 'warn' nor 'raise'",
                 where=f"on_budget={on_budget!r}",
                 fix="Write on_budget='warn' or 'raise'.",
             )
         if allowed is not None and allowed < 0:
             raise UsageError(
-                "a budget cannot be negative",
+                "compile_budget is negative",
                 where=f"compile_budget={allowed}",
-                fix="Write compile_budget=0 to allow none.",
+                fix="Write compile_budget=0 to allow no compilations.",
             )
         self.allowed = allowed
         self.spent = 0
@@ -46,17 +46,17 @@ class Budget:
         """Count compilations.
 
         Args:
-            compiles: how many.
-            why: what the last of them was for, for the message.
+            compiles: number of programs.
+            why: the cause, for the message.
 
         Raises:
-            CompileBudgetError: there were more than allowed, and that is an error here.
+            CompileBudgetError: the budget is exceeded, and `on_budget` is ``raise``.
         """
         self.spent += compiles
         if self.allowed is None or self.spent <= self.allowed:
             return
         text = (
-            f"{self.spent} programs were compiled after the first steps, and compile_budget={self.allowed} "
+            f"{self.spent} programs were compiled after the first steps, but compile_budget={self.allowed} "
             f"allows fewer; the last: {why}. Give every batch the same shape (drop_last, pad), or raise the "
             "budget."
         )

@@ -1,50 +1,50 @@
-"""What a program's inputs look like, and how two of them differ."""
+"""The shapes and dtypes of a program's inputs, and how those of two batches differ."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from polyxla.pytree import is_tensor, parts
+from polyxla.pytree import is_tensor, leaves_with_paths
 
-Form = tuple[Any, Any]
-"""A tensor's shape and dtype; for anything else, its type and None."""
-LARGEST_CHANGE = 4
-"""How many changed inputs are named; more make no line that a person reads."""
+Signature = tuple[Any, Any]
+"""A tensor's shape and dtype; of anything else, its type and None."""
+MAX_CHANGES = 4
+"""Number of changed inputs that a message names; with more, it would be too long to read."""
 
 
-def forms(batch: Any) -> tuple[Form, ...]:
-    """Return the form of each part of `batch`, in a fixed order. Called every step."""
-    # The batches that there are most of, without walking through them as a nest.
+def signatures(batch: Any) -> tuple[Signature, ...]:
+    """Return the signature of each leaf of `batch`, in a fixed order. Called every step."""
+    # The most common batches, without the cost of walking them as a pytree.
     if type(batch) in {list, tuple} and all(map(is_tensor, batch)):
         return tuple([(tensor.shape, tensor.dtype) for tensor in batch])
-    return tuple([_form(part) for _, part in parts(batch)])
+    return tuple([_signature(leaf) for _, leaf in leaves_with_paths(batch)])
 
 
-def _form(part: Any) -> Form:
-    return (part.shape, part.dtype) if is_tensor(part) else (type(part), None)
+def _signature(leaf: Any) -> Signature:
+    return (leaf.shape, leaf.dtype) if is_tensor(leaf) else (type(leaf), None)
 
 
-def changed(batch: Any, before: tuple[Form, ...]) -> str | None:
-    """Say which inputs differ from those before, such as ``batch['x'] [32, 64] float32 -> [7, 64] float32``.
+def describe_changes(batch: Any, before: tuple[Signature, ...]) -> str | None:
+    """Describe the inputs that changed, such as ``batch['x'] [32, 64] float32 -> [7, 64] float32``.
 
     Args:
-        batch: the inputs now.
-        before: what `forms` returned for the earlier ones.
+        batch: the current inputs.
+        before: the earlier inputs, as `signatures` returned them.
 
     Returns:
-        The changes, or None where everything looks the same.
+        The changes, or None if the signatures are the same.
     """
-    now = {path: _form(part) for path, part in parts(batch)}
+    now = {path: _signature(leaf) for path, leaf in leaves_with_paths(batch)}
     if len(now) != len(before):
         return f"batch of {len(before)} parts -> {len(now)}: {', '.join(now)}"
     pairs = zip(now.items(), before, strict=True)
-    changes = [f"{path} {_said(old)} -> {_said(new)}" for (path, new), old in pairs if new != old]
-    more = f", and {len(changes) - LARGEST_CHANGE} more" if len(changes) > LARGEST_CHANGE else ""
-    return ", ".join(changes[:LARGEST_CHANGE]) + more if changes else None
+    changes = [f"{path} {_text(old)} -> {_text(new)}" for (path, new), old in pairs if new != old]
+    more = f", and {len(changes) - MAX_CHANGES} more" if len(changes) > MAX_CHANGES else ""
+    return ", ".join(changes[:MAX_CHANGES]) + more if changes else None
 
 
-def _said(form: Form) -> str:
-    shape, dtype = form
+def _text(signature: Signature) -> str:
+    shape, dtype = signature
     if dtype is None:
         return str(shape.__name__)
     return f"{list(shape)} {str(dtype).removeprefix('torch.')}"

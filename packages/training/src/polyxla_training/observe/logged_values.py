@@ -1,4 +1,4 @@
-"""Reading what steps log: once for all listeners, because each read waits for the device."""
+"""Logged tensors as numbers: read once for all listeners, because each read waits for the device."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ if TYPE_CHECKING:
     from polyxla.contracts.counters import Counters
 
 
-class Readings:
-    """Logged values as numbers, shared by the listeners of one replica.
+class LoggedValues:
+    """The values that steps log, as numbers; the listeners of one replica share it.
 
     Args:
-        counters: counts the reads, which are polyxla's own and not the person's; None where nothing can.
+        counters: counts the reads, which are polyxla's and not the user's; None if the runtime has none.
 
     Attributes:
-        host_reads: reads of the device so far, as the counters counts them.
-        not_finite: names whose value was NaN or infinite, each with the first step that had it.
+        host_reads: number of reads of the device so far, as the counters count them.
+        not_finite: names whose value was NaN or infinite, each with the first such step.
     """
 
     def __init__(self, counters: Counters | None = None) -> None:
         self._counters = counters
         self._step = -1
-        self._read: dict[str, float] = {}
+        self._values: dict[str, float] = {}
         self.host_reads = 0
         self.not_finite: dict[str, int] = {}
 
-    def of(self, step: int, logged: Mapping[str, Any]) -> dict[str, float]:
-        """Return `logged` as numbers; the device is waited for the first time in a step only."""
+    def read(self, step: int, logged: Mapping[str, Any]) -> dict[str, float]:
+        """Return `logged` as numbers. Only the first call in a step waits for the device."""
         if step != self._step:
             before = self._count()
-            self._step, self._read = step, {name: float(value) for name, value in logged.items()}
+            self._step, self._values = step, {name: float(value) for name, value in logged.items()}
             self.host_reads += self._count() - before
-            self.check(step, self._read)
-        return self._read
+            self.check(step, self._values)
+        return self._values
 
     def _count(self) -> int:
         return self._counters.counts().host_reads if self._counters else 0
 
-    def check(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Say which numbers are not finite, once for each name."""
-        for name, number in numbers.items():
-            if not math.isfinite(number) and name not in self.not_finite:
+    def check(self, step: int, values: Mapping[str, float]) -> None:
+        """Print the values that are not finite, once for each name."""
+        for name, value in values.items():
+            if not math.isfinite(value) and name not in self.not_finite:
                 self.not_finite[name] = step
-                say(f"{name} is {number} at step {step}")
+                say(f"{name} is {value} at step {step}")

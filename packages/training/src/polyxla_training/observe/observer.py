@@ -1,4 +1,4 @@
-"""The listener that sees what a training compiles, reads, waits for and reaches."""
+"""The listener that reports compilations, host reads, input waits and throughput."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from polyxla.console import say
 from polyxla.hookspecs import hookimpl
 from polyxla_training.observe.chip_peaks import utilization
-from polyxla_training.observe.compilations import Compilations, Compiled, warm_up_steps
-from polyxla_training.observe.compile_budget import Budget
-from polyxla_training.observe.logged_values import Readings
+from polyxla_training.observe.compilations import Compilation, CompilationTracker, warm_up_steps
+from polyxla_training.observe.compile_budget import CompileBudget
+from polyxla_training.observe.logged_values import LoggedValues
 from polyxla_training.observe.step_counters import StepCounters
 from polyxla_training.observe.summary import Summary
-from polyxla_training.observe.throughput import Pace, Window
+from polyxla_training.observe.throughput import ThroughputMeter, ThroughputWindow
 
 if TYPE_CHECKING:
     from polyxla.contracts.counters import Counters, Memory
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """Says in a line what each compilation was for, which lines make the host wait, and how fast it all goes.
+    """Reports the cause of each compilation, the lines that make the host wait, and the throughput.
 
     Add it on ordinal 0, before the first step: ``replica.add_listener(Observer(replica))``. It belongs to
-    the replica's thread. Counters are those of the process, whose other replicas count as well.
+    the replica's thread. The counters are those of the process; they include its other replicas.
 
     Args:
-        replica: whose steps are observed.
-        every_n_steps: how often logged tensors are read, which waits for the device.
-        log: where events are written besides; None for nowhere.
-        readings: the numbers that other listeners read too.
-        module: what is trained, to name its ``training_step``; None in a loop of one's own.
-        compile_budget: programs that may be compiled after the first two steps (three under torch.compile)
-            and the first evaluation; None for any number.
-        on_budget: ``warn`` or ``raise`` (`CompileBudgetError`), when there are more.
-        shows: whether the summary is said, and what is logged is read though no `log` keeps it.
+        replica: the replica to observe.
+        every_n_steps: interval at which logged tensors are read, which waits for the device.
+        log: receives the events too; None for no file.
+        logged_values: shared with other listeners, so that values are read once.
+        module: the Trainer's module, to name the line of its ``training_step``; None in a user's own loop.
+        compile_budget: number of programs that may be compiled after the first two steps (three under
+            torch.compile) and the first evaluation; None for no limit.
+        on_budget: ``warn`` or ``raise`` (`CompileBudgetError`) when more are compiled.
+        prints_summary: print the summary, and read logged values even without a `log`.
 
     Raises:
-        UsageError: the budget makes no sense.
+        UsageError: the budget is invalid.
     """
 
     def __init__(
@@ -51,93 +51,94 @@ class Observer:
         *,
         every_n_steps: int = 50,
         log: RunLog | None = None,
-        readings: Readings | None = None,
+        logged_values: LoggedValues | None = None,
         module: Any = None,
         compile_budget: int | None = None,
         on_budget: str = "warn",
-        shows: bool = True,
+        prints_summary: bool = True,
     ) -> None:
-        self._shows = shows
-        budget = Budget(compile_budget, on_budget)
+        self._prints_summary = prints_summary
+        budget = CompileBudget(compile_budget, on_budget)
         counters = replica.counters()
         self._replica, self._every, self._log = replica, every_n_steps, log
-        self._readings = readings or Readings(counters)
+        self._logged_values = logged_values or LoggedValues(counters)
         self._is_shared = replica.world.shares_process
-        self._step_counters = self._counting(counters, budget, module) if counters else None
+        self._step_counters = self._make_step_counters(counters, budget, module) if counters else None
         self._budget = budget
-        self._pace = Pace()
+        self._throughput = ThroughputMeter()
         self._steps = 0
-        self._whole = Window()
+        self._total = ThroughputWindow()
         self._warm_up_s = 0.0
         self._step_times: list[float] = []
         self._memory: Memory | None = None
-        self._told_names = 0
+        self._written_names = 0
         self._loader: Loader | None = None
 
-    def _counting(self, counters: Counters, budget: Budget, module: Any) -> StepCounters:
-        compilations = Compilations(counters, budget, module, is_shared=self._is_shared)
-        return StepCounters(counters, self._readings, compilations, is_shared=self._is_shared)
+    def _make_step_counters(self, counters: Counters, budget: CompileBudget, module: Any) -> StepCounters:
+        compilations = CompilationTracker(counters, budget, module, is_shared=self._is_shared)
+        return StepCounters(counters, self._logged_values, compilations, is_shared=self._is_shared)
 
     @hookimpl
     def polyxla_step_finished(self, step: int, logged: Mapping[str, Any]) -> None:
-        """Compare the counters; every n-th step, read what is logged and cut a window."""
-        self._pace.step()
+        """Compare the counters; every n-th step, read the logged values and end a window."""
+        self._throughput.step()
         self._steps += 1
         self._loader = self._replica.current_loader
         if self._step_counters:
-            self._tell_compiled(self._step_counters.step(step, self._loader, self._write))
+            self._report(self._step_counters.step(step, self._loader, self._write))
         if self._steps == warm_up_steps():
-            self._warm_up_s = self._pace.cut(self._loader).seconds
+            self._warm_up_s = self._throughput.next_window(self._loader).seconds
         if step % self._every == 0:
             self._read(step, logged)
 
     def _read(self, step: int, logged: Mapping[str, Any]) -> None:
-        # A read waits for the device: none where nobody would see what was read.
-        values = self._readings.of(step, logged) if self._shows or self._log else {}
-        self._pace.wait()
-        window = self._cut()
+        # A read waits for the device: none if nobody would see the values.
+        values = self._logged_values.read(step, logged) if self._prints_summary or self._log else {}
+        self._throughput.extend_step()
+        window = self._next_window()
         if self._step_counters:
             self._memory = self._step_counters.memory() or self._memory
         memory = asdict(self._memory) if self._memory else None
         mfu = self._mfu(window.step_s)
         rates = window.as_json(self._replica.world_size)
         self._write("step", step=step, values=values, memory=memory, mfu=mfu, **rates)
-        self._tell_not_finite()
+        self._report_not_finite()
 
-    def _cut(self) -> Window:
-        window = self._pace.cut(self._loader)
-        self._whole += window
+    def _next_window(self) -> ThroughputWindow:
+        window = self._throughput.next_window(self._loader)
+        self._total += window
         if window.step_s is not None:
             self._step_times.append(window.step_s)
         return window
 
-    def _tell_compiled(self, compiled: Compiled | None) -> None:
-        if compiled and self._step_counters:
-            self._write("compile", **compiled.as_json())
-            self._step_counters.compilations.pay(compiled)
+    def _report(self, compilation: Compilation | None) -> None:
+        if compilation and self._step_counters:
+            # Before the budget is spent, which may raise: the log says what was one too many.
+            self._write("compile", **compilation.as_json())
+            self._step_counters.compilations.spend(compilation)
 
-    def _tell_not_finite(self) -> None:
-        for name, step in list(self._readings.not_finite.items())[self._told_names :]:
+    def _report_not_finite(self) -> None:
+        for name, step in list(self._logged_values.not_finite.items())[self._written_names :]:
             self._write("not_finite", name=name, step=step)
-        self._told_names = len(self._readings.not_finite)
+        self._written_names = len(self._logged_values.not_finite)
 
     @hookimpl
     def polyxla_metrics_ready(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Leave the evaluation out of the steps' time, and hear what it compiled."""
+        """Report what an evaluation compiled, and exclude it from the time of the steps."""
         if self._step_counters:
-            self._tell_compiled(self._step_counters.between(step, self._replica.current_loader))
-        self._pace.leave_out()
-        self._readings.check(step, metrics)
+            self._report(self._step_counters.between_steps(step, self._replica.current_loader))
+        self._throughput.exclude()
+        self._logged_values.check(step, metrics)
         self._write("metrics", step=step, values=dict(metrics))
-        self._tell_not_finite()
+        self._report_not_finite()
 
     @hookimpl
     def polyxla_replica_stopped(self, error: BaseException | None) -> None:
-        """Say what the run came to, also after an error."""
-        self._cut()
+        """Print the summary, also after an error."""
+        self._next_window()
         summary = self.summary()
         findings = self._step_counters.close() if self._step_counters else []
-        if self._steps and self._shows:
+        if self._steps and self._prints_summary:
             say(str(summary))
         reason = f"{type(error).__name__}: {error}" if error else None
         self._write("end", summary=summary.as_json(), findings=findings, error=reason)
@@ -146,15 +147,15 @@ class Observer:
 
     def summary(self) -> Summary:
         """Return the totals so far."""
-        whole = self._whole
+        total = self._total
         step_s = statistics.median(self._step_times) if self._step_times else None
         summary = Summary(
             steps=self._steps,
             is_shared=self._is_shared,
-            seconds=self._warm_up_s + whole.seconds,
+            seconds=self._warm_up_s + total.seconds,
             unexpected=self._budget.spent,
-            wait_share=whole.wait_share,
-            records_per_s=whole.records_per_s(self._replica.world_size),
+            wait_share=total.wait_share,
+            records_per_s=total.records_per_s(self._replica.world_size),
             step_s=step_s,
             mfu=self._mfu(step_s),
             peak_bytes=(self._memory.peak_bytes or self._memory.used_bytes) if self._memory else None,

@@ -1,4 +1,4 @@
-"""A run as a file: one JSON document a line, readable also when the run was killed."""
+"""The log of a run: a file of one JSON document per line, which a killed run leaves readable."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ if TYPE_CHECKING:
     from polyxla.replica.replica import Replica
 
 RUN_LOG = "run.jsonl"
-"""The file's name in a run's folder."""
+"""Name of the file in a run's directory."""
 
 
 class RunLog:
-    """Writes a run's events. Every line is flushed, so what was written survives the process.
+    """Writes a run's events. Every line is flushed, so that it survives the process.
 
-    A folder that has a run already keeps it: the new one follows.
+    If the directory has a run already, the new one is appended.
 
     Args:
-        folder: the run's; made where it is missing.
+        directory: the run's directory; made if it is missing.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        path = Path(folder) / RUN_LOG
+    def __init__(self, directory: str | Path) -> None:
+        path = Path(directory) / RUN_LOG
         path.parent.mkdir(parents=True, exist_ok=True)
         is_torn = path.exists() and not path.read_bytes().endswith(b"\n")
         self._file = path.open("a", encoding="utf-8")
         if is_torn:
-            # The run before was killed while it wrote.
+            # The run before was killed while it wrote a line.
             self._file.write("\n")
 
     def start(self, replica: Replica, **fields: Any) -> None:
-        """Append the event that a run begins with: where it runs, and `fields`."""
+        """Append the start event: the runtime, the device, the number of replicas, and `fields`."""
         self.write(
             "start",
             started=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -50,13 +50,13 @@ class RunLog:
         )
 
     def write(self, event: str, **fields: Any) -> None:
-        """Append an event; numbers that are not finite, which JSON does not have, become null."""
+        """Append an event; numbers that are not finite become null, because JSON has none."""
         document = {"event": event, **fields}
         self._file.write(json.dumps(_finite(document), allow_nan=False, default=str) + "\n")
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file; nothing may be written afterwards."""
+        """Close the file."""
         self._file.close()
 
 
@@ -68,23 +68,26 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read_run(folder: str | Path) -> list[dict[str, Any]]:
-    """Return the events of the last run in `folder`; a line that was cut off by the run's end is left out.
+def read_run(run: str | Path) -> list[dict[str, Any]]:
+    """Return the events of the last run in a log; a line that was cut off is left out.
+
+    Args:
+        run: a run's directory, or the log itself.
 
     Raises:
-        UsageError: there is no run in it.
+        UsageError: there is no log, or no run in it.
     """
-    path = Path(folder) / RUN_LOG if Path(folder).is_dir() else Path(folder)
+    path = Path(run) / RUN_LOG if Path(run).is_dir() else Path(run)
     if not path.exists():
         raise UsageError(
             f"there is no {RUN_LOG}",
-            where=str(folder),
-            fix="Give the log_dir of a training, or the file itself.",
+            where=str(run),
+            fix="Pass the log_dir of a training, or the file itself.",
         )
     events = list(_events(path.read_text(encoding="utf-8", errors="replace")))
     starts = [index for index, event in enumerate(events) if event.get("event") == "start"]
     if not starts:
-        raise UsageError("the file has no run in it", where=str(path), fix="Train with log_dir set.")
+        raise UsageError("the file contains no run", where=str(path), fix="Train with log_dir set.")
     return events[starts[-1] :]
 
 
@@ -98,15 +101,17 @@ def _events(text: str) -> Iterator[dict[str, Any]]:
             yield event
 
 
-def newest_run(folder: str | Path) -> Path:
-    """Return the folder below `folder` whose run was written to last.
+def newest_run(directory: str | Path) -> Path:
+    """Return the run's directory below `directory` that was written to last.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no run.
     """
-    logs = sorted(Path(folder).glob(f"**/{RUN_LOG}"), key=lambda log: log.stat().st_mtime)
+    logs = sorted(Path(directory).glob(f"**/{RUN_LOG}"), key=lambda log: log.stat().st_mtime)
     if not logs:
         raise UsageError(
-            f"there is no run below {folder}", where="polyxla report", fix="Name the log_dir of a training."
+            f"there is no run below {directory}",
+            where="polyxla report",
+            fix="Pass the log_dir of a training.",
         )
     return logs[-1].parent

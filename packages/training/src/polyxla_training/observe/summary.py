@@ -1,4 +1,4 @@
-"""What a run came to, in a line."""
+"""The totals of a run, and the line that reports them."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any
 
 @dataclass
 class Summary:
-    """A run's totals. What nobody could tell is None.
+    """A run's totals. What the runtime or the loader does not report is None.
 
     Attributes:
-        steps: optimizer updates.
-        is_shared: whether the counters are those of several replicas, threads of one process.
-        seconds: wall time from the first step's begin.
-        compiles: programs compiled.
-        compile_s: seconds that took.
-        unexpected: those of the compilations that came after the first steps and the first evaluation.
-        reads_per_step: the person's own reads of the device, in a step.
-        fallbacks: operations on the host by name, with their number.
-        cache_hits: programs that the persistent cache had.
-        cache_misses: programs that it did not have.
+        steps: number of optimizer updates.
+        is_shared: whether the counters cover several replicas, which are threads of one process.
+        seconds: wall time from the start of the first step.
+        compiles: number of programs compiled.
+        compile_s: time that their compilation took, in seconds.
+        unexpected: number of programs compiled after the first steps and the first evaluation.
+        reads_per_step: the user's own reads of the device per step.
+        fallbacks: number of operations that ran on the host, by name.
+        cache_hits: number of programs found in the persistent cache.
+        cache_misses: number of programs not found in it.
         wait_share: share of the time in which the loop waited for its input.
-        records_per_s: records of all replicas per second, compilations after the first two steps included.
-        step_s: seconds of one step, the median over the times between reads of what is logged.
-        flops_per_step: floating-point operations of one replica's step.
-        mfu: share of the chip's peak that was used.
-        chip: the chip; None where it is unknown, and with it `mfu`.
-        peak_bytes: the most device memory that was seen in use.
+        records_per_s: records of all replicas per second, including compilations after the first two steps.
+        step_s: duration of a step in seconds, the median over the windows between reads of logged values.
+        flops_per_step: floating-point operations in one replica's step.
+        mfu: share of the chip's peak that was reached.
+        chip: the kind of chip; None if it is unknown, and then `mfu` is None too.
+        peak_bytes: the highest device memory in use that was seen.
     """
 
     steps: int = 0

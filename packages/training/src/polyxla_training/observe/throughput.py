@@ -1,4 +1,4 @@
-"""How fast a training goes: steps, records and the wait for them over a window of time."""
+"""The speed of a training: steps, records, and the wait for them, in windows of time."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Window:
-    """What happened between two marks.
+class ThroughputWindow:
+    """The steps between two points in time.
 
     Attributes:
-        steps: optimizer updates.
+        steps: number of optimizer updates.
         seconds: wall time, without evaluations.
-        records: what this replica was given; None where no loader of polyxla's gives it.
+        records: number of records that this replica received; None without a loader of polyxla's.
         waited_s: the part of `seconds` in which the loop waited for a batch; None likewise.
     """
 
@@ -26,7 +26,7 @@ class Window:
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of one step."""
+        """Duration of one step, in seconds."""
         return self.seconds / self.steps if self.steps else None
 
     @property
@@ -35,7 +35,7 @@ class Window:
         return None if self.waited_s is None or self.seconds <= 0 else min(1.0, self.waited_s / self.seconds)
 
     def records_per_s(self, world_size: int) -> float | None:
-        """Records of all replicas per second."""
+        """Return the records of all replicas per second."""
         return None if self.records is None or self.seconds <= 0 else self.records * world_size / self.seconds
 
     def as_json(self, world_size: int) -> dict[str, Any]:
@@ -47,60 +47,61 @@ class Window:
             "wait_share": self.wait_share,
         }
 
-    def __add__(self, other: Window) -> Window:
+    def __add__(self, other: ThroughputWindow) -> ThroughputWindow:
         mine, others = asdict(self), asdict(other)
-        return Window(**{name: _sum(mine[name], others[name]) for name in mine})
+        return ThroughputWindow(**{name: _sum(mine[name], others[name]) for name in mine})
 
 
-class Pace:
-    """Cuts a training into windows.
+class ThroughputMeter:
+    """Divides a training into windows.
 
     Args:
-        clock: seconds that only grow.
+        clock: a monotonic clock, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._now = self._since = clock()
-        self._outside = 0.0
+        self._last_step_at = self._window_since = clock()
+        self._excluded_s = 0.0
         self._steps = 0
         self._loader: Any = None
         self._records, self._waited_s = 0, 0.0
 
     def step(self) -> None:
-        """Hear that a step was handed to the device. Called every step."""
-        self._now = self._clock()
+        """Record that a step was submitted to the device. Called every step."""
+        self._last_step_at = self._clock()
         self._steps += 1
 
-    def leave_out(self) -> None:
-        """Leave out the time since the last step, which went into something else."""
+    def exclude(self) -> None:
+        """Exclude the time since the last step from the window: an evaluation took it."""
         now = self._clock()
-        self._outside += now - self._now
-        self._now = now
+        self._excluded_s += now - self._last_step_at
+        self._last_step_at = now
 
-    def cut(self, loader: Any) -> Window:
-        """Return the window that ends with the last step, and begin the next one there.
+    def extend_step(self) -> None:
+        """Make the last step end now, because the device has been waited for."""
+        self._last_step_at = self._clock()
+
+    def next_window(self, loader: Any) -> ThroughputWindow:
+        """Return the window up to the last step, and begin the next one there.
 
         Args:
-            loader: the `polyxla.replica.loader.Loader` that feeds the steps; None for none.
+            loader: the `polyxla.replica.loader.Loader` of the steps, or None.
         """
-        window = Window(self._steps, max(0.0, self._now - self._since - self._outside), *self._input(loader))
-        self._since, self._steps, self._outside = self._now, 0, 0.0
+        seconds = max(0.0, self._last_step_at - self._window_since - self._excluded_s)
+        window = ThroughputWindow(self._steps, seconds, *self._input(loader))
+        self._window_since, self._steps, self._excluded_s = self._last_step_at, 0, 0.0
         return window
-
-    def wait(self) -> None:
-        """Let the last step end now: the device has been waited for."""
-        self._now = self._clock()
 
     def _input(self, loader: Any) -> tuple[int | None, float | None]:
         if loader is None:
             return None, None
-        # Another loader's totals have begun at 0.
+        # The totals of another loader began at 0.
         before = (self._records, self._waited_s) if loader is self._loader else (0, 0.0)
         self._loader, self._records, self._waited_s = loader, loader.records, loader.waited_s
         return loader.records - before[0], loader.waited_s - before[1]
 
 
 def _sum(one: Any, other: Any) -> Any:
-    # None in one window is None in all of them, but for the empty one that a sum begins with.
+    # None in one window is None in all of them, except in the empty one that a sum begins with.
     return other if one is None else one if other is None else one + other

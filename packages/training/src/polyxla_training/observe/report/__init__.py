@@ -1,1 +1,1 @@
-"""A run that was logged, as text and as a page."""
+"""The report of a logged run, as text and as a page."""

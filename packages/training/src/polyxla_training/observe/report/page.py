@@ -1,4 +1,4 @@
-"""A run as one page of HTML that loads nothing. Heavy: imported when a page is made."""
+"""The report as one self-contained HTML page. Heavy: imported when a page is made."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ try:
     from jinja2 import Environment
 except ImportError as error:
     raise UsageError(
-        "Jinja is not installed, which fills the report's page",
+        "Jinja is not installed, which renders the report's page",
         where="polyxla report",
-        fix="Install it: pip install 'polyxla-core[report]', or use polyxla report --text.",
+        fix="Install it: pip install 'polyxla-training[report]', or use polyxla report --text.",
     ) from error
 
 
 def render(run: Run) -> str:
-    """Return the page; texts of the run are escaped, the plots are inline."""
+    """Return the page; texts of the run are escaped, and the plots are inline."""
     template = files("polyxla_training.observe.report").joinpath("page.html").read_text(encoding="utf-8")
     page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(template)
     return page.render(

@@ -1,4 +1,4 @@
-"""Plots of a run as SVG. Heavy: imported when a page is made."""
+"""The report's plots as SVG. Heavy: imported when a page is made."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ except ImportError as error:
     raise UsageError(
         "matplotlib is not installed, which draws the report's plots",
         where="polyxla report",
-        fix="Install it: pip install 'polyxla-core[report]', or use polyxla report --text.",
+        fix="Install it: pip install 'polyxla-training[report]', or use polyxla report --text.",
     ) from error
 
 COLOURS = ("#2f7ed8", "#e07b39", "#2a9d6f", "#b5499b", "#8a8a2a", "#6a6ad8")
-"""Curves' colours, which can be told apart on white and on black."""
+"""Colours of the curves, distinguishable on white and on black."""
 INK = "#8a8f98"
-"""Axes and their texts, likewise."""
-MOST_CURVES = len(COLOURS)
+"""Colour of axes and texts, readable on white and on black."""
+MAX_CURVES = len(COLOURS)
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Plot:
     """One plot.
 
     Attributes:
-        name: what it shows, its title.
-        unit: what stands at its vertical axis.
+        name: its title.
+        unit: the label of its vertical axis.
         curves: by name.
-        steps: how many steps the run had.
-        kind: ``line``, or ``stems`` for what happens now and then.
-        marks: steps at which a program was compiled unexpectedly.
+        steps: number of steps in the run.
+        kind: ``line``, or ``stems`` for occasional events.
+        marks: steps with an unexpected compilation.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Plot:
 
 
 def plots(run: Run) -> list[Plot]:
-    """Return the plots for which the run has data."""
+    """Return the plots that the run has data for."""
     return [plot for plot in _candidates(run) if any(plot.curves.values())]
 
 
@@ -70,10 +70,10 @@ def _candidates(run: Run) -> Iterator[Plot]:
 def _split(
     curves: Mapping[str, Curve], test: Callable[[str], bool]
 ) -> tuple[dict[str, Curve], dict[str, Curve]]:
-    """Divide curves by their names; of many, the first few stay."""
+    """Divide curves by their names; keep the first `MAX_CURVES` of each part."""
     yes = {name: curve for name, curve in curves.items() if test(name)}
     no = {name: curve for name, curve in curves.items() if not test(name)}
-    return dict(list(yes.items())[:MOST_CURVES]), dict(list(no.items())[:MOST_CURVES])
+    return dict(list(yes.items())[:MAX_CURVES]), dict(list(no.items())[:MAX_CURVES])
 
 
 def _compilations(run: Run) -> dict[str, Curve]:
@@ -85,7 +85,7 @@ def _compilations(run: Run) -> dict[str, Curve]:
 
 
 def figure(plot: Plot) -> Figure:
-    """Draw one plot, without a background of its own."""
+    """Draw one plot with a transparent background."""
     drawn = Figure(figsize=(6.4, 2.6), layout="constrained")
     drawn.patch.set_alpha(0)
     axes = drawn.add_subplot()
@@ -96,7 +96,7 @@ def figure(plot: Plot) -> Figure:
             axes.vlines(steps, 0, values, colors=colour, linewidth=2)
             axes.plot(steps, values, "o", color=colour, markersize=5, label=name)
         else:
-            # Few points are seen as such.
+            # Markers, if there are few enough points to see them.
             axes.plot(
                 steps, values, color=colour, marker="o" if len(curve) < 30 else "", markersize=3, label=name
             )
@@ -109,7 +109,7 @@ def figure(plot: Plot) -> Figure:
 
 def _dress(axes: mpl.axes.Axes, plot: Plot) -> None:
     axes.set_xlabel("step", color=INK)
-    # All plots of a run cover the same steps, whatever happened in them.
+    # The same range in all plots of a run.
     axes.set_xlim(0, plot.steps * 1.02 or None)
     axes.set_ylabel(plot.unit, color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -125,7 +125,7 @@ def _dress(axes: mpl.axes.Axes, plot: Plot) -> None:
 
 
 def svg(plot: Plot) -> str:
-    """Return one plot as an SVG element; the same data give the same text."""
+    """Return one plot as an SVG element; the same data produce the same text."""
     file = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": plot.name, "svg.fonttype": "none", "font.family": "sans-serif"}):
         figure(plot).savefig(file, format="svg", transparent=True, metadata={"Date": None})

@@ -1,4 +1,4 @@
-"""A run, read back from its events."""
+"""A logged run, read from its events."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Curve = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Run:
-    """What is known of one run.
+    """The events of one run, by kind.
 
     Attributes:
-        folder: where it was found.
-        start: what the run began with.
+        folder: the path that it was read from.
+        start: the start event.
         steps: the events of every n-th step.
-        compiles: compilations.
+        compiles: the compilations.
         findings: lines that read the device or fall back.
-        metrics: evaluations and epochs' means.
-        not_finite: names that had a value that is no number, with the step.
-        end: the last event; None for a run that was killed, or goes on.
+        metrics: means of evaluations and epochs.
+        not_finite: names of values that became NaN or infinite, with the step.
+        end: the end event; None if the run was killed, or is still running.
     """
 
     folder: str
@@ -47,7 +47,7 @@ class Run:
         for event in events:
             by_kind.setdefault(str(event.get("event")), []).append(event)
         if "start" not in by_kind:
-            raise UsageError("these events have no start", where=folder, fix="Read them with read_run.")
+            raise UsageError("these events have no start event", where=folder, fix="Read them with read_run.")
         return cls(
             folder=folder,
             start=by_kind["start"][0],
@@ -61,7 +61,7 @@ class Run:
 
     @property
     def summary(self) -> Mapping[str, Any]:
-        """The run's own totals; of a run without an end, what its events add up to."""
+        """The run's totals; without an end event, the sums of its events."""
         if self.end is not None:
             summary: Mapping[str, Any] = self.end["summary"]
             return summary
@@ -78,7 +78,7 @@ class Run:
     def outcome(self) -> str:
         """How it ended, in a few words."""
         if self.end is None:
-            return "no end: it was killed, or goes on"
+            return "no end: it was killed, or is still running"
         error = self.end["error"]
         return f"ended by {error}" if error else "finished"
 
@@ -88,11 +88,11 @@ class Run:
 
     def memory(self) -> Curve:
         """Return the device memory in use, in GiB."""
-        told = [(one["step"], one["memory"]) for one in self.steps if one.get("memory")]
-        return [(step, memory["used_bytes"] / 2**30) for step, memory in told]
+        memories = [(one["step"], one["memory"]) for one in self.steps if one.get("memory")]
+        return [(step, memory["used_bytes"] / 2**30) for step, memory in memories]
 
     def values(self) -> dict[str, Curve]:
-        """Return what the steps logged, by name."""
+        """Return the values that steps logged, by name."""
         return _by_name(self.steps)
 
     def evaluations(self) -> dict[str, Curve]:
@@ -100,7 +100,7 @@ class Run:
         return _by_name(self.metrics)
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything but the steps."""
+        """Return everything except the steps."""
         return {
             "folder": self.folder,
             "outcome": self.outcome,

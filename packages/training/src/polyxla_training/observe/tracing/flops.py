@@ -1,7 +1,7 @@
-"""Floating-point operations of a call, from the shapes of what it takes and returns.
+"""Floating-point operations of a call, from the shapes of its arguments and its result.
 
-Counted: linear, matmul and its kin, einsum of two operands, convolutions, attention, recurrent networks. A
-multiplication and an addition are two operations; all others are left out.
+Counted are linear, matmul and its variants, einsum of two operands, convolutions, attention and recurrent
+networks. A multiplication and an addition are two operations; other functions are not counted.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-TRAINED = 3
-"""How often a product that is differentiated is paid for: the backward pass takes twice the forward.
+WITH_BACKWARD = 3
+"""Cost of a differentiated product, in forward passes: the backward pass takes twice the forward pass.
 
 Source: Kaplan et al. 2020, "Scaling Laws for Neural Language Models" (arXiv:2001.08361), section 2.1.
 """
 
 
 def flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Return the operations of ``func(*args, **kwargs)``, and of its backward pass where there will be one.
+    """Return the operations of ``func(*args, **kwargs)``, and of its backward pass if it will have one.
 
     Returns:
-        forward operations, `TRAINED` times if the result requires a gradient; 0 for what is not counted.
+        forward operations, times `WITH_BACKWARD` if the result requires a gradient; 0 for other functions.
     """
     formula = _FORMULAS.get(func)
     if formula is None:
         return 0
     values = (*args, *kwargs.values())
     out = result if isinstance(result, torch.Tensor) else result[0]
-    return formula(values, out) * (TRAINED if out.requires_grad else 1)
+    return formula(values, out) * (WITH_BACKWARD if out.requires_grad else 1)
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
@@ -75,7 +75,7 @@ def _multi_head_attention(values: Sequence[Any], _: torch.Tensor) -> int:
 
 
 def _recurrence(values: Sequence[Any], _: torch.Tensor) -> int:
-    # Packed or not, the input's last dimension is a record's; matrices are the weights of all layers.
+    # The input's last dimension is the features, packed or not; the matrices are the weights of all layers.
     inputs = _tensors(values)[0]
     matrices = [one for value in values if isinstance(value, list | tuple) for one in _tensors(value)]
     weights = sum(one.numel() for one in matrices if one.dim() == 2)
@@ -84,7 +84,7 @@ def _recurrence(values: Sequence[Any], _: torch.Tensor) -> int:
 
 def _einsum(values: Sequence[Any], _: torch.Tensor) -> int:
     equation, operands = values[0], _tensors(values)
-    # Of more operands, the order decides; lists of numbers name the dimensions otherwise.
+    # With more operands the cost depends on their order; sublists in place of an equation are rare.
     if not isinstance(equation, str) or len(operands) != 2:
         return 0
     sizes: dict[Any, int] = {}

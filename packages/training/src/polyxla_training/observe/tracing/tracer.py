@@ -1,7 +1,13 @@
-"""Finds the lines that read the device or fall back, by watching every call of torch in a few steps.
+"""Finds the lines that read the device or fall back, by watching every call of torch.
 
-It watches above torch's dispatcher, and changes no tensor. A dispatch mode would: under one, torch_xla 2.9
-does not functionalize what its collectives return, and views of that, as ``split`` makes, hold other values.
+It is a function mode, which sits above torch's dispatcher and changes no tensor. A dispatch mode would change
+some: under one, torch_xla 2.9 does not functionalize the results of its collectives, and views of them, such
+as ``split`` makes, hold wrong values.
+
+Torch keeps modes on a stack. ``with mode:`` pushes one, and its end pops whatever is on top. A tracer begins
+and ends at step boundaries, which may lie inside or outside of the user's own ``with`` blocks, so it cannot be
+on top: a block that ends would pop the tracer and leave the user's mode behind. It is therefore inserted
+below the modes that are on the stack already, and taken out from wherever it is; see `_insert` and `_remove`.
 """
 
 from __future__ import annotations
@@ -23,8 +29,8 @@ from torch.overrides import (
 )
 
 from polyxla.callsite import BACKWARD, caller
-from polyxla_training.observe.findings import Finding, Kind
-from polyxla_training.observe.flops import flops
+from polyxla_training.observe.tracing.findings import Finding, Kind
+from polyxla_training.observe.tracing.flops import flops
 
 if TYPE_CHECKING:
     from polyxla.contracts.counters import Counters, Counts
@@ -40,23 +46,23 @@ _SHOWS = {_T.__repr__, _T.__format__}
 
 
 class Tracer(TorchFunctionMode):
-    """Watches what one thread calls of torch between `start` and `stop`.
+    """Watches one thread's calls of torch between `start` and `stop`.
 
     Args:
-        counters: tells which call made the host read or work.
-        is_shared: whether other replicas are threads of this process, which the counters counts as well.
+        counters: show which call made the host read or compute.
+        is_shared: whether other replicas are threads of this process, which the counters include.
 
     Attributes:
-        is_on: whether it watches.
-        found: how often each line did what.
-        flops: floating-point operations since `start`, as `polyxla_training.observe.flops` counts them. What the
-            backward pass computes again (checkpointed activations) is left out.
-        compiled_at: the line at which the last program inside the step was cut and compiled.
+        is_on: whether it is watching.
+        found: number of occurrences of each finding.
+        flops: floating-point operations since `start`, as `polyxla_training.observe.tracing.flops` counts them. What the
+            backward pass recomputes (checkpointed activations) is left out.
+        compiled_at: the last line that cut the step and had a program compiled; None if none did.
     """
 
     def __init__(self, counters: Counters, *, is_shared: bool = False) -> None:
         super().__init__()
-        _step_aside_for_others()
+        _end_in_forks_and_compilers()
         self._counters, self._is_shared = counters, is_shared
         self._fallbacks: dict[str, int] = {}
         self._is_backward = False
@@ -66,25 +72,25 @@ class Tracer(TorchFunctionMode):
         self.compiled_at: str | None = None
 
     def start(self) -> None:
-        """Watch from now on, below all modes that are in force here."""
+        """Watch from now on, below all modes that are active in this thread."""
         self.found.clear()
         self._fallbacks = self._counters.fallbacks()
         self.flops, self.compiled_at = 0, None
-        _put_below(self)
+        _insert(self)
         self.is_on = True
 
     def stop(self) -> bool:
-        """Watch no longer; return whether all that happened since `start` was seen."""
-        _take_out(self)
+        """Stop watching; return whether everything since `start` was seen."""
+        _remove(self)
         was_on, self.is_on = self.is_on, False
         return was_on
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Make the call, and note what it made the host do."""
+        """Make the call, and record what it made the host do."""
         kwargs = kwargs or {}
-        # Attributes, such as a shape, are asked for more often than anything.
+        # Attribute reads, such as a shape, are the most frequent calls, and none of them waits.
         if not self.is_on or getattr(func, "__name__", "") == "__get__":
             return func(*args, **kwargs)
         if func is _T.backward and not types and not self._is_backward:
@@ -97,13 +103,17 @@ class Tracer(TorchFunctionMode):
         return result
 
     def _backward(self, loss: torch.Tensor, gradient: Any = None, **options: Any) -> None:
-        """Go on watching within, for hooks; a function that is watched is not watched inside otherwise."""
+        """Run the backward pass while watching the calls of its hooks.
+
+        Torch disables the mode inside of a function that the mode handles, so it is pushed again, on top,
+        for the time of the pass.
+        """
         self._is_backward = True
         _push_mode(self)
         try:
             torch.autograd.backward(loss, gradient, **options)
         finally:
-            _take_out(self)
+            _remove(self)
             self._is_backward = False
         for op in self._fallen_back():
             self.found[Finding("fallback", op, BACKWARD)] += 1
@@ -134,7 +144,7 @@ class Tracer(TorchFunctionMode):
 
 
 def _copy(func: Any, args: tuple[Any, ...], result: Any) -> str | None:
-    """Return the name of what copies a whole tensor from the device; None if that is not done here."""
+    """Return the name of the call if it copies a whole tensor from the device, or None."""
     if func in _MOVES and isinstance(result, torch.Tensor):
         leaves = result.device.type == "cpu" and any(map(_is_on_device, args[:2]))
         return resolve_name(func) if leaves else None
@@ -145,29 +155,31 @@ def _copy(func: Any, args: tuple[Any, ...], result: Any) -> str | None:
 
 
 def _is_on_device(value: Any) -> bool:
-    # Subclasses have no memory on the device: what torch.compile traces with, for one.
+    # Subclasses, such as those that torch.compile traces with, have no memory on the device.
     return type(value) in {torch.Tensor, torch.nn.Parameter} and value.device.type not in {"cpu", "meta"}
 
 
-def _put_below(tracer: Tracer) -> None:
-    """Put it where no other mode's end can take it away in its own place: each pops the topmost."""
-    _take_out(tracer)
+def _insert(tracer: Tracer) -> None:
+    """Put the tracer below all modes of the user, so that each of their blocks pops its own mode."""
+    _remove(tracer)
     modes = _get_current_function_mode_stack()
-    # But above that of torch.set_default_device, which is the lowest, and ends as such.
-    _replace([*filter(_is_lowest, modes), tracer, *(one for one in modes if not _is_lowest(one))])
+    # The mode of torch.set_default_device stays at the bottom, where torch looks for it to end it.
+    _replace_stack([*filter(_is_bottom, modes), tracer, *(mode for mode in modes if not _is_bottom(mode))])
 
 
-def _is_lowest(mode: TorchFunctionMode) -> bool:
+def _is_bottom(mode: TorchFunctionMode) -> bool:
     return mode is getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 
 
-def _take_out(tracer: Tracer) -> None:
+def _remove(tracer: Tracer) -> None:
+    """Take the tracer out of the stack, wherever it is by now."""
     modes = _get_current_function_mode_stack()
     if tracer in modes:
-        _replace([one for one in modes if one is not tracer])
+        _replace_stack([mode for mode in modes if mode is not tracer])
 
 
-def _replace(modes: list[TorchFunctionMode]) -> None:
+def _replace_stack(modes: list[TorchFunctionMode]) -> None:
+    # Torch can only pop and push the top.
     for _ in _get_current_function_mode_stack():
         _pop_mode()
     for mode in modes:
@@ -175,8 +187,8 @@ def _replace(modes: list[TorchFunctionMode]) -> None:
 
 
 @functools.cache
-def _step_aside_for_others() -> None:
-    """Let no forked process, such as a DataLoader's worker, go on watching, and torch.compile not see it."""
+def _end_in_forks_and_compilers() -> None:
+    """End tracing in forked processes, such as a DataLoader's workers, and before torch.compile compiles."""
     os.register_at_fork(after_in_child=_end_here)
     register: Callable[[Callable[[object], None]], Any] = on_compile_start
     register(_end_here)

@@ -1,0 +1,179 @@
+"""The options of a Trainer, and `Fit`, which its listeners receive. Light: imports no torch.
+
+An option is a field: its name, type, default and description are here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from polyxla.contracts.job import StartMethod
+from polyxla.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from polyxla.contracts.precision import Precision
+
+STRATEGIES = ("auto", "debug")
+
+
+@dataclass(frozen=True, eq=False)
+class LaunchOptions:
+    """The options that `polyxla.launch` takes.
+
+    Attributes:
+        accelerator: ``"auto"``, or the required kind of device (``"cpu"``, ``"tpu"``).
+        devices: ``"auto"``, a count (``8`` or ``"8"``), or indices (``[5]`` is the device with index 5).
+        precision: the name of a precision policy, or the policy itself.
+        runtime: the name of a runtime; default: chosen from the environment.
+        start_method: as in `polyxla.launch`.
+    """
+
+    accelerator: str = "auto"
+    devices: int | str | Sequence[int] = "auto"
+    precision: str | int | Precision | None = None
+    _: KW_ONLY
+    runtime: str | None = None
+    start_method: StartMethod = "auto"
+
+
+@dataclass(frozen=True, eq=False)
+class FitOptions:
+    """The options that travel to the replicas; listeners receive them in `Fit`.
+
+    Attributes:
+        strategy: ``"auto"``, or ``"debug"`` to print the runtime's own report after training.
+        max_epochs: number of passes over the training data.
+        max_steps: number of optimizer updates after which training ends, even within an epoch.
+        log_dir: directory of the TensorBoard files and the run log. ``"auto"`` makes a new directory under
+            ``runs`` if TensorBoard is installed; None writes no files.
+        log_every_n_steps: interval at which logged tensors are read, which waits for the device.
+        progress: show progress on standard error.
+        accumulate: number of batches whose gradients make one optimizer update. The last update of an epoch
+            takes the batches that are left.
+        clip_norm: maximum norm of all gradients together, after they are averaged over the replicas.
+        clip_value: maximum absolute value of a gradient's element.
+        seed: seed of every replica's random numbers and of the order of the records. Default: torch's
+            current seed, and the order of seed 0.
+        prefetch: how far ahead to copy batches, such as ``{"loader_prefetch_size": 4}``; see
+            `Replica.loader`.
+        checkpoint_dir: directory in which the whole state is saved, at the end of each epoch and on SIGTERM;
+            None saves nothing.
+        save_every_n_steps: interval of further checkpoints within an epoch.
+        keep: number of checkpoints to keep; None keeps all.
+        resume: path of the checkpoint to resume from, or ``"auto"`` to resume from the newest intact
+            checkpoint in `checkpoint_dir`, if there is one.
+        profile_steps: first and last step of which ordinal 0 writes a profile into `log_dir`.
+        compile_budget: number of programs that may be compiled after the first two steps (three under
+            torch.compile) and the first evaluation; None for no limit.
+        on_budget: ``"warn"`` or ``"raise"`` when more are compiled.
+
+    Raises:
+        UsageError: an option has an invalid value.
+    """
+
+    strategy: str = "auto"
+    max_epochs: int = 1
+    _: KW_ONLY
+    max_steps: int | None = None
+    log_dir: str | None = "auto"
+    log_every_n_steps: int = 50
+    progress: bool = True
+    accumulate: int = 1
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    seed: int | None = None
+    prefetch: Mapping[str, int] | None = None
+    checkpoint_dir: str | os.PathLike[str] | None = None
+    save_every_n_steps: int | None = None
+    keep: int | None = 2
+    resume: str | os.PathLike[str] | None = None
+    profile_steps: tuple[int, int] | None = None
+    compile_budget: int | None = None
+    on_budget: str = "warn"
+
+    def __post_init__(self) -> None:
+        if self.strategy not in STRATEGIES:
+            raise UsageError(
+                f"strategy={self.strategy!r} is not one of {', '.join(STRATEGIES)}",
+                where="Trainer",
+                fix="Leave it out: replicas, and how they start, come from devices= and the runtime.",
+            )
+        for name in ("max_epochs", "log_every_n_steps", "accumulate"):
+            _check_count(name, getattr(self, name))
+        for name in ("max_steps", "save_every_n_steps", "keep"):
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name))
+        for name in ("clip_norm", "clip_value"):
+            _check_limit(name, getattr(self, name))
+        if self.profile_steps is not None and not 1 <= self.profile_steps[0] <= self.profile_steps[1]:
+            raise UsageError(
+                f"profile_steps={self.profile_steps!r} is not a first and a last step",
+                where="Trainer",
+                fix="Write profile_steps=(10, 12).",
+            )
+        if self.resume == "auto" and self.checkpoint_dir is None:
+            raise UsageError(
+                "resume='auto' resumes from the newest checkpoint in checkpoint_dir, which is not set",
+                where="Trainer",
+                fix="Write checkpoint_dir='checkpoints' too, or the checkpoint's own path.",
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class TrainerOptions(FitOptions, LaunchOptions):
+    """All options of a Trainer; those of `LaunchOptions` come first."""
+
+    def launch_options(self) -> dict[str, Any]:
+        """Return the keyword arguments of `polyxla.launch`."""
+        return {one.name: getattr(self, one.name) for one in fields(LaunchOptions)}
+
+    def fit_options(self, log_dir: str | None) -> FitOptions:
+        """Return what travels to the replicas.
+
+        Args:
+            log_dir: replaces the option, which may be ``"auto"``.
+        """
+        values = {one.name: getattr(self, one.name) for one in fields(FitOptions)}
+        return FitOptions(**values | {"log_dir": log_dir})
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One call of `polyxla_training.Trainer.fit`, as listeners in one replica receive it.
+
+    Attributes:
+        options: the Trainer's options; `log_dir` is a path or None.
+        module: the module in training, on the device.
+        steps_per_epoch: optimizer updates in a whole epoch; None if the loader has no length.
+        state_dict: returns the whole training state, as `polyxla_training.save` takes it. A collective; call
+            it between steps.
+        stop: takes a reason and ends training after the current step. Every replica must call it at the same
+            step.
+    """
+
+    options: FitOptions
+    module: torch.nn.Module
+    steps_per_epoch: int | None
+    state_dict: Callable[[], dict[str, Any]]
+    stop: Callable[[str], None]
+
+
+def _check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(
+            f"{name}={value!r} is not a positive integer", where="Trainer", fix=f"Write {name}=1."
+        )
+
+
+def _check_limit(name: str, value: Any) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
+        raise UsageError(
+            f"{name}={value!r} is not a positive number",
+            where="Trainer",
+            fix=f"Write {name}=1.0, or leave it out.",
+        )
