@@ -190,7 +190,7 @@ def engine_of(address: str) -> Iterator[Any]:
     """Have one core of a worker, for a job that is over afterwards."""
     from polyxla_xrt.client.engine import RemoteEngine
     from polyxla_xrt.client.lease import Lease
-    from polyxla_xrt.assignment import Assignment
+    from polyxla_xrt.config.assignment import Assignment
 
     # The last job may still be on its way out.
     lease = Lease(address, 1, os.environ, wait_s=END_S)

@@ -20,8 +20,8 @@ from polyxla_xrt.server.mesh.server import MeshServer
 # Tests count compilations, and a person's programs are not theirs.
 os.environ["POLYXLA_COMPILE_CACHE"] = "off"
 
-PARTICIPANT = Path(__file__).with_name("mesh_participant.py")
-CLIENT = Path(__file__).with_name("worker_client.py")
+PARTICIPANT = Path(__file__).parent / "programs" / "mesh_participant.py"
+CLIENT = Path(__file__).parent / "programs" / "worker_client.py"
 PATIENCE_S = 20.0
 """Longest wait for what a process is to do soon."""
 

@@ -33,9 +33,9 @@ def test_right(text: str, host: str, port: int) -> None:
 @pytest.mark.parametrize(
     ("text", "what", "like"),
     [
-        ("", "there is no host in ''", "10.0.0.2:8470"),
+        ("", "'' has no host", "10.0.0.2:8470"),
         (":8470", "$TPU_IP_ADDRESS was probably unset", "10.0.0.2:8470"),
-        ("grpc://:8470", "there is no host in 'grpc://:8470'", "10.0.0.2:8470"),
+        ("grpc://:8470", "'grpc://:8470' has no host", "10.0.0.2:8470"),
         ("$TPU_IP:8470", "'$TPU_IP' in '$TPU_IP:8470' is not a host", "10.0.0.2:8470"),
         ("a b:1", "'a b' in 'a b:1' is not a host", "10.0.0.2:8470"),
         ("10.0.0.2", "there is no port after '10.0.0.2'", "10.0.0.2:8470"),

@@ -11,9 +11,9 @@ SIZES = [
     0,
     1,
     127,
-    bulk_encoding.LEAST_BYTES - 1,
-    bulk_encoding.LEAST_BYTES,
-    bulk_encoding.LEAST_BYTES + 1,
+    bulk_encoding.MIN_BYTES - 1,
+    bulk_encoding.MIN_BYTES,
+    bulk_encoding.MIN_BYTES + 1,
     (1 << 21) + 3,
 ]
 
@@ -35,8 +35,8 @@ def test_messages_with_data_are_read_by_protobuf(size: int) -> None:
 
 
 def test_large_data_is_not_copied_before_it_is_sent() -> None:
-    data = bytearray(bulk_encoding.LEAST_BYTES)
+    data = bytearray(bulk_encoding.MIN_BYTES)
     message = bulk_encoding.part(pb.Part(request=1), memoryview(data))
-    assert isinstance(message, bulk_encoding.Bulk)
+    assert isinstance(message, bulk_encoding.BulkMessage)
     data[0] = 9
     assert pb.Answers.FromString(bulk_encoding.encode([message])).answers[0].part.data[0] == 9

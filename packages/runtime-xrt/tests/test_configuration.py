@@ -156,7 +156,7 @@ def test_the_other_variables(changes: dict[str, str], attribute: str, value: Any
         # Item 1: the list itself; its every error is in test_workers.py and test_addresses.py.
         (
             {env.XRT_TPU_CONFIG: "w;0;:8470"},
-            "no host in ':8470'",
+            "':8470' has no host",
             "XRT_TPU_CONFIG=w;0;:8470",
             "10.0.0.2:8470",
         ),
@@ -165,7 +165,7 @@ def test_the_other_variables(changes: dict[str, str], attribute: str, value: Any
             NODE | {env.XRT_LOCAL_WORKER: "tpu_worker:1"},
             "tpu_worker:1 is not among the workers tpu_worker:0 of XRT_TPU_CONFIG",
             "XRT_LOCAL_WORKER=tpu_worker:1",
-            "unset it for tpu_worker:0; it may be left over from an earlier run",
+            "unset it to use tpu_worker:0; it may be left over from an earlier run",
         ),
         (
             NODE | {env.XRT_LOCAL_WORKER: "tpu_worker;0"},
@@ -175,125 +175,125 @@ def test_the_other_variables(changes: dict[str, str], attribute: str, value: Any
         ),
         (
             MESH,
-            "not which worker this host drives",
+            "no variable says which worker this host drives",
             "XRT_MESH_SERVICE_ADDRESS=a:8477",
             "Set XRT_LOCAL_WORKER",
         ),
         (
             MESH | {env.XRT_LOCAL_WORKER: "w:0"},
-            "this host drives worker 0, which tells the others",
+            "this host drives worker 0 and must give the other hosts the list",
             "XRT_LOCAL_WORKER=w:0",
-            "Set XRT_TPU_CONFIG to the list of all workers",
+            "set XRT_TPU_CONFIG to the list of all workers",
         ),
         (
             POD_HOST | {env.XRT_SHARD_WORLD_SIZE: "2"},
-            "drives c_tpu_worker:2, but there is only room for tasks below 2",
+            "drives c_tpu_worker:2, but with 2 host(s) every task must be below 2",
             "XRT_LOCAL_WORKER=c_tpu_worker:2",
             "Set XRT_SHARD_WORLD_SIZE to the number of hosts, at least 3.",
         ),
         (
             MESH | {env.XRT_LOCAL_WORKER: "w:1"},
-            "drives w:1, but there is only room for tasks below 1",
+            "drives w:1, but with 1 host(s) every task must be below 1",
             "XRT_LOCAL_WORKER=w:1",
             "Set XRT_SHARD_WORLD_SIZE to the number of hosts, at least 2.",
         ),
         # Item 4: what replicas have left behind.
         (
             NODE | {env.XRT_MULTI_PROCESSING_DEVICE: "TPU:3"},
-            "XRT_MULTI_PROCESSING_DEVICE belongs to the process of a replica",
+            "XRT_MULTI_PROCESSING_DEVICE is set only in a replica's process",
             "XRT_MULTI_PROCESSING_DEVICE=TPU:3",
             "Unset it",
         ),
         (
             NODE | {env.XRT_SHARD_LOCAL_ORDINAL: "0"},
-            "XRT_SHARD_LOCAL_ORDINAL belongs to the process of a replica",
+            "XRT_SHARD_LOCAL_ORDINAL is set only in a replica's process",
             "XRT_SHARD_LOCAL_ORDINAL=0",
             "Unset it",
         ),
         (
             NODE | {env.XRT_HOST_WORLD_SIZE: "1"},
-            "XRT_HOST_WORLD_SIZE belongs to the process of a replica",
+            "XRT_HOST_WORLD_SIZE is set only in a replica's process",
             "XRT_HOST_WORLD_SIZE=1",
             "Unset it",
         ),
         (
             NODE | {env.XRT_SHARD_ORDINAL: "3"},
-            "this host drives tpu_worker:0 and so is number 0, not 3",
+            "this host drives tpu_worker:0, so its index is 0, not 3",
             "XRT_SHARD_ORDINAL=3",
             "Unset it: it is left over",
         ),
         (
             NODE | {env.XRT_HOST_ORDINAL: "0"},
-            "hosts whose TPUs are not linked cannot be driven together",
+            "hosts whose TPUs are not linked cannot run one job",
             "XRT_HOST_ORDINAL=0",
-            "The workers of a pod are joined by '|'",
+            "List the workers of a pod in XRT_TPU_CONFIG",
         ),
         # Item 5: half a map, and a map of unknown workers.
         (
             MAP,
-            "XRT_DEVICE_MAP says nothing without XRT_WORKERS",
+            "XRT_DEVICE_MAP needs XRT_WORKERS",
             f"XRT_DEVICE_MAP={MAP[env.XRT_DEVICE_MAP]}",
             "Set both",
         ),
         (
             WORKERS,
-            "XRT_WORKERS says nothing without XRT_DEVICE_MAP",
+            "XRT_WORKERS needs XRT_DEVICE_MAP",
             f"XRT_WORKERS={WORKERS[env.XRT_WORKERS]}",
             "Set both",
         ),
         (
             MAP | {env.XRT_WORKERS: "v:0;a:1"},
-            "it names the worker w:0, and XRT_WORKERS has only v:0",
+            "it names the worker w:0, but XRT_WORKERS lists only v:0",
             f"XRT_DEVICE_MAP={MAP[env.XRT_DEVICE_MAP]}",
             "Add w:0;HOST:8470 to XRT_WORKERS",
         ),
         # Item 6: the number of cores.
         (
             NODE | {env.TPU_NUM_DEVICES: "0"},
-            "'0' is not a whole number from 1",
+            "'0' is not an integer of at least 1",
             "TPU_NUM_DEVICES=0",
             "such as 8",
         ),
-        ({env.TPU_NUM_DEVICES: "-8"}, "'-8' is not a whole number from 1", "TPU_NUM_DEVICES=-8", "such as 8"),
+        ({env.TPU_NUM_DEVICES: "-8"}, "'-8' is not an integer of at", "TPU_NUM_DEVICES=-8", "such as 8"),
         # Item 8: the number of hosts, and what is no number.
         (
             POD | {env.XRT_SHARD_WORLD_SIZE: "3"},
-            "3 hosts, but XRT_TPU_CONFIG has 2 worker(s), one for each host",
+            "3 hosts, but XRT_TPU_CONFIG lists 2 worker(s), one per host",
             "XRT_SHARD_WORLD_SIZE=3",
             "Write XRT_SHARD_WORLD_SIZE=2, or unset it.",
         ),
         (
             NODE | {env.XRT_SHARD_WORLD_SIZE: "8"},
-            "8 hosts, the number of replicas, as in a replica's process, but XRT_TPU_CONFIG has 1",
+            "8 hosts (the number of replicas: is it left over from a replica?), but XRT_TPU_CONFIG lists 1",
             "XRT_SHARD_WORLD_SIZE=8",
             "Write XRT_SHARD_WORLD_SIZE=1",
         ),
         (
             MAP | WORKERS | {env.XRT_SHARD_WORLD_SIZE: "2"},
-            "2 hosts, but XRT_DEVICE_MAP has 1 worker(s)",
+            "2 hosts, but XRT_DEVICE_MAP lists 1 worker(s)",
             "XRT_SHARD_WORLD_SIZE=2",
             "Write XRT_SHARD_WORLD_SIZE=1",
         ),
         (
             NODE | {env.TPU_NUM_DEVICES: "eight"},
-            "'eight' is not a whole",
+            "'eight' is not an integer",
             "TPU_NUM_DEVICES=eight",
             "number of cores",
         ),
         (
             NODE | {env.XRT_SHARD_WORLD_SIZE: "x"},
-            "'x' is not a whole",
+            "'x' is not an integer",
             "XRT_SHARD_WORLD_SIZE=x",
             "number of hosts",
         ),
-        (POD_HOST | {env.XRT_SHARD_WORLD_SIZE: "0"}, "'0' is not a whole", "XRT_SHARD_WORLD_SIZE=0", ""),
+        (POD_HOST | {env.XRT_SHARD_WORLD_SIZE: "0"}, "'0' is not an integer", "XRT_SHARD_WORLD_SIZE=0", ""),
         (
             NODE | {env.XRT_SHARD_ORDINAL: "x"},
-            "'x' is not a whole",
+            "'x' is not an integer",
             "XRT_SHARD_ORDINAL=x",
-            "number of this host",
+            "index of this host",
         ),
-        (NODE | {env.XRT_MESH_CONNECT_WAIT: "0"}, "'0' is not a whole", "XRT_MESH_CONNECT_WAIT=0", "seconds"),
+        (NODE | {env.XRT_MESH_CONNECT_WAIT: "0"}, "'0' is not an", "XRT_MESH_CONNECT_WAIT=0", "seconds"),
         (NODE | {env.XRT_START_LOCAL_SERVER: "no"}, "'no' is neither", "XRT_START_LOCAL_SERVER=no", ""),
         (
             NODE | {env.XRT_MESH_SERVICE_ADDRESS: "a"},
@@ -317,18 +317,18 @@ def test_misconfigurations(environ: dict[str, str], what: str, where: str, fix: 
         (
             NODE | MAP | WORKERS,
             [
-                "XRT_DEVICE_MAP has no effect beside XRT_TPU_CONFIG: unset one of them.",
-                "XRT_WORKERS has no effect beside XRT_TPU_CONFIG: unset one of them.",
+                "XRT_DEVICE_MAP has no effect because XRT_TPU_CONFIG is set: unset one of them.",
+                "XRT_WORKERS has no effect because XRT_TPU_CONFIG is set: unset one of them.",
             ],
         ),
-        (NODE | MAP, ["XRT_DEVICE_MAP has no effect beside XRT_TPU_CONFIG: unset one of them."]),
+        (NODE | MAP, ["XRT_DEVICE_MAP has no effect because XRT_TPU_CONFIG is set: unset one of them."]),
         (
             {env.XRT_TPU_CONFIG: "w;0;grpc://a:1"},
-            ["XRT_TPU_CONFIG needs no grpc:// before a host: it is left out."],
+            ["XRT_TPU_CONFIG contains grpc://, which is ignored: write the address without it."],
         ),
         (
             NODE | {env.XRT_MESH_SERVICE_ADDRESS: "grpc://a:1"},
-            ["XRT_MESH_SERVICE_ADDRESS needs no grpc:// before a host: it is left out."],
+            ["XRT_MESH_SERVICE_ADDRESS contains grpc://, which is ignored: write the address without it."],
         ),
         (
             {env.XRT_TPU_CONFIG: POD[env.XRT_TPU_CONFIG]},
@@ -337,8 +337,11 @@ def test_misconfigurations(environ: dict[str, str], what: str, where: str, fix: 
         (
             NODE | {"XRT_TPU_CONFG": "", "XRT_GRPC_COMPRESSION": "gzip"},
             [
-                "XRT_GRPC_COMPRESSION has no effect: it tuned TensorFlow sessions, and none are used.",
-                "XRT_TPU_CONFG is not a variable of XRT, and has no effect. Did you mean XRT_TPU_CONFIG?",
+                (
+                    "XRT_GRPC_COMPRESSION has no effect: it tuned TensorFlow sessions, "
+                    "which this runtime does not use."
+                ),
+                "XRT_TPU_CONFG is not an XRT variable and has no effect. Did you mean XRT_TPU_CONFIG?",
             ],
         ),
     ],

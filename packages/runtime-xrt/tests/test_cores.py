@@ -150,7 +150,10 @@ NO_MEETING = {name: value for name, value in FIRST_HOST.items() if name not in M
             4,
             "4 processes cannot share 8 core(s)",
             "nprocs=4",
-            "Write nprocs=1 or nprocs=8, or nothing for all; TPU_NUM_DEVICES says how many cores there are.",
+            (
+                "Write nprocs=1 or nprocs=8, or omit it to use all cores; "
+                "TPU_NUM_DEVICES sets the number of cores."
+            ),
         ),
         (NODE, 0, "0 processes cannot share 8", "nprocs=0", "Write nprocs=1 or nprocs=8"),
         (NODE, -1, "-1 processes cannot share 8", "nprocs=-1", "Write nprocs=1 or nprocs=8"),
@@ -161,13 +164,13 @@ NO_MEETING = {name: value for name, value in FIRST_HOST.items() if name not in M
             "nprocs=8",
             "Write nprocs=1, or",
         ),
-        (MAP, 3, "3 processes cannot share 2", "nprocs=3", "XRT_DEVICE_MAP says how many cores"),
+        (MAP, 3, "3 processes cannot share 2", "nprocs=3", "XRT_DEVICE_MAP sets the number of cores"),
         (
             THIRD_HOST,
             1,
-            "one process cannot stand for the 8 cores of a host where 4 hosts work together",
+            "one process cannot drive the 8 cores of a host in a job of 4 hosts",
             "nprocs=1",
-            "Leave nprocs out, or write nprocs=8.",
+            "Omit nprocs, or write nprocs=8.",
         ),
         (
             MAP,
@@ -186,9 +189,9 @@ NO_MEETING = {name: value for name, value in FIRST_HOST.items() if name not in M
         (
             NO_MEETING,
             None,
-            "4 hosts do not know where to meet",
+            "4 hosts need the address of the mesh service",
             "XRT_MESH_SERVICE_ADDRESS is unset",
-            "Set XRT_MESH_SERVICE_ADDRESS=HOST:8477 on all of them",
+            "Set XRT_MESH_SERVICE_ADDRESS=HOST:8477 on every host",
         ),
     ],
 )

@@ -33,13 +33,13 @@ def test_read_and_given_do_not_overlap() -> None:
 )
 def test_a_misspelt_name_is_told_the_right_one(name: str, near: str) -> None:
     assert env.remarks({name: "1"}) == (
-        f"{name} is not a variable of XRT, and has no effect. Did you mean {near}?",
+        f"{name} is not an XRT variable and has no effect. Did you mean {near}?",
     )
 
 
 def test_a_name_like_no_other_is_only_unknown() -> None:
     assert env.remarks({"XRT_ZZZZZZZZZZZ": ""}) == (
-        "XRT_ZZZZZZZZZZZ is not a variable of XRT, and has no effect.",
+        "XRT_ZZZZZZZZZZZ is not an XRT variable and has no effect.",
     )
 
 

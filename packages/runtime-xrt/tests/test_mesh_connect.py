@@ -13,7 +13,8 @@ import grpc
 import pytest
 
 from polyxla import UsageError
-from polyxla_xrt.client.mesh import CONNECT_WAIT_S, MeshClient
+from polyxla_xrt.client.mesh import MeshClient
+from polyxla_xrt.client.probe import ANSWER_S
 from polyxla_xrt.errors import MeshConnectError, MeshRefusedError
 from polyxla_xrt.protocol.mesh import PROTOCOL
 from polyxla_xrt.server.mesh.server import MeshServer
@@ -32,7 +33,7 @@ def address_of(made: socket.socket) -> str:
     return f"127.0.0.1:{made.getsockname()[1]}"
 
 
-def connect_error(address: str, environ: dict[str, str] | None = None, wait_s: float = CONNECT_WAIT_S) -> str:
+def connect_error(address: str, environ: dict[str, str] | None = None, wait_s: float = ANSWER_S) -> str:
     begin = time.monotonic()
     with pytest.raises(MeshConnectError) as caught:
         MeshClient(address, 1, 2, connect_wait_s=wait_s, environ=environ or {})
@@ -47,7 +48,7 @@ def test_nobody_listens(listener: socket.socket) -> None:
     listener.close()
     text = connect_error(address, {"http_proxy": "http://proxy:1", "HTTPS_PROXY": "", "no_proxy": "x"})
     assert "Connection refused" in text
-    assert "http_proxy is set: processes of a job meet without a proxy." in text
+    assert "http_proxy is set, but processes of a job connect without a proxy." in text
     assert "HTTPS_PROXY" not in text
 
 
@@ -62,7 +63,7 @@ def test_an_http_server() -> None:
         thread = threading.Thread(target=web.serve_forever, args=(0.05,))
         thread.start()
         try:
-            assert "an HTTP server answers there, or a proxy" in connect_error(
+            assert "an HTTP server or a proxy answers there" in connect_error(
                 address_of(web.socket), wait_s=1
             )
         finally:
@@ -78,7 +79,7 @@ def test_a_grpc_server_that_is_no_mesh_service() -> None:
         text = connect_error(f"127.0.0.1:{port}")
     finally:
         other.stop(0).wait(5)
-    assert "a gRPC server answers there, but it is not a mesh service" in text
+    assert "the gRPC server there is not a mesh service" in text
 
 
 def test_a_host_that_does_not_resolve() -> None:
@@ -116,8 +117,8 @@ def test_an_address_that_is_not_of_this_host(address: str, why: str) -> None:
 def test_another_protocol_world_or_the_same_ordinal_is_refused(server: MeshServer) -> None:
     with pytest.raises(MeshRefusedError, match=rf"Ordinal 0 speaks protocol 9, the mesh service {PROTOCOL}"):
         MeshClient(server.address, 0, 2, protocol=9)
-    with pytest.raises(MeshRefusedError, match="Ordinal 0 was told of 3 replicas"):
+    with pytest.raises(MeshRefusedError, match="Ordinal 0 expects 3 replicas"):
         MeshClient(server.address, 0, 3)
-    twice = pytest.raises(MeshRefusedError, match="Duplicate ordinal: 0 takes part already")
+    twice = pytest.raises(MeshRefusedError, match="Duplicate ordinal: 0 already attends")
     with MeshClient(server.address, 0, 2), twice:
         MeshClient(server.address, 0, 2)

@@ -21,7 +21,7 @@ from polyxla_xrt.errors import MeshError, MeshRefusedError, MeshServiceLostError
 from polyxla_xrt.proto import mesh_pb2 as pb
 from polyxla_xrt.proto import mesh_pb2_grpc
 from polyxla_xrt.protocol.chunks import CHUNK_BYTES
-from polyxla_xrt.protocol.mesh import PAYLOAD_BYTES
+from polyxla_xrt.protocol.mesh import MAX_PAYLOAD_BYTES
 from polyxla_xrt.server.mesh.server import MeshServer
 
 BOUND_S = 20.0
@@ -41,7 +41,7 @@ def test_a_tag_may_be_used_once_at_a_time(server: MeshServer) -> None:
     with MeshClient(server.address, 0, 2) as client, ThreadPoolExecutor(2) as pool:
         twice = [pool.submit(client.rendezvous, "twice", b"") for _ in range(2)]
         for future in twice:
-            with pytest.raises(MismatchError, match="Duplicate ordinal: 0 waits here already"):
+            with pytest.raises(MismatchError, match="Duplicate ordinal: 0 already waits here"):
                 future.result(10)
 
 
@@ -57,7 +57,7 @@ def test_payloads_of_every_size_arrive_whole(server: MeshServer, size: int) -> N
 
 class Huge(bytes):
     def __len__(self) -> int:
-        return PAYLOAD_BYTES + 1
+        return MAX_PAYLOAD_BYTES + 1
 
 
 def test_what_cannot_be_is_refused_before_it_is_sent(server: MeshServer) -> None:
@@ -78,7 +78,7 @@ def test_the_service_says_who_stayed_and_cuts_them_off(server: MeshServer) -> No
         time.sleep(0.2)
         assert server.close(0.1) == (0, 1)
         assert server.close(0.1) == (0, 1)
-        lost = rf"no mesh service at {server.address} any more"
+        lost = rf"lost the mesh service at {server.address}"
         with pytest.raises(MeshServiceLostError, match=lost) as caught:
             waiting.result(10)
     assert len(str(caught.value)) < 600
@@ -161,8 +161,8 @@ def test_who_leaves_right_after_the_last_rendezvous_cuts_nobody() -> None:
 @pytest.mark.parametrize(
     ("requests", "code", "says"),
     [
-        ([], grpc.StatusCode.FAILED_PRECONDITION, "no timeout_s of more than 0"),
-        ([{}], grpc.StatusCode.FAILED_PRECONDITION, "no timeout_s of more than 0"),
+        ([], grpc.StatusCode.FAILED_PRECONDITION, "needs a timeout_s of more than 0"),
+        ([{}], grpc.StatusCode.FAILED_PRECONDITION, "needs a timeout_s of more than 0"),
         ([{"timeout_s": 1e9}], grpc.StatusCode.FAILED_PRECONDITION, "at most 604800"),
         ([{"timeout_s": 9}], grpc.StatusCode.FAILED_PRECONDITION, "Ordinal 0 has not attended"),
         ([{"timeout_s": 9, "ordinal": 7}], grpc.StatusCode.INVALID_ARGUMENT, "Invalid ordinal: 7"),
@@ -184,7 +184,7 @@ def test_a_stranger_is_answered_and_the_service_goes_on(
 
 
 def test_a_payload_that_grows_beyond_its_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyxla_xrt.server.mesh.service.PAYLOAD_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr("polyxla_xrt.server.mesh.service.MAX_PAYLOAD_BYTES", CHUNK_BYTES)
     server = MeshServer("127.0.0.1:0", 1)
     with MeshClient(server.address, 0, 1) as client:
         assert client.rendezvous("fits", bytes(CHUNK_BYTES))

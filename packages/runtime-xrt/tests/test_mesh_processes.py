@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from polyxla_xrt.server import mesh_server
+from polyxla_xrt.server.mesh import server as mesh_server
 
 BOUND_S = 20.0
 """Well below any limit that would end the wait otherwise, and above what a busy machine takes."""

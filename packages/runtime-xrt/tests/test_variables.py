@@ -49,7 +49,7 @@ def test_a_count_has_a_least(text: str, least: int, count: int | None) -> None:
     with pytest.raises(UsageError) as wrong:
         read_count(variable, "the number of hosts", least)
     assert str(wrong.value) == (
-        f"{text!r} is not a whole number from {least} (from XRT_SHARD_WORLD_SIZE={text}). "
+        f"{text!r} is not an integer of at least {least} (from XRT_SHARD_WORLD_SIZE={text}). "
         "Write the number of hosts, or unset it."
     )
 
@@ -61,5 +61,5 @@ def test_a_flag(text: str, flag: bool) -> None:
 
 @pytest.mark.parametrize("text", ["yes", "2", "-1", "on"])
 def test_what_is_no_flag_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match=rf"'{text}' is neither yes nor no \(from A={text}\)"):
+    with pytest.raises(UsageError, match=rf"'{text}' is neither true nor false \(from A={text}\)"):
         read_flag(Variable("A", text))

@@ -15,9 +15,9 @@ from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
 from polyxla.env import snapshot
 from polyxla_bridge.programs.executable import ArrayType
-from polyxla_xrt.assignment import Assignment
 from polyxla_xrt.client.engine import RemoteEngine
 from polyxla_xrt.client.lease import Lease
+from polyxla_xrt.config.assignment import Assignment
 
 TIMEOUT_S = 60.0
 OPTIONS = xla_client.CompileOptions().SerializeAsString()

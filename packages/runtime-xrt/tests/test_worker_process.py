@@ -174,7 +174,7 @@ def test_a_program_that_waits_for_the_dead_goes_with_its_process(worker: Any, cl
         assert "ordinal 1 died" in one.order("wait")
     worker.wait_until_replaced(serving)
     serves_a_job(worker, client)
-    assert "a program of that job cannot be stopped: this process is replaced" in worker.log
+    assert "a program of the job cannot be stopped: replacing this process" in worker.log
 
 
 @pytest.mark.parametrize("key", ["", "0" * 32, "é", "x" * 1_000_000])
@@ -242,7 +242,7 @@ def test_no_two_processes_drive_one_core(worker: Any, client: Start) -> None:
         assert one.read() == "attached"
         code, details = refusal(worker.address, pb.Attach(protocol=PROTOCOL, job=again.job, cores=[0]))
         assert code is grpc.StatusCode.FAILED_PRECONDITION
-        assert details == "cores [0] are another process's of this job already"
+        assert details == "another process of this job already drives cores [0]"
         assert one.order("leave") == "left"
         # Its core is free for the next process of the job.
         assert client("session", worker.address, again.job, "0").read() == "attached"
@@ -268,23 +268,23 @@ def lease_refusal(address: str, **request: Any) -> tuple[grpc.StatusCode, str]:
 @pytest.mark.parametrize(
     ("request_", "says"),
     [
-        ({}, "the job asks for 0 cores, and this worker has 2"),
-        ({"cores": 3}, "the job asks for 3 cores, and this worker has 2"),
-        ({"cores": 1, "wait_s": -1.0}, "a wait must be a number of seconds from 0"),
-        ({"cores": 1, "wait_s": float("nan")}, "a wait must be a number of seconds from 0"),
-        ({"cores": 1, "wait_s": float("inf")}, "a wait must be a number of seconds from 0"),
-        ({"cores": 1, "stall_timeout_s": float("nan")}, "a wait must be a number of seconds from 0"),
+        ({}, "the job requests 0 cores, but this worker has 2"),
+        ({"cores": 3}, "the job requests 3 cores, but this worker has 2"),
+        ({"cores": 1, "wait_s": -1.0}, "a timeout must be a non-negative number of seconds"),
+        ({"cores": 1, "wait_s": float("nan")}, "a timeout must be a non-negative number of seconds"),
+        ({"cores": 1, "wait_s": float("inf")}, "a timeout must be a non-negative number of seconds"),
+        ({"cores": 1, "stall_timeout_s": float("nan")}, "a timeout must be a non-negative number of seconds"),
         ({"cores": 1, "holder": pb.Holder(command="x" * 100_000)}, "at most 300 characters each"),
-        ({"cores": 1, "coordinator": "127.0.0.1:1"}, "a job of one worker meets where that worker says"),
-        ({"cores": 1, "workers": 2, "worker": 2, "host": "h"}, "worker 2 of 2 at 'h' cannot be"),
-        ({"cores": 1, "workers": 2}, "worker 0 of 2 at '' cannot be"),
-        ({"cores": 1, "workers": 2, "worker": 1, "host": "h"}, "the first worker chooses where"),
-        ({"cores": 1, "workers": 2, "host": "192.0.2.1"}, "must be this worker's own address"),
-        ({"cores": 1, "workers": 2, "host": "\x00"}, "must be this worker's own address"),
-        ({"cores": 1, "workers": 2, "host": "." * 300}, "must be this worker's own address"),
+        ({"cores": 1, "coordinator": "127.0.0.1:1"}, "worker of a single-worker job chooses the coordinator"),
+        ({"cores": 1, "workers": 2, "worker": 2, "host": "h"}, "worker 2 of 2 at 'h' is invalid"),
+        ({"cores": 1, "workers": 2}, "worker 0 of 2 at '' is invalid"),
+        ({"cores": 1, "workers": 2, "worker": 1, "host": "h"}, "the first worker chooses the coordinator"),
+        ({"cores": 1, "workers": 2, "host": "192.0.2.1"}, "must be an address of this worker"),
+        ({"cores": 1, "workers": 2, "host": "\x00"}, "must be an address of this worker"),
+        ({"cores": 1, "workers": 2, "host": "." * 300}, "must be an address of this worker"),
         (
             {"cores": 1, "workers": 2, "worker": 1, "host": "h", "coordinator": "nonsense"},
-            "it is not host:port",
+            "the coordinator is not host:port",
         ),
     ],
 )
@@ -319,7 +319,7 @@ def test_who_does_not_follow_the_protocol_hears_why(worker: Any) -> None:
         wrong = pb.Command(upload=pb.Upload(array=1, type=pb.ArrayType(dtype="thing")))
         commands = [pb.Commands(commands=[one]) for one in (pb.Command(attach=attach), wrong)]
         answers = list(worker_pb2_grpc.WorkerStub(channel).Session(iter(commands), timeout=60))
-    says = "ordinal 7 does not speak the protocol: 'thing' is no dtype of an array"
+    says = "ordinal 7 violated the protocol: 'thing' is not a dtype of arrays"
     assert answers[-1].answers[0].ended.failure.message == says
     worker.wait_until_free()
 
@@ -387,7 +387,7 @@ def test_a_serving_process_that_is_killed_is_replaced(start_worker: Start, clien
         assert "is gone" in one.order("wait")
     worker.wait_until_replaced(killed)
     serves_a_job(worker, client)
-    assert '"event": "the serving process is replaced", "code": -9' in worker.log
+    assert '"event": "replacing the serving process", "code": -9' in worker.log
 
 
 def test_one_that_never_comes_up_is_given_up(start_worker: Start) -> None:
@@ -397,7 +397,7 @@ def test_one_that_never_comes_up_is_given_up(start_worker: Start) -> None:
         os.kill(worker.serving_pid, signal.SIGKILL)
         time.sleep(0.3)
     assert worker.process.wait(SOON_S) == 1
-    assert "the serving process ended 3 times at once, the last time by -9" in worker.log
+    assert "the serving process failed 3 times in a row, last with -9" in worker.log
 
 
 def test_a_drained_worker_finishes_its_job_and_ends(start_worker: Start, client: Start) -> None:
@@ -438,7 +438,7 @@ def test_a_worker_ends_when_nobody_needs_it(start_worker: Start) -> None:
         time.sleep(3)
         assert worker.process.poll() is None
     assert worker.process.wait(SOON_S) == 0
-    assert "no job for 2 s: ending" in worker.log
+    assert "exiting: no job for 2 s" in worker.log
 
 
 def test_prometheus_is_told(start_worker: Start) -> None:
@@ -468,7 +468,7 @@ def test_a_port_that_is_taken_is_a_clear_error(worker: Any, option: str) -> None
     options = {"--address": "127.0.0.1:0", option: worker.address}
     done = polyxla("worker", *[word for pair in options.items() for word in pair])
     assert done.returncode == 2
-    for text in (f"nothing can be served at {worker.address}: Address already in use", option, "ss -ltnp"):
+    for text in (f"cannot listen on {worker.address}: Address already in use", option, "ss -ltnp"):
         assert text in " ".join(done.stderr.split())
     assert worker.status()["cores"] == 2
 
@@ -476,7 +476,7 @@ def test_a_port_that_is_taken_is_a_clear_error(worker: Any, option: str) -> None
 def test_an_address_of_another_host_is_a_clear_error() -> None:
     done = polyxla("worker", "--address", "192.0.2.1:8470", "--insecure")
     assert done.returncode == 2
-    assert "nothing can be served at 192.0.2.1:8470: Cannot assign requested address" in done.stderr
+    assert "cannot listen on 192.0.2.1:8470: Cannot assign requested address" in done.stderr
 
 
 def test_a_jobs_memory_has_a_limit(start_worker: Start) -> None:
@@ -503,7 +503,7 @@ def test_a_jobs_memory_has_a_limit(start_worker: Start) -> None:
         assert failure.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
         who = f"the job of {getpass.getuser()}@{socket.gethostname()} (pid {os.getpid()}, "
         assert failure.message.startswith(who)
-        assert "may hold 512 MiB of this worker's memory, holds 0 MiB, and asks for 512.0" in failure.message
+        assert "may hold 512 MiB of this worker's memory, holds 0 MiB, and requests 512.0" in failure.message
     assert worker.resident_bytes < 900 << 20
 
 

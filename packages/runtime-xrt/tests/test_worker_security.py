@@ -125,7 +125,7 @@ def lets_in(worker: Any, environ: Mapping[str, str]) -> None:
 @pytest.mark.parametrize(
     ("token", "says"),
     [
-        (None, "this worker wants a token, and the call has none"),
+        (None, "this worker requires a token, and the call has none"),
         (TOKEN[:-1], "the token is wrong"),
         (TOKEN + "x", "the token is wrong"),
         (TOKEN.upper(), "the token is wrong"),
@@ -201,7 +201,7 @@ def test_with_wrong_certificates_nothing_is_done(
     error = refusal(encrypted.address, keys.environ(ca, client) if ca else snapshot())
     assert isinstance(error, WorkerConnectError)
     if ca is None:
-        assert f"A worker with a certificate needs {POLYXLA_XRT_TLS_CA}" in str(error)
+        assert f"For a worker with a certificate, set {POLYXLA_XRT_TLS_CA}" in str(error)
     assert served(encrypted, keys.environ()) == before
 
 
@@ -210,7 +210,7 @@ def test_a_certificate_where_the_worker_has_none(worker: Any, keys: Keys) -> Non
     assert served(worker, snapshot()) == 0
 
 
-OPEN = "anybody who reaches 0.0.0.0 could use this worker"
+OPEN = "anyone who can reach 0.0.0.0 could use this worker"
 ANY = ["--address", "0.0.0.0:0"]
 PAIR = ["--tls-cert", "{keys}/worker.pem", "--tls-key", "{keys}/worker.key"]
 
@@ -219,24 +219,24 @@ PAIR = ["--tls-cert", "{keys}/worker.pem", "--tls-key", "{keys}/worker.key"]
     ("options", "says"),
     [
         (ANY, OPEN),
-        (["--address", "[::]:0"], "anybody who reaches :: could use this worker"),
+        (["--address", "[::]:0"], "anyone who can reach :: could use this worker"),
         ([*ANY, "--token-file", "{folder}/missing"], "cannot be read: No such file"),
         (
             [*ANY, "--token-file", "{folder}/short"],
-            "does not hold a token of at least 16 printable characters",
+            "does not hold a token of at least 16 printable ASCII characters",
         ),
         ([*ANY, "--token-file", "{folder}/script"], "does not hold a token of at least 16 printable"),
         (["--tls-cert", "{keys}/worker.pem"], "a certificate needs its key"),
         (
             ["--tls-client-ca", "{keys}/ours.pem"],
-            "clients can show certificates only where the worker has one",
+            "client certificates need a certificate of the worker",
         ),
         (["--tls-cert", "{keys}/worker.pem", "--tls-key", "{keys}/no"], "cannot be read: No such file"),
-        (["--tls-cert", "{keys}/worker.pem", "--tls-key", "{keys}/client.key"], "no certificates that fit"),
-        (["--tls-cert", "{folder}/short", "--tls-key", "{keys}/client.key"], "no certificates that fit"),
+        (["--tls-cert", "{keys}/worker.pem", "--tls-key", "{keys}/client.key"], "do not fit together"),
+        (["--tls-cert", "{folder}/short", "--tls-key", "{keys}/client.key"], "do not fit together"),
         (
             [*PAIR, "--tls-client-ca", "{folder}/short"],
-            "no certificates that fit",
+            "do not fit together",
         ),
     ],
 )
@@ -279,7 +279,7 @@ def unreachable(address: str, says: str, environ: Mapping[str, str] | None = Non
     assert isinstance(error, WorkerConnectError)
     assert f"there is no worker at {address}: " in str(error)
     assert says in str(error)
-    assert "See whether `polyxla worker` is running there" in str(error)
+    assert "Check that `polyxla worker` is running there" in str(error)
 
 
 def test_nobody_listens() -> None:
@@ -304,7 +304,7 @@ def test_one_that_hangs_up() -> None:
 
 def test_one_that_speaks_something_else() -> None:
     with listening(lambda peer: peer.sendall(b"220 mail.example ESMTP ready\r\n")) as address:
-        unreachable(address, "what answers there does not speak gRPC")
+        unreachable(address, "the server there does not speak gRPC")
 
 
 def test_an_http_server_and_a_proxy_that_is_set() -> None:
@@ -312,7 +312,7 @@ def test_an_http_server_and_a_proxy_that_is_set() -> None:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"127.0.0.1:{server.server_port}"
     proxy = {"http_proxy": "http://127.0.0.1:9"}
-    unreachable(address, "an HTTP server answers there, or a proxy", None)
+    unreachable(address, "an HTTP server or a proxy answers there", None)
     unreachable(address, "http_proxy is set", proxy)
     server.shutdown()
     server.server_close()
@@ -323,4 +323,4 @@ class Quiet(BaseHTTPRequestHandler):
 
 
 def test_a_grpc_server_that_is_no_worker(server: MeshServer) -> None:
-    unreachable(server.address, "a gRPC server answers there, but it is not a worker")
+    unreachable(server.address, "the gRPC server there is not a worker")

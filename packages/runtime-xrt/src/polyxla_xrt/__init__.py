@@ -1,1 +1,1 @@
-"""polyxla's runtime for TPU nodes. It reads what it is told, but cannot run anything yet."""
+"""polyxla's runtime for TPU nodes: clients that trace programs, and workers that run them on their cores."""

@@ -1,4 +1,4 @@
-"""Adds ``polyxla worker`` to the command line, whichever runtime is chosen."""
+"""The plugin that adds ``polyxla worker`` to the command line, whichever runtime is chosen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def polyxla_add_commands(app: typer.Typer) -> None:
-    """Add the command; what it needs is imported when it runs."""
+    """Add ``polyxla worker``, whose heavy imports wait until it runs."""
     from polyxla_xrt.commands import app as worker
 
     app.add_typer(worker, name="worker")

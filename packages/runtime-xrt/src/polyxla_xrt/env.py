@@ -100,7 +100,7 @@ PJRT_DEVICE = "PJRT_DEVICE"
 """Set for replicas: torch_xla's choice of a device, here `NODE`."""
 
 NODE = "TPU_XRT"
-"""The value of `PJRT_DEVICE` for this runtime. torch_xla's Python reads only the part before the underscore."""
+"""The value of `PJRT_DEVICE` for this runtime. torch_xla's Python reads the part before the underscore."""
 
 XLA_THREAD_POOL_SIZE = "XLA_THREAD_POOL_SIZE"
 """Set for replicas: the number of threads in torch_xla's pool."""

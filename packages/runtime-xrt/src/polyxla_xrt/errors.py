@@ -1,4 +1,4 @@
-"""What goes wrong between the processes of a job, and between them and workers."""
+"""The errors of connections between a job's processes, and between them and workers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from polyxla.errors import PolyxlaError
 
 
 class ServiceError(PolyxlaError):
-    """A service on the network was not there, or did not do what it was asked.
+    """A service on the network is unreachable, or a call to it failed.
 
     Args:
         what: what went wrong, a sentence without its full stop.
-        where: the service, and where it was named.
+        where: the service, and the setting that names it.
         fix: what to check, a sentence with its full stop.
     """
 
@@ -24,60 +24,60 @@ class ServiceError(PolyxlaError):
         return f"{self.what} (from {self.where}). {self.fix}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        # With the dictionary, which holds the notes that say which replica it was.
+        # With the dictionary: it holds the notes that name the replica.
         return (_rebuild, (type(self), self.what, self.where, self.fix), self.__dict__)
 
 
 class WorkerError(ServiceError):
-    """A worker could not be used."""
+    """A worker cannot be used."""
 
 
 class WorkerConnectError(WorkerError):
-    """Nothing answers at the worker's address, or something else does."""
+    """Nothing answers at the worker's address, or something other than a worker does."""
 
 
 class WorkerRefusedError(WorkerError):
-    """The worker lets this client do nothing: it lacks the token, or speaks another protocol."""
+    """The worker rejects this client: its token is wrong, or it speaks another protocol version."""
 
 
 class WorkerHeldError(WorkerError):
-    """Another job has the worker's cores."""
+    """Another job holds the worker's cores."""
 
 
 class WorkerLostError(WorkerError):
-    """The worker went away in the middle of a job, or ended the job."""
+    """The worker went away during a job, or ended the job."""
 
 
 class MeshError(ServiceError):
-    """A process could not meet the others."""
+    """A process cannot meet the others."""
 
 
 class MeshConnectError(MeshError):
-    """The mesh service was not there in time, or something else was."""
+    """Nothing answers at the mesh service's address in time, or something other than a mesh service does."""
 
 
 class MeshRefusedError(MeshError):
-    """The mesh service does not let this process take part."""
+    """The mesh service rejects this process."""
 
 
 class MeshServiceLostError(MeshError):
-    """The mesh service went away, or answers no more."""
+    """The mesh service went away."""
 
 
 class RendezvousError(MeshError):
-    """A rendezvous failed; every participant of its tag is told."""
+    """A rendezvous failed; every participant gets this error."""
 
 
 class MismatchError(RendezvousError):
-    """Its participants contradict each other: other replicas, a duplicate or an invalid ordinal."""
+    """Its participants contradict each other: different replicas, a duplicate or an invalid ordinal."""
 
 
 class MissingError(RendezvousError):
-    """Some did not arrive in time."""
+    """Some participants did not arrive in time."""
 
 
 class ParticipantLostError(RendezvousError):
-    """Some cannot arrive any more: they died, or said goodbye."""
+    """Some participants cannot arrive any more: they died, or said goodbye."""
 
 
 def _rebuild(kind: type[ServiceError], what: str, where: str, fix: str) -> ServiceError:

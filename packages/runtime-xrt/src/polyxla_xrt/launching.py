@@ -12,7 +12,7 @@ from polyxla import Job, UsageError
 from polyxla.contracts.job import ProcessMethod
 from polyxla.env import POLYXLA_DEVICES
 from polyxla.launcher.processes import ProcessWork, run_inline, run_processes
-from polyxla.xla import refuse_touched
+from polyxla.xla import refuse_if_device_in_use
 from polyxla_xrt import env
 from polyxla_xrt.lease_holder import LeaseHolder
 from polyxla_xrt.own_assignment import leased_address
@@ -26,25 +26,25 @@ def run_job(job: Job, plan: Plan) -> list[Any]:
     """Run every replica of `job` on this host and return their results in ordinal order.
 
     Raises:
-        UsageError: several are asked to run in this process.
+        UsageError: several replicas would have to run in this process.
     """
     if job.start_method == "inline" and len(plan.devices) > 1:
         raise UsageError(
             f"{len(plan.devices)} replicas cannot run inline: on a TPU node each is a process",
             where="start_method='inline'",
-            fix="Leave start_method out.",
+            fix="Omit start_method.",
         )
     if job.process_method is None and len(plan.devices) == 1:
         return _run_here(job, plan)
     method = job.process_method or "forkserver"
     if method == "fork" or _has_cores(plan):
-        refuse_touched("launch")
+        refuse_if_device_in_use("launch")
     return run_plan(plan, process_work(job.run, plan, job.function, job.args, job.environ), method)
 
 
 def _run_here(job: Job, plan: Plan) -> list[Any]:
-    """Run the one replica in this process, which then has the worker's core until it ends."""
-    # Where torch_xla comes to its device, it is to ask for this one and no other.
+    """Run the one replica in this process, which then holds the worker's core until it ends."""
+    # torch_xla's engine reads the devices from here: this replica uses this one device only.
     environ = {**job.environ, POLYXLA_DEVICES: json.dumps(list(plan.devices))}
     return run_inline(replace(job, environ=environ), Place(plan, 0))
 
@@ -82,11 +82,13 @@ def _run_replica(replica: Callable[[Place], Any], plan: Plan, process: int) -> A
 
 def run_plan(plan: Plan, work: ProcessWork, method: ProcessMethod) -> list[Any]:
     """Run every replica of a plan on this host and return their results in ordinal order."""
-    with LeaseHolder(plan, work.environ) as meeting:
-        environs = plan.each(work.environ, meeting.address, meeting.job, meeting.mesh)
+    with LeaseHolder(plan, work.environ) as lease:
+        environs = plan.process_environments(
+            work.environ, lease.worker_address, lease.job, lease.mesh_address
+        )
         return run_processes(work, range(len(environs)), environs, method=method, preload=PRELOAD)
 
 
 def wants_node(environ: Mapping[str, str]) -> bool:
-    """Return whether torch_xla is to drive a TPU node in a process with this environment."""
+    """Return whether torch_xla drives a TPU node in a process with this environment."""
     return environ.get(env.PJRT_DEVICE) == env.NODE

@@ -1,7 +1,7 @@
-"""A launcher's own helper process: it holds the lease on the worker's cores, and serves the mesh.
+"""The launcher's helper process, which holds the lease on the worker's cores and serves the mesh.
 
-A process of its own, because a launcher may fork its replicas from itself, which gRPC's threads do not
-survive; and because it stays until the last replica has said goodbye.
+It is a separate process for two reasons: the launcher may fork its replicas from itself, and gRPC's threads
+do not survive a fork; and the helper must outlive the last replica's goodbye.
 """
 
 from __future__ import annotations
@@ -17,55 +17,59 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from polyxla.console import say
-from polyxla.env import POLYXLA_WAIT_S, snapshot
-from polyxla.errors import PolyxlaError, UsageError
-from polyxla_bridge.env import POLYXLA_STALL_TIMEOUT_S, BridgeSettings
+from polyxla.env import snapshot
+from polyxla.errors import PolyxlaError
+from polyxla.launcher.ports import LOCALHOST
 from polyxla_xrt import env
 from polyxla_xrt.client.job_owner import JobOwner
-from polyxla_xrt.config.timeouts import LONGEST_WAIT_S
-from polyxla_xrt.config.variables import Variable, find
+from polyxla_xrt.config.timeouts import job_wait_s, stall_timeout_s
+from polyxla_xrt.config.variables import Variable
 from polyxla_xrt.config.workers import Worker, read_workers, write_workers
 from polyxla_xrt.errors import WorkerLostError
-from polyxla_xrt.plan import LOCALHOST, Plan
+from polyxla_xrt.plan import Plan
 
 if TYPE_CHECKING:
     from polyxla_xrt.client.lease import Pod
 
 START_S = 120.0
-"""Longest wait for the worker and the mesh beyond what a person allows for another job, in seconds."""
+"""Longest wait for the worker and the mesh, in seconds, in addition to the user's wait for another job."""
 END_S = 5.0
-"""How long it may take, in seconds, to give the cores back."""
+"""Longest wait for the helper process to end, in seconds."""
 _MAIN = "import sys; sys.path[:] = {!r}; from {} import main; main({})"
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """What a job's processes must know.
+class GrantedLease:
+    """A lease as the job's processes need it.
 
     Attributes:
-        address: ``host:port`` of the worker.
-        job: the key that it gave.
-        mesh: where processes meet; empty for one replica.
+        worker_address: ``host:port`` of the worker.
+        job: the worker's key for the job.
+        mesh_address: ``host:port`` of the mesh service; empty for one replica.
     """
 
-    address: str
+    worker_address: str
     job: str
-    mesh: str
+    mesh_address: str
 
 
 class LeaseHolder:
-    """Has the worker's cores for a job, and a place where its processes meet, until it is left.
+    """A context manager that starts the helper process, and ends it with the job.
 
     Args:
         plan: where the replicas are.
         environ: the job's environment.
 
+    Attributes:
+        lease: the granted lease.
+
     Raises:
-        PolyxlaError: the worker cannot be had, or the mesh cannot be served.
+        PolyxlaError: the worker is not available, or the mesh service cannot be started.
     """
 
     def __init__(self, plan: Plan, environ: Mapping[str, str]) -> None:
-        limit_s = wait_s(environ)
+        # Read first: an invalid value must fail before a process is started.
+        limit_s = job_wait_s(environ)
         ours, theirs = Pipe()
         self._pipe = ours
         self._process = subprocess.Popen(
@@ -73,38 +77,39 @@ class LeaseHolder:
             env=dict(environ),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            # A terminal's Ctrl-C goes to every process; this one ends with its launcher.
+            # A terminal sends Ctrl-C to the whole session; the helper ends with its launcher instead.
             start_new_session=True,
         )
         theirs.close()
         try:
-            ours.send((plan, JobOwner.own()))
-            self.meeting = self._meeting(limit_s + START_S + plan.configuration.mesh_connect_wait_s)
+            ours.send((plan, JobOwner.current()))
+            self.lease = self._wait(limit_s + START_S + plan.configuration.mesh_connect_wait_s)
         except BaseException:
             self._end()
             raise
 
-    def __enter__(self) -> Meeting:
-        return self.meeting
+    def __enter__(self) -> GrantedLease:
+        return self.lease
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end()
 
-    def _meeting(self, timeout_s: float) -> Meeting:
+    def _wait(self, timeout_s: float) -> GrantedLease:
+        """Wait for the lease; print the messages that come before it."""
         deadline = time.monotonic() + timeout_s
         try:
             while self._pipe.poll(max(0.0, deadline - time.monotonic())):
-                told = self._pipe.recv()
-                if isinstance(told, PolyxlaError):
-                    raise told
-                if isinstance(told, Meeting):
-                    return told
-                say(told)
+                message = self._pipe.recv()
+                if isinstance(message, PolyxlaError):
+                    raise message
+                if isinstance(message, GrantedLease):
+                    return message
+                say(message)
         except EOFError:
-            raise _failed("ended before it had a worker; its own error stands above") from None
-        raise _failed(f"had no worker within {timeout_s:g} s")
+            raise _failed("ended before it had a worker; its error is printed above") from None
+        raise _failed(f"got no worker within {timeout_s:g} s")
 
     def _end(self) -> None:
         self._pipe.close()
@@ -117,61 +122,24 @@ class LeaseHolder:
 
 def _failed(how: str) -> WorkerLostError:
     return WorkerLostError(
-        f"the process that was to hold the worker for this job {how}", where="launch", fix="Start it again."
+        f"the helper process that holds the worker for this job {how}",
+        where="launch",
+        fix="Start the job again.",
     )
 
 
-def wait_s(environ: Mapping[str, str]) -> float:
-    """Read how long to wait for another job's end, in seconds.
-
-    Raises:
-        UsageError: it is no such number.
-    """
-    asked = find(environ, POLYXLA_WAIT_S)
-    if asked is None:
-        return 0.0
-    try:
-        seconds = float(asked.text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= LONGEST_WAIT_S:
-        raise asked.error(
-            f"it is not a number of seconds from 0 to {LONGEST_WAIT_S:.0f}", f"Write {POLYXLA_WAIT_S}=600."
-        )
-    return seconds
-
-
-def stall_timeout_s(environ: Mapping[str, str]) -> float:
-    """Read how long replicas may wait for each other, in seconds.
-
-    Raises:
-        UsageError: it is no such number.
-    """
-    asked = find(environ, POLYXLA_STALL_TIMEOUT_S)
-    try:
-        seconds = float(asked.text) if asked else BridgeSettings.stall_timeout_s
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise UsageError(
-            "it is not a number of seconds above 0",
-            where=asked.where if asked else POLYXLA_STALL_TIMEOUT_S,
-            fix=f"Write {POLYXLA_STALL_TIMEOUT_S}=300.",
-        )
-    return seconds
-
-
 def main(descriptor: int) -> None:
-    """Be the helper process of the launcher at the other end of a pipe."""
+    """Run the helper process of the launcher at the other end of a pipe."""
     pipe = Connection(descriptor)
-    plan, launcher = pipe.recv()
+    plan, owner = pipe.recv()
     try:
-        _hold(pipe, plan, launcher, snapshot())
+        _hold(pipe, plan, owner, snapshot())
     except PolyxlaError as error:
         pipe.send(error)
 
 
-def _hold(pipe: Connection, plan: Plan, launcher: JobOwner, environ: Mapping[str, str]) -> None:
+def _hold(pipe: Connection, plan: Plan, owner: JobOwner, environ: Mapping[str, str]) -> None:
+    # gRPC is imported in the helper only: the launcher may fork.
     from polyxla_xrt.client.lease import Lease
     from polyxla_xrt.local_service import ensure_service
     from polyxla_xrt.proto import mesh_pb2 as pb
@@ -184,22 +152,23 @@ def _hold(pipe: Connection, plan: Plan, launcher: JobOwner, environ: Mapping[str
         worker.address,
         plan.cores,
         environ,
-        wait_s=wait_s(environ),
+        wait_s=job_wait_s(environ),
         stall_timeout_s=stall_timeout_s(environ),
         pod=pod,
-        launcher=launcher,
+        owner=owner,
         on_wait=pipe.send,
     )
     mesh: Any = None
     try:
+        # After the lease: the mesh gives the other hosts the coordinator, which the first worker chose.
         if len(plan.devices) > 1 and configuration.host_index == 0:
             config = pb.ConfigReply(
                 workers=write_workers(configuration.workers), coordinator=lease.coordinator
             )
             address = configuration.mesh_address or f"{LOCALHOST}:0"
             mesh = MeshServer(address, len(plan.devices), config)
-        met = mesh.address if mesh else configuration.mesh_address or ""
-        pipe.send(Meeting(worker.address, lease.job, met))
+        mesh_address = mesh.address if mesh else configuration.mesh_address or ""
+        pipe.send(GrantedLease(worker.address, lease.job, mesh_address))
         _wait_for_the_end(pipe)
     finally:
         lease.close()
@@ -208,7 +177,7 @@ def _hold(pipe: Connection, plan: Plan, launcher: JobOwner, environ: Mapping[str
 
 
 def _worker(plan: Plan, environ: Mapping[str, str]) -> tuple[Worker, Pod | None]:
-    """Return this host's worker; on the hosts after the first, the mesh service knows where they are."""
+    """Return this host's worker. Hosts after the first get the list of workers from the mesh service."""
     from polyxla_xrt.client.lease import Pod
     from polyxla_xrt.client.mesh import read_config
 
@@ -220,11 +189,12 @@ def _worker(plan: Plan, environ: Mapping[str, str]) -> tuple[Worker, Pod | None]
         worker = configuration.workers[0]
         return worker, Pod(configuration.hosts, host, worker.host)
     assert configuration.mesh_address is not None, "checked with the plan"
-    told = read_config(configuration.mesh_address, configuration.mesh_connect_wait_s, environ)
-    worker = read_workers(Variable(env.XRT_TPU_CONFIG, told.workers))[host]
-    return worker, Pod(configuration.hosts, host, worker.host, told.coordinator)
+    config = read_config(configuration.mesh_address, configuration.mesh_connect_wait_s, environ)
+    worker = read_workers(Variable(env.XRT_TPU_CONFIG, config.workers))[host]
+    return worker, Pod(configuration.hosts, host, worker.host, config.coordinator)
 
 
 def _wait_for_the_end(pipe: Connection) -> None:
+    """Block until the launcher closes its end of the pipe, or dies."""
     with contextlib.suppress(EOFError, OSError):
         pipe.recv()

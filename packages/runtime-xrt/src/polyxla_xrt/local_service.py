@@ -1,4 +1,4 @@
-"""The worker of this very host, ``localservice``, which is started when none answers."""
+"""The worker ``localservice`` on this host, which is started if none answers."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from polyxla_xrt.config.configuration import Configuration
 from polyxla_xrt.errors import WorkerConnectError
 
 START_S = 60.0
-"""Longest wait for a worker that was started here, in seconds."""
+"""Longest wait for the started worker to listen, in seconds."""
 IDLE_S = 5.0
-"""How long it stays after its last job, in seconds."""
+"""How long the started worker stays after its last job, in seconds."""
 _started: list[subprocess.Popen[bytes]] = []
-_LOOK_S = 0.2
+_POLL_S = 0.2
 _TAIL_CHARS = 2000
 
 
 def ensure_service(
-    configuration: Configuration, environ: Mapping[str, str], tell: Callable[[str], None]
+    configuration: Configuration, environ: Mapping[str, str], report: Callable[[str], None]
 ) -> None:
-    """Start this host's worker if it is one that may be started, and none answers.
+    """Start this host's worker if the configuration allows it and no worker answers.
 
     Args:
         configuration: the job's.
-        environ: the environment to connect with, and to start it with.
-        tell: told what was started.
+        environ: the environment to connect with, and of the started worker.
+        report: receives a message about the started worker.
 
     Raises:
-        WorkerConnectError: the worker that was started does not come up.
+        WorkerConnectError: the started worker does not come up.
     """
     if not configuration.starts_service:
         return
@@ -54,35 +54,35 @@ def ensure_service(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            # It serves the jobs that come after this one, too.
+            # It serves later jobs, too, and must not get this terminal's Ctrl-C.
             start_new_session=True,
         )
-    # It outlives this process, which is no mistake of this process's.
+    # Referenced for as long as this process lives: Popen warns about a dropped child that still runs.
     _started.append(process)
-    tell(f"started a worker of {cores} cores at {address} (pid {process.pid}); it ends after its last job")
+    report(f"started a worker of {cores} cores at {address} (pid {process.pid}); it ends after its last job")
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
-        # Another job may have been quicker, and this one's worker has found the port taken.
+        # Checked first: another job may have been faster, and this worker found the port taken and ended.
         if _listens(address):
             return
         if process.poll() is not None:
             break
-        time.sleep(_LOOK_S)
-    said = log.read_text(errors="replace")[-_TAIL_CHARS:]
+        time.sleep(_POLL_S)
+    tail = log.read_text(errors="replace")[-_TAIL_CHARS:].strip()
     raise WorkerConnectError(
-        f"the worker that was started at {address} does not answer: {said.strip() or 'it said nothing'}",
+        f"the worker that was started at {address} does not answer: {tail or 'its log is empty'}",
         where=configuration.source,
-        fix=f"See {log}; or start one by hand: polyxla worker --address {address}",
+        fix=f"See {log}, or start a worker by hand: polyxla worker --address {address}",
     )
 
 
 def _listens(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_LOOK_S):
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_POLL_S):
             return True
     except ConnectionRefusedError:
         return False
     except OSError:
-        # Whatever is there, it is found out when the cores are asked for.
+        # Something is there, or the host is unreachable: the lease request will report which.
         return True

@@ -13,12 +13,12 @@ from torch_xla.experimental import plugins
 
 from polyxla.env import snapshot
 from polyxla.launcher import failures
+from polyxla_bridge.abi import Code
 from polyxla_bridge.engine import stall_watchdog
-from polyxla_bridge.engine.engine import Engine, Position
-from polyxla_bridge.table.abi import Code
+from polyxla_bridge.engine.engine import DeviceActivity, Engine
 from polyxla_bridge.torch_xla_plugin import EnginePlugin
 from polyxla_xrt import env
-from polyxla_xrt.assignment import read_assignment
+from polyxla_xrt.config.assignment import read_assignment
 from polyxla_xrt.errors import WorkerError
 from polyxla_xrt.own_assignment import lease_cores
 from polyxla_xrt.plan import configured_plan
@@ -31,7 +31,7 @@ class Node(EnginePlugin):
     """A TPU node: the bridge's library with a remote engine behind it."""
 
     def make_engine(self) -> Engine:
-        """Connect to the worker, with the cores that a launcher assigned to this process, or with all of them."""
+        """Connect to the worker, with the cores that a launcher assigned to this process, or with all."""
         from polyxla_xrt.client.engine import RemoteEngine
 
         environ = snapshot()
@@ -81,14 +81,14 @@ def leave_wait() -> None:
     _own.waits_at = None
 
 
-def position() -> Position:
+def position() -> DeviceActivity:
     """Return what this process's first replica does."""
     if _own.engine is None:
-        return Position(0, None, (), 0.0)
-    at = _own.engine.positions()[0]
+        return DeviceActivity(0, None, (), 0.0)
+    at = _own.engine.activities()[0]
     if _own.waits_at is None:
         return at
-    return Position(at.device, _own.waits_at, (), time.monotonic() - _own.since)
+    return DeviceActivity(at.device, _own.waits_at, (), time.monotonic() - _own.since)
 
 
 def describe() -> str:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from polyxla.console import say
-from polyxla_xrt.assignment import Assignment
-from polyxla_xrt.lease_holder import stall_timeout_s, wait_s
+from polyxla_xrt.config.assignment import Assignment
+from polyxla_xrt.config.timeouts import job_wait_s, stall_timeout_s
 from polyxla_xrt.local_service import ensure_service
 from polyxla_xrt.plan import Plan
 
@@ -30,7 +30,7 @@ def lease_cores(plan: Plan, environ: Mapping[str, str]) -> tuple[Assignment, Cal
         address,
         cores,
         environ,
-        wait_s=wait_s(environ),
+        wait_s=job_wait_s(environ),
         stall_timeout_s=stall_timeout_s(environ),
         on_wait=say,
     )

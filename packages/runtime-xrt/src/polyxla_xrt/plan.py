@@ -11,7 +11,7 @@ from polyxla.env import from_environ
 from polyxla.launcher.ports import LOCALHOST, free_ports
 from polyxla.plugins.device_request import pick_devices
 from polyxla_xrt import env
-from polyxla_xrt.assignment import Assignment
+from polyxla_xrt.config.assignment import Assignment
 from polyxla_xrt.config.configuration import Configuration, read
 from polyxla_xrt.config.cores import check_several, child_environment, child_world, cores
 from polyxla_xrt.config.workers import Worker
@@ -60,11 +60,13 @@ class Plan:
             address, job, own, kind, world.ordinal, world.world_size, world.ordinal, world.world_size
         )
 
-    def whole(self) -> dict[str, str]:
+    def program_environment(self) -> dict[str, str]:
         """Return what a process needs in its environment that drives all of this host's cores itself."""
         return _device_variables(self.cores) | _slice(len(self.devices), self.configuration.host_index)
 
-    def each(self, environ: Mapping[str, str], address: str, job: str, mesh: str) -> list[dict[str, str]]:
+    def process_environments(
+        self, environ: Mapping[str, str], address: str, job: str, mesh: str
+    ) -> list[dict[str, str]]:
         """Return the whole environment of each of this host's processes, over `environ`.
 
         Args:
@@ -74,7 +76,7 @@ class Plan:
             mesh: where processes meet; empty for one replica.
         """
         meeting = self._store(environ) | ({env.XRT_MESH_SERVICE_ADDRESS: mesh} if mesh else {})
-        alike = {**environ, **self.whole(), **_device_variables(1), **meeting}
+        alike = {**environ, **self.program_environment(), **_device_variables(1), **meeting}
         return [
             _without_none(
                 alike
@@ -122,7 +124,7 @@ def plan_for(configuration: Configuration, devices: Sequence[int]) -> Plan:
     return Plan(configuration, tuple(devices))
 
 
-def asked_plan(configuration: Configuration, environ: Mapping[str, str]) -> Plan:
+def requested_plan(configuration: Configuration, environ: Mapping[str, str]) -> Plan:
     """Return what the environment alone asks for.
 
     Raises:
@@ -148,7 +150,7 @@ def configured_plan(environ: Mapping[str, str]) -> Plan:
     """
     configuration = read(environ)
     assert configuration is not None, "this runtime is chosen by a configuration"
-    return asked_plan(configuration, environ)
+    return requested_plan(configuration, environ)
 
 
 def _device_variables(devices: int) -> dict[str, str]:

@@ -61,7 +61,7 @@ def polyxla_environment(environ: Mapping[str, str], devices: tuple[int, ...]) ->
     if plan.address and not configuration.starts_service:
         # Now, and not when torch_xla has been imported.
         check_reachable(plan.address, environ)
-    return plan.whole()
+    return plan.program_environment()
 
 
 @hookimpl

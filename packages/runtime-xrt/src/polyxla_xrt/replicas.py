@@ -47,13 +47,13 @@ def run_replica(replica: Callable[[Place], Any], place: Place) -> Any:
     """Be the one replica of this process and return its result."""
     failures.describe_with(node.describe)
     replica_process.prepare_to_exit()
-    replica_process.take_turns()
+    replica_process.shorten_switch_interval()
     # The fork server may have imported torch_xla for something else.
     node.register()
     world = place.plan.world(place.process)
     pjrt.initialize_multiprocess(world.local_ordinal, world.local_world_size)
     with _meeting(world):
-        replica_process.take(0, 1)
+        replica_process.use_device(0, 1)
         return replica(place)
 
 

@@ -16,15 +16,11 @@ from torch_xla._internal import pjrt
 import polyxla.env
 from polyxla.env import POLYXLA_RUNTIME, snapshot
 from polyxla.xla import first_device_use, torch_xla_launch
-from polyxla_xrt import env
+from polyxla_xrt import env, node
 from polyxla_xrt.config.configuration import read
 from polyxla_xrt.config.cores import process_count
 from polyxla_xrt.launching import process_work, run_plan, wants_node
-
-# The entry point names the class here, so that loading it also installs what follows.
-from polyxla_xrt.node import Node as Node
-from polyxla_xrt.node import register
-from polyxla_xrt.plan import Plan, asked_plan, configured_plan
+from polyxla_xrt.plan import Plan, configured_plan, requested_plan
 
 
 def prepared_plan() -> Plan | None:
@@ -49,10 +45,10 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
     if not runtime and environ.get(env.PJRT_DEVICE):
         return {}
     configuration = read(environ)
-    return asked_plan(configuration, environ).whole() if configuration else {}
+    return requested_plan(configuration, environ).program_environment() if configuration else {}
 
 
-def _run(plan: Plan, launched: torch_xla_launch.Launched) -> list[Any]:
+def _run(plan: Plan, launched: torch_xla_launch.TorchXlaLaunch) -> list[Any]:
     work = process_work(launched.call, plan, launched.function, launched.args, snapshot())
     return run_plan(plan, work, launched.method)
 
@@ -75,12 +71,12 @@ def _allow_all_processes() -> None:
 
 
 def _install() -> None:
-    polyxla.env.add(prepare(snapshot()))
-    torch_xla_launch.serve(prepared_plan, _run)
+    polyxla.env.update_environ(prepare(snapshot()))
+    torch_xla_launch.handle_launches(prepared_plan, _run)
     _allow_all_processes()
-    first_device_use.remember()
+    first_device_use.record()
     if wants_node(snapshot()):
-        register()
+        node.register()
 
 
 _install()

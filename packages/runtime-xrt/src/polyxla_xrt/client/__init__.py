@@ -1,1 +1,1 @@
-"""The client side of workers (`channel`, `lease`, `engine`) and of the mesh service (`mesh`, `attendance`)."""
+"""The client side of workers (`channel`, `lease`, `engine`) and of the mesh service (`mesh`)."""

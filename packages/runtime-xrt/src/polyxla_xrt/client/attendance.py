@@ -1,4 +1,4 @@
-"""Taking part: the stream whose end tells the mesh service that this process is gone."""
+"""Attendance at the mesh: the stream whose end shows the mesh service that this process is gone."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ from typing import Any
 
 import grpc
 
-from polyxla_xrt.client.probe import PROBE_S
-
-RETRY_S = 0.1
-"""Pause before the next attempt while nothing listens: ordinal 0 may only be starting."""
+from polyxla_xrt.client.probe import PROBE_S, RETRY_S
 
 
 class Attendance:
-    """One attempt to take part, and what holds the place afterwards.
+    """One attempt to attend, and the stream that holds this participant's place afterwards.
 
     Args:
-        stream: the call; read on a thread that ends with it.
+        stream: the call; a thread reads it until it ends.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -29,11 +26,11 @@ class Attendance:
         self._thread.start()
 
     def wait(self, timeout_s: float) -> None:
-        """Block until the service lets this process in.
+        """Block until the service admits this process.
 
         Raises:
-            grpc.RpcError: it does not, or there is none.
-            TimeoutError: nothing answers.
+            grpc.RpcError: the service refuses, or cannot be reached.
+            TimeoutError: nothing answers in time.
         """
         try:
             self._admitted.result(timeout_s)
@@ -58,11 +55,11 @@ class Attendance:
 
 
 def attend(stub: Any, request: Any, wait_s: float) -> Attendance:
-    """Take part, trying again while nobody listens.
+    """Attend the mesh; retry while nothing listens, since ordinal 0 may still be starting.
 
     Raises:
-        grpc.RpcError: the service refuses, or nothing can be reached in time.
-        TimeoutError: something is reached and does not answer.
+        grpc.RpcError: the service refuses, or cannot be reached in time.
+        TimeoutError: a peer accepts the connection and does not answer.
     """
     deadline = time.monotonic() + wait_s
     while True:

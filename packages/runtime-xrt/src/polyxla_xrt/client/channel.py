@@ -1,4 +1,4 @@
-"""A connection to a worker, and what it means when there is none."""
+"""A connection to a worker, and the errors that its failures mean."""
 
 from __future__ import annotations
 
@@ -13,31 +13,22 @@ from google.protobuf.json_format import MessageToDict
 from polyxla import UsageError
 from polyxla_xrt import env
 from polyxla_xrt.client.probe import ANSWER_S, RETRY_S, look, unreachable
+from polyxla_xrt.config.credential_files import read_file, read_token
 from polyxla_xrt.config.variables import find
 from polyxla_xrt.errors import WorkerConnectError, WorkerError, WorkerRefusedError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.proto import worker_pb2_grpc
 from polyxla_xrt.protocol import bulk_encoding
+from polyxla_xrt.protocol.channel_options import CLIENT_OPTIONS
 from polyxla_xrt.protocol.worker import OPTIONS, PROTOCOL, SERVICE
-from polyxla_xrt.server.worker.security import read_token
-
-_CHANNEL_OPTIONS = (
-    *OPTIONS,
-    # A worker is reached directly; a proxy would answer in its place.
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1_000),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.use_local_subchannel_pool", 1),
-)
 
 
 class WorkerChannel:
-    """A channel to a worker. Make it after a fork; any thread may use it.
+    """A channel to a worker. Create it after any fork; it is thread-safe.
 
     Args:
         address: ``host:port``.
-        environ: holds the token's and the certificates' files, and proxies that errors name.
+        environ: names the files of the token and the certificates, and proxies for error messages.
 
     Attributes:
         stub: the worker's calls.
@@ -51,23 +42,29 @@ class WorkerChannel:
         self.address = address
         self.where = f"the worker at {address}"
         self._environ = environ
-        # The scheme is written, or a host called `unix` would be one.
+        # With an explicit scheme: gRPC would read a host called `unix` as one.
         target = f"dns:///{address}"
         self._metadata = _metadata(environ)
         credentials = _credentials(environ)
         self._channel: Any = (
-            grpc.secure_channel(target, credentials, options=_CHANNEL_OPTIONS)
+            grpc.secure_channel(target, credentials, options=(*OPTIONS, *CLIENT_OPTIONS))
             if credentials
-            else grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
+            else grpc.insecure_channel(target, options=(*OPTIONS, *CLIENT_OPTIONS))
         )
         self.stub: Any = worker_pb2_grpc.WorkerStub(self._channel)
 
     def call(self, name: str, request: Any, **options: Any) -> Any:
-        """Begin one of the worker's calls, with the token."""
+        """Begin one of the worker's calls, with the token.
+
+        Args:
+            name: the method's name.
+            request: its request.
+            options: gRPC's options of a call, such as ``timeout``.
+        """
         return getattr(self.stub, name)(request, metadata=self._metadata, **options)
 
     def session(self, commands: Iterator[list[Any]]) -> Any:
-        """Begin a session: commands go out as they come, and the call's answers are iterated over."""
+        """Begin a session: sends what `commands` yields; the returned call iterates over the answers."""
         session = self._channel.stream_stream(
             f"/{SERVICE}/Session",
             request_serializer=bulk_encoding.encode,
@@ -76,10 +73,13 @@ class WorkerChannel:
         return session(commands, metadata=self._metadata)
 
     def status(self, call: Literal["Status", "Drain"] = "Status") -> pb.StatusReply:
-        """Ask the worker what it serves; this also finds out whether it is one, and lets this client in.
+        """Ask for the worker's status, which also checks that it is a worker and accepts this client.
+
+        Args:
+            call: ``Drain`` also drains the worker.
 
         Raises:
-            WorkerError: nothing answers in time, or it is no worker, or it refuses.
+            WorkerError: nothing answers in time, the server is not a worker, or it refuses this client.
         """
         request = pb.StatusRequest() if call == "Status" else pb.DrainRequest()
         deadline = time.monotonic() + ANSWER_S
@@ -102,11 +102,11 @@ class WorkerChannel:
             return reply
 
     def explain(self, error: Any) -> WorkerError:
-        """Return the error that a call's failure means."""
+        """Return the error that a failed call means."""
         code, details = error.code(), error.details()
         if code is grpc.StatusCode.UNAUTHENTICATED:
             return WorkerRefusedError(
-                f"{self.where} does not let this client in: {details}",
+                f"{self.where} rejects this client: {details}",
                 where=self.address,
                 fix=f"Set {env.POLYXLA_XRT_TOKEN_FILE} to a file with the same token as the worker's.",
             )
@@ -119,25 +119,34 @@ class WorkerChannel:
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             return self._unreachable(look(self.address), details)
         if code in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL):
-            return self._unreachable("a gRPC server answers there, but it is not a worker", details)
+            return self._unreachable("the gRPC server there is not a worker", details)
         return WorkerError(
-            f"{self.where} answers {details} ({code.name})",
+            f"{self.where} answered: {details} ({code.name})",
             where=self.address,
-            fix=f"See its log, and: polyxla worker status {self.address}",
+            fix=f"See the worker's log, and run: polyxla worker status {self.address}",
         )
 
     def _unreachable(self, found: str, details: str) -> WorkerConnectError:
         if any(word in details.lower() for word in ("handshake", "ssl", "certificate")):
-            found = f"the encrypted connection does not come about: {details}"
+            found = f"the encrypted connection failed: {details}"
         return unreachable(self.address, found, self._environ)
 
     def close(self) -> None:
-        """Cut the connection and every call on it."""
+        """Close the connection and every call on it."""
         self._channel.close()
 
 
 def ask(address: str, call: Literal["Status", "Drain"], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Ask a worker once, and return its answer as plain values."""
+    """Call a worker once, and return its status as plain values.
+
+    Args:
+        address: ``host:port``.
+        call: ``Status``, or ``Drain`` to drain the worker as well.
+        environ: the environment to connect with.
+
+    Raises:
+        WorkerError: nothing answers in time, the server is not a worker, or it refuses this client.
+    """
     channel = WorkerChannel(address, environ)
     try:
         reply = channel.status(call)
@@ -147,7 +156,7 @@ def ask(address: str, call: Literal["Status", "Drain"], environ: Mapping[str, st
         reply, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
     job = plain.pop("job", None)
-    # JSON has no whole numbers of 64 bits, so protobuf writes them as text.
+    # JSON has no 64-bit integers, so protobuf writes them as text.
     plain |= {name: int(plain[name]) for name in ("memory_bytes", "jobs_served")}
     plain["up_s"] = round(plain["up_s"], 1)
     return {**plain, "job": job and {**job["holder"], "since": job["since"]}}
@@ -161,14 +170,13 @@ def _metadata(environ: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
 
 
 def _credentials(environ: Mapping[str, str]) -> grpc.ChannelCredentials | None:
-    ca = _file(environ, env.POLYXLA_XRT_TLS_CA)
-    cert = _file(environ, env.POLYXLA_XRT_TLS_CERT)
-    key = _file(environ, env.POLYXLA_XRT_TLS_KEY)
+    names = env.POLYXLA_XRT_TLS_CA, env.POLYXLA_XRT_TLS_CERT, env.POLYXLA_XRT_TLS_KEY
+    ca, cert, key = (_content(environ, name) for name in names)
     if ca is None and cert is None and key is None:
         return None
     if ca is None:
         raise UsageError(
-            "a client shows its certificate only where it knows who vouches for the worker's",
+            "a client certificate needs the authority that signed the worker's certificate",
             where=f"{env.POLYXLA_XRT_TLS_CERT}, {env.POLYXLA_XRT_TLS_KEY}",
             fix=f"Set {env.POLYXLA_XRT_TLS_CA}, too.",
         )
@@ -176,16 +184,11 @@ def _credentials(environ: Mapping[str, str]) -> grpc.ChannelCredentials | None:
         raise UsageError(
             "a certificate needs its key, and a key its certificate",
             where=f"{env.POLYXLA_XRT_TLS_CERT}, {env.POLYXLA_XRT_TLS_KEY}",
-            fix="Set both, or none.",
+            fix="Set both or neither.",
         )
     return grpc.ssl_channel_credentials(ca, key, cert)
 
 
-def _file(environ: Mapping[str, str], name: str) -> bytes | None:
+def _content(environ: Mapping[str, str], name: str) -> bytes | None:
     variable = find(environ, name)
-    if variable is None:
-        return None
-    try:
-        return Path(variable.text).read_bytes()
-    except OSError as error:
-        raise variable.error(f"it cannot be read: {error.strerror}", "Name a file that exists.") from None
+    return read_file(Path(variable.text), variable.where) if variable else None

@@ -1,7 +1,7 @@
 """`RemoteEngine`: the bridge's engine, whose devices are cores of a worker.
 
-Nothing here waits for the worker but what needs an answer: a compilation, a download, a question. All else is
-queued and sent in order; errors come back on the same stream and surface where the array is read.
+Only requests with an answer wait for the worker: compilations, downloads and statistics. Everything else is
+queued and sent in order; its errors come back on the same stream and surface when an array is read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-import numpy as np
 
 from polyxla_bridge.abi import Code, width
 from polyxla_bridge.engine.engine import Buffer, DeviceActivity, Engine, EngineDevice
@@ -25,9 +24,10 @@ from polyxla_bridge.engine.futures import CompletedFuture, DeletedFuture, Groupe
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs import hlo
 from polyxla_bridge.programs.executable import ArrayType, Executable
-from polyxla_xrt.assignment import Assignment
 from polyxla_xrt.client.channel import WorkerChannel
 from polyxla_xrt.client.lease import lost
+from polyxla_xrt.client.pending_answer import PendingAnswer
+from polyxla_xrt.config.assignment import Assignment
 from polyxla_xrt.errors import WorkerError, WorkerLostError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
@@ -35,14 +35,14 @@ from polyxla_xrt.protocol.chunks import chunks
 from polyxla_xrt.protocol.outbox import Outbox
 from polyxla_xrt.protocol.worker import PROTOCOL, array_bytes
 
-IN_FLIGHT = 64
-"""How many programs may be sent ahead of those that are done: enough for any distance, and an end to it."""
+MAX_IN_FLIGHT = 64
+"""Maximum executions in flight: hides latency, bounds memory."""
 ATTACH_S = 120.0
-"""Longest wait for the worker to let this process in, in seconds: its engine may be starting."""
-MANY_RELEASES = 1024
-"""How many arrays may wait to be freed together."""
+"""Longest wait for the worker to accept the session, in seconds: its engine may be starting."""
+MAX_RELEASES = 1024
+"""Maximum number of arrays that wait to be freed together."""
 GOODBYE_S = 5.0
-"""Longest wait for a session's end, in seconds."""
+"""Longest wait for the end of the session, in seconds."""
 
 
 @dataclass
@@ -50,8 +50,8 @@ class RemoteBuffer(Buffer):
     """An array on a worker.
 
     Attributes:
-        number: what both sides call it.
-        is_released: whether the worker was told that it is not needed any more.
+        number: its number, chosen by the client and unique in the session.
+        is_released: whether it is queued to be freed on the worker.
     """
 
     number: int = 0
@@ -59,8 +59,8 @@ class RemoteBuffer(Buffer):
 
 
 @dataclass(frozen=True)
-class _Running:
-    """A program that was sent and is not known to be done."""
+class _Execution:
+    """An execution in flight."""
 
     done: Future[None]
     program: str
@@ -69,20 +69,29 @@ class _Running:
 
 
 class RemoteEngine(Engine):
-    """Cores behind a network service.
+    """Cores of a worker, behind a network connection.
+
+    Threads: any thread may call the methods, which queue commands in `_outbox`. A thread of gRPC takes them
+    from there and sends them (`_commands`). One reader thread handles all answers (`_read`) and completes the
+    futures, so callbacks of these futures run on it and must not wait for another answer.
+
+    Locks: `_sending` keeps the chunks of one message together; `_counting` guards the numbers of arrays and
+    requests; `_changed` guards `_in_flight` and wakes `finish`. None is held while waiting for an answer.
+    `_sending` may be held while the outbox blocks for room (backpressure): the sender makes that room and
+    needs none of these locks.
 
     Args:
         assignment: the worker, the job, and this process's cores.
         environ: the environment to connect with.
-        on_lost: told, once, that the worker is gone or has ended the job, and with which code.
-        on_close: called when the engine is closed, last.
+        on_lost: receives, once, the error and the status code if the worker is gone or has ended the job.
+        on_close: called at the end of `close`.
 
     Attributes:
         waits: how many times this process has waited for an answer.
-        holdups: how many times it has waited because too many programs were ahead of those that are done.
+        holdups: how many times it has waited because `MAX_IN_FLIGHT` executions were in flight.
 
     Raises:
-        WorkerError: the worker does not let this process in.
+        WorkerError: the worker refuses this process.
     """
 
     def __init__(
@@ -102,21 +111,22 @@ class RemoteEngine(Engine):
         self._next = 1
         self._counting = threading.Lock()
         self._sequences = itertools.count(1)
-        # Held by whoever sends a message in pieces, so that nothing comes between them.
         self._sending = threading.Lock()
-        self._requests: dict[int, _Request] = {}
-        self._running: dict[int, _Running] = {}
+        self._requests: dict[int, PendingAnswer] = {}
+        self._in_flight: dict[int, _Execution] = {}
         self._idle_since = time.monotonic()
         self._released: list[int] = []
         self._dropped: deque[int] = deque()
-        self._room = threading.Semaphore(IN_FLIGHT)
+        self._room = threading.Semaphore(MAX_IN_FLIGHT)
         self._changed = threading.Condition()
         self._attached: Future[None] = Future()
         self._error: PjrtError | None = None
         self._is_closing = False
         self._outbox = Outbox(self._releases)
         self._channel = WorkerChannel(assignment.address, environ)
-        attach = pb.Attach(protocol=PROTOCOL, job=assignment.job, cores=assignment.cores, ordinal=assignment.ordinal)
+        attach = pb.Attach(
+            protocol=PROTOCOL, job=assignment.job, cores=assignment.cores, ordinal=assignment.ordinal
+        )
         self._call = self._channel.session(self._commands(attach))
         self._reader = threading.Thread(target=self._read, name="polyxla-answers", daemon=True)
         self._reader.start()
@@ -131,30 +141,34 @@ class RemoteEngine(Engine):
         return [device for device in self.devices if device.is_local]
 
     def _commands(self, attach: pb.Attach) -> Iterator[list[Any]]:
+        """Yield commands to send. gRPC's thread iterates, the only one that takes from the outbox."""
         yield [pb.Command(attach=attach)]
         while (commands := self._outbox.take()) is not None:
             yield commands
 
     def _releases(self) -> pb.Command | None:
+        """Return one command that frees everything released so far, or None."""
         if not self._released and not self._dropped:
             return None
-        # Swapped as a whole: other threads go on adding to the new ones.
+        # The list is swapped as a whole, and the deque popped: other threads, and finalizers that may run at
+        # any instruction, append to them without a lock.
         arrays, self._released = self._released, []
         programs = [self._dropped.popleft() for _ in range(len(self._dropped))]
         return pb.Command(release=pb.Release(arrays=arrays, programs=programs))
 
-    def _send(self, commands: Iterable[tuple[pb.Command | bulk_encoding.Bulk, int]]) -> None:
-        """Queue commands together, each with the bytes of its data."""
+    def _send(self, commands: Iterable[tuple[pb.Command | bulk_encoding.BulkMessage, int]]) -> None:
+        """Queue commands without others in between, each with the size of its data."""
         with self._sending:
             for command, size in commands:
                 if not self._outbox.put(command, size):
                     raise self._error or PjrtError(Code.UNAVAILABLE, "this process has left the worker")
 
     def _read(self) -> None:
+        """Handle answers until the stream ends. Runs on the reader thread."""
         try:
             for answers in self._call:
                 for answer in answers.answers:
-                    self._heed(answer)
+                    self._handle(answer)
             error = None
         except grpc.RpcError as broken:
             error = broken
@@ -165,13 +179,13 @@ class RemoteEngine(Engine):
             gone = lost(self._channel, error) if error else _ended(self._channel, "it ended the session")
             self._lose(Code.UNAVAILABLE, gone)
 
-    def _heed(self, answer: pb.Answer) -> None:
+    def _handle(self, answer: pb.Answer) -> None:
         match answer.WhichOneof("kind"):
             case "executed":
                 self._room.release()
                 with self._changed:
-                    done = self._running.pop(answer.executed.sequence).done
-                    if not self._running:
+                    done = self._in_flight.pop(answer.executed.sequence).done
+                    if not self._in_flight:
                         self._idle_since = time.monotonic()
                         self._changed.notify_all()
                 if answer.executed.HasField("failure"):
@@ -180,7 +194,7 @@ class RemoteEngine(Engine):
                     done.set_result(None)
             case "part":
                 request = self._requests[answer.part.request]
-                if request.take(answer.part):
+                if request.add(answer.part):
                     del self._requests[answer.part.request]
             case "attached":
                 self._attached.set_result(None)
@@ -189,40 +203,44 @@ class RemoteEngine(Engine):
                 self._lose(failure.code, _ended(self._channel, failure.message))
 
     def _lose(self, code: int, error: WorkerError) -> None:
-        """Break every promise: there will be no more answers."""
+        """Fail every future: there will be no more answers. Runs on the reader thread.
+
+        The order matters. `_error` is set before the outbox is cut, because `_send` raises it when `put`
+        fails. The semaphore is released last: threads that wait for room then fail in `_send` as well.
+        """
         self._error = PjrtError(code, str(error))
         self._outbox.cut()
         with self._changed:
-            running, self._running = list(self._running.values()), {}
+            in_flight, self._in_flight = list(self._in_flight.values()), {}
             self._changed.notify_all()
-        for one in running:
+        # Outside of the lock: callbacks of the futures may call this engine.
+        for one in in_flight:
             one.done.set_exception(self._error)
         for request in list(self._requests.values()):
             request.fail(self._error)
-        for _ in range(IN_FLIGHT):
+        for _ in range(MAX_IN_FLIGHT):
             self._room.release()
         self._on_lost(error, code)
 
-    def _ask(self, expected: int = 0) -> tuple[int, Future[memoryview]]:
-        """Number a request that the worker answers, with so many bytes, if that is known."""
-        number = self._numbered(1)
-        request = self._requests[number] = _Request(expected)
+    def _ask(self, size: int = 0) -> tuple[int, Future[memoryview]]:
+        """Register a request; return its number and its answer, of `size` bytes if that is known."""
+        number = self._new_numbers(1)
+        request = self._requests[number] = PendingAnswer(size)
         return number, request.done
 
     def _wait(self, answer: Future[memoryview]) -> memoryview:
         self.waits += 1
-        # A worker that is gone breaks the promise, so this ends.
+        # Ends in any case: `_lose` fails the future if the worker goes away.
         return answer.result()
 
     def compile(self, hlo_module: bytes, options: bytes) -> Executable:
-        """Have the worker compile; it does so once for all replicas."""
+        """Compile on the worker, which does so once for all replicas."""
         number, answer = self._ask()
-        pieces = [
-            pb.Compile(request=number, hlo=bytes(piece), ends=ends)
-            for piece, ends in chunks(memoryview(hlo_module))
+        messages = [
+            pb.Compile(request=number, hlo=bytes(chunk), ends=ends) for chunk, ends in chunks(hlo_module)
         ]
-        pieces[0].options = options
-        self._send((pb.Command(compile=piece), len(piece.hlo)) for piece in pieces)
+        messages[0].options = options
+        self._send((pb.Command(compile=message), len(message.hlo)) for message in messages)
         message = pb.Program.FromString(bytes(self._wait(answer)))
         executable = Executable(
             name=message.name,
@@ -248,7 +266,7 @@ class RemoteEngine(Engine):
         arguments: Sequence[Buffer],
         keep: frozenset[int] = frozenset(),
     ) -> list[Buffer]:
-        """Queue an execution; waits only where too many are ahead of what is done."""
+        """Queue an execution; blocks only while `MAX_IN_FLIGHT` executions are in flight."""
         for number, argument in enumerate(arguments):
             if argument.is_deleted:
                 raise PjrtError(Code.INVALID_ARGUMENT, f"argument {number} was given up: {argument.type}")
@@ -259,13 +277,13 @@ class RemoteEngine(Engine):
         done: Future[None] = Future()
         collectives = executable.native["collectives"]
         with self._changed:
-            self._running[sequence] = _Running(done, executable.name, collectives, time.monotonic())
-        first = self._numbered(len(executable.outputs))
+            self._in_flight[sequence] = _Execution(done, executable.name, collectives, time.monotonic())
+        first = self._new_numbers(len(executable.outputs))
         outputs: list[Buffer] = [
             RemoteBuffer(type_, device, GroupedFuture(done), number=number)
             for number, type_ in enumerate(executable.outputs, first)
         ]
-        wish = pb.Execute(
+        request = pb.Execute(
             sequence=sequence,
             program=executable.native["program"],
             core=self._cores[device.index],
@@ -274,39 +292,39 @@ class RemoteEngine(Engine):
             keep=sorted(keep),
         )
         try:
-            self._send([(pb.Command(execute=wish), 8 * len(wish.arguments))])
+            self._send([(pb.Command(execute=request), 8 * len(request.arguments))])
         except PjrtError:
             with self._changed:
-                self._running.pop(sequence, None)
+                self._in_flight.pop(sequence, None)
             raise
         for number in executable.native["donated"] - keep:
-            arguments[number].give_up("was given to a program for its results")
+            arguments[number].give_up("was donated to a program")
         return outputs
 
-    def _numbered(self, count: int) -> int:
-        """Return the first of so many new numbers in a row."""
+    def _new_numbers(self, count: int) -> int:
+        """Reserve `count` consecutive numbers and return the first."""
         with self._counting:
             first, self._next = self._next, self._next + count
         return first
 
     def from_host(self, device: EngineDevice, type_: ArrayType, data: memoryview) -> Buffer:
-        """Queue the array's bytes; waits only where too many are queued already."""
-        number = self._numbered(1)
+        """Queue the array's bytes; blocks only while the outbox is full."""
+        number = self._new_numbers(1)
 
-        def pieces() -> Iterator[tuple[pb.Command | bulk_encoding.Bulk, int]]:
+        def uploads() -> Iterator[tuple[pb.Command | bulk_encoding.BulkMessage, int]]:
             announced: pb.ArrayType | None = pb.ArrayType(dtype=type_.dtype, dims=type_.dims)
             core = self._cores[device.index]
-            for piece, ends in chunks(data):
+            for chunk, ends in chunks(data):
                 head = pb.Upload(array=number, type=announced, core=core, ends=ends)
-                # A copy: the caller's memory is only lent.
-                yield bulk_encoding.upload(head, bytes(piece)), len(piece)
+                # Copied: the caller may reuse its memory as soon as this returns.
+                yield bulk_encoding.upload(head, bytes(chunk)), len(chunk)
                 announced = None
 
-        self._send(pieces())
+        self._send(uploads())
         return RemoteBuffer(type_, device, CompletedFuture(), number=number)
 
     def to_host(self, buffer: Buffer) -> Future[memoryview]:
-        """Ask for an array's bytes."""
+        """Request an array's bytes."""
         if buffer.is_deleted:
             broken: Future[memoryview] = Future()
             broken.set_exception(DeletedFuture("was given up", buffer.type).exception())
@@ -317,103 +335,68 @@ class RemoteEngine(Engine):
         return answer
 
     def copy(self, buffer: Buffer, device: EngineDevice) -> Buffer:
-        """Have the worker copy."""
-        number = self._numbered(1)
-        wish = pb.Copy(array=number, source=_number(buffer), core=self._cores[device.index])
-        self._send([(pb.Command(copy=wish), 0)])
+        """Copy on the worker."""
+        number = self._new_numbers(1)
+        request = pb.Copy(array=number, source=_number(buffer), core=self._cores[device.index])
+        self._send([(pb.Command(copy=request), 0)])
         return RemoteBuffer(buffer.type, device, CompletedFuture(), number=number)
 
     def delete(self, buffer: Buffer) -> None:
-        """Let the worker free the array, together with others, after what is queued."""
+        """Free the array on the worker, together with others, after everything that is queued."""
         assert isinstance(buffer, RemoteBuffer)
         if not buffer.is_released:
             buffer.is_released = True
             buffer.give_up("was deleted")
             self._released.append(buffer.number)
-            if len(self._released) >= MANY_RELEASES:
-                # Where the queue is never empty they would wait for ever.
+            if len(self._released) >= MAX_RELEASES:
+                # The outbox sends releases only when it is empty, and a busy one never is.
                 self._send([(command, 0)] if (command := self._releases()) else [])
 
     def serialize(self, executable: Executable) -> bytes:
-        """Return the program as it was before it was compiled: only the worker has what it made of it."""
+        """Return the program before compilation: the compiled program exists only on the worker."""
         hlo_module, options = executable.native["source"]
         return pb.Compile(options=options, hlo=hlo_module).SerializeToString()
 
     def deserialize(self, data: bytes) -> Executable:
-        """Have the worker compile the program again, or find it among those it has."""
+        """Compile the program on the worker again, which may find it in its cache."""
         try:
             source = pb.Compile.FromString(data)
         except Exception as error:
-            raise PjrtError(Code.INVALID_ARGUMENT, f"this is no program of a TPU node: {error}") from error
+            raise PjrtError(Code.INVALID_ARGUMENT, f"not a program of a TPU node: {error}") from error
         return self.compile(source.hlo, source.options)
 
     def memory_stats(self, device: EngineDevice) -> Mapping[str, int]:
-        """Ask the worker what the core's arrays take."""
+        """Return the worker's statistics of a core's memory."""
         number, answer = self._ask()
-        wish = pb.Stats(request=number, core=self._cores[device.index])
-        self._send([(pb.Command(stats=wish), 0)])
+        request = pb.Stats(request=number, core=self._cores[device.index])
+        self._send([(pb.Command(stats=request), 0)])
         return dict(pb.Memory.FromString(bytes(self._wait(answer))).bytes)
 
     def activities(self) -> list[DeviceActivity]:
-        """Return what the oldest program is that is not done, and since when it was sent or nothing is."""
+        """Return the oldest execution in flight and since when it is, or since when the engine is idle."""
         with self._changed:
-            running = next(iter(self._running.values()), None)
+            oldest = next(iter(self._in_flight.values()), None)
         device = self._local()[0].index
-        if running is None:
+        if oldest is None:
             return [DeviceActivity(device, None, (), time.monotonic() - self._idle_since)]
-        return [DeviceActivity(device, running.program, running.collectives, time.monotonic() - running.since)]
+        return [DeviceActivity(device, oldest.program, oldest.collectives, time.monotonic() - oldest.since)]
 
     def finish(self, timeout_s: float) -> bool:
-        """Wait until every program that was sent is done."""
+        """Wait until no execution is in flight; return whether that happened in time."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._running, timeout_s)
+            return self._changed.wait_for(lambda: not self._in_flight, timeout_s)
 
     def close(self) -> None:
-        """Say goodbye, and wait for the worker to have heard it."""
+        """Say goodbye, and wait until the worker has ended the session."""
         self._is_closing = True
         self._outbox.put(pb.Command(goodbye=pb.Goodbye()), may_wait=False)
         self._outbox.close()
         self._reader.join(GOODBYE_S)
         self._call.cancel()
         self._channel.close()
-        # A thread that is inside gRPC when Python ends would end the process with a crash.
+        # A thread inside gRPC while Python finalizes would crash the process.
         self._reader.join(GOODBYE_S)
         self._on_close()
-
-
-class _Request:
-    """An answer that is awaited, which arrives in pieces."""
-
-    def __init__(self, expected: int) -> None:
-        self.done: Future[memoryview] = Future()
-        # Room for all of it, not filled with zeros first.
-        self._data = memoryview(np.empty(expected, np.uint8).data)
-        self._filled = 0
-
-    def take(self, part: pb.Part) -> bool:
-        """Add a piece; return whether it was the last."""
-        if part.HasField("failure"):
-            self.done.set_exception(_error(part.failure))
-            return True
-        data = part.data
-        if part.ends and not self._filled:
-            self.done.set_result(memoryview(data))
-            return True
-        end = self._filled + len(data)
-        if end > len(self._data):
-            # An answer whose length is not known before.
-            self._data = memoryview(
-                bytearray(self._data[: self._filled]) + bytearray(max(end, 2 * len(data)))
-            )
-        self._data[self._filled : end] = data
-        self._filled = end
-        if part.ends:
-            self.done.set_result(self._data[:end])
-        return part.ends
-
-    def fail(self, error: PjrtError) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
 
 
 def _number(buffer: Buffer) -> int:

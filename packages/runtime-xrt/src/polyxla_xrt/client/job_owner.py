@@ -1,4 +1,4 @@
-"""Who a job belongs to, for those who wait for its cores."""
+"""The process that owns a job, as it is shown to users whose jobs wait for its cores."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import socket
 import sys
 from dataclasses import dataclass
 
-_COMMAND_CHARS = 200
+_MAX_COMMAND_CHARS = 200
 
 
 @dataclass(frozen=True)
-class Holder:
-    """The process that a job belongs to.
+class JobOwner:
+    """The process that owns a job.
 
     Attributes:
-        host: where it runs.
-        pid: its number there.
-        user: whose it is.
-        command: what it runs.
+        host: the name of its host.
+        pid: its process id there.
+        user: the user that runs it.
+        command: its command line.
     """
 
     host: str
@@ -28,9 +28,9 @@ class Holder:
     command: str
 
     @classmethod
-    def own(cls) -> Holder:
-        """Return this process."""
-        command = " ".join(sys.argv)[:_COMMAND_CHARS] or "python"
+    def current(cls) -> JobOwner:
+        """Return the current process as an owner."""
+        command = " ".join(sys.argv)[:_MAX_COMMAND_CHARS] or "python"
         return cls(socket.gethostname(), os.getpid(), _user(), command)
 
 
@@ -38,5 +38,5 @@ def _user() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):
-        # In a container there may be a number without a name.
+        # In a container a user id may have no name.
         return str(os.getuid())

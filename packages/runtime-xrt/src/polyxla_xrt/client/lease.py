@@ -1,4 +1,4 @@
-"""A job's hold on a worker's cores, which ends with the process that has it."""
+"""A job's lease on a worker's cores, which ends with the process that holds it."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from polyxla_xrt.errors import WorkerConnectError, WorkerError, WorkerHeldError,
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol.worker import PROTOCOL, format_holder
 
-END_S = 2.0
-"""Longest wait for the call's end, in seconds."""
+CLOSE_S = 2.0
+"""Longest wait for the end of the call, in seconds."""
 
 
 @dataclass(frozen=True)
 class Pod:
-    """A job's several workers.
+    """One worker of a job with several.
 
     Attributes:
-        workers: how many there are.
-        worker: which one this lease is on.
+        workers: number of workers of the job.
+        worker: index of the worker that this lease is on.
         host: its host, as the other workers reach it.
-        coordinator: where their replicas meet; empty for the first worker, which chooses it.
+        coordinator: ``host:port`` of the coordinator of the job's replicas; empty for the first worker, which
+            chooses it.
     """
 
     workers: int
@@ -41,26 +42,26 @@ class Pod:
 
 
 class Lease:
-    """Has the cores from when it is made until it is closed.
+    """A lease on cores, from its creation until it is closed.
 
     Args:
         address: ``host:port`` of the worker.
-        cores: how many of its cores.
+        cores: number of its cores.
         environ: the environment to connect with.
-        wait_s: longest wait for another job's end, in seconds; 0 for none.
-        stall_timeout_s: longest wait of a replica in its collectives.
-        pod: the job's other workers, if it has some.
-        launcher: the process that the job belongs to; default: this one.
-        on_wait: told, once, who has the cores.
-        on_end: told why the worker ended the job, on a thread.
+        wait_s: longest wait for another job to release the cores, in seconds; 0 to fail at once.
+        stall_timeout_s: longest wait of a replica in its collectives, in seconds.
+        pod: this worker's part in a job of several workers; None for a single worker.
+        owner: the process that owns the job; default: the current process.
+        on_wait: receives, once, a message that names the holder of the cores.
+        on_end: receives the reason if the worker ends the job; called on a thread.
 
     Attributes:
-        job: the job's key, for its own processes.
-        coordinator: where its workers' replicas meet.
+        job: the job's key, for the job's own processes.
+        coordinator: ``host:port`` of the coordinator of the job's replicas.
 
     Raises:
-        WorkerError: the worker cannot be reached, refuses, or another job has its cores.
-        UsageError: it has not so many cores.
+        WorkerError: the worker cannot be reached, refuses, or another job holds its cores.
+        UsageError: the worker has fewer cores.
     """
 
     def __init__(
@@ -72,14 +73,14 @@ class Lease:
         wait_s: float = 0.0,
         stall_timeout_s: float = 0.0,
         pod: Pod | None = None,
-        launcher: JobOwner | None = None,
+        owner: JobOwner | None = None,
         on_wait: Callable[[str], None] = lambda _: None,
         on_end: Callable[[WorkerError], None] = lambda _: None,
     ) -> None:
         self._channel = WorkerChannel(address, environ)
         self._on_end = on_end
         self._is_closed = False
-        request = _request(cores, wait_s, stall_timeout_s, pod, launcher)
+        request = _request(cores, wait_s, stall_timeout_s, pod, owner or JobOwner.current())
         try:
             granted = self._wait_for(request, on_wait)
         except BaseException:
@@ -91,7 +92,7 @@ class Lease:
         self._thread.start()
 
     def _wait_for(self, request: pb.LeaseRequest, on_wait: Callable[[str], None]) -> pb.Granted:
-        """Ask for the cores; and again, where the worker's process is replaced meanwhile."""
+        """Request the cores; again if the worker's process is replaced meanwhile."""
         deadline = time.monotonic() + request.wait_s
         while True:
             found = self._channel.status()
@@ -110,11 +111,11 @@ class Lease:
                 if reply.WhichOneof("kind") == "granted":
                     granted: pb.Granted = reply.granted
                     return granted
-                on_wait(f"waiting for {self._channel.where}, whose cores are held by {_spell(reply.held)}")
+                on_wait(f"waiting for {self._channel.where}, whose cores are held by {_format(reply.held)}")
         except grpc.RpcError as error:
             raise self._explain(error) from None
         raise WorkerLostError(
-            f"{self._channel.where} ended the call", where=self._channel.address, fix="See its log."
+            f"{self._channel.where} ended the call", where=self._channel.address, fix="See the worker's log."
         )
 
     def _explain(self, error: Any) -> WorkerError:
@@ -122,12 +123,12 @@ class Lease:
             return WorkerHeldError(
                 error.details(),
                 where=self._channel.address,
-                fix="Let it wait: polyxla run --wait SECONDS ...",
+                fix="Wait for the cores: polyxla run --wait SECONDS ...",
             )
         return self._channel.explain(error)
 
     def _watch(self) -> None:
-        """Hear of the job's end."""
+        """Read the call until it ends, and report the end unless this process closed the lease."""
         try:
             for _ in self._call:
                 pass
@@ -136,37 +137,44 @@ class Lease:
                 self._on_end(lost(self._channel, error))
 
     def close(self) -> None:
-        """Give the cores back."""
+        """Return the cores to the worker."""
         self._is_closed = True
         with contextlib.suppress(Exception):
             self._call.cancel()
         self._channel.close()
-        self._thread.join(END_S)
+        self._thread.join(CLOSE_S)
 
 
 def lost(channel: WorkerChannel, error: Any) -> WorkerLostError:
-    """Return the error for a job that its worker ended, or whose worker is gone."""
+    """Return the error for a job that its worker ended, or whose worker is gone.
+
+    Args:
+        channel: the channel to the worker.
+        error: the failed call.
+    """
     code, details = error.code(), error.details()
     if code in (grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED):
         return WorkerLostError(
             f"{channel.where} ended the job: {details}",
             where=channel.address,
-            fix="See the output of that replica, and the worker's log.",
+            fix="See the output of that replica and the worker's log.",
         )
     return WorkerLostError(
         f"{channel.where} is gone: {details} ({code.name})",
         where=channel.address,
-        fix="See its log for why it ended, and start it again; a checkpoint takes the job on.",
+        fix="See the worker's log for why it ended, and restart it. The job can resume from a checkpoint.",
     )
 
 
 def _request(
-    cores: int, wait_s: float, stall_timeout_s: float, pod: Pod | None, launcher: JobOwner | None
+    cores: int, wait_s: float, stall_timeout_s: float, pod: Pod | None, owner: JobOwner
 ) -> pb.LeaseRequest:
-    launcher = launcher or JobOwner.own()
-    holder = pb.Holder(**asdict(launcher))
     request = pb.LeaseRequest(
-        protocol=PROTOCOL, holder=holder, cores=cores, wait_s=wait_s, stall_timeout_s=stall_timeout_s
+        protocol=PROTOCOL,
+        holder=pb.Holder(**asdict(owner)),
+        cores=cores,
+        wait_s=wait_s,
+        stall_timeout_s=stall_timeout_s,
     )
     if pod:
         request.workers, request.worker = pod.workers, pod.worker
@@ -174,7 +182,7 @@ def _request(
     return request
 
 
-def _spell(held: pb.Held) -> str:
+def _format(held: pb.Held) -> str:
     since = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(held.since))
     return f"{format_holder(held.holder)} since {since}"
 
@@ -182,7 +190,7 @@ def _spell(held: pb.Held) -> str:
 def _check_cores(asked: int, there: int, address: str) -> None:
     if asked > there:
         raise UsageError(
-            f"{asked} cores are asked for, and the worker at {address} has {there}",
+            f"the job needs {asked} cores, but the worker at {address} has {there}",
             where=TPU_NUM_DEVICES,
             fix=f"Set {TPU_NUM_DEVICES}={there}, or start the worker with --devices {asked}.",
         )

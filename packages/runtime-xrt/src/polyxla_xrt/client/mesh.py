@@ -1,4 +1,4 @@
-"""A process's place in the mesh: connect, meet the others, say goodbye."""
+"""A participant of the mesh: it attends, meets the others in rendezvous, and says goodbye."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import grpc
 from polyxla.errors import UsageError
 from polyxla_xrt import env
 from polyxla_xrt.client.attendance import Attendance, attend
-from polyxla_xrt.client.probe import look, proxies
+from polyxla_xrt.client.probe import ANSWER_S, look, proxies
 from polyxla_xrt.config.timeouts import LONGEST_WAIT_S
 from polyxla_xrt.errors import (
     MeshConnectError,
@@ -26,66 +26,54 @@ from polyxla_xrt.errors import (
 )
 from polyxla_xrt.proto import mesh_pb2 as pb
 from polyxla_xrt.proto import mesh_pb2_grpc
+from polyxla_xrt.protocol.channel_options import CLIENT_OPTIONS
 from polyxla_xrt.protocol.chunks import chunks
-from polyxla_xrt.protocol.mesh import OPTIONS, PAYLOAD_BYTES, PROTOCOL, TIMEOUT_S
+from polyxla_xrt.protocol.mesh import MAX_PAYLOAD_BYTES, OPTIONS, PROTOCOL, RENDEZVOUS_TIMEOUT_S
 
-CONNECT_WAIT_S = 2.5
-"""Longest wait for a mesh service that should be there; an error comes within 5 s on a busy host as well."""
 MARGIN_S = 60.0
-"""What a rendezvous may take beyond its own deadline: payloads travel, and the missing are named."""
+"""How long a rendezvous may exceed its timeout: payloads travel, and the service names who is missing."""
 GOODBYE_S = 5.0
-"""Longest wait for the answer to a goodbye."""
-
-_CHANNEL_OPTIONS = (
-    *OPTIONS,
-    # The processes of a job reach each other directly; a proxy would answer in place of the service.
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1_000),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    # Two clients of a process are two participants, each with a connection of its own.
-    ("grpc.use_local_subchannel_pool", 1),
-)
+"""Longest wait for the answer to a goodbye, in seconds."""
 
 _FAILURES: dict[grpc.StatusCode, tuple[type[MeshError], str]] = {
     grpc.StatusCode.INVALID_ARGUMENT: (
         MismatchError,
-        "Every participant of a tag calls it once, with the same replicas and its own ordinal.",
+        "Call the rendezvous once per tag and participant, with the same replicas and its own ordinal.",
     ),
     grpc.StatusCode.OUT_OF_RANGE: (
         MissingError,
         (
             "See what these replicas do instead: every participant must reach the same call. "
-            "Where they are only slow, give a longer timeout_s."
+            "If they are only slow, pass a longer timeout_s."
         ),
     ),
     grpc.StatusCode.ABORTED: (ParticipantLostError, "See the output of that replica for why it ended."),
     grpc.StatusCode.FAILED_PRECONDITION: (
         MeshRefusedError,
         (
-            "All processes of a job need the same version of polyxla-runtime-xrt, the same world size and "
-            "an ordinal each; a process left over from another run takes the place of a new one."
+            "Start all processes of a job with the same version of polyxla-runtime-xrt, the same world size "
+            "and different ordinals; end processes that are left over from another run."
         ),
     ),
 }
-"""What a status of the service means. Any other comes from the connection."""
+"""The error and the fix for each status of the service. Other statuses come from the connection."""
 
 
 class MeshClient:
-    """A participant. Make it after a fork; any thread may use it.
+    """A participant of the mesh. Create it after any fork; it is thread-safe.
 
     Args:
         address: ``host:port`` of the mesh service.
         ordinal: this participant, ``0 <= ordinal < world_size``.
         world_size: number of participants.
-        connect_wait_s: longest wait for the service. Where it may start later than this process, give
-            ``Configuration.mesh_connect_wait_s``.
-        environ: where to look for proxies, which error messages name.
-        protocol: what to announce.
+        connect_wait_s: longest wait for the service, in seconds. If it may start later than this process,
+            pass ``Configuration.mesh_connect_wait_s``.
+        environ: the environment, whose proxies error messages name.
+        protocol: the protocol version to announce.
 
     Raises:
-        MeshConnectError: nothing answers at the address, or what answers is no mesh service.
-        MeshRefusedError: it speaks another version, or has another participant of this ordinal.
+        MeshConnectError: nothing answers at the address, or the server there is not a mesh service.
+        MeshRefusedError: the service speaks another protocol version, or has a participant of this ordinal.
     """
 
     def __init__(
@@ -94,7 +82,7 @@ class MeshClient:
         ordinal: int,
         world_size: int,
         *,
-        connect_wait_s: float = CONNECT_WAIT_S,
+        connect_wait_s: float = ANSWER_S,
         environ: Mapping[str, str] = MappingProxyType({}),
         protocol: int = PROTOCOL,
     ) -> None:
@@ -102,8 +90,7 @@ class MeshClient:
         self.ordinal = ordinal
         self._lock = threading.Lock()
         self._is_closed = False
-        # The scheme is written, or a host called `unix` would be one.
-        self._channel: Any = grpc.insecure_channel(f"dns:///{address}", options=_CHANNEL_OPTIONS)
+        self._channel: Any = _open_channel(address)
         self._stub = mesh_pb2_grpc.MeshStub(self._channel)
         request = pb.AttendRequest(protocol=protocol, ordinal=ordinal, world_size=world_size)
         try:
@@ -121,23 +108,27 @@ class MeshClient:
         self.close()
 
     def rendezvous(
-        self, tag: str, payload: bytes = b"", replicas: Iterable[int] = (), timeout_s: float = TIMEOUT_S
+        self,
+        tag: str,
+        payload: bytes = b"",
+        replicas: Iterable[int] = (),
+        timeout_s: float = RENDEZVOUS_TIMEOUT_S,
     ) -> tuple[bytes, ...]:
         """Wait for the other participants of a tag. Blocks; Ctrl-C ends the wait.
 
         Args:
-            tag: the meeting's name; free to be used again once it is over.
-            payload: what the others are given, at most 1 GiB.
-            replicas: the ordinals that meet, this one among them; none for all.
-            timeout_s: longest wait, in seconds; the shortest of the participants' holds for all of them.
+            tag: the name of the rendezvous; it may be reused once the rendezvous is over.
+            payload: sent to the other participants; at most 1 GiB.
+            replicas: ordinals of the participants, including this one; empty for all.
+            timeout_s: longest wait, in seconds. The shortest timeout of the participants applies to all.
 
         Returns:
-            The payloads in the order of their ordinals.
+            The payloads in ordinal order.
 
         Raises:
-            RendezvousError: participants contradict each other, are missing or gone. All are told.
+            RendezvousError: participants contradict each other, are missing or gone; all get the error.
             MeshServiceLostError: the mesh service went away.
-            UsageError: the payload or `timeout_s` cannot be.
+            UsageError: the payload is too large, or `timeout_s` is out of range.
         """
         _check(tag, payload, timeout_s)
         first = pb.RendezvousRequest(tag=tag, ordinal=self.ordinal, replicas=replicas, timeout_s=timeout_s)
@@ -153,7 +144,7 @@ class MeshClient:
             raise
 
     def close(self) -> None:
-        """Say goodbye; calls that still wait fail. A service that is gone is no error here."""
+        """Say goodbye; calls that still wait fail. A service that is already gone is not an error."""
         with self._lock:
             if self._is_closed:
                 return
@@ -176,7 +167,7 @@ class MeshClient:
                 kind, fix = _FAILURES[code]
                 raise kind(f"the mesh service refuses: {details}", where=self._where, fix=fix) from None
             if code is grpc.StatusCode.UNIMPLEMENTED:
-                found = "a gRPC server answers there, but it is not a mesh service"
+                found = "the gRPC server there is not a mesh service"
             else:
                 found = look(self.address)
             raise self._unreachable(found, environ) from None
@@ -189,8 +180,8 @@ class MeshClient:
         return MeshConnectError(
             f"ordinal {self.ordinal} finds no mesh service at {self.address}: {found}",
             where=self._where,
-            fix="See whether ordinal 0 is running there, whether the address is that of its host, and "
-            f"whether the port is open between the hosts.{proxies(environ)}",
+            fix="Check that ordinal 0 is running there, that the address is that of its host, and "
+            f"that the port is open between the hosts.{proxies(environ)}",
         )
 
     def _explain(self, tag: str, error: grpc.RpcError) -> MeshError:
@@ -202,25 +193,25 @@ class MeshClient:
 
     def _lost(self, tag: str, why: str) -> MeshServiceLostError:
         return MeshServiceLostError(
-            f"rendezvous {_short(tag)} failed: ordinal {self.ordinal} has no mesh service at {self.address} "
-            f"any more: {why}",
+            f"rendezvous {_short(tag)} failed: ordinal {self.ordinal} lost the mesh service at "
+            f"{self.address}: {why}",
             where=self._where,
-            fix="See the output of ordinal 0, whose process serves it, for why it ended.",
+            fix="See the output of ordinal 0, whose launcher runs the service, for why it ended.",
         )
 
 
 def read_config(address: str, wait_s: float, environ: Mapping[str, str]) -> pb.ConfigReply:
-    """Ask the mesh service for what a host must know before it starts its processes.
+    """Fetch the list of workers, which a host needs before it starts its processes.
 
     Args:
         address: ``host:port`` of the mesh service.
-        wait_s: longest wait for it to be there, in seconds: the first host may start later.
-        environ: where to look for proxies, which error messages name.
+        wait_s: longest wait for the service, in seconds: the first host may start later.
+        environ: the environment, whose proxies error messages name.
 
     Raises:
-        MeshConnectError: nothing answers at the address in time, or what answers is no mesh service.
+        MeshConnectError: nothing answers at the address in time, or the server there is not a mesh service.
     """
-    channel: Any = grpc.insecure_channel(f"dns:///{address}", options=_CHANNEL_OPTIONS)
+    channel = _open_channel(address)
     try:
         stub = mesh_pb2_grpc.MeshStub(channel)
         request = pb.ConfigRequest(protocol=PROTOCOL)
@@ -229,19 +220,24 @@ def read_config(address: str, wait_s: float, environ: Mapping[str, str]) -> pb.C
         code, details = _status(error)
         found = look(address) if code is grpc.StatusCode.DEADLINE_EXCEEDED else f"{details} ({code.name})"
         raise MeshConnectError(
-            f"this host was told of no workers by the mesh service at {address}: {found}",
+            f"this host got no list of workers from the mesh service at {address}: {found}",
             where=f"{env.XRT_MESH_SERVICE_ADDRESS}={address}",
-            fix=f"See whether the job was started on the host of task 0, too.{proxies(environ)}",
+            fix=f"Check that the job was started on the host of task 0, too.{proxies(environ)}",
         ) from None
     finally:
         channel.close()
     return reply
 
 
+def _open_channel(address: str) -> Any:
+    # With an explicit scheme: gRPC would read a host called `unix` as one.
+    return grpc.insecure_channel(f"dns:///{address}", options=(*OPTIONS, *CLIENT_OPTIONS))
+
+
 def _requests(first: pb.RendezvousRequest, payload: bytes) -> Iterator[pb.RendezvousRequest]:
     request = first
     for piece, _ in chunks(payload):
-        request.payload = piece
+        request.payload = bytes(piece)
         yield request
         request = pb.RendezvousRequest()
 
@@ -257,16 +253,17 @@ def _payloads(replies: Iterable[pb.RendezvousReply]) -> tuple[bytes, ...]:
 
 
 def _check(tag: str, payload: bytes, timeout_s: float) -> None:
-    if len(payload) > PAYLOAD_BYTES:
+    if len(payload) > MAX_PAYLOAD_BYTES:
         raise UsageError(
-            f"the payload of rendezvous {_short(tag)} has {len(payload)} bytes, more than {PAYLOAD_BYTES}",
-            fix="Give each process its part in smaller pieces, or write it to a file.",
+            f"the payload of rendezvous {_short(tag)} has {len(payload)} bytes, "
+            f"more than {MAX_PAYLOAD_BYTES}",
+            fix="Send it in several rendezvous, or write it to a file.",
         )
     if not 0 < timeout_s <= LONGEST_WAIT_S:
         raise UsageError(
             f"a rendezvous cannot wait for {timeout_s} seconds",
             where=f"timeout_s={timeout_s}",
-            fix=f"Write more than 0 and at most {LONGEST_WAIT_S:.0f}.",
+            fix=f"Pass more than 0 and at most {LONGEST_WAIT_S:.0f}.",
         )
 
 

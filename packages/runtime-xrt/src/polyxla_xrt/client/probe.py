@@ -1,4 +1,4 @@
-"""What is at an address that should be a service of ours and is not: one short look, without gRPC."""
+"""Diagnosis of an address where no service of ours answers: one short connection, without gRPC."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ from polyxla_xrt import env
 from polyxla_xrt.errors import WorkerConnectError
 
 PROBE_S = 0.4
-"""Longest look: once to connect, and once to listen."""
-
+"""Timeout of a probe, in seconds: once to connect, once to listen."""
 ANSWER_S = 2.5
-"""Longest wait for a service's first answer, in seconds; an error comes within 5 s."""
+"""Longest wait for a service's first answer, in seconds; the error comes within 5 s even on a busy host."""
 RETRY_S = 0.1
-"""Pause before the next attempt where nobody listens, in seconds."""
+"""Pause before the next attempt if nothing listens, in seconds."""
 SILENT = "something accepts connections there and never answers"
-SPEAKS_HTTP2 = "it speaks HTTP/2, but did not let this process in in time"
+SPEAKS_HTTP2 = "a server there speaks HTTP/2, but did not admit this process in time"
 
 _CA = env.POLYXLA_XRT_TLS_CA
-# How every HTTP/2 client begins. Source: RFC 9113, section 3.4; then an empty SETTINGS frame, section 6.5.
+# The connection preface of HTTP/2 clients, and an empty SETTINGS frame. Source: RFC 9113, 3.4 and 6.5.
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 _SETTINGS = 4
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
 
 
 def look(address: str) -> str:
-    """Say what is found at ``host:port``, as the end of a sentence about it. Blocks shortly."""
+    """Return what is at ``host:port``, as the end of a sentence. Blocks for at most twice `PROBE_S`."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S) as peer:
@@ -36,30 +35,30 @@ def look(address: str) -> str:
     except socket.gaierror as error:
         return f"its host does not resolve: {error.strerror}"
     except (BrokenPipeError, ConnectionResetError):
-        # An end, too: which of them it is depends on who is quicker.
+        # A closed connection: which of the two errors, or none, depends on timing.
         return _describe(b"")
     except TimeoutError:
-        return "no connection came about, as behind a firewall that drops packets"
+        return "the connection timed out: a firewall may drop packets"
     except OSError as error:
         return f"{error.strerror or error}"
     return _describe(answer)
 
 
-def check_reachable(address: str, environ: Mapping[str, str], patience_s: float = ANSWER_S) -> None:
-    """Look whether a worker may be at ``host:port``, before anything is imported or started for it.
+def check_reachable(address: str, environ: Mapping[str, str], timeout_s: float = ANSWER_S) -> None:
+    """Check that a worker may be at ``host:port``, before anything is imported or started for it.
 
     Args:
-        address: where it should be.
+        address: the worker's address.
         environ: the environment to connect with.
-        patience_s: how long to look again where nobody listens: a worker's process may just be replaced.
+        timeout_s: how long to retry if nothing listens: the worker's process may be being replaced.
 
     Raises:
-        WorkerConnectError: what is there is no worker, if anything is.
+        WorkerConnectError: there is no worker at the address.
     """
-    if environ.get(env.POLYXLA_XRT_TLS_CA):
-        # It would only say that it does not understand.
+    if environ.get(_CA):
+        # A TLS server does not answer a probe in the clear.
         return
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     while (found := look(address)) not in (SPEAKS_HTTP2, SILENT):
         if time.monotonic() >= deadline:
             raise unreachable(address, found, environ)
@@ -69,30 +68,30 @@ def check_reachable(address: str, environ: Mapping[str, str], patience_s: float 
 
 
 def unreachable(address: str, found: str, environ: Mapping[str, str]) -> WorkerConnectError:
-    """Return the error for an address where no worker is.
+    """Return the error for an address without a worker.
 
     Args:
         address: ``host:port``.
         found: what is there, as the end of a sentence.
         environ: the environment to connect with.
     """
-    tls = "" if environ.get(env.POLYXLA_XRT_TLS_CA) else f" A worker with a certificate needs {_CA}."
+    tls = "" if environ.get(_CA) else f" For a worker with a certificate, set {_CA}."
     return WorkerConnectError(
         f"there is no worker at {address}: {found}",
         where=address,
-        fix="See whether `polyxla worker` is running there, whether its host and port are these, and "
-        f"whether a firewall keeps this host from it.{tls}{proxies(environ)}",
+        fix="Check that `polyxla worker` is running there, that its host and port are these, and that no "
+        f"firewall is in between.{tls}{proxies(environ)}",
     )
 
 
 def proxies(environ: Mapping[str, str]) -> str:
-    """Name the variables that ask for a proxy, as a sentence; nothing where there are none."""
+    """Return a sentence that names the proxy variables that are set; empty if none are."""
     names = [name for low in _PROXIES for name in (low, low.upper()) if environ.get(name)]
-    return f" {', '.join(names)} is set: processes of a job meet without a proxy." if names else ""
+    return f" {', '.join(names)} is set, but processes of a job connect without a proxy." if names else ""
 
 
 def _listen(peer: socket.socket) -> bytes | None:
-    """Return the first bytes that come, none for an end, or None for silence."""
+    """Return the first bytes that the peer sends; empty if it closes, None if it is silent."""
     answer, deadline = b"", time.monotonic() + PROBE_S
     try:
         while len(answer) < 9 and (left := deadline - time.monotonic()) > 0:
@@ -112,7 +111,7 @@ def _describe(answer: bytes | None) -> str:
     if not answer:
         return "something there closes connections"
     if answer.startswith(b"HTTP/") or answer.lstrip()[:1] == b"<":
-        return "an HTTP server answers there, or a proxy"
+        return "an HTTP server or a proxy answers there"
     if len(answer) > 3 and answer[3] == _SETTINGS:
         return SPEAKS_HTTP2
-    return "what answers there does not speak gRPC"
+    return "the server there does not speak gRPC"

@@ -72,7 +72,9 @@ def _port(variable: Variable, host: str, tail: str) -> int:
         raise _invalid_address(variable, f"there is {junk!r} after the port", f"{host}:{digits}")
     port = parse_integer(digits)
     if port is None or not 1 <= port <= 65535:
-        raise _invalid_address(variable, f"the port {digits} is not one of 1 to 65535", f"{host}:{DEFAULT_PORT}")
+        raise _invalid_address(
+            variable, f"the port {digits} is not one of 1 to 65535", f"{host}:{DEFAULT_PORT}"
+        )
     return port
 
 

@@ -230,9 +230,6 @@ def _mesh_address(environ: Mapping[str, str]) -> str | None:
     return join_address(*read_address(mesh, mesh.text)) if mesh else None
 
 
-
-
-
 def _may_start_service(environ: Mapping[str, str]) -> bool:
     start = find(environ, env.XRT_START_LOCAL_SERVER)
     return read_flag(start) if start else True

@@ -9,8 +9,8 @@ PROTOCOL = 1
 MAX_PAYLOAD_BYTES = 1 << 30
 """Largest payload of one participant."""
 RENDEZVOUS_TIMEOUT_S = 1800.0
-"""Default timeout of a rendezvous: a participant may be writing a large checkpoint. A death is noticed at once,
-so the timeout only catches processes that hang."""
+"""Default timeout of a rendezvous, in seconds: a participant may be writing a large checkpoint. A death is
+noticed at once, so the timeout only catches processes that hang."""
 
 OPTIONS = peer_options(ping_s=10, silence_s=30)
 """gRPC options of both sides."""

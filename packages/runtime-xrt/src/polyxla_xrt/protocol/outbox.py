@@ -20,12 +20,14 @@ class Outbox:
     One condition guards all state. It is notified whenever room appears, a message arrives or the queue ends.
 
     Args:
-        take_deferred: returns a message to send after everything that is queued, or None. It is called under the
-            queue's lock and must not call `put`. The client's frees are sent this way.
+        take_deferred: returns a message to send after everything that is queued, or None. It is called under
+            the queue's lock and must not call `put`. The client's frees are sent this way.
         linger_s: interval of calls of `take_deferred` while the queue is empty, in seconds.
     """
 
-    def __init__(self, take_deferred: Callable[[], Any | None] = lambda: None, linger_s: float = 0.05) -> None:
+    def __init__(
+        self, take_deferred: Callable[[], Any | None] = lambda: None, linger_s: float = 0.05
+    ) -> None:
         self._items: deque[tuple[Any, int]] = deque()
         self._bytes = 0
         self._changed = threading.Condition()
@@ -56,9 +58,9 @@ class Outbox:
     def take(self) -> list[Any] | None:
         """Block until there are messages, and return those that travel together; None at the end.
 
-        Deferred messages follow everything queued before them: a producer queues its use of an array before it
-        frees the array, so `take_deferred` is called only when the queue is empty, under the same lock that
-        `put` needs.
+        Deferred messages must follow everything queued before them: a producer queues its use of an array,
+        and only then frees the array. So `take_deferred` is called only while the queue is empty, under the
+        lock that `put` needs: nothing can be queued between the check and the call.
         """
         with self._changed:
             while not self._items and not self._is_closed:

@@ -14,8 +14,8 @@ PROTOCOL = 1
 MAX_PROGRAM_BYTES = (1 << 31) - 1
 """Largest program: the limit of a protobuf message."""
 SILENCE_S = 20
-"""Seconds of silence after which a peer is lost. A network outage of 5 s passes: TCP retransmits after 6.2 s at
-the latest. A process that dies is noticed at once, by its closed socket."""
+"""Seconds of silence after which a peer is lost. A network outage of 5 s passes: TCP retransmits after 6.2 s
+at the latest. A process that dies is noticed at once, by its closed socket."""
 
 OPTIONS = peer_options(ping_s=5, silence_s=SILENCE_S)
 """gRPC options of both sides."""

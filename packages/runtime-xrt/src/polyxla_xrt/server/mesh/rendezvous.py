@@ -1,6 +1,6 @@
-"""What the mesh service decides: who takes part, who waits for whom, and what each is answered.
+"""The state of the mesh service: who attends, who waits for whom, and the outcome of each rendezvous.
 
-Pure: no grpc, no clock, no thread. Not safe to be used by several threads at once.
+Pure: no gRPC, no clock, no threads. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from polyxla_xrt.protocol.mesh import format_ordinals
 
 
-class Kind(enum.Enum):
+class FailureKind(enum.Enum):
     """Why a call fails."""
 
     REFUSED = enum.auto()
-    """The caller may not take part."""
+    """The caller may not attend."""
     DISAGREEMENT = enum.auto()
     """The participants of a tag contradict each other."""
     MISSING = enum.auto()
@@ -27,28 +27,28 @@ class Kind(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Failure:
-    """The answer to a call that fails; `text` is for a person, without its full stop."""
+class MeshFailure:
+    """The outcome of a call that fails; `text` is a sentence for the user, without its full stop."""
 
-    kind: Kind
+    kind: FailureKind
     text: str
 
 
-Answer = tuple[bytes, ...] | Failure
-"""The payloads in the order of their ordinals, or why there are none."""
+Outcome = tuple[bytes, ...] | MeshFailure
+"""The payloads in ordinal order, or why there are none."""
 
 
 @dataclass(frozen=True, eq=False)
 class Arrival:
-    """A participant's call; two are never equal.
+    """A participant's call of a rendezvous; two are never equal.
 
     Attributes:
-        tag: the name under which its participants meet.
-        ordinal: who arrives.
-        payload: what it brings.
-        replicas: whom it wants to meet, itself among them; none for all.
+        tag: the name of the rendezvous.
+        ordinal: the participant.
+        payload: its payload.
+        replicas: ordinals of the participants that it expects, itself included; empty for all.
         deadline: when it gives up, on the clock of `Mesh.expire`.
-        answer: called once, from whichever call settles it.
+        answer: called once with the outcome, by the call of `Mesh` that decides it.
     """
 
     tag: str
@@ -56,19 +56,25 @@ class Arrival:
     payload: bytes
     replicas: tuple[int, ...]
     deadline: float
-    answer: Callable[[Answer], None]
+    answer: Callable[[Outcome], None]
 
 
 @dataclass
 class _Failed:
-    """A tag that failed, and those who have not heard of it: they would wait for the others in vain."""
+    """A failed rendezvous that some participants have not reached yet.
 
-    failure: Failure
+    Attributes:
+        failure: its outcome.
+        owed: ordinals that get the outcome when they arrive; otherwise they would wait for participants that
+            have already failed.
+    """
+
+    failure: MeshFailure
     owed: set[int]
 
 
 @dataclass
-class _Meeting:
+class _Rendezvous:
     replicas: tuple[int, ...]
     arrivals: list[Arrival] = field(default_factory=list)
 
@@ -78,7 +84,7 @@ class _Meeting:
 
 
 class Mesh:
-    """The participants of a job and where they wait for each other.
+    """The participants of a job, and the rendezvous in which they wait for each other.
 
     Args:
         world_size: number of participants, at least 1.
@@ -88,76 +94,75 @@ class Mesh:
         self.world_size = world_size
         self._attending: set[int] = set()
         self._gone: dict[int, str] = {}
-        self._meetings: dict[str, _Meeting] = {}
+        self._rendezvous: dict[str, _Rendezvous] = {}
         self._failed: dict[str, _Failed] = {}
 
     @property
     def staying(self) -> tuple[int, ...]:
-        """Who has neither said goodbye nor died; those that never came are among them."""
+        """The ordinals that have neither said goodbye nor died, including those that never attended."""
         return tuple(one for one in range(self.world_size) if one not in self._gone)
 
-    def attend(self, ordinal: int, world_size: int) -> Failure | None:
-        """Take in a participant, or say why not."""
+    def attend(self, ordinal: int, world_size: int) -> MeshFailure | None:
+        """Admit a participant; return the failure if it is refused."""
         text = None
         if world_size != self.world_size:
-            text = (
-                f"Ordinal {ordinal} was told of {world_size} replicas, the mesh service of {self.world_size}"
-            )
+            text = f"Ordinal {ordinal} expects {world_size} replicas, the mesh service {self.world_size}"
         elif ordinal >= self.world_size:
             text = f"Invalid ordinal: {ordinal}, of {self.world_size} replicas"
         elif ordinal in self._attending:
-            text = f"Duplicate ordinal: {ordinal} takes part already"
+            text = f"Duplicate ordinal: {ordinal} already attends"
         elif ordinal in self._gone:
             text = f"Ordinal {ordinal} {self._gone[ordinal]}, and cannot come back"
         if text:
-            return Failure(Kind.REFUSED, text)
+            return MeshFailure(FailureKind.REFUSED, text)
         self._attending.add(ordinal)
         return None
 
     def arrive(self, arrival: Arrival) -> None:
-        """Let a participant wait at a tag; whoever completes or spoils it has all of them answered."""
+        """Add a participant to a rendezvous; the one that completes or fails it settles it for all."""
         tag, ordinal = arrival.tag, arrival.ordinal
         if ordinal in range(self.world_size) and ordinal not in self._attending | self._gone.keys():
-            # Nobody would notice its death.
-            arrival.answer(Failure(Kind.REFUSED, f"Ordinal {ordinal} has not attended"))
+            # Without its attendance stream the service would not notice its death.
+            arrival.answer(MeshFailure(FailureKind.REFUSED, f"Ordinal {ordinal} has not attended"))
             return
         failed = self._failed.get(tag)
         if failed and ordinal in failed.owed:
-            self._forgive(tag, ordinal)
+            # It arrives late at a rendezvous that failed, and gets the same failure, once.
+            self._settle_owed(tag, ordinal)
             arrival.answer(failed.failure)
             return
         wanted = self._wanted(arrival)
-        meeting = self._meetings.setdefault(tag, _Meeting(wanted))
-        failure = self._problem(meeting, arrival, wanted)
-        meeting.arrivals.append(arrival)
+        rendezvous = self._rendezvous.setdefault(tag, _Rendezvous(wanted))
+        failure = self._problem(rendezvous, arrival, wanted)
+        rendezvous.arrivals.append(arrival)
         if failure:
             self._fail(tag, failure)
-        elif not meeting.missing:
+        elif not rendezvous.missing:
             self._complete(tag)
 
     def withdraw(self, arrival: Arrival) -> None:
-        """Forget a call that waits no longer, such as one that was interrupted. Its answer is not called."""
-        meeting = self._meetings.get(arrival.tag)
-        if meeting and arrival in meeting.arrivals:
-            meeting.arrivals.remove(arrival)
-            if not meeting.arrivals:
-                del self._meetings[arrival.tag]
+        """Remove a call that no longer waits, such as an interrupted one, without calling its `answer`."""
+        rendezvous = self._rendezvous.get(arrival.tag)
+        if rendezvous and arrival in rendezvous.arrivals:
+            rendezvous.arrivals.remove(arrival)
+            if not rendezvous.arrivals:
+                del self._rendezvous[arrival.tag]
 
     def expire(self, now: float) -> None:
-        """Fail what has waited until its deadline. A tag has the earliest of those who wait."""
-        for tag, meeting in list(self._meetings.items()):
-            if min(one.deadline for one in meeting.arrivals) <= now:
-                text = f"Ordinals missing at the deadline: {format_ordinals(meeting.missing)}"
-                unseen = tuple(one for one in meeting.missing if one not in self._attending)
+        """Fail every rendezvous whose deadline has passed: the earliest of the participants that wait."""
+        for tag, rendezvous in list(self._rendezvous.items()):
+            if min(one.deadline for one in rendezvous.arrivals) <= now:
+                text = f"Ordinals missing at the deadline: {format_ordinals(rendezvous.missing)}"
+                unseen = tuple(one for one in rendezvous.missing if one not in self._attending)
                 text += f" (of these never connected: {format_ordinals(unseen)})" if unseen else ""
-                self._fail(tag, Failure(Kind.MISSING, text))
+                self._fail(tag, MeshFailure(FailureKind.MISSING, text))
 
     def leave(self, ordinal: int) -> None:
-        """Note that a participant has said goodbye."""
+        """Record that a participant has said goodbye."""
         self._go(ordinal, "has said goodbye")
 
     def lose(self, ordinal: int) -> None:
-        """Note that a participant is dead, or out of reach. Nothing changes if it has said goodbye."""
+        """Record that a participant died or is unreachable. No effect after its goodbye."""
         self._go(ordinal, "died or lost its connection")
 
     def _go(self, ordinal: int, how: str) -> None:
@@ -166,59 +171,73 @@ class Mesh:
         self._attending.remove(ordinal)
         self._gone[ordinal] = how
         for tag in list(self._failed):
-            self._forgive(tag, ordinal)
-        for tag, meeting in list(self._meetings.items()):
-            if ordinal in meeting.replicas:
+            self._settle_owed(tag, ordinal)
+        for tag, rendezvous in list(self._rendezvous.items()):
+            if ordinal in rendezvous.replicas:
                 self._fail(tag, self._is_gone((ordinal,)))
 
     def _wanted(self, arrival: Arrival) -> tuple[int, ...]:
         return tuple(sorted(arrival.replicas)) or tuple(range(self.world_size))
 
-    def _problem(self, meeting: _Meeting, arrival: Arrival, wanted: tuple[int, ...]) -> Failure | None:
-        """Say what an arrival spoils. The texts begin like those of torch_xla 1.13's mesh_service.cc."""
+    def _problem(
+        self, rendezvous: _Rendezvous, arrival: Arrival, wanted: tuple[int, ...]
+    ) -> MeshFailure | None:
+        """Return why an arrival fails its rendezvous; the texts begin like those of torch_xla 1.13."""
         ordinal, text = arrival.ordinal, None
-        strangers = tuple(one for one in wanted if one >= self.world_size)
+        invalid = tuple(one for one in wanted if one >= self.world_size)
         twice = tuple(one for one, count in Counter(wanted).items() if count > 1)
-        if ordinal >= self.world_size or strangers:
-            wrong = (ordinal,) if ordinal >= self.world_size else strangers
+        if ordinal >= self.world_size or invalid:
+            wrong = (ordinal,) if ordinal >= self.world_size else invalid
             text = f"Invalid ordinal: {format_ordinals(wrong)}, of {self.world_size} replicas"
         elif twice:
-            text = f"Duplicate ordinal: {format_ordinals(twice)}, in the replicas that ordinal {ordinal} asks for"
+            text = f"Duplicate ordinal: {format_ordinals(twice)}, in the replicas of ordinal {ordinal}"
         elif ordinal not in wanted:
             text = f"Invalid ordinal: {ordinal} is not one of its replicas ({format_ordinals(wanted)})"
-        elif wanted != meeting.replicas:
-            text = f"Mismatching replicas: ({format_ordinals(meeting.replicas)}) vs. ({format_ordinals(wanted)}) of {ordinal}"
-        elif any(one.ordinal == ordinal for one in meeting.arrivals):
-            text = f"Duplicate ordinal: {ordinal} waits here already"
+        elif wanted != rendezvous.replicas:
+            known, given = format_ordinals(rendezvous.replicas), format_ordinals(wanted)
+            text = f"Mismatching replicas: ({known}) vs. ({given}) of {ordinal}"
+        elif any(one.ordinal == ordinal for one in rendezvous.arrivals):
+            text = f"Duplicate ordinal: {ordinal} already waits here"
         if text:
-            return Failure(Kind.DISAGREEMENT, text)
+            return MeshFailure(FailureKind.DISAGREEMENT, text)
         gone = tuple(one for one in wanted if one in self._gone)
         return self._is_gone(gone) if gone else None
 
-    def _is_gone(self, ordinals: tuple[int, ...]) -> Failure:
+    def _is_gone(self, ordinals: tuple[int, ...]) -> MeshFailure:
         how = sorted({self._gone[one] for one in ordinals})
-        parts = (f"{format_ordinals(tuple(one for one in ordinals if self._gone[one] == text))} {text}" for text in how)
-        return Failure(Kind.GONE, "Ordinal " + "; ordinal ".join(parts))
+        parts = (
+            f"{format_ordinals(tuple(one for one in ordinals if self._gone[one] == text))} {text}"
+            for text in how
+        )
+        return MeshFailure(FailureKind.GONE, "Ordinal " + "; ordinal ".join(parts))
 
     def _complete(self, tag: str) -> None:
-        arrivals = sorted(self._meetings.pop(tag).arrivals, key=lambda one: one.ordinal)
+        arrivals = sorted(self._rendezvous.pop(tag).arrivals, key=lambda one: one.ordinal)
         payloads = tuple(one.payload for one in arrivals)
         for one in arrivals:
             one.answer(payloads)
 
-    def _fail(self, tag: str, failure: Failure) -> None:
-        meeting = self._meetings.pop(tag)
-        if failure.kind is not Kind.GONE:
-            # Who comes later is told the same, once. Of the dead it will hear anyway, if it needs them.
-            wanted = {one for arrival in meeting.arrivals for one in self._wanted(arrival)}
-            told = {one.ordinal for one in meeting.arrivals}
-            owed = {one for one in wanted - told - self._gone.keys() if one < self.world_size}
-            if owed:
-                self._failed[tag] = _Failed(failure, owed)
-        for one in meeting.arrivals:
+    def _fail(self, tag: str, failure: MeshFailure) -> None:
+        rendezvous = self._rendezvous.pop(tag)
+        if failure.kind is not FailureKind.GONE:
+            self._remember(tag, rendezvous, failure)
+        # Answered last: an answer may lead to the next call of the same tag.
+        for one in rendezvous.arrivals:
             one.answer(failure)
 
-    def _forgive(self, tag: str, ordinal: int) -> None:
+    def _remember(self, tag: str, rendezvous: _Rendezvous, failure: MeshFailure) -> None:
+        """Keep a failure for the participants that have not arrived: each gets it once, when it arrives.
+
+        Not needed for a participant that is gone: `_problem` finds that again at every later arrival that
+        expects it.
+        """
+        expected = {one for arrival in rendezvous.arrivals for one in self._wanted(arrival)}
+        answered = {one.ordinal for one in rendezvous.arrivals}
+        owed = {one for one in expected - answered - self._gone.keys() if one < self.world_size}
+        if owed:
+            self._failed[tag] = _Failed(failure, owed)
+
+    def _settle_owed(self, tag: str, ordinal: int) -> None:
         failed = self._failed[tag]
         failed.owed.discard(ordinal)
         if not failed.owed:

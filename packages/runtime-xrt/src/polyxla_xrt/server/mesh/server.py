@@ -1,4 +1,4 @@
-"""The life of a mesh service: bind or say why not, serve on a thread, stay until everybody has left."""
+"""Running a mesh service: bind its port, serve on a thread, and stop when every participant has left."""
 
 from __future__ import annotations
 
@@ -22,29 +22,32 @@ from polyxla_xrt.server.mesh.rendezvous import Mesh
 from polyxla_xrt.server.mesh.service import MeshServicer
 
 START_S = 10.0
-"""Longest wait for the thread to serve."""
+"""Longest wait for the thread to serve, in seconds."""
 GRACE_S = 2.0
-"""How long answers that are on their way may take once nobody is waited for."""
+"""Time for answers in flight when the service stops, in seconds."""
 
 _SERVER_OPTIONS = (
     *OPTIONS,
-    # Linux would let two services share a port, each with half of the participants.
+    # Otherwise Linux would let two services share a port, each with half of the participants.
     ("grpc.so_reuseport", 0),
-    # A participant that waits pings for as long; by default a server hangs up on the third.
+    # A waiting participant pings all the time; by default a server closes the connection at the third ping.
     ("grpc.http2.max_ping_strikes", 0),
 )
 
 
 class MeshServer:
-    """A mesh service on a thread of its own, which ends with the process.
+    """A mesh service on a daemon thread, which ends with the process.
 
     Args:
-        address: ``host:port`` to bind; port 0 for any that is free.
+        address: ``host:port`` to bind; port 0 chooses a free port.
         world_size: number of participants.
-        config: what a host is told before it starts its processes.
+        config: the list of workers, for the hosts that ask for it.
+
+    Attributes:
+        address: ``host:port`` with the actual port.
 
     Raises:
-        UsageError: nothing can be bound to the address.
+        UsageError: the address cannot be bound.
     """
 
     def __init__(self, address: str, world_size: int, config: pb.ConfigReply | None = None) -> None:
@@ -64,15 +67,15 @@ class MeshServer:
         self.address = join_address(host.strip("[]"), bound)
 
     def close(self, timeout_s: float) -> tuple[int, ...]:
-        """Stay until every participant has said goodbye or died, then stop.
+        """Wait until every participant has said goodbye or died, then stop the service.
 
-        Blocks; Ctrl-C ends the wait, and the service with its process.
+        Blocks; Ctrl-C ends the wait.
 
         Args:
-            timeout_s: longest stay; those that still take part are cut off.
+            timeout_s: longest wait; participants that still attend are then cut off.
 
         Returns:
-            The ordinals that were waited for in vain.
+            The ordinals of the participants that had not left.
         """
         with self._lock:
             if not self._closing.done():
@@ -103,7 +106,7 @@ class MeshServer:
 
 
 def _check_bindable(host: str, port: int, address: str) -> None:
-    """Try what gRPC will do, because it does not say why it failed, and is content with one of several."""
+    """Bind as gRPC will: gRPC does not report why it failed, and accepts one of several addresses."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
@@ -117,7 +120,7 @@ def _check_bindable(host: str, port: int, address: str) -> None:
 def _try_to_bind(family: int, where: tuple[object, ...]) -> OSError | None:
     try:
         with socket.socket(family, socket.SOCK_STREAM) as trial:
-            # As gRPC does: a connection of the last run that lingers is no obstacle.
+            # As gRPC does: a lingering connection of the last run does not block the port.
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trial.bind(where)
     except OSError as error:
@@ -129,7 +132,7 @@ def _refuse(address: str, why: str) -> NoReturn:
     raise UsageError(
         f"the mesh service cannot be bound to {address}: {why}",
         where=f"{env.XRT_MESH_SERVICE_ADDRESS}={address}",
-        fix="Give it a name or address of this very host, which is that of ordinal 0, and a free port; "
-        f"`ss -ltnp` shows who holds one, such as another run on this host. Where there is one host, leave "
-        f"{env.XRT_MESH_SERVICE_ADDRESS} out.",
+        fix="Write a name or address of this host, which runs ordinal 0, and a free port; `ss -ltnp` shows "
+        "which process holds a port, such as another run. With a single host, unset "
+        f"{env.XRT_MESH_SERVICE_ADDRESS}.",
     )

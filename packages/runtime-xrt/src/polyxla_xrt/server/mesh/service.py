@@ -1,6 +1,6 @@
-"""The calls of the mesh service: each unpacks, asks `Mesh`, and maps a failure to a status.
+"""The gRPC calls of the mesh service: each unpacks its request, calls `Mesh`, and maps a failure to a status.
 
-Everything here runs on one event loop, so a thousand waiting calls need no thread.
+Everything runs on one event loop: a thousand waiting calls need no threads.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import grpc
 from polyxla_xrt.config.timeouts import LONGEST_WAIT_S
 from polyxla_xrt.proto import mesh_pb2 as pb
 from polyxla_xrt.protocol.chunks import chunks
-from polyxla_xrt.protocol.mesh import PAYLOAD_BYTES, PROTOCOL
+from polyxla_xrt.protocol.mesh import MAX_PAYLOAD_BYTES, PROTOCOL
 from polyxla_xrt.server.mesh.rendezvous import Arrival, FailureKind, Mesh, MeshFailure, Outcome
 
-# None of these is a status that gRPC gives by itself when a connection fails.
+# gRPC itself uses none of these statuses for a failed connection.
 STATUS = {
     FailureKind.REFUSED: grpc.StatusCode.FAILED_PRECONDITION,
     FailureKind.DISAGREEMENT: grpc.StatusCode.INVALID_ARGUMENT,
@@ -27,11 +27,14 @@ STATUS = {
 
 
 class MeshServicer:
-    """Answers the calls of `polyxla.xrt.mesh.Mesh`. Method names are those of the calls.
+    """Answers the calls of `polyxla.xrt.mesh.Mesh`; each method has the name of its call.
 
     Args:
-        mesh: used on the event loop only.
-        config: what a host is told before it starts its processes.
+        mesh: the state; used on the event loop only.
+        config: the reply to hosts that ask for the list of workers.
+
+    Attributes:
+        all_gone: set when every participant has said goodbye or died.
     """
 
     def __init__(self, mesh: Mesh, config: pb.ConfigReply) -> None:
@@ -41,7 +44,7 @@ class MeshServicer:
         self.all_gone = asyncio.Event()
 
     async def Attend(self, request: pb.AttendRequest, context: Any) -> None:  # noqa: N802
-        """Keep a stream open until goodbye; when it breaks before, its participant is lost."""
+        """Keep the stream open until the goodbye; if it breaks before, the participant is lost."""
         failure = _other_protocol(request) or self._mesh.attend(request.ordinal, request.world_size)
         if failure:
             await _abort(context, failure)
@@ -50,32 +53,33 @@ class MeshServicer:
             await context.write(pb.AttendReply())
             await goodbye.wait()
         finally:
+            # No effect after a goodbye.
             self._mesh.lose(request.ordinal)
-            self._note()
+            self._check_all_gone()
 
     async def Rendezvous(  # noqa: N802
         self, requests: AsyncIterator[pb.RendezvousRequest], context: Any
     ) -> None:
-        """Wait for the others, then write everybody's payload."""
+        """Wait for the other participants, then write all payloads."""
         found = await _receive(requests)
         answer = found if isinstance(found, MeshFailure) else await self._meet(*found)
         if isinstance(answer, MeshFailure):
             await _abort(context, answer)
         else:
             for payload in answer:
-                for piece, ends in chunks(payload):
-                    await context.write(pb.RendezvousReply(payload=piece, ends=ends))
+                for chunk, ends in chunks(payload):
+                    await context.write(pb.RendezvousReply(payload=bytes(chunk), ends=ends))
 
     async def Goodbye(self, request: pb.GoodbyeRequest, context: Any) -> pb.GoodbyeReply:  # noqa: N802
-        """Let a participant go; its stream ends."""
+        """Record a participant's goodbye and end its stream."""
         self._mesh.leave(request.ordinal)
-        self._note()
+        self._check_all_gone()
         if goodbye := self._goodbyes.get(request.ordinal):
             goodbye.set()
         return pb.GoodbyeReply()
 
     async def Config(self, request: pb.ConfigRequest, context: Any) -> pb.ConfigReply:  # noqa: N802
-        """Tell a host of the job's workers."""
+        """Return the list of the job's workers."""
         if request.protocol != PROTOCOL:
             text = f"A host speaks protocol {request.protocol}, the mesh service {PROTOCOL}"
             await _abort(context, MeshFailure(FailureKind.REFUSED, text))
@@ -86,7 +90,7 @@ class MeshServicer:
         answered: asyncio.Future[Outcome] = loop.create_future()
 
         def answer(found: Outcome) -> None:
-            # Its caller may have gone in this very turn of the loop.
+            # Done if its caller was cancelled in this iteration of the event loop.
             if not answered.done():
                 answered.set_result(found)
 
@@ -101,7 +105,7 @@ class MeshServicer:
             timer.cancel()
             self._mesh.withdraw(arrival)
 
-    def _note(self) -> None:
+    def _check_all_gone(self) -> None:
         if not self._mesh.staying:
             self.all_gone.set()
 
@@ -116,17 +120,17 @@ def _other_protocol(request: pb.AttendRequest) -> MeshFailure | None:
 async def _receive(
     requests: AsyncIterator[pb.RendezvousRequest],
 ) -> tuple[pb.RendezvousRequest, bytes] | MeshFailure:
-    """Put a call's messages together: the first, and the whole payload."""
+    """Read the messages of a call; return the first one, and the whole payload."""
     first, parts, size = None, list[bytes](), 0
     async for request in requests:
         first = request if first is None else first
         parts.append(request.payload)
         size += len(request.payload)
-        if size > PAYLOAD_BYTES:
-            return MeshFailure(FailureKind.REFUSED, f"A payload has more than {PAYLOAD_BYTES} bytes")
+        if size > MAX_PAYLOAD_BYTES:
+            return MeshFailure(FailureKind.REFUSED, f"A payload has more than {MAX_PAYLOAD_BYTES} bytes")
     if first is None or not 0 < first.timeout_s <= LONGEST_WAIT_S:
         return MeshFailure(
-            FailureKind.REFUSED, f"A call has no timeout_s of more than 0 and at most {LONGEST_WAIT_S}"
+            FailureKind.REFUSED, f"A call needs a timeout_s of more than 0 and at most {LONGEST_WAIT_S}"
         )
     return first, b"".join(parts)
 

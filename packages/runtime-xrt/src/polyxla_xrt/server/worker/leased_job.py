@@ -1,4 +1,4 @@
-"""One job on a worker: its engine, its sessions, and its end."""
+"""A job that holds a worker's cores: its engine, its processes, and its end."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from polyxla_xrt.server.worker.memory_budget import MemoryBudget
 from polyxla_xrt.server.worker.session import Session, failure
 
 CLOSE_S = 3.0
-"""How long an engine may take, in seconds, to finish what a job has left behind; then it is given up."""
+"""Longest wait for an engine to finish what a job left behind, in seconds; after that, it is given up."""
 BROKEN_S = 5.0
-"""How long a replica whose program failed may take, in seconds, to end by itself, before its job ends."""
+"""Time for a replica whose program failed to end by itself, in seconds, before its job is ended."""
 _COMPILERS = 8
 
 _log = logging.getLogger("polyxla.worker")
 
 
 @dataclass(eq=False)
-class Place:
-    """A session as its job sees it.
+class AttachedProcess:
+    """A process of the job that drives some of its cores.
 
     Attributes:
-        ordinal: to be named when it is lost.
+        ordinal: its first ordinal, named in errors when the process is lost.
         cores: the cores that it drives.
-        outbox: what waits to be sent to its client.
-        session: what it holds.
+        outbox: the answers that wait to be sent to it.
+        session: its arrays and programs; None until the job's engine has started.
     """
 
     ordinal: int
@@ -46,20 +46,21 @@ class Place:
     session: Session | None = None
 
 
-class Job:
-    """What has a worker's cores.
+class LeasedJob:
+    """The job that holds a worker's cores.
 
     Args:
-        holder: who it belongs to.
-        cores: how many of this worker's cores it has.
-        coordinator: where the replicas of its workers meet.
-        memory_limit_bytes: how much its arrays may take.
-        make_engine: starts its engine; called on a thread, at once.
+        holder: the owner of the job.
+        cores: number of this worker's cores that it holds.
+        coordinator: ``host:port`` of the coordinator of its replicas.
+        memory_limit_bytes: limit of its arrays.
+        make_engine: starts its engine; called at once, on a thread.
 
     Attributes:
-        key: known to its own processes only.
+        key: secret that only the job's own processes know.
         since: when it got the cores, in seconds since 1970.
-        ended: set once it is over.
+        budget: the memory of its arrays.
+        ended: set once the job is over.
     """
 
     def __init__(
@@ -79,7 +80,8 @@ class Job:
         self.ended = threading.Event()
         self._why: pb.Failure | None = None
         self._engine: Future[Engine] = Future()
-        self._places: set[Place] = set()
+        self._processes: set[AttachedProcess] = set()
+        # Guards `_processes` and the transition to the end (`_why`, `ended`); never held during a wait.
         self._lock = threading.Lock()
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="polyxla-compile")
         threading.Thread(target=self._start, args=(make_engine,), name="polyxla-start", daemon=True).start()
@@ -92,97 +94,113 @@ class Job:
 
     @property
     def why(self) -> pb.Failure:
-        """Why it is over."""
+        """Why the job is over; empty while it runs."""
         return self._why or pb.Failure()
 
     @property
     def sessions(self) -> int:
-        """How many processes are attached."""
-        return len(self._places)
+        """Number of attached processes."""
+        return len(self._processes)
 
-    def attach(self, ordinal: int, cores: Sequence[int], outbox: Outbox, timeout_s: float) -> Place:
-        """Let a process drive some of the job's cores; waits for the engine.
+    def attach(self, ordinal: int, cores: Sequence[int], outbox: Outbox, timeout_s: float) -> AttachedProcess:
+        """Attach a process that drives some of the job's cores; blocks until the engine has started.
+
+        Args:
+            ordinal: the process's first ordinal.
+            cores: the cores, numbered among those of the job.
+            outbox: takes the answers to the process.
+            timeout_s: longest wait for the engine, in seconds.
 
         Raises:
-            PjrtError: they are not there, or another process of the job has them, or the job is over.
+            PjrtError: the cores do not exist, another process of the job drives them, or the job is over.
         """
-        place = Place(ordinal, frozenset(cores), outbox)
-        strangers = sorted(core for core in place.cores if core >= self.cores)
+        process = AttachedProcess(ordinal, frozenset(cores), outbox)
+        # Registered before the wait, so that no other process can claim the cores meanwhile.
+        self._register(process, cores)
+        try:
+            engine = self._engine.result(timeout_s)
+        except BaseException:
+            self._processes.discard(process)
+            raise
+
+        def send(answer: pb.Answer | bulk_encoding.BulkMessage, size: int) -> bool:
+            return outbox.put(answer, size)
+
+        def break_off(program: str, error: BaseException) -> None:
+            text = f"{program} failed in ordinal {ordinal}, and other replicas wait for it: {error}"
+            # Delayed: the failing process gets its own error first, which says more than the end of the job.
+            timer = threading.Timer(BROKEN_S, self.end, [PjrtError(Code.ABORTED, text)])
+            timer.daemon = True
+            timer.start()
+
+        process.session = Session(
+            engine, sorted(process.cores), self.budget, self._compilers, send, break_off
+        )
+        return process
+
+    def _register(self, process: AttachedProcess, cores: Sequence[int]) -> None:
+        unknown = [core for core in process.cores if core >= self.cores]
         with self._lock:
-            taken = sorted(core for other in self._places for core in other.cores & place.cores)
-            if not place.cores or strangers or len(place.cores) != len(cores):
+            taken = sorted(core for other in self._processes for core in other.cores & process.cores)
+            if not process.cores or unknown or len(process.cores) != len(cores):
                 raise PjrtError(
                     Code.INVALID_ARGUMENT, f"cores {list(cores)} are not among the {self.cores} of this job"
                 )
             if taken:
                 raise PjrtError(
-                    Code.FAILED_PRECONDITION, f"cores {taken} are another process's of this job already"
+                    Code.FAILED_PRECONDITION, f"another process of this job already drives cores {taken}"
                 )
             if self._why is not None:
                 raise PjrtError(self._why.code, self._why.message)
-            self._places.add(place)
-        try:
-            engine = self._engine.result(timeout_s)
-        except BaseException:
-            self._places.discard(place)
-            raise
+            self._processes.add(process)
 
-        def send(answer: pb.Answer | bulk_encoding.Bulk, size: int) -> bool:
-            return outbox.put(answer, size)
+    def detach(self, process: AttachedProcess) -> None:
+        """Detach a process that said goodbye."""
+        self._remove(process)
 
-        def break_off(program: str, error: BaseException) -> None:
-            text = f"{program} failed in ordinal {ordinal}, and others wait for it: {error}"
-            # Its own process hears of it at once, and says more.
-            timer = threading.Timer(BROKEN_S, self.end, [PjrtError(Code.ABORTED, text)])
-            timer.daemon = True
-            timer.start()
+    def lose(self, process: AttachedProcess, how: str) -> None:
+        """End the job because a process is gone without a goodbye: the others cannot continue without it.
 
-        place.session = Session(engine, sorted(place.cores), self.budget, self._compilers, send, break_off)
-        return place
-
-    def leave(self, place: Place) -> None:
-        """Take a process's leave: it has said goodbye."""
-        self._drop(place)
-
-    def lose(self, place: Place, how: str) -> None:
-        """Note that a process is gone without a goodbye; nobody else can go on without it."""
-        if self._drop(place):
-            error = PjrtError(Code.ABORTED, f"ordinal {place.ordinal} {how}")
-            # If it is there after all, it hears why as well.
-            place.outbox.put(pb.Answer(ended=pb.Ended(failure=failure(error))), may_wait=False)
+        No effect after the process's goodbye.
+        """
+        if self._remove(process):
+            error = PjrtError(Code.ABORTED, f"ordinal {process.ordinal} {how}")
+            # It is no longer among the processes that `end` informs, but may still be alive.
+            process.outbox.put(pb.Answer(ended=pb.Ended(failure=failure(error))), may_wait=False)
             self.end(error)
 
-    def _drop(self, place: Place) -> bool:
+    def _remove(self, process: AttachedProcess) -> bool:
         with self._lock:
-            was_there = place in self._places
-            self._places.discard(place)
-        if place.session:
-            place.session.close()
+            was_there = process in self._processes
+            self._processes.discard(process)
+        # Outside of the lock: freeing arrays calls the engine.
+        if process.session:
+            process.session.close()
         return was_there
 
     def end(self, error: PjrtError) -> None:
-        """Tell every process why the job is over; the first reason counts."""
+        """End the job and send every process the reason; only the first reason counts."""
         with self._lock:
             if self.ended.is_set():
                 return
             self._why = failure(error)
             self.ended.set()
-            places = list(self._places)
-        for place in places:
-            place.outbox.put(pb.Answer(ended=pb.Ended(failure=self._why)), may_wait=False)
-            place.outbox.close()
+            processes = list(self._processes)
+        for process in processes:
+            process.outbox.put(pb.Answer(ended=pb.Ended(failure=self._why)), may_wait=False)
+            process.outbox.close()
 
     def close(self) -> bool:
-        """Free everything; return whether the engine is gone as well, or has to be given up.
+        """Free everything; return whether the engine is closed, too.
 
-        A program that waits for a replica which is dead cannot be stopped, but with its process.
+        A program that waits for a dead replica cannot be stopped. Then the caller must end this process.
         """
         self.end(PjrtError(Code.ABORTED, "the job's launcher has gone"))
         with self._lock:
-            places, self._places = self._places, set()
-        for place in places:
-            if place.session:
-                place.session.close()
+            processes, self._processes = self._processes, set()
+        for process in processes:
+            if process.session:
+                process.session.close()
         self._compilers.shutdown(wait=False, cancel_futures=True)
         try:
             engine = self._engine.result(CLOSE_S)
@@ -190,6 +208,6 @@ class Job:
                 return False
             engine.close()
         except Exception as error:
-            _log.warning("a job's engine did not end in order: %s", error)
+            _log.warning("a job's engine did not close: %s", error)
             return False
         return True

@@ -1,4 +1,4 @@
-"""Who has a worker's cores, who waits for them, and whether anybody may have them at all."""
+"""The queue for a worker's cores: the job that holds them, and those that wait."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from collections.abc import Callable
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.server.worker.leased_job import LeasedJob
 
-WAITING = 32
-"""How many jobs may wait."""
+MAX_WAITING = 32
+"""Maximum number of waiting jobs."""
 RETURNING_S = 30.0
-"""How long any job waits for one that is over to let go of the cores, in seconds."""
+"""How long every job waits for one that has ended to release the cores, in seconds."""
+_POLL_S = 0.2
 
 
 class HeldError(Exception):
-    """The cores are another job's, and it is not waited for any longer.
+    """Another job holds the cores, and the wait is over.
 
     Args:
-        held: that job.
+        held: the other job.
     """
 
     def __init__(self, held: pb.Held) -> None:
@@ -32,17 +33,17 @@ class DrainingError(Exception):
     """The worker takes no more jobs."""
 
 
-class CrowdError(Exception):
-    """Too many jobs wait."""
+class QueueFullError(Exception):
+    """`MAX_WAITING` jobs already wait."""
 
 
 class Leases:
-    """One job at a time; the others wait in the order in which they came.
+    """Grants the cores to one job at a time, first come, first served. Thread-safe.
 
     Attributes:
-        served: how many jobs have had the cores.
-        is_draining: whether no more jobs are taken.
-        idle_since: when the last job gave the cores back, on `time.monotonic`'s clock.
+        served: number of jobs that have had the cores.
+        is_draining: whether the worker refuses new jobs.
+        idle_since: when the last job returned the cores, on `time.monotonic`'s clock.
     """
 
     def __init__(self) -> None:
@@ -55,12 +56,12 @@ class Leases:
 
     @property
     def job(self) -> LeasedJob | None:
-        """The job that has the cores, or had them and does not let go yet."""
+        """The job that holds the cores, or has ended and not yet released them."""
         return self._job
 
     @property
     def waiting(self) -> int:
-        """How many wait."""
+        """Number of waiting jobs."""
         return len(self._queue)
 
     def acquire(
@@ -69,25 +70,25 @@ class Leases:
         wait_s: float,
         gone: Callable[[], bool],
     ) -> LeasedJob | None:
-        """Wait for the cores, and make them a job's.
+        """Wait for the cores, and create the job that gets them.
 
         Args:
-            make: makes the job; called when the cores are free.
+            make: creates the job; called when the cores are free.
             wait_s: longest wait for another job's end, in seconds.
-            gone: whether the one who waits has gone.
+            gone: returns whether the client that waits has gone.
 
         Returns:
-            The job; None if who wanted it has gone.
+            The job; None if the client has gone.
 
         Raises:
-            HeldError: another job has them all the time.
+            HeldError: another job held the cores the whole time.
             DrainingError: the worker takes no more jobs.
-            CrowdError: too many wait already.
+            QueueFullError: too many jobs already wait.
         """
         started, ticket = time.monotonic(), object()
         with self._changed:
-            if len(self._queue) >= WAITING:
-                raise CrowdError
+            if len(self._queue) >= MAX_WAITING:
+                raise QueueFullError
             self._queue.append(ticket)
             try:
                 while True:
@@ -99,22 +100,23 @@ class Leases:
                         self._job = make()
                         self.served += 1
                         return self._job
-                    patience_s = wait_s
+                    limit_s = wait_s
                     if self._job is not None and self._job.ended.is_set():
-                        patience_s = max(wait_s, RETURNING_S)
-                    if time.monotonic() - started >= patience_s:
+                        limit_s = max(wait_s, RETURNING_S)
+                    if time.monotonic() - started >= limit_s:
                         raise HeldError(self._held())
-                    self._changed.wait(0.2)
+                    # With a timeout: neither `gone` nor a job's end notifies the condition.
+                    self._changed.wait(_POLL_S)
             finally:
                 self._queue.remove(ticket)
                 self._changed.notify_all()
 
     def _held(self) -> pb.Held:
         job = self._job
-        return held(job) if job is not None else pb.Held(holder=pb.Holder(user="a job that waits, too"))
+        return held(job) if job is not None else pb.Held(holder=pb.Holder(user="a job that waits as well"))
 
     def give_back(self, job: LeasedJob) -> None:
-        """Let the next one have the cores."""
+        """Return a job's cores, which the next job gets."""
         with self._changed:
             if self._job is job:
                 self._job = None
@@ -122,12 +124,12 @@ class Leases:
                 self._changed.notify_all()
 
     def drain(self) -> None:
-        """Take no more jobs; those that wait are told."""
+        """Refuse new jobs, and those that wait."""
         with self._changed:
             self.is_draining = True
             self._changed.notify_all()
 
 
 def held(job: LeasedJob) -> pb.Held:
-    """Return who has the cores, as a message."""
+    """Return the message that describes the job that holds the cores."""
     return pb.Held(holder=job.holder, since=job.since)

@@ -1,4 +1,4 @@
-"""A worker's log: a line for each event, for a person or as JSON."""
+"""The worker's log: one line per event, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ _CONTROLS = {number: f"\\x{number:02x}" for number in (*range(32), 127)}
 
 
 def start(*, as_json: bool) -> None:
-    """Write what a worker logs to standard error, as JSON lines or as text."""
+    """Send polyxla's log to standard error.
+
+    Args:
+        as_json: whether to write JSON lines instead of text.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if as_json else _Text())
     log = logging.getLogger("polyxla")
@@ -40,5 +44,5 @@ class _Text(logging.Formatter):
         when = datetime.fromtimestamp(record.created, UTC).astimezone().isoformat(" ", "seconds")
         more = "".join(f" {name}={value}" for name, value in event.items())
         trace = f"\n{self.formatException(record.exc_info)}" if record.exc_info else ""
-        # What a client calls itself must not look like another line of this log.
+        # Escaped: a client's name must not be able to fake a line of this log.
         return f"{when} polyxla worker: {(text + more).translate(_CONTROLS)}{trace}"

@@ -1,16 +1,19 @@
-"""How much memory a job may hold on a worker."""
+"""The limit of a job's memory on a worker."""
 
 from __future__ import annotations
 
 import threading
 
 
-class Budget:
-    """Counts the bytes of a job's arrays, of all its sessions.
+class MemoryBudget:
+    """Counts the bytes of a job's arrays in all its sessions. Thread-safe.
 
     Args:
-        limit_bytes: how many it may hold.
-        job: who it is, to be named when it asks for more.
+        limit_bytes: the limit.
+        job: the owner of the job, for messages.
+
+    Attributes:
+        held_bytes: the size of the job's arrays.
     """
 
     def __init__(self, limit_bytes: int, job: str) -> None:
@@ -20,18 +23,18 @@ class Budget:
         self.held_bytes = 0
 
     def take(self, size: int) -> str | None:
-        """Count an array, or say why there is no room for it."""
+        """Count an array, or return why it exceeds the limit."""
         with self._lock:
             if self.held_bytes + size > self._limit_bytes:
                 limit, held, more = (number / 2**20 for number in (self._limit_bytes, self.held_bytes, size))
                 return (
                     f"the job of {self._job} may hold {limit:,.0f} MiB of this worker's memory, holds "
-                    f"{held:,.0f} MiB, and asks for {more:,.1f} MiB more"
+                    f"{held:,.0f} MiB, and requests {more:,.1f} MiB more"
                 )
             self.held_bytes += size
         return None
 
     def give_back(self, size: int) -> None:
-        """Count an array no more."""
+        """Remove an array from the count."""
         with self._lock:
             self.held_bytes -= size

@@ -1,4 +1,4 @@
-"""A worker's numbers, for Prometheus."""
+"""The worker's metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from polyxla_xrt.proto import worker_pb2 as pb
 _GAUGES: dict[str, tuple[str, Callable[[pb.StatusReply], float]]] = {
     "polyxla_worker_cores": ("Cores of this worker.", lambda status: status.cores),
     "polyxla_worker_cores_held": (
-        "Whether a job has the cores.",
+        "Whether a job holds the cores.",
         lambda status: float(status.HasField("job")),
     ),
     "polyxla_worker_sessions": ("Processes that drive cores.", lambda status: status.sessions),
     "polyxla_worker_jobs_waiting": ("Jobs that wait for the cores.", lambda status: status.waiting),
-    "polyxla_worker_array_bytes": ("Memory that arrays take.", lambda status: status.memory_bytes),
-    "polyxla_worker_draining": ("Whether no more jobs are taken.", lambda status: float(status.draining)),
+    "polyxla_worker_array_bytes": ("Memory of the job's arrays.", lambda status: status.memory_bytes),
+    "polyxla_worker_draining": (
+        "Whether the worker refuses new jobs.",
+        lambda status: float(status.draining),
+    ),
 }
 
 
 class _Collector:
-    """Asks for the numbers when they are asked for."""
+    """Reads the worker's status at each scrape."""
 
     def __init__(self, status: Callable[[], pb.StatusReply]) -> None:
         self._status = status
@@ -38,7 +41,12 @@ class _Collector:
 
 
 def start(address: str, status: Callable[[], pb.StatusReply]) -> None:
-    """Serve the metrics over HTTP at ``host:port``, on a thread."""
+    """Serve the metrics over HTTP, on a thread.
+
+    Args:
+        address: ``host:port`` to listen on.
+        status: returns the worker's status.
+    """
     host, _, port = address.rpartition(":")
     registry = CollectorRegistry()
     registry.register(_Collector(status))

@@ -1,4 +1,4 @@
-"""A worker's serving process: gRPC, health, metrics, until it is told to stop or cannot go on."""
+"""The worker's serving process: gRPC, health checks and metrics, until it is stopped or must be replaced."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ from polyxla_bridge.errors import PjrtError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
 from polyxla_xrt.protocol.worker import OPTIONS, SERVICE
-from polyxla_xrt.server import engines
-from polyxla_xrt.server.worker.leases import WAITING
+from polyxla_xrt.server.worker.job_engine import cpu_engine
+from polyxla_xrt.server.worker.leases import MAX_WAITING
 from polyxla_xrt.server.worker.security import Security, TokenInterceptor
-from polyxla_xrt.server.worker.service import TELL_S, WorkerServicer, WorkerSettings
+from polyxla_xrt.server.worker.service import NOTIFY_S, WorkerServicer, WorkerSettings
 
 REPLACE = 75
-"""Exit code of a serving process that is to be replaced by a fresh one."""
+"""Exit code that asks the supervisor for a new serving process."""
 SWITCH_INTERVAL_S = 1e-4
-"""How long a thread may keep Python to itself while others wait, in seconds."""
+"""GIL switch interval, in seconds."""
 _SPARE_CALLS = 32
-_IDLE_LOOK_S = 0.5
+_IDLE_POLL_S = 0.5
 
 _log = logging.getLogger("polyxla.worker")
 
 _SERVER_OPTIONS = (
     *OPTIONS,
-    # The process that replaces another one shares the port with the supervisor, which only holds it.
+    # The supervisor holds the port, and each serving process shares it.
     ("grpc.so_reuseport", 1),
     ("grpc.http2.max_ping_strikes", 0),
 )
 
 
 @dataclass(frozen=True)
-class Serving:
-    """What is served, and how.
+class ServingOptions:
+    """What to serve, and how.
 
     Attributes:
-        address: ``host:port`` to listen at; the port is known.
+        address: ``host:port`` to listen on.
         settings: the cores.
-        security: what is asked of clients.
-        metrics_address: where Prometheus may ask, ``host:port``; None for nowhere.
-        idle_exit_s: end after so many seconds without a job; None to stay.
+        security: the credentials.
+        metrics_address: ``host:port`` for Prometheus; None for no metrics.
+        idle_exit_s: exit after so many seconds without a job; None to stay.
     """
 
     address: str
@@ -62,13 +62,13 @@ class Serving:
     idle_exit_s: float | None = None
 
 
-def serve(serving: Serving, environ: Mapping[str, str], ready: Callable[[], None]) -> int:
-    """Serve until the end; return the exit code. Runs in the main thread of a process of its own.
+def serve(serving: ServingOptions, environ: Mapping[str, str], ready: Callable[[], None]) -> int:
+    """Serve until the end; return the exit code. Runs in the main thread of the serving process.
 
     Args:
-        serving: what and how.
+        serving: what to serve, and how.
         environ: this process's environment.
-        ready: called once clients can come.
+        ready: called when clients can connect.
     """
     ended = threading.Event()
     codes: list[int] = []
@@ -77,16 +77,16 @@ def serve(serving: Serving, environ: Mapping[str, str], ready: Callable[[], None
         codes.append(code)
         ended.set()
 
-    def make_engine(request: Any, meeting: str, on_stall: Callable[[str], None]) -> Any:
-        return engines.cpu_engine(request, meeting, environ, on_stall)
+    def make_engine(request: Any, coordinator: str, on_stall: Callable[[str], None]) -> Any:
+        return cpu_engine(request, coordinator, environ, on_stall)
 
-    # Threads that each need Python for microseconds hand it to each other at every array and every program.
+    # Threads that need the GIL for microseconds hand it over at every array and every program.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     signal.signal(signal.SIGTERM, lambda *_: end(0))
     servicer = WorkerServicer(serving.settings, make_engine, lambda: end(REPLACE), lambda: end(0))
     server = _server(serving, servicer)
     if serving.metrics_address:
-        from polyxla_xrt.server import metrics
+        from polyxla_xrt.server.worker import metrics
 
         metrics.start(serving.metrics_address, servicer.status)
     if serving.idle_exit_s is not None:
@@ -96,18 +96,19 @@ def serve(serving: Serving, environ: Mapping[str, str], ready: Callable[[], None
     ended.wait()
     if job := servicer.leases.job:
         job.end(PjrtError(Code.UNAVAILABLE, f"the worker at {serving.address} was stopped"))
-    server.stop(TELL_S).wait(TELL_S)
+    server.stop(NOTIFY_S).wait(NOTIFY_S)
     return codes[0]
 
 
-def _server(serving: Serving, servicer: WorkerServicer) -> Any:
-    threads = serving.settings.cores + WAITING + _SPARE_CALLS
+def _server(serving: ServingOptions, servicer: WorkerServicer) -> Any:
+    # A lease, a waiting lease and a session each occupy a thread for their whole life.
+    threads = serving.settings.cores + MAX_WAITING + _SPARE_CALLS
     token = serving.security.token()
     server = grpc.server(
         ThreadPoolExecutor(threads, thread_name_prefix="polyxla-call"),
         interceptors=[TokenInterceptor(token)] if token else [],
         options=_SERVER_OPTIONS,
-        # Who comes when all are busy is told so, and does not wait unseen.
+        # A call beyond that fails at once: queued inside gRPC, it would hang without a reason.
         maximum_concurrent_rpcs=threads,
     )
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, _handlers(servicer)),))
@@ -124,7 +125,7 @@ def _server(serving: Serving, servicer: WorkerServicer) -> Any:
 
 
 def _handlers(servicer: WorkerServicer) -> dict[str, Any]:
-    """Return the calls' handlers: those that protoc makes, but for what writes a session's answers."""
+    """Return the handlers that protoc would generate, with our encoder for a session's answers."""
     return {
         "Lease": grpc.unary_stream_rpc_method_handler(
             servicer.Lease, pb.LeaseRequest.FromString, pb.LeaseReply.SerializeToString
@@ -143,16 +144,16 @@ def _handlers(servicer: WorkerServicer) -> dict[str, Any]:
 
 def _watch_idle(servicer: WorkerServicer, idle_exit_s: float, end: Callable[[int], None]) -> None:
     while True:
-        time.sleep(_IDLE_LOOK_S)
+        time.sleep(_IDLE_POLL_S)
         leases = servicer.leases
         if not leases.job and not leases.waiting and time.monotonic() - leases.idle_since > idle_exit_s:
-            _log.info("no job for %g s: ending", idle_exit_s)
+            _log.info("exiting: no job for %g s", idle_exit_s)
             end(0)
             return
 
 
 def end_with(code: int) -> None:
-    """End this process now: threads of the engine may be at work in C++ that nothing stops."""
+    """End this process at once: the engine's threads may be in C++ code that cannot be interrupted."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

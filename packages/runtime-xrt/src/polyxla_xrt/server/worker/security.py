@@ -1,4 +1,4 @@
-"""Who may talk to a worker: a token, certificates, or this machine's own processes only."""
+"""Access to a worker: by token, by certificate, or from this machine only."""
 
 from __future__ import annotations
 
@@ -14,21 +14,19 @@ from typing import Any
 import grpc
 
 from polyxla import UsageError
-
-LEAST_TOKEN = 16
-"""Fewest characters of a token: shorter ones can be guessed."""
+from polyxla_xrt.config.credential_files import read_file, read_token
 
 
 @dataclass(frozen=True)
 class Security:
-    """What a worker asks of its clients.
+    """The credentials that a worker has, and requires of its clients.
 
     Attributes:
-        token_file: holds the word that every call must bring.
-        cert: the worker's certificate, with those that vouch for it; PEM.
-        key: the certificate's key; PEM.
-        client_ca: vouches for the clients' certificates; without it clients need none.
-        is_insecure: whether anybody on the network may use it.
+        token_file: file with the token that every call must carry.
+        cert: file with the worker's certificate and those of its authorities; PEM.
+        key: file with the certificate's key; PEM.
+        client_ca: file with the authority of the clients' certificates; None if clients need none. PEM.
+        is_insecure: whether everyone on the network may use the worker.
     """
 
     token_file: Path | None = None
@@ -38,73 +36,73 @@ class Security:
     is_insecure: bool = False
 
     def check(self, host: str) -> None:
-        """Check that this may be served at a host's address.
+        """Check that a worker may listen on a host's address with these credentials.
 
         Raises:
-            UsageError: anybody on the network could use it, or the options do not fit together.
+            UsageError: everyone on the network could use the worker, or the options are inconsistent.
         """
         if (self.cert is None) != (self.key is None):
             raise UsageError(
                 "a certificate needs its key, and a key its certificate",
                 where="--tls-cert, --tls-key",
-                fix="Give both.",
+                fix="Pass both.",
             )
         if self.client_ca and not self.cert:
             raise UsageError(
-                "clients can show certificates only where the worker has one",
+                "client certificates need a certificate of the worker",
                 where=f"--tls-client-ca {self.client_ca}",
-                fix="Give --tls-cert and --tls-key, too.",
+                fix="Pass --tls-cert and --tls-key, too.",
             )
         if not (self.token_file or self.cert or self.is_insecure or _is_loopback(host)):
             raise UsageError(
-                f"anybody who reaches {host} could use this worker, and read what others compute",
+                f"anyone who can reach {host} could use this worker and read other users' data",
                 where="--address",
-                fix="Give --token-file or --tls-cert and --tls-key; or listen at 127.0.0.1; or write "
-                "--insecure where the network itself keeps strangers out.",
+                fix="Pass --token-file, or --tls-cert and --tls-key; or listen on 127.0.0.1; or pass "
+                "--insecure if the network itself is protected.",
             )
 
     def token(self) -> str | None:
-        """Read the token.
+        """Read the token; None if the worker requires none.
 
         Raises:
-            UsageError: there is none in the file, or a short one.
+            UsageError: the file cannot be read, or holds no valid token.
         """
         if self.token_file is None:
             return None
         return read_token(self.token_file, f"--token-file {self.token_file}")
 
     def credentials(self) -> grpc.ServerCredentials | None:
-        """Read the certificates; None where calls are not encrypted.
+        """Read the certificates; None if calls are not encrypted.
 
         Raises:
-            UsageError: a file cannot be read, or holds something else.
+            UsageError: a file cannot be read, or holds no valid certificate or key.
         """
         if self.cert is None or self.key is None:
             return None
-        pair = (_read(self.key, "--tls-key"), _read(self.cert, "--tls-cert"))
-        ca = _read(self.client_ca, "--tls-client-ca") if self.client_ca else None
+        pair = (read_file(self.key, "--tls-key"), read_file(self.cert, "--tls-cert"))
+        ca = read_file(self.client_ca, "--tls-client-ca") if self.client_ca else None
         _check_pem(self.cert, self.key, self.client_ca)
         return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
 
 
 class TokenInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
-    """Lets calls pass that bring the token; the others end before anything is done.
+    """Rejects calls without the right token, before anything else is done.
 
     Args:
-        token: what they must bring.
+        token: the token.
     """
 
     def __init__(self, token: str) -> None:
         self._wanted = f"Bearer {token}".encode()
 
     def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
-        """Return the call's handler, or one that refuses."""
+        """Return the call's handler, or one that rejects the call."""
         given = dict(details.invocation_metadata).get("authorization", "")
         handler = continuation(details)
-        # The same time whatever is given: how much of it is right must not show.
+        # Constant time: the duration must not reveal how much of a token is right.
         if handler is None or hmac.compare_digest(str(given).encode(), self._wanted):
             return handler
-        text = "the token is wrong" if given else "this worker wants a token, and the call has none"
+        text = "the token is wrong" if given else "this worker requires a token, and the call has none"
 
         def refuse(_: Any, context: Any) -> Any:
             context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
@@ -123,46 +121,21 @@ class TokenInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
         return make(refusal)
 
 
-def read_token(path: Path, where: str) -> str:
-    """Read a token out of its file; what surrounds it, such as a line's end, is not part of it.
-
-    Raises:
-        UsageError: the file cannot be read, or holds no token that could be one.
-    """
-    token = _read(path, where).decode(errors="replace").strip()
-    if len(token) < LEAST_TOKEN or not token.isascii() or not token.isprintable():
-        raise UsageError(
-            f"{path} does not hold a token of at least {LEAST_TOKEN} printable characters",
-            where=where,
-            fix="Make one with: python -c 'import secrets; print(secrets.token_hex(32))'",
-        )
-    return token
-
-
-def _read(path: Path, where: str) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UsageError(
-            f"{path} cannot be read: {error.strerror}", where=where, fix="Give a file that exists."
-        ) from None
-
-
 def _check_pem(cert: Path, key: Path, client_ca: Path | None) -> None:
-    """Look at what gRPC would only say on its log, in the process that serves."""
+    """Check the files now: gRPC would only log an error, later and in the serving process."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     where = f"--tls-cert {cert}, --tls-key {key}"
     try:
-        # The password of a key that has one is not asked for: nobody may be there to give it.
+        # An empty password: for an encrypted key OpenSSL would otherwise prompt on the terminal.
         context.load_cert_chain(cert, key, password="")
         if client_ca:
             where = f"--tls-client-ca {client_ca}"
             context.load_verify_locations(client_ca)
     except (ssl.SSLError, ValueError) as error:
         raise UsageError(
-            f"these are no certificates that fit: {error}",
+            f"the certificate and the key do not fit together, or are invalid: {error}",
             where=where,
-            fix="Give PEM files: a certificate with its own key, without a password.",
+            fix="Pass PEM files: a certificate and its own key, without a password.",
         ) from None
 
 

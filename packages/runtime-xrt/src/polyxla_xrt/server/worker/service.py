@@ -1,4 +1,4 @@
-"""The calls of a worker: each checks what it is given, and leaves the rest to `Leases` and `Job`."""
+"""The gRPC calls of a worker: each checks its request and leaves the rest to `Leases` and `LeasedJob`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hmac
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, NoReturn
@@ -21,29 +21,30 @@ from polyxla_xrt.config.timeouts import LONGEST_WAIT_S
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol.outbox import Outbox
 from polyxla_xrt.protocol.worker import PROTOCOL, SILENCE_S, format_holder
-from polyxla_xrt.server import engines
+from polyxla_xrt.server.worker import glibc_memory
+from polyxla_xrt.server.worker.job_engine import coordinator_address
 from polyxla_xrt.server.worker.leased_job import AttachedProcess, LeasedJob
-from polyxla_xrt.server.worker.leases import CrowdError, DrainingError, HeldError, Leases, held
+from polyxla_xrt.server.worker.leases import DrainingError, HeldError, Leases, QueueFullError, held
 from polyxla_xrt.server.worker.session import MisuseError
 
 ATTACH_S = 60.0
-"""Longest wait, in seconds, for a job's engine to start."""
-FIRST_S = 5.0
-"""How long a client may take to say who it is, in seconds."""
-MOST_WORKERS = 1024
-"""Most workers of a job."""
-NAME_CHARS = 300
-"""Longest host, user or command of a job: other jobs are told of them in an error."""
-DETAILS_BYTES = 2000
-"""Longest text of an error's status: gRPC sends it among the headers, which have a limit."""
-TELL_S = 2.0
-"""How long a job's processes may take to hear why it is over, in seconds, before this one is replaced."""
+"""Longest wait for a job's engine to start, in seconds."""
+ATTACH_COMMAND_S = 5.0
+"""Longest wait for a session's first command, in seconds."""
+MAX_WORKERS = 1024
+"""Maximum number of workers of a job."""
+MAX_NAME_CHARS = 300
+"""Maximum length of a job's host, user or command: errors of other jobs contain them."""
+MAX_DETAILS_BYTES = 2000
+"""Maximum length of a status text: gRPC sends it in the headers, whose size is limited."""
+NOTIFY_S = 2.0
+"""Time for a job's processes to receive why it ended, in seconds, before this process is replaced."""
 
 _log = logging.getLogger("polyxla.worker")
 _STATUS = {status.value[0]: status for status in grpc.StatusCode}
 
 MakeEngine = Callable[[pb.LeaseRequest, str, Callable[[str], None]], Engine]
-"""Starts an engine for a job that meets at an address; told what to call when its replicas wait in vain."""
+"""Starts a job's engine. Arguments: the request, the coordinator's address, a callback for stalls."""
 
 
 @dataclass
@@ -51,10 +52,10 @@ class WorkerSettings:
     """What a worker serves.
 
     Attributes:
-        cores: how many there are.
-        platform: what they are.
-        memory_limit_bytes: how much a job's arrays may take; default: the machine's memory.
-        started: when it was started, on `time.monotonic`'s clock.
+        cores: number of cores.
+        platform: kind of the cores.
+        memory_limit_bytes: limit of a job's arrays; default: the machine's memory.
+        started: when the worker was started, on `time.monotonic`'s clock.
     """
 
     cores: int
@@ -64,13 +65,13 @@ class WorkerSettings:
 
 
 class WorkerServicer:
-    """Answers the calls of `polyxla.xrt.worker.Worker`. Method names are those of the calls.
+    """Answers the calls of `polyxla.xrt.worker.Worker`; each method has the name of its call.
 
     Args:
-        settings: what is served.
+        settings: the cores.
         make_engine: starts a job's engine.
-        give_up: called when a job's engine cannot be freed but with this process.
-        on_idle: called when a worker that is draining has no job any more.
+        give_up: called when this process must be replaced to free a job's engine.
+        on_idle: called when a draining worker has no job left.
     """
 
     def __init__(
@@ -87,28 +88,43 @@ class WorkerServicer:
         self._on_idle = on_idle
 
     def Lease(self, request: pb.LeaseRequest, context: Any) -> Iterator[pb.LeaseReply]:  # noqa: N802
-        """Hold the cores for a job until its launcher ends the call."""
+        """Hold the cores for a job until its launcher ends the call.
+
+        The call occupies a thread for the job's whole life, and its end is the only way in which the worker
+        learns that a launcher died.
+        """
         self._check_lease(request, context)
-        job = None
+        job = yield from self._wait_for_cores(request, context)
+        if job is not None:
+            yield from self._hold(job, context)
+
+    def _wait_for_cores(
+        self, request: pb.LeaseRequest, context: Any
+    ) -> Generator[pb.LeaseReply, None, LeasedJob | None]:
+        """Yield the current holder, once, if there is one; return the job, or None if the client has gone."""
         try:
             if request.wait_s:
+                # First without waiting: the client learns whom it waits for before the wait begins.
                 try:
-                    job = self._acquire(request, 0.0, context)
+                    return self._acquire(request, 0.0, context)
                 except HeldError as error:
                     yield pb.LeaseReply(held=error.held)
-            job = job or self._acquire(request, request.wait_s, context)
+            return self._acquire(request, request.wait_s, context)
         except HeldError as error:
             since = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(error.held.since))
             text = f"the worker's cores are held by {format_holder(error.held.holder)} since {since}"
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, _details(text))
         except DrainingError:
-            # Not UNAVAILABLE, which says that there is no worker at all.
+            # Not UNAVAILABLE: clients would retry it as a worker that is starting.
             context.abort(grpc.StatusCode.ABORTED, "the worker is draining: it takes no more jobs")
-        except CrowdError:
+        except QueueFullError:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many jobs wait for this worker's cores")
-        if job is None:
-            return
+        raise AssertionError("abort raises")
+
+    def _hold(self, job: LeasedJob, context: Any) -> Iterator[pb.LeaseReply]:
+        """Yield the grant, wait for the job's end, and end the call with the reason."""
         try:
+            # False if the call has ended: then the callback is never called.
             if not context.add_callback(lambda: job.end(_gone())):
                 return
             yield pb.LeaseReply(
@@ -121,7 +137,7 @@ class WorkerServicer:
             )
             job.ended.wait()
         finally:
-            # Not here: the client is to hear at once why its job is over.
+            # On another thread: closing the engine takes seconds, and the client gets the reason at once.
             threading.Thread(target=self._retire, args=(job,), name="polyxla-retire", daemon=True).start()
         _abort(context, job.why)
 
@@ -129,27 +145,27 @@ class WorkerServicer:
         _check_protocol(request.protocol, context)
         text = None
         if not 1 <= request.cores <= self._settings.cores:
-            text = f"the job asks for {request.cores} cores, and this worker has {self._settings.cores}"
+            text = f"the job requests {request.cores} cores, but this worker has {self._settings.cores}"
         elif not 0 <= request.wait_s <= LONGEST_WAIT_S or not request.stall_timeout_s >= 0:
-            text = "a wait must be a number of seconds from 0"
+            text = "a timeout must be a non-negative number of seconds"
         elif any(
-            len(value) > NAME_CHARS for _, value in request.holder.ListFields() if isinstance(value, str)
+            len(value) > MAX_NAME_CHARS for _, value in request.holder.ListFields() if isinstance(value, str)
         ):
-            text = f"a job's host, user and command have at most {NAME_CHARS} characters each"
+            text = f"a job's host, user and command may have at most {MAX_NAME_CHARS} characters each"
         else:
-            text = _problem_of_pod(request)
+            text = _pod_problem(request)
         if text:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
 
     def _acquire(self, request: pb.LeaseRequest, wait_s: float, context: Any) -> LeasedJob | None:
         def make() -> LeasedJob:
-            meeting = engines.coordinator(request)
+            coordinator = coordinator_address(request)
             job = LeasedJob(
                 request.holder,
                 request.cores,
-                meeting,
+                coordinator,
                 self._settings.memory_limit_bytes,
-                lambda: self._make_engine(request, meeting, lambda text: job.end(_stalled(text))),
+                lambda: self._make_engine(request, coordinator, lambda text: job.end(_stalled(text))),
             )
             who = format_holder(request.holder)
             _log.info("lease granted", extra={"event": {"holder": who, "cores": request.cores}})
@@ -158,13 +174,15 @@ class WorkerServicer:
         return self.leases.acquire(make, wait_s, lambda: not context.is_active())
 
     def _retire(self, job: LeasedJob) -> None:
+        """Close a job's engine and return its cores; if that is impossible, have this process replaced."""
         seconds = round(time.time() - job.since, 3)
         is_free = job.close()
-        engines.return_memory()
+        glibc_memory.trim()
         _log.info("lease returned", extra={"event": {"why": job.why.message, "seconds": seconds}})
         if not is_free and not self.leases.is_draining:
-            _log.warning("a program of that job cannot be stopped: this process is replaced")
-            time.sleep(TELL_S)
+            _log.warning("a program of the job cannot be stopped: replacing this process")
+            time.sleep(NOTIFY_S)
+            # The cores stay leased: the next job gets them in the new process.
             self._give_up()
             return
         if is_free:
@@ -173,15 +191,21 @@ class WorkerServicer:
             self._on_idle()
 
     def Session(self, requests: Iterator[pb.Commands], context: Any) -> Iterator[list[Any]]:  # noqa: N802
-        """Do what one process of a job asks for; yield the answers that travel together."""
+        """Carry out the commands of one process of a job; yield the answers that travel together.
+
+        Two threads: gRPC's own iterates over this generator and so sends the answers; the reader carries out
+        the commands. The outbox is between them. It ends in one of three ways: the reader closes it after the
+        last command, the job closes it when it is over, or gRPC cuts it when the connection is lost.
+        """
         outbox = Outbox()
-        attach = _first(requests, context)
-        job, place = self._attach(attach, outbox, context)
+        attach = _attach_command(requests, context)
+        job, process = self._attach(attach, outbox, context)
         reader = threading.Thread(
-            target=_read, args=(requests, job, place), name=f"polyxla-session-{attach.ordinal}", daemon=True
+            target=_read, args=(requests, job, process), name=f"polyxla-session-{attach.ordinal}", daemon=True
         )
+        # False if the call has ended: then nothing would cut the outbox, and the reader is never started.
         if not context.add_callback(outbox.cut):
-            job.lose(place, "died or lost its connection")
+            job.lose(process, "died or lost its connection")
             return
         reader.start()
         yield [pb.Answer(attached=pb.Attached())]
@@ -200,19 +224,19 @@ class WorkerServicer:
             _abort(context, pb.Failure(code=known.code, message=known.message))
 
     def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:  # noqa: N802
-        """Say what is served, and who has it."""
+        """Return what is served, and which job holds it."""
         return self.status()
 
     def Drain(self, request: pb.DrainRequest, context: Any) -> pb.StatusReply:  # noqa: N802
-        """Take no more jobs, and end after the one that runs."""
+        """Refuse new jobs, and exit after the one that runs."""
         self.leases.drain()
         if self.leases.job is None:
-            # Its caller is to have the answer first.
+            # Delayed: the caller gets its answer first.
             threading.Timer(0.5, self._on_idle).start()
         return self.status()
 
     def status(self) -> pb.StatusReply:
-        """Return what `Status` answers."""
+        """Return the reply to `Status`."""
         job = self.leases.job
         return pb.StatusReply(
             version=version("polyxla-runtime-xrt"),
@@ -229,31 +253,32 @@ class WorkerServicer:
         )
 
 
-def _read(requests: Iterator[pb.Commands], job: LeasedJob, place: AttachedProcess) -> None:
-    """Carry out a session's commands until it says goodbye, dies or makes a mistake."""
-    assert place.session is not None
-    how = f"died, or was out of reach for {SILENCE_S} s"
+def _read(requests: Iterator[pb.Commands], job: LeasedJob, process: AttachedProcess) -> None:
+    """Carry out a session's commands until its goodbye, its death or its first invalid command."""
+    assert process.session is not None
+    how = f"died, or was unreachable for {SILENCE_S} s"
     try:
         for commands in requests:
             for command in commands.commands:
                 if command.WhichOneof("kind") == "goodbye":
-                    job.leave(place)
+                    job.detach(process)
                     return
-                place.session.handle(command)
+                process.session.handle(command)
     except MisuseError as error:
-        how = f"does not speak the protocol: {error}"
+        how = f"violated the protocol: {error}"
     except grpc.RpcError:
         pass
     except Exception as error:
         _log.exception("a session's command failed")
-        how = f"sent what this worker cannot do: {type(error).__name__}: {error}"
+        how = f"sent a command that failed: {type(error).__name__}: {error}"
     finally:
-        job.lose(place, how)
-        place.outbox.close()
+        # No effect after a goodbye, which detached the process.
+        job.lose(process, how)
+        process.outbox.close()
 
 
-def _first(requests: Iterator[pb.Commands], context: Any) -> pb.Attach:
-    timer = threading.Timer(FIRST_S, context.cancel)
+def _attach_command(requests: Iterator[pb.Commands], context: Any) -> pb.Attach:
+    timer = threading.Timer(ATTACH_COMMAND_S, context.cancel)
     timer.daemon = True
     timer.start()
     try:
@@ -261,24 +286,24 @@ def _first(requests: Iterator[pb.Commands], context: Any) -> pb.Attach:
     finally:
         timer.cancel()
     if len(first.commands) != 1 or first.commands[0].WhichOneof("kind") != "attach":
-        context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a session begins with one Attach")
+        context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first command of a session must be Attach")
     return first.commands[0].attach
 
 
-def _problem_of_pod(request: pb.LeaseRequest) -> str | None:
+def _pod_problem(request: pb.LeaseRequest) -> str | None:
     if request.workers <= 1:
-        return "a job of one worker meets where that worker says" if request.coordinator else None
-    name = request.host[:NAME_CHARS]
-    if not (request.host and request.worker < request.workers <= MOST_WORKERS):
-        return f"worker {request.worker} of {request.workers} at {name!r} cannot be"
+        return "the worker of a single-worker job chooses the coordinator" if request.coordinator else None
+    name = request.host[:MAX_NAME_CHARS]
+    if not (request.host and request.worker < request.workers <= MAX_WORKERS):
+        return f"worker {request.worker} of {request.workers} at {name!r} is invalid"
     if bool(request.worker) != bool(request.coordinator):
-        return "the first worker chooses where a job meets, and the others are told"
+        return "the first worker chooses the coordinator, and only the requests to the others contain it"
     try:
-        # Before the cores are waited for: who has them must not wait for a name's address.
-        engines.coordinator(request)
-    # TypeError: of a host with a null character.
+        # Checked before the wait for the cores: resolving a name may block, and must not block their holder.
+        coordinator_address(request)
+    # TypeError: the host contains a null character.
     except (OSError, TypeError, ValueError) as error:
-        return f"the job cannot meet at {name!r}, which must be this worker's own address: {error}"
+        return f"the coordinator cannot be at {name!r}, which must be an address of this worker: {error}"
     return None
 
 
@@ -294,11 +319,11 @@ def _abort(context: Any, why: pb.Failure) -> NoReturn:
 
 
 def _details(text: str) -> str:
-    return text.encode()[:DETAILS_BYTES].decode(errors="ignore")
+    return text.encode()[:MAX_DETAILS_BYTES].decode(errors="ignore")
 
 
 def _gone() -> PjrtError:
-    return PjrtError(Code.CANCELLED, "the job's launcher has ended, or was out of reach")
+    return PjrtError(Code.CANCELLED, "the job's launcher has ended, or was unreachable")
 
 
 def _stalled(text: str) -> PjrtError:

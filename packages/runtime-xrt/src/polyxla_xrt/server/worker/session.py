@@ -1,6 +1,7 @@
-"""One process's session: its arrays and programs, and what it asks to be done with them.
+"""The session of one client process: its arrays and programs, and its commands.
 
-Numbers are the client's own, and looked up in its own tables only: nobody can name what is another's.
+The client numbers its arrays and programs, and these numbers are looked up in its own session only: no client
+can name another's arrays.
 """
 
 from __future__ import annotations
@@ -21,44 +22,44 @@ from polyxla_bridge.programs.executable import ArrayType, Executable
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
 from polyxla_xrt.protocol.chunks import chunks
-from polyxla_xrt.protocol.worker import PROGRAM_BYTES, array_bytes
+from polyxla_xrt.protocol.worker import MAX_PROGRAM_BYTES, array_bytes
 from polyxla_xrt.server.worker.memory_budget import MemoryBudget
 
-DIMENSIONS = 64
-"""Most dimensions of an array: as many as numpy takes."""
-FAILURE_CHARS = 16_384
-"""Longest text of a failure; compilers' may be any length, and what gathers is sent in one message."""
-_ARRAY_BYTES = 1 << 63
-_NAME_CHARS = 40
+MAX_DIMENSIONS = 64
+"""Maximum number of dimensions of an array: NumPy's limit."""
+MAX_FAILURE_CHARS = 16_384
+"""Maximum length of a failure's text: compiler errors have any length, and answers share messages."""
+_MAX_ARRAY_BYTES = 1 << 63
+_MAX_NAME_CHARS = 40
 
-Send = Callable[[pb.Answer | bulk_encoding.Bulk, int], object]
-"""Queues an answer, and says how many bytes of data it has; waits where too many are queued."""
+Send = Callable[[pb.Answer | bulk_encoding.BulkMessage, int], object]
+"""Queues an answer with the size of its data; blocks while the outbox is full. False: the client has gone."""
 
 
 class MisuseError(Exception):
-    """A client that does not follow the protocol; its session ends."""
+    """The client violates the protocol; its session ends."""
 
 
 @dataclass
-class _Held:
-    """An array that a client has, and how many bytes it is counted for."""
+class _SessionArray:
+    """An array of the session, and its size in the job's memory budget."""
 
     buffer: Buffer
     size: int
 
 
 @dataclass
-class _Arriving:
-    """An array whose pieces are arriving.
+class _IncomingArray:
+    """An array whose chunks are arriving.
 
     Attributes:
         array: its number.
-        type: what it will be.
-        device: where to.
-        data: room for all of it, or all of it where it comes in one piece; empty where there is a problem.
-        filled: how much of it has come.
-        size: how much there will be.
-        problem: why it is not kept.
+        type: its type.
+        device: its device.
+        data: buffer for the whole array, or the only chunk; empty if there is a problem.
+        size: the array's size in bytes.
+        problem: why the array is refused; its chunks are dropped, since the client has sent them already.
+        filled: bytes that have arrived.
     """
 
     array: int
@@ -71,8 +72,8 @@ class _Arriving:
 
 
 @dataclass
-class _Program:
-    """A program on its way."""
+class _IncomingProgram:
+    """A program whose chunks are arriving."""
 
     request: int
     options: bytes
@@ -80,15 +81,26 @@ class _Program:
 
 
 class Session:
-    """Does what one client asks. `handle` is called by one thread, in the order of the commands.
+    """Carries out the commands of one client.
+
+    Threads: one reader thread calls `handle`, in the order of the commands, and must never wait for the
+    device: later commands, such as another core's half of a collective, may be what the device waits for. So
+    uploads and executions are only queued at the engine, and compilations run on `compilers`. Answers come
+    from the reader, from compiler threads and from the engine's threads (callbacks of futures); `send` is
+    thread-safe. `_arrays` belongs to the reader; `close` may run on another thread beside the reader's last
+    command, and what that command adds is freed with the engine. `_programs` is also written by the compiler
+    threads, one key at a time.
+
+    A failed command leaves broken arrays in place of its results: the client has already queued commands that
+    use them, and each of these must fail with the same error instead of violating the protocol.
 
     Args:
-        engine: the job's.
-        cores: the cores that the client drives, by their number on this worker.
-        budget: the job's.
+        engine: the job's engine.
+        cores: the cores that the client drives, numbered among those of the job.
+        budget: the job's memory budget.
         compilers: runs compilations, which may wait for each other.
         send: queues answers.
-        on_broken: told when a program failed that others wait for, which program, and why.
+        on_broken: receives the name and the error of a failed program that other replicas wait for.
     """
 
     def __init__(
@@ -107,10 +119,10 @@ class Session:
         self._compilers = compilers
         self._send = send
         self._on_broken = on_broken
-        self._arrays: dict[int, _Held] = {}
+        self._arrays: dict[int, _SessionArray] = {}
         self._programs: dict[int, Executable] = {}
-        self._arriving: _Arriving | None = None
-        self._compiling: _Program | None = None
+        self._incoming_array: _IncomingArray | None = None
+        self._incoming_program: _IncomingProgram | None = None
         self._handlers: dict[str, Callable[[Any], None]] = {
             "upload": self._upload,
             "execute": self._execute,
@@ -122,113 +134,113 @@ class Session:
         }
 
     def handle(self, command: pb.Command) -> None:
-        """Begin what a command asks for.
+        """Begin to carry out a command.
 
         Raises:
-            MisuseError: it makes no sense here.
+            MisuseError: the command is invalid here.
         """
         kind = command.WhichOneof("kind")
         handler = self._handlers.get(kind or "")
         if handler is None:
-            raise MisuseError(f"a command of the kind {kind!r} has no place here")
-        # Frees come when there is nothing else to send at the moment, so also between pieces.
-        if self._arriving and kind not in ("upload", "release"):
-            raise MisuseError(f"{kind} came where the rest of array {self._arriving.array} was to come")
-        if self._compiling and kind not in ("compile", "release"):
-            raise MisuseError(f"{kind} came where the rest of a program was to come")
+            raise MisuseError(f"a command of kind {kind!r} is not valid here")
+        # Clients send releases whenever their queue is empty, so also between chunks.
+        if self._incoming_array and kind not in ("upload", "release"):
+            raise MisuseError(f"{kind} came before the rest of array {self._incoming_array.array}")
+        if self._incoming_program and kind not in ("compile", "release"):
+            raise MisuseError(f"{kind} came before the rest of a program")
         handler(getattr(command, kind))
 
     def close(self) -> None:
-        """Let go of everything; nothing is handled any more."""
+        """Free everything. May be called twice."""
         for number in list(self._arrays):
             self._forget(number)
         self._programs.clear()
-        if self._arriving and not self._arriving.problem:
-            self._budget.give_back(self._arriving.size)
-        self._arriving = self._compiling = None
+        if self._incoming_array and not self._incoming_array.problem:
+            self._budget.give_back(self._incoming_array.size)
+        self._incoming_array = self._incoming_program = None
 
-    def _upload(self, piece: pb.Upload) -> None:
-        if self._arriving is None:
-            self._arriving = self._announced(piece)
-        arriving = self._arriving
-        if piece.array != arriving.array:
-            raise MisuseError(f"a piece of array {piece.array} came in the middle of array {arriving.array}")
-        # Once: protobuf copies it each time it is asked for.
-        data = piece.data
-        end = arriving.filled + len(data)
-        if end > arriving.size or (piece.ends and end < arriving.size):
-            raise MisuseError(f"array {piece.array} has {end} bytes and not {arriving.size}")
-        if piece.ends and not arriving.filled:
-            arriving.data = memoryview(data)
-        elif not arriving.problem:
-            arriving.data[arriving.filled : end] = data
-        arriving.filled = end
-        if piece.ends:
-            self._arriving = None
-            self._arrays[piece.array] = self._arrived(arriving)
+    def _upload(self, chunk: pb.Upload) -> None:
+        if self._incoming_array is None:
+            self._incoming_array = self._announced(chunk)
+        incoming = self._incoming_array
+        if chunk.array != incoming.array:
+            raise MisuseError(f"a chunk of array {chunk.array} came amid array {incoming.array}")
+        # Read once: protobuf copies a bytes field at each access.
+        data = chunk.data
+        end = incoming.filled + len(data)
+        if end > incoming.size or (chunk.ends and end < incoming.size):
+            raise MisuseError(f"array {chunk.array} has {end} bytes, not {incoming.size}")
+        if chunk.ends and not incoming.filled:
+            incoming.data = memoryview(data)
+        elif not incoming.problem:
+            incoming.data[incoming.filled : end] = data
+        incoming.filled = end
+        if chunk.ends:
+            self._incoming_array = None
+            self._arrays[chunk.array] = self._arrived(incoming)
 
-    def _announced(self, piece: pb.Upload) -> _Arriving:
-        type_ = _array_type(piece.type)
-        self._check_new(piece.array)
-        device = self._device(piece.core)
+    def _announced(self, chunk: pb.Upload) -> _IncomingArray:
+        type_ = _array_type(chunk.type)
+        self._check_new(chunk.array)
+        device = self._device(chunk.core)
         size = _size(type_)
         problem = self._budget.take(size)
-        # Of what comes in one piece, that piece is all; and room need not be filled with zeros first.
-        room = 0 if problem or piece.ends else size
+        # A single chunk is used as it is; a buffer for several need not be zeroed.
+        room = 0 if problem or chunk.ends else size
         data = memoryview(np.empty(room, np.uint8).data)
-        return _Arriving(piece.array, type_, device, data, size, problem)
+        return _IncomingArray(chunk.array, type_, device, data, size, problem)
 
-    def _arrived(self, arriving: _Arriving) -> _Held:
-        if arriving.problem:
-            error = PjrtError(Code.RESOURCE_EXHAUSTED, arriving.problem)
-            return _Held(_broken(arriving.type, arriving.device, error), 0)
+    def _arrived(self, incoming: _IncomingArray) -> _SessionArray:
+        if incoming.problem:
+            error = PjrtError(Code.RESOURCE_EXHAUSTED, incoming.problem)
+            return _SessionArray(_broken(incoming.type, incoming.device, error), 0)
         try:
-            held = self._engine.from_host(arriving.device, arriving.type, arriving.data)
-            return _Held(held, arriving.size)
+            held = self._engine.from_host(incoming.device, incoming.type, incoming.data)
+            return _SessionArray(held, incoming.size)
         except Exception as error:
-            return _Held(_broken(arriving.type, arriving.device, error), arriving.size)
+            return _SessionArray(_broken(incoming.type, incoming.device, error), incoming.size)
 
-    def _execute(self, wish: pb.Execute) -> None:
-        device = self._device(wish.core)
+    def _execute(self, request: pb.Execute) -> None:
+        device = self._device(request.core)
         try:
-            outputs, sizes = self._run(wish, device)
+            outputs, sizes = self._run(request, device)
         except PjrtError as error:
-            # So that nothing that follows is the client's mistake: it cannot know yet.
-            program = self._programs.get(wish.program)
+            # Broken results: see the class.
+            program = self._programs.get(request.program)
             types = program.outputs if program else ()
             outputs, sizes = [_broken(type_, device, error) for type_ in types], [0] * len(types)
-            self._report(wish.sequence, program, error)
+            self._report(request.sequence, program, error)
         else:
-            program = self._programs[wish.program]
+            program = self._programs[request.program]
             if outputs:
                 completion_of(outputs[0].value).add_done_callback(
-                    lambda done: self._report(wish.sequence, program, done.exception())
+                    lambda done: self._report(request.sequence, program, done.exception())
                 )
             else:
-                self._report(wish.sequence, program, None)
-        for number, (buffer, size) in enumerate(zip(outputs, sizes, strict=True), wish.first_result):
+                self._report(request.sequence, program, None)
+        for number, (buffer, size) in enumerate(zip(outputs, sizes, strict=True), request.first_result):
             self._check_new(number)
-            self._arrays[number] = _Held(buffer, size)
+            self._arrays[number] = _SessionArray(buffer, size)
 
-    def _run(self, wish: pb.Execute, device: EngineDevice) -> tuple[list[Buffer], list[int]]:
-        program = self._program(wish.program)
-        held = [self._array(number) for number in wish.arguments]
+    def _run(self, request: pb.Execute, device: EngineDevice) -> tuple[list[Buffer], list[int]]:
+        program = self._program(request.program)
+        held = [self._array(number) for number in request.arguments]
         types = tuple(one.buffer.type for one in held)
         if types != program.native["parameters"]:
             raise _wrong_types(program.name, program.native["parameters"], types)
         sizes = [_size(type_) for type_ in program.outputs]
         self._take(sum(sizes), program.name)
-        outputs = self._engine.execute(program, device, [one.buffer for one in held], frozenset(wish.keep))
+        outputs = self._engine.execute(program, device, [one.buffer for one in held], frozenset(request.keep))
         for one in held:
             if one.buffer.is_deleted:
-                # Its memory is the results' now, which are counted.
+                # Donated: its memory now belongs to the results, which are counted.
                 self._budget.give_back(one.size)
                 one.size = 0
         return outputs, sizes
 
     def _take(self, size: int, what: str) -> None:
         if problem := self._budget.take(size):
-            raise PjrtError(Code.RESOURCE_EXHAUSTED, f"there is no room for {what}: {problem}")
+            raise PjrtError(Code.RESOURCE_EXHAUSTED, f"out of memory for {what}: {problem}")
 
     def _report(self, sequence: int, program: Executable | None, error: BaseException | None) -> None:
         why = failure(error)
@@ -237,10 +249,10 @@ class Session:
         if error is not None and program is not None and program.native["collectives"]:
             self._on_broken(program.name, error)
 
-    def _release(self, wish: pb.Release) -> None:
-        for number in wish.arrays:
+    def _release(self, request: pb.Release) -> None:
+        for number in request.arrays:
             self._forget(number)
-        for number in wish.programs:
+        for number in request.programs:
             self._programs.pop(number, None)
 
     def _forget(self, number: int) -> None:
@@ -249,53 +261,53 @@ class Session:
             self._engine.delete(held.buffer)
             self._budget.give_back(held.size)
 
-    def _download(self, wish: pb.Download) -> None:
+    def _download(self, request: pb.Download) -> None:
         try:
-            reading = self._engine.to_host(self._array(wish.array).buffer)
+            reading = self._engine.to_host(self._array(request.array).buffer)
         except PjrtError as error:
-            self._fail(wish.request, error)
+            self._fail(request.request, error)
             return
-        reading.add_done_callback(lambda done: self._answer_with(wish.request, done))
+        reading.add_done_callback(lambda done: self._answer_with(request.request, done))
 
-    def _copy(self, wish: pb.Copy) -> None:
-        self._check_new(wish.array)
-        device = self._device(wish.core)
+    def _copy(self, request: pb.Copy) -> None:
+        self._check_new(request.array)
+        device = self._device(request.core)
         type_ = ArrayType("uint8", ())
         try:
-            source = self._array(wish.source).buffer
+            source = self._array(request.source).buffer
             type_ = source.type
             self._take(_size(type_), "a copy")
-            self._arrays[wish.array] = _Held(self._engine.copy(source, device), _size(type_))
+            self._arrays[request.array] = _SessionArray(self._engine.copy(source, device), _size(type_))
         except PjrtError as error:
-            self._arrays[wish.array] = _Held(_broken(type_, device, error), 0)
+            self._arrays[request.array] = _SessionArray(_broken(type_, device, error), 0)
 
-    def _compile(self, piece: pb.Compile) -> None:
-        if self._compiling is None:
-            self._compiling = _Program(piece.request, piece.options)
-        arriving = self._compiling
-        if piece.request != arriving.request:
-            raise MisuseError("a piece of another program came in the middle of one")
-        arriving.hlo += piece.hlo
-        if len(arriving.hlo) > PROGRAM_BYTES:
-            raise MisuseError(f"a program has more than {PROGRAM_BYTES} bytes")
-        if piece.ends:
-            self._compiling = None
-            self._compilers.submit(self._compile_now, arriving)
+    def _compile(self, chunk: pb.Compile) -> None:
+        if self._incoming_program is None:
+            self._incoming_program = _IncomingProgram(chunk.request, chunk.options)
+        incoming = self._incoming_program
+        if chunk.request != incoming.request:
+            raise MisuseError("a chunk of another program came amid a program")
+        incoming.hlo += chunk.hlo
+        if len(incoming.hlo) > MAX_PROGRAM_BYTES:
+            raise MisuseError(f"a program has more than {MAX_PROGRAM_BYTES} bytes")
+        if chunk.ends:
+            self._incoming_program = None
+            self._compilers.submit(self._compile_now, incoming)
 
-    def _compile_now(self, arriving: _Program) -> None:
+    def _compile_now(self, incoming: _IncomingProgram) -> None:
         try:
-            executable = self._engine.compile(bytes(arriving.hlo), arriving.options)
-            # Once for all the replicas that share it.
+            executable = self._engine.compile(bytes(incoming.hlo), incoming.options)
+            # Computed once for all replicas that share the executable.
             if "parameters" not in executable.native:
                 parameters = hlo.parameters(executable.optimized_hlo)
                 executable.native["parameters"] = tuple(ArrayType(dtype, dims) for dtype, dims in parameters)
-            # The request numbers the program: the client counts both together.
-            self._programs[arriving.request] = executable
+            # The request's number is the program's: the client draws both from one counter.
+            self._programs[incoming.request] = executable
         except Exception as error:
-            self._fail(arriving.request, error)
+            self._fail(incoming.request, error)
             return
         program = pb.Program(
-            program=arriving.request,
+            program=incoming.request,
             name=executable.name,
             results=[pb.ArrayType(dtype=one.dtype, dims=one.dims) for one in executable.outputs],
             replicas=executable.num_replicas,
@@ -303,11 +315,11 @@ class Session:
             code_size_bytes=executable.code_size_bytes,
             fingerprint=executable.fingerprint,
         )
-        self._answer(arriving.request, memoryview(program.SerializeToString()))
+        self._answer(incoming.request, memoryview(program.SerializeToString()))
 
-    def _stats(self, wish: pb.Stats) -> None:
-        memory = pb.Memory(bytes=self._engine.memory_stats(self._device(wish.core)))
-        self._answer(wish.request, memoryview(memory.SerializeToString()))
+    def _stats(self, request: pb.Stats) -> None:
+        memory = pb.Memory(bytes=self._engine.memory_stats(self._device(request.core)))
+        self._answer(request.request, memoryview(memory.SerializeToString()))
 
     def _answer_with(self, request: int, done: Future[memoryview]) -> None:
         error = done.exception()
@@ -317,8 +329,8 @@ class Session:
             self._answer(request, done.result())
 
     def _answer(self, request: int, data: memoryview) -> None:
-        for piece, ends in chunks(data):
-            if not self._send(bulk_encoding.part(pb.Part(request=request, ends=ends), piece), len(piece)):
+        for chunk, ends in chunks(data):
+            if not self._send(bulk_encoding.part(pb.Part(request=request, ends=ends), chunk), len(chunk)):
                 return
 
     def _fail(self, request: int, error: BaseException) -> None:
@@ -330,7 +342,7 @@ class Session:
             raise MisuseError(f"core {core} is not one of this session's, {sorted(self._devices)}")
         return self._devices[core]
 
-    def _array(self, number: int) -> _Held:
+    def _array(self, number: int) -> _SessionArray:
         if number not in self._arrays:
             raise PjrtError(Code.NOT_FOUND, f"this session has no array {number}")
         return self._arrays[number]
@@ -342,7 +354,7 @@ class Session:
 
     def _check_new(self, number: int) -> None:
         if number in self._arrays:
-            raise MisuseError(f"there is an array {number} already")
+            raise MisuseError(f"array {number} already exists")
 
 
 @overload
@@ -350,23 +362,23 @@ def failure(error: BaseException) -> pb.Failure: ...
 @overload
 def failure(error: BaseException | None) -> pb.Failure | None: ...
 def failure(error: BaseException | None) -> pb.Failure | None:
-    """Return an error as a message."""
+    """Return the message of an error; None for no error."""
     if error is None:
         return None
     known = as_pjrt_error(error)
-    return pb.Failure(code=known.code, message=known.message[:FAILURE_CHARS])
+    return pb.Failure(code=known.code, message=known.message[:MAX_FAILURE_CHARS])
 
 
 def _array_type(message: pb.ArrayType) -> ArrayType:
     if message.dtype not in DTYPES or width(message.dtype) == 0:
-        raise MisuseError(f"{message.dtype[:_NAME_CHARS]!r} is no dtype of an array")
-    if len(message.dims) > DIMENSIONS:
-        raise MisuseError(f"an array has more than {DIMENSIONS} dimensions: {len(message.dims)}")
+        raise MisuseError(f"{message.dtype[:_MAX_NAME_CHARS]!r} is not a dtype of arrays")
+    if len(message.dims) > MAX_DIMENSIONS:
+        raise MisuseError(f"an array has more than {MAX_DIMENSIONS} dimensions: {len(message.dims)}")
     if any(size < 0 for size in message.dims):
-        raise MisuseError(f"an array cannot have the sizes {list(message.dims)}")
+        raise MisuseError(f"an array cannot have the dimensions {list(message.dims)}")
     type_ = ArrayType(message.dtype, tuple(message.dims))
-    if _size(type_) >= _ARRAY_BYTES:
-        raise MisuseError(f"an array cannot be so large: {list(message.dims)}")
+    if _size(type_) >= _MAX_ARRAY_BYTES:
+        raise MisuseError(f"an array of {list(message.dims)} is too large")
     return type_
 
 
@@ -380,7 +392,7 @@ def _wrong_types(name: str, wanted: tuple[ArrayType, ...], given: tuple[ArrayTyp
     number, pair = next(
         (number, pair) for number, pair in enumerate(zip(wanted, given, strict=True)) if pair[0] != pair[1]
     )
-    return PjrtError(Code.INVALID_ARGUMENT, f"{name} takes as argument {number} {pair[0]}, not {pair[1]}")
+    return PjrtError(Code.INVALID_ARGUMENT, f"argument {number} of {name} must be {pair[0]}, not {pair[1]}")
 
 
 def _broken(type_: ArrayType, device: EngineDevice, error: BaseException) -> Buffer:

@@ -1,8 +1,8 @@
-"""The process that a person starts: it holds the port, and has another one serve.
+"""The worker's main process: it holds the port, and forks the process that serves.
 
-A program that waits for a dead replica cannot be stopped but with its process, and a broken one may end
-its process. So the serving process is a fork that can be replaced at any time: whoever starts a worker
-sees one that stays. This process imports what serving needs, once, and starts no thread.
+A program that waits for a dead replica can only be stopped by ending its process, and a broken program may
+crash it. So the serving process is a fork that can be replaced at any time, while the user's process stays.
+The supervisor imports what serving needs, once, and starts no thread, so that it can fork.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -22,35 +23,36 @@ from typing import Any
 
 from polyxla import UsageError
 from polyxla_xrt.config.addresses import join_address
-from polyxla_xrt.server import engines, worker_process
+from polyxla_xrt.server.worker import glibc_memory, process
 from polyxla_xrt.server.worker.process import REPLACE, ServingOptions
 
 STOP_S = 6.0
-"""How long the serving process may take to end, in seconds."""
-SOON_S = 5.0
-"""One that ends by itself within so many seconds of its start is not worth replacing for ever."""
-TRIES = 3
+"""Longest wait for the serving process to end after SIGTERM, in seconds; then it is killed."""
+SHORT_LIFE_S = 5.0
+"""A serving process that ends within so many seconds of its start counts as a failed start."""
+MAX_FAILED_STARTS = 3
+"""After so many failed starts in a row, the supervisor gives up."""
 _STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 _log = logging.getLogger("polyxla.worker")
 
 
 def supervise(serving: ServingOptions, environ: Mapping[str, str], ready: Callable[[str], None]) -> int:
-    """Serve until a signal or the serving process's own wish; return the exit code.
+    """Serve until a signal arrives or the serving process exits with 0; return the exit code.
 
     Args:
-        serving: what and how; port 0 for any that is free.
+        serving: what to serve, and how; port 0 chooses a free port.
         environ: this process's environment.
-        ready: called once, with the address, when clients can come.
+        ready: called once with the address, when clients can connect.
 
     Raises:
-        UsageError: the address cannot be had.
+        UsageError: the address cannot be bound.
     """
-    # Once, here, for all the processes that are forked from this one.
+    # Imported here once, for all processes that are forked from this one.
     from polyxla_bridge.engine import jax_engine
 
     del jax_engine
-    # What is there already stays: it need not be looked at after every job, nor copied for that.
+    # What is imported now stays: frozen, it is not scanned after each job, nor copied on write by the scan.
     gc.collect()
     gc.freeze()
     if serving.metrics_address:
@@ -70,11 +72,11 @@ class _Supervisor:
         self._is_stopping = False
 
     def run(self, ready: Callable[[], None]) -> int:
-        # Its other end closes with this process, however that ends.
+        # The other end closes when this process ends, however it ends.
         alive, self._life = os.pipe()
         for number in _STOPPING:
             signal.signal(number, self._stop)
-        short, is_ready = 0, False
+        failed_starts, is_ready = 0, False
         while True:
             started = time.monotonic()
             if self._fork(alive) and not is_ready:
@@ -83,52 +85,55 @@ class _Supervisor:
             code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
             if self._is_stopping or code == 0:
                 return 0
-            short = short + 1 if time.monotonic() - started < SOON_S and code != REPLACE else 0
-            if short >= TRIES:
-                _log.error("the serving process ended %d times at once, the last time by %d", TRIES, code)
+            is_short = time.monotonic() - started < SHORT_LIFE_S and code != REPLACE
+            failed_starts = failed_starts + 1 if is_short else 0
+            if failed_starts >= MAX_FAILED_STARTS:
+                _log.error("the serving process failed %d times in a row, last with %d", failed_starts, code)
                 return 1
-            _log.warning("the serving process is replaced", extra={"event": {"code": code}})
+            _log.warning("replacing the serving process", extra={"event": {"code": code}})
 
     def _fork(self, alive: int) -> bool:
-        """Have a process serve; return whether it came so far."""
-        told, tell = os.pipe()
+        """Fork a serving process; return whether it got ready."""
+        readable, writable = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
-        # A signal waits until this process knows whom to pass it on to, and the other is nobody's supervisor.
+        # Signals stay blocked until this process knows the child's pid, to pass them on, and until the child
+        # has replaced the supervisor's handlers.
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
         self._pid = os.fork()
         if self._pid == 0:
-            os.close(told)
+            os.close(readable)
             os.close(self._life)
-            self._serve(alive, tell)
+            self._serve(alive, writable)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
         if self._is_stopping:
-            # It was asked for while there was nobody to tell.
+            # The signal came before there was a child to pass it on to.
             self._stop()
-        os.close(tell)
-        with os.fdopen(told, "rb") as pipe:
+        # The child holds the only writable end now: the read ends when it is ready, or dead.
+        os.close(writable)
+        with os.fdopen(readable, "rb") as pipe:
             return bool(pipe.read(1))
 
-    def _serve(self, alive: int, tell: int) -> None:
+    def _serve(self, alive: int, ready: int) -> None:
         code = 1
         try:
-            # A terminal's Ctrl-C goes to both; the supervisor says what is to be done.
+            # A terminal sends Ctrl-C to both processes; the supervisor decides and sends SIGTERM.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
-            _end_with_the_supervisor(alive)
-            engines.share_memory()
-            code = worker_process.serve(self._serving, self._environ, lambda: _tell(tell))
+            _end_with_supervisor(alive)
+            glibc_memory.share_arena()
+            code = process.serve(self._serving, self._environ, lambda: _report_ready(ready))
         except Exception:
             _log.exception("the serving process failed")
         finally:
-            worker_process.end_with(code)
+            process.end_with(code)
 
     def _stop(self, *_: object) -> None:
         self._is_stopping = True
-        # 0 would be every process of this one's group.
+        # A pid of 0 would signal the whole process group.
         if self._pid and self._kill(signal.SIGTERM):
-            # If that is not heard, this is.
+            # In case the process ignores SIGTERM.
             signal.signal(signal.SIGALRM, lambda *_: self._kill(signal.SIGKILL))
             signal.setitimer(signal.ITIMER_REAL, STOP_S)
 
@@ -140,8 +145,8 @@ class _Supervisor:
         return True
 
 
-def _end_with_the_supervisor(alive: int) -> None:
-    import threading
+def _end_with_supervisor(alive: int) -> None:
+    """End this process, the serving one, when the supervisor has closed its end of the pipe."""
 
     def wait() -> None:
         select.select([alive], [], [])
@@ -150,18 +155,18 @@ def _end_with_the_supervisor(alive: int) -> None:
     threading.Thread(target=wait, name="polyxla-supervisor", daemon=True).start()
 
 
-def _tell(pipe: int) -> None:
+def _report_ready(pipe: int) -> None:
     os.write(pipe, b"1")
     os.close(pipe)
 
 
 def _hold(host: str, port: int, option: str) -> socket.socket:
-    """Bind the port without listening, so that it stays this worker's whichever process serves.
+    """Bind the port without listening: it stays this worker's while serving processes are replaced.
 
     Raises:
-        UsageError: it is another's, or no address of this host.
+        UsageError: the port is taken, or the host is not an address of this machine.
     """
-    # Between the two another worker could only get in by using this very port, too.
+    # `_try` binds without sharing, this binds with: only another worker could take the port in between.
     family, where = _try(host, port, option)
     held = socket.socket(family, socket.SOCK_STREAM)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -171,7 +176,7 @@ def _hold(host: str, port: int, option: str) -> socket.socket:
 
 
 def _try(host: str, port: int, option: str) -> tuple[socket.AddressFamily, Any]:
-    """Bind a port for a moment, without sharing it: a worker that is there would share its clients, too."""
+    """Bind a port for a moment without SO_REUSEPORT, which would succeed beside another worker."""
     try:
         family, kind, number, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, number) as probe:
@@ -181,9 +186,9 @@ def _try(host: str, port: int, option: str) -> tuple[socket.AddressFamily, Any]:
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         raise UsageError(
-            f"nothing can be served at {join_address(host, port)}: {error.strerror}",
+            f"cannot listen on {join_address(host, port)}: {error.strerror}",
             where=option,
-            fix="See who has the port with: ss -ltnp; or choose another one."
+            fix="Find the process that holds the port with: ss -ltnp; or choose another port."
             if taken
-            else "Give a name or address of this host, such as 127.0.0.1:8470.",
+            else "Write a name or address of this host, such as 127.0.0.1:8470.",
         ) from None

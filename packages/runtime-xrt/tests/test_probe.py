@@ -13,14 +13,14 @@ from polyxla_xrt.client.probe import look, proxies
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        (b"HTTP/1.1 400 Bad Request\r\n", "an HTTP server answers there, or a proxy"),
-        (b"<!DOCTYPE HTML>", "an HTTP server answers there, or a proxy"),
+        (b"HTTP/1.1 400 Bad Request\r\n", "an HTTP server or a proxy answers there"),
+        (b"<!DOCTYPE HTML>", "an HTTP server or a proxy answers there"),
         (
             b"\x00\x00\x00\x04\x00\x00\x00\x00\x00",
-            "it speaks HTTP/2, but did not let this process in in time",
+            "a server there speaks HTTP/2, but did not admit this process in time",
         ),
-        (b"SSH-2.0-OpenSSH_9.6\r\n", "what answers there does not speak gRPC"),
-        (b"hi", "what answers there does not speak gRPC"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "the server there does not speak gRPC"),
+        (b"hi", "the server there does not speak gRPC"),
         (b"", "something there closes connections"),
     ],
 )
@@ -41,5 +41,5 @@ def test_an_answer_is_told_from_its_first_bytes(answer: bytes, says: str) -> Non
 
 def test_every_proxy_that_is_set_is_named() -> None:
     found = proxies({"HTTP_PROXY": "a", "https_proxy": "b", "http_proxy": "", "no_proxy": "c"})
-    assert found == " https_proxy, HTTP_PROXY is set: processes of a job meet without a proxy."
+    assert found == " https_proxy, HTTP_PROXY is set, but processes of a job connect without a proxy."
     assert proxies({}) == ""

@@ -41,7 +41,7 @@ def test_all_are_answered_by_the_last_in_the_order_of_ordinals(order: list[int])
         table.arrive(ordinal)
     expected = [tuple(f"tag{ordinal}".encode() for ordinal in range(5))]
     assert table.answers == dict.fromkeys(range(5), expected)
-    assert not table.mesh._meetings
+    assert not table.mesh._rendezvous
 
 
 @pytest.mark.parametrize(
@@ -49,11 +49,11 @@ def test_all_are_answered_by_the_last_in_the_order_of_ordinals(order: list[int])
     [
         ([(0, (0, 1, 2)), (1, (0, 1))], "Mismatching replicas: (0-2) vs. (0-1) of 1"),
         ([(0, ()), (1, (0, 1))], "Mismatching replicas: (0-3) vs. (0-1) of 1"),
-        ([(0, ()), (0, ())], "Duplicate ordinal: 0 waits here already"),
+        ([(0, ()), (0, ())], "Duplicate ordinal: 0 already waits here"),
         ([(0, ()), (4, ())], "Invalid ordinal: 4, of 4 replicas"),
         ([(0, ()), (1, (1, 9))], "Invalid ordinal: 9, of 4 replicas"),
         ([(0, (0, 1)), (3, (0, 1))], "Invalid ordinal: 3 is not one of its replicas (0-1)"),
-        ([(0, ()), (1, (1, 1))], "Duplicate ordinal: 1, in the replicas that ordinal 1 asks for"),
+        ([(0, ()), (1, (1, 1))], "Duplicate ordinal: 1, in the replicas of ordinal 1"),
     ],
 )
 def test_a_contradiction_is_told_to_every_participant(
@@ -68,7 +68,7 @@ def test_a_contradiction_is_told_to_every_participant(
     for late in {0, 1, 2, 3} & set(calls[0][1] or range(4)) - {ordinal for ordinal, _ in calls}:
         table.arrive(late, calls[0][1])
         assert table.answers[late] == [told]
-    assert not table.mesh._meetings
+    assert not table.mesh._rendezvous
     assert not table.mesh._failed
 
 
@@ -127,9 +127,9 @@ def test_a_goodbye_is_no_death_and_the_dead_do_not_come_back() -> None:
 @pytest.mark.parametrize(
     ("ordinal", "world_size", "text"),
     [
-        (0, 2, "Duplicate ordinal: 0 takes part already"),
+        (0, 2, "Duplicate ordinal: 0 already attends"),
         (2, 2, "Invalid ordinal: 2, of 2 replicas"),
-        (1, 3, "Ordinal 1 was told of 3 replicas, the mesh service of 2"),
+        (1, 3, "Ordinal 1 expects 3 replicas, the mesh service 2"),
     ],
 )
 def test_who_may_not_attend(ordinal: int, world_size: int, text: str) -> None:
@@ -147,7 +147,7 @@ def test_who_does_not_attend_may_not_meet() -> None:
 def test_a_withdrawn_call_is_as_if_it_had_not_been() -> None:
     table = Table(2)
     table.mesh.withdraw(table.arrive(0))
-    assert not table.mesh._meetings
+    assert not table.mesh._rendezvous
     table.arrive(1)
     table.arrive(0)
     assert table.answers == {0: [(b"tag0", b"tag1")], 1: [(b"tag0", b"tag1")]}
@@ -184,7 +184,7 @@ def test_every_call_is_answered_once_and_nothing_is_kept(actions: list[tuple[obj
     for ordinal in range(4):
         mesh.lose(ordinal)
     assert not mesh._failed
-    assert not mesh._meetings
+    assert not mesh._rendezvous
     assert not mesh.staying
 
 

@@ -16,9 +16,9 @@ from typing import Any
 from polyxla import PolyxlaError
 from polyxla.env import snapshot
 from polyxla_bridge.programs.executable import ArrayType, Executable
-from polyxla_xrt.assignment import Assignment
 from polyxla_xrt.client.engine import RemoteEngine
 from polyxla_xrt.client.lease import Lease
+from polyxla_xrt.config.assignment import Assignment
 from polyxla_xrt.errors import WorkerError
 
 TIMEOUT_S = 60

@@ -13,9 +13,9 @@ import pytest
 from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
 from polyxla_xrt.proto import worker_pb2 as pb
-from polyxla_xrt.server import leases
+from polyxla_xrt.server.worker import leases
 from polyxla_xrt.server.worker.leased_job import LeasedJob
-from polyxla_xrt.server.worker.leases import CrowdError, DrainingError, HeldError, Leases
+from polyxla_xrt.server.worker.leases import DrainingError, HeldError, Leases, QueueFullError
 from polyxla_xrt.server.worker.memory_budget import MemoryBudget
 
 SOON_S = 10.0
@@ -135,9 +135,9 @@ def test_a_crowd_is_not_let_in(pool: ThreadPoolExecutor) -> None:
     cores = Leases()
     acquired(cores)
     is_gone = threading.Event()
-    crowd = [pool.submit(cores.acquire, job, SOON_S, is_gone.is_set) for _ in range(leases.WAITING)]
-    until(lambda: cores.waiting == leases.WAITING)
-    with pytest.raises(CrowdError):
+    crowd = [pool.submit(cores.acquire, job, SOON_S, is_gone.is_set) for _ in range(leases.MAX_WAITING)]
+    until(lambda: cores.waiting == leases.MAX_WAITING)
+    with pytest.raises(QueueFullError):
         acquired(cores)
     is_gone.set()
     assert {one.result(SOON_S) for one in crowd} == {None}
@@ -184,7 +184,7 @@ def test_a_budget_names_its_job_and_counts_what_was_given_back() -> None:
     assert budget.take(2 << 20) is None
     assert budget.take(2 << 20) == (
         "the job of ann@here (pid 7, train.py) may hold 3 MiB of this worker's memory, holds 2 MiB, and "
-        "asks for 2.0 MiB more"
+        "requests 2.0 MiB more"
     )
     budget.give_back(1 << 20)
     assert budget.take(2 << 20) is None
