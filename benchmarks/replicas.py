@@ -156,7 +156,7 @@ def one_bridged() -> dict[str, str]:
     """Choose one replica, on the bridge."""
     from polyxla_pjrt.layout import Layout, Plan
 
-    return Plan("CPU", Layout()).whole(os.cpu_count() or 1)
+    return Plan("CPU", Layout()).program_environment(os.cpu_count() or 1)
 
 
 def measure_step() -> None:

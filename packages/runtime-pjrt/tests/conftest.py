@@ -2,5 +2,5 @@ import os
 
 pytest_plugins = ["polyxla.testing.fixtures"]
 
-# Tests count compilations, and a person's programs are not theirs.
+# Tests count compilations, so they must not load programs from the user's cache.
 os.environ["POLYXLA_COMPILE_CACHE"] = "off"

@@ -66,7 +66,7 @@ TABLE = [
     TABLE,
     ids=[row[0] for row in TABLE],
 )
-def test_a_type_knows_its_numbers(
+def test_a_type_has_its_numbers_of_cores_chips_and_hosts(
     name: str,
     generation: str,
     chips: int,
@@ -89,7 +89,7 @@ def test_a_type_knows_its_numbers(
 @pytest.mark.parametrize(
     ("generation", "cores"), [("v2", 2), ("v3", 2), ("v4", 2), ("v5e", 1), ("v5p", 2), ("v6e", 1)]
 )
-def test_cores_per_chip(generation: str, cores: int) -> None:
+def test_each_generation_has_its_cores_per_chip(generation: str, cores: int) -> None:
     assert AcceleratorType.parse(f"{generation}-8", "here").cores_per_chip == cores
 
 
@@ -124,14 +124,14 @@ def test_the_default_shape_is_nearest_to_a_cube(chips: int, shape: tuple[int, in
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_every_size_holds_as_many_chips_as_its_name_says(generation: str) -> None:
+def test_every_size_has_the_number_of_chips_in_its_name(generation: str) -> None:
     for size in sizes(generation):
         found = AcceleratorType.parse(f"{generation}-{size}", "here")
         assert found.chips * (found.cores_per_chip if GENERATIONS[generation].counts_cores else 1) == size
 
 
 @pytest.mark.parametrize("text", ["v5e-16", "V5E-16", " v5litepod-16 ", "v5LitePod-16"])
-def test_spellings_of_v5e(text: str) -> None:
+def test_both_spellings_of_v5e_are_read(text: str) -> None:
     assert AcceleratorType.parse(text, "here").name == "v5litepod-16"
 
 
@@ -156,14 +156,14 @@ def test_spellings_of_v5e(text: str) -> None:
         ("v4-" + "9" * 5000, "v4-8"),
     ],
 )
-def test_an_unknown_type_names_the_nearest(text: str, advice: str) -> None:
+def test_the_error_for_an_unknown_type_lists_the_nearest(text: str, advice: str) -> None:
     with pytest.raises(UsageError) as caught:
         AcceleratorType.parse(text, "TPU_ACCELERATOR_TYPE=x")
     assert advice in caught.value.fix
     assert caught.value.where == "TPU_ACCELERATOR_TYPE=x"
 
 
-def test_bounds_count_and_multiply() -> None:
+def test_bounds_count_hosts_and_chips() -> None:
     bounds = Bounds((2, 4, 1), (2, 2, 1))
     assert (bounds.host_count, bounds.chips_per_host_count, bounds.chip_count) == (8, 4, 32)
     assert bounds.chips == (4, 8, 1)
@@ -171,14 +171,14 @@ def test_bounds_count_and_multiply() -> None:
 
 
 @pytest.mark.parametrize(("text", "shape"), [("2,2,1", (2, 2, 1)), (" 16, 16 ,24 ", (16, 16, 24))])
-def test_a_shape_is_three_numbers(text: str, shape: tuple[int, int, int]) -> None:
+def test_a_shape_is_three_positive_integers(text: str, shape: tuple[int, int, int]) -> None:
     assert parse_shape(text, "here") == shape
 
 
 @pytest.mark.parametrize(
     "text", ["", "2,2", "2,2,1,2", "2x2x1", "2,2,0", "2,2,-1", "a,b,c", "2,2,1.0", "1,,1"]
 )
-def test_anything_else_is_no_shape(text: str) -> None:
-    with pytest.raises(UsageError, match="three whole numbers") as caught:
+def test_any_other_text_is_refused_as_a_shape(text: str) -> None:
+    with pytest.raises(UsageError, match="three positive integers") as caught:
         parse_shape(text, "TPU_PROCESS_BOUNDS=x")
     assert caught.value.where == "TPU_PROCESS_BOUNDS=x"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from polyxla_pjrt.tpu.chips import Chip, attached_chips
+from polyxla_pjrt.tpu.chips import AttachedChip, attached_chips
 
 
 def add(root: Path, address: str, **files: str) -> Path:
@@ -42,31 +42,33 @@ def root(tmp_path: Path) -> Path:
         ("0x0076", "0x0000", "tpu7x"),
     ],
 )
-def test_the_ids_tell_the_generation(root: Path, device: str, subsystem: str, generation: str | None) -> None:
+def test_pci_ids_identify_the_generation(
+    root: Path, device: str, subsystem: str, generation: str | None
+) -> None:
     add(root, "0000:00:04.0", vendor="0x1ae0", device=device, subsystem_device=subsystem)
-    assert attached_chips(root) == (Chip(generation, "0000:00:04.0"),)
+    assert attached_chips(root) == (AttachedChip(generation, "0000:00:04.0"),)
 
 
-def test_only_tpus_count_and_they_come_by_address(root: Path) -> None:
+def test_only_tpus_are_listed_in_the_order_of_their_addresses(root: Path) -> None:
     add(root, "0000:00:06.0", vendor="0x1ae0", device="0x005e")
     add(root, "0000:00:05.0", vendor="0x1ae0", device="0x005e")
     add(root, "0000:00:03.0", vendor="0x1ae0", device="0x0042")
     add(root, "0000:00:02.0", vendor="0x10de", device="0x005e")
-    assert attached_chips(root) == (Chip("v4", "0000:00:05.0"), Chip("v4", "0000:00:06.0"))
+    assert attached_chips(root) == (AttachedChip("v4", "0000:00:05.0"), AttachedChip("v4", "0000:00:06.0"))
 
 
-def test_a_v2_or_v3_without_a_subsystem_still_counts(root: Path) -> None:
+def test_a_v2_or_v3_without_a_subsystem_id_is_listed(root: Path) -> None:
     add(root, "0000:00:04.0", vendor="0x1ae0", device="0x0027")
-    assert attached_chips(root) == (Chip(None, "0000:00:04.0"),)
+    assert attached_chips(root) == (AttachedChip(None, "0000:00:04.0"),)
 
 
-def test_no_list_no_chips(tmp_path: Path) -> None:
+def test_without_a_pci_list_there_are_no_chips(tmp_path: Path) -> None:
     assert attached_chips(tmp_path / "missing") == ()
     (tmp_path / "file").write_text("")
     assert attached_chips(tmp_path / "file") == ()
 
 
-def test_devices_that_vanish_or_cannot_be_read_are_passed_over(root: Path) -> None:
+def test_devices_that_vanish_or_cannot_be_read_are_skipped(root: Path) -> None:
     add(root, "0000:00:01.0", vendor="0x1ae0")
     add(root, "0000:00:02.0", device="0x005e")
     (add(root, "0000:00:03.0", vendor="0x1ae0") / "device").mkdir()
@@ -74,4 +76,4 @@ def test_devices_that_vanish_or_cannot_be_read_are_passed_over(root: Path) -> No
     (root / "0000:00:05.0").symlink_to(root / "gone")
     (root / "0000:00:06.0").symlink_to(root / "0000:00:06.0")
     add(root, "0000:00:07.0", vendor="0x1ae0", device="0x0063")
-    assert attached_chips(root) == (Chip("v5e", "0000:00:07.0"),)
+    assert attached_chips(root) == (AttachedChip("v5e", "0000:00:07.0"),)

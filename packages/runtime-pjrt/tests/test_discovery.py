@@ -1,4 +1,4 @@
-"""What runtime pjrt claims and offers, on machines made of folders and variables."""
+"""The claims and devices of runtime pjrt, on machines made of directories and variables."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ V4, V3 = "0x005e", "0x0027"
 DESCRIBED = {env.TPU_SKIP_MDS_QUERY: "1", env.TPU_LIBRARY_PATH: "libtpu.so"}
 
 
-def machine(folder: Path, device_id: str, chips: int) -> Path:
+def machine(directory: Path, device_id: str, chips: int) -> Path:
     """Lay out PCI devices as Linux lists them."""
     for index in range(chips):
-        device = folder / f"0000:00:{index:02x}.0"
+        device = directory / f"0000:00:{index:02x}.0"
         device.mkdir()
         (device / "vendor").write_text("0x1ae0\n")
         (device / "device").write_text(f"{device_id}\n")
-    return folder
+    return directory
 
 
 @pytest.fixture
@@ -50,7 +50,9 @@ def v3_host(tmp_path: Path) -> Path:
     ],
     ids=["nothing set", "set but empty", "asked for"],
 )
-def test_a_laptop_offers_its_cpu(laptop: Path, environ: dict[str, str], claim: Claim, reason: str) -> None:
+def test_without_a_tpu_the_cpu_is_offered(
+    laptop: Path, environ: dict[str, str], claim: Claim, reason: str
+) -> None:
     found = discover(environ, "auto", laptop)
     assert (found.claim, found.kind, found.unavailable, len(found.devices)) == (claim, "CPU", None, 1)
     assert reason in found.reason
@@ -64,7 +66,7 @@ def test_cpu_num_devices_counts_devices(laptop: Path) -> None:
 @pytest.mark.parametrize("text", ["0", "abc", "-1", "1.5", "", "²", "0x2"])
 def test_a_wrong_cpu_num_devices_is_refused(laptop: Path, text: str) -> None:
     found = discover({env.PJRT_DEVICE: "CPU", env.CPU_NUM_DEVICES: text}, "auto", laptop)
-    assert found.unavailable == f"CPU_NUM_DEVICES={text} is not a whole number from 1"
+    assert found.unavailable == f"CPU_NUM_DEVICES={text} is not a positive integer"
     assert found.fix == "Write CPU_NUM_DEVICES=1, or unset it."
     assert found.devices == ()
 
@@ -89,7 +91,7 @@ def test_an_unknown_accelerator_is_refused(laptop: Path) -> None:
 
 
 @pytest.mark.parametrize("environ", [{"PJRT_DEVICE": "TPU"}, {}], ids=["by variable", "by accelerator"])
-def test_a_tpu_that_is_not_there_is_refused(laptop: Path, environ: dict[str, str]) -> None:
+def test_a_missing_tpu_is_refused(laptop: Path, environ: dict[str, str]) -> None:
     found = discover(environ, "tpu", laptop)
     assert found.unavailable == "no TPU chip is attached to this machine"
     assert "set PJRT_DEVICE=CPU" in found.fix
@@ -140,11 +142,13 @@ def test_a_missing_libtpu_is_named(v4_host: Path, monkeypatch: pytest.MonkeyPatc
     assert "torch_xla[tpu]==2.9.0" in found.fix
 
 
-def test_an_undescribed_slice_says_what_to_set(v4_host: Path) -> None:
+def test_an_undescribed_slice_names_the_variables_to_set(v4_host: Path) -> None:
     closed = {env.TPU_LIBRARY_PATH: "libtpu.so", env.GCE_METADATA_HOST: "127.0.0.1:1"}
     found = discover(closed, "auto", v4_host)
     assert found.unavailable is not None
-    assert "neither the environment nor the metadata server says" in found.unavailable
+    assert (
+        "neither the environment nor the metadata server says which slice they belong to" in found.unavailable
+    )
     assert "TPU_ACCELERATOR_TYPE" in found.fix
 
 
@@ -167,7 +171,9 @@ def test_a_prepared_process_keeps_its_core(v3_host: Path) -> None:
     environ |= replica_environment(environ, discover(environ, "auto", v3_host), (5,))
     again = discover(environ, "auto", v3_host)
     assert replica_environment(environ, again, (5,)) == {}
-    with pytest.raises(UsageError, match="this process was prepared for device 5, and device 2 is asked for"):
+    with pytest.raises(
+        UsageError, match="this process was prepared for device 5, but the code requests device 2"
+    ):
         replica_environment(environ, again, (2,))
 
 
@@ -212,15 +218,15 @@ def test_several_tpu_cores_get_a_process_for_each_chip(
     plan = plan_for(DESCRIBED | described, "TPU", devices)
     assert plan is not None
     assert (plan.layout, plan.first_process, plan.is_bridged) == (layout, first, False)
-    told = plan.each({"KEPT": "1"}, cpu_count=2)
-    assert [one[env.TPU_VISIBLE_CHIPS] for one in told] == list(chips)
-    assert [one[env.CLOUD_TPU_TASK_ID] for one in told] == [str(first + i) for i in range(len(told))]
-    assert [one[env.PJRT_LOCAL_PROCESS_RANK] for one in told] == [str(i) for i in range(len(told))]
-    assert {one[env.TPU_PROCESS_BOUNDS] for one in told} == {bounds}
-    assert {(one[env.PJRT_DEVICE], one["KEPT"], one[env.TPU_SKIP_MDS_QUERY]) for one in told} == {
+    environs = plan.process_environments({"KEPT": "1"}, cpu_count=2)
+    assert [one[env.TPU_VISIBLE_CHIPS] for one in environs] == list(chips)
+    assert [one[env.CLOUD_TPU_TASK_ID] for one in environs] == [str(first + i) for i in range(len(environs))]
+    assert [one[env.PJRT_LOCAL_PROCESS_RANK] for one in environs] == [str(i) for i in range(len(environs))]
+    assert {one[env.TPU_PROCESS_BOUNDS] for one in environs} == {bounds}
+    assert {(one[env.PJRT_DEVICE], one["KEPT"], one[env.TPU_SKIP_MDS_QUERY]) for one in environs} == {
         ("TPU", "1", "1")
     }
-    assert plan.whole(2) == {env.PJRT_DEVICE: "TPU"}
+    assert plan.program_environment(2) == {env.PJRT_DEVICE: "TPU"}
 
 
 @pytest.mark.parametrize(

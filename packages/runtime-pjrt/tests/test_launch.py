@@ -1,4 +1,4 @@
-"""One replica on torch_xla's own clients, in fresh processes; on a TPU as far as loading libtpu."""
+"""One replica on torch_xla's own clients, in fresh processes; on a TPU up to loading libtpu."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def describe(replica: object) -> tuple[str, str, int]:
 
 
 def python(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run a program of its own, so that the tests' process never starts a runtime."""
+    """Run code in a fresh process, so that the tests' process never starts a runtime."""
     chooses = ("PJRT_", "CPU_NUM", "POLYXLA_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(chooses)}
     command = [sys.executable, "-c", code]
@@ -31,7 +31,7 @@ def python(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_spawned_replica_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spawned_replica_runs_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env.CPU_NUM_DEVICES, "8")
     [(kind, device, pid)] = launch(describe, runtime="pjrt", devices=[5], start_method="spawn")
     assert (kind, device) == ("CPU", "xla:5")
@@ -50,11 +50,13 @@ def test_an_inline_replica_can_be_launched_twice_and_leaves_no_variable() -> Non
 
 
 @pytest.mark.parametrize(
-    ("asked", "count"),
+    ("requested", "count"),
     [({"POLYXLA_COMPILE_CACHE": "/mine"}, 1), ({"POLYXLA_COMPILE_CACHE": "off"}, 0)],
 )
-def test_who_asks_to_keep_programs_hears_that_one_replica_cannot(asked: dict[str, str], count: int) -> None:
-    environ = {"PJRT_DEVICE": "CPU", **asked}
+def test_a_requested_compile_cache_is_reported_as_unused_with_one_replica(
+    requested: dict[str, str], count: int
+) -> None:
+    environ = {"PJRT_DEVICE": "CPU", **requested}
     done = python(
         "import polyxla, torch_xla\n"
         "def nothing(replica): pass\n"
@@ -62,11 +64,11 @@ def test_who_asks_to_keep_programs_hears_that_one_replica_cannot(asked: dict[str
         **environ,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("POLYXLA_COMPILE_CACHE=/mine: no compiled programs are kept here") == count
+    assert done.stderr.count("POLYXLA_COMPILE_CACHE=/mine: no compiled programs are cached here") == count
     assert done.stderr.count("no compiled programs") == count
 
 
-def test_a_running_client_that_does_not_fit_is_refused() -> None:
+def test_a_device_that_the_running_client_does_not_have_is_refused() -> None:
     done = python(
         "import os, polyxla\n"
         "def device(replica): return str(replica.device)\n"
@@ -80,7 +82,7 @@ def test_a_running_client_that_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.long
-def test_a_process_whose_autograd_came_before_the_device_is_refused() -> None:
+def test_a_process_that_called_backward_before_it_had_the_device_is_refused() -> None:
     done = python(
         "import polyxla, torch\n"
         "torch.ones(3, requires_grad=True).sum().backward()\n"
@@ -108,7 +110,7 @@ def test_a_process_that_runs_on_another_device_type_is_refused() -> None:
 
 @pytest.fixture
 def tpu_host(tmp_path: Path) -> tuple[Path, dict[str, str]]:
-    """Return a v4 host's PCI devices, and what its environment says."""
+    """Return a v4 host's PCI devices, and its environment."""
     for index in range(4):
         device = tmp_path / "pci" / f"0000:00:{index:02x}.0"
         device.mkdir(parents=True)
@@ -127,7 +129,7 @@ def tpu_host(tmp_path: Path) -> tuple[Path, dict[str, str]]:
         pytest.param((0, 1, 2, 3), id="all", marks=pytest.mark.long),
     ],
 )
-def test_a_tpu_job_gets_as_far_as_loading_libtpu(
+def test_a_tpu_job_runs_up_to_loading_libtpu(
     tpu_host: tuple[Path, dict[str, str]], devices: tuple[int, ...]
 ) -> None:
     pci, environ = tpu_host

@@ -1,4 +1,4 @@
-"""Where replicas are, and what their processes are told; pure functions."""
+"""The layout of replicas and the environment of their processes; pure functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from polyxla import UsageError
 from polyxla_bridge.env import from_environ
 from polyxla_pjrt import env, torchrun
-from polyxla_pjrt.discovery import asked_devices, discover, plan_for, replica_environment
+from polyxla_pjrt.discovery import discover, plan_for, replica_environment, requested_devices
 from polyxla_pjrt.layout import Layout, Plan, cpu_layout, tpu_layout
 from polyxla_pjrt.tpu.accelerators import AcceleratorType
 
@@ -33,7 +33,7 @@ def tpu(name: str) -> AcceleratorType:
         ("v6e-1", Layout()),
     ],
 )
-def test_a_whole_slice_is_laid_out_as_a_tpu_is(name: str, layout: Layout) -> None:
+def test_all_devices_of_a_slice_get_the_layout_of_a_tpu(name: str, layout: Layout) -> None:
     accelerator = tpu(name)
     assert tpu_layout(accelerator, range(accelerator.devices)) == layout
     assert layout.replicas == accelerator.devices
@@ -51,7 +51,7 @@ def test_a_whole_slice_is_laid_out_as_a_tpu_is(name: str, layout: Layout) -> Non
         ("v4-8", [0, 2], Layout(processes=2)),
     ],
 )
-def test_some_of_a_slices_devices(name: str, devices: list[int], layout: Layout) -> None:
+def test_some_devices_of_a_slice_get_a_layout(name: str, devices: list[int], layout: Layout) -> None:
     assert tpu_layout(tpu(name), devices) == layout
 
 
@@ -64,7 +64,9 @@ def test_some_of_a_slices_devices(name: str, devices: list[int], layout: Layout)
         (4, "2", Layout(threads=2, processes=2)),
     ],
 )
-def test_cpu_replicas_are_processes_unless_told(count: int, processes: str | None, layout: Layout) -> None:
+def test_cpu_replicas_are_processes_unless_a_variable_sets_their_number(
+    count: int, processes: str | None, layout: Layout
+) -> None:
     environ = {} if processes is None else {env.POLYXLA_PJRT_PROCESSES: processes}
     assert cpu_layout(count, environ) == layout
 
@@ -74,8 +76,8 @@ def test_processes_that_cannot_share_equally_are_refused(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         cpu_layout(4, {env.POLYXLA_PJRT_PROCESSES: text})
     assert str(caught.value) == (
-        f"4 replicas cannot be shared equally by {text} processes (from POLYXLA_PJRT_PROCESSES={text}). "
-        "Write one of 1, 2, 4, or unset it for a process each."
+        f"{text} processes cannot share 4 replicas equally (from POLYXLA_PJRT_PROCESSES={text}). "
+        "Write one of 1, 2, 4, or unset it for one process per replica."
     )
 
 
@@ -91,24 +93,24 @@ def test_ordinals_count_through_threads_then_processes_then_hosts() -> None:
     }
 
 
-def test_each_process_is_told_its_share_and_they_meet() -> None:
+def test_each_process_gets_its_share_and_one_coordinator() -> None:
     plan = Plan("TPU", Layout(threads=1, processes=4, hosts=2), tpu("v4-16"))
-    told = plan.each({"KEPT": "yes"}, cpu_count=2)
-    shares = [from_environ(one) for one in told]
+    environs = plan.process_environments({"KEPT": "yes"}, cpu_count=2)
+    shares = [from_environ(one) for one in environs]
     assert [share.local for share in shares] == [(index,) for index in range(8)]
     assert len({share.coordinator for share in shares}) == 1
-    assert len({one[env.MASTER_PORT] for one in told}) == 1
+    assert len({one[env.MASTER_PORT] for one in environs}) == 1
     assert {(share.platform, share.kind) for share in shares} == {("TPU", "TPU v4")}
-    assert [one[env.PJRT_LOCAL_PROCESS_RANK] for one in told] == ["0", "1", "2", "3"] * 2
-    assert [one[env.TPU_WORKER_ID] for one in told] == ["0"] * 4 + ["1"] * 4
-    assert [one[env.CLOUD_TPU_TASK_ID] for one in told] == [str(index) for index in range(8)]
-    assert {one[env.TPU_SKIP_MDS_QUERY] for one in told} == {"1"}
-    assert {one["KEPT"] for one in told} == {"yes"}
+    assert [one[env.PJRT_LOCAL_PROCESS_RANK] for one in environs] == ["0", "1", "2", "3"] * 2
+    assert [one[env.TPU_WORKER_ID] for one in environs] == ["0"] * 4 + ["1"] * 4
+    assert [one[env.CLOUD_TPU_TASK_ID] for one in environs] == [str(index) for index in range(8)]
+    assert {one[env.TPU_SKIP_MDS_QUERY] for one in environs} == {"1"}
+    assert {one["KEPT"] for one in environs} == {"yes"}
 
 
-def test_two_launches_meet_at_ports_of_their_own() -> None:
+def test_two_launches_use_different_ports() -> None:
     plan = Plan("CPU", Layout(processes=2))
-    (one, _), (other, _) = plan.each({}, 2), plan.each({}, 2)
+    (one, _), (other, _) = plan.process_environments({}, 2), plan.process_environments({}, 2)
     assert one["POLYXLA_BRIDGE_COORDINATOR"] != other["POLYXLA_BRIDGE_COORDINATOR"]
 
 
@@ -116,12 +118,12 @@ def test_two_launches_meet_at_ports_of_their_own() -> None:
     ("layout", "waiting", "compute"),
     [(Layout(), 4, 3), (Layout(threads=8), 32, 1), (Layout(processes=8), 4, 1), (Layout(threads=2), 8, 1)],
 )
-def test_pools_hold_every_waiting_replica_and_share_the_cores(
+def test_thread_pools_hold_every_waiting_replica_and_share_the_cores(
     layout: Layout, waiting: int, compute: int
 ) -> None:
-    told = Plan("CPU", layout).each({}, cpu_count=3)[0]
-    assert int(told[env.XLA_THREAD_POOL_SIZE]) >= waiting
-    assert int(told[env.NPROC]) == compute
+    environs = Plan("CPU", layout).process_environments({}, cpu_count=3)[0]
+    assert int(environs[env.XLA_THREAD_POOL_SIZE]) >= waiting
+    assert int(environs[env.NPROC]) == compute
 
 
 def test_an_emulated_tpu_is_discovered_as_one(tmp_path: Path) -> None:
@@ -133,7 +135,7 @@ def test_an_emulated_tpu_is_discovered_as_one(tmp_path: Path) -> None:
     assert discover(environ, "tpu", tmp_path).unavailable is None
     prepared = environ | replica_environment(environ, found, (0, 1))
     assert prepared[env.PJRT_DEVICE] == "TPU_POLYXLA"
-    # What `polyxla run` prepares is understood by the launch in the script.
+    # The launch in the script reads the environment that `polyxla run` has prepared.
     again = discover(prepared, "auto", tmp_path)
     assert (again.kind, len(again.devices)) == ("TPU", 8)
     plan = plan_for(prepared, again.kind, (0, 1))
@@ -156,13 +158,15 @@ def test_one_emulated_core_is_bridged_and_one_cpu_is_not() -> None:
         ),
     ],
 )
-def test_what_cannot_be_emulated_is_refused(environ: dict[str, str], text: str, tmp_path: Path) -> None:
+def test_an_emulation_of_an_unknown_type_or_beside_the_cpu_is_refused(
+    environ: dict[str, str], text: str, tmp_path: Path
+) -> None:
     assert text in str(discover(environ, "auto", tmp_path).unavailable)
 
 
-def test_torchruns_processes_are_the_replicas(tmp_path: Path) -> None:
+def test_processes_of_torchrun_are_the_replicas(tmp_path: Path) -> None:
     found = discover(TORCHRUN, "auto", tmp_path)
-    assert asked_devices(TORCHRUN, found) == (0, 1, 2, 3)
+    assert requested_devices(TORCHRUN, found) == (0, 1, 2, 3)
     assert plan_for(TORCHRUN, "CPU", (0, 1, 2, 3)) == Plan("CPU", Layout(processes=4))
     # Two threads in each of its four.
     assert plan_for(TORCHRUN, "CPU", tuple(range(8))) == Plan("CPU", Layout(threads=2, processes=4))
@@ -171,8 +175,8 @@ def test_torchruns_processes_are_the_replicas(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("environ", "devices", "text"),
     [
-        (TORCHRUN, 1, "1 replicas cannot be shared equally by 4 processes"),
-        (TORCHRUN, 2, "2 replicas cannot be shared equally by 4 processes"),
+        (TORCHRUN, 1, "4 processes cannot share 1 replicas equally"),
+        (TORCHRUN, 2, "4 processes cannot share 2 replicas equally"),
         (
             TORCHRUN | {env.POLYXLA_PJRT_PROCESSES: "2"},
             4,
@@ -196,12 +200,14 @@ def test_torchruns_processes_are_the_replicas(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_torchrun_that_does_not_match_is_refused(environ: dict[str, str], devices: int, text: str) -> None:
+def test_a_torchrun_with_another_number_of_processes_is_refused(
+    environ: dict[str, str], devices: int, text: str
+) -> None:
     kind = "TPU" if env.POLYXLA_EMULATE in environ else "CPU"
     with pytest.raises(UsageError) as caught:
         plan_for(environ, kind, tuple(range(devices)))
     assert text in str(caught.value)
 
 
-def test_without_torchrun_nothing_is_joined() -> None:
+def test_without_torchrun_its_other_variables_do_not_count() -> None:
     assert torchrun.process_count({env.WORLD_SIZE: "4", env.RANK: "0"}) is None

@@ -146,7 +146,7 @@ def test_tpu_env_is_a_mapping_of_texts(client: MetadataClient) -> None:
         ("a:1:fd00::1,b:2:fd00::2", ("fd00::1", "fd00::2")),
     ],
 )
-def test_worker_addresses(
+def test_worker_addresses_are_read_from_the_endpoints(
     client: MetadataClient, server: Server, text: str, addresses: tuple[str, ...]
 ) -> None:
     server.attributes["worker-network-endpoints"] = text
@@ -154,7 +154,7 @@ def test_worker_addresses(
 
 
 @pytest.mark.parametrize("text", ["", "10.0.0.1", "a:1:10.0.0.1,", "a:1:"])
-def test_endpoints_of_another_form(client: MetadataClient, server: Server, text: str) -> None:
+def test_endpoints_of_another_form_are_refused(client: MetadataClient, server: Server, text: str) -> None:
     server.attributes["worker-network-endpoints"] = text
     with pytest.raises(MetadataError, match="not a list of name:uid:address"):
         client.worker_addresses()
@@ -171,7 +171,7 @@ def test_endpoints_of_another_form(client: MetadataClient, server: Server, text:
         ("- v4-8", "is not a YAML mapping"),
     ],
 )
-def test_a_tpu_env_that_makes_no_sense(
+def test_a_tpu_env_that_is_not_a_mapping_is_refused(
     client: MetadataClient, server: Server, text: str, message: str
 ) -> None:
     server.attributes["tpu-env"] = text
@@ -179,21 +179,23 @@ def test_a_tpu_env_that_makes_no_sense(
         client.tpu_env()
 
 
-def test_a_missing_key_has_an_error_of_its_own(client: MetadataClient) -> None:
+def test_a_missing_attribute_raises_its_own_error(client: MetadataClient) -> None:
     with pytest.raises(MetadataKeyError, match="has no attribute nothing") as caught:
         client.attribute("nothing")
     assert "TPU_SKIP_MDS_QUERY=1" in caught.value.fix
 
 
 @pytest.mark.parametrize(("key", "status"), [("trouble", 503), ("moved", 302)])
-def test_another_status_is_told(client: MetadataClient, server: Server, key: str, status: int) -> None:
+def test_another_http_status_is_reported(
+    client: MetadataClient, server: Server, key: str, status: int
+) -> None:
     with pytest.raises(MetadataError, match=f"HTTP status {status}") as caught:
         client.attribute(key)
     assert not isinstance(caught.value, MetadataKeyError | MetadataUnreachableError)
     assert server.asked == [key]
 
 
-def test_each_answer_is_asked_for_once(client: MetadataClient, server: Server) -> None:
+def test_each_attribute_is_requested_once(client: MetadataClient, server: Server) -> None:
     for _ in range(3):
         client.tpu_env()
         client.attribute("accelerator-type")
@@ -202,20 +204,20 @@ def test_each_answer_is_asked_for_once(client: MetadataClient, server: Server) -
     assert server.asked == ["tpu-env", "accelerator-type", "nothing"]
 
 
-def test_a_server_that_drips_its_answer_is_given_up(server: Server) -> None:
+def test_a_slowly_dripping_answer_times_out(server: Server) -> None:
     client = MetadataClient(server.host, timeout_s=0.3)
     with pytest.raises(MetadataError, match="did not finish its answer") as caught:
         client.attribute("drip")
     assert not isinstance(caught.value, MetadataUnreachableError)
 
 
-def test_a_server_that_drips_its_headers_is_given_up(server: Server) -> None:
+def test_slowly_dripping_headers_time_out(server: Server) -> None:
     client = MetadataClient(server.host, timeout_s=0.3)
     with pytest.raises(MetadataUnreachableError, match=r"within 0\.3 s"):
         client.attribute("drip-head")
 
 
-def test_after_giving_up_the_server_is_left_alone(server: Server) -> None:
+def test_after_a_timeout_no_more_requests_are_sent(server: Server) -> None:
     client = MetadataClient(server.host, timeout_s=0.3)
     for key in ("drip", "drip", "tpu-env"):
         with pytest.raises(MetadataError, match="did not finish"):
@@ -223,13 +225,13 @@ def test_after_giving_up_the_server_is_left_alone(server: Server) -> None:
     assert server.asked == ["drip"]
 
 
-def test_an_answer_that_breaks_off_is_no_answer(client: MetadataClient) -> None:
+def test_an_answer_that_breaks_off_is_an_error(client: MetadataClient) -> None:
     with pytest.raises(MetadataError, match="did not finish its answer") as caught:
         client.attribute("broken")
     assert not isinstance(caught.value, MetadataUnreachableError)
 
 
-def test_nobody_listens(closed_port: str) -> None:
+def test_a_closed_port_is_reported_as_unreachable(closed_port: str) -> None:
     client = MetadataClient(closed_port)
     with pytest.raises(MetadataUnreachableError, match=f"at {closed_port}") as caught:
         client.attribute("tpu-env")
@@ -238,7 +240,7 @@ def test_nobody_listens(closed_port: str) -> None:
         client.worker_addresses()
 
 
-def test_someone_else_answers(client: MetadataClient) -> None:
+def test_an_answer_of_another_server_is_reported_as_unreachable(client: MetadataClient) -> None:
     with pytest.raises(MetadataUnreachableError, match="not a metadata server"):
         client.attribute("portal")
 
@@ -268,12 +270,12 @@ def test_the_host_comes_from_a_variable(environ: dict[str, str], host: str) -> N
 
 
 @pytest.mark.parametrize("host", ["http://metadata", "metadata/v1", "a b", "user@host", "host:port"])
-def test_a_host_is_a_host(host: str) -> None:
+def test_a_malformed_host_is_refused(host: str) -> None:
     with pytest.raises(UsageError, match="host:port"):
         MetadataClient.from_environ({"GCE_METADATA_HOST": host})
 
 
-def test_errors_travel_between_processes(closed_port: str) -> None:
+def test_errors_can_be_pickled(closed_port: str) -> None:
     with pytest.raises(MetadataUnreachableError) as caught:
         MetadataClient(closed_port).attribute("tpu-env")
     again = pickle.loads(pickle.dumps(caught.value))

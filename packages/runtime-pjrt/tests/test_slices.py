@@ -12,7 +12,7 @@ from polyxla_pjrt.tpu.metadata import (
     MetadataKeyError,
     MetadataUnreachableError,
 )
-from polyxla_pjrt.tpu.slices import Slice, read_slice, read_visible_chips
+from polyxla_pjrt.tpu.slices import TpuSlice, read_slice, read_visible_chips
 
 V3_8 = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v3-8"}
 V4_16 = {
@@ -47,18 +47,18 @@ class Failing(MetadataClient):
         raise self.error
 
 
-NOWHERE = Failing(MetadataUnreachableError("nobody there", fix="Start one."))
+NOWHERE = Failing(MetadataUnreachableError("no server", fix="Start one."))
 SILENT = Failing(AssertionError("the metadata server was asked"))
 
 
-def from_environ(environ: dict[str, str]) -> Slice:
+def from_environ(environ: dict[str, str]) -> TpuSlice:
     found = read_slice(environ, SILENT)
     assert found is not None
     assert found.origin == "environment"
     return found
 
 
-def from_metadata(tpu_env: dict[str, str], endpoints: str | None = None) -> Slice:
+def from_metadata(tpu_env: dict[str, str], endpoints: str | None = None) -> TpuSlice:
     attributes = {"tpu_env": "\n".join(f"{key}: '{value}'" for key, value in tpu_env.items())}
     if endpoints is not None:
         attributes["worker_network_endpoints"] = endpoints
@@ -68,7 +68,7 @@ def from_metadata(tpu_env: dict[str, str], endpoints: str | None = None) -> Slic
     return found
 
 
-def test_the_least_that_describes_a_host() -> None:
+def test_a_type_alone_describes_one_host() -> None:
     found = from_environ(V3_8)
     assert found.accelerator.name == "v3-8"
     assert (found.worker_id, found.hostnames) == (0, ("localhost",))
@@ -76,7 +76,7 @@ def test_the_least_that_describes_a_host() -> None:
     assert found.visible_chips is None
 
 
-def test_a_pod_slice_by_variables() -> None:
+def test_variables_describe_a_pod_slice() -> None:
     found = from_environ(V4_16)
     assert (found.accelerator.name, found.worker_id, found.hostnames) == ("v4-16", 1, ("a", "b"))
     assert found.bounds == Bounds((1, 1, 2), (2, 2, 1))
@@ -101,7 +101,7 @@ def test_a_pod_slice_by_variables() -> None:
         ),
     ],
 )
-def test_given_bounds_win_over_the_usual_ones(variables: dict[str, str], bounds: Bounds) -> None:
+def test_given_bounds_override_the_default_ones(variables: dict[str, str], bounds: Bounds) -> None:
     named = {"TPU_SKIP_MDS_QUERY": "true", "TPU_ACCELERATOR_TYPE": "v5litepod-8"}
     found = from_environ(named | variables)
     assert found.bounds == found.accelerator.bounds == bounds
@@ -116,13 +116,13 @@ def test_given_bounds_win_over_the_usual_ones(variables: dict[str, str], bounds:
         ("TPU_WORKER_ID", "CLOUD_TPU_TASK_ID", "0"),
     ],
 )
-def test_the_newer_name_wins(old: str, new: str, value: str) -> None:
+def test_the_newer_name_overrides_the_older(old: str, new: str, value: str) -> None:
     assert from_environ(V3_8 | {old: "nonsense", new: value}) == from_environ(V3_8)
     with pytest.raises(UsageError, match=f"{old}=nonsense"):
         read_slice(V3_8 | {old: "nonsense", new: ""}, SILENT)
 
 
-def test_part_of_a_slice_on_one_of_its_hosts() -> None:
+def test_bounds_select_a_part_of_one_host() -> None:
     found = from_environ(
         V4_16 | {"TPU_HOST_BOUNDS": "1,1,1", "TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": ""}
     )
@@ -130,7 +130,7 @@ def test_part_of_a_slice_on_one_of_its_hosts() -> None:
     assert found.accelerator.devices == 4
 
 
-def test_a_tpu_vm() -> None:
+def test_the_metadata_of_a_tpu_vm_describes_its_slice() -> None:
     found = from_metadata(
         {
             "ACCELERATOR_TYPE": "v4-256",
@@ -147,13 +147,13 @@ def test_a_tpu_vm() -> None:
     assert found.bounds == Bounds((2, 2, 8), (2, 2, 1))
 
 
-def test_another_shape_of_v4_by_its_metadata() -> None:
+def test_metadata_gives_another_shape_of_v4() -> None:
     said = {"ACCELERATOR_TYPE": "v4-64", "HOST_BOUNDS": "1,1,8", "WORKER_ID": "0"}
     found = from_metadata(said, ",".join(f"w:{i}:10.0.0.{i}" for i in range(8)))
     assert found.bounds.chips == (2, 2, 8)
 
 
-def test_v3_keeps_to_the_table_whatever_its_metadata_says() -> None:
+def test_v3_uses_the_table_and_not_its_metadata() -> None:
     said = {"ACCELERATOR_TYPE": "v3-32", "HOST_BOUNDS": "1,1,1", "WORKER_ID": "2"}
     found = from_metadata(said, "a:1:10.0.0.1,b:2:10.0.0.2,c:3:10.0.0.3,d:4:10.0.0.4")
     assert found.bounds == Bounds((2, 2, 1), (2, 2, 1))
@@ -163,13 +163,13 @@ def test_one_host_needs_no_endpoints() -> None:
     assert from_metadata({"ACCELERATOR_TYPE": "v6e-8"}).hostnames == ("localhost",)
 
 
-def test_the_type_may_be_an_attribute_of_its_own() -> None:
+def test_the_type_may_be_a_separate_attribute() -> None:
     found = read_slice({}, Metadata(tpu_env="WORKER_ID: 0", accelerator_type="v5litepod-4"))
     assert found is not None
     assert found.accelerator.name == "v5litepod-4"
 
 
-def test_the_metadata_server_wins_and_what_it_silences_is_told() -> None:
+def test_the_metadata_server_overrides_variables_and_lists_them_as_ignored() -> None:
     environ = {"TPU_ACCELERATOR_TYPE": "v4-16", "TPU_PROCESS_BOUNDS": "1,1,2", "TPU_WORKER_ID": ""}
     found = read_slice(environ, Metadata(tpu_env="ACCELERATOR_TYPE: v3-8"))
     assert found is not None
@@ -179,25 +179,25 @@ def test_the_metadata_server_wins_and_what_it_silences_is_told() -> None:
 
 
 @pytest.mark.parametrize("metadata", [NOWHERE, Metadata()], ids=["laptop", "VM without a TPU"])
-def test_neither_knows(metadata: MetadataClient) -> None:
+def test_without_any_description_there_is_no_slice(metadata: MetadataClient) -> None:
     assert read_slice({}, metadata) is None
     assert read_slice({"TPU_SKIP_MDS_QUERY": "", "TPU_WORKER_ID": "0"}, metadata) is None
 
 
 @pytest.mark.parametrize("metadata", [NOWHERE, Metadata()], ids=["laptop", "VM without a TPU"])
-def test_without_a_metadata_server_the_variables_are_asked(metadata: MetadataClient) -> None:
+def test_without_a_metadata_server_the_variables_describe_the_slice(metadata: MetadataClient) -> None:
     found = read_slice({"TPU_ACCELERATOR_TYPE": "v5e-8"}, metadata)
     assert found is not None
     assert (found.accelerator.name, found.origin) == ("v5litepod-8", "environment")
 
 
-def test_a_metadata_server_in_trouble_is_not_passed_over() -> None:
+def test_an_error_of_the_metadata_server_is_raised() -> None:
     with pytest.raises(MetadataError, match="HTTP status 503"):
         read_slice({}, Failing(MetadataError("HTTP status 503", fix="Wait.")))
 
 
 @pytest.mark.parametrize("text", ["0", "false", "False", "no", "OFF", " 0 "])
-def test_the_trap_of_skipping_with_a_no(text: str) -> None:
+def test_skipping_the_metadata_server_with_a_negative_text_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="counts as set") as caught:
         read_slice({"TPU_SKIP_MDS_QUERY": text}, SILENT)
     assert caught.value.where == f"TPU_SKIP_MDS_QUERY={text}"
@@ -210,10 +210,10 @@ def test_the_trap_of_skipping_with_a_no(text: str) -> None:
         ({"TPU_ACCELERATOR_TYPE": ""}, "type is not given", "TPU_SKIP_MDS_QUERY=1"),
         ({"TPU_ACCELERATOR_TYPE": "v4-17"}, "does not come with 17 cores", "TPU_ACCELERATOR_TYPE=v4-17"),
         ({"TPU_ACCELERATOR_TYPE": "a100"}, "no TPU type 'a100'", "TPU_ACCELERATOR_TYPE=a100"),
-        ({"TPU_PROCESS_BOUNDS": "1,2"}, "three whole numbers", "TPU_PROCESS_BOUNDS=1,2"),
-        ({"TPU_HOST_BOUNDS": "1,2,1,1"}, "three whole numbers", "TPU_HOST_BOUNDS=1,2,1,1"),
-        ({"TPU_CHIPS_PER_HOST_BOUNDS": "2,2"}, "three whole numbers", "TPU_CHIPS_PER_HOST_BOUNDS=2,2"),
-        ({"TPU_PROCESS_BOUNDS": "2,2,2"}, "are 32 chips, but v4-16 has 8", "TPU_PROCESS_BOUNDS=2,2,2"),
+        ({"TPU_PROCESS_BOUNDS": "1,2"}, "three positive integers", "TPU_PROCESS_BOUNDS=1,2"),
+        ({"TPU_HOST_BOUNDS": "1,2,1,1"}, "three positive integers", "TPU_HOST_BOUNDS=1,2,1,1"),
+        ({"TPU_CHIPS_PER_HOST_BOUNDS": "2,2"}, "three positive integers", "TPU_CHIPS_PER_HOST_BOUNDS=2,2"),
+        ({"TPU_PROCESS_BOUNDS": "2,2,2"}, "make 32 chips, but v4-16 has 8", "TPU_PROCESS_BOUNDS=2,2,2"),
         ({"TPU_WORKER_ID": "x"}, "worker id 'x' does not fit", "TPU_WORKER_ID=x"),
         ({"TPU_WORKER_ID": "-1"}, "worker id '-1' does not fit", "TPU_WORKER_ID=-1"),
         ({"TPU_WORKER_ID": "1.0"}, "worker id '1.0' does not fit", "TPU_WORKER_ID=1.0"),
@@ -221,16 +221,16 @@ def test_the_trap_of_skipping_with_a_no(text: str) -> None:
         ({"TPU_WORKER_ID": "9" * 5000}, "slice of 2 hosts", f"TPU_WORKER_ID={'9' * 5000}"),
         ({"CLOUD_TPU_TASK_ID": "7"}, "worker id '7' does not fit", "CLOUD_TPU_TASK_ID=7"),
         ({"TPU_WORKER_ID": ""}, "worker id '' does not fit", "TPU_WORKER_ID is unset"),
-        ({"TPU_WORKER_HOSTNAMES": "a"}, "2 hosts .1,1,2., and 1 name", "TPU_WORKER_HOSTNAMES=a"),
-        ({"TPU_WORKER_HOSTNAMES": "a,b,c"}, "and 3 names", "TPU_WORKER_HOSTNAMES=a,b,c"),
-        ({"TPU_WORKER_HOSTNAMES": "a,,"}, "and 1 name", "TPU_WORKER_HOSTNAMES=a,,"),
-        ({"TPU_WORKER_HOSTNAMES": "a,a"}, "said to be a", "TPU_WORKER_HOSTNAMES=a,a"),
-        ({"TPU_WORKER_HOSTNAMES": ""}, "and 0 names", "TPU_WORKER_HOSTNAMES is unset"),
+        ({"TPU_WORKER_HOSTNAMES": "a"}, "2 hosts .1,1,2., but 1 name", "TPU_WORKER_HOSTNAMES=a"),
+        ({"TPU_WORKER_HOSTNAMES": "a,b,c"}, "but 3 names", "TPU_WORKER_HOSTNAMES=a,b,c"),
+        ({"TPU_WORKER_HOSTNAMES": "a,,"}, "but 1 name", "TPU_WORKER_HOSTNAMES=a,,"),
+        ({"TPU_WORKER_HOSTNAMES": "a,a"}, "has the name a", "TPU_WORKER_HOSTNAMES=a,a"),
+        ({"TPU_WORKER_HOSTNAMES": ""}, "but 0 names", "TPU_WORKER_HOSTNAMES is unset"),
         ({"TPU_VISIBLE_CHIPS": "0,4"}, "0 to 3", "TPU_VISIBLE_CHIPS=0,4"),
         ({"TPU_VISIBLE_CHIPS": "0,1"}, "2 of this host's chips", "TPU_VISIBLE_CHIPS=0,1"),
     ],
 )
-def test_a_wrong_variable_is_named(changes: dict[str, str], what: str, where: str) -> None:
+def test_an_invalid_variable_is_named(changes: dict[str, str], what: str, where: str) -> None:
     with pytest.raises(UsageError, match=what) as caught:
         read_slice(V4_16 | changes, SILENT)
     assert caught.value.where == where
@@ -241,12 +241,12 @@ def test_a_wrong_variable_is_named(changes: dict[str, str], what: str, where: st
     ("tpu_env", "endpoints", "what", "where"),
     [
         ({"ACCELERATOR_TYPE": "v9-8"}, None, "no TPU type", "ACCELERATOR_TYPE in the metadata"),
-        ({"ACCELERATOR_TYPE": "v4-8", "HOST_BOUNDS": "1"}, None, "three whole", "HOST_BOUNDS in the"),
+        ({"ACCELERATOR_TYPE": "v4-8", "HOST_BOUNDS": "1"}, None, "three positive", "HOST_BOUNDS in the"),
         ({"ACCELERATOR_TYPE": "v4-16", "WORKER_ID": "5"}, "a:1:b,c:2:d", "'5'", "WORKER_ID in the"),
         ({"ACCELERATOR_TYPE": "v4-16", "WORKER_ID": "0"}, "a:1:b", "1 name", "worker-network-endpoints"),
     ],
 )
-def test_wrong_metadata_is_named(
+def test_invalid_metadata_is_named(
     tpu_env: dict[str, str], endpoints: str | None, what: str, where: str
 ) -> None:
     with pytest.raises(UsageError, match=what) as caught:
@@ -254,7 +254,7 @@ def test_wrong_metadata_is_named(
     assert where in str(caught.value.where)
 
 
-def test_chips_can_be_picked_together_with_their_arrangement() -> None:
+def test_visible_chips_go_with_bounds_of_the_same_number() -> None:
     two = {"TPU_CHIPS_PER_PROCESS_BOUNDS": "1,2,1", "TPU_VISIBLE_CHIPS": "2,3"}
     found = from_environ({"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v4-8"} | two)
     assert found.visible_chips == (2, 3)
@@ -264,12 +264,12 @@ def test_chips_can_be_picked_together_with_their_arrangement() -> None:
 @pytest.mark.parametrize(
     ("text", "chips"), [(None, None), ("", None), ("0", (0,)), ("3, 1", (3, 1)), ("0,1,2,3", (0, 1, 2, 3))]
 )
-def test_visible_chips(text: str | None, chips: tuple[int, ...] | None) -> None:
+def test_visible_chips_are_read_as_numbers(text: str | None, chips: tuple[int, ...] | None) -> None:
     assert read_visible_chips({} if text is None else {"TPU_VISIBLE_CHIPS": text}, 4) == chips
 
 
 @pytest.mark.parametrize("text", ["4", "-1", "a", "0,0", "0,", "0;1", "1.0", "9" * 5000])
-def test_chips_that_are_not_there(text: str) -> None:
+def test_visible_chips_that_the_host_does_not_have_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="0 to 3") as caught:
         read_visible_chips({"TPU_VISIBLE_CHIPS": text}, 4)
     assert caught.value.where == f"TPU_VISIBLE_CHIPS={text}"

@@ -25,7 +25,7 @@ def hosts(count: int) -> list[str]:
     return [f"10.0.0.{i}" for i in range(count)]
 
 
-def test_one_host_of_v3() -> None:
+def test_the_environment_of_one_v3_host() -> None:
     addresses = "localhost:8476,localhost:8477,localhost:8478,localhost:8479"
     assert process_environments(accelerator("v3-8")) == tuple(
         {
@@ -40,7 +40,7 @@ def test_one_host_of_v3() -> None:
     )
 
 
-def test_worker_1_of_v3_32() -> None:
+def test_the_environment_of_worker_1_of_a_v3_32() -> None:
     found = process_environments(accelerator("v3-32"), worker_id=1, hostnames=["a", "b", "c", "d"])
     assert found[2] == {
         "TPU_PROCESS_BOUNDS": "4,4,1",
@@ -76,7 +76,7 @@ def test_worker_1_of_v3_32() -> None:
         ("v6e-256", 64, 4, "16,16,1", (252, 255)),
     ],
 )
-def test_bounds_and_task_ids(
+def test_bounds_and_task_ids_of_each_type(
     name: str, host_count: int, processes: int, bounds: str, task_ids: tuple[int, int]
 ) -> None:
     found = process_environments(
@@ -89,7 +89,7 @@ def test_bounds_and_task_ids(
 
 @settings(deadline=None)
 @given(name=st.sampled_from(SMALL_TYPES), base_port=st.integers(1024, 60000))
-def test_over_all_workers_nothing_is_missing_or_twice(name: str, base_port: int) -> None:
+def test_task_ids_and_addresses_are_complete_and_unique_over_all_workers(name: str, base_port: int) -> None:
     kind = accelerator(name)
     names = [f"h{i}" for i in range(kind.hosts)]
     everything = [
@@ -109,7 +109,7 @@ def test_over_all_workers_nothing_is_missing_or_twice(name: str, base_port: int)
 
 @settings(deadline=None)
 @given(name=st.sampled_from(TYPES))
-def test_any_slice_fits_on_one_host(name: str) -> None:
+def test_any_slice_can_be_described_as_one_host(name: str) -> None:
     kind = accelerator(name)
     found = process_environments(kind, bounds=kind.bounds.on_one_host(), local_processes=kind.chips)
     assert len(found) == kind.chips
@@ -120,7 +120,7 @@ def test_any_slice_fits_on_one_host(name: str) -> None:
 
 @settings(deadline=None)
 @given(name=st.sampled_from(TYPES), data=st.data())
-def test_every_core_has_its_place(name: str, data: st.DataObject) -> None:
+def test_every_core_maps_to_one_chip_and_device(name: str, data: st.DataObject) -> None:
     kind = accelerator(name)
     count = kind.chips_per_host * kind.threads_per_process
     core = data.draw(st.integers(0, count - 1))
@@ -129,14 +129,14 @@ def test_every_core_has_its_place(name: str, data: st.DataObject) -> None:
     assert 0 <= local_index < kind.threads_per_process
 
 
-def test_given_bounds_win() -> None:
+def test_given_bounds_override_the_type() -> None:
     flat = Bounds((1, 1, 8), (2, 2, 1))
     found = process_environments(accelerator("v4-64"), bounds=flat, worker_id=7, hostnames=hosts(8))
     assert found[3]["TPU_PROCESS_BOUNDS"] == "2,2,8"
     assert found[3]["CLOUD_TPU_TASK_ID"] == "31"
 
 
-def test_v5e_8_as_two_hosts() -> None:
+def test_a_v5e_8_can_be_two_hosts() -> None:
     found = process_environments(
         accelerator("v5e-8"), bounds=Bounds((1, 2, 1), (2, 2, 1)), worker_id=1, hostnames=hosts(2)
     )
@@ -160,7 +160,7 @@ def test_chosen_chips_are_spread_over_the_processes() -> None:
         (["fd00::1", "[fd00::2]"], ["[fd00::1]:8476", "[fd00::1]:8477", "[fd00::2]:8476", "[fd00::2]:8477"]),
     ],
 )
-def test_addresses(hostnames: list[str], addresses: list[str]) -> None:
+def test_addresses_follow_the_worker_ids(hostnames: list[str], addresses: list[str]) -> None:
     assert process_addresses(hostnames, 2, 8476) == addresses
 
 
@@ -175,7 +175,9 @@ def test_addresses(hostnames: list[str], addresses: list[str]) -> None:
         ("v6e-1", 0, "0", 0, "8476"),
     ],
 )
-def test_a_single_core(name: str, core: int, chip: str, local_index: int, port: str) -> None:
+def test_the_environment_of_a_single_core(
+    name: str, core: int, chip: str, local_index: int, port: str
+) -> None:
     assert single_core_environment(core, accelerator(name)) == (
         {
             "TPU_PROCESS_BOUNDS": "1,1,1",
@@ -190,7 +192,7 @@ def test_a_single_core(name: str, core: int, chip: str, local_index: int, port: 
 
 
 @pytest.mark.parametrize(("name", "core"), [("v3-8", 8), ("v3-32", 8), ("v4-8", 4), ("v4-8", -1)])
-def test_a_core_that_is_not_there(name: str, core: int) -> None:
+def test_a_core_that_the_host_does_not_have_is_refused(name: str, core: int) -> None:
     with pytest.raises(DevicesError, match=r"devices=\["):
         single_core_environment(core, accelerator(name))
 
@@ -198,12 +200,12 @@ def test_a_core_that_is_not_there(name: str, core: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"hostnames": ["a"]}, "has 4 hosts .2,2,1., and 1 name of them are given"),
-        ({"hostnames": ["a", "b", "c", "d", "e"]}, "and 5 names"),
-        ({"hostnames": ["a", "b", "a", "c"]}, "more than one worker is said to be a"),
+        ({"hostnames": ["a"]}, "has 4 hosts .2,2,1., but 1 name of hosts"),
+        ({"hostnames": ["a", "b", "c", "d", "e"]}, "but 5 names"),
+        ({"hostnames": ["a", "b", "a", "c"]}, "more than one worker has the name a"),
         ({"worker_id": 4}, "worker id '4' does not fit a slice of 4 hosts"),
         ({"worker_id": -1}, "worker id '-1' does not fit"),
-        ({"local_processes": 8}, "has 4 chips and as many processes, not 8"),
+        ({"local_processes": 8}, "has 4 chips, so it needs as many processes, not 8"),
         ({"chips": [0, 1, 2]}, "each of 4 processes needs a chip of its own"),
         ({"chips": [0, 1, 2, 2]}, "each of 4 processes"),
         ({"chips": [-1, 1, 2, 3]}, "each of 4 processes"),
@@ -211,7 +213,7 @@ def test_a_core_that_is_not_there(name: str, core: int) -> None:
         ({"base_port": 0}, "the 4 ports from 0 do not exist"),
     ],
 )
-def test_numbers_that_contradict_each_other(arguments: dict[str, Any], message: str) -> None:
+def test_contradicting_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         process_environments(accelerator("v3-32"), **{"hostnames": hosts(4), **arguments})
 

@@ -26,7 +26,9 @@ def test_the_installed_pair_fits() -> None:
         ("2.9.1", "2.10.0", "torch_xla 2.10 loads only with torch 2.10"),
     ],
 )
-def test_pairs(install_plugin: PluginInstaller, torch: str, torch_xla: str, problem: str | None) -> None:
+def test_a_pair_that_does_not_fit_is_described(
+    install_plugin: PluginInstaller, torch: str, torch_xla: str, problem: str | None
+) -> None:
     install_plugin.metadata("torch", version=torch)
     install_plugin.metadata("torch_xla", version=torch_xla)
     found = versions_problem()
@@ -34,7 +36,7 @@ def test_pairs(install_plugin: PluginInstaller, torch: str, torch_xla: str, prob
     assert problem is None or (found is not None and problem in found)
 
 
-def test_the_command_line_says_what_to_install(install_plugin: PluginInstaller) -> None:
+def test_the_command_line_prints_what_to_install(install_plugin: PluginInstaller) -> None:
     install_plugin.metadata("torch", version="2.13.0")
     command = [sys.executable, "-m", "polyxla", "devices", "--runtime", "pjrt", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

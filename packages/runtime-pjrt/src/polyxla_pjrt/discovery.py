@@ -1,7 +1,7 @@
-"""What this machine offers through PJRT, found out without importing torch or touching a device.
+"""Device discovery, without importing torch or touching a device.
 
-A TPU is seen by its PCI ids, its topology in the environment or at the metadata server; torch_xla is
-asked nothing, because its first answer starts the runtime.
+PCI ids show attached TPU chips; the environment or the metadata server describes their topology. torch_xla is
+not asked, because its first answer starts the runtime.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 from polyxla import Claim, Device, Discovery, Setting, UsageError
 from polyxla.env import POLYXLA_DEVICES, from_environ
 from polyxla.plugins.device_request import pick_devices
-from polyxla_pjrt import env, torchrun
+from polyxla_pjrt import env, torchrun, tpu_plan
 from polyxla_pjrt.layout import PREPARED, Plan, cpu_layout, require_bridge, tpu_layout
-from polyxla_pjrt.tpu import plan as tpu
+from polyxla_pjrt.tpu import cores
 from polyxla_pjrt.tpu.accelerators import AcceleratorType
-from polyxla_pjrt.tpu.chips import PCI_ROOT, Chip, attached_chips
+from polyxla_pjrt.tpu.chips import PCI_ROOT, AttachedChip, attached_chips
 from polyxla_pjrt.tpu.versions import RIGHT_PAIR, versions_problem
 
 KINDS = ("CPU", "TPU")
@@ -26,23 +26,23 @@ KINDS = ("CPU", "TPU")
 
 
 def discover(environ: Mapping[str, str], accelerator: str, pci_root: Path = PCI_ROOT) -> Discovery:
-    """Say what a launch from here could use.
+    """Return what a launch on this machine can use.
 
     Args:
-        environ: the environment to judge by.
-        accelerator: ``"auto"``, or the kind of device that is insisted on.
-        pci_root: where the kernel lists PCI devices.
+        environ: the environment to read.
+        accelerator: ``"auto"``, or the required kind of device.
+        pci_root: the directory where the kernel lists PCI devices.
     """
     chips = attached_chips(pci_root)
     claim, reason, kind = _claim(environ, accelerator, chips)
     bare = Discovery(claim, reason, kind, variables=_variables(environ))
     try:
-        _check(environ, accelerator, kind)
+        _check_request(environ, accelerator, kind)
         if emulated := emulated_type(environ):
             return _emulate(bare, emulated)
         if kind == "TPU":
-            return tpu.with_devices(bare, environ, chips)
-        # Unless a number was fixed, as many can be had as are asked for.
+            return cores.with_devices(bare, environ, chips)
+        # Without a fixed number, a launch gets as many devices as it requests.
         return replace(bare, devices=_cpus(environ), growable=not environ.get(env.CPU_NUM_DEVICES))
     except UsageError as error:
         return replace(bare, kind="", unavailable=error.what, fix=error.fix)
@@ -51,27 +51,27 @@ def discover(environ: Mapping[str, str], accelerator: str, pci_root: Path = PCI_
 def replica_environment(
     environ: Mapping[str, str], discovery: Discovery, devices: tuple[int, ...]
 ) -> dict[str, str]:
-    """Return what is laid over the environment of a job; `Plan.each` adds what is each process's own.
+    """Return the variables of a job; `Plan.process_environments` adds those of each process.
 
     Raises:
-        UsageError: these TPU cores cannot be used together, or several replicas need the bridge.
+        UsageError: these TPU cores cannot be used together, or the bridge is missing.
     """
     if plan := plan_for(environ, discovery.kind, devices):
-        return plan.whole(os.cpu_count() or 1)
+        return plan.program_environment(os.cpu_count() or 1)
     if discovery.kind == "TPU":
-        return tpu.core_environment(environ, devices[0])
+        return cores.core_environment(environ, devices[0])
     return {env.PJRT_DEVICE: "CPU", env.POLYXLA_PJRT_LOCAL_DEVICE: str(devices[0])}
 
 
 def plan_for(environ: Mapping[str, str], kind: str, devices: tuple[int, ...]) -> Plan | None:
-    """Return where several replicas are to be; None where torch_xla's own client has one.
+    """Return where several replicas will run; None for one replica on torch_xla's own client.
 
     Raises:
-        UsageError: they cannot be laid out so, or the bridge is not installed.
+        UsageError: these devices cannot be used together, or the bridge is not installed.
     """
     emulated = emulated_type(environ)
     if emulated is None and kind == "TPU":
-        return tpu.plan(environ, devices) if len(devices) > 1 else None
+        return tpu_plan.plan_cores(environ, devices) if len(devices) > 1 else None
     started = torchrun.process_count(environ)
     if emulated is None and len(devices) == 1 and started in (None, 1):
         return None
@@ -82,38 +82,38 @@ def plan_for(environ: Mapping[str, str], kind: str, devices: tuple[int, ...]) ->
     return plan
 
 
-def asked_devices(environ: Mapping[str, str], found: Discovery) -> tuple[int, ...]:
-    """Return the devices that the environment alone asks for.
+def requested_devices(environ: Mapping[str, str], found: Discovery) -> tuple[int, ...]:
+    """Return the devices that the environment requests.
 
     Raises:
-        DevicesError: they are not there.
+        DevicesError: they do not exist.
     """
     return pick_devices(from_environ(environ).devices, "pjrt", found.devices, found.growable)
 
 
-def asked_plan(environ: Mapping[str, str]) -> Plan | None:
-    """Return what the environment alone asks for, as `plan_for` does.
+def requested_plan(environ: Mapping[str, str]) -> Plan | None:
+    """Return the plan that the environment requests; None as in `plan_for`.
 
     Raises:
-        UsageError: it asks for what cannot be.
+        UsageError: the environment requests something that cannot run.
     """
     found = discover(environ, "auto")
     if found.unavailable:
         raise UsageError(found.unavailable, fix=found.fix)
-    return plan_for(environ, found.kind, asked_devices(environ, found))
+    return plan_for(environ, found.kind, requested_devices(environ, found))
 
 
-def asked_kind(environ: Mapping[str, str]) -> str:
-    """Return what ``PJRT_DEVICE`` asks for; `polyxla run` may have prepared the process for the bridge."""
+def requested_kind(environ: Mapping[str, str]) -> str:
+    """Return the kind of device in ``PJRT_DEVICE``, which `polyxla run` may have set to the bridge's."""
     kind = environ.get(env.PJRT_DEVICE, "")
     return {prepared: plain for plain, prepared in PREPARED.items()}.get(kind, kind)
 
 
 def emulated_type(environ: Mapping[str, str]) -> AcceleratorType | None:
-    """Return the type of TPU that is to be emulated, if any.
+    """Return the type of the TPU to emulate, if any.
 
     Raises:
-        UsageError: there is no such type.
+        UsageError: the type is unknown.
     """
     text = environ.get(env.POLYXLA_EMULATE)
     return AcceleratorType.parse(text, f"{env.POLYXLA_EMULATE}={text}") if text else None
@@ -129,10 +129,12 @@ def _emulate(bare: Discovery, accelerator: AcceleratorType) -> Discovery:
     )
 
 
-def _claim(environ: Mapping[str, str], accelerator: str, chips: tuple[Chip, ...]) -> tuple[Claim, str, str]:
+def _claim(
+    environ: Mapping[str, str], accelerator: str, chips: tuple[AttachedChip, ...]
+) -> tuple[Claim, str, str]:
     if text := environ.get(env.POLYXLA_EMULATE):
         return Claim.EXPLICIT, f"{env.POLYXLA_EMULATE}={text}", "TPU"
-    if kind := asked_kind(environ):
+    if kind := requested_kind(environ):
         return Claim.EXPLICIT, f"{env.PJRT_DEVICE}={kind}", kind
     if chips and accelerator in ("auto", "tpu"):
         return Claim.ATTACHED, f"{len(chips)} TPU chip(s) attached", "TPU"
@@ -142,13 +144,13 @@ def _claim(environ: Mapping[str, str], accelerator: str, chips: tuple[Chip, ...]
     return Claim.FALLBACK, f"accelerator={accelerator!r}", accelerator.upper()
 
 
-def _check(environ: Mapping[str, str], accelerator: str, kind: str) -> None:
+def _check_request(environ: Mapping[str, str], accelerator: str, kind: str) -> None:
     if kind not in KINDS:
-        asked = (
+        requested = (
             f"{env.PJRT_DEVICE}={kind}" if environ.get(env.PJRT_DEVICE) else f"accelerator={accelerator!r}"
         )
         raise UsageError(
-            f"{asked} is not a device that runtime 'pjrt' can drive",
+            f"{requested} is not a device that runtime 'pjrt' can drive",
             fix=f"Write {env.PJRT_DEVICE}=CPU or {env.PJRT_DEVICE}=TPU.",
         )
     if accelerator not in ("auto", kind.lower()):
@@ -156,7 +158,7 @@ def _check(environ: Mapping[str, str], accelerator: str, kind: str) -> None:
             f"accelerator={accelerator!r} and {env.PJRT_DEVICE}={kind} contradict each other",
             fix=f"Leave accelerator out, or set {env.PJRT_DEVICE}={accelerator.upper()}.",
         )
-    if environ.get(env.POLYXLA_EMULATE) and asked_kind(environ) not in ("", "TPU"):
+    if environ.get(env.POLYXLA_EMULATE) and requested_kind(environ) not in ("", "TPU"):
         raise UsageError(
             f"{env.POLYXLA_EMULATE}={environ[env.POLYXLA_EMULATE]} and "
             f"{env.PJRT_DEVICE}={environ[env.PJRT_DEVICE]} contradict each other",
@@ -168,11 +170,11 @@ def _check(environ: Mapping[str, str], accelerator: str, kind: str) -> None:
 
 def _cpus(environ: Mapping[str, str]) -> tuple[Device, ...]:
     text = environ.get(env.CPU_NUM_DEVICES, str(torchrun.process_count(environ) or 1))
-    # torch_xla reads a wrong number as zero devices and says nothing.
+    # torch_xla silently reads an invalid number as zero devices.
     count = int(text) if text.isascii() and text.isdecimal() else 0
     if count < 1:
         raise UsageError(
-            f"{env.CPU_NUM_DEVICES}={text} is not a whole number from 1",
+            f"{env.CPU_NUM_DEVICES}={text} is not a positive integer",
             fix=f"Write {env.CPU_NUM_DEVICES}=1, or unset it.",
         )
     return tuple(Device(index, "CPU", f"CPU device {index} of torch_xla") for index in range(count))
@@ -189,4 +191,4 @@ def prepared_plan(environ: Mapping[str, str]) -> Plan | None:
     kind = environ.get(env.PJRT_DEVICE)
     # torch_xla itself launches on all of a host's TPU cores, but knows nothing of a part of them.
     some_cores = kind == "TPU" and environ.get(POLYXLA_DEVICES, "auto") != "auto"
-    return asked_plan(environ) if kind in PREPARED.values() or some_cores else None
+    return requested_plan(environ) if kind in PREPARED.values() or some_cores else None

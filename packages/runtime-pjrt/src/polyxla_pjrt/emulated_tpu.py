@@ -1,4 +1,4 @@
-"""The emulated TPU as torch_xla's registry of plugins knows it. Imported by processes that import torch_xla."""
+"""The emulated TPU, a plugin of torch_xla's. Imported by processes that import torch_xla."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from polyxla_pjrt.layout import say_emulated
 
 
 class EmulatedTpu(plugins.DevicePlugin):
-    """An emulated TPU, as torch_xla's registry of plugins knows it."""
+    """An emulated TPU in torch_xla's registry of plugins."""
 
     def library_path(self) -> str:
         """Fill the bridge's table and return where its library is."""
         from polyxla_bridge.torch_xla_plugin import CpuPlugin
 
         environ = snapshot()
-        # The launcher of replicas has printed it for all of them.
+        # For replicas, the launcher has printed it once for all.
         if env.PJRT_LOCAL_PROCESS_COUNT not in environ and (plan := prepared_plan(environ)):
             say_emulated(plan)
         return CpuPlugin().library_path()
@@ -33,7 +33,7 @@ class EmulatedTpu(plugins.DevicePlugin):
         return plan.layout.processes if plan else 1
 
     def configure_single_process(self) -> None:
-        """Leave everything as the environment has it."""
+        """Do nothing: the environment is complete."""
 
 
 def register_emulated() -> None:

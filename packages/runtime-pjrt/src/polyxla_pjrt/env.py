@@ -1,13 +1,12 @@
-"""The variables this runtime reads or gives to its processes, each spelt as itself.
+"""The variables that this runtime reads or gives to its processes; each constant is spelt as its variable.
 
-Functions that need a variable take a mapping. Only a plain torch_xla program's process is itself given
-variables (`add`): nobody else could.
+Functions that need a variable take a mapping.
 """
 
 from __future__ import annotations
 
 PJRT_DEVICE = "PJRT_DEVICE"
-"""The kind of device torch_xla opens, such as ``TPU`` or ``CPU``.
+"""The kind of device that torch_xla opens, such as ``TPU`` or ``CPU``.
 Default: unset; torch_xla then looks for attached accelerators itself.
 """
 
@@ -17,8 +16,8 @@ Default: 1.
 """
 
 TPU_SKIP_MDS_QUERY = "TPU_SKIP_MDS_QUERY"
-"""Set to ``1``: the slice is described by the variables below, and nobody asks the metadata server.
-Default: unset. Any text counts as set for torch_xla, ``0`` and ``false`` too, so those two are refused.
+"""Set to ``1``: the variables below describe the slice, and the metadata server is not asked.
+Default: unset. torch_xla counts any text as set, even ``0`` and ``false``, so those two are refused.
 """
 
 TPU_ACCELERATOR_TYPE = "TPU_ACCELERATOR_TYPE"
@@ -27,23 +26,23 @@ Default: the metadata server's.
 """
 
 TPU_PROCESS_BOUNDS = "TPU_PROCESS_BOUNDS"
-"""How the slice's processes are arranged, ``x,y,z``. Read: one process per host. Given: one per chip.
-Default: the arrangement usual for the type.
+"""The arrangement of the slice's processes, ``x,y,z``. Read: one process per host. Given: one per chip.
+Default: the usual arrangement of the type.
 """
 
 TPU_HOST_BOUNDS = "TPU_HOST_BOUNDS"
 """The older name of `TPU_PROCESS_BOUNDS`, read where that one is unset."""
 
 TPU_CHIPS_PER_PROCESS_BOUNDS = "TPU_CHIPS_PER_PROCESS_BOUNDS"
-"""How one process's chips are arranged, ``x,y,z``. Read: those of a host. Given: always ``1,1,1``.
-Default: the arrangement usual for the type.
+"""The arrangement of one process's chips, ``x,y,z``. Read: the chips of a host. Given: always ``1,1,1``.
+Default: the usual arrangement of the type.
 """
 
 TPU_CHIPS_PER_HOST_BOUNDS = "TPU_CHIPS_PER_HOST_BOUNDS"
 """The older name of `TPU_CHIPS_PER_PROCESS_BOUNDS`, read where that one is unset."""
 
 CLOUD_TPU_TASK_ID = "CLOUD_TPU_TASK_ID"
-"""A process's number in the slice. Read: of this host's worker, from 0. Given: of each local process.
+"""A process's number in the slice. Read: this host's worker id, from 0. Given: to each local process.
 Default: `TPU_WORKER_ID`.
 """
 
@@ -64,28 +63,28 @@ TPU_PROCESS_PORT = "TPU_PROCESS_PORT"
 """Given: the port one process listens on for the others, from 8476."""
 
 TPU_VISIBLE_CHIPS = "TPU_VISIBLE_CHIPS"
-"""The chips of this host to use, comma separated, from 0. Given: the one chip of a process.
+"""The chips of this host to use, comma separated, from 0. Given: the only chip of a process.
 Default: all of them.
 """
 
 GCE_METADATA_HOST = "GCE_METADATA_HOST"
-"""Where the metadata server is, ``host`` or ``host:port``; the name google-auth gave this variable.
+"""The address of the metadata server, ``host`` or ``host:port``; google-auth reads the same variable.
 Default: ``metadata.google.internal``.
 """
 
 TPU_LIBRARY_PATH = "TPU_LIBRARY_PATH"
-"""Where libtpu.so is.
-Default: the installed libtpu package's.
+"""The path of libtpu.so.
+Default: the one in the installed libtpu package.
 """
 
 POLYXLA_EMULATE = "POLYXLA_EMULATE"
-"""A TPU's type, such as ``v3-8``, to be emulated on this machine's CPU: same processes, threads and names.
+"""The type of a TPU, such as ``v3-8``, to emulate on this machine's CPU: same processes, threads and names.
 Default: unset.
 """
 
 POLYXLA_PJRT_PROCESSES = "POLYXLA_PJRT_PROCESSES"
-"""How many processes share the CPU replicas equally; in a process of several each is a thread.
-Default: as many as replicas.
+"""Number of processes that share the CPU replicas equally; the replicas of one process are threads.
+Default: the number of replicas.
 """
 
 PJRT_LOCAL_PROCESS_RANK = "PJRT_LOCAL_PROCESS_RANK"
@@ -95,14 +94,14 @@ PJRT_LOCAL_PROCESS_COUNT = "PJRT_LOCAL_PROCESS_COUNT"
 """Given: number of processes on a host, as torch_xla's own launch sets it."""
 
 MASTER_ADDR = "MASTER_ADDR"
-"""Given, but read under torchrun: where torch.distributed's store is."""
+"""Given, but read under torchrun: the host of torch.distributed's store."""
 
 MASTER_PORT = "MASTER_PORT"
 """Given, but read under torchrun: the port of torch.distributed's store."""
 
 WORLD_SIZE = "WORLD_SIZE"
 """Number of processes that torchrun has started.
-Default: unset, which means that it has not.
+Default: unset; torchrun has started none.
 """
 
 LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
@@ -117,12 +116,12 @@ Default: unset.
 """
 
 NPROC = "NPROC"
-"""Given: how many threads XLA's own pools have.
+"""Given: number of threads in each of XLA's own pools.
 Default: the number of cores.
 """
 
 XLA_THREAD_POOL_SIZE = "XLA_THREAD_POOL_SIZE"
-"""Given: how many threads torch_xla's pool has.
+"""Given: number of threads in torch_xla's pool.
 Default: the number of cores.
 """
 
@@ -130,7 +129,7 @@ POLYXLA_PJRT_DEVICE = "POLYXLA_PJRT_DEVICE"
 """Given: the index of the device that a process was prepared for, as in ``devices=[index]``."""
 
 POLYXLA_PJRT_LOCAL_DEVICE = "POLYXLA_PJRT_LOCAL_DEVICE"
-"""Given: that device's number among those the process sees."""
+"""Given: that device's number among those that the process sees."""
 
 READ = (
     PJRT_DEVICE,
@@ -150,4 +149,4 @@ READ = (
     TPU_LIBRARY_PATH,
     GCE_METADATA_HOST,
 )
-"""What a person may set."""
+"""The variables that a user may set."""

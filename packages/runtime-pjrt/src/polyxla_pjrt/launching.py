@@ -13,7 +13,7 @@ from polyxla.console import say_once
 from polyxla.contracts.job import ProcessMethod
 from polyxla.env import POLYXLA_COMPILE_CACHE
 from polyxla.launcher.processes import ProcessWork, run_processes
-from polyxla.xla import refuse_touched
+from polyxla.xla import refuse_if_device_in_use
 from polyxla_pjrt import torchrun
 from polyxla_pjrt.layout import Place, Plan, say_emulated
 
@@ -37,7 +37,7 @@ def run_job(job: Job, plan: Plan) -> list[Any]:
     method = job.process_method or "forkserver"
     if method == "fork":
         # Only a fork inherits this process's devices; the other methods start fresh.
-        refuse_touched("launch")
+        refuse_if_device_in_use("launch")
     return run_plan(plan, process_work(job.run, plan, job.function, job.args, job.environ), method)
 
 
@@ -74,7 +74,7 @@ def run_plan(plan: Plan, work: ProcessWork, method: ProcessMethod) -> list[Any]:
     say_emulated(plan)
     if torchrun.process_count(work.environ) is not None:
         return torchrun.run_here(work.run, plan, work.environ)
-    environs = plan.each(work.environ, os.cpu_count() or 1)
+    environs = plan.process_environments(work.environ, os.cpu_count() or 1)
     first = plan.first_process
     processes = range(first, first + len(environs))
     results = run_processes(work, processes, environs, method=method, preload=PRELOAD)

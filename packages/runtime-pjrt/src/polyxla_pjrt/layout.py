@@ -1,4 +1,4 @@
-"""How replicas are laid out over hosts, processes and threads, and what each process must be told.
+"""The layout of replicas over hosts, processes and threads, and the environment of each process.
 
 Pure functions: no environment and no files; the search for a free port is the exception.
 """
@@ -17,21 +17,21 @@ from polyxla_pjrt.tpu.accelerators import AcceleratorType
 from polyxla_pjrt.tpu.topology import join
 
 THREADS_PER_REPLICA = 4
-"""How many threads torch_xla's pool must have for each replica of a process: executions wait in it for each
-other, and a pool that is full of waiting ones never starts the one they wait for."""
+"""Threads that torch_xla's pool must have for each replica of a process. Executions wait in the pool for each
+other: a pool full of waiting ones never starts the one they wait for."""
 PREPARED = {"CPU": "CPU_POLYXLA", "TPU": "TPU_POLYXLA"}
 """The values of ``PJRT_DEVICE`` that choose the bridge. torch_xla's Python reads them up to the first
-underscore, and so calls the device what it is, or stands for."""
+underscore, so the device keeps its usual name."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Replicas in threads, in processes, on hosts; ordinals count through them in that order.
+    """Numbers of threads, processes and hosts; ordinals count through them in that order.
 
     Attributes:
-        threads: replicas of each process.
-        processes: processes of each host.
-        hosts: number of hosts; where they are emulated, all are this machine.
+        threads: replicas in each process.
+        processes: processes on each host.
+        hosts: number of hosts; emulated ones are all this machine.
     """
 
     threads: int = 1
@@ -69,12 +69,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a job of several replicas runs on: here, on the bridge.
+    """Where the replicas of a job run: on the bridge; `polyxla_pjrt.tpu_plan.TpuPlan` is for TPU cores.
 
     Attributes:
-        kind: what the devices are called, ``CPU`` or ``TPU``.
-        layout: where the replicas are.
-        accelerator: the TPU that is emulated; None on the CPU.
+        kind: the name of the devices, ``CPU`` or ``TPU``.
+        layout: how replicas are spread over processes and threads.
+        accelerator: the emulated TPU; None on the CPU.
     """
 
     kind: str
@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def is_bridged(self) -> bool:
-        """Whether the replicas are on the bridge; else they are on torch_xla's own client."""
+        """Whether the replicas run on the bridge; otherwise they run on torch_xla's own client."""
         return True
 
     @property
@@ -91,40 +91,48 @@ class Plan:
         """The number of the first process that this host starts."""
         return 0
 
-    def whole(self, cpu_count: int) -> dict[str, str]:
-        """Return what a process must find in its environment that holds all the replicas itself."""
-        return self._own(Layout(threads=self.layout.replicas), 0, cpu_count, _meeting(free_ports(1)[0]))
+    def program_environment(self, cpu_count: int) -> dict[str, str]:
+        """Return the variables for a program that launches the replicas, and may hold them all as threads."""
+        coordinator = _coordinator_variable(free_ports(1)[0])
+        return self._bridge_variables(Layout(threads=self.layout.replicas), 0, cpu_count, coordinator)
 
-    def each(self, environ: Mapping[str, str], cpu_count: int) -> list[dict[str, str]]:
-        """Return the whole environment of each process, over `environ`; they meet at a port of their own."""
+    def process_environments(self, environ: Mapping[str, str], cpu_count: int) -> list[dict[str, str]]:
+        """Return the complete environment of each process, over `environ`. Chooses free ports."""
         coordinator, store = free_ports(2)
-        # The store is torch.distributed's; torch_xla's own choice is one port for all jobs of a machine.
-        meeting = _meeting(coordinator) | {env.MASTER_ADDR: LOCALHOST, env.MASTER_PORT: str(store)}
+        # The store is torch.distributed's; torch_xla would choose the same port for all jobs of a machine.
+        ports = _coordinator_variable(coordinator) | {env.MASTER_ADDR: LOCALHOST, env.MASTER_PORT: str(store)}
         return [
-            {**environ, **self.one(process, cpu_count, meeting)}
+            {**environ, **self.process_environment(process, cpu_count, ports)}
             for process in range(self.layout.process_count)
         ]
 
-    def one(self, process: int, cpu_count: int, meeting: Mapping[str, str]) -> dict[str, str]:
-        """Return what is laid over the environment of one process."""
+    def process_environment(self, process: int, cpu_count: int, ports: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables of one process.
+
+        Args:
+            process: its number among all processes.
+            cpu_count: cores of this machine, which the processes share.
+            ports: the variables with the addresses where the processes connect.
+        """
         host, rank = divmod(process, self.layout.processes)
         local = {
             env.PJRT_LOCAL_PROCESS_RANK: str(rank),
             env.PJRT_LOCAL_PROCESS_COUNT: str(self.layout.processes),
         }
-        return self._own(self.layout, process, cpu_count, meeting) | local | self._slice(host, process)
+        bridge = self._bridge_variables(self.layout, process, cpu_count, ports)
+        return bridge | local | self._slice_variables(host, process)
 
-    def _own(
-        self, layout: Layout, process: int, cpu_count: int, meeting: Mapping[str, str]
+    def _bridge_variables(
+        self, layout: Layout, process: int, cpu_count: int, ports: Mapping[str, str]
     ) -> dict[str, str]:
         from polyxla_bridge import env as bridge
 
-        # Each replica has pools of its own, and more threads than cores only stand in each other's way.
+        # Each replica has its own pools, and more threads than cores only slow each other down.
         compute = max(1, cpu_count // layout.replicas)
         waiting = THREADS_PER_REPLICA * layout.threads
         kind = f"TPU {self.accelerator.generation}" if self.accelerator else "polyxla CPU"
         return {
-            **meeting,
+            **ports,
             env.PJRT_DEVICE: PREPARED[self.kind],
             env.NPROC: str(compute),
             env.XLA_THREAD_POOL_SIZE: str(max(cpu_count, waiting)),
@@ -133,10 +141,10 @@ class Plan:
             bridge.POLYXLA_BRIDGE_PROCESS: str(process),
             bridge.POLYXLA_BRIDGE_PLATFORM: self.kind,
             bridge.POLYXLA_BRIDGE_KIND: kind,
-        } | (self._slice(0, 0) if self.accelerator else {})
+        } | self._slice_variables(0, 0)
 
-    def _slice(self, host: int, process: int) -> dict[str, str]:
-        """Describe the emulated slice, so that nothing asks the metadata server."""
+    def _slice_variables(self, host: int, process: int) -> dict[str, str]:
+        """Return the description of the emulated slice, so that nothing asks the metadata server."""
         if self.accelerator is None:
             return {}
         names = ",".join(["localhost"] * self.layout.hosts)
@@ -153,12 +161,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Place:
-    """Which replica of a plan one is.
+    """The place of one replica in a plan.
 
     Attributes:
-        plan: where all replicas are.
-        process: the number of its process.
-        thread: its number within the process.
+        plan: where all replicas run.
+        process: number of its process.
+        thread: number of its thread within the process.
     """
 
     plan: Plan
@@ -167,7 +175,7 @@ class Place:
 
 
 def say_emulated(plan: Plan) -> None:
-    """Print, once, that a TPU is emulated, if it is."""
+    """Print once that a TPU is emulated, if the plan emulates one."""
     if plan.accelerator:
         say_once(
             f"emulating a {plan.accelerator.name} on this machine's CPU: {plan.layout.replicas} replicas, "
@@ -175,40 +183,40 @@ def say_emulated(plan: Plan) -> None:
         )
 
 
-def _meeting(port: int) -> dict[str, str]:
+def _coordinator_variable(port: int) -> dict[str, str]:
     from polyxla_bridge import env as bridge
 
     return {bridge.POLYXLA_BRIDGE_COORDINATOR: f"{LOCALHOST}:{port}"}
 
 
 def cpu_layout(count: int, environ: Mapping[str, str], started: int | None = None) -> Layout:
-    """Lay out CPU replicas: a process each, unless POLYXLA_PJRT_PROCESSES says otherwise.
+    """Lay out CPU replicas: one per process, unless POLYXLA_PJRT_PROCESSES sets the number of processes.
 
     Args:
         count: number of replicas.
-        environ: where that variable is.
-        started: number of processes that torchrun has started; None where it has not.
+        environ: the environment with that variable.
+        started: number of processes that torchrun has started; None without torchrun.
 
     Raises:
-        UsageError: the replicas cannot be shared equally by that many processes.
+        UsageError: the processes cannot share the replicas equally.
     """
     text = environ.get(env.POLYXLA_PJRT_PROCESSES) or str(started or count)
     processes = int(text) if text.isascii() and text.isdecimal() else 0
     if not 1 <= processes <= count or count % processes:
         divisors = [str(number) for number in range(1, count + 1) if count % number == 0]
         raise UsageError(
-            f"{count} replicas cannot be shared equally by {text} processes",
+            f"{text} processes cannot share {count} replicas equally",
             where=f"{env.POLYXLA_PJRT_PROCESSES}={text}",
-            fix=f"Write one of {', '.join(divisors)}, or unset it for a process each.",
+            fix=f"Write one of {', '.join(divisors)}, or unset it for one process per replica.",
         )
     return Layout(threads=count // processes, processes=processes)
 
 
 def tpu_layout(accelerator: AcceleratorType, devices: Sequence[int]) -> Layout:
-    """Lay out replicas on some of an emulated slice's devices: as the slice has them if it can be so.
+    """Lay out replicas on devices of an emulated slice, like the slice itself where possible.
 
-    A process holds a chip, a thread each of its devices. Of a chip's two devices both or one may be
-    chosen, but every process holds as many.
+    A process drives one chip, with a thread for each of its devices. Where only some chips have both of their
+    devices chosen, each device gets a process, because all processes have the same number of threads.
     """
     threads = accelerator.threads_per_process
     if len(devices) == accelerator.devices:
@@ -223,7 +231,7 @@ def require_bridge(count: int) -> None:
     """Check that the bridge is installed.
 
     Raises:
-        UsageError: it is not.
+        UsageError: it is missing.
     """
     if importlib.util.find_spec("polyxla_bridge") is None:
         raise UsageError(

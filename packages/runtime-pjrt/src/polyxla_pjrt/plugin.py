@@ -16,7 +16,7 @@ from polyxla_pjrt.layout import Place
 
 @hookimpl
 def polyxla_discover_devices(environ: Mapping[str, str], accelerator: str) -> Discovery:
-    """See the attached TPU chips, or this machine's CPU."""
+    """Find the attached TPU chips, or this machine's CPU."""
     return pjrt.discover(environ, accelerator)
 
 
@@ -24,21 +24,21 @@ def polyxla_discover_devices(environ: Mapping[str, str], accelerator: str) -> Di
 def polyxla_environment(
     environ: Mapping[str, str], discovery: Discovery, devices: tuple[int, ...]
 ) -> dict[str, str]:
-    """Choose torch_xla's device type, and the chip where only one of several is used."""
+    """Choose torch_xla's device type, and the chip when a job uses one of several."""
     return pjrt.replica_environment(environ, discovery, devices)
 
 
 @hookimpl
 def polyxla_prepare(environ: Mapping[str, str]) -> None:
-    """Let the fork server import torch_xla while the program does."""
-    if pjrt.asked_plan(environ) and torchrun.process_count(environ) is None:
+    """Start the fork server, which imports torch_xla while the program does."""
+    if pjrt.requested_plan(environ) and torchrun.process_count(environ) is None:
         running_fork_server(environ, PRELOAD)
 
 
 @hookimpl
 def polyxla_launch(job: Job) -> list[Any]:
-    """Run one replica in this process, or in a fresh one when asked to; several in processes."""
-    plan = pjrt.plan_for(job.environ, pjrt.asked_kind(job.environ), job.devices)
+    """Run one replica in this process, or in a fresh one on request; run several in fresh processes."""
+    plan = pjrt.plan_for(job.environ, pjrt.requested_kind(job.environ), job.devices)
     if plan is None or not plan.is_bridged:
         say_uncached(job.environ)
     if plan is not None:
@@ -50,11 +50,11 @@ def polyxla_launch(job: Job) -> list[Any]:
 
 @hookimpl
 def polyxla_replication(job: Job, place: Place | None) -> Replication:
-    """Touch the device, for the first time in this process (or thread)."""
+    """Open the device, for the first time in this process or thread."""
     if place is not None:
-        from polyxla_pjrt.replicas import SeveralReplication
+        from polyxla_pjrt.replicas import MultiReplication
 
-        return SeveralReplication(place)
+        return MultiReplication(place)
     from polyxla_pjrt.single_replica import SingleReplication
 
     local_device = int(job.environ[env.POLYXLA_PJRT_LOCAL_DEVICE])

@@ -1,8 +1,8 @@
-"""One of several replicas, on TPU cores or on the bridge.
+"""The replicas of one process of a job with several replicas, on TPU cores or on the bridge.
 
-Heavy: imported in their processes, or in the fork server that makes them. It is torch_xla's own model: a
-process has as many devices as replicas, each replica a thread whose default device is its own; the only one
-of a process is its main thread.
+Heavy: imported in the replicas' processes, or in the fork server that forks them. The model is torch_xla's
+own: a process has one device per replica, and each replica is a thread with its device as the default; a
+process's only replica is the main thread.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from polyxla_pjrt.emulated_tpu import register_emulated
 from polyxla_pjrt.layout import Place, Plan
 
 
-class SeveralReplication(CollectiveReplication):
-    """One of several replicas, of which all take part in whatever they do together."""
+class MultiReplication(CollectiveReplication):
+    """The replication of one of several replicas; all of them take part in every collective."""
 
     def __init__(self, place: Place) -> None:
         super().__init__(place.plan.kind, place.thread)
@@ -41,38 +41,38 @@ class SeveralReplication(CollectiveReplication):
             self.cache_counters = CACHE_COUNTERS
 
     def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int] = ()) -> list[bytes]:
-        """Exchange payloads through a gather of their bytes.
+        """Exchange payloads by gathering their bytes.
 
         Raises:
-            UsageError: only some of the replicas take part.
+            UsageError: `replicas` names only some of the replicas.
         """
         if replicas and sorted(replicas) != list(range(self.world.world_size)):
             raise UsageError(
                 f"rendezvous {tag!r} of replicas {list(replicas)} out of {self.world.world_size}",
                 where="replicas",
-                fix="Let all replicas take part: leave replicas out.",
+                fix="Leave replicas out: all of them must take part.",
             )
         payloads: list[bytes] = xm.rendezvous(tag, payload)
         return payloads
 
 
 def _world(place: Place) -> World:
-    """Return where this replica stands. Everything that is divided among replicas goes by it."""
+    """Return this replica's place in the world, by which data and devices are divided among replicas."""
     world = place.plan.layout.world(place.process, place.thread)
     if not place.plan.is_bridged:
-        # libtpu numbers processes by where their chips are, not by how they were started.
+        # libtpu numbers processes by the coordinates of their chips, not in the order of their start.
         world = replace(world, ordinal=xr.global_ordinal(), process_index=xr.process_index())
-    told = (xr.global_ordinal(), xr.global_device_count())
-    if told != (world.ordinal, world.world_size):
-        raise RuntimeError(f"torch_xla says {told}, the plan {world}")
+    actual = (xr.global_ordinal(), xr.global_device_count())
+    if actual != (world.ordinal, world.world_size):
+        raise RuntimeError(f"torch_xla has the ordinal and world size {actual}, the plan {world}")
     return world
 
 
 def run_replicas(replica: Callable[[Place], Any], plan: Plan, process: int) -> list[Any]:
     """Run every replica of this process and return their results in ordinal order.
 
-    The first exception of one is raised at once: the others may wait for it in a collective for ever,
-    and end with the process.
+    Raises the first exception of a replica at once: the other replicas may wait for that one in a collective
+    forever. They end with the process.
     """
     if plan.is_bridged:
         _watch(plan)
@@ -80,12 +80,12 @@ def run_replicas(replica: Callable[[Place], Any], plan: Plan, process: int) -> l
     pjrt.initialize_multiprocess(process % plan.layout.processes, plan.layout.processes)
     if plan.layout.threads == 1:
         return [_on_own_device(replica, Place(plan, process, 0))]
-    replica_process.take_turns()
-    # In a forked process torch makes its autograd engine anew at the first use, which no two threads may be;
-    # with a queue for each of the devices that there are by then.
+    replica_process.shorten_switch_interval()
+    # A forked process creates torch's autograd engine again at the first use. Two threads must not do that at
+    # once, and the engine has queues only for the devices that exist by then.
     torch.zeros((), requires_grad=True).backward()
-    _wait_for_own_device()
-    _give_threads_a_world_each()
+    _wait_only_for_own_device()
+    _isolate_process_groups()
     return _run_threads(
         [
             functools.partial(_on_own_device, replica, Place(plan, process, i))
@@ -105,15 +105,15 @@ def _watch(plan: Plan) -> None:
 
 
 def _on_own_device(replica: Callable[[Place], Any], place: Place) -> Any:
-    replica_process.take(place.thread, place.plan.layout.threads)
+    replica_process.use_device(place.thread, place.plan.layout.threads)
     return replica(place)
 
 
-def _give_threads_a_world_each() -> None:
-    """Let ``torch.distributed`` be set up by each replica that is a thread, as on TPU v2 and v3.
+def _isolate_process_groups() -> None:
+    """Give each thread its own state of ``torch.distributed``, as on TPU v2 and v3.
 
-    Source: torch_xla 2.9.0 does the first in pjrt_backend.py where such chips are attached; torch 2.9 needs
-    the second too, since names of groups repeat in every thread.
+    Source: torch_xla 2.9.0 makes the first call in pjrt_backend.py where such chips are attached. torch 2.9
+    needs the second too, because each thread uses the same names of groups.
     """
     from torch.testing._internal.distributed import multi_threaded_pg
 
@@ -121,11 +121,11 @@ def _give_threads_a_world_each() -> None:
     torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
 
 
-def _wait_for_own_device() -> None:
-    """Let ``xm.wait_device_ops()`` mean, in a replica's thread, that replica's device.
+def _wait_only_for_own_device() -> None:
+    """Make ``xm.wait_device_ops()`` in a replica's thread wait only for that replica's device.
 
-    torch_xla takes the locks of all devices for it. Another replica that cannot begin its step meanwhile is
-    missed in the collective that is waited for: both would wait for ever.
+    torch_xla's own takes the locks of all devices. If the awaited work is a collective, the other replicas
+    cannot take the lock they need to join it: a deadlock.
     """
     native: Any = torch_xla._XLAC  # type: ignore[attr-defined]
     wait = native._xla_wait_device_ops
@@ -141,14 +141,14 @@ def _wait_for_own_device() -> None:
 def _run_threads(replicas: Sequence[Callable[[], Any]]) -> list[Any]:
     outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
 
-    def be(index: int) -> None:
+    def run(index: int) -> None:
         try:
             outcomes.put((index, replicas[index](), None))
         except BaseException as error:
             outcomes.put((index, None, error))
 
     for index in range(len(replicas)):
-        threading.Thread(target=be, args=(index,), name=f"{REPLICA_THREAD}-{index}", daemon=True).start()
+        threading.Thread(target=run, args=(index,), name=f"{REPLICA_THREAD}-{index}", daemon=True).start()
     results: dict[int, Any] = {}
     while len(results) < len(replicas):
         index, result, error = outcomes.get()

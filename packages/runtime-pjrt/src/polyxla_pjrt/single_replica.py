@@ -1,4 +1,4 @@
-"""The only replica of its job. Heavy: imported in the replica, never for discovery."""
+"""The replication of a job's only replica. Heavy: imported in the replica, never for discovery."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class SingleReplication(XlaReplication):
         self._check_autograd()
 
     def _check_autograd(self) -> None:
-        """Refuse a process whose autograd knows nothing of the device.
+        """Refuse a process whose autograd engine was created before the device.
 
-        torch makes a queue for each device at the first ``backward()`` of a process, and never again; a
-        device that came later ends every ``backward()`` with an internal assertion.
+        torch creates a queue for each device at a process's first ``backward()``, and never again. With a
+        device that was opened later, every ``backward()`` fails with an internal assertion.
         """
         try:
             torch.zeros((), device=self.device, requires_grad=True).backward()
         except RuntimeError as error:
             raise UsageError(
-                f"this process called backward() before it had {self.device}, which torch's autograd "
-                "therefore cannot use",
+                f"this process called backward() before it had {self.device}, so torch's autograd cannot use "
+                "that device",
                 where="start_method",
                 fix="Launch with start_method='forkserver', which starts a fresh process, or call backward() "
                 "after the launch.",
@@ -45,10 +45,10 @@ class SingleReplication(XlaReplication):
         return [tensor]
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Leave the gradients: the mean over one replica is its own."""
+        """Leave the gradients as they are: the mean over one replica."""
 
     def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int] = ()) -> list[bytes]:
-        """Return the one payload."""
+        """Return the only payload."""
         if any(ordinal != 0 for ordinal in replicas):
             raise ValueError(f"rendezvous {tag!r}: replicas={list(replicas)}, but there is only ordinal 0")
         return [payload]

@@ -1,4 +1,4 @@
-"""The runtime's entry point in torch_xla, which imports it with itself: plain torch_xla programs come here.
+"""The runtime's entry point in torch_xla, which imports this module with itself, also in plain programs.
 
 Where the environment asks for bridged replicas, ``torch_xla.launch`` and ``xmp.spawn`` start them as
 `polyxla.launch` does: prepared processes, real collectives, no silent hang. Otherwise the only change is that
@@ -14,16 +14,16 @@ from typing import Any
 import torch_xla
 import torch_xla.core.xla_model as xm
 
-from polyxla.env import POLYXLA_RUNTIME, add, snapshot
+from polyxla.env import POLYXLA_RUNTIME, snapshot, update_environ
 from polyxla.xla import first_device_use
-from polyxla.xla.torch_xla_launch import Launched, serve
+from polyxla.xla.torch_xla_launch import TorchXlaLaunch, handle_launches
 from polyxla_pjrt import discovery, env, torchrun
-
-# The entry point names the class here, so that loading it also installs what follows.
-from polyxla_pjrt.emulated_tpu import EmulatedTpu as EmulatedTpu
-from polyxla_pjrt.emulated_tpu import register_emulated
+from polyxla_pjrt.emulated_tpu import EmulatedTpu, register_emulated
 from polyxla_pjrt.launching import process_work, run_plan, say_uncached
 from polyxla_pjrt.layout import PREPARED, Plan
+
+# The entry point names the class in this module, so that loading it runs `_install` as well.
+__all__ = ["EmulatedTpu"]
 
 
 def prepare(environ: Mapping[str, str]) -> dict[str, str]:
@@ -42,16 +42,16 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
     asks_for_cpu = environ.get(env.PJRT_DEVICE, "CPU" if is_started_by_torchrun else "") == "CPU"
     if not environ.get(env.POLYXLA_EMULATE) and not asks_for_cpu:
         return {}
-    plan = discovery.asked_plan(environ)
+    plan = discovery.requested_plan(environ)
     if plan is None:
         say_uncached(environ)
         return {}
     if is_started_by_torchrun:
         return torchrun.environment(plan, environ, os.cpu_count() or 1)
-    return plan.whole(os.cpu_count() or 1)
+    return plan.program_environment(os.cpu_count() or 1)
 
 
-def _run(plan: Plan, launched: Launched) -> list[Any]:
+def _run(plan: Plan, launched: TorchXlaLaunch) -> list[Any]:
     work = process_work(launched.call, plan, launched.function, launched.args, snapshot())
     return run_plan(plan, work, launched.method)
 
@@ -65,9 +65,9 @@ def _join_torchrun() -> None:
 
 
 def _install() -> None:
-    add(prepare(snapshot()))
-    serve(lambda: discovery.prepared_plan(snapshot()), _run)
-    first_device_use.remember(_join_torchrun)
+    update_environ(prepare(snapshot()))
+    handle_launches(lambda: discovery.prepared_plan(snapshot()), _run)
+    first_device_use.record(_join_torchrun)
     if snapshot().get(env.PJRT_DEVICE) == PREPARED["TPU"]:
         register_emulated()
 

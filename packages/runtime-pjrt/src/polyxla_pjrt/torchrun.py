@@ -1,4 +1,4 @@
-"""Processes that torchrun has started: they are replicas' processes already, and only have to meet."""
+"""Support for torchrun: its processes run the replicas, and only have to find each other."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from polyxla_pjrt import env
 from polyxla_pjrt.layout import Plan
 
 MEET_TIMEOUT_S = 120
-"""Longest wait for all of torchrun's processes to be there, in seconds."""
+"""Longest wait for all of torchrun's processes to connect, in seconds."""
 _KEY = "polyxla/coordinator"
 
 
 def process_count(environ: Mapping[str, str]) -> int | None:
-    """Return how many processes torchrun has started; None where it has not.
+    """Return the number of processes that torchrun has started; None without torchrun.
 
     Raises:
-        UsageError: they are on several hosts.
+        UsageError: the processes run on several hosts.
     """
     if not environ.get(env.TORCHELASTIC_RUN_ID):
         return None
@@ -39,10 +39,10 @@ def process_count(environ: Mapping[str, str]) -> int | None:
 
 
 def check(plan: Plan, environ: Mapping[str, str]) -> None:
-    """Check that torchrun, if it is what started this process, has started as many as there are to be.
+    """Check that torchrun, if it has started this process, has started as many processes as planned.
 
     Raises:
-        UsageError: it has not.
+        UsageError: it has started another number.
     """
     started = process_count(environ)
     if started is not None and started != plan.layout.process_count:
@@ -55,42 +55,42 @@ def check(plan: Plan, environ: Mapping[str, str]) -> None:
 
 
 def environment(plan: Plan, environ: Mapping[str, str], cpu_count: int) -> dict[str, str]:
-    """Return what is laid over the environment of this one of torchrun's processes; waits for the others.
+    """Return the variables of this process, which torchrun has started. Waits for process 0.
 
     Raises:
-        UsageError: torchrun's store cannot be reached, or process 0 did not come to it in time.
+        UsageError: torchrun's store cannot be reached, or process 0 did not write to it in time.
     """
     from polyxla_bridge import env as bridge
 
     rank = int(environ[env.RANK])
     address, port = environ[env.MASTER_ADDR], environ[env.MASTER_PORT]
-    meeting = {
+    addresses = {
         bridge.POLYXLA_BRIDGE_COORDINATOR: _coordinator(
             rank, address, int(port), environ[env.TORCHELASTIC_RUN_ID]
         ),
         env.MASTER_ADDR: address,
         env.MASTER_PORT: port,
     }
-    return plan.one(rank, cpu_count, meeting)
+    return plan.process_environment(rank, cpu_count, addresses)
 
 
 def run_here(run: Any, plan: Plan, environ: Mapping[str, str]) -> list[Any]:
-    """Be one of torchrun's processes; return the results of its own replicas.
+    """Run the replicas of this process, which torchrun has started, and return their results.
 
     Args:
         run: called with the process's number, in the environment that it needs.
-        plan: where all replicas are.
+        plan: where all replicas run.
         environ: the job's environment.
     """
     whole = {**environ, **environment(plan, environ, os.cpu_count() or 1)}
-    with polyxla.env.lent(whole):
+    with polyxla.env.temporary_environ(whole):
         results: list[Any] = run(int(environ[env.RANK]))
     return results
 
 
 @functools.cache
 def _coordinator(rank: int, address: str, port: int, run_id: str) -> str:
-    """Agree on where jaxlib's clients meet, through torchrun's own store."""
+    """Agree on the address of the coordinator of jaxlib's clients, through torchrun's own store."""
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     timeout = dt.timedelta(seconds=MEET_TIMEOUT_S)
@@ -101,7 +101,7 @@ def _coordinator(rank: int, address: str, port: int, run_id: str) -> str:
         return str(store.get(_KEY).decode())
     except Exception as error:
         raise UsageError(
-            f"torchrun's processes cannot agree where to meet: {error}",
+            f"torchrun's processes cannot agree on the coordinator's address: {error}",
             where=f"{env.MASTER_ADDR}={address}, {env.MASTER_PORT}={port}",
-            fix="Let torchrun host the store itself: leave TORCHELASTIC_USE_AGENT_STORE as it sets it.",
+            fix="Leave TORCHELASTIC_USE_AGENT_STORE as torchrun sets it, so that torchrun hosts the store.",
         ) from error

@@ -1,1 +1,1 @@
-"""TPU hosts: accelerator types, topology, metadata, chips."""
+"""TPU hosts: accelerator types, topology, metadata, chips and cores."""

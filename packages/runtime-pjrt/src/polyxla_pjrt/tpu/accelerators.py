@@ -1,4 +1,4 @@
-"""The types of TPU slices as data: how many chips, on how many hosts, in what arrangement."""
+"""The types of TPU slices as data: numbers of chips and hosts, and their arrangement."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Bounds:
-    """How a slice is arranged: its hosts, and the chips within each of them.
+    """The arrangement of a slice: its hosts, and the chips within each host.
 
     Attributes:
         hosts: hosts in each direction.
-        chips_per_host: one host's chips in each direction.
+        chips_per_host: chips of one host in each direction.
     """
 
     hosts: Shape
@@ -47,7 +47,7 @@ class Bounds:
         return (hx * cx, hy * cy, hz * cz)
 
     def on_one_host(self) -> Bounds:
-        """Return the same chips as if one host held them all: what an emulated slice looks like."""
+        """Return the same chips on a single host, as in an emulated slice."""
         return Bounds((1, 1, 1), self.chips)
 
 
@@ -57,9 +57,9 @@ class Generation:
 
     Attributes:
         name: the short name, such as ``v5e``.
-        prefix: what stands before the dash in a type, such as ``v5litepod``.
+        prefix: the text before the dash in a type, such as ``v5litepod``.
         cores_per_chip: TensorCores on a chip.
-        devices_per_chip: devices a chip shows to a program, hence threads per process.
+        devices_per_chip: devices that a program sees on a chip, hence threads per process.
         counts_cores: whether the number after the dash counts cores; else it counts chips.
         largest: the largest number after the dash.
 
@@ -117,8 +117,8 @@ _FLAT: dict[int, Bounds] = {
     128: Bounds((4, 8, 1), _BOARD),
     256: Bounds((8, 8, 1), _BOARD),
 }
-"""v5e and v6e, by number of chips. Eight chips are one host; GKE can also make them two hosts of four,
-which then says so in its bounds.
+"""v5e and v6e, by number of chips. Eight chips are one host; on GKE they can also be two hosts of four, whose
+bounds then show it.
 
 Source: the tables of supported configurations in "TPU v5e" and "TPU v6e", Cloud TPU documentation.
 """
@@ -138,8 +138,8 @@ class AcceleratorType:
         name: the type as Google Cloud spells it (``v5litepod-8``, also where ``v5e-8`` was asked for).
         generation: the short name, a key of `GENERATIONS`.
         count: the number after the dash.
-        bounds: the default arrangement of its hosts and chips. Slices of v4 and v5p with the same
-            number of chips come in several shapes: bounds that a slice itself states take precedence.
+        bounds: the default arrangement of its hosts and chips. v4 and v5p slices with the same number of
+            chips come in several shapes: the bounds that a slice reports take precedence.
     """
 
     name: str
@@ -153,10 +153,10 @@ class AcceleratorType:
 
         Args:
             text: the type; case and surrounding blanks do not matter.
-            where: where it was set, for the error.
+            where: where the type was set, for the error.
 
         Raises:
-            UsageError: there is no such generation, or it comes in no such size.
+            UsageError: the generation is unknown, or does not come in this size.
         """
         match = re.fullmatch(r"(\w+)-(\d{1,9})", text.strip().lower(), re.ASCII)
         generation = _BY_PREFIX.get(match[1]) if match else None
@@ -169,12 +169,12 @@ class AcceleratorType:
 
     @property
     def cores_per_chip(self) -> int:
-        """TensorCores on a chip; two of v4 and v5p together are one device."""
+        """TensorCores on a chip; the two of a v4 or v5p chip are one device."""
         return GENERATIONS[self.generation].cores_per_chip
 
     @property
     def threads_per_process(self) -> int:
-        """Replicas in a process: a process drives one chip, a thread each device the chip shows."""
+        """Replicas in a process: a process drives one chip, with a thread for each device of the chip."""
         return GENERATIONS[self.generation].devices_per_chip
 
     @property
@@ -199,7 +199,7 @@ class AcceleratorType:
 
 
 def sizes(generation: str) -> tuple[int, ...]:
-    """List the numbers a type of this generation can have after its dash, smallest first.
+    """List the numbers that can follow the dash in a type of this generation, smallest first.
 
     Source: Cloud TPU documentation; from a cube of 64 chips on, v4 and v5p come in whole cubes.
     """
@@ -220,14 +220,14 @@ def _bounds(generation: Generation, count: int) -> Bounds:
 
 
 def most_cubic(chips: int) -> Shape:
-    """Arrange chips of a v4 or v5p slice the way they come when nobody asks for another shape.
+    """Return the default arrangement of the chips of a v4 or v5p slice.
 
     Args:
         chips: 4, 8, 16, 32 or a multiple of 64.
 
     Source: "TPU types and topologies", Cloud TPU documentation: the default is the shape nearest to a
         cube, each side a multiple of 4 from 64 chips on. It agrees with all shapes in the tables of
-        "TPU v4" and "TPU v5p", and with all v4 and v5p types xpk knows.
+        "TPU v4" and "TPU v5p", and with all v4 and v5p types in xpk.
     """
     if chips in _BELOW_A_CUBE:
         return _BELOW_A_CUBE[chips]
@@ -251,14 +251,14 @@ def parse_shape(text: str, where: str) -> Shape:
     """Read ``x,y,z``.
 
     Raises:
-        UsageError: these are not three whole numbers from 1.
+        UsageError: the text is not three positive integers.
     """
     parts = [part.strip() for part in text.split(",")]
     if len(parts) == 3 and all(re.fullmatch(r"0*[1-9][0-9]{0,5}", part) for part in parts):
         x, y, z = map(int, parts)
         return (x, y, z)
     raise UsageError(
-        f"bounds are three whole numbers from 1, and {text!r} is not",
+        f"bounds must be three positive integers, not {text!r}",
         where=where,
         fix="Write x,y,z such as 2,2,1.",
     )

@@ -1,7 +1,7 @@
 """The TPU chips attached to this host, found by their PCI ids.
 
-The kernel's list is read and nothing else: opening a device, or asking libtpu, would take the chips
-away from the processes that are to use them.
+Only the kernel's list is read. Opening a device or calling libtpu would take the chips away from the
+processes that are going to use them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ PCI_ROOT = Path("/sys/bus/pci/devices")
 """Where Linux lists PCI devices: a directory for each, named by its address."""
 
 GOOGLE = "0x1ae0"
-"""Google's PCI vendor id, which its network cards and disks have too. Source: torch_xla 2.9.0."""
+"""Google's PCI vendor id; its network cards and disks have the same. Source: torch_xla 2.9.0."""
 
 GENERATION_BY_DEVICE: dict[str, str | None] = {
     "0x0027": None,
@@ -31,15 +31,15 @@ Source: ``torch_xla._internal.tpu`` of torch_xla 2.9.0, where 0x0062 is only a t
 """
 
 _GENERATION_BY_SUBSYSTEM = {"0x004e": "v2", "0x004f": "v3"}
-"""Tells v2 from v3 by the PCI subsystem device id. Source: ``tpu_info.device`` of tpu-info."""
+"""v2 and v3 by PCI subsystem device id. Source: ``tpu_info.device`` of tpu-info."""
 
 
 @dataclass(frozen=True)
-class Chip:
+class AttachedChip:
     """A TPU chip attached to this host.
 
     Attributes:
-        generation: such as ``v4``; None where the ids do not tell.
+        generation: such as ``v4``; None where the ids do not show it.
         pci_address: such as ``0000:00:05.0``.
     """
 
@@ -47,14 +47,13 @@ class Chip:
     pci_address: str
 
 
-def attached_chips(pci_root: Path = PCI_ROOT) -> tuple[Chip, ...]:
+def attached_chips(pci_root: Path = PCI_ROOT) -> tuple[AttachedChip, ...]:
     """List the attached TPU chips by PCI address.
 
-    Never raises: a machine without such a list, and a device that vanishes or cannot be read, has no
-    chips to offer.
+    Never raises: a missing list, and a device that vanishes or cannot be read, count as no chip.
 
     Args:
-        pci_root: where the kernel lists PCI devices.
+        pci_root: the directory where the kernel lists PCI devices.
     """
     try:
         addresses = sorted(entry.name for entry in pci_root.iterdir())
@@ -64,7 +63,7 @@ def attached_chips(pci_root: Path = PCI_ROOT) -> tuple[Chip, ...]:
     return tuple(chip for chip in found if chip is not None)
 
 
-def _chip(directory: Path) -> Chip | None:
+def _chip(directory: Path) -> AttachedChip | None:
     if _read(directory / "vendor") != GOOGLE:
         return None
     device = _read(directory / "device")
@@ -73,7 +72,7 @@ def _chip(directory: Path) -> Chip | None:
     generation = GENERATION_BY_DEVICE[device]
     if device == "0x0027":
         generation = _GENERATION_BY_SUBSYSTEM.get(_read(directory / "subsystem_device"))
-    return Chip(generation, directory.name)
+    return AttachedChip(generation, directory.name)
 
 
 def _read(path: Path) -> str:

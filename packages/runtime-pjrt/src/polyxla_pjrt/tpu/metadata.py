@@ -1,4 +1,4 @@
-"""What Google Cloud's metadata server tells a TPU VM about its slice.
+"""A client for Google Cloud's metadata server, which describes a TPU VM's slice.
 
 Source: "About VM metadata", Compute Engine documentation, for paths and headers; torch_xla 2.9.0 for
     the attributes ``tpu-env`` and ``worker-network-endpoints`` and their formats.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 DEFAULT_HOST = "metadata.google.internal"
 _PATH = "/computeMetadata/v1/instance/attributes/"
 _FLAVOR = {"Metadata-Flavor": "Google"}
-"""A request needs it, and an answer has it: without, someone else answered, such as a hotel's portal."""
+"""A header of requests and answers. An answer without it is another server's, such as a hotel's portal."""
 
 
 class MetadataError(UsageError):
@@ -35,21 +35,20 @@ class MetadataUnreachableError(MetadataError):
 
 
 class MetadataKeyError(MetadataError):
-    """The metadata server answers, but has no such attribute: most likely this VM has no TPU."""
+    """The metadata server does not have the attribute: most likely this VM has no TPU."""
 
 
 class MetadataClient:
-    """Asks the metadata server for the attributes of this VM, each of them once.
+    """A client that requests each attribute of this VM once.
 
-    A server that could not be reached, or took too long, is not asked again either. Proxies are ignored.
-    Not thread-safe.
+    After a failed or timed-out request it sends no more. Proxies are ignored. Not thread-safe.
 
     Args:
         host: ``host`` or ``host:port`` of the server.
-        timeout_s: the longest a call takes, from the look-up of the name to the last byte.
+        timeout_s: longest duration of a call, from the lookup of the name to the last byte, in seconds.
 
     Raises:
-        UsageError: `host` is not of that form.
+        UsageError: `host` has another form.
     """
 
     def __init__(self, host: str = DEFAULT_HOST, timeout_s: float = 2.0) -> None:
@@ -66,7 +65,7 @@ class MetadataClient:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> MetadataClient:
-        """Make a client for the server that `environ` names, or for the usual one.
+        """Make a client for the server that `environ` names, or for the default one.
 
         Raises:
             UsageError: the variable holds neither ``host`` nor ``host:port``.
@@ -77,9 +76,9 @@ class MetadataClient:
         """Return an attribute's text. Blocks for at most `timeout_s`.
 
         Raises:
-            MetadataUnreachableError: nothing answers as a metadata server.
-            MetadataKeyError: there is no such attribute.
-            MetadataError: the answer came too slowly, or with another HTTP status.
+            MetadataUnreachableError: no metadata server answers.
+            MetadataKeyError: the server does not have the attribute.
+            MetadataError: the answer took too long, or has another HTTP status.
         """
         if self._failure is None and key not in self._answers:
             self._ask(key)
@@ -89,7 +88,7 @@ class MetadataClient:
         return answer
 
     def tpu_env(self) -> dict[str, str]:
-        """Return what the attribute ``tpu-env`` says of this slice, every value as text.
+        """Return the attribute ``tpu-env``, the description of this slice, with every value as text.
 
         Raises:
             MetadataError: as in `attribute`, or its text is not a YAML mapping.
@@ -109,7 +108,7 @@ class MetadataClient:
         """Return the addresses of the slice's hosts in the order of their worker ids.
 
         Raises:
-            MetadataError: as in `attribute`, or the attribute ``worker-network-endpoints`` is not of the
+            MetadataError: as in `attribute`, or the attribute ``worker-network-endpoints`` does not have the
                 form ``name:uid:address,...``.
         """
         entries = self.attribute("worker-network-endpoints").strip().split(",")
@@ -167,10 +166,10 @@ class MetadataClient:
 
 
 class _Call:
-    """One GET in a thread of its own.
+    """One GET in a thread of its own, so that the caller's wait is bounded.
 
-    The timeouts of requests are for a single read, so a server that drips bytes outlasts them; a slow
-    look-up of the name has none at all. Waiting for a thread is bounded whatever it waits for.
+    The timeouts of requests apply to a single read, so a server that sends byte by byte outlasts them, and
+    the lookup of a name has no timeout at all.
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
@@ -184,8 +183,8 @@ class _Call:
         self._done = threading.Event()
 
     def wait(self) -> bool:
-        """Send the request; return whether it came to an end in time."""
-        # Importing takes a while the first time, and the server has no part in that.
+        """Send the request; return whether it ended in time."""
+        # The first import takes a while, which must not count against the server.
         importlib.import_module("requests")
         self._deadline_s = time.monotonic() + self._timeout_s
         threading.Thread(target=self._run, name="polyxla-metadata", daemon=True).start()
@@ -216,7 +215,7 @@ class _Call:
 
     def _body(self, response: requests.Response) -> bytes:
         body = b""
-        # In small pieces, so that the thread notices soon that nobody waits for it any more.
+        # In small pieces, so that the thread soon sees that the deadline has passed and ends.
         for piece in response.iter_content(64):
             body += piece
             if time.monotonic() > self._deadline_s:
@@ -226,7 +225,7 @@ class _Call:
 
 
 def _address(entry: str) -> str:
-    """Take the address out of ``name:uid:address``; what may follow an IPv4 address is left out."""
+    """Return the address in ``name:uid:address``, without anything that follows an IPv4 address."""
     *_, rest = entry.strip().split(":", 2) if entry.count(":") >= 2 else [""]
     try:
         return str(ipaddress.ip_address(rest))

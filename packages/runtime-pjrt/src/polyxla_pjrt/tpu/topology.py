@@ -1,7 +1,7 @@
-"""What each process of a TPU slice must be told, computed from the slice alone.
+"""The variables of each process of a TPU slice, computed from the slice alone.
 
-Pure functions: no environment, no files, no clock. libtpu reads the variables; torch_xla sets the same
-ones, only where they are unset, which is why a process must get all of them.
+Pure functions: no environment, no files, no clock. libtpu reads the variables. torch_xla sets the same ones
+where they are unset, so each process needs all of them.
 
 Source: ``configure_topology`` and ``configure_one_chip_topology`` of torch_xla 2.9.0.
 """
@@ -37,16 +37,16 @@ def process_environments(
         accelerator: the slice's type.
         worker_id: this host's number among `hostnames`.
         hostnames: all hosts of the slice, in the order of their worker ids.
-        bounds: the slice's real arrangement; the default one of its type where None.
-        local_processes: how many processes this host is going to have, to be checked.
-        chips: which chip each process opens; 0, 1, 2, ... where None.
+        bounds: the slice's arrangement; None for the default one of its type.
+        local_processes: the number of processes of this host, to be checked.
+        chips: the chip that each process opens; None for 0, 1, 2, ...
         base_port: the first of as many free ports as a host has processes, the same on every host.
 
     Returns:
         One mapping per local process, in the order of their task ids.
 
     Raises:
-        UsageError: the numbers contradict each other.
+        UsageError: the arguments contradict each other.
     """
     bounds = bounds or accelerator.bounds
     here = bounds.chips_per_host_count
@@ -73,21 +73,21 @@ def single_core_environment(
     bounds: Bounds | None = None,
     base_port: int = BASE_PORT,
 ) -> tuple[dict[str, str], int]:
-    """Compute the variables of a process that has one of this host's cores to itself.
+    """Compute the variables of a process that uses one of this host's cores.
 
-    The process sees the whole chip; on v2 and v3 that is two devices, of which it uses one.
+    The process sees the whole chip, which on v2 and v3 is two devices; it uses one of them.
 
     Args:
         core_index: the device's number on this host, from 0.
         accelerator: the slice's type.
         bounds: as in `process_environments`.
-        base_port: the port of the first chip; each has its own, so that two such runs can share a host.
+        base_port: the port of the first chip; each chip has its own, so that two such jobs can share a host.
 
     Returns:
         The variables, and the device's index within the process.
 
     Raises:
-        DevicesError: this host has no such core.
+        DevicesError: this host does not have this core.
     """
     threads = accelerator.threads_per_process
     here = (bounds or accelerator.bounds).chips_per_host_count * threads
@@ -109,7 +109,7 @@ def single_core_environment(
 def process_addresses(hostnames: Sequence[str], processes_per_host: int, base_port: int) -> list[str]:
     """List ``host:port`` of every process of the slice in the order of their task ids.
 
-    A slice of one host is always ``localhost``: its name need not resolve.
+    The only host of a slice is always ``localhost``: its name need not resolve.
     """
     names = [_in_address(name) for name in hostnames] if len(hostnames) > 1 else ["localhost"]
     ports = range(base_port, base_port + processes_per_host)
@@ -119,23 +119,23 @@ def process_addresses(hostnames: Sequence[str], processes_per_host: int, base_po
 def check_workers(
     bounds: Bounds, worker_id: int, hostnames: Sequence[str], *, where: str = env.TPU_WORKER_HOSTNAMES
 ) -> None:
-    """Check that the hosts' names and this host's number agree with the arrangement.
+    """Check the hosts' names and this host's number against the bounds.
 
     Raises:
-        UsageError: too many or too few names, one of them twice, or no such worker.
+        UsageError: too many or too few names, a name twice, or a worker id out of range.
     """
     count = bounds.host_count
     if len(hostnames) != count:
         raise UsageError(
             f"the slice has {count} {_plural(count, 'host')} ({join(bounds.hosts)}), "
-            f"and {len(hostnames)} {_plural(len(hostnames), 'name')} of them are given",
+            f"but {len(hostnames)} {_plural(len(hostnames), 'name')} of hosts",
             where=where,
             fix=f"Give {count} {_plural(count, 'name')}, comma separated, in the order of the worker ids.",
         )
     if len(set(hostnames)) != count:
         twice, _ = Counter(hostnames).most_common(1)[0]
         raise UsageError(
-            f"more than one worker is said to be {twice}",
+            f"more than one worker has the name {twice}",
             where=where,
             fix="Name each host once, in the order of the worker ids.",
         )
@@ -144,8 +144,8 @@ def check_workers(
 
 
 def no_such_worker(text: str, host_count: int, where: str) -> UsageError:
-    """Make the error for a worker id that is no number, negative or too large."""
-    allowed = f"a whole number from 0 to {host_count - 1}, a different one on each host"
+    """Make the error for a worker id that is missing, not a number, or out of range."""
+    allowed = f"an integer from 0 to {host_count - 1}, a different one on each host"
     return UsageError(
         f"the worker id {text!r} does not fit a slice of {host_count} {_plural(host_count, 'host')}",
         where=where,
@@ -154,7 +154,7 @@ def no_such_worker(text: str, host_count: int, where: str) -> UsageError:
 
 
 def join(numbers: Sequence[int]) -> str:
-    """Write numbers the way the variables have them: ``2,2,1``."""
+    """Join numbers as the variables need them: ``2,2,1``."""
     return ",".join(map(str, numbers))
 
 
@@ -169,10 +169,10 @@ def _own(*, task_id: int, port: int, chip: int) -> dict[str, str]:
 def _check_processes(accelerator: AcceleratorType, here: int, asked: int | None) -> None:
     if asked is not None and asked != here:
         raise UsageError(
-            f"A host of this {accelerator.name} has {here} {_plural(here, 'chip')} and as many processes, "
-            f"not {asked}",
+            f"a host of this {accelerator.name} has {here} {_plural(here, 'chip')}, so it needs as many "
+            f"processes, not {asked}",
             where=f"local_processes={asked}",
-            fix=f"Use all of them, one with devices=[i], or set {env.TPU_PROCESS_BOUNDS} and "
+            fix=f"Use all of them, or one with devices=[i], or set {env.TPU_PROCESS_BOUNDS} and "
             f"{env.TPU_CHIPS_PER_PROCESS_BOUNDS} to the part to use.",
         )
 
@@ -184,7 +184,7 @@ def _check_chips(here: int, chips: Sequence[int] | None) -> Sequence[int]:
         raise UsageError(
             f"each of {here} {_plural(here, 'process')} needs a chip of its own",
             where=f"chips={join(chips)}",
-            fix=f"Name {here} different chips.",
+            fix=f"List {here} different chips.",
         )
     return chips
 
@@ -199,7 +199,7 @@ def _check_ports(base_port: int, here: int) -> None:
 
 
 def _in_address(name: str) -> str:
-    """Put an IPv6 address in brackets, or its last group would be taken for the port."""
+    """Put an IPv6 address in brackets; otherwise its last group would be read as the port."""
     return f"[{name}]" if ":" in name and not name.startswith("[") else name
 
 

@@ -1,7 +1,7 @@
-"""Whether the installed torch and torch_xla fit together, found out without importing either.
+"""A check that the installed torch and torch_xla fit together, without importing either.
 
-torch_xla is built against one minor release of torch; with another, `import torch_xla` dies in the
-dynamic linker with an undefined symbol, which tells a person nothing.
+torch_xla is built against one minor release of torch. With another release, `import torch_xla` fails in the
+dynamic linker with an undefined symbol, an error that does not name the cause.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import importlib.metadata
 
 RIGHT_PAIR = "pip install 'torch==2.9.1' 'torch_xla==2.9.0'"
-"""What to write to get versions that work. Source: tested here; torch_xla 2.9.0 is its last release."""
+"""The command that installs a tested pair. torch_xla 2.9.0 is the last release of torch_xla."""
 
 
 def versions_problem() -> str | None:
-    """Return why torch_xla cannot be imported here; None where nothing speaks against it."""
+    """Return why torch_xla cannot be imported here; None if the versions fit."""
     torch, torch_xla = _version("torch"), _version("torch_xla")
     if torch is None or torch_xla is None:
         missing = " and ".join(

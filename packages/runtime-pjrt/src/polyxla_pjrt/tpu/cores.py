@@ -1,0 +1,126 @@
+"""The TPU cores of this host: for discovery, and for a process that uses one of them."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import replace
+
+from polyxla import Device, Discovery, Setting, UsageError
+from polyxla_pjrt import env
+from polyxla_pjrt.tpu.accelerators import AcceleratorType
+from polyxla_pjrt.tpu.chips import AttachedChip
+from polyxla_pjrt.tpu.metadata import MetadataClient
+from polyxla_pjrt.tpu.slices import TpuSlice, read_slice
+from polyxla_pjrt.tpu.topology import single_core_environment
+
+
+def with_devices(bare: Discovery, environ: Mapping[str, str], chips: tuple[AttachedChip, ...]) -> Discovery:
+    """Complete a discovery with the cores of this host.
+
+    Raises:
+        UsageError: no TPU is attached, libtpu is missing, or the slice's topology cannot be read.
+    """
+    if not chips:
+        raise UsageError(
+            "no TPU chip is attached to this machine",
+            fix=f"Run on a TPU VM, or set {env.PJRT_DEVICE}=CPU to train on this machine's CPU.",
+        )
+    if not _has_libtpu(environ):
+        raise UsageError(
+            "TPU chips are attached, but libtpu is not installed",
+            fix="Install it: pip install 'torch_xla[tpu]==2.9.0'",
+        )
+    tpu_slice = this_slice(environ)
+    variables = {
+        **bare.variables,
+        env.TPU_ACCELERATOR_TYPE: Setting(tpu_slice.accelerator.name, tpu_slice.origin),
+    }
+    return replace(
+        bare,
+        devices=_cores(tpu_slice, chips),
+        host_count=tpu_slice.accelerator.hosts,
+        topology=tpu_slice.accelerator.name,
+        variables=variables,
+        notes=tuple(f"{name} has no effect: the metadata server is asked" for name in tpu_slice.ignored),
+    )
+
+
+def core_environment(environ: Mapping[str, str], device: int) -> dict[str, str]:
+    """Return the variables of a process that uses one core of this host and no other.
+
+    Raises:
+        UsageError: ``polyxla run`` has prepared this process for another core.
+    """
+    if prepared := environ.get(env.POLYXLA_PJRT_DEVICE):
+        _check_same(int(prepared), device)
+        return {}
+    tpu_slice = this_slice(environ)
+    # The default bounds of the type: the slice's own may have fewer chips than the host.
+    accelerator = AcceleratorType.parse(tpu_slice.accelerator.name, tpu_slice.origin)
+    variables, local_device = single_core_environment(host_core(tpu_slice, device), accelerator)
+    return {
+        env.PJRT_DEVICE: "TPU",
+        **variables,
+        **skip_metadata(tpu_slice),
+        env.POLYXLA_PJRT_DEVICE: str(device),
+        env.POLYXLA_PJRT_LOCAL_DEVICE: str(local_device),
+    }
+
+
+def this_slice(environ: Mapping[str, str]) -> TpuSlice:
+    """Return the slice that this host belongs to.
+
+    Raises:
+        UsageError: neither the environment nor the metadata server describes it.
+    """
+    tpu_slice = read_slice(environ, _metadata(environ.get(env.GCE_METADATA_HOST)))
+    if tpu_slice is None:
+        raise UsageError(
+            "TPU chips are attached, but neither the environment nor the metadata server says which slice "
+            "they belong to",
+            fix=f"Set {env.TPU_SKIP_MDS_QUERY}=1 and {env.TPU_ACCELERATOR_TYPE}=v4-8 (your type).",
+        )
+    return tpu_slice
+
+
+def host_core(tpu_slice: TpuSlice, device: int) -> int:
+    """Return a device's core number on its host: devices count only the visible chips."""
+    if tpu_slice.visible_chips is None:
+        return device
+    chip, core = divmod(device, tpu_slice.accelerator.threads_per_process)
+    return tpu_slice.visible_chips[chip] * tpu_slice.accelerator.threads_per_process + core
+
+
+def skip_metadata(tpu_slice: TpuSlice) -> dict[str, str]:
+    """Return the variable that stops torch_xla from asking a metadata server that had no answer before."""
+    return {env.TPU_SKIP_MDS_QUERY: "1"} if tpu_slice.origin == "environment" else {}
+
+
+def _check_same(prepared: int, device: int) -> None:
+    if prepared != device:
+        raise UsageError(
+            f"this process was prepared for device {prepared}, but the code requests device {device}",
+            where=f"devices=[{device}]",
+            fix=f"Leave devices= out of the code, or run it with polyxla run --devices '[{device}]'.",
+        )
+
+
+@functools.cache
+def _metadata(host: str | None) -> MetadataClient:
+    return MetadataClient.from_environ({env.GCE_METADATA_HOST: host} if host else {})
+
+
+def _cores(tpu_slice: TpuSlice, chips: tuple[AttachedChip, ...]) -> tuple[Device, ...]:
+    visible = range(len(chips)) if tpu_slice.visible_chips is None else tpu_slice.visible_chips
+    cores = [(chip, core) for chip in visible for core in range(tpu_slice.accelerator.threads_per_process)]
+    return tuple(
+        Device(index, "TPU", f"{tpu_slice.accelerator.name} chip {chip} core {core}", tpu_slice.worker_id)
+        for index, (chip, core) in enumerate(cores)
+    )
+
+
+def _has_libtpu(environ: Mapping[str, str]) -> bool:
+    # torch_xla itself looks in these two places. Source: torch_xla/__init__.py, v2.9.0.
+    return bool(environ.get(env.TPU_LIBRARY_PATH)) or importlib.util.find_spec("libtpu") is not None
