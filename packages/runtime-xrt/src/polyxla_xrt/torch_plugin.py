@@ -20,7 +20,11 @@ from polyxla_xrt import env, node
 from polyxla_xrt.config.configuration import read
 from polyxla_xrt.config.cores import process_count
 from polyxla_xrt.launching import process_work, run_plan, wants_node
+from polyxla_xrt.node import Node
 from polyxla_xrt.plan import Plan, configured_plan, requested_plan
+
+# The entry point names the class in this module, so that loading it runs `_install` as well.
+__all__ = ["Node"]
 
 
 def prepared_plan() -> Plan | None:
