@@ -1,9 +1,9 @@
-"""Writing a checkpoint beside safetensors' own writer: ``python benchmarks/checkpoint_files.py [--json]``.
+"""Checkpoint writing compared with safetensors' writer: ``python benchmarks/checkpoint_files.py [--json]``.
 
-A state of 1 GiB, whose largest tensor has 256 MiB, is written to the same folder by both in turn, to the
-disk (fsync). Targets: at most 1.1 times the time, and at most the largest tensor and 64 MiB of host memory
-besides. The memory is that of fresh processes: one whose tensors are in memory without gaps, one whose
-tensors are transposed, so that each has to be copied first, as from a device.
+Both write a state of 1 GiB, whose largest tensor has 256 MiB, to the same directory in turns, with fsync.
+Targets: at most 1.1 times the time, and additional host memory of at most the largest tensor plus 64 MiB.
+The memory is measured in new processes: one with contiguous tensors, and one with transposed tensors, each
+of which must be copied first, as from a device.
 """
 
 from __future__ import annotations
@@ -37,43 +37,43 @@ def state(transposed: bool) -> dict[str, torch.Tensor]:
 
 
 def save_safetensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write with safetensors, and wait for the disk as `polyxla_training.save` does."""
+    """Write with safetensors, with fsync as in `polyxla_training.save`."""
     save_file(tensors, path)
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def seconds(action: Callable[[], object]) -> float:
-    """Time one call."""
+    """Return the seconds that a call takes."""
     started = time.perf_counter()
     action()
     return time.perf_counter() - started
 
 
 def peak_mib(transposed: bool) -> float:
-    """Return by how much saving raises a fresh process's peak memory, in MiB."""
+    """Return how much saving raises the peak memory of a new process, in MiB."""
     code = f"import checkpoint_files; checkpoint_files.print_peak({transposed})"
-    folder = Path(__file__).parent
+    directory = Path(__file__).parent
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, check=True, capture_output=True, timeout=300
+        [sys.executable, "-c", code], cwd=directory, check=True, capture_output=True, timeout=300
     )
     return float(done.stdout)
 
 
 def print_peak(transposed: bool) -> None:
-    """Save once, and print how far this process's memory rises meanwhile, in MiB."""
+    """Save once, and print how much the peak memory of this process rises, in MiB."""
     tensors = state(transposed)
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
-        save({"warm": torch.zeros(1)}, Path(folder, "warm.safetensors"))
-        # Source: proc_pid_clear_refs(5): 5 sets VmHWM to what is used now.
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
+        save({"warm": torch.zeros(1)}, Path(directory, "warm.safetensors"))
+        # Source: proc_pid_clear_refs(5): 5 resets VmHWM to the current use.
         Path("/proc/self/clear_refs").write_text("5")
         before = high_water_mib()
-        save(tensors, Path(folder, "state.safetensors"))
+        save(tensors, Path(directory, "state.safetensors"))
         print(high_water_mib() - before)
 
 
 def high_water_mib() -> float:
-    """Return the most memory that this process had, in MiB. Its parent's does not count, as in getrusage."""
+    """Return the peak memory of this process, in MiB; getrusage would include the parent's."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:"))
 
@@ -88,8 +88,8 @@ def measure() -> dict[str, float]:
         "load, unverified": [],
         "load_file": [],
     }
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
-        ours, theirs = Path(folder, "ours.safetensors"), Path(folder, "theirs.safetensors")
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
+        ours, theirs = Path(directory, "ours.safetensors"), Path(directory, "theirs.safetensors")
         for _ in range(ROUNDS):
             times["save_file"].append(seconds(lambda: save_safetensors(tensors, theirs)))
             times["save"].append(seconds(lambda: save(tensors, ours)))
@@ -107,7 +107,7 @@ def measure() -> dict[str, float]:
 
 
 def main() -> None:
-    """Print the table, or JSON for a program."""
+    """Print the table, or JSON."""
     figures = measure()
     if "--json" in sys.argv:
         print(json.dumps(figures))

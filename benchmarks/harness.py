@@ -1,4 +1,4 @@
-"""How benchmarks compare: contestants in processes of their own that work in turns, and a table of ratios."""
+"""The harness of the benchmarks: contestants in separate processes take turns; a table shows the ratios."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from typing import Any
 
 ROUNDS = 6
 ROUND_S = 1.0
-"""About how long one round of one contestant lasts, in seconds."""
+"""Approximate length of one round of one contestant, in seconds."""
 HOST = "127.0.0.1"
 JSON = "--json"
 NATIVE = {"PJRT_DEVICE": "CPU"}
 START_TIMEOUT_S = 300
-"""Longest wait for a contestant's replicas, in seconds."""
+"""Time limit for a contestant's replicas to connect, in seconds."""
 
 
 class Contestant:
-    """Replicas that train when they are told to.
+    """Replicas that train on request.
 
     Args:
-        how: how they are started, and connect.
+        start: starts the replicas, which connect to a port.
         model: one of `MODELS`.
         batch: samples of each replica in a step.
-        replicas: how many connect.
-        environ: laid over the environment.
+        replicas: number of replicas that connect.
+        environ: overrides variables of the environment.
     """
 
     def __init__(
-        self, how: Callable[..., None], model: str, batch: int, replicas: int, environ: Mapping[str, str]
+        self, start: Callable[..., None], model: str, batch: int, replicas: int, environ: Mapping[str, str]
     ) -> None:
         self.samples = batch * replicas
         self.steps = 10
@@ -49,15 +49,15 @@ class Contestant:
         self._pipes: list[Connection] = []
         with socket.create_server((HOST, 0), backlog=replicas) as listener:
             listener.settimeout(START_TIMEOUT_S)
-            command = do(how, model, batch, listener.getsockname()[1])
+            command = do(start, model, batch, listener.getsockname()[1])
             self._process = subprocess.Popen(command, env=os.environ | environ)
             self._pipes = [Connection(listener.accept()[0].detach()) for _ in range(replicas)]
-        # Compiles, then finds out how many steps make a round.
+        # Compile, then measure how many steps make a round.
         self._run(3)
         self.steps = max(2, int(self.steps * ROUND_S / self._run(self.steps)[0]))
 
     def round(self) -> None:
-        """Train for a while; note the samples of a second, and what a thousand of them cost."""
+        """Train for one round; record the samples per second and the CPU time of a thousand samples."""
         wall_s, cpu_s = self._run(self.steps)
         samples = self.samples * self.steps
         self.rounds.append(samples / wall_s)
@@ -67,25 +67,25 @@ class Contestant:
         started = time.perf_counter()
         for pipe in self._pipes:
             pipe.send(steps)
-        told = [pipe.recv() for pipe in self._pipes]
-        # Threads of one process all tell its time: the longest is that of all.
-        cpu_s = sum({pid: used_s for pid, _, used_s in sorted(told)}.values())
+        answers = [pipe.recv() for pipe in self._pipes]
+        # Threads of one process all report the CPU time of the process: keep the report of the longest run.
+        cpu_s = sum({pid: used_s for pid, _, used_s in sorted(answers)}.values())
         return time.perf_counter() - started, cpu_s
 
     def close(self) -> None:
-        """Let them end."""
+        """End the replicas."""
         for pipe in self._pipes:
             pipe.send(None)
         if self._process.wait(60):
             raise SystemExit(f"a contestant ended with {self._process.returncode}")
 
     def beside(self, peer: Contestant) -> float:
-        """Return the median, over the rounds, of this one's speed to the peer's in the same round."""
+        """Return the ratio of this contestant's speed to the peer's: the median over the rounds."""
         return statistics.median(ours / theirs for ours, theirs in zip(self.rounds, peer.rounds, strict=True))
 
     @property
     def best(self) -> float:
-        """Samples of a second in the best round."""
+        """Samples per second in the best round."""
         return max(self.rounds)
 
     def __str__(self) -> str:
@@ -95,7 +95,7 @@ class Contestant:
 
 @contextlib.contextmanager
 def contest(*starts: Callable[[], Contestant]) -> Iterator[list[Contestant]]:
-    """Start contestants, let them work in turns, and yield them when they have."""
+    """Start contestants, run their rounds in turns, and yield them afterwards."""
     contestants = [start() for start in starts]
     for _ in range(ROUNDS):
         for one in contestants:
@@ -106,18 +106,18 @@ def contest(*starts: Callable[[], Contestant]) -> Iterator[list[Contestant]]:
 
 
 def do(function: Callable[..., None], *arguments: Any) -> list[str]:
-    """Return the command that runs a function of a benchmark in a process of its own."""
+    """Return the command that runs a function of a benchmark in a new process."""
     return [sys.executable, inspect.getfile(function), "--do", json.dumps([function.__name__, *arguments])]
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a command took.
+    """Time and output of a command.
 
     Attributes:
-        wall_s: from its start to its end.
+        wall_s: seconds from start to end.
         cpu_s: user and system seconds of all its processes.
-        output: what it printed.
+        output: standard output.
     """
 
     wall_s: float
@@ -129,7 +129,7 @@ class Usage:
 
 
 def used(command: Sequence[str], environ: Mapping[str, str]) -> Usage:
-    """Run a command once."""
+    """Run a command and measure it."""
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run(command, env=os.environ | environ, check=True, stdout=subprocess.PIPE, text=True)
     wall_s, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -138,7 +138,7 @@ def used(command: Sequence[str], environ: Mapping[str, str]) -> Usage:
 
 
 def resident_bytes(process: int | str = "self") -> int:
-    """Return how much memory a process has at the moment."""
+    """Return the resident memory of a process."""
     pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
@@ -152,7 +152,7 @@ def row(
     at_least: float | None = None,
     at_most: float | None = None,
 ) -> None:
-    """Print one line of the table, or of JSON; without a target the ratio is only to be known."""
+    """Print one line of the table or of JSON; a ratio without a target has no verdict."""
     target, verdict = "", ""
     if at_least is not None:
         target, verdict = f">= {at_least}", "met" if ratio >= at_least else "NOT"
@@ -166,11 +166,11 @@ def row(
 
 
 def main(parts: Mapping[str, Callable[[], None]], functions: Mapping[str, Callable[..., None]]) -> None:
-    """Print the table, or be one of the processes that it starts.
+    """Print the table; in a process that the benchmark started, run one function instead.
 
     Args:
-        parts: what is measured, by name.
-        functions: what such a process may be told to do, by name.
+        parts: the measurements, by name.
+        functions: the functions that such a process can run, by name.
     """
     if sys.argv[1:2] == ["--do"]:
         name, *arguments = json.loads(sys.argv[2])
@@ -178,11 +178,11 @@ def main(parts: Mapping[str, Callable[[], None]], functions: Mapping[str, Callab
         return
     names = [name for name in sys.argv[1:] if name != JSON] or list(parts)
     if unknown := [name for name in names if name not in parts]:
-        raise SystemExit(f"{unknown[0]} is none of {', '.join(parts)}")
+        raise SystemExit(f"{unknown[0]!r} is not one of {', '.join(parts)}")
     if JSON not in sys.argv:
         print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before")
         print(f"{'case':<44}{'ours':>46}{'peer':>46}{'ratio':>7}{'target':>9}")
     for name in names:
         parts[name]()
     if JSON not in sys.argv:
-        print(f"load {os.getloadavg()[0]:.1f} after, its own included")
+        print(f"load {os.getloadavg()[0]:.1f} after, this benchmark included")

@@ -1,9 +1,9 @@
-"""What replicas on the bridge cost, beside torch_xla's own CPU client and DistributedDataParallel.
+"""Cost of replicas on the bridge, compared with torch_xla's CPU client and DistributedDataParallel.
 
     nox -s bench -- replicas [step] [scaling] [start] [compile] [memory] [--json]
 
-Contestants work in turns, in short rounds, so that what else the machine does hits all of them. Speeds are
-those of the best round, with the CPU seconds that a thousand samples took beside them; times are the best of
+Contestants take turns in short rounds, so that other load on the machine affects all of them equally. A
+speed is that of the best round, with the CPU time of a thousand samples beside it; a time is the best of
 several starts. A ratio is ours to the peer's in the same run. With --json each row is a JSON line.
 """
 
@@ -24,11 +24,11 @@ REPLICAS = 4
 STARTS = 2
 STEPS = 2000
 SETTLED = 200
-"""From which step on memory must be flat."""
+"""Memory must not grow after this step."""
 GIB = 1 << 30
 
 
-# What contestants do: each replica connects to the benchmark's process, and runs the steps it is told to.
+# The contestants: each replica connects to the benchmark's process and runs steps on request.
 
 
 def native(model: str, batch: int, port: int) -> None:
@@ -48,7 +48,7 @@ def _in_replica(model: str, batch: int, port: int, replica: Any) -> None:
 def ddp(model: str, batch: int, port: int) -> None:
     import torch.multiprocessing
 
-    from polyxla_pjrt.layout import free_ports
+    from polyxla.launcher.ports import free_ports
 
     torch.multiprocessing.spawn(_be_ddp, (model, batch, port, free_ports(1)[0]), REPLICAS)
 
@@ -56,7 +56,7 @@ def ddp(model: str, batch: int, port: int) -> None:
 def _be_ddp(rank: int, model: str, batch: int, port: int, store: int) -> None:
     import torch
 
-    # As torchrun does it: more threads than cores only stand in each other's way.
+    # As in torchrun: more threads than cores only slow each other down.
     torch.set_num_threads(1)
     meeting = f"tcp://{HOST}:{store}"
     torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=REPLICAS)
@@ -65,7 +65,7 @@ def _be_ddp(rank: int, model: str, batch: int, port: int, store: int) -> None:
 
 
 def one_step(rank: int) -> None:
-    """What a process of a bare spawn does."""
+    """Train one step in a process of a bare spawn."""
     XlaTraining("convnet", BATCH).run(1)
 
 
@@ -105,19 +105,19 @@ def memory() -> None:
 
     training = XlaTraining("convnet", BATCH)
     (engine,) = (one for one in gc.get_objects() if isinstance(one, JaxEngine))
-    client = engine._clients._clients[0]  # noqa: SLF001  (nobody but this needs to count arrays)
+    client = engine._clients._clients[0]  # noqa: SLF001  (only this counts arrays)
     seen = []
     for _ in range(STEPS // SETTLED):
         training.run(SETTLED)
         gc.collect()
-        # What was given up is let go of on a thread of the bridge's.
+        # A thread of the bridge releases the buffers.
         time.sleep(0.5)
         seen.append((resident_bytes(), len(client.live_arrays())))
     print(json.dumps(seen))
 
 
 def round_trip() -> None:
-    """Print how many bytes a tensor of one GiB takes at the peak, beyond those the program has, as JSON."""
+    """Print the extra peak memory of moving 1 GiB to the device and back, in bytes, as JSON."""
     import torch
     import torch_xla
 
@@ -127,7 +127,7 @@ def round_trip() -> None:
     before = resident_bytes()
     there = host.to(device)
     torch_xla.core.xla_model.wait_device_ops()
-    # The copy on the device is the program's wish, and so is the one that comes back.
+    # The program keeps the copy on the device, and the copy that comes back.
     up = peak_bytes() - before - GIB
     back = there.cpu()
     down = peak_bytes() - before - 2 * GIB
@@ -139,28 +139,28 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-# What this process does: start contestants, let them work in turns, print what came of it.
+# This process starts the contestants, runs their turns and prints the results.
 
 
 def processes(count: int) -> dict[str, str]:
-    """Choose that many replicas on the bridge, a process each."""
+    """Return the variables for that many replicas on the bridge, one process each."""
     return {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(count)}
 
 
 def threads(count: int) -> dict[str, str]:
-    """Choose that many replicas on the bridge, in one process."""
+    """Return the variables for that many replicas on the bridge, in one process."""
     return processes(count) | {"POLYXLA_PJRT_PROCESSES": "1"}
 
 
 def one_bridged() -> dict[str, str]:
-    """Choose one replica, on the bridge."""
+    """Return the variables for one replica on the bridge."""
     from polyxla_pjrt.layout import Layout, Plan
 
     return Plan("CPU", Layout()).program_environment(os.cpu_count() or 1)
 
 
 def measure_step() -> None:
-    """One replica on the bridge against torch_xla's own client."""
+    """Compare one replica on the bridge with torch_xla's client."""
     with contest(
         partial(Contestant, native, "convnet", BATCH, 1, one_bridged()),
         partial(Contestant, native, "convnet", BATCH, 1, NATIVE),
@@ -169,7 +169,7 @@ def measure_step() -> None:
 
 
 def measure_scaling() -> None:
-    """Four replicas against the native client with as many samples, and against DistributedDataParallel."""
+    """Compare four replicas with the native client, for as many samples, and DistributedDataParallel."""
     cases = (("convnet", BATCH, 0.85, None), ("block", BATCH, None, 1.0))
     for model, batch, of_native, of_ddp in cases:
         with contest(
@@ -185,7 +185,7 @@ def measure_scaling() -> None:
 
 
 def measure_start() -> None:
-    """From the command to the end of one step of each replica."""
+    """Measure the time from the command to the end of the first step of all replicas."""
     ways = {
         "4": (launch_once, REPLICAS),
         "8": (launch_once, 2 * REPLICAS),
@@ -202,7 +202,7 @@ def measure_start() -> None:
 
 
 def measure_compile() -> None:
-    """Seconds in the compiler of the slowest replica: all but one wait there for the one that compiles."""
+    """Measure the compile time of the slowest replica: one compiles, and the others wait for it."""
     runs: dict[str, list[float]] = {"one": [], "four": []}
     for _ in range(STARTS):
         runs["one"].append(sum(json.loads(used(do(compile_once), one_bridged()).output)))
@@ -212,7 +212,7 @@ def measure_compile() -> None:
 
 
 def measure_memory() -> None:
-    """Whether memory grows over the steps, and how many copies a transfer makes."""
+    """Measure how memory grows over the steps, and how many copies a transfer makes."""
     seen = json.loads(used(do(memory), one_bridged()).output)
     resident, buffers = zip(*seen, strict=True)
     most, least = max(resident), resident[0]

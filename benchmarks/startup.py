@@ -1,8 +1,8 @@
-"""What a command-line answer costs before it does anything, beside the interpreter alone.
+"""Start-up time of the command line, compared with the bare interpreter.
 
     nox -s bench -- startup
 
-Each row starts fresh processes; the best and the median of the runs, in seconds.
+Each row is the best and the median of several runs in new processes, in seconds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
     print(f"{'command':<26}{'best s':>8}{'median s':>10}{'x python':>10}")
     bare = 0.0
     for name, arguments in COMMANDS.items():
-        seconds(arguments)  # The first run reads the files from the disk.
+        seconds(arguments)  # The first run reads the files from disk.
         runs = [seconds(arguments) for _ in range(RUNS)]
         bare = bare or min(runs)
         print(f"{name:<26}{min(runs):>8.3f}{statistics.median(runs):>10.3f}{min(runs) / bare:>10.1f}")

@@ -1,7 +1,7 @@
-"""How long the variables of the largest slices take to compute: ``python benchmarks/topology.py``.
+"""Time to compute the variables of the largest slices: ``python benchmarks/topology.py``.
 
-Target: under 50 ms each. "one host" is every process of the slice on one host, as an emulated slice
-has them; "last worker" is the processes of one real host, with the addresses of all.
+Target: under 50 ms each. "one host" computes all processes of the slice on one host, as in an emulated slice;
+"last worker" computes the processes of one real host, with the addresses of all hosts.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ ROUNDS = 7
 
 
 def last_worker(name: str) -> int:
-    """Compute one real host's share; return how many processes that is."""
+    """Compute the processes of one real host; return their number."""
     kind = AcceleratorType.parse(name, "benchmark")
     hostnames = [f"10.{i // 256}.{i % 256}.1" for i in range(kind.hosts)]
     return len(process_environments(kind, worker_id=kind.hosts - 1, hostnames=hostnames))
 
 
 def one_host(name: str) -> int:
-    """Compute all processes of the slice; return how many that is."""
+    """Compute all processes of the slice; return their number."""
     kind = AcceleratorType.parse(name, "benchmark")
     return len(process_environments(kind, bounds=kind.bounds.on_one_host()))
 

@@ -1,13 +1,13 @@
-"""What training with polyxla costs: its loop, its sampler, its checkpoints.
+"""Cost of training with polyxla: the loop, the sampler, the checkpoints.
 
     nox -s bench -- training [steps] [sampler] [checkpoint] [--quick] [--json]
 
-``steps`` compares `polyxla_training.Trainer` with the loop of torch_xla's guides, and with those of Lightning and
-Accelerate: fresh processes, each of which trains a block of steps when it is its turn, so that what else the
-machine does hits all of them. Beside the times are the executions, transfers and compilations of a step that
-the plain loop does not have.
-``sampler`` compares with `torch.utils.data.DistributedSampler`, ``checkpoint`` with safetensors' own writer.
-With --json each row is a JSON line; --quick only shows that everything works.
+``steps`` compares `polyxla_training.Trainer` with the loop of torch_xla's guides and with the loops of
+Lightning and Accelerate. Each runs in a new process; they take turns in training a block of steps, so that
+other load on the machine affects all of them equally. Beside the times are the executions, transfers and
+compilations per step beyond those of the plain loop. ``sampler`` compares with
+`torch.utils.data.DistributedSampler`, ``checkpoint`` with the writer of safetensors. With --json each row
+is a JSON line; --quick only checks that everything works.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from rich.table import Table
 JSON, QUICK = "--json", "--quick"
 IS_QUICK = QUICK in sys.argv
 ROUNDS = 1 if IS_QUICK else 3
-"""How often samplers are compared."""
+"""Number of comparisons of the samplers."""
 STARTS = 1 if IS_QUICK else 4
-"""How often all loops are started anew: by where its memory lies, one process is some per cent faster."""
+"""Number of starts of all loops: a process can be a few per cent faster because of its memory layout."""
 BLOCKS, STEPS = (2, 40) if IS_QUICK else (15, 40)
-"""Of a start. Half a second each, because a machine's speed drifts: neighbours see the same of it."""
+"""Per start. A block takes half a second: a machine's speed drifts, but not between consecutive blocks."""
 LOOPS = Path(__file__).parent / "contestants" / "loops.py"
 PEER = "plain"
 AT_MOST: Mapping[str, float | None] = {
@@ -52,16 +52,16 @@ AT_MOST: Mapping[str, float | None] = {
     "Lightning": None,
     "Accelerate": None,
 }
-"""The contestants, each with the largest ratio to the plain loop that it should have, where there is one."""
+"""The contestants, each with the target for its ratio to the plain loop: at most this; None for no target."""
 
 SHARDS, INDEX_BATCH = 8, 128
 MANY, FEW = (1_000_000, 100_000) if IS_QUICK else (100_000_000, 1_000_000)
-"""Records: of a dataset that DistributedSampler takes long for, and of one that it does not."""
+"""Records of a dataset for which DistributedSampler is slow, and of one for which it is not."""
 DRAWN = 2 * FEW
-"""Indices that are drawn where speed is measured."""
+"""Number of indices to draw for measuring speed."""
 SOONER, MAX_MIB = 1000, 1
 SAMPLERS = ("ShardedSampler", "DistributedSampler")
-"""Ours, and its peer."""
+"""Our sampler and its peer."""
 
 
 # The loops.
@@ -72,8 +72,8 @@ class Loop:
     """One contestant over all starts.
 
     Attributes:
-        step_ms: of a step, one for each block.
-        counts: how often it did what is counted, in a step after the last start.
+        step_ms: time of a step, one for each block.
+        counts: operations per step after the last start, by name.
     """
 
     step_ms: list[float] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Loop:
 
 
 class Turns:
-    """A process that trains when it is told to.
+    """A process that trains on request.
 
     Args:
         name: one of `AT_MOST`.
@@ -104,13 +104,13 @@ class Turns:
             self._pipe = Connection(listener.accept()[0].detach())
 
     def take(self) -> float:
-        """Let it train a block; return the seconds of a step."""
+        """Train one block; return the seconds per step."""
         self._pipe.send(None)
         step_s: float = self._pipe.recv()
         return step_s
 
     def end(self) -> dict[str, float]:
-        """Return what it counted in a step from its first turn on, when it has ended."""
+        """End the process; return its operations per step since its first turn."""
         self._pipe.send(None)
         counts: dict[str, float] = self._pipe.recv()
         if self._process.wait(START_TIMEOUT_S):
@@ -132,7 +132,7 @@ def measure_steps() -> None:
             ", ".join(f"{name} {loop.median:.2f}" for name, loop in loops.items()),
             file=sys.stderr,
         )
-    tell("steps", [_compared_loop(name, loop, loops[PEER]) for name, loop in loops.items()])
+    show("steps", [_compared_loop(name, loop, loops[PEER]) for name, loop in loops.items()])
 
 
 def _compared_loop(name: str, loop: Loop, peer: Loop) -> dict[str, Any]:
@@ -144,11 +144,11 @@ def _compared_loop(name: str, loop: Loop, peer: Loop) -> dict[str, Any]:
     return {"loop": name, "min, ms": loop.least, "median, ms": loop.median, **ratios, **more, **wanted}
 
 
-# The samplers, each in a process of its own.
+# The samplers, each in a separate process.
 
 
 def sampler(name: str, records: int, shards: int) -> Any:
-    """Return one shard's sampler, of a dataset that is nothing but its length."""
+    """Return one shard's sampler of a dataset of that many records."""
     from torch.utils.data import DistributedSampler
 
     from polyxla_sampler import ShardedSampler
@@ -158,9 +158,9 @@ def sampler(name: str, records: int, shards: int) -> Any:
 
 
 def begin(name: str, records: int, count: int) -> None:
-    """Print the seconds to the first index, and by how many MiB drawing raises the peak memory, as JSON."""
+    """Print the seconds to the first index, and the rise of peak memory while drawing, in MiB, as JSON."""
     made = _made(name, records)
-    # Source: proc_pid_clear_refs(5): 5 sets VmHWM to what is used now.
+    # Source: proc_pid_clear_refs(5): 5 resets VmHWM to the current use.
     Path("/proc/self/clear_refs").write_text("5")
     before = high_water_mib() - file_mib()
     started = time.perf_counter()
@@ -172,13 +172,13 @@ def begin(name: str, records: int, count: int) -> None:
 
 
 def file_mib() -> float:
-    """Return how much of this process's memory is pages of files: libraries' code, and nobody's data."""
+    """Return this process's memory in pages of files, in MiB: the code of libraries, not data."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("RssFile:"))
 
 
 def traced(name: str, records: int, count: int) -> None:
-    """Print how many MiB Python's own objects take at the peak, while indices are drawn, as JSON."""
+    """Print the peak memory of Python objects while indices are drawn, in MiB, as JSON."""
     made = _made(name, records)
     tracemalloc.start()
     deque(islice(made, count), maxlen=0)
@@ -186,13 +186,13 @@ def traced(name: str, records: int, count: int) -> None:
 
 
 def _made(name: str, records: int) -> Any:
-    # What torch does for the first time is not the sampler's.
+    # A first run, so that torch's one-time work is not measured.
     list(sampler(name, SHARDS, SHARDS))
     return sampler(name, records, SHARDS)
 
 
 def draw(name: str, records: int, count: int, shards: int) -> None:
-    """Print the indices a second of a DataLoader's batches, with and without each epoch's first, as JSON."""
+    """Print a DataLoader's indices per second, with and without each epoch's first batch, as JSON."""
     from torch.utils.data import DataLoader
 
     list(sampler(name, shards, shards))
@@ -217,7 +217,7 @@ def measure_sampler() -> None:
     sooner = first["peer"] / first["ours"]
     memory = compared("MiB, drawing", begun, 1, max)
     rows = [
-        first | target(sooner >= SOONER, f"{SOONER} times sooner: {sooner:,.0f}"),
+        first | target(sooner >= SOONER, f"{SOONER} times as fast: {sooner:,.0f}"),
         memory | target(memory["ours"] < MAX_MIB, f"< {MAX_MIB} MiB"),
         {"figure": "MiB of Python objects, drawing", "ours": python_mib},
     ]
@@ -225,12 +225,12 @@ def measure_sampler() -> None:
         drawn = alternated(draw, FEW, DRAWN, shards)
         whole = compared(f"indices/s, {FEW:,} records / {shards}", drawn, 0, max)
         rows.append(whole | target(whole["ours"] >= whole["peer"], "not slower"))
-        rows.append(compared("the same, first batch left out", drawn, 1, max))
-    tell("sampler", rows)
+        rows.append(compared("the same, without the first batch", drawn, 1, max))
+    show("sampler", rows)
 
 
 def alternated(function: Callable[..., None], *arguments: Any) -> dict[str, list[list[float]]]:
-    """Run a function for both samplers in turn; return what it printed in every round, by sampler."""
+    """Run a function for both samplers in turns; return the printed numbers of each round, by sampler."""
     found: dict[str, list[list[float]]] = {name: [] for name in SAMPLERS}
     for _ in range(ROUNDS):
         for name, outputs in found.items():
@@ -248,10 +248,10 @@ def compared(
     """Return a row with the best and the median over the rounds.
 
     Args:
-        figure: what it shows.
-        found: what was printed in every round, by sampler.
-        at: which number of those.
-        best: takes the best of several, or of memory the most.
+        figure: name of the row.
+        found: the printed numbers of each round, by sampler.
+        at: index of the number to compare.
+        best: selects the best of several; for memory the largest.
     """
     ours, peer = ([one[at] for one in found[name]] for name in SAMPLERS)
     middle = {"median": statistics.median(ours), "peer's median": statistics.median(peer)}
@@ -262,11 +262,11 @@ def target(is_met: bool, wanted: str) -> dict[str, Any]:
     return {"target": wanted, "verdict": "met" if is_met else "NOT"}
 
 
-# What is shown.
+# Output.
 
 
-def tell(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a table, whose columns are those of the first row, or JSON lines."""
+def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print a table with the columns of the first row, or JSON lines."""
     if JSON in sys.argv:
         for row in rows:
             print(json.dumps({"part": title, **row, "load": os.getloadavg()[0]}), flush=True)
@@ -274,7 +274,7 @@ def tell(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     table = Table(*rows[0], title=f"{title}, load {os.getloadavg()[0]:.1f}")
     for row in rows:
         table.add_row(*(_shown(row.get(column)) for column in rows[0]))
-    # A terminal may be narrow, or none: no column is left out for that.
+    # Even if the terminal is narrow or there is none, no column is dropped.
     Console(width=max(160, Console().width)).print(table)
 
 
@@ -288,14 +288,14 @@ PARTS = {"steps": measure_steps, "sampler": measure_sampler, "checkpoint": check
 
 
 def main() -> None:
-    """Print what was asked for, or be one of the processes that this starts."""
+    """Print the requested tables; in a process that this started, run one function instead."""
     if sys.argv[1:2] == ["--do"]:
         name, *arguments = json.loads(sys.argv[2])
         {"begin": begin, "traced": traced, "draw": draw}[name](*arguments)
         return
     names = [name for name in sys.argv[1:] if name not in {JSON, QUICK}] or list(PARTS)
     if unknown := [name for name in names if name not in PARTS]:
-        raise SystemExit(f"{unknown[0]} is none of {', '.join(PARTS)}")
+        raise SystemExit(f"{unknown[0]!r} is not one of {', '.join(PARTS)}")
     for name in names:
         PARTS[name]()
 

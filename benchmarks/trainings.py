@@ -1,4 +1,4 @@
-"""What benchmarks train: networks, on whichever device, and the steps of a replica that is told how many."""
+"""The trainings of the benchmarks: networks, and replicas that run steps on request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness import HOST
 
 BATCH = 128
 POOL = 4
-"""How many host batches a contestant goes through, in turn."""
+"""Number of host batches that a contestant cycles through."""
 CLASSES = 10
 WORDS, TOKENS, WIDTH = 1000, 64, 128
 
@@ -49,7 +49,7 @@ def images(batch: int) -> list[Any]:
 
 
 def block() -> Any:
-    """One pre-norm transformer block with its activations written out, which is what fusion is for."""
+    """Return a pre-norm transformer block; its activations are written out, for the compiler to fuse."""
     import torch
     from torch import nn
 
@@ -92,7 +92,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[int], list[Any]]]] = {
 
 
 class Training:
-    """One replica's training: `step` takes the next batch.
+    """One replica's training.
 
     Args:
         name: one of `MODELS`.
@@ -112,7 +112,7 @@ class Training:
         self.steps = 0
 
     def backward(self) -> Any:
-        """Go once forward and back; return the loss."""
+        """Run one forward and one backward pass; return the loss."""
         inputs, target = self.batches[self.steps % POOL]
         self.steps += 1
         self.optimizer.zero_grad()
@@ -127,7 +127,7 @@ class XlaTraining(Training):
     Args:
         model: one of `MODELS`.
         batch: samples of this replica in each step.
-        read_every: after how many steps the program looks at the loss; 0 for never.
+        read_every: number of steps between two reads of the loss; 0 for none.
     """
 
     def __init__(self, model: str, batch: int, read_every: int = 0) -> None:

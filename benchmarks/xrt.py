@@ -1,10 +1,10 @@
-"""What a worker costs: cores behind a network service, beside the same cores in the process itself.
+"""Cost of a worker: cores behind a network service, compared with the same cores in the process itself.
 
     nox -s bench -- xrt [step] [start] [trips] [transfer] [latency] [jobs] [--json]
 
-Contestants work in turns, in short rounds, so that what else the machine does hits all of them. A ratio is
-the median, over the rounds, of ours to the peer's in the same round. Every worker is started here, at a port
-that is free.
+Contestants take turns in short rounds, so that other load on the machine affects all of them equally. A
+ratio is ours to the peer's in the same round: the median over the rounds. The benchmark starts all workers
+itself, on free ports.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from trainings import BATCH, XlaTraining, serve
 CORES = 8
 STARTS = 3
 STEPS, WARM_UP = 50, 10
-"""How many steps count trips: fewer than may be under way, so that none waits for the worker's speed."""
+"""Steps that count waits: fewer than the maximum in flight, so that none waits for backpressure."""
 TURNS = 4
 READ_EVERY = 50
-"""After how many steps a program looks at its loss, where the network is slow."""
+"""Number of steps between two reads of the loss, on the slow network."""
 DISTANCE_S = 0.02
-"""What the network takes in one direction, in seconds, where it is slow."""
+"""Latency of the slow network in one direction, in seconds."""
 SIZE = 256 << 20
 TRANSFERS = 5
 EARLY, LATE = 20, 200
-"""After which jobs the worker's memory is compared."""
+"""The jobs after which the worker's memory is compared."""
 UP, DOWN = "/plain/Up", "/plain/Down"
-"""Calls of the service that only streams."""
+"""Methods of the service that only streams."""
 END_S = 30
 
 
-# Workers, and what is between them and their clients.
+# Workers, and the network between them and their clients.
 
 
 @contextlib.contextmanager
 def served(command: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Start a server and end it; yield its address, and its process."""
+    """Start a server, yield its address and process id, and end it."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout
         try:
@@ -72,22 +72,22 @@ def worker(cores: int) -> contextlib.AbstractContextManager[tuple[str, int]]:
 
 
 def node(address: str, cores: int) -> dict[str, str]:
-    """Choose a worker, and nothing else."""
+    """Return the variables that select a worker."""
     config = f"tpu_worker;0;{address}"
     return {"XRT_TPU_CONFIG": config, "TPU_NUM_DEVICES": str(cores), "PJRT_DEVICE": ""}
 
 
 def serving_process(supervisor: int) -> int:
-    """Return the process that serves, a child of the worker's."""
+    """Return the id of the serving process, a child of the worker's supervisor."""
     return int(Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()[0])
 
 
 class Distance:
-    """A proxy that hands on all that it is sent, later. However much is on the way, nothing waits for it.
+    """A proxy that forwards data with a delay and without a limit on the data in flight.
 
     Args:
-        address: where to.
-        delay_s: how much later, in seconds, in each direction.
+        address: address to forward to.
+        delay_s: delay in each direction, in seconds.
     """
 
     def __init__(self, address: str, delay_s: float) -> None:
@@ -102,7 +102,7 @@ class Distance:
         return self.address
 
     def __exit__(self, *_: object) -> None:
-        # Wakes the thread that accepts, which closing alone does not.
+        # shutdown wakes the accepting thread; close alone does not.
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
@@ -139,7 +139,7 @@ class Distance:
                 target.sendall(data)
 
 
-# What clients do.
+# The clients.
 
 
 def reading(model: str, batch: int, port: int) -> None:
@@ -147,7 +147,7 @@ def reading(model: str, batch: int, port: int) -> None:
 
 
 def first_steps() -> None:
-    """Print when the last of the replicas has done its first step, on the clock of this machine."""
+    """Print the time at which the last replica finished its first step, on the monotonic clock."""
     import polyxla
 
     print(max(polyxla.launch(_first_step)))
@@ -169,15 +169,15 @@ def _first_step(replica: Any) -> float:
 
 
 def trips() -> None:
-    """Print how often a step waits for the worker, without and with a look at the loss, as JSON."""
+    """Print the number of waits for the worker per step, without and with a read of the loss, as JSON."""
     found = []
     for read_every in (0, 1):
         training = XlaTraining("convnet", BATCH, read_every)
         training.run(WARM_UP)
-        # torch_xla imports it, and not the other way round.
+        # Imported by torch_xla, not the other way round.
         from polyxla_xrt import torch_plugin
 
-        engine: Any = torch_plugin._here.engine  # noqa: SLF001  (nobody but this counts)
+        engine: Any = torch_plugin._here.engine  # noqa: SLF001  (only this counts)
         before = engine.waits
         for _ in range(TURNS):
             training.run(STEPS)
@@ -187,12 +187,12 @@ def trips() -> None:
 
 @contextlib.contextmanager
 def engine_of(address: str) -> Iterator[Any]:
-    """Have one core of a worker, for a job that is over afterwards."""
+    """Yield an engine for one core of a worker, and end its job afterwards."""
     from polyxla_xrt.client.engine import RemoteEngine
     from polyxla_xrt.client.lease import Lease
     from polyxla_xrt.config.assignment import Assignment
 
-    # The last job may still be on its way out.
+    # The previous job may still be ending.
     lease = Lease(address, 1, os.environ, wait_s=END_S)
     assignment = Assignment(address, lease.job, (0,), "TPU", 0, 1, 0, 1)
     engine = RemoteEngine(assignment, os.environ, on_close=lease.close)
@@ -203,7 +203,7 @@ def engine_of(address: str) -> Iterator[Any]:
 
 
 def transfers(ours: str, plain: str) -> None:
-    """Print the seconds that each transfer took, in turns, by its name, as JSON."""
+    """Print the seconds of each transfer, by name, as JSON; the transfers take turns."""
     import grpc
     import numpy as np
 
@@ -217,14 +217,14 @@ def transfers(ours: str, plain: str) -> None:
 
         def upload() -> Any:
             buffer = engine.from_host(device, type_, memoryview(data))
-            # Answered in order, hence when all has arrived.
+            # Requests are answered in order, so this returns when the upload has arrived.
             engine.memory_stats(device)
             return buffer
 
-        kept = upload()
+        uploaded = upload()
 
         def download() -> None:
-            assert len(engine.to_host(kept).result()) == SIZE
+            assert len(engine.to_host(uploaded).result()) == SIZE
 
         def up() -> None:
             engine.delete(upload())
@@ -244,14 +244,14 @@ def transfers(ours: str, plain: str) -> None:
 
 
 def pieces(data: bytes) -> Iterator[bytes]:
-    """Cut bytes as a worker's peers do."""
+    """Split bytes into chunks as the clients of a worker do."""
     from polyxla_xrt.protocol.chunks import chunks
 
     return (bytes(piece) for piece, _ in chunks(memoryview(data)))
 
 
 def serve_plainly() -> None:
-    """Stream bytes over gRPC, and nothing else, until a signal."""
+    """Serve plain byte streams over gRPC until a signal."""
     from concurrent.futures import ThreadPoolExecutor
 
     import grpc
@@ -292,7 +292,7 @@ def jobs(address: str, supervisor: int) -> None:
         if number in (EARLY, LATE):
             seen.append(resident_bytes(process))
     if process != serving_process(supervisor):
-        raise SystemExit("the serving process was replaced on the way")
+        raise SystemExit("the serving process was replaced during the benchmark")
     print(json.dumps(seen))
 
 
@@ -310,11 +310,11 @@ def _do_job(address: str, program: bytes, options: bytes) -> None:
         assert np.frombuffer(engine.to_host(result).result(), np.float32)[0] == 3
 
 
-# What is measured.
+# The measurements.
 
 
 def measure_step() -> None:
-    """One core of a worker against torch_xla's own client, and against the bridge in the process itself."""
+    """Compare one core of a worker with torch_xla's client, and with the bridge in the process itself."""
     with (
         worker(1) as (address, _),
         contest(
@@ -328,7 +328,7 @@ def measure_step() -> None:
 
 
 def measure_start() -> None:
-    """From the command to the end of the last replica's first step."""
+    """Measure the time from the command to the end of the last replica's first step."""
     with worker(CORES) as (address, _):
         several, one = [], []
         for _ in range(STARTS):
@@ -346,26 +346,26 @@ def measure_start() -> None:
 def _seconds_to_step(address: str, processes: int) -> float:
     run = ["-m", "polyxla", "run", "--devices", str(processes), *do(first_steps)[1:]]
     started = time.monotonic()
-    return float(told([sys.executable, *run], node(address, CORES))) - started
+    return float(last_line([sys.executable, *run], node(address, CORES))) - started
 
 
-def told(command: Sequence[str], environ: Mapping[str, str]) -> str:
+def last_line(command: Sequence[str], environ: Mapping[str, str]) -> str:
     """Run a command and return the last line that it prints."""
     return used(command, environ).output.splitlines()[-1]
 
 
 def measure_trips() -> None:
-    """How often a step waits for an answer."""
+    """Measure how often a step waits for an answer."""
     with worker(1) as (address, _):
-        without, reading_all = json.loads(told(do(trips), node(address, 1)))
+        without, reading_all = json.loads(last_line(do(trips), node(address, 1)))
     row("trips: waits a step, loss not read", f"{without:.2f}", 0, without, at_most=0.0)
     row("trips: waits a step, loss read", f"{reading_all:.2f}", 1, reading_all, at_most=1.0)
 
 
 def measure_transfer() -> None:
-    """A large array to and from a worker, against as many bytes in a stream."""
+    """Compare transfers of a large array with plain streams of as many bytes."""
     with worker(1) as (address, _), served(do(serve_plainly)) as (plain, _):
-        took = json.loads(told(do(transfers, address, plain), {}))
+        took = json.loads(last_line(do(transfers, address, plain), {}))
     for way, name in (("up", "upload"), ("down", "download")):
         ours, peer = took[way], took[f"plain {way}"]
         ratio = statistics.median(map(operator.truediv, peer, ours))
@@ -377,7 +377,7 @@ def _speed(took: Sequence[float]) -> str:
 
 
 def measure_latency() -> None:
-    """A worker far away against one that is near, both through a proxy."""
+    """Compare a worker behind a slow network with one behind a fast network, both through a proxy."""
     with (
         worker(1) as (first, _),
         worker(1) as (second, _),
@@ -393,7 +393,7 @@ def measure_latency() -> None:
 
 
 class SteadyContestant(Contestant):
-    """One whose rounds are as long as several reads of the loss are apart."""
+    """A contestant whose rounds contain several reads of the loss."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -401,9 +401,9 @@ class SteadyContestant(Contestant):
 
 
 def measure_jobs() -> None:
-    """Whether a worker's memory grows from job to job."""
+    """Measure how a worker's memory grows over the jobs."""
     with worker(1) as (address, supervisor):
-        early, late = json.loads(told(do(jobs, address, supervisor), {}))
+        early, late = json.loads(last_line(do(jobs, address, supervisor), {}))
     case = f"jobs: resident after {LATE} / {EARLY}"
     row(case, f"{late >> 20} MiB", f"{early >> 20} MiB", late / early, at_most=1.03)
 

@@ -1,9 +1,9 @@
-"""The loops that ``training.py steps`` compares, each in a process of its own.
+"""The loops that ``training.py steps`` compares, each in a separate process.
 
     python benchmarks/contestants/loops.py NAME PORT BLOCKS STEPS
 
-All train the same network with the same optimizer on the same batches, on torch_xla's CPU client, and tell
-their clock when a step begins: the step before is then handed to the device, in every one of them.
+All train the same network with the same optimizer on the same batches, on torch_xla's CPU client. They
+report the start of each step to a timer; in all of them the step before has then been sent to the device.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch.utils.data import DataLoader, TensorDataset
 BATCH, FEATURES, WIDTH, CLASSES = 32, 64, 128, 10
 RATE = 1e-3
 WARM_UP = 100
-"""Steps before the first block, in which all that is compiled is."""
+"""Steps before the first block; everything is compiled in them."""
 SETTLE = 30
-"""Steps at the start of each block that are not timed: they use up what was read ahead while others had
-their turn."""
+"""Steps at the start of each block that are not timed: they use up the batches that were prefetched while
+other contestants had their turn."""
 AHEAD = 64
-"""Batches behind the last block, more than any loader reads ahead."""
+"""Batches after the last block: more than any loader prefetches."""
 REST_S = 0.2
-"""How long a loader needs at most to read ahead as far as it does."""
+"""Time that a loader needs to fill its prefetch buffers, in seconds."""
 HOST = "127.0.0.1"
 COUNTS = {
     "executions": "ExecuteTime",
@@ -43,14 +43,14 @@ COUNTS = {
 
 @dataclass
 class Turns:
-    """Times blocks of steps, each when it is told to.
+    """Times blocks of steps on request.
 
-    It connects at the first step, in whichever process that is made, so that it can be sent there.
+    It connects at the first step, so that it can be sent to the process that trains.
 
     Args:
-        port: where the benchmark listens.
-        blocks: how many blocks there are.
-        steps: timed steps of each.
+        port: port of the benchmark.
+        blocks: number of blocks.
+        steps: timed steps per block.
     """
 
     port: int
@@ -63,7 +63,7 @@ class Turns:
     _before: dict[str, int] | None = None
 
     def step(self) -> None:
-        """Hear that a step begins."""
+        """Record the start of a step."""
         if self._done == self._next:
             self._mark()
         self._done += 1
@@ -86,7 +86,7 @@ class Turns:
             self._rest()
 
     def _rest(self) -> None:
-        """Wait for the next turn, by when a loader has read ahead as far as it does: counts are exact."""
+        """Wait for the next turn, until the loader has filled its prefetch buffers: counts are exact."""
         assert self._pipe
         self._pipe.recv()
         time.sleep(REST_S)
@@ -101,12 +101,12 @@ class Turns:
 
     @property
     def batches(self) -> int:
-        """How many batches an epoch needs to have."""
+        """Number of batches that an epoch needs."""
         return WARM_UP + self.blocks * (SETTLE + self.steps) + AHEAD
 
 
 def counts() -> dict[str, int]:
-    """Return how often this process did what `COUNTS` names."""
+    """Return how often this process did each operation of `COUNTS`."""
     from torch_xla.debug import metrics
 
     found = {name: metrics.metric_data(metric) for name, metric in COUNTS.items()}
@@ -114,10 +114,10 @@ def counts() -> dict[str, int]:
 
 
 class Network(nn.Module):
-    """What is trained.
+    """The network to train.
 
     Args:
-        turns: told when a step begins.
+        turns: times the steps.
     """
 
     def __init__(self, turns: Turns) -> None:
@@ -162,7 +162,7 @@ def data(batches: int) -> DataLoader[Any]:
 
 
 def plain(turns: Turns, loader: Iterable[Any]) -> None:
-    """As torch_xla's guides write it; the loader hands each step over when the next batch is asked for."""
+    """The loop of torch_xla's guides; the loader sends a step to the device before the next batch."""
     import torch_xla
     import torch_xla.core.xla_model as xm
     from torch_xla.distributed.parallel_loader import MpDeviceLoader
@@ -208,7 +208,7 @@ def _train(network: nn.Module, loader: Iterable[Any]) -> None:
 
 
 def lightning(turns: Turns, loader: Iterable[Any]) -> None:
-    """Lightning wants a TPU for its XLA strategy of one device, and is told that there is one."""
+    """Train with Lightning; its XLA strategy for one device needs a TPU, so it is patched to see one."""
     from lightning.fabric.accelerators import XLAAccelerator
     from lightning.pytorch import LightningModule, Trainer
 

@@ -1,1 +1,1 @@
-"""One idea a file; each runs on the runtime that the environment selects."""
+"""Examples: one idea per file. Each runs on the runtime that the environment selects."""

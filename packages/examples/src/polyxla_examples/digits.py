@@ -1,8 +1,8 @@
-"""A small CNN learns scikit-learn's handwritten digits: real data that needs no download.
+"""Train a small CNN on scikit-learn's handwritten digits: real data without a download.
 
     polyxla run -m polyxla_examples.digits
 
-The test images are held out: they are never trained on, and nothing is tuned by them.
+The test images are held out: the model is not trained on them, and no option is tuned on them.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class DigitsNet(nn.Module):
         self.linear = nn.Linear(64 * 2 * 2, CLASSES)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return the classes' scores, ``[record, 10]``."""
+        """Return the logits of the classes, ``[record, 10]``."""
         hidden = F.max_pool2d(F.relu(self.conv1(images)), 2)
         hidden = F.max_pool2d(F.relu(self.conv2(hidden)), 2)
-        scores: torch.Tensor = self.linear(hidden.flatten(1))
-        return scores
+        logits: torch.Tensor = self.linear(hidden.flatten(1))
+        return logits
 
     def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
         """Return the loss of one batch."""
@@ -51,14 +51,15 @@ class DigitsNet(nn.Module):
         return F.cross_entropy(self(images), labels)
 
     def test_step(self, batch: list[torch.Tensor]) -> None:
-        """Log the share of images whose best score is the right digit."""
+        """Log the accuracy: the share of images whose largest logit is the right digit."""
         images, labels = batch
         self.log("test_accuracy", (self(images).argmax(dim=1) == labels).float().mean())  # type: ignore[operator]
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """Return AdamW under a one-cycle schedule."""
+        """Return AdamW with a one-cycle schedule."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, weight_decay=0.01)
-        # Known only now: several replicas make fewer steps, of more images together, which bear larger ones.
+        # The number of replicas is known only now. With several, a step uses more images, so it can be
+        # larger, and an epoch has fewer steps.
         trainer: Any = self.trainer
         peak = self.learning_rate * math.sqrt(trainer.world_size)
         steps = int(trainer.estimated_stepping_batches)
@@ -67,7 +68,7 @@ class DigitsNet(nn.Module):
 
 
 def datasets() -> tuple[TensorDataset, TensorDataset]:
-    """Return the training and the test records: images ``[1, 8, 8]`` and labels."""
+    """Return the training and the test records: an image ``[1, 8, 8]`` and a label each."""
     images, labels = load_digits(return_X_y=True)
     parts = train_test_split(images, labels, test_size=TEST_SHARE, stratify=labels, random_state=0)
     train_x, test_x = (torch.tensor(part, dtype=torch.float32).view(-1, 1, 8, 8) / 16 for part in parts[:2])
@@ -79,18 +80,20 @@ def datasets() -> tuple[TensorDataset, TensorDataset]:
 def main(
     epochs: Annotated[int, typer.Option(help="Passes over the training images.")] = 15,
     batch_size: Annotated[int, typer.Option(help="Images per step and replica.")] = 32,
-    learning_rate: Annotated[float, typer.Option(help="The schedule's peak, for one replica.")] = 0.01,
-    seed: Annotated[int, typer.Option(help="Seeds the weights and the order of the images.")] = 0,
-    log_dir: Annotated[str | None, typer.Option(help="Write TensorBoard files here.")] = None,
-    checkpoint_dir: Annotated[str | None, typer.Option(help="Save here, and go on from here.")] = None,
+    learning_rate: Annotated[float, typer.Option(help="Peak of the schedule, for one replica.")] = 0.01,
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the images.")] = 0,
+    log_dir: Annotated[str | None, typer.Option(help="Directory for TensorBoard files.")] = None,
+    checkpoint_dir: Annotated[
+        str | None, typer.Option(help="Directory for checkpoints, to save to and resume from.")
+    ] = None,
     save_every: Annotated[int, typer.Option(help="Steps between two checkpoints.")] = 10,
-    as_json: Annotated[bool, typer.Option("--json", help="End with one JSON line.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON line.")] = False,
 ) -> None:
-    """Train, test on the held-out images, and say how it went."""
+    """Train, test on the held-out images, and print the result."""
     started = time.perf_counter()
     torch.manual_seed(seed)
     train, test = datasets()
-    # Every batch has the same shape, so that one program serves all steps.
+    # With drop_last every batch has the same shape, so all steps share one compiled program.
     loader = DataLoader(train, batch_size, shuffle=True, drop_last=True)
     module = DigitsNet(learning_rate)
     trainer = polyxla_training.Trainer(
@@ -105,9 +108,9 @@ def main(
     fitted = trainer.outcome
     metrics = trainer.test(module, DataLoader(test, batch_size))
     assert fitted is not None
-    told = ("runtime", "device", "world_size", "epochs", "steps")
+    fields = ("runtime", "device", "world_size", "epochs", "steps")
     result = {
-        **{name: getattr(fitted, name) for name in told},
+        **{name: getattr(fitted, name) for name in fields},
         "test_accuracy": metrics["test_accuracy"],
         "seconds": round(time.perf_counter() - started, 3),
     }

@@ -1,8 +1,8 @@
-"""A masked language model learns to fill in the missing bytes of your text files, in the precision you name.
+"""Train a masked language model on the bytes of your text files, with the precision of your choice.
 
     polyxla run -m polyxla_examples.language_model --text book.txt --precision bf16-mixed
 
-Without ``--text`` it reads what Python's own help says of the language.
+Without ``--text`` it reads the topics of Python's help.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import polyxla
 import polyxla_training
 
 BYTES, MASK = 256, 256
-"""A token is a byte; one more stands for a byte that is hidden."""
+"""A token is a byte, or the mask."""
 LENGTH = 64
-"""Bytes in a record."""
-HIDDEN_SHARE = 0.15
-"""Source: BERT hides as many (Devlin et al. 2018, section 3.1)."""
+"""Number of bytes in a record."""
+MASKED_SHARE = 0.15
+"""Share of the bytes to mask. Source: BERT (Devlin et al. 2018, section 3.1)."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -39,34 +39,34 @@ class MaskedModel(nn.Module):
         super().__init__()
         self.learning_rate = learning_rate
         self.embed = nn.Embedding(BYTES + 1, width)
-        self.place = nn.Parameter(torch.zeros(LENGTH, width))
+        self.position = nn.Parameter(torch.zeros(LENGTH, width))
         layer = nn.TransformerEncoderLayer(
             width, 4, 4 * width, 0.1, "gelu", batch_first=True, norm_first=True
         )
         self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-        self.scores = nn.Linear(width, BYTES)
+        self.logits = nn.Linear(width, BYTES)
 
-    def forward(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Return each byte's scores ``[record, LENGTH, BYTES]``, those where `hidden` is true unseen."""
-        seen = torch.where(hidden, MASK, tokens)
-        result: torch.Tensor = self.scores(self.encoder(self.embed(seen) + self.place))
+    def forward(self, tokens: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
+        """Return the logits of each byte, ``[record, LENGTH, BYTES]``; `masked` bytes are not read."""
+        visible = torch.where(masked, MASK, tokens)
+        result: torch.Tensor = self.logits(self.encoder(self.embed(visible) + self.position))
         return result
 
-    def loss(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the mean cross-entropy of the hidden bytes, in nats."""
-        each = F.cross_entropy(self(tokens, hidden).float().transpose(1, 2), tokens, reduction="none")
-        return (each * hidden).sum() / hidden.sum()
+    def loss(self, tokens: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
+        """Return the mean cross-entropy of the masked bytes, in nats."""
+        each = F.cross_entropy(self(tokens, masked).float().transpose(1, 2), tokens, reduction="none")
+        return (each * masked).sum() / masked.sum()
 
     def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
-        """Hide other bytes every time."""
+        """Return the loss of one batch, with random bytes masked."""
         (tokens,) = batch
-        return self.loss(tokens, torch.rand(tokens.shape, device=tokens.device) < HIDDEN_SHARE)
+        return self.loss(tokens, torch.rand(tokens.shape, device=tokens.device) < MASKED_SHARE)
 
     def validation_step(self, batch: list[torch.Tensor]) -> None:
-        """Hide every seventh byte, so that runs can be compared."""
+        """Log the loss in bits, with every seventh byte masked so that runs can be compared."""
         (tokens,) = batch
-        hidden = (torch.arange(LENGTH, device=tokens.device) % 7 == 3).expand(tokens.shape)
-        self.log("val_bits", self.loss(tokens, hidden) / math.log(2))  # type: ignore[operator]
+        masked = (torch.arange(LENGTH, device=tokens.device) % 7 == 3).expand(tokens.shape)
+        self.log("val_bits", self.loss(tokens, masked) / math.log(2))  # type: ignore[operator]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return AdamW."""
@@ -74,12 +74,12 @@ class MaskedModel(nn.Module):
 
 
 def records(files: list[Path]) -> tuple[TensorDataset, TensorDataset]:
-    """Return the files' bytes as records for training, and every tenth for validation."""
+    """Return the files' bytes as records: every tenth for validation, the others for training."""
     text = b"".join(file.read_bytes() for file in files)
     count = len(text) // LENGTH
     if count < 10:
         raise typer.BadParameter(
-            f"{len(text)} bytes are too few: {10 * LENGTH} are needed", param_hint="--text"
+            f"{len(text)} bytes are too few; at least {10 * LENGTH} are needed", param_hint="--text"
         )
     blocks = torch.tensor(list(text[: count * LENGTH])).view(count, LENGTH)
     held_out = torch.arange(count) % 10 == 0
@@ -88,16 +88,16 @@ def records(files: list[Path]) -> tuple[TensorDataset, TensorDataset]:
 
 @app.command()
 def main(
-    text: Annotated[list[Path] | None, typer.Option(help="A file to learn; may be repeated.")] = None,
+    text: Annotated[list[Path] | None, typer.Option(help="A text file to train on; can be repeated.")] = None,
     precision: Annotated[str | None, typer.Option(help="32-true, bf16-mixed or bf16-true.")] = None,
-    steps: Annotated[int, typer.Option(help="Optimizer updates.")] = 200,
+    steps: Annotated[int, typer.Option(help="Number of optimizer updates.")] = 200,
     batch_size: Annotated[int, typer.Option(help="Records per step and replica.")] = 32,
-    width: Annotated[int, typer.Option(help="Of the transformer.")] = 128,
-    layers: Annotated[int, typer.Option(help="Of the transformer.")] = 2,
-    seed: Annotated[int, typer.Option(help="Seeds weights, order and hidden bytes.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="End with one JSON line.")] = False,
+    width: Annotated[int, typer.Option(help="Width of the transformer.")] = 128,
+    layers: Annotated[int, typer.Option(help="Number of transformer layers.")] = 2,
+    seed: Annotated[int, typer.Option(help="Seed of the weights, the order of records and the masks.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON line.")] = False,
 ) -> None:
-    """Train, and say how many bits a hidden byte of held-out text costs."""
+    """Train, and print the bits per masked byte of held-out text."""
     polyxla.seed_everything(seed)
     train, val = records(text or [Path(pydoc_data.topics.__file__)])
     trainer = polyxla_training.Trainer(

@@ -1,8 +1,8 @@
-"""Two layers share one tensor, on the device as on the host: neither the move nor the optimizer parts them.
+"""Train two layers that share one tensor: it stays shared on the device and in the optimizer.
 
     polyxla run -m polyxla_examples.weight_tying
 
-On XLA a move to the device makes new tensors. torch_xla alone then trains two copies, and says nothing.
+On XLA, moving a module to the device makes new tensors; torch_xla alone then silently trains two copies.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 class NextWord(nn.Module):
-    """Guesses the next word; the table that reads words is the one that writes them."""
+    """Predicts the next word; the input embedding is also the output layer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.read = nn.Embedding(WORDS, WIDTH)
-        self.think = nn.Linear(WIDTH, WIDTH)
-        self.write = nn.Linear(WIDTH, WORDS, bias=False)
-        self.write.weight = self.read.weight
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.hidden = nn.Linear(WIDTH, WIDTH)
+        self.output = nn.Linear(WIDTH, WORDS, bias=False)
+        self.output.weight = self.embed.weight
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """Return the scores of each word's successor, ``[record, WORDS]``."""
-        scores: torch.Tensor = self.write(torch.tanh(self.think(self.read(words))))
-        return scores
+        """Return the logits of each word's successor, ``[record, WORDS]``."""
+        logits: torch.Tensor = self.output(torch.tanh(self.hidden(self.embed(words))))
+        return logits
 
     def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
-        """Return the loss, and see that the layers still share their tensor where it is trained."""
-        if self.write.weight is not self.read.weight:
-            raise RuntimeError("the layers were parted on the way to the device")
+        """Return the loss; check that the layers share their tensor on the device too."""
+        if self.output.weight is not self.embed.weight:
+            raise RuntimeError("the move to the device untied the layers")
         words, successors = batch
         return F.cross_entropy(self(words), successors)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return Adam over the two tensors there are: the shared one, and the layer between."""
+        """Return Adam over the shared tensor and the layer between."""
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
 @app.command()
 def main(
     epochs: Annotated[int, typer.Option(help="Passes over the pairs of words.")] = 20,
-    as_json: Annotated[bool, typer.Option("--json", help="End with one JSON line.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON line.")] = False,
 ) -> None:
-    """Learn a made-up language of fixed pairs, and say whether one table still serves both ends."""
+    """Learn which word follows each word, and print whether the layers are still tied."""
     polyxla.seed_everything(0)
     words = torch.arange(WORDS).repeat(20)
     pairs = TensorDataset(words, (7 * words + 3) % WORDS)
@@ -65,7 +65,7 @@ def main(
     trainer.fit(module, DataLoader(pairs, 100, shuffle=True))
     known = torch.arange(WORDS)
     result = {
-        "tied": module.write.weight is module.read.weight,
+        "tied": module.output.weight is module.embed.weight,
         "parameters": sum(parameter.numel() for parameter in module.parameters()),
         "right": (module(known).argmax(1) == (7 * known + 3) % WORDS).float().mean().item(),
     }
