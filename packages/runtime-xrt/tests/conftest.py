@@ -1,4 +1,4 @@
-"""Real processes that meet over real sockets: crews of a mesh, workers, and a worker's clients."""
+"""Real processes and sockets: participants of a mesh, workers, and clients of workers."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from polyxla.env import snapshot
 from polyxla_xrt.client.channel import ask
 from polyxla_xrt.server.mesh.server import MeshServer
 
-# Tests count compilations, and a person's programs are not theirs.
+# Tests count compilations, so they must not use the programs in the user's cache.
 os.environ["POLYXLA_COMPILE_CACHE"] = "off"
 
 PARTICIPANT = Path(__file__).parent / "programs" / "mesh_participant.py"
 CLIENT = Path(__file__).parent / "programs" / "worker_client.py"
 PATIENCE_S = 20.0
-"""Longest wait for what a process is to do soon."""
+"""Longest wait for something that a process does soon, in seconds."""
 
 
 class Crew:
-    """Processes by ordinal; with no address, that of ordinal 0 serves."""
+    """The participants of a mesh, a process each; without an address, ordinal 0 serves it."""
 
     def __init__(self, world_size: int, address: str | None = None) -> None:
         self.world_size = world_size
@@ -98,7 +98,7 @@ def server() -> Iterator[MeshServer]:
 
 
 class Worker:
-    """A `polyxla worker` of two cores: a supervisor, and the process that serves, which may be replaced."""
+    """A `polyxla worker` of two cores: a supervisor, and the serving process, which may be replaced."""
 
     def __init__(self, log: Path, *options: str) -> None:
         self._log = log
@@ -112,9 +112,9 @@ class Worker:
                 text=True,
             )
         assert self.process.stdout is not None
-        told = "".join(iter(self.process.stdout.readline, "}\n"))
-        assert told, self.log
-        self.address: str = json.loads(told + "}")["address"]
+        document = "".join(iter(self.process.stdout.readline, "}\n"))
+        assert document, self.log
+        self.address: str = json.loads(document + "}")["address"]
 
     @property
     def log(self) -> str:
@@ -128,7 +128,7 @@ class Worker:
 
     @property
     def resident_bytes(self) -> int:
-        """Memory of the process that serves."""
+        """Memory of the serving process."""
         pages = Path(f"/proc/{self.serving_pid}/statm").read_text().split()[1]
         return int(pages) * 4096
 
@@ -136,7 +136,7 @@ class Worker:
         return ask(self.address, "Status", snapshot() if environ is None else environ)
 
     def wait_until(self, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """Ask until the answer is as it should be, and return it."""
+        """Poll the status until `holds` accepts it, and return it."""
         deadline = time.monotonic() + PATIENCE_S
         while not holds(status := self.status()):
             assert time.monotonic() < deadline, (status, self.log)
@@ -147,7 +147,7 @@ class Worker:
         return self.wait_until(lambda status: not status["job"])
 
     def wait_until_replaced(self, pid: int) -> None:
-        """Wait until another process serves than the one of that number."""
+        """Wait until the serving process with this pid has been replaced."""
         deadline = time.monotonic() + PATIENCE_S
         while Path(f"/proc/{pid}").exists():
             assert time.monotonic() < deadline, self.log
@@ -155,7 +155,7 @@ class Worker:
         self.status()
 
     def end(self) -> None:
-        """End it as a person does; the process that serves ends with its supervisor in any case."""
+        """End it with SIGTERM, as a user does; the serving process always ends with its supervisor."""
         self.process.terminate()
         try:
             self.process.wait(PATIENCE_S)
@@ -164,11 +164,11 @@ class Worker:
             self.process.communicate()
 
 
-def _starting(folder: Path) -> Iterator[Callable[..., Worker]]:
+def _starting(directory: Path) -> Iterator[Callable[..., Worker]]:
     workers: list[Worker] = []
 
     def start(*options: str) -> Worker:
-        workers.append(Worker(folder / f"worker-{len(workers)}.log", *options))
+        workers.append(Worker(directory / f"worker-{len(workers)}.log", *options))
         return workers[-1]
 
     yield start
@@ -178,19 +178,19 @@ def _starting(folder: Path) -> Iterator[Callable[..., Worker]]:
 
 @pytest.fixture
 def start_worker(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
-    """Return what starts a worker of the test's own, with options."""
+    """Return a function that starts a worker for one test, with options."""
     yield from _starting(tmp_path)
 
 
 @pytest.fixture(scope="module")
 def share_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Worker]]:
-    """Return what starts a worker for all tests of a module, with options."""
+    """Return a function that starts a worker for all tests of a module, with options."""
     yield from _starting(tmp_path_factory.mktemp("workers"))
 
 
 @pytest.fixture(scope="module")
 def worker(share_worker: Callable[..., Worker]) -> Worker:
-    """A worker that a module's tests share; each leaves it without a job."""
+    """A worker that the tests of a module share; each leaves it without a job."""
     return share_worker()
 
 
@@ -209,20 +209,20 @@ class Client:
         return json.loads(line)
 
     def order(self, what: str) -> Any:
-        """Have it do something, and return what it says."""
+        """Send an order, and return the answer."""
         assert self.process.stdin is not None
         self.process.stdin.write(what + "\n")
         return self.read()
 
     def kill(self) -> None:
-        """End it without a goodbye."""
+        """Kill it without a goodbye."""
         self.process.kill()
         self.process.communicate()
 
 
 @pytest.fixture
 def client() -> Iterator[Callable[..., Client]]:
-    """Return what starts a client: ``lease ADDRESS WAIT_S``, ``session ADDRESS JOB ORDINAL``."""
+    """Return a function that starts a client: ``lease ADDRESS WAIT_S``, ``session ADDRESS JOB ORDINAL``."""
     clients: list[Client] = []
 
     def start(*arguments: str) -> Client:

@@ -25,7 +25,7 @@ def address(text: str) -> tuple[str, int]:
         ("grpc://[2001:db8::2]:08470", "2001:db8::2", 8470),
     ],
 )
-def test_right(text: str, host: str, port: int) -> None:
+def test_valid_addresses(text: str, host: str, port: int) -> None:
     assert address(text) == (host, port)
     assert address(join_address(host, port)) == (host, port)
 
@@ -58,7 +58,7 @@ def test_right(text: str, host: str, port: int) -> None:
         ("http://10.0.0.2:8470", "'http://10.0.0.2:8470' is a URL", "10.0.0.2:8470"),
     ],
 )
-def test_wrong(text: str, what: str, like: str) -> None:
+def test_invalid_addresses(text: str, what: str, like: str) -> None:
     with pytest.raises(UsageError) as wrong:
         address(text)
     assert what in wrong.value.what

@@ -1,4 +1,4 @@
-"""What is written by hand is what protobuf would have written."""
+"""Messages with bulk data are encoded as protobuf encodes them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_messages_with_data_are_read_by_protobuf(size: int) -> None:
+def test_protobuf_parses_encoded_messages(size: int) -> None:
     data = bytes(range(256)) * (size // 256 + 1)
     data = data[:size]
     head = pb.Upload(array=300, type=pb.ArrayType(dtype="float32", dims=[7, 1]), core=3, ends=True)
@@ -34,7 +34,7 @@ def test_messages_with_data_are_read_by_protobuf(size: int) -> None:
     assert read == pb.Answers(answers=[pb.Answer(part=part), pb.Answer(attached=pb.Attached())])
 
 
-def test_large_data_is_not_copied_before_it_is_sent() -> None:
+def test_large_data_is_copied_only_when_it_is_encoded() -> None:
     data = bytearray(bulk_encoding.MIN_BYTES)
     message = bulk_encoding.part(pb.Part(request=1), memoryview(data))
     assert isinstance(message, bulk_encoding.BulkMessage)

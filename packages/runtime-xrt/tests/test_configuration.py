@@ -1,4 +1,4 @@
-"""The environment is read as XRT meant it; what is wrong with it is refused before anything is started."""
+"""The environment is parsed as XRT defines it, and misconfigurations are refused before anything starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAP = {env.XRT_DEVICE_MAP: "TPU:0;/job:w/replica:0/task:0/device:TPU:0"}
 WORKERS = {env.XRT_WORKERS: "w:0;grpc://a:8470"}
 MESH = {env.XRT_MESH_SERVICE_ADDRESS: "a:8477"}
 CORES = {env.TPU_NUM_DEVICES: "4"}
-# What a pod's launcher gives the third of four hosts.
+# The environment that a pod's launcher sets on the third of four hosts.
 POD_HOST = {
     **MESH,
     env.XRT_LOCAL_WORKER: "c_tpu_worker:2",
@@ -35,7 +35,7 @@ def configuration(environ: dict[str, str]) -> Configuration:
     return found
 
 
-def test_a_tpu_node() -> None:
+def test_one_worker_with_the_defaults() -> None:
     assert read(NODE) == Configuration(
         source="XRT_TPU_CONFIG",
         kind="TPU",
@@ -73,7 +73,7 @@ def test_a_pod_as_another_host_sees_it() -> None:
 
 
 @pytest.mark.parametrize("environ", [{}, {"PJRT_DEVICE": "TPU"}, {env.XRT_TPU_CONFIG: " "}, {"XRT_FOO": "1"}])
-def test_nothing_is_asked_for(environ: dict[str, str]) -> None:
+def test_no_configuration_without_a_variable_that_describes_workers(environ: dict[str, str]) -> None:
     assert read(environ) is None
 
 
@@ -100,7 +100,7 @@ def test_the_precedence_of_sources(environ: dict[str, str], source: str) -> None
     assert configuration(environ).source == source
 
 
-def test_a_number_of_cores_alone_means_a_service_of_this_host() -> None:
+def test_a_number_of_cores_alone_means_a_worker_on_this_host() -> None:
     found = configuration(CORES)
     assert found.workers == (Worker("localservice", 0, "localhost", 0),)
     assert found.devices_per_worker == 4
@@ -117,7 +117,7 @@ def test_a_number_of_cores_alone_means_a_service_of_this_host() -> None:
         ("tpu_worker;0;localhost:51011", "1", False),
     ],
 )
-def test_only_localservice_is_started(config: str, start: str | None, starts: bool) -> None:
+def test_only_a_worker_named_localservice_is_started(config: str, start: str | None, starts: bool) -> None:
     flag = {} if start is None else {env.XRT_START_LOCAL_SERVER: start}
     assert configuration({env.XRT_TPU_CONFIG: config} | flag).starts_service is starts
 
@@ -146,21 +146,23 @@ def test_a_map_with_its_workers() -> None:
         ({env.XRT_SHARD_WORLD_SIZE: "1", env.XRT_SHARD_ORDINAL: "0"}, "hosts", 1),
     ],
 )
-def test_the_other_variables(changes: dict[str, str], attribute: str, value: Any) -> None:
+def test_each_optional_variable_sets_one_attribute(
+    changes: dict[str, str], attribute: str, value: Any
+) -> None:
     assert getattr(configuration(NODE | changes), attribute) == value
 
 
 @pytest.mark.parametrize(
     ("environ", "what", "where", "fix"),
     [
-        # Item 1: the list itself; its every error is in test_workers.py and test_addresses.py.
+        # The list of workers; test_workers.py and test_addresses.py cover all its errors.
         (
             {env.XRT_TPU_CONFIG: "w;0;:8470"},
             "':8470' has no host",
             "XRT_TPU_CONFIG=w;0;:8470",
             "10.0.0.2:8470",
         ),
-        # Item 3: the local worker.
+        # The local worker.
         (
             NODE | {env.XRT_LOCAL_WORKER: "tpu_worker:1"},
             "tpu_worker:1 is not among the workers tpu_worker:0 of XRT_TPU_CONFIG",
@@ -197,7 +199,7 @@ def test_the_other_variables(changes: dict[str, str], attribute: str, value: Any
             "XRT_LOCAL_WORKER=w:1",
             "Set XRT_SHARD_WORLD_SIZE to the number of hosts, at least 2.",
         ),
-        # Item 4: what replicas have left behind.
+        # Variables left over from a replica.
         (
             NODE | {env.XRT_MULTI_PROCESSING_DEVICE: "TPU:3"},
             "XRT_MULTI_PROCESSING_DEVICE is set only in a replica's process",
@@ -228,7 +230,7 @@ def test_the_other_variables(changes: dict[str, str], attribute: str, value: Any
             "XRT_HOST_ORDINAL=0",
             "List the workers of a pod in XRT_TPU_CONFIG",
         ),
-        # Item 5: half a map, and a map of unknown workers.
+        # A map without workers, workers without a map, and a map of unknown workers.
         (
             MAP,
             "XRT_DEVICE_MAP needs XRT_WORKERS",
@@ -247,7 +249,7 @@ def test_the_other_variables(changes: dict[str, str], attribute: str, value: Any
             f"XRT_DEVICE_MAP={MAP[env.XRT_DEVICE_MAP]}",
             "Add w:0;HOST:8470 to XRT_WORKERS",
         ),
-        # Item 6: the number of cores.
+        # The number of cores.
         (
             NODE | {env.TPU_NUM_DEVICES: "0"},
             "'0' is not an integer of at least 1",
@@ -255,7 +257,7 @@ def test_the_other_variables(changes: dict[str, str], attribute: str, value: Any
             "such as 8",
         ),
         ({env.TPU_NUM_DEVICES: "-8"}, "'-8' is not an integer of at", "TPU_NUM_DEVICES=-8", "such as 8"),
-        # Item 8: the number of hosts, and what is no number.
+        # The number of hosts, and values that are not numbers.
         (
             POD | {env.XRT_SHARD_WORLD_SIZE: "3"},
             "3 hosts, but XRT_TPU_CONFIG lists 2 worker(s), one per host",
@@ -303,7 +305,9 @@ def test_the_other_variables(changes: dict[str, str], attribute: str, value: Any
         ),
     ],
 )
-def test_misconfigurations(environ: dict[str, str], what: str, where: str, fix: str) -> None:
+def test_each_misconfiguration_names_the_variable_and_the_fix(
+    environ: dict[str, str], what: str, where: str, fix: str
+) -> None:
     with pytest.raises(UsageError) as wrong:
         read(environ)
     assert what in wrong.value.what
@@ -379,7 +383,7 @@ def outcome(environ: dict[str, str]) -> Configuration | UsageError | None:
 
 @settings(deadline=None)
 @given(environ=st.dictionaries(st.sampled_from(sorted(env.KNOWN)), values, max_size=8))
-def test_any_environment_is_read_or_refused(environ: dict[str, str]) -> None:
+def test_any_environment_is_parsed_or_is_a_usage_error(environ: dict[str, str]) -> None:
     found = outcome(environ)
     if isinstance(found, UsageError):
         name, _, text = (found.where or "").partition("=")

@@ -1,4 +1,4 @@
-"""What each process of a job is told, for the cases of XRT's own launcher."""
+"""The environment and the world of each process of a job, as XRT's own launcher set them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NODE = {env.XRT_TPU_CONFIG: "tpu_worker;0;10.0.0.2:8470"}
 CONFIG = "|".join(f"c_w;{task};10.0.0.{task}:8470" for task in range(4))
 MESH = {env.XRT_MESH_SERVICE_ADDRESS: "10.0.0.9:8477"}
 FIRST_HOST = {env.XRT_TPU_CONFIG: CONFIG, env.XRT_LOCAL_WORKER: "c_w:0", **MESH}
-# As its launcher leaves it: without the list of workers.
+# As a pod's launcher sets it: without the list of workers.
 THIRD_HOST = {env.XRT_LOCAL_WORKER: "c_w:2", env.XRT_SHARD_WORLD_SIZE: "4", env.TPU_NUM_DEVICES: "8", **MESH}
 MAP = {
     env.XRT_DEVICE_MAP: "|".join(f"TPU:{n};/job:w/replica:0/task:0/device:TPU:{n}" for n in range(2)),
@@ -33,7 +33,7 @@ def numbers(world: World) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("index", range(8))
-def test_eight_processes_of_a_node(index: int) -> None:
+def test_the_environment_of_eight_processes_of_a_node(index: int) -> None:
     expected: dict[str, str | None] = {
         "XRT_MULTI_PROCESSING_DEVICE": f"TPU:{index}",
         "XRT_SHARD_ORDINAL": str(index),
@@ -50,11 +50,11 @@ def test_eight_processes_of_a_node(index: int) -> None:
     assert child_environment(configuration(NODE | MESH), index, 8) == expected
 
 
-def test_the_launcher_may_choose_where_the_processes_of_one_host_meet() -> None:
+def test_the_launcher_may_choose_the_mesh_address_of_one_host() -> None:
     assert env.XRT_MESH_SERVICE_ADDRESS not in child_environment(configuration(NODE), 3, 8)
 
 
-def test_one_process_of_a_node_has_no_mesh() -> None:
+def test_a_single_process_has_no_mesh_address() -> None:
     assert child_environment(configuration(NODE | MESH), 0, 1) == {
         "XRT_MULTI_PROCESSING_DEVICE": "TPU:0",
         "XRT_SHARD_ORDINAL": "0",
@@ -78,7 +78,7 @@ def test_one_process_of_a_node_has_no_mesh() -> None:
         (FIRST_HOST | {env.XRT_LOCAL_WORKER: "c_w:2"}, 0, "TPU:16", "16", False),
     ],
 )
-def test_a_process_of_a_pod(
+def test_the_environment_of_a_process_of_a_pod(
     environ: dict[str, str], index: int, device: str, ordinal: str, describes: bool
 ) -> None:
     given = child_environment(configuration(environ), index, 8)
@@ -115,7 +115,7 @@ def test_the_world_of_a_process() -> None:
 
 
 @pytest.mark.parametrize(("index", "count"), [(8, 8), (-1, 8), (1, 1)])
-def test_a_process_that_is_not_there(index: int, count: int) -> None:
+def test_a_process_index_out_of_range_is_an_error(index: int, count: int) -> None:
     with pytest.raises(ValueError, match=rf"index={index} is not in 0 <= index < count={count}"):
         child_world(configuration(NODE), index, count)
 
@@ -135,7 +135,9 @@ def test_a_process_that_is_not_there(index: int, count: int) -> None:
         (MAP, 1, 1),
     ],
 )
-def test_one_process_or_all(environ: dict[str, str], nprocs: int | None, count: int) -> None:
+def test_a_host_starts_one_process_or_one_per_core(
+    environ: dict[str, str], nprocs: int | None, count: int
+) -> None:
     assert process_count(configuration(environ), nprocs) == count
 
 
@@ -195,7 +197,7 @@ NO_MEETING = {name: value for name, value in FIRST_HOST.items() if name not in M
         ),
     ],
 )
-def test_a_number_of_processes_that_cannot_be(
+def test_an_invalid_number_of_processes_is_a_usage_error(
     environ: dict[str, str], nprocs: int | None, what: str, where: str, fix: str
 ) -> None:
     with pytest.raises(UsageError) as wrong:
@@ -205,13 +207,13 @@ def test_a_number_of_processes_that_cannot_be(
     assert fix in wrong.value.fix
 
 
-def test_the_fix_for_a_map_is_a_right_configuration() -> None:
+def test_the_suggested_fix_for_a_map_is_a_valid_configuration() -> None:
     found = configuration({env.XRT_TPU_CONFIG: "w;0;a:8470", env.TPU_NUM_DEVICES: "2"})
     assert process_count(found) == 2
 
 
 @pytest.mark.parametrize("environ", [FIRST_HOST, THIRD_HOST])
-def test_cores_are_numbered_from_worker_to_worker(environ: dict[str, str]) -> None:
+def test_cores_are_numbered_worker_by_worker(environ: dict[str, str]) -> None:
     found = cores(configuration(environ))
     assert [core.name for core in found] == [f"TPU:{ordinal}" for ordinal in range(32)]
     assert [core.ordinal for core in found] == list(range(32))

@@ -1,4 +1,4 @@
-"""A device map is regular, or refused."""
+"""A device map is numbered regularly, or refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def entry(
         ),
     ],
 )
-def test_right(entries: list[str], workers: tuple[Worker, ...], expected: MappedDevices) -> None:
+def test_valid_maps(entries: list[str], workers: tuple[Worker, ...], expected: MappedDevices) -> None:
     assert read_map(Variable(env.XRT_DEVICE_MAP, "|".join(entries)), workers) == expected
 
 
@@ -62,7 +62,7 @@ def test_right(entries: list[str], workers: tuple[Worker, ...], expected: Mapped
         ("|".join([entry(0, 0, 0), entry(1, 0, 1), entry(2, 1, 0)]), TWO, "with equally many on each worker"),
     ],
 )
-def test_wrong(text: str, workers: tuple[Worker, ...], what: str) -> None:
+def test_invalid_maps(text: str, workers: tuple[Worker, ...], what: str) -> None:
     with pytest.raises(UsageError) as wrong:
         read_map(Variable(env.XRT_DEVICE_MAP, text), workers)
     assert what in wrong.value.what

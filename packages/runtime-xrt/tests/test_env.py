@@ -1,4 +1,4 @@
-"""The list of variables is whole, and a misspelt one is told from one that is only ignored."""
+"""The list of XRT variables is complete, and warnings distinguish misspelt from ignored ones."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import pytest
 from polyxla_xrt import env
 
 
-def test_every_constant_is_spelt_as_itself_and_known() -> None:
+def test_every_constant_equals_its_name_and_is_known() -> None:
     names = {name for name in vars(env) if name.startswith(("XRT_", "TPU_"))}
     assert all(getattr(env, name) == name for name in names)
-    # What keeps torch_xla from looking for a TPU is given to it, and no variable of XRT.
+    # The other TPU variables are only set for replicas: they are not XRT variables.
     assert names - env.KNOWN == {name for name in names if name.startswith("TPU_")} - {env.TPU_NUM_DEVICES}
     assert env.KNOWN - set(env.WITHOUT_EFFECT) <= names
 
 
-def test_read_and_given_do_not_overlap() -> None:
+def test_variables_that_users_set_and_that_only_replicas_have_do_not_overlap() -> None:
     assert not set(env.READ) & {*env.ONLY_GIVEN, env.XRT_HOST_ORDINAL, *env.WITHOUT_EFFECT}
 
 
@@ -31,29 +31,29 @@ def test_read_and_given_do_not_overlap() -> None:
         ("XRT_GRPC_MULTI_STREAM", "XRT_GRPC_MULTISTREAM"),
     ],
 )
-def test_a_misspelt_name_is_told_the_right_one(name: str, near: str) -> None:
+def test_a_misspelt_name_gets_a_suggestion(name: str, near: str) -> None:
     assert env.remarks({name: "1"}) == (
         f"{name} is not an XRT variable and has no effect. Did you mean {near}?",
     )
 
 
-def test_a_name_like_no_other_is_only_unknown() -> None:
+def test_an_unknown_name_without_a_similar_one_gets_no_suggestion() -> None:
     assert env.remarks({"XRT_ZZZZZZZZZZZ": ""}) == (
         "XRT_ZZZZZZZZZZZ is not an XRT variable and has no effect.",
     )
 
 
 @pytest.mark.parametrize("name", env.WITHOUT_EFFECT)
-def test_a_known_name_without_effect_says_why(name: str) -> None:
+def test_a_warning_about_an_ignored_variable_gives_the_reason(name: str) -> None:
     assert env.remarks({name: "1"}) == (f"{name} has no effect: {env.WITHOUT_EFFECT[name]}.",)
 
 
-def test_other_variables_are_nobodys_concern() -> None:
+def test_valid_and_unrelated_variables_get_no_warning() -> None:
     known = dict.fromkeys(env.KNOWN - set(env.WITHOUT_EFFECT), "1")
     assert env.remarks({**known, "PATH": "/bin", "TPU_NAME": "node", "MY_XRT_FLAG": "1"}) == ()
 
 
-def test_remarks_come_in_the_order_of_names() -> None:
+def test_warnings_are_sorted_by_name() -> None:
     remarks = env.remarks({"XRT_TPU_CONFG": "", "XRT_GRPC_COMPRESSION": "", "XRT_ABCDEFGHIJK": ""})
     assert [remark.split()[0] for remark in remarks] == [
         "XRT_ABCDEFGHIJK",

@@ -1,4 +1,4 @@
-"""What is no mesh service, cannot become one, or does not let a process in."""
+"""Connecting to a mesh service fails with the reason: no service, a wrong address, a refusal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from polyxla_xrt.protocol.mesh import PROTOCOL
 from polyxla_xrt.server.mesh.server import MeshServer
 
 BOUND_S = 20.0
-"""Well below any limit that would end the wait otherwise, and above what a busy machine takes."""
+"""Time limit: far below every timeout that would also end the wait, and enough for a busy machine."""
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def connect_error(address: str, environ: dict[str, str] | None = None, wait_s: f
     return str(caught.value)
 
 
-def test_nobody_listens(listener: socket.socket) -> None:
+def test_no_listener(listener: socket.socket) -> None:
     address = address_of(listener)
     listener.close()
     text = connect_error(address, {"http_proxy": "http://proxy:1", "HTTPS_PROXY": "", "no_proxy": "x"})
@@ -71,7 +71,7 @@ def test_an_http_server() -> None:
             thread.join()
 
 
-def test_a_grpc_server_that_is_no_mesh_service() -> None:
+def test_a_grpc_server_that_is_not_a_mesh_service() -> None:
     other = grpc.server(ThreadPoolExecutor(1))
     port = other.add_insecure_port("127.0.0.1:0")
     other.start()
@@ -98,7 +98,7 @@ def test_a_service_that_starts_later_is_waited_for(listener: socket.socket) -> N
     assert server.close(5) == ()
 
 
-def test_a_port_that_is_taken(server: MeshServer) -> None:
+def test_a_taken_port_is_a_usage_error(server: MeshServer) -> None:
     with pytest.raises(UsageError, match=r"cannot be bound to 127.*: Address already in use") as caught:
         MeshServer(server.address, 2)
     assert f"XRT_MESH_SERVICE_ADDRESS={server.address}" in str(caught.value)
@@ -109,12 +109,12 @@ def test_a_port_that_is_taken(server: MeshServer) -> None:
     ("address", "why"),
     [("192.0.2.1:8477", "Cannot assign requested address"), ("no-such-host.invalid:1", "does not resolve")],
 )
-def test_an_address_that_is_not_of_this_host(address: str, why: str) -> None:
+def test_an_address_of_another_host_is_a_usage_error(address: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         MeshServer(address, 2)
 
 
-def test_another_protocol_world_or_the_same_ordinal_is_refused(server: MeshServer) -> None:
+def test_another_protocol_or_world_size_or_a_duplicate_ordinal_is_refused(server: MeshServer) -> None:
     with pytest.raises(MeshRefusedError, match=rf"Ordinal 0 speaks protocol 9, the mesh service {PROTOCOL}"):
         MeshClient(server.address, 0, 2, protocol=9)
     with pytest.raises(MeshRefusedError, match="Ordinal 0 expects 3 replicas"):

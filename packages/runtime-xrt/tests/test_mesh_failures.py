@@ -1,4 +1,4 @@
-"""Meetings within one process: what is refused, cut off or interrupted."""
+"""Rendezvous within one process: refused, cut off or interrupted calls."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -25,10 +26,10 @@ from polyxla_xrt.protocol.mesh import MAX_PAYLOAD_BYTES
 from polyxla_xrt.server.mesh.server import MeshServer
 
 BOUND_S = 20.0
-"""Well below any limit that would end the wait otherwise, and above what a busy machine takes."""
+"""Time limit: far below every timeout that would also end the wait, and enough for a busy machine."""
 
 
-def test_several_threads_of_a_participant_meet_under_tags_of_their_own(server: MeshServer) -> None:
+def test_threads_of_one_participant_meet_under_different_tags(server: MeshServer) -> None:
     tags = [f"tag {number}" for number in range(40)]
     one, other = MeshClient(server.address, 0, 2), MeshClient(server.address, 1, 2)
     with one, other, ThreadPoolExecutor(80) as pool:
@@ -60,7 +61,7 @@ class Huge(bytes):
         return MAX_PAYLOAD_BYTES + 1
 
 
-def test_what_cannot_be_is_refused_before_it_is_sent(server: MeshServer) -> None:
+def test_an_oversized_payload_or_invalid_timeout_is_refused_before_it_is_sent(server: MeshServer) -> None:
     with MeshClient(server.address, 0, 2) as client:
         with pytest.raises(UsageError, match="'big' has 1073741825 bytes, more than 1073741824"):
             client.rendezvous("big", Huge())
@@ -72,7 +73,7 @@ def test_what_cannot_be_is_refused_before_it_is_sent(server: MeshServer) -> None
     client.close()
 
 
-def test_the_service_says_who_stayed_and_cuts_them_off(server: MeshServer) -> None:
+def test_close_returns_who_had_not_left_and_cuts_them_off(server: MeshServer) -> None:
     with MeshClient(server.address, 0, 2) as client, ThreadPoolExecutor(1) as pool:
         waiting: Future[tuple[bytes, ...]] = pool.submit(client.rendezvous, "x" * 500, b"")
         time.sleep(0.2)
@@ -84,7 +85,7 @@ def test_the_service_says_who_stayed_and_cuts_them_off(server: MeshServer) -> No
     assert len(str(caught.value)) < 600
 
 
-def test_an_error_survives_the_way_between_processes(server: MeshServer) -> None:
+def test_errors_survive_pickling(server: MeshServer) -> None:
     with MeshClient(server.address, 0, 2) as client, pytest.raises(MissingError) as caught:
         client.rendezvous("tag", timeout_s=0.1)
     caught.value.add_note("of replica 0")
@@ -96,30 +97,12 @@ def test_an_error_survives_the_way_between_processes(server: MeshServer) -> None
     assert "(of these never connected: 1)" in str(again)
 
 
-INTERRUPTED = """
-import sys
-from polyxla_xrt.client.mesh import MeshClient
-from polyxla_xrt.server.mesh.server import MeshServer
-server = MeshServer("127.0.0.1:0", 2)
-try:
-    if sys.argv[1] == "close":
-        print("ready", flush=True)
-        server.close(60)
-    elif sys.argv[1] == "connect":
-        print("ready", flush=True)
-        MeshClient("127.0.0.1:9", 0, 2, connect_wait_s=60)
-    client = MeshClient(server.address, 0, 2)
-    print("ready", flush=True)
-    if sys.argv[1] == "meet":
-        client.rendezvous("tag")
-except KeyboardInterrupt:
-    print("interrupted", flush=True)
-"""
+INTERRUPTED = Path(__file__).parent / "programs" / "interrupted_wait.py"
 
 
 @pytest.mark.parametrize("what", ["meet", "close", "connect"])
 def test_ctrl_c_ends_every_wait_and_the_service_with_its_process(what: str) -> None:
-    command = [sys.executable, "-c", INTERRUPTED, what]
+    command = [sys.executable, str(INTERRUPTED), what]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -131,13 +114,13 @@ def test_ctrl_c_ends_every_wait_and_the_service_with_its_process(what: str) -> N
         assert time.monotonic() - begin < BOUND_S
 
 
-def test_a_process_that_closes_nothing_ends() -> None:
-    command = [sys.executable, "-c", INTERRUPTED, "nothing"]
+def test_a_process_that_closes_nothing_exits() -> None:
+    command = [sys.executable, str(INTERRUPTED), "nothing"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     assert (done.stdout, done.stderr) == ("ready\n", "")
 
 
-def test_a_peer_that_never_reads_its_connection_does_not_keep_the_others(server: MeshServer) -> None:
+def test_a_peer_that_never_reads_does_not_block_the_others(server: MeshServer) -> None:
     host, _, port = server.address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=5) as silent:
         silent.sendall(b"\x00\xff" * 50)
@@ -145,7 +128,7 @@ def test_a_peer_that_never_reads_its_connection_does_not_keep_the_others(server:
             assert client.rendezvous("alone", b"x", [0]) == (b"x",)
 
 
-def test_who_leaves_right_after_the_last_rendezvous_cuts_nobody() -> None:
+def test_leaving_right_after_the_last_rendezvous_cuts_off_no_one() -> None:
     def work(address: str, ordinal: int) -> int:
         with MeshClient(address, ordinal, 4) as client:
             return len(client.rendezvous("last", b"x"))
@@ -169,7 +152,7 @@ def test_who_leaves_right_after_the_last_rendezvous_cuts_nobody() -> None:
         ([{"payload": bytes(5 << 20)}], grpc.StatusCode.RESOURCE_EXHAUSTED, "larger"),
     ],
 )
-def test_a_stranger_is_answered_and_the_service_goes_on(
+def test_a_malformed_request_gets_an_error_and_the_service_continues(
     server: MeshServer, requests: list[dict[str, Any]], code: grpc.StatusCode, says: str
 ) -> None:
     with grpc.insecure_channel(server.address) as channel:
@@ -183,7 +166,7 @@ def test_a_stranger_is_answered_and_the_service_goes_on(
         assert client.rendezvous("alone", b"x", [0]) == (b"x",)
 
 
-def test_a_payload_that_grows_beyond_its_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_payload_whose_chunks_exceed_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polyxla_xrt.server.mesh.service.MAX_PAYLOAD_BYTES", CHUNK_BYTES)
     server = MeshServer("127.0.0.1:0", 1)
     with MeshClient(server.address, 0, 1) as client:

@@ -1,4 +1,4 @@
-"""Eight processes meet; one that hurts the others is named to all of them."""
+"""Eight processes meet; a participant that fails the others is named to all of them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from polyxla_xrt.server.mesh import server as mesh_server
 
 BOUND_S = 20.0
-"""Well below any limit that would end the wait otherwise, and above what a busy machine takes."""
+"""Time limit: far below every timeout that would also end the wait, and enough for a busy machine."""
 
-EVERYBODY = tuple(range(8))
+ALL = tuple(range(8))
 
 
 @pytest.fixture(scope="module")
@@ -22,31 +22,31 @@ def crew(make_crew: Callable[..., Any]) -> Any:
     return make_crew(8)
 
 
-def test_everybody_gets_the_payloads_in_the_order_of_ordinals(crew: Any) -> None:
+def test_every_participant_gets_the_payloads_in_ordinal_order(crew: Any) -> None:
     for tag in ("a", "b", "c"):
-        expected = [f"{tag}{ordinal}" for ordinal in EVERYBODY]
-        for found in crew.meet_all(tag, EVERYBODY[::-1]):
+        expected = [f"{tag}{ordinal}" for ordinal in ALL]
+        for found in crew.meet_all(tag, ALL[::-1]):
             assert found == {"payloads": expected}
 
 
-def test_a_tag_is_used_again_and_again(crew: Any) -> None:
+def test_a_tag_can_be_reused(crew: Any) -> None:
     for _ in range(50):
-        for ordinal in EVERYBODY:
+        for ordinal in ALL:
             crew.meet(ordinal, "again")
-    for ordinal in EVERYBODY:
+    for ordinal in ALL:
         for _ in range(50):
-            assert crew.read(ordinal) == {"payloads": [f"again{one}" for one in EVERYBODY]}
+            assert crew.read(ordinal) == {"payloads": [f"again{one}" for one in ALL]}
 
 
-def test_subsets_meet_at_once_under_tags_of_their_own(crew: Any) -> None:
-    for ordinal in EVERYBODY:
+def test_subsets_meet_at_the_same_time_under_different_tags(crew: Any) -> None:
+    for ordinal in ALL:
         crew.meet(ordinal, "odd" if ordinal % 2 else "even", (1, 3, 5, 7) if ordinal % 2 else (6, 4, 2, 0))
-    for ordinal in EVERYBODY:
-        same = [f"{'odd' if one % 2 else 'even'}{one}" for one in EVERYBODY if one % 2 == ordinal % 2]
+    for ordinal in ALL:
+        same = [f"{'odd' if one % 2 else 'even'}{one}" for one in ALL if one % 2 == ordinal % 2]
         assert crew.read(ordinal) == {"payloads": same}
 
 
-def test_mismatching_replicas_are_told_to_everybody_even_to_those_who_come_later(crew: Any) -> None:
+def test_mismatching_replicas_are_reported_to_all_including_late_ones(crew: Any) -> None:
     crew.meet(0, "mismatch", (0, 1, 2))
     crew.meet(1, "mismatch", (0, 1))
     found = [crew.read(0), crew.read(1)]
@@ -58,7 +58,7 @@ def test_mismatching_replicas_are_told_to_everybody_even_to_those_who_come_later
     assert len(crew.meet_all("mismatch", (0, 1, 2), (0, 1, 2))[0]["payloads"]) == 3
 
 
-def test_the_deadline_names_the_tag_and_who_is_missing(crew: Any) -> None:
+def test_the_timeout_error_names_the_tag_and_the_missing_ordinals(crew: Any) -> None:
     for ordinal in (0, 1, 2, 4, 5, 6):
         crew.meet(ordinal, "late", timeout_s=0.7 if ordinal == 2 else 30)
     for ordinal in (0, 1, 2, 4, 5, 6):
@@ -100,8 +100,8 @@ def test_a_frozen_participant_is_lost(make_crew: Callable[..., Any], monkeypatch
     assert server.close(10) == ()
 
 
-def test_a_killed_participant_is_named_to_those_who_wait_and_those_who_come(crew: Any) -> None:
-    # The last of this crew.
+def test_a_killed_participant_is_named_to_waiting_and_late_ones(crew: Any) -> None:
+    # Last, because it kills processes of the shared group.
     for ordinal in (0, 1, 2, 4, 5, 6):
         crew.meet(ordinal, "killed")
     time.sleep(0.3)

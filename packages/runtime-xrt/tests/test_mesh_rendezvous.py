@@ -1,4 +1,4 @@
-"""What the mesh service decides, without a process, a port or a clock."""
+"""The state of the mesh service, without processes, ports or a clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from polyxla_xrt.server.mesh.rendezvous import Arrival, FailureKind, Mesh, MeshF
 
 
 class Table:
-    """A mesh that everybody attends, and what each was answered, in order."""
+    """A mesh that all participants attend, and the outcomes that each got, in order."""
 
     def __init__(self, world_size: int) -> None:
         self.mesh = Mesh(world_size)
@@ -34,7 +34,7 @@ class Table:
 
 
 @given(st.permutations(range(5)))
-def test_all_are_answered_by_the_last_in_the_order_of_ordinals(order: list[int]) -> None:
+def test_the_last_arrival_answers_all_in_ordinal_order(order: list[int]) -> None:
     table = Table(5)
     for ordinal in order:
         assert not any(table.answers.values())
@@ -56,18 +56,18 @@ def test_all_are_answered_by_the_last_in_the_order_of_ordinals(order: list[int])
         ([(0, ()), (1, (1, 1))], "Duplicate ordinal: 1, in the replicas of ordinal 1"),
     ],
 )
-def test_a_contradiction_is_told_to_every_participant(
+def test_a_contradiction_is_reported_to_every_participant(
     calls: list[tuple[int, tuple[int, ...]]], text: str
 ) -> None:
     table = Table(4)
     for ordinal, replicas in calls:
         table.arrive(ordinal, replicas)
-    told = MeshFailure(FailureKind.DISAGREEMENT, text)
-    assert all(answer == told for answers in table.answers.values() for answer in answers)
+    failure = MeshFailure(FailureKind.DISAGREEMENT, text)
+    assert all(answer == failure for answers in table.answers.values() for answer in answers)
     assert sum(len(answers) for answers in table.answers.values()) == len(calls)
     for late in {0, 1, 2, 3} & set(calls[0][1] or range(4)) - {ordinal for ordinal, _ in calls}:
         table.arrive(late, calls[0][1])
-        assert table.answers[late] == [told]
+        assert table.answers[late] == [failure]
     assert not table.mesh._rendezvous
     assert not table.mesh._failed
 
@@ -80,13 +80,13 @@ def test_the_earliest_deadline_of_a_tag_ends_it_for_all() -> None:
     table.mesh.expire(4.9)
     assert not any(table.answers.values())
     table.mesh.expire(5)
-    told = MeshFailure(FailureKind.MISSING, "Ordinals missing at the deadline: 2-3")
-    assert table.answers == {0: [told], 1: [told]}
+    failure = MeshFailure(FailureKind.MISSING, "Ordinals missing at the deadline: 2-3")
+    assert table.answers == {0: [failure], 1: [failure]}
     table.arrive(2)
-    assert table.answers[2] == [told]
+    assert table.answers[2] == [failure]
 
 
-def test_whom_nobody_has_seen_is_said() -> None:
+def test_the_timeout_names_participants_that_never_connected() -> None:
     mesh, answers = Mesh(3), list[Outcome]()
     mesh.attend(0, 3)
     mesh.attend(1, 3)
@@ -99,7 +99,7 @@ def test_whom_nobody_has_seen_is_said() -> None:
 @pytest.mark.parametrize(
     ("how", "says"), [("lose", "died or lost its connection"), ("leave", "has said goodbye")]
 )
-def test_who_is_gone_fails_what_waits_and_what_comes(how: str, says: str) -> None:
+def test_a_gone_participant_fails_waiting_and_later_rendezvous(how: str, says: str) -> None:
     table = Table(3)
     table.arrive(0)
     table.arrive(1, (0, 1), tag="without")
@@ -111,7 +111,7 @@ def test_who_is_gone_fails_what_waits_and_what_comes(how: str, says: str) -> Non
     assert table.answers[0][-1] == (b"without0", b"without1")
 
 
-def test_a_goodbye_is_no_death_and_the_dead_do_not_come_back() -> None:
+def test_a_goodbye_is_not_a_death_and_the_dead_cannot_return() -> None:
     table = Table(3)
     table.mesh.leave(0)
     table.mesh.lose(0)
@@ -132,19 +132,19 @@ def test_a_goodbye_is_no_death_and_the_dead_do_not_come_back() -> None:
         (1, 3, "Ordinal 1 expects 3 replicas, the mesh service 2"),
     ],
 )
-def test_who_may_not_attend(ordinal: int, world_size: int, text: str) -> None:
+def test_a_refused_participant_gets_the_reason(ordinal: int, world_size: int, text: str) -> None:
     mesh = Mesh(2)
     assert mesh.attend(0, 2) is None
     assert mesh.attend(ordinal, world_size) == MeshFailure(FailureKind.REFUSED, text)
 
 
-def test_who_does_not_attend_may_not_meet() -> None:
+def test_a_rendezvous_needs_attendance() -> None:
     mesh, answers = Mesh(2), list[Outcome]()
     mesh.arrive(Arrival("tag", 1, b"", (), 1, answers.append))
     assert answers == [MeshFailure(FailureKind.REFUSED, "Ordinal 1 has not attended")]
 
 
-def test_a_withdrawn_call_is_as_if_it_had_not_been() -> None:
+def test_a_withdrawn_call_leaves_no_trace() -> None:
     table = Table(2)
     table.mesh.withdraw(table.arrive(0))
     assert not table.mesh._rendezvous
@@ -165,7 +165,7 @@ ACTIONS = st.one_of(
 
 
 @given(st.lists(ACTIONS, max_size=60))
-def test_every_call_is_answered_once_and_nothing_is_kept(actions: list[tuple[object, ...]]) -> None:
+def test_every_call_is_answered_once_and_no_state_remains(actions: list[tuple[object, ...]]) -> None:
     mesh, calls = Mesh(4), list[list[Outcome]]()
     for ordinal in range(4):
         mesh.attend(ordinal, 4)
@@ -197,5 +197,5 @@ def test_every_call_is_answered_once_and_nothing_is_kept(actions: list[tuple[obj
         (tuple(range(0, 60, 2)), ", ".join(str(one) for one in range(0, 40, 2)) + ", and 10 more"),
     ],
 )
-def test_ordinals_are_spelt_for_a_person(ordinals: tuple[int, ...], text: str) -> None:
+def test_ordinals_are_formatted_as_ranges(ordinals: tuple[int, ...], text: str) -> None:
     assert format_ordinals(ordinals) == text

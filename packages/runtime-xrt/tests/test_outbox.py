@@ -1,9 +1,10 @@
-"""What waits to be sent: in order, together, not too much of it, and frees behind everything."""
+"""The send queue keeps order, batches messages, limits their size and sends deferred messages last."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,12 +15,24 @@ SOON_S = 10.0
 MIB = 1 << 20
 
 
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def is_waited_on(outbox: Outbox) -> bool:
+    """Return whether a thread waits for the outbox to change."""
+    return bool(vars(outbox._changed)["_waiters"])
+
+
 def drained(outbox: Outbox) -> list[list[object]]:
     outbox.close()
     return list(iter(outbox.take, None))
 
 
-def test_what_has_gathered_travels_together_and_in_order() -> None:
+def test_gathered_messages_travel_together_in_order() -> None:
     outbox = Outbox()
     for number in range(1000):
         assert outbox.put(number)
@@ -35,7 +48,7 @@ def test_what_has_gathered_travels_together_and_in_order() -> None:
         ([MIB, MIB], [1, 1]),
     ],
 )
-def test_a_message_is_cut_before_it_is_too_large(sizes: list[int], packed: list[int]) -> None:
+def test_a_batch_ends_before_it_is_too_large(sizes: list[int], packed: list[int]) -> None:
     outbox = Outbox()
     for size in sizes:
         outbox.put(size, size)
@@ -44,19 +57,19 @@ def test_a_message_is_cut_before_it_is_too_large(sizes: list[int], packed: list[
     assert [size for one in together for size in one] == sizes
 
 
-def test_messages_without_data_count_too() -> None:
+def test_messages_without_data_count_towards_the_limit() -> None:
     outbox = Outbox()
     for number in range(100_000):
         outbox.put(number)
     assert max(len(one) for one in drained(outbox)) < 50_000
 
 
-def test_who_has_too_much_waits_until_it_is_taken() -> None:
+def test_put_blocks_while_the_outbox_is_full() -> None:
     outbox = Outbox()
     with ThreadPoolExecutor(1) as pool:
         assert outbox.put("large", LIMIT_BYTES)
         more = pool.submit(outbox.put, "more")
-        time.sleep(0.1)
+        until(lambda: is_waited_on(outbox))
         assert not more.done()
         assert outbox.put("in any case", may_wait=False)
         assert outbox.take() == ["large"]
@@ -65,12 +78,12 @@ def test_who_has_too_much_waits_until_it_is_taken() -> None:
 
 
 @pytest.mark.parametrize("end", [Outbox.cut, Outbox.close])
-def test_an_end_frees_who_waits(end: object) -> None:
+def test_the_end_wakes_a_blocked_put(end: object) -> None:
     outbox = Outbox()
     with ThreadPoolExecutor(1) as pool:
         assert outbox.put("large", LIMIT_BYTES)
         more = pool.submit(outbox.put, "more")
-        time.sleep(0.1)
+        until(lambda: is_waited_on(outbox))
         assert not more.done()
         assert callable(end)
         end(outbox)
@@ -80,24 +93,25 @@ def test_an_end_frees_who_waits(end: object) -> None:
     assert outbox.take() is None
 
 
-def test_one_that_is_larger_than_all_room_goes_alone() -> None:
+def test_a_message_larger_than_the_limit_travels_alone() -> None:
     outbox = Outbox()
     assert outbox.put("huge", 3 * LIMIT_BYTES)
     assert outbox.take() == ["huge"]
 
 
 @pytest.mark.parametrize("end", [Outbox.cut, Outbox.close])
-def test_an_end_wakes_who_takes(end: object) -> None:
+def test_the_end_wakes_a_blocked_take(end: object) -> None:
     outbox = Outbox()
     with ThreadPoolExecutor(1) as pool:
         taking = pool.submit(outbox.take)
-        time.sleep(0.1)
+        until(lambda: is_waited_on(outbox))
+        assert not taking.done()
         assert callable(end)
         end(outbox)
         assert taking.result(SOON_S) is None
 
 
-def test_what_comes_last_comes_when_nothing_else_does() -> None:
+def test_deferred_messages_follow_when_the_queue_is_empty() -> None:
     late = ["frees"]
     outbox = Outbox(lambda: late.pop() if late else None, linger_s=0.01)
     assert outbox.take() == ["frees"]
@@ -111,8 +125,8 @@ def test_what_comes_last_comes_when_nothing_else_does() -> None:
     assert outbox.take() == ["small", "again"]
 
 
-def test_what_comes_last_is_never_before_what_was_put_before_it() -> None:
-    """A user puts its use of an array, and only then lets it go: the worker must hear of it in that order."""
+def test_a_deferred_message_never_overtakes_messages_queued_before_it() -> None:
+    """A client queues its use of an array, then frees the array: the worker must get both in this order."""
     count = 600
     released: list[int] = []
 
@@ -121,7 +135,7 @@ def test_what_comes_last_is_never_before_what_was_put_before_it() -> None:
         taken, released = released, []
         return taken or None
 
-    # Without a pause: what is to come last is asked for all the time.
+    # Without a pause: `last` is called all the time.
     outbox = Outbox(last, linger_s=0.0)
 
     def use() -> None:
@@ -130,7 +144,8 @@ def test_what_comes_last_is_never_before_what_was_put_before_it() -> None:
             released.append(number)
             if number % 7 == 0:
                 time.sleep(0)
-        time.sleep(0.05)
+        # All frees are taken while the outbox is open.
+        until(lambda: not released)
         outbox.close()
 
     user = threading.Thread(target=use)
@@ -146,10 +161,10 @@ def test_what_comes_last_is_never_before_what_was_put_before_it() -> None:
                 used.add(one)
     user.join(SOON_S)
     assert used == set(range(count))
-    assert freed == sorted(freed)
+    assert freed == list(range(count))
 
 
-def test_many_threads_lose_nothing_and_each_keeps_its_order() -> None:
+def test_concurrent_puts_lose_nothing_and_keep_each_threads_order() -> None:
     outbox = Outbox()
 
     def put(thread: int) -> None:

@@ -1,4 +1,4 @@
-"""Runtime xrt says when it is asked for, and which cores there are."""
+"""Runtime xrt claims an environment that describes a TPU node, and reports its cores."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ def test_a_complete_configuration_claims_the_environment(environ: dict[str, str]
 
 
 @pytest.mark.parametrize("environ", [{}, MAP, WORKERS, {env.XRT_TPU_CONFIG: ""}, {"PJRT_DEVICE": "TPU"}])
-def test_anything_less_claims_nothing(environ: dict[str, str]) -> None:
+def test_an_incomplete_configuration_claims_nothing(environ: dict[str, str]) -> None:
     found = polyxla_discover_devices(environ)
     assert found.claim is Claim.NONE
     assert found.reason == "XRT_TPU_CONFIG is not set"
 
 
-def test_it_offers_every_core_of_the_worker() -> None:
+def test_discovery_offers_every_core_of_the_worker() -> None:
     found = polyxla_discover_devices({env.XRT_TPU_CONFIG: CONFIG, env.TPU_NUM_DEVICES: "2"})
     assert (found.unavailable, found.kind, found.host_count, found.growable) == (None, "TPU", 1, False)
     assert [(device.index, device.kind) for device in found.devices] == [(0, "TPU"), (1, "TPU")]
     assert found.devices[1].name == "core 1 of tpu_worker:0"
 
 
-def test_without_a_configuration_it_says_how_to_write_one() -> None:
+def test_without_a_configuration_discovery_shows_an_example() -> None:
     found = polyxla_discover_devices({})
     assert found.unavailable == "no variable describes a TPU node"
     assert "XRT_TPU_CONFIG='tpu_worker;0;HOST:8470'" in found.fix
 
 
-def test_every_variable_it_reads_is_shown_with_its_origin() -> None:
+def test_discovery_reports_every_variable_with_its_origin() -> None:
     found = polyxla_discover_devices({env.XRT_TPU_CONFIG: CONFIG})
     assert found.variables == {
         "XRT_TPU_CONFIG": Setting(CONFIG, "environment"),
@@ -69,7 +69,7 @@ def test_a_host_of_a_pod_that_is_not_its_first_is_claimed() -> None:
     "environ",
     [{env.TPU_NUM_DEVICES: "8"}, {env.XRT_MESH_SERVICE_ADDRESS: "a:1"}, {env.XRT_LOCAL_WORKER: "w:1"}],
 )
-def test_what_is_said_beside_a_configuration_claims_nothing_alone(environ: dict[str, str]) -> None:
+def test_a_variable_that_only_supplements_a_configuration_claims_nothing(environ: dict[str, str]) -> None:
     assert polyxla_discover_devices(environ).claim is Claim.NONE
 
 
@@ -82,7 +82,7 @@ def test_a_wrong_configuration_is_claimed_and_explained() -> None:
     assert found.fix == "Write the address as host:port, such as 10.0.0.2:8470."
 
 
-def test_a_wrong_variable_that_is_not_the_reason_is_named() -> None:
+def test_an_invalid_variable_other_than_the_reason_is_named() -> None:
     found = polyxla_discover_devices({env.XRT_TPU_CONFIG: CONFIG, env.TPU_NUM_DEVICES: "0"})
     assert found.unavailable == "'0' is not an integer of at least 1 (from TPU_NUM_DEVICES=0)"
     assert found.variables["TPU_NUM_DEVICES"] == Setting("0", "environment")
@@ -101,6 +101,6 @@ def test_warnings_are_passed_on(config: str | None) -> None:
     assert note.endswith("Did you mean XRT_MESH_CONNECT_WAIT?")
 
 
-def test_a_warning_of_the_configuration_itself_is_passed_on() -> None:
+def test_warnings_of_a_valid_configuration_are_passed_on() -> None:
     (note,) = polyxla_discover_devices({env.XRT_TPU_CONFIG: "w;0;grpc://a:1"}).notes
     assert note.startswith("XRT_TPU_CONFIG contains grpc://")

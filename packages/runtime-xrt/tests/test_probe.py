@@ -1,4 +1,4 @@
-"""What a short look at an address says."""
+"""A probe describes what is at an address."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from polyxla_xrt.client.probe import look, proxies
         (b"", "something there closes connections"),
     ],
 )
-def test_an_answer_is_told_from_its_first_bytes(answer: bytes, says: str) -> None:
+def test_a_server_is_recognized_by_its_first_bytes(answer: bytes, says: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:

@@ -1,4 +1,4 @@
-"""The generated code is that of the .proto beside it, and allows what the package requires."""
+"""The generated code matches the .proto files, and the versions that the package requires."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def installed_tools() -> str | None:
         return None
 
 
-def test_it_was_made_with_the_oldest_grpc_and_protobuf_that_are_allowed() -> None:
+def test_generated_code_comes_from_the_oldest_allowed_grpc_and_protobuf() -> None:
     needs = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["project"]["dependencies"]
     assert f"grpcio>={made_with()},<2" in needs
     match = re.search(r"Protobuf Python Version: (\d+\.\d+)", (SOURCE / "proto/mesh_pb2.py").read_text())
@@ -40,7 +40,7 @@ def test_it_was_made_with_the_oldest_grpc_and_protobuf_that_are_allowed() -> Non
 
 
 @pytest.mark.skipif(installed_tools() != made_with(), reason=f"needs grpcio-tools=={made_with()}")
-def test_making_it_again_gives_the_same(tmp_path: Path) -> None:
+def test_generating_the_code_again_gives_the_same_code(tmp_path: Path) -> None:
     outs = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
     command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{SOURCE.parent}", *outs, PROTO]
     subprocess.run(command, check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""Numbers and flags are read strictly: a wrong one is never taken for 0."""
+"""Numbers and flags are parsed strictly: an invalid one is never read as 0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from polyxla_xrt.config.variables import Variable, find, parse_integer, read_cou
 @pytest.mark.parametrize(
     ("text", "found"), [("x", "x"), (" x\n", "x"), ("", None), ("  ", None), (None, None)]
 )
-def test_an_empty_variable_is_as_good_as_unset(text: str | None, found: str | None) -> None:
+def test_an_empty_variable_counts_as_unset(text: str | None, found: str | None) -> None:
     variable = find({} if text is None else {"A": text}, "A")
     assert variable == (Variable("A", found) if found else None)
 
@@ -34,14 +34,14 @@ def test_an_empty_variable_is_as_good_as_unset(text: str | None, found: str | No
         ("²", None),
     ],
 )
-def test_whole(text: str, number: int | None) -> None:
+def test_parse_integer(text: str, number: int | None) -> None:
     assert parse_integer(text) == number
 
 
 @pytest.mark.parametrize(
     ("text", "least", "count"), [("1", 1, 1), ("0", 0, 0), ("0", 1, None), ("-1", 0, None), ("abc", 0, None)]
 )
-def test_a_count_has_a_least(text: str, least: int, count: int | None) -> None:
+def test_read_count_checks_the_minimum(text: str, least: int, count: int | None) -> None:
     variable = Variable("XRT_SHARD_WORLD_SIZE", text)
     if count is not None:
         assert read_count(variable, "the number of hosts", least) == count
@@ -55,11 +55,11 @@ def test_a_count_has_a_least(text: str, least: int, count: int | None) -> None:
 
 
 @pytest.mark.parametrize(("text", "flag"), [("1", True), ("0", False), ("true", True), ("False", False)])
-def test_a_flag(text: str, flag: bool) -> None:
+def test_read_flag(text: str, flag: bool) -> None:
     assert read_flag(Variable("A", text)) is flag
 
 
 @pytest.mark.parametrize("text", ["yes", "2", "-1", "on"])
-def test_what_is_no_flag_is_refused(text: str) -> None:
+def test_an_invalid_flag_is_a_usage_error(text: str) -> None:
     with pytest.raises(UsageError, match=rf"'{text}' is neither true nor false \(from A={text}\)"):
         read_flag(Variable("A", text))

@@ -1,4 +1,4 @@
-"""A worker that is sent everything but what it should be: over 20,000 requests, of which none may hurt it."""
+"""A worker gets over 20,000 malformed or meaningless requests, none of which may harm it."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ REQUESTS = 20_000
 CALLS = 3_000
 SESSIONS = 60
 COMMANDS = 300
-"""In each session, before the one that ends it."""
+"""In each session, before the command that ends it."""
 DEADLINE_S = 60.0
 GROWTH = 1.12
 """Largest growth of the worker's memory in the second half. Sessions leave none; each call whose message
-cannot be parsed leaves some 20 KB, which is not explained yet."""
+cannot be parsed leaves about 20 KB, for a reason that is not known yet."""
 OPTIONS = xla_client.CompileOptions().SerializeAsString()
 PROGRAM: bytes = hlo_module_from_text(
     "HloModule tiny ENTRY main { x = f32[2] parameter(0) ROOT y = f32[2] add(x, x) }"
 ).as_serialized_hlo_module_proto()
 ARRAY, RESULTS, REQUEST = 1 << 20, 1 << 30, 1 << 40
-"""Where a session's own numbers begin; below, nothing has a number."""
+"""Where a session's numbers begin; smaller numbers name nothing."""
 UNKNOWN = (0, 1, 77, 2**31, 2**63, 2**64 - 1)
 SERVICE = "/polyxla.xrt.worker.Worker/"
 
 
 class Storm:
-    """A session's commands: all follow the protocol, and few make sense.
+    """A session's commands: all follow the protocol, few make sense.
 
     Args:
-        chance: what is drawn from.
+        chance: the source of randomness.
 
     Attributes:
         asked: requests that must be answered.
@@ -62,7 +62,7 @@ class Storm:
     def commands(self, count: int) -> list[pb.Command]:
         made = [self._compile(PROGRAM)]
         while len(made) < count:
-            # The compiler is slow to say no.
+            # Rare, because the compiler is slow to refuse a program.
             rare = self.chance.random()
             if rare < 0.02:
                 made.append(self._compile(self._garbage()))
@@ -116,18 +116,18 @@ class Storm:
         first = self._number(RESULTS)
         self._arrays.append(first)
         count = 1 if self.chance.random() < 0.6 else self.chance.randrange(40)
-        wish = pb.Execute(sequence=sequence, program=self._some(self._programs), first_result=first)
-        wish.arguments.extend(self._some(self._arrays) for _ in range(count))
-        wish.keep.extend(self.chance.choice((0, 7, 2**32 - 1)) for _ in range(self.chance.randrange(3)))
-        return [pb.Command(execute=wish)]
+        request = pb.Execute(sequence=sequence, program=self._some(self._programs), first_result=first)
+        request.arguments.extend(self._some(self._arrays) for _ in range(count))
+        request.keep.extend(self.chance.choice((0, 7, 2**32 - 1)) for _ in range(self.chance.randrange(3)))
+        return [pb.Command(execute=request)]
 
     def _release(self) -> list[pb.Command]:
         arrays = [self._some(self._arrays) for _ in range(self.chance.randrange(6))]
         return [pb.Command(release=pb.Release(arrays=arrays, programs=[self.chance.choice(UNKNOWN)]))]
 
     def _download(self) -> list[pb.Command]:
-        wish = pb.Download(request=self._request(), array=self._some(self._arrays))
-        return [pb.Command(download=wish)]
+        request = pb.Download(request=self._request(), array=self._some(self._arrays))
+        return [pb.Command(download=request)]
 
     def _copy(self) -> list[pb.Command]:
         number = self._number(ARRAY)
@@ -137,7 +137,7 @@ class Storm:
 
 
 def misuses(chance: random.Random) -> Iterator[list[bytes]]:
-    """Yield messages that may not come in a session, one after the other for ever."""
+    """Yield messages that are invalid in a session, without end."""
     byte = pb.ArrayType(dtype="uint8", dims=[4])
     attach = pb.Attach(protocol=PROTOCOL, job="0" * 32, cores=[0])
     wrong: list[list[pb.Command]] = [
@@ -166,7 +166,7 @@ def misuses(chance: random.Random) -> Iterator[list[bytes]]:
 
 
 def storm(address: str, chance: random.Random, last: list[bytes]) -> int:
-    """Send commands, see all of them answered, send what ends the session; return how many were sent."""
+    """Send commands, check that all are answered, then send `last`; return how many were sent."""
     made = Storm(chance)
     answered, commands = threading.Event(), made.commands(COMMANDS)
 
@@ -201,7 +201,7 @@ def channel_to(address: str) -> grpc.Channel:
 
 
 def calls(channel: grpc.Channel) -> dict[str, Callable[[bytes], Any]]:
-    """Return what sends a method raw bytes and waits for all answers; no method where all bytes are well."""
+    """Return functions that send raw bytes to a method and wait for all answers."""
 
     def unary(name: str) -> Callable[[bytes], Any]:
         return lambda data: channel.unary_unary(name)(data, timeout=DEADLINE_S)
@@ -222,7 +222,7 @@ def calls(channel: grpc.Channel) -> dict[str, Callable[[bytes], Any]]:
 
 
 def bombard(address: str, chance: random.Random, count: int) -> int:
-    """Call every method with what is no message of its, while the cores are held; return how many calls."""
+    """Call every method with invalid messages while the cores are held; return the number of calls."""
     attach = pb.Attach(protocol=PROTOCOL, job="0" * 32, cores=[0, 1], ordinal=3)
     lease = pb.LeaseRequest(
         protocol=PROTOCOL, holder=pb.Holder(host="h", user="u", command="c" * 99), cores=1
@@ -240,7 +240,7 @@ def bombard(address: str, chance: random.Random, count: int) -> int:
         for _ in range(count):
             name = chance.choice(list(methods))
             send(methods[name], changed(valid[name], chance))
-            # Its message is empty, so all that can be read is one.
+            # Its message is empty, so any bytes that parse are valid: only unparsable bytes are sent.
             send(lambda data: drain(data, timeout=DEADLINE_S), b"\x07" + chance.randbytes(20))
     return 2 * count
 
@@ -269,7 +269,7 @@ def send(call: Callable[[bytes], Any], data: bytes) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_nothing_that_is_sent_hurts_the_worker(start_worker: Callable[..., Any]) -> None:
+def test_malformed_requests_do_not_harm_the_worker(start_worker: Callable[..., Any]) -> None:
     worker = start_worker()
     serving, chance, sent = worker.serving_pid, random.Random(8470), 0
     wrong = misuses(chance)

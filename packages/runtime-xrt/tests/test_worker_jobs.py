@@ -1,4 +1,4 @@
-"""One job after the other: none leaves anything behind in the process that serves them."""
+"""Successive jobs leave nothing behind in the serving process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENTRY main { x = f32[] parameter(0) ROOT r = f32[] all-reduce(x), replica_groups
 """).as_serialized_hlo_module_proto()
 WARM, JOBS, WINDOW = 20, 60, 10
 GROWTH = 1.03
-"""Largest growth of the worker's memory once it is warm; a single job's figure varies by as much."""
+"""Largest growth of the worker's memory once it is warm; the figure varies as much between single jobs."""
 
 
 def compute(address: str, job: str, core: int) -> float:
@@ -43,7 +43,7 @@ def compute(address: str, job: str, core: int) -> float:
 
 
 @pytest.mark.timeout(600)
-def test_many_jobs_leave_the_workers_memory_as_it_is(start_worker: Callable[..., Any]) -> None:
+def test_many_jobs_do_not_grow_the_workers_memory(start_worker: Callable[..., Any]) -> None:
     worker = start_worker()
     resident = []
     with ThreadPoolExecutor(2) as pool:

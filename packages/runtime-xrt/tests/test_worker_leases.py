@@ -1,4 +1,4 @@
-"""One job at a time, in the order in which they came; threads only, no port and no engine."""
+"""A worker's cores go to one job at a time, in order. Threads only: no port and no engine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_the_second_job_is_told_who_has_the_cores() -> None:
+def test_the_error_of_a_second_job_names_the_holder() -> None:
     cores = Leases()
     first = acquired(cores)
     assert cores.job is first
@@ -62,7 +62,7 @@ def test_the_second_job_is_told_who_has_the_cores() -> None:
     assert cores.served == 2
 
 
-def test_those_that_wait_come_in_the_order_in_which_they_came(pool: ThreadPoolExecutor) -> None:
+def test_waiting_jobs_are_served_in_order(pool: ThreadPoolExecutor) -> None:
     cores, order = Leases(), []
     first = acquired(cores)
 
@@ -84,7 +84,7 @@ def test_those_that_wait_come_in_the_order_in_which_they_came(pool: ThreadPoolEx
     assert cores.job is None
 
 
-def test_who_does_not_wait_does_not_push_in(pool: ThreadPoolExecutor) -> None:
+def test_a_job_that_does_not_wait_cannot_overtake_one_that_does(pool: ThreadPoolExecutor) -> None:
     cores = Leases()
     first = acquired(cores)
     is_gone = threading.Event()
@@ -97,7 +97,7 @@ def test_who_does_not_wait_does_not_push_in(pool: ThreadPoolExecutor) -> None:
         acquired(cores)
 
 
-def test_who_has_gone_is_not_waited_for(pool: ThreadPoolExecutor) -> None:
+def test_a_client_that_has_gone_loses_its_place(pool: ThreadPoolExecutor) -> None:
     cores = Leases()
     first = acquired(cores)
     is_gone = threading.Event()
@@ -111,7 +111,7 @@ def test_who_has_gone_is_not_waited_for(pool: ThreadPoolExecutor) -> None:
     assert behind.result(SOON_S).holder.user == "bob"
 
 
-def test_a_wait_has_an_end() -> None:
+def test_a_wait_ends_after_its_timeout() -> None:
     cores = Leases()
     acquired(cores)
     begin = time.monotonic()
@@ -120,18 +120,19 @@ def test_a_wait_has_an_end() -> None:
     assert 0.5 <= time.monotonic() - begin < SOON_S
 
 
-def test_a_job_that_is_over_is_waited_for_by_all(pool: ThreadPoolExecutor) -> None:
+def test_every_job_waits_for_one_that_has_ended(pool: ThreadPoolExecutor) -> None:
     cores = Leases()
     first = acquired(cores)
     first.end(ENDED)
     next_one = pool.submit(acquired, cores, "bob", 0.0)
-    time.sleep(0.3)
+    # It waits, although it would not wait for a job that still runs.
+    until(lambda: bool(vars(cores._changed)["_waiters"]))
     assert not next_one.done()
     cores.give_back(first)
     assert next_one.result(SOON_S).holder.user == "bob"
 
 
-def test_a_crowd_is_not_let_in(pool: ThreadPoolExecutor) -> None:
+def test_a_full_queue_refuses_further_jobs(pool: ThreadPoolExecutor) -> None:
     cores = Leases()
     acquired(cores)
     is_gone = threading.Event()
@@ -143,7 +144,7 @@ def test_a_crowd_is_not_let_in(pool: ThreadPoolExecutor) -> None:
     assert {one.result(SOON_S) for one in crowd} == {None}
 
 
-def test_a_worker_that_drains_takes_no_more(pool: ThreadPoolExecutor) -> None:
+def test_a_draining_worker_refuses_new_and_waiting_jobs(pool: ThreadPoolExecutor) -> None:
     cores = Leases()
     first = acquired(cores)
     waiting = pool.submit(acquired, cores, "bob", SOON_S)
@@ -157,7 +158,7 @@ def test_a_worker_that_drains_takes_no_more(pool: ThreadPoolExecutor) -> None:
         acquired(cores)
 
 
-def test_a_job_that_cannot_be_made_leaves_the_cores_to_the_next() -> None:
+def test_a_job_that_fails_to_start_leaves_the_cores_free() -> None:
     cores = Leases()
 
     def fail() -> LeasedJob:
@@ -169,7 +170,7 @@ def test_a_job_that_cannot_be_made_leaves_the_cores_to_the_next() -> None:
     acquired(cores)
 
 
-def test_only_the_job_that_has_them_gives_the_cores_back() -> None:
+def test_only_the_holder_can_return_the_cores() -> None:
     cores = Leases()
     first = acquired(cores)
     cores.give_back(job())
@@ -179,7 +180,7 @@ def test_only_the_job_that_has_them_gives_the_cores_back() -> None:
     assert cores.idle_since > idle
 
 
-def test_a_budget_names_its_job_and_counts_what_was_given_back() -> None:
+def test_a_memory_budget_names_its_job_and_counts_returned_memory() -> None:
     budget = MemoryBudget(3 << 20, "ann@here (pid 7, train.py)")
     assert budget.take(2 << 20) is None
     assert budget.take(2 << 20) == (
@@ -191,7 +192,7 @@ def test_a_budget_names_its_job_and_counts_what_was_given_back() -> None:
     assert budget.held_bytes == 3 << 20
 
 
-def test_the_first_reason_of_a_job_counts_and_without_an_engine_its_process_is_given_up() -> None:
+def test_a_job_keeps_its_first_reason_and_cannot_close_without_an_engine() -> None:
     one = job()
     one.end(ENDED)
     one.end(PjrtError(Code.INTERNAL, "later"))

@@ -1,4 +1,4 @@
-"""`polyxla worker` as people run it: real processes, real sockets, and what becomes of them when some die."""
+"""`polyxla worker` as users run it: real processes and sockets, also when some of them die."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from polyxla_xrt.proto import worker_pb2_grpc
 from polyxla_xrt.protocol.worker import PROTOCOL
 
 SOON_S = 10.0
-"""A client that dies is noticed within this."""
+"""Time within which the worker notices that a client died, in seconds."""
 
 Start = Callable[..., Any]
 
@@ -47,7 +47,7 @@ def free_port() -> int:
 
 
 def serves_a_job(worker: Any, client: Start) -> None:
-    """Let two processes compute there, and leave in order."""
+    """Run a job of two processes that compute and say goodbye."""
     lease = client("lease", worker.address, "30")
     while isinstance(key := lease.read(), str) and key.startswith("waiting"):
         pass
@@ -71,7 +71,7 @@ def job_of_two(worker: Any, client: Start) -> tuple[Any, list[Any]]:
     return lease, sessions
 
 
-def test_a_job_is_served_and_the_status_says_so(worker: Any, client: Start) -> None:
+def test_the_status_shows_the_job_that_is_served(worker: Any, client: Start) -> None:
     before = worker.status()
     assert before["job"] is None
     lease, sessions = job_of_two(worker, client)
@@ -89,9 +89,9 @@ def test_a_job_is_served_and_the_status_says_so(worker: Any, client: Start) -> N
     worker.wait_until_free()
 
 
-def test_the_command_shows_the_status_as_text_and_as_json(worker: Any) -> None:
-    told = json.loads(polyxla("worker", "status", worker.address, "--json").stdout)
-    assert (told["cores"], told["job"]) == (2, None)
+def test_the_status_command_prints_text_or_json(worker: Any) -> None:
+    status = json.loads(polyxla("worker", "status", worker.address, "--json").stdout)
+    assert (status["cores"], status["job"]) == (2, None)
     with closing(Lease(worker.address, 1, snapshot())) as lease:
         assert lease.job
         text = polyxla("worker", "status", worker.address).stdout
@@ -112,7 +112,7 @@ def test_the_standard_health_check_answers(worker: Any) -> None:
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-def test_the_second_job_is_told_who_has_the_cores_and_may_wait(worker: Any, client: Start) -> None:
+def test_a_second_job_learns_who_holds_the_cores_and_may_wait(worker: Any, client: Start) -> None:
     first = client("lease", worker.address, "0")
     assert isinstance(first.read(), str)
     second = client("lease", worker.address, "0").read()
@@ -130,7 +130,7 @@ def test_the_second_job_is_told_who_has_the_cores_and_may_wait(worker: Any, clie
     worker.wait_until_free()
 
 
-def test_a_wait_for_the_cores_has_an_end(worker: Any, client: Start) -> None:
+def test_a_wait_for_the_cores_times_out(worker: Any, client: Start) -> None:
     first = client("lease", worker.address, "0")
     first.read()
     begin = time.monotonic()
@@ -141,7 +141,7 @@ def test_a_wait_for_the_cores_has_an_end(worker: Any, client: Start) -> None:
     worker.wait_until_free()
 
 
-def test_a_launcher_that_is_killed_gives_the_cores_back(worker: Any, client: Start) -> None:
+def test_a_killed_launcher_releases_the_cores(worker: Any, client: Start) -> None:
     lease, sessions = job_of_two(worker, client)
     begin = time.monotonic()
     lease.kill()
@@ -152,7 +152,7 @@ def test_a_launcher_that_is_killed_gives_the_cores_back(worker: Any, client: Sta
     serves_a_job(worker, client)
 
 
-def test_the_others_are_told_who_died_and_the_worker_goes_on(worker: Any, client: Start) -> None:
+def test_a_killed_replica_is_named_to_the_others_and_the_worker_continues(worker: Any, client: Start) -> None:
     serving = worker.serving_pid
     lease, sessions = job_of_two(worker, client)
     sessions[1].kill()
@@ -164,7 +164,7 @@ def test_the_others_are_told_who_died_and_the_worker_goes_on(worker: Any, client
     serves_a_job(worker, client)
 
 
-def test_a_program_that_waits_for_the_dead_goes_with_its_process(worker: Any, client: Start) -> None:
+def test_a_program_that_waits_for_a_dead_replica_ends_with_its_process(worker: Any, client: Start) -> None:
     serving = worker.serving_pid
     lease, sessions = job_of_two(worker, client)
     assert sessions[0].order("stall") == "sent"
@@ -178,13 +178,13 @@ def test_a_program_that_waits_for_the_dead_goes_with_its_process(worker: Any, cl
 
 
 @pytest.mark.parametrize("key", ["", "0" * 32, "é", "x" * 1_000_000])
-def test_another_key_is_the_key_of_no_job(worker: Any, key: str) -> None:
+def test_a_wrong_key_finds_no_job(worker: Any, key: str) -> None:
     with closing(Lease(worker.address, 2, snapshot())):
         assert_not_found(worker.address, key)
     worker.wait_until_free()
 
 
-def test_a_stale_key_is_the_key_of_no_job(worker: Any) -> None:
+def test_a_stale_key_finds_no_job(worker: Any) -> None:
     with closing(Lease(worker.address, 2, snapshot())) as lease:
         old = lease.job
     worker.wait_until_free()
@@ -220,7 +220,7 @@ def refused(call: Any) -> tuple[grpc.StatusCode, str]:
         ([0, 0], grpc.StatusCode.INVALID_ARGUMENT, "cores [0, 0] are not among the 1"),
     ],
 )
-def test_only_a_jobs_own_cores_are_driven(
+def test_a_session_may_only_drive_its_jobs_cores(
     worker: Any, cores: list[int], code: grpc.StatusCode, says: str
 ) -> None:
     with closing(Lease(worker.address, 1, snapshot(), wait_s=SOON_S)) as lease:
@@ -231,7 +231,7 @@ def test_only_a_jobs_own_cores_are_driven(
     worker.wait_until_free()
 
 
-def test_no_two_processes_drive_one_core(worker: Any, client: Start) -> None:
+def test_two_processes_cannot_drive_one_core(worker: Any, client: Start) -> None:
     lease, sessions = job_of_two(worker, client)
     key = client("session", worker.address, "0" * 32, "0").read()
     assert key["error"] == "WorkerError"
@@ -244,7 +244,7 @@ def test_no_two_processes_drive_one_core(worker: Any, client: Start) -> None:
         assert code is grpc.StatusCode.FAILED_PRECONDITION
         assert details == "another process of this job already drives cores [0]"
         assert one.order("leave") == "left"
-        # Its core is free for the next process of the job.
+        # Its core is free again for another process of the job.
         assert client("session", worker.address, again.job, "0").read() == "attached"
     worker.wait_until_free()
 
@@ -288,7 +288,7 @@ def lease_refusal(address: str, **request: Any) -> tuple[grpc.StatusCode, str]:
         ),
     ],
 )
-def test_a_job_that_cannot_be_is_refused(worker: Any, request_: dict[str, Any], says: str) -> None:
+def test_an_invalid_lease_request_is_refused(worker: Any, request_: dict[str, Any], says: str) -> None:
     served = worker.status()["jobs_served"]
     code, details = lease_refusal(worker.address, **request_)
     assert code is grpc.StatusCode.INVALID_ARGUMENT
@@ -296,7 +296,7 @@ def test_a_job_that_cannot_be_is_refused(worker: Any, request_: dict[str, Any], 
     assert worker.status()["jobs_served"] == served
 
 
-def test_a_name_in_any_script_can_be_told_to_others(worker: Any) -> None:
+def test_a_holder_with_any_unicode_name_can_be_reported(worker: Any) -> None:
     name = "\U0001f600" * 300
     with grpc.insecure_channel(worker.address) as channel:
         holder = pb.Holder(host=name, user=name, command=name)
@@ -310,7 +310,7 @@ def test_a_name_in_any_script_can_be_told_to_others(worker: Any) -> None:
     worker.wait_until_free()
 
 
-def test_who_does_not_follow_the_protocol_hears_why(worker: Any) -> None:
+def test_a_protocol_violation_is_reported_to_the_client(worker: Any) -> None:
     with (
         closing(Lease(worker.address, 1, snapshot())) as lease,
         grpc.insecure_channel(worker.address) as channel,
@@ -324,7 +324,7 @@ def test_who_does_not_follow_the_protocol_hears_why(worker: Any) -> None:
     worker.wait_until_free()
 
 
-def test_a_worker_that_is_stopped_tells_its_clients(start_worker: Start, client: Start) -> None:
+def test_a_stopped_worker_notifies_its_clients(start_worker: Start, client: Start) -> None:
     worker = start_worker()
     lease, sessions = job_of_two(worker, client)
     worker.process.terminate()
@@ -334,15 +334,15 @@ def test_a_worker_that_is_stopped_tells_its_clients(start_worker: Start, client:
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.02, 0.5])
-def test_a_signal_that_comes_early_ends_the_worker_and_nothing_else(after_s: float) -> None:
-    """The second process of the group, which would end as well if the worker signalled 0."""
+def test_an_early_signal_ends_the_worker_and_no_other_process(after_s: float) -> None:
+    """A supervisor that signalled pid 0 would end the other process of its group, too."""
     command = [sys.executable, "-m", "polyxla", "worker", "--address", "127.0.0.1:0", "--devices", "1"]
     beside = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, process_group=0)
     worker = subprocess.Popen(command, stderr=subprocess.PIPE, process_group=beside.pid)
     try:
         status = Path(f"/proc/{worker.pid}/status")
         deadline = time.monotonic() + 60
-        # From when it catches the signal itself.
+        # From the moment when its handler is installed.
         while not catches(status, signal.SIGTERM):
             assert time.monotonic() < deadline
             time.sleep(0.001)
@@ -378,7 +378,7 @@ def test_the_serving_process_ends_with_its_supervisor_and_frees_the_port(
     serves_a_job(start_worker("--address", worker.address), client)
 
 
-def test_a_serving_process_that_is_killed_is_replaced(start_worker: Start, client: Start) -> None:
+def test_a_killed_serving_process_is_replaced(start_worker: Start, client: Start) -> None:
     worker = start_worker()
     lease, sessions = job_of_two(worker, client)
     killed = worker.serving_pid
@@ -390,7 +390,7 @@ def test_a_serving_process_that_is_killed_is_replaced(start_worker: Start, clien
     assert '"event": "replacing the serving process", "code": -9' in worker.log
 
 
-def test_one_that_never_comes_up_is_given_up(start_worker: Start) -> None:
+def test_the_supervisor_gives_up_after_repeated_failed_starts(start_worker: Start) -> None:
     worker = start_worker()
     for _ in range(3):
         worker.status()
@@ -400,7 +400,7 @@ def test_one_that_never_comes_up_is_given_up(start_worker: Start) -> None:
     assert "the serving process failed 3 times in a row, last with -9" in worker.log
 
 
-def test_a_drained_worker_finishes_its_job_and_ends(start_worker: Start, client: Start) -> None:
+def test_a_drained_worker_exits_after_its_job(start_worker: Start, client: Start) -> None:
     worker = start_worker()
     lease, sessions = job_of_two(worker, client)
     drained = polyxla("worker", "drain", worker.address, "--json")
@@ -413,9 +413,7 @@ def test_a_drained_worker_finishes_its_job_and_ends(start_worker: Start, client:
     assert worker.process.wait(SOON_S) == 0
 
 
-def test_a_drained_worker_ends_even_if_its_job_left_a_program_behind(
-    start_worker: Start, client: Start
-) -> None:
+def test_a_drained_worker_exits_even_if_a_program_still_runs(start_worker: Start, client: Start) -> None:
     worker = start_worker()
     _, sessions = job_of_two(worker, client)
     assert sessions[0].order("stall") == "sent"
@@ -426,13 +424,13 @@ def test_a_drained_worker_ends_even_if_its_job_left_a_program_behind(
     assert worker.process.wait(2 * SOON_S) == 0
 
 
-def test_an_idle_worker_is_drained_at_once(start_worker: Start) -> None:
+def test_draining_an_idle_worker_ends_it_at_once(start_worker: Start) -> None:
     worker = start_worker()
     assert re.search(r"^draining +True$", polyxla("worker", "drain", worker.address).stdout, re.MULTILINE)
     assert worker.process.wait(SOON_S) == 0
 
 
-def test_a_worker_ends_when_nobody_needs_it(start_worker: Start) -> None:
+def test_an_idle_worker_exits_after_its_timeout(start_worker: Start) -> None:
     worker = start_worker("--exit-when-idle", "2")
     with closing(Lease(worker.address, 1, snapshot())):
         time.sleep(3)
@@ -441,7 +439,7 @@ def test_a_worker_ends_when_nobody_needs_it(start_worker: Start) -> None:
     assert "exiting: no job for 2 s" in worker.log
 
 
-def test_prometheus_is_told(start_worker: Start) -> None:
+def test_metrics_are_served_to_prometheus(start_worker: Start) -> None:
     where = f"127.0.0.1:{free_port()}"
     worker = start_worker("--metrics-address", where)
 
@@ -453,18 +451,18 @@ def test_prometheus_is_told(start_worker: Start) -> None:
     assert metrics()["polyxla_worker_cores"] == 2
     assert metrics()["polyxla_worker_jobs_total"] == 0
     with closing(Lease(worker.address, 1, snapshot())):
-        told = metrics()
-        assert (told["polyxla_worker_cores_held"], told["polyxla_worker_jobs_total"]) == (1, 1)
+        found = metrics()
+        assert (found["polyxla_worker_cores_held"], found["polyxla_worker_jobs_total"]) == (1, 1)
     worker.wait_until_free()
     assert metrics()["polyxla_worker_cores_held"] == 0
-    # The process that replaces it has the port as well.
+    # The process that replaces it can bind the port of the metrics again.
     os.kill(worker.serving_pid, signal.SIGKILL)
     worker.wait_until(lambda status: status["up_s"] < SOON_S)
     assert metrics()["polyxla_worker_jobs_total"] == 0
 
 
 @pytest.mark.parametrize("option", ["--address", "--metrics-address"])
-def test_a_port_that_is_taken_is_a_clear_error(worker: Any, option: str) -> None:
+def test_a_taken_port_is_a_usage_error(worker: Any, option: str) -> None:
     options = {"--address": "127.0.0.1:0", option: worker.address}
     done = polyxla("worker", *[word for pair in options.items() for word in pair])
     assert done.returncode == 2
@@ -473,13 +471,13 @@ def test_a_port_that_is_taken_is_a_clear_error(worker: Any, option: str) -> None
     assert worker.status()["cores"] == 2
 
 
-def test_an_address_of_another_host_is_a_clear_error() -> None:
+def test_an_address_of_another_host_is_a_usage_error() -> None:
     done = polyxla("worker", "--address", "192.0.2.1:8470", "--insecure")
     assert done.returncode == 2
     assert "cannot listen on 192.0.2.1:8470: Cannot assign requested address" in done.stderr
 
 
-def test_a_jobs_memory_has_a_limit(start_worker: Start) -> None:
+def test_a_job_cannot_exceed_its_memory_limit(start_worker: Start) -> None:
     worker = start_worker("--memory-per-job", "0.5")
     with (
         closing(Lease(worker.address, 1, snapshot())) as lease,
@@ -507,7 +505,9 @@ def test_a_jobs_memory_has_a_limit(start_worker: Start) -> None:
     assert worker.resident_bytes < 900 << 20
 
 
-def test_a_client_of_another_version_refuses_the_worker(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_refuses_a_worker_of_another_protocol_version(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("polyxla_xrt.client.channel.PROTOCOL", PROTOCOL + 1)
     with pytest.raises(
         WorkerRefusedError, match=f"speaks protocol {PROTOCOL} .*, this client {PROTOCOL + 1}"

@@ -1,4 +1,4 @@
-"""Who is let in by a worker, who is not, and what is said where there is no worker at all."""
+"""A worker accepts clients with the right credentials only; a missing worker is diagnosed."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ from polyxla_xrt.server.mesh.server import MeshServer
 from polyxla_xrt.server.worker.security import TokenInterceptor
 
 BOUND_S = 5.0
-"""Within this an error must come."""
+"""Time within which an error must come, in seconds."""
 TOKEN = "0123456789abcdef-right"
 
 
 class Keys:
-    """Files of two authorities: that of the worker and its clients, and a stranger's."""
+    """Files of two authorities: that of the worker and its clients, and an unrelated one."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
         for authority in ("ours", "theirs"):
             self._openssl(
                 "req", "-x509", "-keyout", f"{authority}.key", "-out", f"{authority}.pem", cn=authority
             )
-        for name, authority in (("worker", "ours"), ("client", "ours"), ("stranger", "theirs")):
+        for name, authority in (("worker", "ours"), ("client", "ours"), ("unrelated", "theirs")):
             self._signed(name, authority)
 
     def _openssl(self, *arguments: str, cn: str) -> None:
         new = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", f"/CN={cn}"]
         command = ["openssl", *arguments, *new]
-        subprocess.run(command, cwd=self._folder, check=True, capture_output=True, timeout=30)
+        subprocess.run(command, cwd=self._directory, check=True, capture_output=True, timeout=30)
 
     def _signed(self, name: str, authority: str) -> None:
         host = ["-addext", "subjectAltName=IP:127.0.0.1", "-addext", "basicConstraints=critical,CA:FALSE"]
@@ -63,7 +63,7 @@ class Keys:
         self._openssl("req", "-x509", *by, *out, *host, cn=name)
 
     def __getitem__(self, name: str) -> str:
-        return str(self._folder / name)
+        return str(self._directory / name)
 
     def environ(self, ca: str = "ours.pem", client: str | None = "client") -> dict[str, str]:
         pair = {POLYXLA_XRT_TLS_CERT: self[f"{client}.pem"], POLYXLA_XRT_TLS_KEY: self[f"{client}.key"]}
@@ -75,29 +75,29 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
     return Keys(tmp_path_factory.mktemp("keys"))
 
 
-def with_token(folder: Path, token: str) -> dict[str, str]:
-    file = folder / "token"
+def with_token(directory: Path, token: str) -> dict[str, str]:
+    file = directory / "token"
     file.write_text(f"{token}\n")
     return {**snapshot(), POLYXLA_XRT_TOKEN_FILE: str(file)}
 
 
 @pytest.fixture(scope="module")
 def guarded(share_worker: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A worker that wants a token, for anybody on the network."""
-    folder = tmp_path_factory.mktemp("token")
-    file = with_token(folder, TOKEN)[POLYXLA_XRT_TOKEN_FILE]
+    """A worker that requires a token and listens on every address."""
+    directory = tmp_path_factory.mktemp("token")
+    file = with_token(directory, TOKEN)[POLYXLA_XRT_TOKEN_FILE]
     return share_worker("--address", "0.0.0.0:0", "--token-file", file)
 
 
 @pytest.fixture(scope="module")
 def encrypted(share_worker: Callable[..., Any], keys: Keys) -> Any:
-    """A worker that wants certificates."""
+    """A worker that requires client certificates."""
     pair = ["--tls-cert", keys["worker.pem"], "--tls-key", keys["worker.key"]]
     return share_worker(*pair, "--tls-client-ca", keys["ours.pem"])
 
 
 def refusal(address: str, environ: Mapping[str, str]) -> WorkerError:
-    """Ask for the status and for the cores in vain, and return the error."""
+    """Check that the lease and the status both fail soon, and return the error."""
     for act in (lambda: Lease(address, 1, environ), lambda: ask(address, "Status", environ)):
         begin = time.monotonic()
         with pytest.raises(WorkerError) as caught:
@@ -131,7 +131,7 @@ def lets_in(worker: Any, environ: Mapping[str, str]) -> None:
         (TOKEN.upper(), "the token is wrong"),
     ],
 )
-def test_without_the_token_nothing_is_done(
+def test_a_call_without_the_right_token_has_no_effect(
     guarded: Any, tmp_path: Path, token: str | None, says: str
 ) -> None:
     right = with_token(tmp_path, TOKEN)
@@ -145,12 +145,12 @@ def test_without_the_token_nothing_is_done(
     assert TOKEN not in guarded.log
 
 
-def test_with_the_token_a_job_is_served(guarded: Any, tmp_path: Path) -> None:
+def test_a_job_with_the_right_token_is_served(guarded: Any, tmp_path: Path) -> None:
     lets_in(guarded, with_token(tmp_path, TOKEN))
 
 
 @pytest.mark.parametrize("header", ["", TOKEN, f"bearer {TOKEN}", f"Bearer  {TOKEN}", f"Basic {TOKEN}"])
-def test_every_call_wants_the_token_as_it_is(guarded: Any, tmp_path: Path, header: str) -> None:
+def test_every_call_requires_the_exact_token(guarded: Any, tmp_path: Path, header: str) -> None:
     metadata = (("authorization", header),)
     attach = pb.Commands(commands=[pb.Command(attach=pb.Attach(protocol=PROTOCOL))])
     with grpc.insecure_channel(guarded.address) as channel:
@@ -187,14 +187,14 @@ def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -
     assert compared == [(given.encode(), wanted) for given in (f"Bearer {TOKEN}", "Bearer x", "é", "")]
 
 
-def test_with_the_right_certificates_a_job_is_served(encrypted: Any, keys: Keys) -> None:
+def test_a_job_with_the_right_certificates_is_served(encrypted: Any, keys: Keys) -> None:
     lets_in(encrypted, keys.environ())
 
 
 @pytest.mark.parametrize(
-    ("ca", "client"), [("theirs.pem", "client"), ("ours.pem", None), ("ours.pem", "stranger"), (None, None)]
+    ("ca", "client"), [("theirs.pem", "client"), ("ours.pem", None), ("ours.pem", "unrelated"), (None, None)]
 )
-def test_with_wrong_certificates_nothing_is_done(
+def test_a_call_with_wrong_certificates_has_no_effect(
     encrypted: Any, keys: Keys, ca: str | None, client: str | None
 ) -> None:
     before = served(encrypted, keys.environ())
@@ -205,7 +205,7 @@ def test_with_wrong_certificates_nothing_is_done(
     assert served(encrypted, keys.environ()) == before
 
 
-def test_a_certificate_where_the_worker_has_none(worker: Any, keys: Keys) -> None:
+def test_tls_to_a_worker_without_tls_fails(worker: Any, keys: Keys) -> None:
     assert isinstance(refusal(worker.address, keys.environ()), WorkerConnectError)
     assert served(worker, snapshot()) == 0
 
@@ -220,12 +220,12 @@ PAIR = ["--tls-cert", "{keys}/worker.pem", "--tls-key", "{keys}/worker.key"]
     [
         (ANY, OPEN),
         (["--address", "[::]:0"], "anyone who can reach :: could use this worker"),
-        ([*ANY, "--token-file", "{folder}/missing"], "cannot be read: No such file"),
+        ([*ANY, "--token-file", "{directory}/missing"], "cannot be read: No such file"),
         (
-            [*ANY, "--token-file", "{folder}/short"],
+            [*ANY, "--token-file", "{directory}/short"],
             "does not hold a token of at least 16 printable ASCII characters",
         ),
-        ([*ANY, "--token-file", "{folder}/script"], "does not hold a token of at least 16 printable"),
+        ([*ANY, "--token-file", "{directory}/script"], "does not hold a token of at least 16 printable"),
         (["--tls-cert", "{keys}/worker.pem"], "a certificate needs its key"),
         (
             ["--tls-client-ca", "{keys}/ours.pem"],
@@ -233,9 +233,9 @@ PAIR = ["--tls-cert", "{keys}/worker.pem", "--tls-key", "{keys}/worker.key"]
         ),
         (["--tls-cert", "{keys}/worker.pem", "--tls-key", "{keys}/no"], "cannot be read: No such file"),
         (["--tls-cert", "{keys}/worker.pem", "--tls-key", "{keys}/client.key"], "do not fit together"),
-        (["--tls-cert", "{folder}/short", "--tls-key", "{keys}/client.key"], "do not fit together"),
+        (["--tls-cert", "{directory}/short", "--tls-key", "{keys}/client.key"], "do not fit together"),
         (
-            [*PAIR, "--tls-client-ca", "{folder}/short"],
+            [*PAIR, "--tls-client-ca", "{directory}/short"],
             "do not fit together",
         ),
     ],
@@ -243,7 +243,7 @@ PAIR = ["--tls-cert", "{keys}/worker.pem", "--tls-key", "{keys}/worker.key"]
 def test_an_unsafe_worker_does_not_start(tmp_path: Path, keys: Keys, options: list[str], says: str) -> None:
     (tmp_path / "short").write_text("0123456789abcde\n")
     (tmp_path / "script").write_text("ünsäfe" * 10)
-    filled = [one.format(folder=tmp_path, keys=Path(keys["x"]).parent) for one in options]
+    filled = [one.format(directory=tmp_path, keys=Path(keys["x"]).parent) for one in options]
     command = [sys.executable, "-m", "polyxla", "worker", "--devices", "1", *filled]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
@@ -251,13 +251,13 @@ def test_an_unsafe_worker_does_not_start(tmp_path: Path, keys: Keys, options: li
     assert "Traceback" not in done.stderr
 
 
-def test_whoever_asks_for_an_open_worker_gets_one(start_worker: Callable[..., Any]) -> None:
+def test_an_insecure_worker_starts_when_requested(start_worker: Callable[..., Any]) -> None:
     lets_in(start_worker(*ANY, "--insecure"), snapshot())
 
 
 @contextmanager
 def listening(answer: Callable[[socket.socket], object]) -> Iterator[str]:
-    """Listen, and do something with each connection."""
+    """Listen, and call a function for each connection."""
     with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as peers:
 
         def serve() -> None:
@@ -282,32 +282,32 @@ def unreachable(address: str, says: str, environ: Mapping[str, str] | None = Non
     assert "Check that `polyxla worker` is running there" in str(error)
 
 
-def test_nobody_listens() -> None:
+def test_no_listener() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         unreachable(f"127.0.0.1:{probe.getsockname()[1]}", "Connection refused")
 
 
-def test_a_host_that_does_not_exist() -> None:
+def test_a_host_that_does_not_resolve() -> None:
     unreachable("nowhere.invalid:8470", "its host does not resolve")
 
 
-def test_one_that_accepts_and_never_answers() -> None:
+def test_a_listener_that_never_answers() -> None:
     with listening(lambda _: None) as address:
         unreachable(address, "something accepts connections there and never answers")
 
 
-def test_one_that_hangs_up() -> None:
+def test_a_listener_that_closes_connections() -> None:
     with listening(lambda peer: peer.close()) as address:
         unreachable(address, "something there closes connections")
 
 
-def test_one_that_speaks_something_else() -> None:
+def test_a_server_of_another_protocol() -> None:
     with listening(lambda peer: peer.sendall(b"220 mail.example ESMTP ready\r\n")) as address:
         unreachable(address, "the server there does not speak gRPC")
 
 
-def test_an_http_server_and_a_proxy_that_is_set() -> None:
+def test_an_http_server_and_a_proxy_variable() -> None:
     server = HTTPServer(("127.0.0.1", 0), Quiet)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"127.0.0.1:{server.server_port}"
@@ -322,5 +322,5 @@ class Quiet(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
 
-def test_a_grpc_server_that_is_no_worker(server: MeshServer) -> None:
+def test_a_grpc_server_that_is_not_a_worker(server: MeshServer) -> None:
     unreachable(server.address, "the gRPC server there is not a worker")

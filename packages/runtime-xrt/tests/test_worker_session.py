@@ -1,4 +1,4 @@
-"""What one client may ask for, of a real engine of one replica, in this process."""
+"""The commands of one client, on a real engine of one replica in this process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ENTRY main { x = f32[4] parameter(0) y = f32[4] negate(x) z = s32[] constant(7)
 
 
 class Peer:
-    """A session, and what it has answered."""
+    """A session, and the answers that it sent."""
 
     def __init__(self, engine: JaxEngine) -> None:
         self.budget = MemoryBudget(LIMIT, "ann@here")
@@ -46,11 +46,11 @@ class Peer:
         self._changed = threading.Condition()
         self._pool = ThreadPoolExecutor(2)
         self.session = Session(
-            engine, [0], self.budget, self._pool, self._heed, lambda name, _: self.broken.append(name)
+            engine, [0], self.budget, self._pool, self._record, lambda name, _: self.broken.append(name)
         )
         self._sequence = 0
 
-    def _heed(self, message: pb.Answer | bulk_encoding.BulkMessage, size: int) -> bool:
+    def _record(self, message: pb.Answer | bulk_encoding.BulkMessage, size: int) -> bool:
         (answer,) = pb.Answers.FromString(bulk_encoding.encode([message])).answers
         with self._changed:
             if answer.HasField("executed"):
@@ -67,7 +67,7 @@ class Peer:
         return self._ran[sequence].failure
 
     def part(self, request: int) -> tuple[bytes, pb.Failure]:
-        """Wait for an answer; return it whole, and the failure that it ends in."""
+        """Wait for an answer; return it whole, with its failure."""
         with self._changed:
             parts = self._parts.setdefault(request, [])
             assert self._changed.wait_for(lambda: bool(parts and parts[-1].ends), TIMEOUT_S)
@@ -92,10 +92,10 @@ class Peer:
 
     def execute(self, program: int, arguments: Sequence[int], first: int, keep: Sequence[int] = ()) -> int:
         self._sequence += 1
-        wish = pb.Execute(sequence=self._sequence, program=program, first_result=first)
-        wish.arguments.extend(arguments)
-        wish.keep.extend(keep)
-        self.do(execute=wish)
+        request = pb.Execute(sequence=self._sequence, program=program, first_result=first)
+        request.arguments.extend(arguments)
+        request.keep.extend(keep)
+        self.do(execute=request)
         return self._sequence
 
     def download(self, array: int, request: int = 99) -> tuple[bytes, pb.Failure]:
@@ -129,7 +129,7 @@ def peer(engine: JaxEngine) -> Iterator[Peer]:
 
 
 @pytest.mark.parametrize("size", [1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES])
-def test_an_array_goes_up_in_pieces_and_comes_down_in_pieces(peer: Peer, size: int) -> None:
+def test_an_array_is_uploaded_and_downloaded_in_chunks(peer: Peer, size: int) -> None:
     data = np.random.default_rng(size).bytes(size)
     type_ = pb.ArrayType(dtype="uint8", dims=[size])
     for start in range(0, size, 500_000):
@@ -142,7 +142,7 @@ def test_an_array_goes_up_in_pieces_and_comes_down_in_pieces(peer: Peer, size: i
 
 
 @pytest.mark.parametrize(("dtype", "dims"), [("bfloat16", (2, 3)), ("bool", ()), ("float32", (0, 5))])
-def test_arrays_of_every_kind(peer: Peer, dtype: str, dims: tuple[int, ...]) -> None:
+def test_arrays_of_unusual_types_and_shapes(peer: Peer, dtype: str, dims: tuple[int, ...]) -> None:
     width = {"bfloat16": 2, "bool": 1, "float32": 4}[dtype]
     data = b"\x01" * (width * int(np.prod(dims)))
     peer.upload(1, data, dtype, dims)
@@ -160,7 +160,7 @@ def test_a_program_runs_and_its_results_are_numbered(peer: Peer) -> None:
     assert peer.budget.held_bytes == 16 + 16 + 4
 
 
-def test_commands_follow_one_another_without_a_wait(peer: Peer) -> None:
+def test_commands_are_queued_without_waiting(peer: Peer) -> None:
     peer.compiled(5, ADD)
     peer.full(1, 1.0)
     for number in range(1, 50):
@@ -171,7 +171,7 @@ def test_commands_follow_one_another_without_a_wait(peer: Peer) -> None:
 
 
 @pytest.mark.parametrize("keep", [(), (0,)])
-def test_what_a_program_takes_over_is_counted_once(peer: Peer, keep: tuple[int, ...]) -> None:
+def test_donated_memory_is_counted_once(peer: Peer, keep: tuple[int, ...]) -> None:
     peer.compiled(5, TAKE)
     peer.full(1, 1.0)
     peer.full(2, 2.0)
@@ -186,7 +186,7 @@ def test_what_a_program_takes_over_is_counted_once(peer: Peer, keep: tuple[int, 
         assert "this array was donated to a program" in failure.message
 
 
-def test_a_copy_is_an_array_of_its_own(peer: Peer) -> None:
+def test_a_copy_is_independent_of_its_source(peer: Peer) -> None:
     peer.full(1, 5.0)
     peer.do(copy=pb.Copy(array=2, source=1))
     peer.do(release=pb.Release(arrays=[1]))
@@ -194,14 +194,14 @@ def test_a_copy_is_an_array_of_its_own(peer: Peer) -> None:
     assert peer.budget.held_bytes == BYTES
 
 
-def test_stats_say_what_the_arrays_take(peer: Peer) -> None:
+def test_stats_report_the_memory_of_arrays(peer: Peer) -> None:
     for number in range(3):
         peer.full(number, 1.0)
     peer.do(stats=pb.Stats(request=7))
     assert pb.Memory.FromString(peer.part(7)[0]).bytes["bytes_in_use"] >= 3 * BYTES
 
 
-def test_what_is_released_is_gone_and_releasing_it_again_is_nothing(peer: Peer) -> None:
+def test_a_released_array_is_gone_and_a_second_release_is_ignored(peer: Peer) -> None:
     peer.compiled(5, ADD)
     peer.full(1, 1.0)
     for _ in range(2):
@@ -211,23 +211,25 @@ def test_what_is_released_is_gone_and_releasing_it_again_is_nothing(peer: Peer) 
 
 
 @pytest.mark.parametrize("array", [7, 2**64 - 1])
-def test_what_is_not_this_sessions_is_not_found(peer: Peer, engine: JaxEngine, array: int) -> None:
-    stranger = Peer(engine)
-    stranger.compiled(5, ADD)
-    stranger.full(array, 1.0)
+def test_arrays_and_programs_of_another_session_are_not_found(
+    peer: Peer, engine: JaxEngine, array: int
+) -> None:
+    other = Peer(engine)
+    other.compiled(5, ADD)
+    other.full(array, 1.0)
     _, failure = peer.download(array)
     assert (failure.code, failure.message) == (Code.NOT_FOUND, f"this session has no array {array}")
     assert "this session has no program 5" in peer.ran(peer.execute(5, [array, array], first=1)).message
     peer.compiled(5, ADD)
     assert peer.ran(peer.execute(5, [array, array], first=1)).code == Code.NOT_FOUND
-    # And so are its results, of which the client may have said something already.
+    # So are its results, which the client may already use.
     assert peer.download(1)[1].code == Code.NOT_FOUND
     peer.do(copy=pb.Copy(array=2, source=array))
     assert peer.download(2)[1].code == Code.NOT_FOUND
-    stranger.close()
+    other.close()
 
 
-def test_too_much_is_refused_and_what_follows_from_it_too(peer: Peer) -> None:
+def test_an_array_over_the_limit_fails_and_so_do_its_uses(peer: Peer) -> None:
     peer.compiled(5, ADD)
     peer.full(1, 1.0)
     large = LIMIT // 4
@@ -248,7 +250,7 @@ def test_too_much_is_refused_and_what_follows_from_it_too(peer: Peer) -> None:
     assert peer.ran(peer.execute(5, [1, 1], first=10)) == pb.Failure()
 
 
-def test_a_copy_without_room_says_so_wherever_it_is_used(peer: Peer) -> None:
+def test_a_copy_over_the_limit_fails_and_so_do_its_uses(peer: Peer) -> None:
     peer.compiled(5, ADD)
     for number in range(6):
         peer.full(number, 1.0)
@@ -283,7 +285,7 @@ def test_a_failure_is_not_longer_than_a_message_may_be(peer: Peer) -> None:
     assert failure.message == "adding takes 2 arguments, not 100000"
 
 
-def test_one_array_given_up_twice_fails_and_the_session_goes_on(peer: Peer) -> None:
+def test_donating_one_array_twice_fails_and_the_session_continues(peer: Peer) -> None:
     peer.compiled(
         5,
         f"""HloModule both, input_output_alias={{ {{0}}: (0, {{}}, may-alias), {{1}}: (1, {{}}, may-alias) }}
@@ -296,7 +298,7 @@ def test_one_array_given_up_twice_fails_and_the_session_goes_on(peer: Peer) -> N
     assert peer.value(4) == 4.0
 
 
-def test_a_program_that_is_none_is_refused(peer: Peer) -> None:
+def test_an_invalid_program_is_refused(peer: Peer) -> None:
     for request, hlo in ((1, b""), (2, b"\xff" * 100), (3, b"\x0a\x03abc")):
         peer.do(compile=pb.Compile(request=request, options=OPTIONS, hlo=hlo, ends=True))
         assert peer.part(request)[1].message
@@ -338,7 +340,7 @@ EXECUTE = pb.Command(execute=pb.Execute(sequence=1))
         ([pb.Command(compile=pb.Compile(request=n)) for n in (1, 2)], "a chunk of another program"),
     ],
 )
-def test_who_does_not_follow_the_protocol_is_told(peer: Peer, commands: list[pb.Command], says: str) -> None:
+def test_a_protocol_violation_raises_misuse_error(peer: Peer, commands: list[pb.Command], says: str) -> None:
     for command in commands[:-1]:
         peer.session.handle(command)
     with pytest.raises(MisuseError, match=says) as caught:
@@ -346,7 +348,7 @@ def test_who_does_not_follow_the_protocol_is_told(peer: Peer, commands: list[pb.
     assert len(str(caught.value)) < 1000
 
 
-def test_frees_may_come_between_pieces(peer: Peer) -> None:
+def test_releases_may_come_between_chunks(peer: Peer) -> None:
     peer.full(1, 1.0)
     peer.session.handle(piece(2, b"12"))
     peer.do(release=pb.Release(arrays=[1]))
@@ -357,7 +359,7 @@ def test_frees_may_come_between_pieces(peer: Peer) -> None:
     assert peer.budget.held_bytes == 0
 
 
-def test_an_array_that_never_came_whole_is_counted_no_more(peer: Peer) -> None:
+def test_closing_returns_the_memory_of_an_incomplete_array(peer: Peer) -> None:
     peer.session.handle(piece(2, b"12"))
     assert peer.budget.held_bytes == 4
     peer.session.close()
@@ -374,7 +376,7 @@ class Answers:
         return False
 
 
-def test_nothing_more_is_sent_to_who_has_gone(engine: JaxEngine) -> None:
+def test_no_more_answers_are_sent_to_a_client_that_has_gone(engine: JaxEngine) -> None:
     answers: Callable[[pb.Answer | bulk_encoding.BulkMessage, int], bool] = Answers()
     with ThreadPoolExecutor(1) as pool:
         session = Session(engine, [0], MemoryBudget(LIMIT, ""), pool, answers, lambda *_: None)

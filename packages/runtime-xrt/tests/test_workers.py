@@ -1,4 +1,4 @@
-"""A list of workers is read as it is meant, or refused with the line that fixes it."""
+"""A list of workers is parsed, or refused with the line that fixes it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_one_worker() -> None:
         ("w;0;grpc://a:1", [("w", 0, "a", 1)]),
     ],
 )
-def test_right(text: str, expected: list[tuple[str, int, str, int]]) -> None:
+def test_valid_lists(text: str, expected: list[tuple[str, int, str, int]]) -> None:
     assert config(text) == tuple(Worker(*fields) for fields in expected)
 
 
@@ -84,7 +84,7 @@ SHAPE = "Write name;task;host:port, such as tpu_worker;0;10.0.0.2:8470, several 
         ("w;0;a:1|w;2;b:1", "the tasks are 0, 2, but cores", "so that their tasks are 0, 1."),
     ],
 )
-def test_wrong(text: str, what: str, fix: str) -> None:
+def test_invalid_lists(text: str, what: str, fix: str) -> None:
     with pytest.raises(UsageError) as wrong:
         config(text)
     assert what in wrong.value.what
@@ -101,12 +101,12 @@ def test_xrt_workers_joins_name_and_task_by_a_colon(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"), [("w:2", WorkerId("w", 2)), ("w", WorkerId("w", 0)), ("c-w:0", WorkerId("c-w", 0))]
 )
-def test_a_worker_id(text: str, expected: WorkerId) -> None:
+def test_valid_worker_ids(text: str, expected: WorkerId) -> None:
     assert read_worker_id(Variable(env.XRT_LOCAL_WORKER, text)) == expected
 
 
 @pytest.mark.parametrize("text", ["w:", "w:x", "w:-1", ":0", "w;0", "w:0:0", "w 1"])
-def test_what_is_no_worker_id(text: str) -> None:
+def test_invalid_worker_ids(text: str) -> None:
     with pytest.raises(UsageError, match="is not name:task") as wrong:
         read_worker_id(Variable(env.XRT_LOCAL_WORKER, text))
     assert wrong.value.fix == "Write it like XRT_LOCAL_WORKER=tpu_worker:0."
@@ -114,7 +114,7 @@ def test_what_is_no_worker_id(text: str) -> None:
 
 @settings(deadline=None)
 @given(name=names, places=places)
-def test_workers_survive_being_written(name: str, places: list[tuple[str, int]]) -> None:
+def test_formatted_workers_parse_to_the_same_workers(name: str, places: list[tuple[str, int]]) -> None:
     workers = tuple(Worker(name, task, *place) for task, place in enumerate(places))
     assert config(write_workers(workers)) == workers
     colons = "|".join(f"{worker.id};grpc://{worker.address}" for worker in workers)
@@ -139,7 +139,7 @@ def outcome(variable: Variable) -> tuple[Worker, ...] | UsageError:
         ),
     ),
 )
-def test_any_text_is_read_or_refused(variable: str, text: str) -> None:
+def test_any_text_is_parsed_or_is_a_usage_error(variable: str, text: str) -> None:
     found = outcome(Variable(variable, text))
     if isinstance(found, UsageError):
         assert found.fix.endswith(".")

@@ -1,4 +1,4 @@
-"""A process that takes part in a mesh, told what to do by lines of JSON; each is answered by one."""
+"""A participant of a mesh that executes orders, lines of JSON on its input, and answers each with a line."""
 
 from __future__ import annotations
 

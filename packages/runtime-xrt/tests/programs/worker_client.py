@@ -1,4 +1,4 @@
-"""A process with a worker's cores, or one that drives one of them; told what to do by lines on its input.
+"""A process that leases a worker's cores, or drives one of them, by orders on lines of its input.
 
 ``lease ADDRESS WAIT_S`` answers with the job's key, then with why the job ended.
 ``session ADDRESS JOB ORDINAL`` drives the core of that number. ``double`` doubles a number there, ``stall``
