@@ -18,27 +18,7 @@ from polyxla.console import say_once
 from polyxla.testing import PluginInstaller
 
 TIMEOUT_S = 60.0
-# A runtime without torch, whose devices and claim come from variables.
-TOY = """
-from polyxla import Claim, Device, Discovery, Setting, hookimpl
-
-@hookimpl
-def polyxla_discover_devices(environ):
-    text = environ.get("{variable}")
-    return Discovery(
-        Claim[environ.get("{variable}_CLAIM", "EXPLICIT")] if text else Claim.NONE,
-        f"{variable}={{text}}" if text else "{variable} is not set",
-        "TOY",
-        tuple(Device(index, "TOY", f"toy device {{index}}", index // 4) for index in range(int(text or 1))),
-        host_count=2,
-        topology="toy-8",
-        variables={{"{variable}": Setting(text, "environment" if text else "default")}},
-    )
-
-@hookimpl
-def polyxla_environment(devices):
-    return {{"{variable}_VISIBLE": ",".join(map(str, devices))}}
-"""
+PROGRAMS = Path(__file__).parent / "programs"
 XRT_MISSING = (
     "runtime 'xrt' is not installed (installed: toy) (from {}). Install it: pip install polyxla-runtime-xrt"
 )
@@ -52,7 +32,7 @@ UNREADABLE = f"devices='{{}}' is neither a count, a list of indices nor 'auto' (
 @pytest.fixture(autouse=True)
 def _toy(install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     install_plugin.hide_others()
-    install_plugin("toy", TOY.format(variable="TOY"))
+    install_plugin("toy", _toy_runtime("TOY"))
     for name in ("POLYXLA_RUNTIME", "POLYXLA_DEVICES", "POLYXLA_PRECISION", "PJRT_DEVICE", "XRT_TPU_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TOY", "8")
@@ -63,6 +43,12 @@ def _toy(install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch, tmp_p
     say_once.cache_clear()
     yield
     say_once.cache_clear()
+
+
+def _toy_runtime(variable: str) -> str:
+    """Return the source of a runtime whose devices and claim come from `variable`."""
+    code = (PROGRAMS / "toy_runtime.py").read_text()
+    return code.replace('VARIABLE = "TOY"', f"VARIABLE = {variable!r}")
 
 
 def _invoke(*args: str) -> Result:
@@ -162,7 +148,7 @@ class TestRuntimes:
     def test_two_that_are_asked_for(
         self, install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        install_plugin("toy-b", TOY.format(variable="TOY_B"))
+        install_plugin("toy-b", _toy_runtime("TOY_B"))
         monkeypatch.setenv("TOY_B", "1")
         monkeypatch.setenv("TOY_B_CLAIM", "CONFIGURED")
         warning = (
@@ -350,12 +336,7 @@ class TestRun:
         assert _plan("--wait", "0", "script.py")["environment"]["POLYXLA_WAIT_S"] == "0"
 
     def test_a_plugins_own_dictionary_is_not_written_into(self, install_plugin: PluginInstaller) -> None:
-        install_plugin("shared", TOY.format(variable="S").split("@hookimpl\ndef polyxla_environment")[0])
-        with (install_plugin.folder / "shared.py").open("a") as file:
-            file.write(
-                "\nSHARED = {'A': '1'}\n@hookimpl\ndef polyxla_environment():\n    assert len(SHARED) == 1\n"
-                "    return SHARED\n"
-            )
+        install_plugin("shared", (PROGRAMS / "shared_environment_runtime.py").read_text())
         for _ in range(2):
             plan = _plan("--runtime", "shared", "script.py")
             assert plan["environment"] == {"A": "1", "POLYXLA_RUNTIME": "shared"}
@@ -368,11 +349,7 @@ class TestRun:
         assert command == f"{sys.executable} -m polyxla.cli.script script.py --lr 1"
 
     def test_the_script_runs_with_the_choice_and_its_own_arguments(self, tmp_path: Path) -> None:
-        (tmp_path / "script.py").write_text(
-            "import json, os, sys\n"
-            "names = ('POLYXLA_RUNTIME', 'POLYXLA_DEVICES', 'TOY_VISIBLE')\n"
-            "print(json.dumps([sys.argv, [os.environ[name] for name in names]]))\n"
-        )
+        (tmp_path / "script.py").write_text((PROGRAMS / "environment_script.py").read_text())
         done = _polyxla("run", "--devices", "[1, 3]", "script.py", "--devices", "7", "--json")
         assert (done.returncode, done.stderr) == (0, "")
         assert json.loads(done.stdout) == [
@@ -464,7 +441,7 @@ class TestBadInput:
         _refused(["run", "script.py"], text)
 
     def test_two_runtimes_with_one_name(self, install_plugin: PluginInstaller) -> None:
-        install_plugin("toy-copy", TOY.format(variable="TOY"), name="toy")
+        install_plugin("toy-copy", _toy_runtime("TOY"), name="toy")
         text = (
             "runtime 'toy' is provided by more than one distribution: toy, toy-copy "
             "(from entry-point group polyxla.runtimes). Uninstall all but one of them."
@@ -487,7 +464,7 @@ class TestBadInput:
         assert result.stderr.endswith("(from odd). Did you mean 'polyxla_launch'?\n")
 
     def test_a_tie(self, install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch) -> None:
-        install_plugin("toy-b", TOY.format(variable="TOY_B"))
+        install_plugin("toy-b", _toy_runtime("TOY_B"))
         monkeypatch.setenv("TOY_B", "1")
         _refused(
             ["devices"],
@@ -536,7 +513,8 @@ class TestBadInput:
             ),
             pytest.param(
                 ["empty"],
-                "the directory 'empty' has no __main__.py (from polyxla run). Write the path of a script in it.",
+                "the directory 'empty' has no __main__.py (from polyxla run). "
+                "Write the path of a script in it.",
                 id="folder",
             ),
             pytest.param(
@@ -605,12 +583,7 @@ class TestTheRealCommand:
         self, install_plugin: PluginInstaller
     ) -> None:
         install_plugin("broken", "raise RuntimeError('at import')")
-        install_plugin.listener(
-            "hello",
-            "from polyxla import hookimpl\n"
-            "@hookimpl\ndef polyxla_add_commands(app):\n"
-            "    @app.command()\n    def hello(): print('hello from a plugin')\n",
-        )
+        install_plugin.listener("hello", (PROGRAMS / "hello_plugin.py").read_text())
         done = _polyxla("hello")
         assert (done.returncode, done.stdout, done.stderr) == (0, "hello from a plugin\n", "")
 

@@ -59,7 +59,7 @@ def test_a_lent_environment_goes_back(error: type[Exception] | None, monkeypatch
     lent = {name: value for name, value in before.items() if name != "POLYXLA_TEST_GONE"}
     with (
         contextlib.nullcontext() if error is None else pytest.raises(error),
-        env.lent({**lent, "POLYXLA_TEST_KEPT": "lent", "POLYXLA_TEST_NEW": "lent"}),
+        env.temporary_environ({**lent, "POLYXLA_TEST_KEPT": "lent", "POLYXLA_TEST_NEW": "lent"}),
     ):
         assert os.environ["POLYXLA_TEST_KEPT"] == os.environ["POLYXLA_TEST_NEW"] == "lent"
         assert "POLYXLA_TEST_GONE" not in os.environ

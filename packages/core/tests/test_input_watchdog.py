@@ -72,7 +72,7 @@ def test_a_hang_outside_the_program_is_reported_as_such(start: Start, cancelled:
     watchdog = start(0.2, line=None)
     watchdog.begin()
     assert cancelled.wait(LONG_S)
-    assert "it is at no line of the program: torch reads the batch, or copies it" in str(watchdog.error)
+    assert "no line of the program is running: torch reads the batch, or copies it" in str(watchdog.error)
 
 
 def test_the_watchdog_ends_when_it_is_closed(start: Start) -> None:

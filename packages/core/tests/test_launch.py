@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,54 +17,10 @@ from polyxla.console import say_once
 from polyxla.contracts.precision import UnchangedPrecision
 from polyxla.testing import PluginInstaller
 
-ECHO = """
-from polyxla import Claim, Device, Discovery, hookimpl
-
-@hookimpl
-def polyxla_discover_devices(environ, accelerator):
-    devices = tuple(Device(index, "ECHO", f"echo device {index}") for index in range(8))
-    notes = (environ["ECHO_NOTE"],) if "ECHO_NOTE" in environ else ()
-    return Discovery(Claim.FALLBACK, f"accelerator {accelerator}", "ECHO", devices, notes=notes)
-
-@hookimpl
-def polyxla_environment(environ, discovery, devices):
-    return {"ECHO_DEVICES": f"{list(devices)} of {len(discovery.devices)}, {environ.get('ECHO_BEFORE')}"}
-
-@hookimpl
-def polyxla_launch(job):
-    return [job]
-"""
-DIARY = """
-from polyxla import hookimpl
-
-diary = []
-
-@hookimpl
-def polyxla_replica_started(replica):
-    diary.append(f"started {replica.ordinal}")
-
-@hookimpl
-def polyxla_replica_stopped(replica, error):
-    diary.append(f"stopped {replica.ordinal} {error!r}")
-"""
-# A fake runtime whose connections say when they are closed.
-CLOSING = """
-from polyxla import hookimpl
-from polyxla.testing.fake import runtime as fake
-
-closed = []
-polyxla_discover_devices = fake.polyxla_discover_devices
-polyxla_environment = fake.polyxla_environment
-polyxla_launch = fake.polyxla_launch
-
-@hookimpl
-def polyxla_replication(job, place):
-    if job.environ.get("CLOSING_FAILS"):
-        raise ConnectionRefusedError("nobody listens")
-    replication = fake.polyxla_replication(place)
-    replication.close = lambda: closed.append(place.ordinal)
-    return replication
-"""
+PROGRAMS = Path(__file__).parent / "programs"
+ECHO = (PROGRAMS / "echo_runtime.py").read_text()
+DIARY = (PROGRAMS / "diary_listener.py").read_text()
+CLOSING = (PROGRAMS / "closing_runtime.py").read_text()
 
 
 @pytest.fixture(autouse=True)
@@ -191,7 +148,7 @@ def test_the_callers_environment_stays(
         pytest.param(
             print,
             {"start_method": "thread"},
-            "start_method='thread' is none of auto, inline, spawn, forkserver, fork (from start_method). "
+            "start_method='thread' is not one of auto, inline, spawn, forkserver, fork (from start_method). "
             "Leave it out, or write start_method='spawn'.",
             id="start-method",
         ),

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -79,41 +80,14 @@ def test_a_loop_that_was_left_early_begins_the_next_epoch() -> None:
     assert (after["epoch"], after["batches"]) == (1, 3)
 
 
-# A source that keeps its own position, and counts its epochs.
-SOURCE = """
-from polyxla import hookimpl
-
-class Source:
-    batch_size, valid_records, note = 2, None, "divided for the test"
-
-    def __init__(self, seed, repeat):
-        self.seed, self.repeat, self.epoch, self.start = seed, repeat, 0, 0
-
-    def __iter__(self):
-        import torch
-        start, self.start = self.start, 0
-        epoch, self.epoch = self.epoch, self.epoch + 1
-        return iter([torch.tensor([100 * epoch + i]) for i in range(start, 5)])
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def state_dict(self, batches):
-        return {"at": batches}
-
-    def load_state_dict(self, state):
-        self.start = state["at"]
-
-@hookimpl
-def polyxla_shard_loader(loader, world, seed, repeat):
-    return Source(seed, repeat)
-"""
+PROGRAMS = Path(__file__).parent / "programs"
+SAMPLER = (PROGRAMS / "resumable_sampler.py").read_text()
 
 
 def test_a_source_with_a_position_of_its_own_is_asked_for_it(
     install_plugin: PluginInstaller, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    install_plugin.listener("source", SOURCE)
+    install_plugin.listener("source", SAMPLER)
 
     def read(replica: Replica) -> Any:
         before = replica.loader([])
@@ -135,14 +109,14 @@ def test_a_source_with_a_position_of_its_own_is_asked_for_it(
 def test_what_was_done_to_a_loader_is_said_once(
     install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    install_plugin.listener("source", SOURCE.replace("for the test", "among two"))
+    install_plugin.listener("source", SAMPLER.replace("for the test", "among two"))
     monkeypatch.setenv("FAKE_DEVICES", "2")
     launch(lambda replica: [replica.loader([]) for _ in range(2)] and None, runtime="fake")
     assert capsys.readouterr().err.count("divided among two") == 1
 
 
 def test_the_source_hears_the_seed_and_what_it_is_for(install_plugin: PluginInstaller) -> None:
-    install_plugin.listener("source", SOURCE)
+    install_plugin.listener("source", SAMPLER)
 
     def ask(replica: Replica) -> Any:
         replica.seed_everything(7)

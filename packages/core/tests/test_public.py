@@ -103,7 +103,10 @@ def test_importing_polyxla_imports_nothing_heavy() -> None:
 
 
 def test_the_parts_that_a_launch_needs_import_nothing_heavy() -> None:
-    code = "import polyxla.launcher.processes, polyxla.launcher.child, polyxla.cli.run, polyxla.cli.script, polyxla.cli.variables"
+    code = (
+        "import polyxla.launcher.processes, polyxla.launcher.child, "
+        "polyxla.cli.run, polyxla.cli.script, polyxla.cli.variables"
+    )
     assert _imported_by(code).isdisjoint({*HEAVY, "rich", "typer"})
 
 
@@ -115,7 +118,10 @@ def test_the_test_kit_imports_nothing_heavy() -> None:
     "args", [["--help"], ["run", "--help"], ["devices", "--help"]], ids=["help", "run", "devices"]
 )
 def test_help_imports_nothing_heavy(args: list[str]) -> None:
-    code = "import polyxla.cli.app\ntry:\n    polyxla.cli.app.main()\nexcept SystemExit as end:\n    assert not end.code"
+    code = (
+        "import polyxla.cli.app\n"
+        "try:\n    polyxla.cli.app.main()\nexcept SystemExit as end:\n    assert not end.code"
+    )
     assert _imported_by(code, *args).isdisjoint({*HEAVY, "rich"})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -223,17 +224,7 @@ def test_the_runtimes_side_is_within_reach() -> None:
 
 
 BATCHES = [torch.tensor([float(index)]) for index in range(8)]
-EVERY_NTH = """
-import itertools
-from polyxla import hookimpl
-
-worlds = []
-
-@hookimpl
-def polyxla_shard_loader(loader, world):
-    worlds.append(world)
-    return list(itertools.islice(loader, world.ordinal, None, world.world_size))
-"""
+EVERY_NTH = (Path(__file__).parent / "programs" / "every_nth_sampler.py").read_text()
 
 
 def test_without_a_plugin_to_divide_records_several_replicas_are_refused() -> None:

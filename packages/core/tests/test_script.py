@@ -12,24 +12,8 @@ from typing import Any
 import pytest
 
 TIMEOUT_S = 60.0
-# Everything that a script may look at, as JSON.
-LOOK = """
-import json, os, pickle, sys
-class Thing:
-    pass
-main = sys.modules["__main__"]
-print(json.dumps({
-    "name": __name__,
-    "file": __file__,
-    "code": sys._getframe().f_code.co_filename,
-    "argv": sys.argv,
-    "path": sys.path[0],
-    "package": __package__,
-    "spec": None if __spec__ is None else __spec__.name,
-    "is main": main.__dict__ is globals(),
-    "pickles": type(pickle.loads(pickle.dumps(Thing()))) is Thing,
-}))
-"""
+PROGRAMS = Path(__file__).parent / "programs"
+REPORT = (PROGRAMS / "main_module_report.py").read_text()
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +28,7 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "folder/package/__main__.py",
         "folder/package/look.py",
     ):
-        (tmp_path / name).write_text(LOOK)
+        (tmp_path / name).write_text(REPORT)
     (tmp_path / "folder" / "package" / "__init__.py").touch()
     (tmp_path / "elsewhere" / "link.py").symlink_to(tmp_path / "folder" / "look.py")
 
@@ -87,23 +71,9 @@ def test_without_the_folder_on_the_path_the_first_entry_is_kept() -> None:
     assert _run("-m", "polyxla.cli.script", "look.py", env=safe).stdout == _run("look.py", env=safe).stdout
 
 
-SPAWNS = """
-import concurrent.futures
-import multiprocessing
-
-def square(n):
-    return n * n
-
-if __name__ == "__main__":
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
-        print(pool.submit(square, 7).result(timeout=60))
-"""
-
-
 @pytest.mark.parametrize("command", [["spawns.py"], ["-m", "spawns"]], ids=["script", "module"])
 def test_workers_that_the_program_spawns_find_its_functions(command: list[str]) -> None:
-    (Path.cwd() / "spawns.py").write_text(SPAWNS)
+    (Path.cwd() / "spawns.py").write_text((PROGRAMS / "spawning_script.py").read_text())
     done = _run("-m", "polyxla.cli.script", *command)
     assert (done.stdout, done.stderr, done.returncode) == ("49\n", "", 0)
 

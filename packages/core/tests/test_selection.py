@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,32 +26,15 @@ from polyxla.testing import PluginInstaller
 UNASKED = Setting(None, "default")
 DEVICE = Device(0, "TOY", "toy device 0")
 TPU = "tpu_worker;0;10.0.0.2:8470"
-TOY = """
-from polyxla import Claim, Device, Discovery, hookimpl
-
-@hookimpl
-def polyxla_discover_devices(environ, accelerator):
-    asked = environ.get("{variable}")
-    return Discovery(
-        Claim.{claim} if asked else Claim.NONE,
-        f"{variable}={{asked}}",
-        kind=accelerator,
-        devices=(Device(0, "TOY", "toy device 0"),),
-        unavailable={unavailable!r},
-        fix="Plug it in.",
-    )
-"""
-RAISES = """
-from polyxla import hookimpl
-
-@hookimpl
-def polyxla_discover_devices():
-    raise ValueError("bad day")
-"""
+PROGRAMS = Path(__file__).parent / "programs"
+RAISING = (PROGRAMS / "raising_runtime.py").read_text()
 
 
 def _toy(variable: str, claim: Claim, unavailable: str | None = None) -> str:
-    return TOY.format(variable=variable, claim=claim.name, unavailable=unavailable)
+    code = (PROGRAMS / "claiming_runtime.py").read_text()
+    code = code.replace('VARIABLE = "TOY"', f"VARIABLE = {variable!r}")
+    code = code.replace("CLAIM = Claim.EXPLICIT", f"CLAIM = Claim.{claim.name}")
+    return code.replace("str | None = None", f"str | None = {unavailable!r}")
 
 
 def _candidate(name: str, claim: Claim, reason: str = "", **fields: Any) -> Candidate:
@@ -261,7 +245,7 @@ def test_a_named_runtime_is_used_whatever_else_is_missing(install_plugin: Plugin
             id="import",
         ),
         pytest.param(
-            RAISES,
+            RAISING,
             "runtime 'broken' failed to discover devices: ValueError: bad day (from broken). "
             "Report it to its authors: polyxla_discover_devices must return `unavailable`, not raise.",
             id="discovery-raises",

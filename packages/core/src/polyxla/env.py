@@ -122,19 +122,19 @@ def snapshot() -> dict[str, str]:
     return dict(os.environ)
 
 
-def add(variables: Mapping[str, str]) -> None:
+def update_environ(variables: Mapping[str, str]) -> None:
     """Set variables in this process's environment, permanently."""
     os.environ.update(variables)
 
 
-def take_over(environ: Mapping[str, str]) -> None:
+def replace_environ(environ: Mapping[str, str]) -> None:
     """Replace this process's whole environment by `environ`, permanently."""
     os.environ.clear()
     os.environ.update(environ)
 
 
 @contextlib.contextmanager
-def lent(environ: Mapping[str, str]) -> Iterator[None]:
+def temporary_environ(environ: Mapping[str, str]) -> Iterator[None]:
     """Change this process's environment to `environ`, then restore it on exit.
 
     A replica that runs inside the caller's process needs its variables where torch_xla reads them. Only the

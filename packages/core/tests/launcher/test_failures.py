@@ -35,6 +35,8 @@ from polyxla.testing.processes import (
     wait_until,
 )
 
+pytestmark = pytest.mark.usefixtures("bare_runtime")
+
 PROGRAMS = Path(__file__).parent.parent / "programs"
 
 

@@ -12,6 +12,8 @@ from polyxla import Replica, UsageError
 from polyxla.contracts.job import ProcessMethod
 from polyxla.launcher.messages import RemoteTraceback, ReplicaFailedError
 
+pytestmark = pytest.mark.usefixtures("bare_runtime")
+
 
 def _fail(replica: Replica) -> None:
     raise ZeroDivisionError("on purpose")

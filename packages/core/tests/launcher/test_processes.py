@@ -26,6 +26,8 @@ from polyxla.testing.processes import (
     wait_for_files,
 )
 
+pytestmark = pytest.mark.usefixtures("bare_runtime")
+
 PROGRAMS = Path(__file__).parent.parent / "programs"
 
 

@@ -25,6 +25,8 @@ from polyxla.testing.processes import (
     wait_for_end_of,
 )
 
+pytestmark = pytest.mark.usefixtures("bare_runtime")
+
 
 def _fail(replica: Replica) -> None:
     raise ZeroDivisionError("on purpose")

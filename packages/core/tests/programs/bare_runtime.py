@@ -1,26 +1,28 @@
-"""A runtime without torch: one process a device, and connections that only know their ordinal."""
+"""A runtime without torch: one process per device, and replications that only know their ordinal."""
 
-from polyxla import Claim, Device, Discovery, Replication, World, hookimpl
+from typing import Any
+
+from polyxla import Claim, Device, Discovery, Job, Replication, World, hookimpl
 from polyxla.launcher.processes import run_processes
 
 
 @hookimpl
-def polyxla_discover_devices():
+def polyxla_discover_devices() -> Discovery:
     devices = tuple(Device(index, "BARE", f"bare device {index}") for index in range(4))
     return Discovery(Claim.EXPLICIT, "the test", "BARE", devices)
 
 
 @hookimpl
-def polyxla_launch(job):
+def polyxla_launch(job: Job) -> list[Any]:
     environs = [{**job.environ, "BARE_ORDINAL": str(ordinal)} for ordinal in range(len(job.devices))]
     return run_processes(job, range(len(job.devices)), environs)
 
 
-Bare = type("Bare", (Replication,), dict.fromkeys(Replication.__abstractmethods__, lambda self, *_: None))
+Bare: Any = type("Bare", (Replication,), dict.fromkeys(Replication.__abstractmethods__, lambda *_: None))
 
 
 @hookimpl
-def polyxla_replication(job, place):
+def polyxla_replication(job: Job, place: int) -> Any:
     bare = Bare()
     bare.device, bare.kind = None, "BARE"
     size = len(job.devices)

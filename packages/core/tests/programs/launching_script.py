@@ -1,17 +1,17 @@
 """Launches functions and a lambda, without a main guard, and catches an exception class of its own."""
 
-from polyxla import launch
+from polyxla import Replica, launch
 
 
 class ScriptError(Exception):
     pass
 
 
-def helper(n):
+def helper(n: int) -> int:
     return n + 1
 
 
-def train(replica, fails):
+def train(replica: Replica, fails: bool) -> int:
     if fails:
         raise ScriptError("from a replica")
     return helper(replica.ordinal)

@@ -2,15 +2,15 @@
 
 import os
 import time
+from pathlib import Path
 
-from polyxla import launch
+from polyxla import Replica, launch
 
 
-def train(replica):
-    path = os.path.join(os.environ["FOLDER"], str(replica.ordinal))
-    with open(path + ".part", "w") as file:
-        file.write(str(os.getpid()))
-    os.rename(path + ".part", path + ".pid")
+def train(replica: Replica) -> None:
+    path = Path(os.environ["FOLDER"]) / f"{replica.ordinal}.part"
+    path.write_text(str(os.getpid()))
+    path.rename(path.with_suffix(".pid"))
     time.sleep(600)
 
 

@@ -1,1 +1,1 @@
-"""Starting replicas: what `polyxla.launch` checks, how processes are made, watched and ended."""
+"""Starting replicas: `polyxla.launch`, and making, monitoring and ending their processes."""

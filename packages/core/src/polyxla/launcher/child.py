@@ -1,4 +1,4 @@
-"""The child: a replica process's side of `polyxla.launcher.processes`. Receives one job, runs it, answers once."""
+"""The replica process's side of `polyxla.launcher.processes`: receive one job, run it, answer once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def serve(pipe: Connection, adapt: Callable[[dict[str, str]], dict[str, str]] = 
     faulthandler.enable()
     pipe.send(Message("hello"))
     setup: Setup = pipe.recv()
-    env.take_over(adapt(setup.environ))
+    env.replace_environ(adapt(setup.environ))
     sys.path[:] = setup.path
     os.chdir(setup.directory)
     finish(pipe, setup.work)
@@ -52,7 +52,7 @@ def serve_forked(pipe: Connection, environ: Mapping[str, str], work: Callable[[]
     try:
         # The launching process's exit hooks are not for this process to run.
         atexit._clear()  # noqa: SLF001
-        env.take_over(environ)
+        env.replace_environ(environ)
         faulthandler.enable()
         finish(pipe, work)
         # In the order of a normal exit: first the threads, then the exit hooks.

@@ -51,7 +51,7 @@ class ParentLink:
         self._lock = threading.Lock()
 
     def send(self, message: Message) -> None:
-        """Send a message; a launching process that is gone does not miss it."""
+        """Send a message, unless the launching process is gone."""
         with self._lock, contextlib.suppress(BrokenPipeError):
             self._pipe.send(message)
 
@@ -128,7 +128,7 @@ def stacks() -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"thread {names.get(number, number)}:\n{''.join(traceback.format_stack(frame)).rstrip()}"
-        for number, frame in sys._current_frames().items()  # noqa: SLF001
+        for number, frame in sys._current_frames().items()
         if number != threading.get_ident()
     )
 

@@ -59,7 +59,7 @@ class _Server:
         self._inherited = [control, self._woken, wakes]
 
     def serve(self) -> Connection | None:
-        """Serve requests until the launching process ends or the server is idle; in a fork, return its pipe."""
+        """Serve requests until the launching process ends or none arrive; in a fork, return its pipe."""
         requested = time.monotonic()
         while self._numbers or time.monotonic() < requested + IDLE_S:
             wait_s = None if self._numbers else max(0.0, requested + IDLE_S - time.monotonic())

@@ -1,4 +1,4 @@
-"""`launch`: choose the runtime, check everything that can be checked, then start the replicas."""
+"""`launch`: choose the runtime, check the whole request, then start the replicas."""
 
 from __future__ import annotations
 
@@ -33,29 +33,32 @@ def launch(
 ) -> list[Any]:
     """Run ``train_fn(replica, *args)`` in every replica and wait for all of them.
 
-    What is not given here is taken from the environment (``POLYXLA_RUNTIME``, ``POLYXLA_DEVICES``,
-    ``POLYXLA_PRECISION``), then from the defaults. The caller's environment is as it was
-    afterwards, but for what an inline replica's own code set in it.
+    Arguments that are left out are taken from the environment (``POLYXLA_RUNTIME``, ``POLYXLA_DEVICES``,
+    ``POLYXLA_PRECISION``), then from the defaults. The caller's environment is restored afterwards, except
+    for variables that the code of an inline replica sets itself.
+
+    Call it from one thread at a time: an inline replica changes the environment of the whole process.
+    Launches do not nest: in a replica the device is in use, so runtimes on torch_xla refuse another launch.
 
     Args:
-        train_fn: what each replica calls, with its `polyxla.Replica` first.
-        args: the other arguments; each process gets its own copy.
+        train_fn: called in each replica, with its `polyxla.Replica` as the first argument.
+        args: its other arguments; each process receives a copy.
         runtime: a runtime's name; default: chosen from the environment.
-        accelerator: ``"auto"``, or the kind of device to insist on (``"cpu"``, ``"tpu"``).
+        accelerator: ``"auto"``, or the required kind of device (``"cpu"``, ``"tpu"``).
         devices: ``"auto"``, a count, or indices (``[5]`` is the device with index 5).
-        precision: a precision policy's name, or the policy itself.
-        start_method: ``"inline"`` runs one replica in this process, ``"spawn"`` starts fresh
-            processes, ``"forkserver"`` forks them from one that is prepared, ``"fork"`` from this one;
-            ``"auto"`` leaves it to the runtime.
+        precision: a precision policy, or its name.
+        start_method: ``"inline"`` runs one replica in this process, ``"spawn"`` starts fresh processes,
+            ``"forkserver"`` forks them from a process that has imported the heavy modules, ``"fork"`` forks
+            this process; ``"auto"`` leaves the choice to the runtime.
 
     Returns:
         The functions' results in ordinal order.
 
     Raises:
-        UsageError: something that was asked for cannot be had; nothing was started.
-        ReplicaLostError: a replica's process died without a result.
+        UsageError: the request cannot be met; nothing was started.
+        ReplicaLostError: a replica process ended without a result.
         StalledError: replicas waited for each other too long.
-        Exception: whatever `train_fn` raised in a replica, with its ordinal and host in a note.
+        Exception: the exception that `train_fn` raised in a replica, with a note that names the replica.
     """
     _check_call(train_fn, args, start_method)
     environ = env.snapshot()
@@ -69,8 +72,8 @@ def launch(
     announce(selection)
     indices = select_devices(settings.devices, selection)
     plugins = load_plugins(selection.runtime)
-    if told := find_precision(plugins, settings.precision).describe():
-        say_once(told)
+    if note := find_precision(plugins, settings.precision).describe():
+        say_once(note)
     job = Job(
         main=run_replica,
         function=train_fn,
@@ -87,7 +90,7 @@ def launch(
 
 
 def announce(selection: Selection) -> None:
-    """Say the warnings of a choice, and the choice itself where nobody named the runtime; each once."""
+    """Print a selection's warnings, and the selection itself if the user named no runtime; each line once."""
     for warning in selection.warnings:
         say_once(warning)
     if selection.implicit:
@@ -95,7 +98,7 @@ def announce(selection: Selection) -> None:
 
 
 def select_devices(asked: Setting, selection: Selection) -> tuple[int, ...]:
-    """Return the indices of the devices to use, of those that the chosen runtime has."""
+    """Return the indices of the requested devices of the chosen runtime."""
     found = selection.discovery
     return pick_devices(asked, selection.runtime, found.devices, found.growable)
 
@@ -103,7 +106,7 @@ def select_devices(asked: Setting, selection: Selection) -> tuple[int, ...]:
 def child_environment(
     plugins: pluggy.PluginManager, environ: Mapping[str, str], selection: Selection, devices: tuple[int, ...]
 ) -> dict[str, str]:
-    """Return the variables that the chosen runtime wants in a process on `devices`."""
+    """Return the variables that a process on `devices` needs, by the chosen runtime."""
     wanted: dict[str, str] | None = plugins.hook.polyxla_environment(
         environ=environ, discovery=selection.discovery, devices=devices
     )
@@ -125,11 +128,11 @@ def _check_call(train_fn: Any, args: Any, start_method: str) -> None:
         raise UsageError(
             f"args={args!r} is not a list or tuple of arguments",
             where="args",
-            fix="Write args=(argument,), with the comma, also for a single one.",
+            fix="Write args=(argument,), with the comma even for a single argument.",
         )
     if start_method not in StartMethod.__args__:  # type: ignore[attr-defined]
         raise UsageError(
-            f"start_method={start_method!r} is none of {', '.join(StartMethod.__args__)}",  # type: ignore[attr-defined]
+            f"start_method={start_method!r} is not one of {', '.join(StartMethod.__args__)}",  # type: ignore[attr-defined]
             where="start_method",
             fix="Leave it out, or write start_method='spawn'.",
         )

@@ -1,4 +1,4 @@
-"""What travels over the pipe between the launching process and a replica process."""
+"""The messages on the pipe between the launching process and a replica process."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Raised:
 
 
 class ReplicaFailedError(PolyxlaError):
-    """A replica raised an exception that cannot be pickled; its text is here."""
+    """A replica raised an exception that cannot be pickled; this one holds its text."""
 
 
 class RemoteTraceback(Exception):
@@ -68,7 +68,7 @@ class RemoteTraceback(Exception):
 
 
 def pack(answer: Returned | Raised) -> bytes:
-    """Pickle an answer; one that does not pickle becomes an error that says so."""
+    """Pickle an answer; an answer that cannot be pickled becomes an error."""
     try:
         packed = bytes(cloudpickle.dumps(answer))
         if isinstance(answer, Raised):

@@ -1,4 +1,4 @@
-"""Handles of processes that the launching process may end, and whose end it observes."""
+"""Handles of processes, with which the launching process signals them and observes their end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Exit:
 
 
 class Process(ABC):
-    """A process that this one may end, and whose end it observes.
+    """A process that this one can signal, and whose end it observes.
 
     Attributes:
         pid: its process id; 0 until its fork server has forked it.

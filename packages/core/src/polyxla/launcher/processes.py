@@ -1,4 +1,4 @@
-"""Replicas as processes: started with an environment of their own, watched, never left behind.
+"""Replicas as processes: started with an environment of their own, monitored, and always ended.
 
 The launching process has one pipe to each child (`polyxla.launcher.child`): the child sends hello, receives
 the work, and answers once. Meanwhile it may report that its replicas stall; the launching process then asks
@@ -61,7 +61,7 @@ class ProcessWork:
     """What each process of a launch runs, for runtimes that run several replicas, or a plain function, in it.
 
     Attributes:
-        main: called with the process's place; a function of a module, or a partial of one, so that it pickles.
+        main: called with the process's place; a module's function, or a partial of one, so that it pickles.
         function: the user's function, named in errors.
         args: its arguments, named in errors.
         environ: the environment with the timeouts.
@@ -78,8 +78,8 @@ class ProcessWork:
 
 
 def run_inline(job: Job, place: Any = None) -> list[Any]:
-    """Run a job of one replica in this process, which has the job's environment meanwhile."""
-    with env.lent(job.environ):
+    """Run a job of one replica in this process, with the job's environment for that time."""
+    with env.temporary_environ(job.environ):
         return [job.run(place)]
 
 
@@ -220,7 +220,7 @@ def _receive(child: ReplicaProcess, children: Sequence[ReplicaProcess]) -> Messa
 
 def _check_alive(children: Iterable[ReplicaProcess]) -> None:
     for child in children:
-        # In this order: what it sent before it ended is in the pipe by now.
+        # In this order: once it has ended, everything that it sent is in the pipe.
         if child.process.ended() and not child.pipe.poll():
             raise failures.lost([child])
 
@@ -228,7 +228,7 @@ def _check_alive(children: Iterable[ReplicaProcess]) -> None:
 def _stop(children: Sequence[ReplicaProcess]) -> None:
     deadline = time.monotonic() + STOP_GRACE_S
     for child in children:
-        # One that has answered is exiting; a signal would only make noise.
+        # A child that has answered is exiting already.
         if not child.has_answered:
             child.process.signal(signal.SIGTERM)
     for child in children:

@@ -1,4 +1,4 @@
-"""What runs in each replica: connect to the device, notify the listeners, call the user's function."""
+"""The entry point of a replica: connect to the device, notify the listeners, call the user's function."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from polyxla.replica.replica import Replica
 def run_replica(job: Job, place: Any) -> Any:
     """Run one replica of `job` and return its function's result.
 
-    Called through `Job.run`, in the replica's own process and thread. An exception leaves with a note that
-    names the replica and its host.
+    Called by `Job.run`, in the replica's process and thread. An exception gets a note that names the replica
+    and its host.
 
     Args:
-        job: what to run.
-        place: passed to the runtime's `polyxla_replication`; identifies the replica.
+        job: the launch.
+        place: the runtime's description of the replica, passed to `polyxla_replication`.
     """
     ordinal: int | None = None
     try:

@@ -42,7 +42,7 @@ class ForkedProcess(Process):
         return self._server.pids.get(self._number, 0)
 
     def ended(self) -> Exit | None:
-        """Return what the server reported, or the server's own end, which ends its children too."""
+        """Return the end that the server reported, or the server's own end, which also ends its children."""
         self._server.read()
         return self._server.exits.get(self._number) or self._server.process.ended()
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from polyxla.contracts.discovery import Claim, Device, Discovery
 from polyxla.contracts.replication import ReduceOp, Replication
 from polyxla.contracts.world import World
-from polyxla.env import Setting, lent
+from polyxla.env import Setting, temporary_environ
 from polyxla.errors import UsageError
 from polyxla.hookspecs import hookimpl
 from polyxla.launcher.processes import run_processes
@@ -61,7 +61,7 @@ class FakeRuntime:
     def polyxla_launch(self, job: Job) -> list[Any]:
         """Run one thread per device; or, asked for a process and one replica, one process."""
         if job.process_method is None:
-            with lent(job.environ):
+            with temporary_environ(job.environ):
                 return _run_threads(job)
         if len(job.devices) > 1:
             raise UsageError("the fake runtime makes a process for one replica only", fix="Use devices=1.")

@@ -36,7 +36,7 @@ def wait_for_files(*paths: Path) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process runs; a zombie that nobody has reaped yet does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -45,7 +45,7 @@ def is_alive(pid: int) -> bool:
 
 
 def is_in_state(state: str, pid: int) -> bool:
-    """Return whether a process is in a state, by its letter in ``/proc``: ``T`` is stopped, ``Z`` a zombie."""
+    """Return whether a process is in a state of ``/proc``, by its letter: ``T`` stopped, ``Z`` zombie."""
     return f"\nState:\t{state}" in Path(f"/proc/{pid}/status").read_text()
 
 

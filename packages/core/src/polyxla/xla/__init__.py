@@ -1,8 +1,8 @@
-"""What runtimes on torch_xla have in common; such a runtime brings torch_xla, which core does without.
+"""Shared by runtimes on torch_xla. Such a runtime requires torch_xla; core does not.
 
-Its modules are heavy: imported in replicas and by what torch_xla imports of a runtime, never by
-``import polyxla``. Since torch_xla's import comes to them, `first_touch` and `launches` can be imported only
-after it, or by it.
+The modules are heavy. They are imported in replicas, and by the plugins that torch_xla imports, never by
+``import polyxla``. Import torch_xla before `first_device_use` and `torch_xla_launch`, because torch_xla's own
+import reaches these two through the plugins.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import sys
 
 
-def refuse_touched(launcher: str) -> None:
-    """Refuse to launch from a process whose own torch_xla already uses a device. Light where it has none.
+def refuse_if_device_in_use(launcher: str) -> None:
+    """Refuse to launch from a process whose torch_xla already uses a device. Does not import torch_xla.
 
     Raises:
-        UsageError: it does; the error names the place that touched it first.
+        UsageError: the process uses a device; the error names the line that used it first.
     """
     if "torch_xla" in sys.modules:
         from polyxla.xla import first_device_use

@@ -12,29 +12,29 @@ from polyxla.console import say
 from polyxla.errors import StalledError
 
 WARN_AFTER_S = 60.0
-"""Wait after which a line is printed, in seconds; half the deadline where that is shorter."""
+"""Wait after which a warning is printed, in seconds; half the timeout if that is shorter."""
 TICK_S = 1.0
 """How often the watchdog looks, in seconds."""
 
 
 class InputWatchdog:
-    """A thread that watches how long a replica waits for its next batch.
+    """A thread that monitors how long a replica waits for its next batch.
 
-    The replica marks the begin and the end of each wait, which takes no lock.
+    The replica marks the start and the end of each wait, which takes no lock.
 
     Args:
         timeout_s: longest wait for a batch, in seconds.
-        where: returns the line of the user's program where the loader is; None if it is in none.
-        cancel: ends the replica's wait; called in the watchdog's thread, once.
+        where: returns the user's line that the loader is executing; None if it executes none.
+        cancel: ends the replica's wait; called once, in the watchdog's thread.
 
     Attributes:
-        error: what the replica must raise; None as long as no wait was too long.
+        error: the error that the replica must raise; None unless a wait was too long.
     """
 
     def __init__(self, timeout_s: float, where: Callable[[], str | None], cancel: Callable[[], None]) -> None:
         self.error: StalledError | None = None
         self._timeout_s, self._where, self._cancel = timeout_s, where, cancel
-        # Written by the replica's thread alone and read by the watchdog's: one attribute, so no lock.
+        # Needs no lock: only the replica's thread writes it, and the watchdog reads it once per tick.
         self._since: float | None = None
         self._warned_of: float | None = None
         self._stop = threading.Event()
@@ -78,4 +78,4 @@ class InputWatchdog:
         if workers := [str(one.pid) for one in multiprocessing.active_children()]:
             # The stack of another process cannot be read from here.
             return f"it waits for the loader's workers (processes {', '.join(workers)})"
-        return "it is at no line of the program: torch reads the batch, or copies it to the device"
+        return "no line of the program is running: torch reads the batch, or copies it to the device"

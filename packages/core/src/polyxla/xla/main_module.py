@@ -1,4 +1,4 @@
-"""Calling a script's function in another process, by multiprocessing's rules, as torch_xla's launch does."""
+"""Calling a script's function in another process by multiprocessing's rules, as torch_xla's launch does."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _MAIN = ("init_main_from_path", "init_main_from_name")
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a function of the main module, in a replica's process.
+    """A call of a function of the main module, made in a replica process.
 
-    The process imports the main module again under another name, so that what it makes when it is
-    imported (locks, settings, random seeds) is made in every process. A notebook's functions go by value.
+    The process imports the main module again under another name, so that objects created at import (locks,
+    settings, random seeds) exist in every process. Functions of a notebook are pickled by value.
 
     Attributes:
-        call: function, arguments and named arguments; pickled where there is a main module to import.
-        main: what multiprocessing imports that module by.
+        call: function, arguments and keyword arguments; pickled if there is a main module to import.
+        main: multiprocessing's preparation data, by which the process imports the main module.
     """
 
     call: Any
@@ -38,30 +38,30 @@ class Call:
         return cls(pickle.dumps(call), {name: data[name] for name in names if name in data})
 
     def __call__(self, place: Any) -> Any:
-        """Be a replica: make the call, for which every place is alike."""
-        # The first of a process's replicas imports for all.
-        with _here.lock:
-            if _here.call is None:
-                _here.call = self._loaded()
-        function, args, kwargs = _here.call
+        """Make the call in a replica; `place` is ignored."""
+        # The first replica of a process imports the main module for all of them.
+        with _own.lock:
+            if _own.call is None:
+                _own.call = self._loaded()
+        function, args, kwargs = _own.call
         return function(*args, **kwargs)
 
     def _loaded(self) -> Any:
         if self.main is None:
             return self.call
-        _here.is_importing = True
+        _own.is_importing = True
         multiprocessing.spawn.prepare(self.main)
-        _here.is_importing = False
+        _own.is_importing = False
         return pickle.loads(self.call)
 
 
 def refuse_while_importing(launcher: str) -> None:
-    """Refuse to launch while a replica's process imports the script: it would launch without end.
+    """Refuse to launch while a replica process imports the script, which would launch recursively.
 
     Raises:
-        UsageError: that is so.
+        UsageError: this process is importing the script.
     """
-    if _here.is_importing:
+    if _own.is_importing:
         raise UsageError(
             "a replica's process imports the script again, and the script launches replicas again",
             where=launcher,
@@ -70,10 +70,10 @@ def refuse_while_importing(launcher: str) -> None:
 
 
 @dataclass
-class _Here:
+class _ProcessState:
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_importing: bool = False
     call: Any = None
 
 
-_here = _Here()
+_own = _ProcessState()

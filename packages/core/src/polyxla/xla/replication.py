@@ -1,4 +1,4 @@
-"""Replicas on torch_xla. Heavy: imported in the replica, never for discovery."""
+"""`polyxla.contracts.replication.Replication` on torch_xla. Heavy: imported in the replica."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from polyxla import env
 from polyxla.contracts.replication import ReduceOp, Replication
 from polyxla.errors import UsageError
 from polyxla.xla.counters import XlaCounters
-from polyxla.xla.upload import uploaded
+from polyxla.xla.upload import upload_batches
 
 _OPS = {
     "sum": xm.REDUCE_SUM,
@@ -30,18 +30,18 @@ _OPS = {
 
 
 class XlaReplication(Replication):
-    """What every replica on torch_xla does alike; its collectives are its subclasses'.
+    """The part of a replica on torch_xla that all runtimes share; subclasses add the collectives.
 
     Args:
         kind: the device type that this process must run on, ``CPU`` or ``TPU``.
-        local_index: the device's number among those that this process sees.
+        local_index: the device's number among the devices that this process sees.
 
     Raises:
         UsageError: torch_xla already runs in this process, on other devices.
     """
 
     cache_counters: tuple[str, str] | None = None
-    """Names of the counters of a persistent cache of the runtime's own; see `XlaCounters`."""
+    """Names of the counters of the runtime's own persistent cache; see `XlaCounters`."""
 
     def __init__(self, kind: str, local_index: int) -> None:
         # Before torch_xla.device(), whose own range check is off by one.
@@ -62,33 +62,33 @@ class XlaReplication(Replication):
             )
 
     def sync(self, wait: bool = False) -> None:
-        """Cut the graph here and hand it to the device."""
+        """Cut the graph here and submit it to the device."""
         torch_xla.sync(wait=wait)
         if wait:
-            # torch_xla has only waited until the device had it.
+            # torch_xla has waited only until the graph was submitted.
             self._wait()
 
     def seed(self, seed: int) -> None:
-        """Seed the device's generator; torch.manual_seed does not reach it."""
+        """Seed the device's generator, which torch.manual_seed does not."""
         xm.set_rng_state(seed, str(self.device))
 
     def rng_state(self) -> int:
-        """Return the generator's seed of the next program; reading it cuts no graph."""
+        """Return the generator's seed for the next program; this does not cut the graph."""
         state: int = xm.get_rng_state(str(self.device))
         return state
 
     def upload(self, batches: Iterator[Any], prefetch: Mapping[str, int]) -> Generator[Any]:
-        """Iterate over `batches` with torch_xla's threads copying ahead."""
+        """Iterate over `batches`, which torch_xla's threads copy ahead."""
         timeout_s = env.timeout_s(env.snapshot(), env.POLYXLA_INPUT_TIMEOUT_S)
-        return uploaded(batches, self.device, prefetch, timeout_s)
+        return upload_batches(batches, self.device, prefetch, timeout_s)
 
     def counters(self) -> XlaCounters:
-        """Return what reads torch_xla's counters."""
+        """Return torch_xla's counters."""
         return XlaCounters(self.device, self.cache_counters)
 
     @contextlib.contextmanager
     def profile(self, folder: str) -> Iterator[None]:
-        """Trace what the device does; the files are TensorBoard's and Perfetto's."""
+        """Trace the device's work into files for TensorBoard and Perfetto."""
         profiler.start_trace(folder)
         try:
             yield
@@ -101,16 +101,16 @@ class XlaReplication(Replication):
         return report
 
     def close(self) -> None:
-        """Wait until the device has finished what it was given."""
+        """Wait until the device has finished the submitted work."""
         self._wait()
 
     def _wait(self) -> None:
-        # For this device alone: waiting takes a device's lock, and another replica may be using its own.
+        # For this device only: waiting takes a device's lock, and another replica may be using its device.
         xm.wait_device_ops(xm.xla_real_devices([self.device]))
 
 
 class CollectiveReplication(XlaReplication):
-    """One of several replicas: torch_xla's collectives. Its world and its rendezvous are its subclasses'."""
+    """One of several replicas, with torch_xla's collectives; subclasses add the world and the rendezvous."""
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         """Combine the replicas' tensors in the program of the current step."""

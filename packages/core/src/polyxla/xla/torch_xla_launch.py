@@ -1,6 +1,6 @@
-"""What plain torch_xla programs launch: ``torch_xla.launch`` and ``xmp.spawn`` go by a runtime's plan.
+"""Launches of plain torch_xla programs: ``torch_xla.launch`` and ``xmp.spawn`` use a runtime's plan.
 
-Heavy: imported by what torch_xla imports of a runtime.
+Heavy: imported by the plugins that torch_xla imports.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _PlanT = TypeVar("_PlanT")
 
 
 @dataclass(frozen=True)
-class Launched:
-    """What a plain program has launched.
+class TorchXlaLaunch:
+    """A launch by a plain torch_xla program.
 
     Attributes:
-        call: what each replica does with its place.
-        function: what the program asked for, to be named in errors.
-        args: its arguments, to be named in errors.
+        call: called in each replica with its place.
+        function: the program's function, named in errors.
+        args: its arguments, named in errors.
         method: how the processes are made.
     """
 
@@ -35,25 +35,28 @@ class Launched:
     method: Literal["fork", "forkserver"]
 
 
-def serve(prepared: Callable[[], _PlanT | None], run: Callable[[_PlanT, Launched], Iterable[Any]]) -> None:
-    """Run what plain programs launch, from now on, where a runtime has a plan for it.
+def handle_launches(
+    prepared: Callable[[], _PlanT | None], run: Callable[[_PlanT, TorchXlaLaunch], Iterable[Any]]
+) -> None:
+    """Handle the launches of plain programs from now on, if the runtime has a plan for them.
 
-    Where it has none, what served before it does; so several runtimes may serve, in any order.
+    Otherwise the previous handler does, which is another runtime's or torch_xla's. The order does not matter.
 
     Args:
-        prepared: returns where the replicas of a program in this environment are; None to leave it to others.
-        run: runs every replica of such a plan, and returns their results in ordinal order.
+        prepared: returns the runtime's plan of the replicas in this environment; None to leave the launch to
+            the previous handler.
+        run: runs every replica of the plan and returns their results in ordinal order.
     """
-    others: Callable[..., dict[int, Any]] = pjrt.run_multiprocess
+    previous: Callable[..., dict[int, Any]] = pjrt.run_multiprocess
 
     def run_multiprocess(
         function: Callable[..., Any], *args: Any, start_method: str = "spawn", **kwargs: Any
     ) -> dict[int, Any]:
-        # Whatever the plan: in a replica's process there is none.
+        # Before asking for the plan, which does not exist in a replica process.
         refuse_while_importing(_LAUNCH)
         plan = prepared()
         if plan is None:
-            return others(function, *args, start_method=start_method, **kwargs)
+            return previous(function, *args, start_method=start_method, **kwargs)
         return dict(enumerate(run(plan, _launched(function, args, kwargs, start_method))))
 
     pjrt.run_multiprocess = run_multiprocess  # type: ignore[assignment]
@@ -61,13 +64,13 @@ def serve(prepared: Callable[[], _PlanT | None], run: Callable[[_PlanT, Launched
 
 def _launched(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], start_method: str
-) -> Launched:
-    """Take a launch over: ``fork`` forks this process, all else imports anew, in forks of a prepared process.
+) -> TorchXlaLaunch:
+    """Return the launch; all methods but ``fork`` import the main module in each process.
 
     Raises:
-        UsageError: this process has touched a device already.
+        UsageError: this process already uses a device.
     """
     first_device_use.refuse(_LAUNCH)
     if start_method == "fork":
-        return Launched(Call((function, args, kwargs)), function, args, "fork")
-    return Launched(Call.for_new_process(function, args, kwargs), function, args, "forkserver")
+        return TorchXlaLaunch(Call((function, args, kwargs)), function, args, "fork")
+    return TorchXlaLaunch(Call.for_new_process(function, args, kwargs), function, args, "forkserver")

@@ -13,43 +13,44 @@ from polyxla import callsite
 from polyxla.errors import UsageError
 from polyxla.xla.input_watchdog import InputWatchdog
 
-KNOBS = ("loader_prefetch_size", "device_prefetch_size", "host_to_device_transfer_threads")
-"""Batches read ahead on the host (torch_xla's default: 16), batches held on the device (8; they are copied
-together, so the first waits for the eighth), and threads that copy (1; with more, the order may change).
+OPTIONS = ("loader_prefetch_size", "device_prefetch_size", "host_to_device_transfer_threads")
+"""The options of ``prefetch``: batches read ahead on the host (torch_xla's default: 16), batches held on the
+device (8; they are copied together, so the first waits for the eighth), and threads that copy (1; with more,
+the order may change).
 Source: `torch_xla.distributed.parallel_loader.ParallelLoader` of torch_xla 2.9.0.
 """
 LEAVE_S = 60.0
-"""Longest wait for the reading thread when a loop is left, in seconds: the next loop may read the same data."""
+"""Longest wait for the reading thread when a loop is left, in seconds: the next loop may read the same."""
 NEVER = 2**62
-"""Batches per execution: polyxla's loader cuts the graph itself, and only where a step has not."""
+"""Batches per execution: torch_xla must not sync, because `polyxla.Replica` does, once per batch."""
 
 
-def uploaded(
+def upload_batches(
     batches: Iterator[Any], device: torch.device, prefetch: Mapping[str, int], timeout_s: float
 ) -> Generator[Any]:
     """Iterate over `batches` with their tensors on `device`; threads of torch_xla read and copy ahead.
 
-    torch_xla ends an epoch silently where reading a batch fails; here the exception is raised in the place of
-    that batch.
+    If reading a batch fails, torch_xla ends the epoch silently; here the exception is raised in place of that
+    batch.
 
     Args:
         batches: read in a thread of torch_xla.
         device: where their tensors go.
-        prefetch: how far to read ahead, by torch_xla's names in `KNOBS`.
+        prefetch: how far to read ahead, by torch_xla's names in `OPTIONS`.
         timeout_s: longest wait for a batch, in seconds.
 
     Raises:
-        UsageError: torch_xla has no such knob.
+        UsageError: torch_xla has no option of that name.
         StalledError: a batch did not arrive in time.
     """
-    if unknown := sorted(set(prefetch) - set(KNOBS)):
+    if unknown := sorted(set(prefetch) - set(OPTIONS)):
         raise UsageError(
-            f"torch_xla's loader has no {', '.join(unknown)}",
+            f"torch_xla's loader has no option {', '.join(unknown)}",
             where="prefetch",
-            fix=f"It has {', '.join(KNOBS)}.",
+            fix=f"The options are {', '.join(OPTIONS)}.",
         )
     upload = _Upload(batches, device, prefetch, timeout_s)
-    # As after an exception: the reading thread hangs in the user's dataset, or the user does not want to wait.
+    # After an exception, do not wait for the reading thread: it may hang in the user's dataset.
     leave_s = 0.0
     try:
         yield from upload
@@ -71,8 +72,9 @@ class _Upload:
         self._source = _Source(batches)
         loader: Any = MpDeviceLoader(self._source, device, batches_per_execution=NEVER, **prefetch)
         self._arriving = iter(loader)
-        # torch_xla's close() first wakes whoever waits for a batch, then waits for the threads that read and
-        # copy. So it needs a thread of its own: the watchdog starts it to end a stalled wait, `close` otherwise.
+        # torch_xla's close() first wakes the thread that waits for a batch, then joins the threads that read
+        # and copy. It therefore runs in another thread, which the watchdog starts to end a stalled wait, and
+        # `close` otherwise.
         self._closing = threading.Thread(
             target=loader._parallel_loader.close, name="polyxla-input", daemon=True
         )
@@ -96,19 +98,19 @@ class _Upload:
             raise self._source.failure
 
     def close(self, leave_s: float) -> None:
-        """End torch_xla's threads, waiting `leave_s` seconds for them."""
+        """End torch_xla's threads; wait for them `leave_s` seconds at most."""
         self._watchdog.close()
-        # After the watchdog has ended, so that only one of the two starts the thread.
+        # The watchdog has ended, so the thread cannot be started twice.
         if not self._watchdog.error:
             self._closing.start()
         self._closing.join(leave_s)
 
 
 class _Source:
-    """The user's batches as torch_xla's reading thread iterates over them: an exception ends it and is stored.
+    """The batches as torch_xla's reading thread iterates over them: an exception ends them and is stored.
 
     Attributes:
-        failure: the exception that ended it; None if there was none.
+        failure: the exception that ended the batches; None if there was none.
     """
 
     def __init__(self, batches: Iterator[Any]) -> None:
@@ -121,9 +123,9 @@ class _Source:
         try:
             yield from self._batches
         except BaseException as error:
-            # torch_xla's thread would drop it.
+            # torch_xla's thread would drop the exception.
             self.failure = error
 
     def line(self) -> str | None:
-        """Return the line of the user's program where reading is; None if it is in none."""
+        """Return the user's line that the reading thread is executing; None if it executes none."""
         return callsite.user_line_in_thread(self._thread) if self._thread is not None else None
