@@ -1,6 +1,6 @@
 """Cost of a worker: cores behind a network service, compared with the same cores in the process itself.
 
-    nox -s bench -- xrt [step] [start] [trips] [transfer] [latency] [jobs] [--json]
+    nox -s bench -- xrt [step] [start] [trips] [transfer] [encoding] [latency] [jobs] [--json]
 
 Contestants take turns in short rounds, so that other load on the machine affects all of them equally. A
 ratio is ours to the peer's in the same round: the median over the rounds. The benchmark starts all workers
@@ -42,6 +42,8 @@ DISTANCE_S = 0.02
 """Latency of the slow network in one direction, in seconds."""
 SIZE = 256 << 20
 TRANSFERS = 5
+ENCODED = 64 << 20
+ENCODINGS = 10
 EARLY, LATE = 20, 200
 """The jobs after which the worker's memory is compared."""
 UP, DOWN = "/plain/Up", "/plain/Down"
@@ -372,8 +374,42 @@ def measure_transfer() -> None:
         row(f"transfer: {name} / gRPC", _speed(ours), _speed(peer), ratio, at_least=0.5)
 
 
-def _speed(took: Sequence[float]) -> str:
-    return f"{SIZE / statistics.median(took) / (1 << 20):,.0f} MiB/s"
+def _speed(took: Sequence[float], size: int = SIZE) -> str:
+    return f"{size / statistics.median(took) / (1 << 20):,.0f} MiB/s"
+
+
+def measure_encoding() -> None:
+    """Encoding an upload by `bulk_encoding`, against protobuf's own serialization of the same message."""
+    ours, peer = json.loads(last_line(do(encodings), {}))
+    ratio = statistics.median(map(operator.truediv, peer, ours))
+    row("encoding: upload / protobuf", _speed(ours, ENCODED), _speed(peer, ENCODED), ratio, at_least=2.0)
+
+
+def encodings() -> None:
+    """Print the seconds that each encoding of an array took, in turns: ours, then protobuf's, as JSON."""
+    from polyxla_xrt.proto import worker_pb2 as pb
+    from polyxla_xrt.protocol import bulk_encoding
+
+    chunks = [os.urandom(1 << 20)] * (ENCODED >> 20)
+
+    def ours(chunk: bytes) -> bytes:
+        return bulk_encoding.encode([bulk_encoding.upload(pb.Upload(array=1), chunk)])
+
+    def protobuf(chunk: bytes) -> bytes:
+        commands = pb.Commands()
+        upload = commands.commands.add().upload
+        upload.array = 1
+        upload.data = chunk
+        return commands.SerializeToString()
+
+    assert ours(chunks[0]) == protobuf(chunks[0])
+    took: list[list[float]] = [[], []]
+    for _, (encode, seconds) in itertools.product(range(ENCODINGS), zip((ours, protobuf), took, strict=True)):
+        started = time.perf_counter()
+        for chunk in chunks:
+            encode(chunk)
+        seconds.append(time.perf_counter() - started)
+    print(json.dumps(took))
 
 
 def measure_latency() -> None:
@@ -413,6 +449,7 @@ PARTS = {
     "start": measure_start,
     "trips": measure_trips,
     "transfer": measure_transfer,
+    "encoding": measure_encoding,
     "latency": measure_latency,
     "jobs": measure_jobs,
 }
