@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from polyxla_training.checkpoint import CheckpointError, CheckpointFolder, BackgroundWriter, load, save
+from polyxla_training.checkpoint import BackgroundWriter, CheckpointError, CheckpointFolder, load, save
 
 TIMEOUT_S = 60.0
 

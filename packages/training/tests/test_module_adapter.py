@@ -12,15 +12,15 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
 from polyxla import UsageError
-from polyxla_training.trainer_view import TrainerView
 from polyxla_training.metrics import MetricAccumulator
 from polyxla_training.module_adapter import (
-    Schedulers,
     ModuleAdapter,
+    Schedulers,
     check_module,
     configure_optimizers,
     resolve_loader,
 )
+from polyxla_training.trainer_view import TrainerView
 
 
 def _halving(optimizer: Optimizer) -> ExponentialLR:

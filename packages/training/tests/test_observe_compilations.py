@@ -1,0 +1,138 @@
+"""The causes of compilations, in steps and between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyxla_training.observe import CompileBudgetError
+
+HERE = Path(__file__).name
+
+
+def kinds(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["event"] == kind]
+
+
+def test_compilations_are_explained(
+    counters: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], observed_loop: Callable[..., Any]
+) -> None:
+    run = observed_loop(counters, tmp_path)
+    for records in (32, 32, 32, 7, 32, 32):
+        counters.compiles += run.replica.steps in {0, 1, 3, 5}
+        run.step(records=records)
+    found = kinds(run.stop(), "compile")
+    assert [(one["step"], one["expected"]) for one in found] == [
+        (1, True),
+        (2, True),
+        (4, False),
+        (6, False),
+    ]
+    assert (
+        found[2]["cause"]
+        == "batch['x'] [32, 4] float32 -> [7, 4] float32, batch['y'] [32] int64 -> [7] int64"
+    )
+    assert found[3]["cause"] == "the same inputs: another Python path or a changed constant"
+    assert all("conftest.py" in one["line"] and one["seconds"] == 0.5 for one in found)
+    said = [line for line in capsys.readouterr().err.splitlines() if " compiled a program" in line]
+    assert len(said) == 4
+    assert ", as expected: the first step" in said[0]
+
+
+def test_a_compilation_in_the_second_step_is_unexpected_if_its_inputs_changed(
+    counters: Any, tmp_path: Path, observed_loop: Callable[..., Any]
+) -> None:
+    run = observed_loop(counters, tmp_path)
+    for records in (32, 7):
+        counters.compiles += 1
+        run.step(records=records)
+    assert [one["expected"] for one in kinds(run.stop(), "compile")] == [True, False]
+
+
+def test_the_number_of_pieces_of_a_cut_step_is_reported(
+    counters: Any, tmp_path: Path, observed_loop: Callable[..., Any]
+) -> None:
+    run = observed_loop(counters, tmp_path)
+    for pieces in (1, 1, 1, 3):
+        counters.executions += pieces
+        counters.compiles += pieces > 1
+        run.step()
+    [found] = kinds(run.stop(), "compile")
+    assert found["cause"].endswith("; the step ran in 3 pieces, not 1")
+
+
+def test_replicas_of_one_process_are_counted_together(
+    counters: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], observed_loop: Callable[..., Any]
+) -> None:
+    run = observed_loop(counters, tmp_path, shared=True)
+    for _ in range(3):
+        counters.compiles += 1
+        run.step()
+    events = run.stop()
+    assert "or another replica of this process" in kinds(events, "compile")[-1]["cause"]
+    assert events[-1]["summary"]["is_shared"]
+    assert "counted over all replicas of this process" in capsys.readouterr().err
+
+
+def test_compilations_of_evaluations_are_explained_separately(
+    counters: Any, tmp_path: Path, observed_loop: Callable[..., Any]
+) -> None:
+    run = observed_loop(counters, tmp_path, compile_budget=0)
+    run.step()
+    for records in (50, 50, 9):
+        counters.compiles += 1
+        run.evaluation(records)
+        run.step()
+    found = kinds(run.stop(), "compile")
+    assert [one["cause"].partition(",")[0] for one in found] == ["the first evaluation"] + [
+        "in an evaluation"
+    ] * 2
+    assert "the same inputs" in found[1]["cause"]
+    assert "[50, 4] float32 -> [9, 4] float32" in found[2]["cause"]
+    assert [one["expected"] for one in found] == [True, False, False]
+
+
+def test_metrics_without_an_evaluation_are_those_of_the_steps(
+    counters: Any, tmp_path: Path, observed_loop: Callable[..., Any]
+) -> None:
+    run = observed_loop(counters, tmp_path)
+    run.step()
+    counters.compiles += 1
+    run.observer.polyxla_metrics_ready(step=1, metrics={"loss": 1.0})
+    assert kinds(run.stop(), "compile")[0]["cause"] == "metrics of the steps"
+
+
+def test_over_budget_the_run_ends_and_its_log_has_the_cause(
+    counters: Any, tmp_path: Path, observed_loop: Callable[..., Any]
+) -> None:
+    run = observed_loop(counters, tmp_path, compile_budget=1, on_budget="raise")
+    for _ in range(3):
+        counters.compiles += 1
+        run.step()
+    counters.compiles += 1
+    with pytest.raises(CompileBudgetError) as raised:
+        run.step()
+    events = run.stop(raised.value)
+    assert len(kinds(events, "compile")) == 4
+    assert events[-1]["error"].startswith("CompileBudgetError: 2 programs")
+
+
+class Trained:
+    def training_step(self, batch: Any) -> None: ...
+
+
+@pytest.mark.parametrize("module", [Trained(), object()], ids=["with-training-step", "without"])
+def test_a_trainers_compilation_has_the_line_of_its_training_step(
+    counters: Any, observed_loop: Callable[..., Any], tmp_path: Path, module: object
+) -> None:
+    # Never the line that is innermost in the stack: in a Trainer that is the user's call of fit.
+    run = observed_loop(counters, tmp_path, module=module)
+    counters.compiles += 1
+    run.step()
+    [found] = kinds(run.stop(), "compile")
+    code = Trained.training_step.__code__
+    expected = f"{HERE}:{code.co_firstlineno}" if isinstance(module, Trained) else None
+    assert found["line"] == expected or found["line"].endswith(f"/{expected}")
