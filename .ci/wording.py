@@ -32,8 +32,8 @@ BETTER = {
     "a person": "a user",
     "a stranger": "a third party",
     "a stranger's": "third-party",
-    "is none": "say what it is: is invalid, is not a tensor",
-    "are none": "say what they are: are invalid, are not tensors",
+    "is none": "say what is wrong: is invalid, is not a tensor",
+    "are none": "say what is wrong: are invalid, are not tensors",
     "what is no": "anything other than",
     "what are no": "anything other than",
     "nobody who": "no user who",
@@ -48,8 +48,8 @@ BETTER = {
     "is to be had": "is available",
     "are to be had": "are available",
     "for want of": "because there is no",
-    "nest": "pytree",
-    "nests": "pytrees",
+    "a nest": "a pytree",
+    "the nest": "the pytree",
 }
 
 
@@ -68,11 +68,15 @@ def findings() -> Iterator[str]:
 def _pattern(wording: str) -> str:
     # Only the first letter may be a capital: `is None` is Python. A line may end between two words.
     first, rest = wording[0], wording[1:].replace(" ", r"[\s#]+")
-    return f"[{first.upper()}{first}]{rest}"
+    # "None of these" is good English.
+    end = "(?! of )" if rest.endswith("none") else ""
+    return f"[{first.upper()}{first}]{rest}{end}"
 
 
-# The longest first: "whole numbers" is not "whole number".
-WORDINGS = re.compile(rf"\b(?:{'|'.join(_pattern(one) for one in sorted(BETTER, key=len, reverse=True))})\b")
+# "There is none" is good English. The longest come first: "whole numbers" is not "whole number".
+WORDINGS = re.compile(
+    rf"(?<!\bthere )\b(?:{'|'.join(_pattern(one) for one in sorted(BETTER, key=len, reverse=True))})\b"
+)
 
 
 if __name__ == "__main__":
