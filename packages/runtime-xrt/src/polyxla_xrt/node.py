@@ -1,4 +1,4 @@
-"""A TPU node as torch_xla's registry of plugins knows it, and what this process knows of its part in it.
+"""The TPU node in torch_xla's plugin registry, and the state of this process's replica for stall reports.
 
 Heavy: imported by processes that import torch_xla.
 """
@@ -28,7 +28,7 @@ EXIT_GRACE_S = 10.0
 
 
 class Node(EnginePlugin):
-    """A TPU node: the bridge's library with a remote engine behind it."""
+    """A TPU node: the bridge's plugin with a remote engine behind it."""
 
     def make_engine(self) -> Engine:
         """Connect to the worker, with the cores that a launcher assigned to this process, or with all."""
@@ -43,7 +43,7 @@ class Node(EnginePlugin):
         return _own.engine
 
     def host_index(self) -> int:
-        """Return the number of this host among those of the job."""
+        """Return the index of this host among those of the job."""
         return int(snapshot().get(env.TPU_WORKER_ID, "0"))
 
     def physical_chip_count(self) -> int:
@@ -51,17 +51,17 @@ class Node(EnginePlugin):
         return configured_plan(snapshot()).cores
 
     def configure_single_process(self) -> None:
-        """Leave everything as the environment has it."""
+        """Do nothing: the environment already describes the process."""
 
 
 def register() -> None:
-    """Make torch_xla's Python find the node, which it looks up by the name of a TPU."""
+    """Register the node with torch_xla's Python, which looks it up as a TPU."""
     plugins._plugin_registry["TPU"] = Node()
 
 
 @dataclass
 class _OwnProcess:
-    """What this process knows about itself."""
+    """The state of this process."""
 
     engine: Engine | None = None
     waits_at: str | None = None
@@ -82,7 +82,7 @@ def leave_wait() -> None:
 
 
 def position() -> DeviceActivity:
-    """Return what this process's first replica does."""
+    """Return the activity of this process's first replica."""
     if _own.engine is None:
         return DeviceActivity(0, None, (), 0.0)
     at = _own.engine.activities()[0]
@@ -92,14 +92,14 @@ def position() -> DeviceActivity:
 
 
 def describe() -> str:
-    """Return what this process's replica does, and the stack of each of its threads."""
+    """Return the activity of this process's replica, and the stack of each thread."""
     return f"  {position()}\n{stall_watchdog.stacks()}"
 
 
 def _end_process(error: WorkerError, code: int) -> None:
     """End this process when its worker is gone or has ended its job, whatever its program does.
 
-    Called on gRPC's thread, which must go on: the end happens on a thread of its own.
+    Called on the engine's reader thread, which must not block: another thread ends the process.
     """
     threading.Thread(target=_end, args=(error, code), name="polyxla-end", daemon=True).start()
 

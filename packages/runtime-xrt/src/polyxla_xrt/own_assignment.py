@@ -21,7 +21,7 @@ def lease_cores(plan: Plan, environ: Mapping[str, str]) -> tuple[Assignment, Cal
     Raises:
         PolyxlaError: the worker is not available.
     """
-    # gRPC is imported here, in a process that uses a device.
+    # Imported here: the launcher imports this module and may fork, which gRPC's threads do not survive.
     from polyxla_xrt.client.lease import Lease
 
     ensure_service(plan.configuration, environ, say)

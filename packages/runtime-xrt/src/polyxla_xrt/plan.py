@@ -1,4 +1,4 @@
-"""Where a job's replicas are, and what each process must be told. Pure, but for a search for ports."""
+"""The plan of a job: each replica's core and each process's environment. Pure, except for free ports."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from polyxla_xrt.config.cores import check_several, child_environment, child_wor
 from polyxla_xrt.config.workers import Worker
 
 THREADS_PER_DEVICE = 4
-"""Threads of torch_xla's pool for each device of a process: some of them wait for others."""
+"""Threads of torch_xla's pool for each device of a process: some of them block on others."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A job's replicas, each on a core and in a process of its own.
+    """A job's replicas: each has a core, and a process.
 
     Attributes:
-        configuration: what the environment says of the workers.
-        devices: the cores that are used, by their number among all of the job's workers.
+        configuration: the workers and hosts.
+        devices: the cores that are used, numbered across all workers of the job.
     """
 
     configuration: Configuration
@@ -34,52 +34,58 @@ class Plan:
 
     @property
     def worker(self) -> Worker:
-        """The worker that this host drives; only where the list of workers is known."""
+        """The worker that this host drives. Only valid if this host knows the list of workers."""
         return self.configuration.workers[self.configuration.host_index]
 
     @property
     def address(self) -> str | None:
-        """Where this host's worker is; None where the list of workers is not known."""
+        """``host:port`` of this host's worker; None if this host does not know the list of workers."""
         return self.worker.address if self.configuration.workers else None
 
     @property
     def cores(self) -> int:
-        """How many cores this host drives, a process each; the worker says which of its own they are."""
+        """Number of cores that this host drives, with a process each. The worker chooses the cores."""
         return len(self.devices) // self.configuration.hosts
 
     def world(self, process: int) -> World:
-        """Return where the replica of one of this host's processes stands."""
+        """Return the world of the replica in one of this host's processes."""
         return child_world(self.configuration, process, self.cores)
 
     def assignment(self, process: int, address: str, job: str) -> Assignment:
-        """Return what one of this host's processes must know of its worker."""
+        """Return the assignment of one of this host's processes.
+
+        Args:
+            process: the index of the process on this host.
+            address: ``host:port`` of this host's worker.
+            job: the worker's key for the job.
+        """
         world, kind = self.world(process), self.configuration.kind
-        # Of the cores that the worker gives to the job, whichever they are.
+        # An index into the cores that the worker grants to the job, whichever they are.
         own = (process,)
         return Assignment(
             address, job, own, kind, world.ordinal, world.world_size, world.ordinal, world.world_size
         )
 
     def program_environment(self) -> dict[str, str]:
-        """Return what a process needs in its environment that drives all of this host's cores itself."""
+        """Return the variables of a process that drives all cores of this host itself."""
         return _device_variables(self.cores) | _slice(len(self.devices), self.configuration.host_index)
 
     def process_environments(
         self, environ: Mapping[str, str], address: str, job: str, mesh: str
     ) -> list[dict[str, str]]:
-        """Return the whole environment of each of this host's processes, over `environ`.
+        """Return the whole environment of each of this host's processes.
 
         Args:
-            environ: the job's.
-            address: where this host's worker is.
-            job: the key that it gave.
-            mesh: where processes meet; empty for one replica.
+            environ: the job's environment.
+            address: ``host:port`` of this host's worker.
+            job: the worker's key for the job.
+            mesh: ``host:port`` of the mesh service; empty for one replica.
         """
-        meeting = self._store(environ) | ({env.XRT_MESH_SERVICE_ADDRESS: mesh} if mesh else {})
-        alike = {**environ, **self.program_environment(), **_device_variables(1), **meeting}
+        services = self._store(environ) | ({env.XRT_MESH_SERVICE_ADDRESS: mesh} if mesh else {})
+        common = {**environ, **self.program_environment(), **_device_variables(1), **services}
         return [
             _without_none(
-                alike
+                common
                 | child_environment(self.configuration, process, self.cores)
                 | {env.POLYXLA_XRT_ASSIGNMENT: self.assignment(process, address, job).write()}
             )
@@ -87,7 +93,7 @@ class Plan:
         ]
 
     def _store(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Say where torch.distributed's processes meet; torch_xla's own choice is one port for all jobs."""
+        """Return the address of torch.distributed's store; torch_xla uses one fixed port for all jobs."""
         if self.configuration.hosts > 1 or environ.get(env.MASTER_PORT):
             return {}
         return {env.MASTER_ADDR: LOCALHOST, env.MASTER_PORT: str(free_ports(1)[0])}
@@ -95,11 +101,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Place:
-    """Which replica of a plan one is.
+    """The position of a replica in a plan.
 
     Attributes:
-        plan: where all replicas are.
-        process: the number of its process on this host.
+        plan: the plan of all replicas.
+        process: the index of the replica's process on this host.
     """
 
     plan: Plan
@@ -107,35 +113,42 @@ class Place:
 
 
 def plan_for(configuration: Configuration, devices: Sequence[int]) -> Plan:
-    """Lay out replicas on cores.
+    """Return the plan that uses some cores of a configuration.
+
+    Args:
+        configuration: the workers and hosts.
+        devices: the cores, numbered across all workers of the job.
 
     Raises:
-        UsageError: some cores of several hosts, or the hosts do not know where to meet.
+        UsageError: several hosts would use only some of their cores, or have no mesh service.
     """
     count = len(cores(configuration))
     if configuration.hosts > 1 and len(devices) != count:
         raise UsageError(
-            f"{len(devices)} of {count} cores cannot be used by themselves where {configuration.hosts} hosts "
-            "work together",
+            f"a job of {configuration.hosts} hosts must use all {count} cores, not {len(devices)} of them",
             where="devices",
-            fix="Leave devices out, for all.",
+            fix="Omit devices to use all cores.",
         )
     check_several(configuration, len(devices) // configuration.hosts, "devices")
     return Plan(configuration, tuple(devices))
 
 
 def requested_plan(configuration: Configuration, environ: Mapping[str, str]) -> Plan:
-    """Return what the environment alone asks for.
+    """Return the plan that the environment requests, as for a program that passes no ``devices``.
+
+    Args:
+        configuration: the workers and hosts.
+        environ: the environment, with `POLYXLA_DEVICES`.
 
     Raises:
-        UsageError: it asks for what cannot be.
+        UsageError: the requested devices do not exist, or cannot be used.
     """
-    asked = from_environ(environ).devices
-    return plan_for(configuration, pick_devices(asked, "xrt", found_devices(configuration)))
+    requested = from_environ(environ).devices
+    return plan_for(configuration, pick_devices(requested, "xrt", found_devices(configuration)))
 
 
 def found_devices(configuration: Configuration) -> tuple[Device, ...]:
-    """Return every core of a job, as core picks among them."""
+    """Return every core of a job, as discovery reports them."""
     return tuple(
         Device(core.ordinal, core.kind, f"core {core.index} of {core.worker}", core.worker.task)
         for core in cores(configuration)
@@ -146,7 +159,7 @@ def configured_plan(environ: Mapping[str, str]) -> Plan:
     """Return the plan of an environment that describes a TPU node.
 
     Raises:
-        UsageError: the cores that it asks for cannot be used.
+        UsageError: the requested cores cannot be used.
     """
     configuration = read(environ)
     assert configuration is not None, "this runtime is chosen by a configuration"
@@ -159,7 +172,7 @@ def _device_variables(devices: int) -> dict[str, str]:
 
 
 def _slice(count: int, host: int) -> dict[str, str]:
-    """Describe the worker's cores in a TPU's terms, so that nothing queries the metadata server."""
+    """Return variables that describe the cores as a TPU slice, so that torch_xla asks no metadata server."""
     return {
         env.TPU_SKIP_MDS_QUERY: "1",
         env.TPU_ACCELERATOR_TYPE: f"v3-{count}",

@@ -18,7 +18,7 @@ from polyxla_xrt.plan import Place, found_devices, plan_for
 
 @hookimpl
 def polyxla_discover_devices(environ: Mapping[str, str]) -> Discovery:
-    """Claim the environment when it holds a complete XRT configuration, right or wrong."""
+    """Claim the environment if it holds a complete XRT configuration, valid or not."""
     reason = _reason(environ)
     bare = Discovery(
         claim=Claim.CONFIGURED if reason else Claim.NONE,
@@ -49,36 +49,36 @@ def polyxla_discover_devices(environ: Mapping[str, str]) -> Discovery:
 
 _EXAMPLE = (
     f"Set {env.XRT_TPU_CONFIG}='tpu_worker;0;HOST:8470' for a worker at HOST, or "
-    "'localservice;0;localhost:51011' for one that is started here."
+    "'localservice;0;localhost:51011' for a worker that polyxla starts on this host."
 )
 
 
 @hookimpl
 def polyxla_environment(environ: Mapping[str, str], devices: tuple[int, ...]) -> dict[str, str]:
-    """Let torch_xla find the node, and nothing ask for a TPU that is attached here."""
+    """Return the variables by which torch_xla finds the node and looks for no attached TPU."""
     configuration = _configuration(environ)
     plan = plan_for(configuration, devices)
     if plan.address and not configuration.starts_service:
-        # Now, and not when torch_xla has been imported.
+        # Checked now: importing torch_xla first would delay the error by seconds.
         check_reachable(plan.address, environ)
     return plan.program_environment()
 
 
 @hookimpl
 def polyxla_prepare(environ: Mapping[str, str]) -> None:
-    """Let the fork server import torch_xla while the program does."""
+    """Start the fork server, which imports torch_xla while the program imports its modules."""
     running_fork_server(environ, PRELOAD)
 
 
 @hookimpl
 def polyxla_launch(job: Job) -> list[Any]:
-    """Run each replica in a process of its own."""
+    """Run the job, with one process per replica."""
     return run_job(job, plan_for(_configuration(job.environ), job.devices))
 
 
 @hookimpl
 def polyxla_replication(job: Job, place: Place) -> Replication:
-    """Touch the device, for the first time in this process."""
+    """Return the replication of this process's replica, which first touches the device."""
     from polyxla_xrt.replicas import NodeReplication
 
     return NodeReplication(place)
@@ -96,6 +96,6 @@ def _reason(environ: Mapping[str, str]) -> str | None:
         return config.where
     if find(environ, env.XRT_DEVICE_MAP) and find(environ, env.XRT_WORKERS):
         return f"{env.XRT_DEVICE_MAP} with {env.XRT_WORKERS}"
-    # All that a pod's launcher gives the hosts after the first.
+    # A pod's launcher sets only these on the hosts after the first.
     mesh, worker = find(environ, env.XRT_MESH_SERVICE_ADDRESS), find(environ, env.XRT_LOCAL_WORKER)
     return f"{mesh.where} with {worker.where}" if mesh and worker else None

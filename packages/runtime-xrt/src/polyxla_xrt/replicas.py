@@ -24,10 +24,10 @@ from polyxla_xrt.plan import Place
 
 
 class NodeReplication(CollectiveReplication):
-    """One replica of a TPU node: torch_xla's collectives, and the mesh service.
+    """The replication of a TPU node: torch_xla's collectives, and rendezvous through the mesh service.
 
     Args:
-        place: which one.
+        place: the replica's place in the plan.
     """
 
     def __init__(self, place: Place) -> None:
@@ -38,28 +38,33 @@ class NodeReplication(CollectiveReplication):
             xm.rendezvous = _alone
 
     def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int] = ()) -> list[bytes]:
-        """Meet the others at the mesh service; the work that was handed to the device goes on meanwhile."""
+        """Meet the other replicas at the mesh service; queued work on the device continues meanwhile."""
         payloads: list[bytes] = xm.rendezvous(tag, payload, list(replicas))
         return payloads
 
 
 def run_replica(replica: Callable[[Place], Any], place: Place) -> Any:
-    """Be the one replica of this process and return its result."""
+    """Run the replica of this process and return its result.
+
+    Args:
+        replica: what to run; called with `place`.
+        place: the replica's place in the plan.
+    """
     failures.describe_with(node.describe)
     replica_process.prepare_to_exit()
     replica_process.shorten_switch_interval()
-    # The fork server may have imported torch_xla for something else.
+    # The fork server may have imported torch_xla in an environment without a node.
     node.register()
     world = place.plan.world(place.process)
     pjrt.initialize_multiprocess(world.local_ordinal, world.local_world_size)
-    with _meeting(world):
+    with _rendezvous_through_mesh(world):
         replica_process.use_device(0, 1)
         return replica(place)
 
 
 @contextlib.contextmanager
-def _meeting(world: World) -> Iterator[None]:
-    """Let ``xm.rendezvous``, and what is built on it, go through the mesh service."""
+def _rendezvous_through_mesh(world: World) -> Iterator[None]:
+    """Route ``xm.rendezvous``, and everything built on it, through the mesh service."""
     environ = snapshot()
     address = environ.get(env.XRT_MESH_SERVICE_ADDRESS)
     if world.world_size == 1 or not address:

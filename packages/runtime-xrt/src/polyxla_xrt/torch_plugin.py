@@ -1,6 +1,6 @@
 """The runtime's entry point in torch_xla, which imports it with itself: plain torch_xla programs come here.
 
-Where the environment describes a TPU node, torch_xla's devices are its cores, and ``torch_xla.launch`` and
+If the environment describes a TPU node, torch_xla's devices are its cores, and ``torch_xla.launch`` and
 ``xmp.spawn`` start a process for each. Otherwise nothing is changed.
 """
 
@@ -28,7 +28,7 @@ __all__ = ["Node"]
 
 
 def prepared_plan() -> Plan | None:
-    """Return the plan of a plain torch_xla program in this environment; None where it has no TPU node."""
+    """Return the plan of a plain torch_xla program in this environment; None if it describes no TPU node."""
     environ = snapshot()
     return (
         configured_plan(environ)
@@ -38,7 +38,7 @@ def prepared_plan() -> Plan | None:
 
 
 def prepare(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a plain torch_xla program needs; none where no TPU node is described.
+    """Return the variables that a plain torch_xla program needs; none if `environ` describes no TPU node.
 
     Raises:
         UsageError: the description of the TPU node is wrong.

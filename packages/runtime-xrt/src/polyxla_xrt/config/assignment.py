@@ -1,4 +1,4 @@
-"""What a launcher assigns to a process of a job: its worker, its cores, its numbers."""
+"""The assignment of a process, which the launcher passes in `POLYXLA_XRT_ASSIGNMENT`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from polyxla_xrt import env
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a process must know to drive its cores, passed in an environment variable.
+    """What a process needs to drive its cores.
 
     Attributes:
         address: ``host:port`` of the worker.
@@ -21,7 +21,7 @@ class Assignment:
         kind: the devices' kind, such as ``TPU``.
         ordinal: ordinal of the first of these cores.
         world_size: number of cores of the job.
-        process_index: this process's number.
+        process_index: index of this process.
         process_count: number of processes of the job.
     """
 
@@ -35,7 +35,7 @@ class Assignment:
     process_count: int
 
     def devices(self) -> tuple[EngineDevice, ...]:
-        """Return every device of the job; each process has as many."""
+        """Return every device of the job. All processes have equally many."""
         each = self.world_size // self.process_count
         return tuple(
             EngineDevice(index, index // each, index // each == self.process_index, f"{self.kind} core")
@@ -43,12 +43,12 @@ class Assignment:
         )
 
     def write(self) -> str:
-        """Return it as text."""
+        """Return the value of the variable."""
         return json.dumps(asdict(self))
 
 
 def read_assignment(environ: Mapping[str, str]) -> Assignment | None:
-    """Read the assignment of this process; None where no launcher made one."""
+    """Read the assignment of this process; None if no launcher made one."""
     text = environ.get(env.POLYXLA_XRT_ASSIGNMENT)
     if not text:
         return None
