@@ -35,7 +35,7 @@ class LibraryBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         package = Path(self.root) / "src" / "polyxla_bridge"
         folder = package / "native"
         with tempfile.TemporaryDirectory() as made:
-            (Path(made) / "abi.h").write_text(header(package / "table" / "abi.py"))
+            (Path(made) / "abi.h").write_text(header(package / "abi.py"))
             objects = []
             for pattern, (variable, default, standard) in LANGUAGES.items():
                 for source in sorted(folder.glob(pattern)):

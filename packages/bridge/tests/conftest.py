@@ -1,4 +1,4 @@
-"""Programs that use torch_xla, in processes that have it imported: that takes longer than what tests do."""
+"""Fixtures that run programs in processes of their own: with torch_xla, or with an engine alone."""
 
 from __future__ import annotations
 
@@ -7,71 +7,44 @@ import os
 import socket
 import subprocess
 import sys
-import textwrap
+import tempfile
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
 
-# Tests count compilations, and a person's programs are not theirs.
+# Tests count compilations, which must not depend on the user's cache.
 os.environ["POLYXLA_COMPILE_CACHE"] = "off"
 
 TIMEOUT_S = 200
-SERVER = """
-import gc, json, os, sys, time
-import torch, torch_xla, torch_xla.core.xla_model as xm, torch_xla.runtime as xr
-import torch_xla.debug.metrics as met
-from torch_xla._internal import pjrt
-from polyxla_bridge.engine.jax_engine import JaxEngine
+PROGRAMS = Path(__file__).with_name("programs")
+Processes = list[subprocess.CompletedProcess[str]]
 
-def everywhere(function):
-    process, processes = (int(os.environ[f"POLYXLA_BRIDGE_{name}"]) for name in ("PROCESS", "PROCESSES"))
-    pjrt.initialize_multiprocess(process, processes)
-    # In a forked process torch makes its autograd engine anew at the first use, which no two threads may be;
-    # with a queue for each of the devices that there are by then.
-    torch.zeros((), requires_grad=True).backward()
-    results = pjrt._run_thread_per_device(process, processes, function, pjrt.initialize_multiprocess)
-    return [results[ordinal] for ordinal in sorted(results)]
 
-def engine():
-    (found,) = [one for one in gc.get_objects() if type(one) is JaxEngine]
-    return found
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
-def ended(children, timeout_s):
-    codes, end = {}, time.monotonic() + timeout_s
-    while len(codes) < len(children):
-        for child in children:
-            if child not in codes and (status := os.waitpid(child, os.WNOHANG))[0]:
-                codes[child] = os.waitstatus_to_exitcode(status[1])
-            elif child not in codes and time.monotonic() > end:
-                os.kill(child, 9)
-        time.sleep(0.01)
-    return [codes[child] for child in children]
 
-def serve():
-    "Answer requests with exit codes; return in a child, with what it is to be."
-    for line in sys.stdin:
-        request, children = json.loads(line), []
-        for program in request["programs"]:
-            children.append(os.fork())
-            if children[-1] == 0:
-                return program
-        print(json.dumps(ended(children, request["timeout_s"])), flush=True)
-    sys.exit()
-
-program = serve()
-for number, flags in ((0, os.O_RDONLY), (1, os.O_WRONLY | os.O_CREAT), (2, os.O_WRONLY | os.O_CREAT)):
-    os.dup2(os.open(program["files"][number], flags), number)
-os.environ.update(program["environ"])
-# Here and not in a function: the program ends as Python does.
-exec(program["code"])
-"""
+def environ_of(process: int, processes: int, replicas: int, port: int) -> dict[str, str]:
+    return {
+        "POLYXLA_BRIDGE_REPLICAS": str(replicas),
+        "POLYXLA_BRIDGE_PROCESSES": str(processes),
+        "POLYXLA_BRIDGE_PROCESS": str(process),
+        "POLYXLA_BRIDGE_COORDINATOR": f"127.0.0.1:{port}",
+        # XLA's pools must hold the waiting collectives of all replicas at once.
+        "NPROC": str(max(2, 4 * replicas // processes)),
+    }
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
-        [sys.executable, "-c", SERVER],
+        [sys.executable, str(PROGRAMS / "torch_xla_server.py")],
         env={**os.environ, "PJRT_DEVICE": "CPU_POLYXLA"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -84,40 +57,35 @@ def server() -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.fixture
-def run(
-    server: subprocess.Popen[str], tmp_path: Path
-) -> Callable[..., list[subprocess.CompletedProcess[str]]]:
-    """Return what runs a program in each process of a job, and returns how each ended."""
+def run(server: subprocess.Popen[str], tmp_path: Path) -> Callable[..., Processes]:
+    """Return a function that runs a program of programs/torch_xla in each process of a job.
 
-    def run(code: str, replicas: int = 1, processes: int = 1) -> list[subprocess.CompletedProcess[str]]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        # XLA's pools must hold every replica's waiting collectives at once.
-        threads = str(max(2, 4 * replicas // processes))
+    A program of a few lines may be given as code instead of a file name.
+    """
+
+    def run(program: str, *arguments: str, replicas: int = 1, processes: int = 1) -> Processes:
+        is_file = program.endswith(".py")
+        path = PROGRAMS / "torch_xla" / program
+        port = free_port()
         outputs = [(tmp_path / f"out-{i}", tmp_path / f"err-{i}") for i in range(processes)]
-        programs = [
-            {
-                "code": textwrap.dedent(code),
-                "environ": {
-                    "POLYXLA_BRIDGE_REPLICAS": str(replicas),
-                    "POLYXLA_BRIDGE_PROCESSES": str(processes),
-                    "POLYXLA_BRIDGE_PROCESS": str(process),
-                    "POLYXLA_BRIDGE_COORDINATOR": f"127.0.0.1:{port}",
-                    "NPROC": threads,
-                    "XLA_THREAD_POOL_SIZE": threads,
-                },
-                "files": [os.devnull, *map(str, outputs[process])],
-            }
-            for process in range(processes)
-        ]
+        programs = []
+        for process in range(processes):
+            environ = environ_of(process, processes, replicas, port)
+            programs.append(
+                {
+                    "code": path.read_text() if is_file else program,
+                    "command": [str(path) if is_file else "-c", *arguments],
+                    "environ": {**environ, "XLA_THREAD_POOL_SIZE": environ["NPROC"]},
+                    "files": [os.devnull, *map(str, outputs[process])],
+                }
+            )
         assert server.stdin is not None
         assert server.stdout is not None
         server.stdin.write(json.dumps({"programs": programs, "timeout_s": TIMEOUT_S}) + "\n")
         server.stdin.flush()
         codes = json.loads(server.stdout.readline())
         done = [
-            subprocess.CompletedProcess(code, returned, out.read_text(), err.read_text())
+            subprocess.CompletedProcess(program, returned, out.read_text(), err.read_text())
             for returned, (out, err) in zip(codes, outputs, strict=True)
         ]
         for path in [path for pair in outputs for path in pair]:
@@ -128,16 +96,87 @@ def run(
 
 
 @pytest.fixture
-def printed(
-    run: Callable[..., list[subprocess.CompletedProcess[str]]],
-) -> Callable[..., list[list[str]]]:
-    """Return what runs a program in each process, and returns the lines that each printed."""
+def printed(run: Callable[..., Processes]) -> Callable[..., list[list[str]]]:
+    """Return a function that runs a program like `run`, and returns the lines that each process printed."""
 
-    def printed(code: str, replicas: int = 1, processes: int = 1) -> list[list[str]]:
-        done = run(code, replicas, processes)
+    def printed(program: str, *arguments: str, replicas: int = 1, processes: int = 1) -> list[list[str]]:
+        done = run(program, *arguments, replicas=replicas, processes=processes)
         assert [one.returncode for one in done] == [0] * processes, [one.stderr[-3000:] for one in done]
         # Neither a traceback nor a warning.
         assert [one.stderr for one in done] == [""] * processes
         return [one.stdout.splitlines() for one in done]
 
     return printed
+
+
+@pytest.fixture
+def started() -> Callable[..., AbstractContextManager[list[subprocess.Popen[str]]]]:
+    """Return a context manager that starts a function of a program in each process of a job."""
+
+    @contextmanager
+    def started(
+        program: str, *arguments: str, replicas: int, processes: int, **environ: str
+    ) -> Iterator[list[subprocess.Popen[str]]]:
+        port = free_port()
+        with tempfile.TemporaryDirectory() as flags:
+            running = [
+                subprocess.Popen(
+                    [sys.executable, str(PROGRAMS / program), *arguments],
+                    env={
+                        **os.environ,
+                        **environ_of(process, processes, replicas, port),
+                        "FLAGS": flags,
+                        "TF_CPP_MIN_LOG_LEVEL": "2",
+                        **environ,
+                    },
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+                for process in range(processes)
+            ]
+            try:
+                yield running
+            finally:
+                for one in running:
+                    one.kill()
+                    one.communicate(timeout=TIMEOUT_S)
+
+    return started
+
+
+@pytest.fixture
+def outcomes(
+    started: Callable[..., AbstractContextManager[list[subprocess.Popen[str]]]],
+) -> Callable[..., list[tuple[int, list[str], str]]]:
+    """Return a function that runs a program like `started`, and returns how each process ended.
+
+    That is its exit code, the lines that it printed by ``say``, and its standard error.
+    """
+
+    def outcomes(
+        program: str, *arguments: str, replicas: int, processes: int, **environ: str
+    ) -> list[tuple[int, list[str], str]]:
+        with started(program, *arguments, replicas=replicas, processes=processes, **environ) as running:
+            # All are read at once, so that no pipe fills up.
+            texts: list[tuple[str, str]] = [("", "")] * processes
+            threads = [
+                threading.Thread(
+                    target=lambda i=i, one=one: texts.__setitem__(i, one.communicate(timeout=TIMEOUT_S))
+                )
+                for i, one in enumerate(running)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(TIMEOUT_S + 1)
+            return [
+                (
+                    one.returncode,
+                    [line.removeprefix("> ") for line in out.splitlines() if line.startswith("> ")],
+                    err,
+                )
+                for one, (out, err) in zip(running, texts, strict=True)
+            ]
+
+    return outcomes

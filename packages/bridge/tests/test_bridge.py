@@ -1,4 +1,4 @@
-"""The bridge stands alone: it will be loaded by torch_xla, where nothing of ours needs to be installed."""
+"""torch_xla loads the bridge at every import, so it must be light, and independent of the other packages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 
-def test_it_imports_nothing_of_ours_and_nothing_heavy() -> None:
+def test_importing_the_bridge_imports_no_other_package_and_nothing_heavy() -> None:
     code = (
         "import sys; import polyxla_bridge; print(*{name.partition('.')[0] for name in sys.modules} "
         "& {'jax', 'numpy', 'polyxla', 'polyxla_pjrt', 'polyxla_xrt', 'torch'})"

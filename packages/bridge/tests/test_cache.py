@@ -1,4 +1,4 @@
-"""Programs in a folder: the cache with the engine, without torch_xla."""
+"""The compilation cache with an engine, without torch_xla."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from hypothesis import strategies as st
 from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
-from polyxla_bridge.engine.engine import ArrayType
 from polyxla_bridge.engine.jax_engine import JaxEngine
-from polyxla_bridge.env import Share, from_environ
+from polyxla_bridge.env import BridgeSettings, from_environ
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs import cache, program_file
+from polyxla_bridge.programs.executable import ArrayType
 
 TIMEOUT_S = 60
 
 
-def share(folder: Path, replicas: int = 1, **values: Any) -> Share:
+def job_settings(folder: Path, replicas: int = 1, **values: Any) -> BridgeSettings:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    return Share(replicas, coordinator=f"127.0.0.1:{port}", cache_path=str(folder), **values)
+    return BridgeSettings(replicas, coordinator=f"127.0.0.1:{port}", cache_path=str(folder), **values)
 
 
 @functools.cache
@@ -44,12 +44,12 @@ ENTRY main {{ x = f32[4] parameter(0) c = f32[] constant({factor}) d = f32[4] br
     return data
 
 
-def job(share: Share, factor: int = 2) -> tuple[int, int]:
-    """Run a program on all replicas, see that it is right, and return compiles and hits."""
-    engine = JaxEngine(share)
+def job(bridge: BridgeSettings, factor: int = 2) -> tuple[int, int]:
+    """Run a program on all replicas, check its results, and return the numbers of compiles and hits."""
+    engine = JaxEngine(bridge)
     try:
         executable = engine.compile(
-            program(share.replicas, factor), xla_client.CompileOptions().SerializeAsString()
+            program(bridge.replicas, factor), xla_client.CompileOptions().SerializeAsString()
         )
         host = np.arange(4, dtype=np.float32)
         type_ = ArrayType("float32", (4,))
@@ -59,38 +59,40 @@ def job(share: Share, factor: int = 2) -> tuple[int, int]:
         results = [engine.execute(executable, one, [inputs[one.index]])[0] for one in engine.devices]
         for result in results:
             found = np.frombuffer(engine.to_host(result).result(TIMEOUT_S), np.float32)
-            assert found.tolist() == (host * factor * share.replicas).tolist()
+            assert found.tolist() == (host * factor * bridge.replicas).tolist()
         return engine.compiles, engine.cache.hits
     finally:
         engine.close()
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_the_second_job_finds_what_the_first_compiled(tmp_path: Path, replicas: int) -> None:
+def test_the_second_job_loads_what_the_first_compiled(tmp_path: Path, replicas: int) -> None:
     folder = tmp_path / "made" / "on demand"
-    assert job(share(folder, replicas)) == (1, 0)
-    assert job(share(folder, replicas)) == (0, 1)
-    assert job(share(folder, replicas), factor=3) == (1, 0)
+    assert job(job_settings(folder, replicas)) == (1, 0)
+    assert job(job_settings(folder, replicas)) == (0, 1)
+    assert job(job_settings(folder, replicas), factor=3) == (1, 0)
     assert [one.name.startswith("polyxla-") for one in folder.iterdir()] == [True, True]
 
 
-def test_without_a_folder_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_directory_nothing_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert [job(Share()), job(Share())] == [(1, 0), (1, 0)]
+    assert [job(BridgeSettings()), job(BridgeSettings())] == [(1, 0), (1, 0)]
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     "values", [{"replicas": 2}, {"xla_flags": "--xla_cpu_enable_fast_math=true"}, {"nproc": "1"}], ids=str
 )
-def test_what_makes_another_binary_is_not_found(tmp_path: Path, values: dict[str, Any]) -> None:
-    assert job(share(tmp_path)) == (1, 0)
-    assert job(share(tmp_path, **values)) == (1, 0)
-    assert job(share(tmp_path)) == (0, 1)
+def test_a_setting_that_changes_the_binary_is_a_miss(tmp_path: Path, values: dict[str, Any]) -> None:
+    assert job(job_settings(tmp_path)) == (1, 0)
+    assert job(job_settings(tmp_path, **values)) == (1, 0)
+    assert job(job_settings(tmp_path)) == (0, 1)
 
 
-def test_the_context_is_all_that_a_binary_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Share()
+def test_the_context_covers_everything_that_determines_the_binary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = BridgeSettings()
     flags = tmp_path / "flags"
     flags.write_text("--xla_cpu_enable_fast_math=true")
     from_file = dataclasses.replace(plain, xla_flags=str(flags))
@@ -102,15 +104,17 @@ def test_the_context_is_all_that_a_binary_depends_on(tmp_path: Path, monkeypatch
             patch.setattr(cache, name, value)
             found.append(cache.context(plain, {}))
     assert len(set(found)) == len(found)
-    assert cache.context(Share(platform="TPU", stall_timeout_s=1), {}) == found[0]
+    assert cache.context(BridgeSettings(platform="TPU", stall_timeout_s=1), {}) == found[0]
 
 
 @pytest.mark.parametrize("text", ["", "flags of old", "x" * 5000, "/proc/self/mem"], ids=len)
-def test_flags_that_cannot_be_read_fail_no_job(text: str) -> None:
-    assert cache.context(Share(xla_flags=text), {}) == cache.context(Share(xla_flags=text), {})
+def test_unreadable_flags_do_not_fail_a_job(text: str) -> None:
+    assert cache.context(BridgeSettings(xla_flags=text), {}) == cache.context(
+        BridgeSettings(xla_flags=text), {}
+    )
 
 
-def test_a_processor_is_its_model_and_what_it_has(tmp_path: Path) -> None:
+def test_a_processor_is_described_by_model_and_features(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     one = "processor\t: {}\nmodel\t\t: 17\nmodel name\t: EPYC\ncpu MHz\t\t: {}\nflags\t\t: fpu avx2\n\n"
     cpuinfo.write_text(one.format(0, 2400.5) + one.format(1, 3000))
@@ -119,13 +123,13 @@ def test_a_processor_is_its_model_and_what_it_has(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "foreign", "another"])
-def test_a_file_that_is_no_good_is_replaced(
+def test_a_file_that_cannot_be_used_is_replaced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
-    assert job(share(tmp_path / "another"), factor=3) == (1, 0)
+    assert job(job_settings(tmp_path / "another"), factor=3) == (1, 0)
     (another,) = (tmp_path / "another").iterdir()
     folder = tmp_path / "cache"
-    assert job(share(folder)) == (1, 0)
+    assert job(job_settings(folder)) == (1, 0)
     (path,) = folder.iterdir()
     good = path.read_bytes()
     middle = len(good) // 2
@@ -139,58 +143,58 @@ def test_a_file_that_is_no_good_is_replaced(
         }[damage]
     )
     with caplog.at_level(logging.WARNING, "polyxla.bridge"):
-        assert job(share(folder)) == (1, 0)
+        assert job(job_settings(folder)) == (1, 0)
     (record,) = caplog.records
     assert f"cannot use {path}" in record.getMessage()
-    assert job(share(folder)) == (0, 1)
+    assert job(job_settings(folder)) == (0, 1)
     assert list(folder.iterdir()) == [path]
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    folder = tmp_path_factory.mktemp("kept")
-    job(share(folder))
+def cached(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    folder = tmp_path_factory.mktemp("cached")
+    job(job_settings(folder))
     (path,) = folder.iterdir()
     return path.read_bytes()
 
 
 @given(data=st.data())
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
-def test_no_damaged_byte_goes_unseen(kept: bytes, data: st.DataObject) -> None:
-    where = data.draw(st.integers(0, len(kept) - 1))
+def test_every_damaged_byte_is_detected(cached: bytes, data: st.DataObject) -> None:
+    where = data.draw(st.integers(0, len(cached) - 1))
     bit = data.draw(st.integers(0, 7))
-    flipped = kept[:where] + bytes([kept[where] ^ 1 << bit]) + kept[where + 1 :]
-    for damaged in (flipped, kept[:where], kept + kept[:where] + b"\n"):
-        with pytest.raises(PjrtError, match="these bytes are no program to load"):
+    flipped = cached[:where] + bytes([cached[where] ^ 1 << bit]) + cached[where + 1 :]
+    for damaged in (flipped, cached[:where], cached + cached[:where] + b"\n"):
+        with pytest.raises(PjrtError, match="this program cannot be loaded"):
             program_file.unpack(damaged, 1)
 
 
-def test_hits_and_misses_are_counted_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    told: list[bool] = []
+def test_hits_and_misses_are_counted_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lookups: list[bool] = []
     with caplog.at_level(logging.INFO, "polyxla.bridge"):
         for _ in range(2):
-            engine = JaxEngine(share(tmp_path), told.append)
+            engine = JaxEngine(job_settings(tmp_path), lookups.append)
             options = xla_client.CompileOptions().SerializeAsString()
             used = [engine.compile(program(1, factor), options) for factor in (2, 3, 2)]
             assert used[0] is used[2]
             del used
             engine.close()
-    assert told == [False, False, True, True], "what a process has is not looked for"
+    assert lookups == [False, False, True, True], "a program that the process has already is not looked up"
     assert [record.getMessage() for record in caplog.records] == [
         f"compilation cache: 0 hits, 2 misses ({tmp_path})",
         f"compilation cache: 2 hits, 0 misses ({tmp_path})",
     ]
 
 
-def test_without_a_folder_nothing_is_counted(caplog: pytest.LogCaptureFixture) -> None:
-    told: list[bool] = []
-    none = cache.of_job(Share(), {}, told.append)
+def test_without_a_directory_nothing_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    lookups: list[bool] = []
+    none = cache.for_job(BridgeSettings(), {}, lookups.append)
     none.count(is_hit=False)
-    assert (none.hits, none.misses, told) == (0, 0, [])
+    assert (none.hits, none.misses, lookups) == (0, 0, [])
 
 
 @pytest.mark.parametrize("why", ["no home", "home is a file", "another's home", "unknown processor"])
-def test_a_job_without_a_usable_home_says_so_once(
+def test_a_job_without_a_usable_home_warns_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str
 ) -> None:
     home = tmp_path / "home"
@@ -205,14 +209,14 @@ def test_a_job_without_a_usable_home_says_so_once(
     first = from_environ(environ)
     assert job(first) == (1, 0)
     (record,) = caplog.records
-    assert "no compiled programs are kept for the next job: " in record.getMessage()
-    assert "POLYXLA_COMPILE_CACHE=off leaves out this line" in record.getMessage()
-    cache.of_job(dataclasses.replace(first, process=1), {})
+    assert "no compiled programs are cached for later jobs: " in record.getMessage()
+    assert "POLYXLA_COMPILE_CACHE=off to turn the cache off" in record.getMessage()
+    cache.for_job(dataclasses.replace(first, process=1), {})
     assert len(caplog.records) == 1
     assert [path for path in tmp_path.rglob("polyxla-*") if path.is_file()] == []
 
 
-def test_the_default_is_the_persons_own_folder(tmp_path: Path) -> None:
+def test_the_default_is_the_users_cache_directory(tmp_path: Path) -> None:
     default = from_environ({"HOME": str(tmp_path)})
     assert [job(default), job(default)] == [(1, 0), (0, 1)]
     folder = tmp_path / ".cache/polyxla/programs"
@@ -220,37 +224,39 @@ def test_the_default_is_the_persons_own_folder(tmp_path: Path) -> None:
     assert job(from_environ({"HOME": str(tmp_path), "POLYXLA_COMPILE_CACHE": "off"})) == (1, 0)
 
 
-def test_who_asks_for_dumps_has_his_programs_compiled(tmp_path: Path) -> None:
-    dumps = share(tmp_path, xla_flags="--xla_dump_to=/tmp/dumps")
-    assert str(cache.of_job(dumps, {})) == "compilation cache: 0 hits, 0 misses (none)"
+def test_a_job_that_writes_dumps_compiles_its_programs(tmp_path: Path) -> None:
+    dumps = job_settings(tmp_path, xla_flags="--xla_dump_to=/tmp/dumps")
+    assert str(cache.for_job(dumps, {})) == "compilation cache: 0 hits, 0 misses (none)"
 
 
-def test_where_nothing_may_be_written_nothing_is(tmp_path: Path) -> None:
+def test_a_read_only_cache_is_not_written(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
-    assert job(share(folder, cache_is_readonly=True)) == (1, 0)
+    assert job(job_settings(folder, cache_is_readonly=True)) == (1, 0)
     assert not folder.exists()
-    assert job(share(folder)) == (1, 0)
-    assert job(share(folder, cache_is_readonly=True)) == (0, 1)
-    assert job(share(folder, cache_is_readonly=True), factor=3) == (1, 0)
+    assert job(job_settings(folder)) == (1, 0)
+    assert job(job_settings(folder, cache_is_readonly=True)) == (0, 1)
+    assert job(job_settings(folder, cache_is_readonly=True), factor=3) == (1, 0)
     assert len(list(folder.iterdir())) == 1
 
 
-def test_a_folder_that_cannot_be_made_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_directory_that_cannot_be_made_is_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "file"
     file.touch()
-    assert job(share(file / "cache")) == (1, 0)
+    assert job(job_settings(file / "cache")) == (1, 0)
     (record,) = caplog.records
     assert f"cannot use {file}/cache/polyxla-" in record.getMessage()
 
 
-def test_what_cannot_be_written_whole_leaves_nothing(
+def test_an_incomplete_write_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(self: Path, to: Path) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
-    assert job(share(tmp_path)) == (1, 0)
+    assert job(job_settings(tmp_path)) == (1, 0)
     assert list(tmp_path.iterdir()) == []
     (record,) = caplog.records
     assert "No space left on device" in record.getMessage()

@@ -1,4 +1,4 @@
-"""The folder of compiled programs: its size, what killed writers leave, many writers at once."""
+"""The directory of the compilation cache: its size, leftovers of killed writers, concurrent writers."""
 
 from __future__ import annotations
 
@@ -13,31 +13,9 @@ from pathlib import Path
 import pytest
 
 from polyxla_bridge.programs import cache_folder
-from polyxla_bridge.programs.cache_folder import CacheFolder, unfit
+from polyxla_bridge.programs.cache_folder import CacheFolder, why_unusable
 
-WRITER = """
-import sys
-from pathlib import Path
-from polyxla_bridge import cache_folder
-
-cache_folder.SWEEP_BYTES = 1
-folder = cache_folder.CacheFolder(Path(sys.argv[1]), 5_000)
-for number in range(200):
-    name = f"polyxla-{number % 20}"
-    folder.write(name, bytes([number % 20]) * 1_000)
-    try:
-        assert folder.read(name, is_noted=True) == bytes([number % 20]) * 1_000
-    except FileNotFoundError:
-        pass
-"""
-KILLED = """
-import os, sys
-from pathlib import Path
-from polyxla_bridge.programs.cache_folder import CacheFolder
-
-Path.replace = lambda *_: os.kill(os.getpid(), 9)
-CacheFolder(Path(sys.argv[1])).write("polyxla-a", b"all of it")
-"""
+PROGRAM = Path(__file__).with_name("programs") / "cache_writers.py"
 
 
 def put(folder: Path, name: str, size: int, age_s: float) -> Path:
@@ -52,23 +30,23 @@ def names(folder: Path) -> set[str]:
     return {one.name for one in folder.iterdir()}
 
 
-def test_what_was_used_last_goes_last(tmp_path: Path) -> None:
+def test_the_least_recently_used_programs_are_evicted(tmp_path: Path) -> None:
     for number in range(5):
         put(tmp_path, f"polyxla-{number}", 1_000, 500 - number)
     folder = CacheFolder(tmp_path, 3_500)
-    assert len(folder.read("polyxla-0", is_noted=True)) == 1_000
-    assert len(folder.read("polyxla-1", is_noted=False)) == 1_000
+    assert len(folder.read("polyxla-0", is_use=True)) == 1_000
+    assert len(folder.read("polyxla-1", is_use=False)) == 1_000
     folder.sweep()
     assert names(tmp_path) == {"polyxla-0", "polyxla-3", "polyxla-4"}
 
 
-def test_a_folder_that_is_small_enough_stays(tmp_path: Path) -> None:
+def test_a_directory_within_the_limit_is_not_swept(tmp_path: Path) -> None:
     put(tmp_path, "polyxla-a", 1_000, 1e6)
     CacheFolder(tmp_path, 1_000).sweep()
     assert names(tmp_path) == {"polyxla-a"}
 
 
-def test_others_files_are_neither_counted_nor_deleted(tmp_path: Path) -> None:
+def test_files_of_others_are_neither_counted_nor_deleted(tmp_path: Path) -> None:
     put(tmp_path, "a9f3", 9_000, 1e6)
     put(tmp_path, ".hidden", 9_000, 1e6)
     put(tmp_path, "polyxla-a", 1_000, 1e6)
@@ -76,7 +54,9 @@ def test_others_files_are_neither_counted_nor_deleted(tmp_path: Path) -> None:
     assert names(tmp_path) == {"a9f3", ".hidden", "polyxla-a"}
 
 
-def test_additions_are_looked_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_is_checked_after_the_first_write_and_then_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for number in range(3):
         put(tmp_path, f"polyxla-{number}", 1_000, 500 - number)
     monkeypatch.setattr(cache_folder, "SWEEP_BYTES", 2_500)
@@ -90,23 +70,25 @@ def test_additions_are_looked_after(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert names(tmp_path) == {"polyxla-c", "polyxla-d"}
 
 
-def test_what_a_killed_writer_leaves_is_swept_when_it_is_old(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
+def test_an_unfinished_file_is_deleted_when_it_is_old(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), "killed_before_the_rename", str(tmp_path)], check=False
+    )
     assert done.returncode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".polyxla-a.")
     folder = CacheFolder(tmp_path)
     with pytest.raises(FileNotFoundError):
-        folder.read("polyxla-a", is_noted=True)
+        folder.read("polyxla-a", is_use=True)
     folder.sweep()
-    assert left.exists(), "somebody may be writing it"
+    assert left.exists(), "another process may be writing it"
     put(tmp_path, left.name, 9, cache_folder.ABANDONED_S + 1)
     folder.write("polyxla-b", b"")
     assert names(tmp_path) == {"polyxla-b"}
 
 
 def test_many_processes_write_read_and_sweep_at_once(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", WRITER, str(tmp_path)]
+    command = [sys.executable, str(PROGRAM), "many_writes", str(tmp_path)]
     writers = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(4)]
     assert [(one.communicate(timeout=60)[1], one.returncode) for one in writers] == [("", 0)] * 4
     CacheFolder(tmp_path, 5_000).sweep()
@@ -129,20 +111,20 @@ def test_threads_of_one_process_sweep_once(tmp_path: Path, monkeypatch: pytest.M
     assert len(swept) == 1
 
 
-def test_an_own_folder_is_made_for_its_owner_only(tmp_path: Path) -> None:
+def test_a_private_directory_is_made_for_its_owner_only(tmp_path: Path) -> None:
     folder = tmp_path / "caches" / "programs"
-    assert unfit(folder, is_own=True) is None
+    assert why_unusable(folder, is_private=True) is None
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o770)
-    assert unfit(folder, is_own=True) == f"others may write to {folder}"
-    assert unfit(folder, is_own=False) is None
+    assert why_unusable(folder, is_private=True) == f"other users may write to {folder}"
+    assert why_unusable(folder, is_private=False) is None
 
 
-def test_a_folder_that_cannot_be_is_unfit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_directory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
     file.touch()
-    assert str(file) in str(unfit(file / "programs", is_own=False))
-    assert str(file) in str(unfit(file, is_own=False))
-    # Who may do everything, as in a container, cannot be kept from it.
+    assert str(file) in str(why_unusable(file / "programs", is_private=False))
+    assert str(file) in str(why_unusable(file, is_private=False))
+    # Simulated, because root, as in a container, may write anywhere.
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert unfit(tmp_path, is_own=False) == f"{tmp_path} may not be written to"
+    assert why_unusable(tmp_path, is_private=False) == f"{tmp_path} is not writable"

@@ -1,4 +1,4 @@
-"""What the engine does beside computing: memory, donated arrays, programs as bytes, positions."""
+"""The engine's memory accounting, donation, program files and activities."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
 from polyxla_bridge.engine import stall_watchdog
-from polyxla_bridge.engine.engine import ArrayType, Buffer, Executable
+from polyxla_bridge.engine.engine import Buffer
 from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.engine.memory_accounting import machine_bytes
-from polyxla_bridge.env import Share
+from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs import program_file
+from polyxla_bridge.programs.executable import ArrayType, Executable
 
 TIMEOUT_S = 60
 COUNT = 1 << 18
@@ -28,7 +29,7 @@ BYTES = 4 * COUNT
 
 @pytest.fixture
 def engine() -> Iterator[JaxEngine]:
-    engine = JaxEngine(Share())
+    engine = JaxEngine(BridgeSettings())
     yield engine
     engine.close()
 
@@ -52,7 +53,7 @@ def stats(engine: JaxEngine) -> dict[str, int]:
 
 
 def adding(engine: JaxEngine, alias: str = "") -> Executable:
-    """Return x + y, which takes over x's memory if an alias says so."""
+    """Return a program for x + y, which reuses the memory of x if there is an alias."""
     header = f", input_output_alias={{ {{0}}: (0, {{}}, {alias}) }}" if alias else ""
     return compiled(
         engine,
@@ -63,7 +64,7 @@ def adding(engine: JaxEngine, alias: str = "") -> Executable:
 
 
 @pytest.mark.parametrize("alias", ["may-alias", "must-alias"])
-def test_a_donated_array_gives_its_memory_and_is_gone(engine: JaxEngine, alias: str) -> None:
+def test_a_donated_array_gives_its_memory_and_is_deleted(engine: JaxEngine, alias: str) -> None:
     add = adding(engine, alias)
     x, y = upload(engine, 1), upload(engine, 2)
     where = x.value.result().unsafe_buffer_pointer()
@@ -73,11 +74,11 @@ def test_a_donated_array_gives_its_memory_and_is_gone(engine: JaxEngine, alias: 
     assert total.value.result(TIMEOUT_S).unsafe_buffer_pointer() == where
     assert first(engine, total) == 3
     assert first(engine, y) == 2
-    with pytest.raises(PjrtError, match="was given to a program for its results"):
+    with pytest.raises(PjrtError, match="was donated to a program"):
         first(engine, x)
 
 
-def test_a_donated_array_that_is_kept_stays(engine: JaxEngine) -> None:
+def test_an_array_in_keep_is_not_donated(engine: JaxEngine) -> None:
     add = adding(engine, "may-alias")
     x, y = upload(engine, 1), upload(engine, 2)
     total, _ = engine.execute(add, engine.devices[0], [x, y], keep=frozenset({0}))
@@ -86,7 +87,7 @@ def test_a_donated_array_that_is_kept_stays(engine: JaxEngine) -> None:
     assert first(engine, x) == 1
 
 
-def test_what_was_read_before_it_was_donated_is_what_it_was(engine: JaxEngine) -> None:
+def test_a_read_before_a_donation_returns_the_old_values(engine: JaxEngine) -> None:
     add = adding(engine, "may-alias")
     value, y = upload(engine, 0), upload(engine, 1)
     reads = []
@@ -147,10 +148,10 @@ def test_memory_stays_flat_over_two_thousand_steps(engine: JaxEngine) -> None:
     assert used[0] <= 2 * BYTES + 4
 
 
-def test_a_program_comes_back_from_its_bytes(engine: JaxEngine) -> None:
+def test_a_serialised_program_can_be_loaded_and_run(engine: JaxEngine) -> None:
     original = adding(engine, "may-alias")
     data = engine.serialize(original)
-    other = JaxEngine(Share())
+    other = JaxEngine(BridgeSettings())
     try:
         back = other.deserialize(data)
         assert back.outputs == original.outputs
@@ -166,9 +167,9 @@ def test_a_program_comes_back_from_its_bytes(engine: JaxEngine) -> None:
         other.close()
 
 
-def test_bytes_that_are_no_program_are_refused_with_the_reason(engine: JaxEngine) -> None:
+def test_invalid_bytes_are_refused_with_the_reason(engine: JaxEngine) -> None:
     data = engine.serialize(adding(engine))
-    with pytest.raises(PjrtError, match="not a program that polyxla-bridge wrote"):
+    with pytest.raises(PjrtError, match="polyxla-bridge did not write these bytes"):
         engine.deserialize(b"something else")
     with pytest.raises(PjrtError, match="damaged"):
         engine.deserialize(data[:-100])
@@ -179,7 +180,7 @@ def test_bytes_that_are_no_program_are_refused_with_the_reason(engine: JaxEngine
         engine.deserialize(program_file._MAGIC)
 
 
-def test_another_version_or_another_job_is_refused(
+def test_a_program_of_another_version_or_job_is_refused(
     engine: JaxEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executable = adding(engine)
@@ -203,25 +204,25 @@ ENTRY main { x = f32[4096] parameter(0) zero = s32[] constant(0) t = (s32[], f32
   ROOT r = f32[4096] get-tuple-element(w), index=1 }"""
 
 
-def test_positions_say_what_runs(engine: JaxEngine) -> None:
-    (position,) = engine.positions()
-    assert (position.device, position.program, position.collectives) == (0, None, ())
-    assert str(position).startswith("replica 0: idle for ")
+def test_activities_name_the_running_program(engine: JaxEngine) -> None:
+    (activity,) = engine.activities()
+    assert (activity.device, activity.program, activity.collectives) == (0, None, ())
+    assert str(activity).startswith("replica 0: idle for ")
     (result,) = engine.execute(compiled(engine, SLOW), engine.devices[0], [upload(engine, 1, 4096)])
     deadline = time.monotonic() + TIMEOUT_S
-    while (position := engine.positions()[0]).program is None and time.monotonic() < deadline:
+    while (activity := engine.activities()[0]).program is None and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert position.program == "slow"
+    assert activity.program == "slow"
     text = stall_watchdog.describe(engine)
     assert "replica 0: in slow for " in text
-    assert "test_positions_say_what_runs" in text, "this thread's stack"
+    assert "test_activities_name_the_running_program" in text, "this thread's stack"
     result.value.result(TIMEOUT_S)
     assert engine.finish(TIMEOUT_S)
-    assert engine.positions()[0].program is None
+    assert engine.activities()[0].program is None
 
 
 @pytest.mark.parametrize(("text", "expected"), [("1048576\n", 1 << 20), ("max\n", None), (None, None)])
-def test_a_container_may_limit_memory(tmp_path: Path, text: str | None, expected: int | None) -> None:
+def test_a_container_can_limit_memory(tmp_path: Path, text: str | None, expected: int | None) -> None:
     limit = tmp_path / "memory.max"
     if text is not None:
         limit.write_text(text)
@@ -230,7 +231,7 @@ def test_a_container_may_limit_memory(tmp_path: Path, text: str | None, expected
 
 def test_a_closed_engine_leaves_no_threads() -> None:
     before = set(threading.enumerate())
-    engine = JaxEngine(Share())
+    engine = JaxEngine(BridgeSettings())
     first(engine, upload(engine, 1))
     engine.close()
     assert set(threading.enumerate()) <= before

@@ -1,4 +1,4 @@
-"""Reading and changing programs, checked with XLA's own parser and printer."""
+"""HLO: reading and rewriting programs, checked with XLA's parser and printer."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ def written(data: bytes) -> str:
     return text
 
 
-def test_a_reduce_scatter_of_several_becomes_several() -> None:
+def test_a_reduce_scatter_of_several_operands_becomes_one_for_each() -> None:
     text = written(rewrite.for_jaxlib(scatter_of_three(), 2))
     found = re.findall(r"= (f32\[\d\]).*? reduce-scatter\(.*?channel_id=(\d+)", text)
     assert [shape for shape, _ in found] == ["f32[2]", "f32[3]", "f32[1]"]
     assert len({channel for _, channel in found} | {"9"}) == 4, "channels are distinct"
     assert text.count("use_global_device_ids=true") == 4, "fields that are not declared survive"
-    assert re.search(r"ROOT .*tuple\(", text), "the root is the root"
+    assert re.search(r"ROOT .*tuple\(", text), "the root is still the root"
 
 
-def test_without_channels_none_are_added() -> None:
+def test_no_channel_is_added_to_a_program_without_channels() -> None:
     text = written(rewrite.for_jaxlib(scatter_of_three(channels=False), 2))
     assert "channel_id" not in text
 
 
-def test_an_exchange_of_one_part_is_that_part() -> None:
+def test_an_all_to_all_of_one_part_becomes_that_part() -> None:
     data = module("""HloModule alone
     ENTRY main { x = f32[2] parameter(0) e = (f32[2]) all-to-all(x), replica_groups={{0}}
       ROOT r = f32[2] get-tuple-element(e), index=0 }""")
@@ -62,17 +62,17 @@ def test_an_exchange_of_one_part_is_that_part() -> None:
     assert re.search(r"= \(f32\[2\]\S*\) tuple\(", text)
 
 
-def test_a_program_without_lists_stays_as_it_is() -> None:
+def test_other_programs_are_not_changed() -> None:
     data = module(f"HloModule plain\n{ADD}\nENTRY main {{ ROOT x = f32[2] parameter(0) }}")
     assert rewrite.for_jaxlib(data, 2) is data
 
 
-def test_collectives_are_named_once_each() -> None:
+def test_each_kind_of_collective_is_listed_once() -> None:
     assert hlo.collectives(scatter_of_three()) == ("all-reduce", "reduce-scatter")
     assert hlo.collectives(module("HloModule none\nENTRY main { ROOT x = f32[2] parameter(0) }")) == ()
 
 
-def test_donated_parameters() -> None:
+def test_donated_parameters_are_found() -> None:
     text = """HloModule give, input_output_alias={ {0}: (1, {}, may-alias), {1}: (2, {}, must-alias) }
     ENTRY main { x = f32[2] parameter(0) y = f32[2] parameter(1) z = f32[2] parameter(2)
       a = f32[2] add(x, y) b = f32[2] add(x, z) ROOT t = (f32[2], f32[2]) tuple(a, b) }"""
@@ -80,7 +80,7 @@ def test_donated_parameters() -> None:
     assert hlo.donated(scatter_of_three()) == frozenset()
 
 
-def test_results_of_one_of_many_and_of_none() -> None:
+def test_results_of_one_array_of_a_tuple_and_of_none() -> None:
     one = module("HloModule one\nENTRY main { ROOT x = bf16[2,3] parameter(0) }")
     assert hlo.results(one) == [("bfloat16", (2, 3))]
     none = module("HloModule none\nENTRY main { ROOT t = () tuple() }")
@@ -94,7 +94,7 @@ ENTRY main { x = s32[3] parameter(0) y = u8[2] parameter(1) ROOT t = (s32[3], u8
 
 def test_dynamic_shapes_are_refused() -> None:
     text = "HloModule grows\nENTRY main { ROOT x = f32[<=4] parameter(0) }"
-    with pytest.raises(PjrtError, match=r"grows has an array whose size \(4,\) is only a limit"):
+    with pytest.raises(PjrtError, match=r"grows has an array whose size \(4,\) is only an upper bound"):
         hlo.results(module(text))
 
 

@@ -1,4 +1,4 @@
-"""The engine by itself: programs made by jax, no torch_xla."""
+"""The engine without torch_xla, with programs made by jax."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ import pytest
 from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
-from polyxla_bridge.engine.engine import ArrayType, Buffer, Executable
+from polyxla_bridge.abi import DTYPES
+from polyxla_bridge.engine.engine import Buffer
 from polyxla_bridge.engine.jax_engine import JaxEngine
-from polyxla_bridge.env import Share
-from polyxla_bridge.table.abi import DTYPES
+from polyxla_bridge.env import BridgeSettings
+from polyxla_bridge.programs.executable import ArrayType, Executable
 
 TIMEOUT_S = 60
 
@@ -33,14 +34,14 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[JaxEngine]:
-    engine = JaxEngine(Share())
+    engine = JaxEngine(BridgeSettings())
     yield engine
     engine.close()
 
 
 @pytest.fixture(params=[2, 4])
 def replicas(request: pytest.FixtureRequest) -> Iterator[JaxEngine]:
-    engine = JaxEngine(Share(request.param, 1, 0, f"127.0.0.1:{free_port()}"))
+    engine = JaxEngine(BridgeSettings(request.param, 1, 0, f"127.0.0.1:{free_port()}"))
     yield engine
     engine.close()
 
@@ -73,7 +74,7 @@ def download(engine: JaxEngine, buffer: Buffer) -> Any:
 @pytest.mark.parametrize(
     "dtype", [name for name in DTYPES if name not in ("invalid", "token", "int2", "uint2")]
 )
-def test_arrays_come_back_as_they_went(engine: JaxEngine, dtype: str) -> None:
+def test_arrays_of_every_dtype_return_unchanged(engine: JaxEngine, dtype: str) -> None:
     host = np.array([[1, 2, 1], [1, 1, 2]]).astype(getattr(ml_dtypes, dtype, None) or dtype)
     buffer = upload(engine, host)
     assert buffer.type == ArrayType(dtype, (2, 3))
@@ -81,19 +82,19 @@ def test_arrays_come_back_as_they_went(engine: JaxEngine, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (1,), (3, 1, 2)])
-def test_shapes_come_back(engine: JaxEngine, shape: tuple[int, ...]) -> None:
+def test_arrays_of_odd_shapes_return_unchanged(engine: JaxEngine, shape: tuple[int, ...]) -> None:
     host = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
     assert np.array_equal(download(engine, upload(engine, host)), host)
 
 
-def test_the_callers_memory_is_only_borrowed(engine: JaxEngine) -> None:
+def test_the_caller_may_reuse_its_memory_after_an_upload(engine: JaxEngine) -> None:
     host = np.ones(1024, dtype=np.float32)
     buffer = upload(engine, host)
     host[:] = 7
     assert download(engine, buffer).max() == 1
 
 
-def test_results_are_promised_with_their_types(engine: JaxEngine) -> None:
+def test_results_have_their_types_before_they_are_computed(engine: JaxEngine) -> None:
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     executable = compiled(engine, lambda a: (a * 2, a.sum(), a.astype(jnp.int32)), x)
     assert executable.outputs == (
@@ -115,13 +116,13 @@ def test_executions_run_in_the_order_of_the_calls(engine: JaxEngine) -> None:
     assert download(engine, buffer) == 2**20 - 1
 
 
-def test_an_error_surfaces_where_the_result_is_read(engine: JaxEngine) -> None:
+def test_an_error_is_raised_where_the_result_is_read(engine: JaxEngine) -> None:
     executable = compiled(engine, lambda a, b: a + b, np.zeros(2, np.float32), np.zeros(2, np.float32))
     bad = upload(engine, np.zeros(3, np.float32))
     (result,) = engine.execute(executable, engine.devices[0], [bad, bad])
     with pytest.raises(Exception, match=r"(?i)buffer|argument|size|shape"):
         engine.to_host(result).result(TIMEOUT_S)
-    # The device goes on.
+    # The device still works.
     good = upload(engine, np.ones(2, np.float32))
     (result,) = engine.execute(executable, engine.devices[0], [good, good])
     assert download(engine, result).tolist() == [2, 2]
@@ -139,13 +140,13 @@ def test_the_same_program_is_compiled_once(engine: JaxEngine) -> None:
     assert len({id(one) for one in found}) == 1
 
 
-def test_a_program_that_is_none_is_refused(engine: JaxEngine) -> None:
+def test_invalid_bytes_are_refused_by_the_compiler(engine: JaxEngine) -> None:
     with pytest.raises(Exception, match=r"(?i)parse|proto|hlo|module"):
         engine.compile(b"not a module", xla_client.CompileOptions().SerializeAsString())
 
 
 def all_reduce_program(count: int) -> bytes:
-    """Return the sum of a scalar over replicas, as torch_xla would send it."""
+    """Return the sum of a scalar over replicas, as torch_xla sends it."""
     text = f"""HloModule sum_of_all, replica_count={count}
 add {{ a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }}
 ENTRY main {{ x = f32[4] parameter(0) ROOT r = f32[4] all-reduce(x), replica_groups={{}}, to_apply=add }}"""
@@ -165,7 +166,7 @@ def test_replicas_sum_across_their_clients(replicas: JaxEngine) -> None:
 
 @pytest.mark.parametrize(("combine", "expected"), [("and", 8), ("or", 15)])
 @pytest.mark.parametrize("groups", ["{}", "{{0,1}}", "{{1,0}}"])
-def test_whole_numbers_are_combined_bit_by_bit(combine: str, expected: int, groups: str) -> None:
+def test_integers_are_combined_bit_by_bit(combine: str, expected: int, groups: str) -> None:
     text = f"""HloModule bits, replica_count=2
 both {{ a = u8[] parameter(0) b = u8[] parameter(1) ROOT s = u8[] {combine}(a, b) }}
 ENTRY main {{ x = u8[2,3] parameter(0) y = u8[] parameter(1)
@@ -173,7 +174,7 @@ ENTRY main {{ x = u8[2,3] parameter(0) y = u8[] parameter(1)
   two = (u8[2,3], u8[]) all-reduce(one, y), replica_groups={groups}, to_apply=both
   z = u8[] get-tuple-element(two), index=1
   ROOT t = (u8[2,3], u8[]) tuple(one, z) }}"""
-    engine = JaxEngine(Share(2, 1, 0, f"127.0.0.1:{free_port()}"))
+    engine = JaxEngine(BridgeSettings(2, 1, 0, f"127.0.0.1:{free_port()}"))
     module = hlo_module_from_text(text).as_serialized_hlo_module_proto()
     executable = engine.compile(module, xla_client.CompileOptions().SerializeAsString())
     inputs = [np.full((2, 3), value, np.uint8) for value in (12, 11)]
@@ -191,7 +192,7 @@ ENTRY main {{ x = u8[2,3] parameter(0) y = u8[] parameter(1)
     engine.close()
 
 
-def test_several_operands_are_summed_each_by_itself(replicas: JaxEngine) -> None:
+def test_operands_of_one_all_reduce_are_summed_separately(replicas: JaxEngine) -> None:
     count = len(replicas.devices)
     text = f"""HloModule several, replica_count={count}
 add {{ a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }}
@@ -212,10 +213,10 @@ ENTRY main {{ x = f32[2,3] parameter(0) y = f32[] parameter(1) z = f32[300000] p
             np.testing.assert_array_equal(download(replicas, buffer), host * count)
 
 
-def test_a_flag_of_the_persons_own_wins(engine: JaxEngine) -> None:
+def test_an_xla_flag_of_the_user_takes_precedence(engine: JaxEngine) -> None:
     example = np.ones((64, 64), np.float32)
     flag = "--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_DOT"
-    other = JaxEngine(Share(xla_flags=flag))
+    other = JaxEngine(BridgeSettings(xla_flags=flag))
     hlos = [compiled(one, lambda a: a @ a, example).optimized_hlo for one in (engine, other)]
     assert [b"ynn" in one for one in hlos] == [False, True]
     other.close()

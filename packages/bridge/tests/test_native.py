@@ -1,4 +1,4 @@
-"""What the C part does with events, errors and buffers, called as torch_xla calls it."""
+"""Events, errors and buffers of the C library, called as torch_xla calls them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any, cast
 
 import pytest
 
-from polyxla_bridge.engine.engine import ArrayType, Buffer, Engine, EngineDevice
+from polyxla_bridge import abi
+from polyxla_bridge.abi import Code
+from polyxla_bridge.engine.engine import Buffer, Engine, EngineDevice
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.table import abi
-from polyxla_bridge.table.abi import Code
+from polyxla_bridge.programs.executable import ArrayType
 from polyxla_bridge.table.handles import ArrayTypes, Bridge, array
 from polyxla_bridge.table.table import Table
 
@@ -21,7 +22,7 @@ TIMEOUT_S = 10
 
 
 class ListEngine:
-    """One device that keeps bytes in a list; what else an engine can is not asked of it here."""
+    """An engine with one device that collects bytes; only what these tests call is implemented."""
 
     platform = "CPU"
     process_index = 0
@@ -54,7 +55,7 @@ class Caller:
         self.device = self.bridge.local[0].handle
 
     def __call__(self, name: str, **values: Any) -> Any:
-        """Call a function of the table, and return its argument struct; or raise its error."""
+        """Call a function of the table; return its argument struct, or raise its error."""
         args = abi.ARGS[name](ctypes.sizeof(abi.ARGS[name]), None)
         for field, value in values.items():
             setattr(args, field, value)
@@ -90,7 +91,7 @@ class Caller:
 
 @pytest.fixture(scope="module")
 def caller() -> Caller:
-    """One for all: the C part has one queue."""
+    """One for all tests, because the C library has one queue."""
     return Caller()
 
 
@@ -101,7 +102,7 @@ def call(caller: Caller) -> Caller:
     return caller
 
 
-def test_bytes_from_the_host_reach_the_engine_by_themselves(call: Caller) -> None:
+def test_bytes_from_the_host_reach_the_engine_without_another_call(call: Caller) -> None:
     made = call.put(b"abcdef", [2, 3], strides=[3, 1])
     assert call("Event_IsReady", event=made.done_with_host_buffer).is_ready
     call("Event_Destroy", event=made.done_with_host_buffer)
@@ -116,16 +117,16 @@ def test_bytes_from_the_host_reach_the_engine_by_themselves(call: Caller) -> Non
     wait_until(lambda: len(call.engine.deleted) == 1)
 
 
-def test_python_never_hears_of_a_buffer_that_it_had_no_time_for(call: Caller) -> None:
-    with call.bridge._taking:
-        # The thread that takes has one at most, and waits for us with it.
+def test_a_buffer_deleted_before_python_sees_it_is_skipped(call: Caller) -> None:
+    with call.bridge._drain_lock:
+        # The draining thread waits for this lock, with one record at most.
         made = [call.put(b"x", [1]) for _ in range(100)]
         for one in made:
             call("Buffer_Delete", buffer=one.buffer)
             assert call("Buffer_IsDeleted", buffer=one.buffer).is_deleted
             call("Buffer_Destroy", buffer=one.buffer)
             call("Event_Destroy", event=one.done_with_host_buffer)
-        call.bridge.take()
+        call.bridge.drain()
     assert not call.engine.received
     assert not call.engine.deleted
 
@@ -137,55 +138,55 @@ def test_python_never_hears_of_a_buffer_that_it_had_no_time_for(call: Caller) ->
         ({"dims": [1], "dtype": "token"}, Code.INVALID_ARGUMENT, "arrays of type token (23)"),
     ],
 )
-def test_what_cannot_be_copied_is_refused(call: Caller, values: Any, code: int, text: str) -> None:
+def test_arrays_that_cannot_be_copied_are_refused(call: Caller, values: Any, code: int, text: str) -> None:
     with pytest.raises(PjrtError) as error:
         call.put(b"abcdef", **values)
     assert error.value.code == code
     assert text in error.value.message
 
 
-def test_strides_that_say_nothing_are_not_looked_at(call: Caller) -> None:
+def test_strides_without_effect_are_ignored(call: Caller) -> None:
     for dims, strides in [([1, 3], [77, 1]), ([2, 0, 3], [9, 9, 1]), ([], [])]:
         made = call.put(b"abc", dims, strides=strides)
         call("Event_Destroy", event=made.done_with_host_buffer)
         call("Buffer_Destroy", buffer=made.buffer)
 
 
-def test_a_buffer_that_did_not_reach_the_device_fails_where_it_is_used(call: Caller) -> None:
+def test_an_upload_error_is_raised_where_the_buffer_is_used(call: Caller) -> None:
     made = call.put(b"1234567", [7])
-    call.bridge.take()
+    call.bridge.drain()
     error = call.bridge.buffer(made.buffer).value.exception(TIMEOUT_S)
     assert str(error) == "seven is too many"
     call("Buffer_Destroy", buffer=made.buffer)
-    call.bridge.take()
+    call.bridge.drain()
     with pytest.raises(PjrtError, match="this array was deleted"):
         call.bridge.buffer(made.buffer)
 
 
 @pytest.mark.parametrize("error", [None, ValueError("m\u00e9chant")])
-def test_those_who_wait_for_an_event_hear_its_end(call: Caller, error: Exception | None) -> None:
+def test_all_callbacks_of_an_event_are_called(call: Caller, error: Exception | None) -> None:
     done: Future[None] = Future()
     event = call.bridge.event(done)
-    heard: list[str] = []
+    called: list[str] = []
 
-    def hear(failure: int | None, who: int) -> None:
-        heard.append(f"{who} {call.taken(failure) if failure else 'well'}")
+    def on_ready(failure: int | None, who: int) -> None:
+        called.append(f"{who} {call.taken(failure) if failure else 'well'}")
         if who == 1:
-            # As torch_xla does; the second one still hears.
+            # As torch_xla does; the second callback is still called.
             call("Event_Destroy", event=event)
 
-    callback = abi.OnReady(hear)
+    callback = abi.OnReady(on_ready)
     where = ctypes.cast(callback, ctypes.c_void_p).value
     for who in (1, 2):
         call("Event_OnReady", event=event, callback=where, user_arg=who)
-    assert heard == []
+    assert called == []
     assert not call("Event_IsReady", event=event).is_ready
     done.set_exception(error) if error else done.set_result(None)
     text = "ValueError: m\u00e9chant" if error else "well"
-    assert heard == [f"1 {text}", f"2 {text}"]
+    assert called == [f"1 {text}", f"2 {text}"]
 
 
-def test_waiting_for_an_event_does_not_hold_python_up(call: Caller) -> None:
+def test_waiting_for_an_event_releases_the_gil(call: Caller) -> None:
     done: Future[None] = Future()
     event = call.bridge.event(done)
     threading.Timer(0.05, done.set_exception, [KeyError("late")]).start()
@@ -196,13 +197,13 @@ def test_waiting_for_an_event_does_not_hold_python_up(call: Caller) -> None:
     call("Event_Destroy", event=event)
 
 
-def test_results_are_ready_with_the_engines_and_go_with_torch_xlas(call: Caller) -> None:
+def test_results_are_ready_when_the_engine_is_and_deleted_when_torch_xla_destroys_them(call: Caller) -> None:
     types = [ArrayType("float32", (2, 3)), ArrayType("bool", ())]
     values: list[Future[Any]] = [Future() for _ in types]
     buffers = [
         Buffer(type_, call.engine.devices[0], value) for type_, value in zip(types, values, strict=True)
     ]
-    handles = call.bridge.promise(call.device, buffers, ArrayTypes(types))[:]
+    handles = call.bridge.make_buffers(call.device, buffers, ArrayTypes(types))[:]
     ready = [call("Buffer_ReadyEvent", buffer=handle).event for handle in handles]
     assert [call("Buffer_OnDeviceSizeInBytes", buffer=one).on_device_size_in_bytes for one in handles] == [
         24,
@@ -219,7 +220,7 @@ def test_results_are_ready_with_the_engines_and_go_with_torch_xlas(call: Caller)
     wait_until(lambda: call.engine.deleted == buffers)
 
 
-def test_destroying_nothing_is_harmless(call: Caller) -> None:
+def test_destroying_null_is_harmless(call: Caller) -> None:
     call("Buffer_Destroy", buffer=None)
     call("Event_Destroy", event=None)
     call("Error_Destroy", error=None)

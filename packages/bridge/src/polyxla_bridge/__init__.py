@@ -1,4 +1,4 @@
-"""A PJRT plugin written in Python: any `Engine` becomes a torch_xla device.
+"""A PJRT plugin written in Python: any `polyxla_bridge.engine.engine.Engine` becomes a torch_xla device.
 
-Importing this, or `polyxla_bridge.torch_xla_plugin`, starts nothing and imports neither jax nor numpy.
+Importing this package or `polyxla_bridge.torch_xla_plugin` starts nothing and imports neither jax nor numpy.
 """

@@ -1,4 +1,4 @@
-"""The variables that say which replicas a bridge's process holds; a launcher gives them."""
+"""Environment variables that describe the job to a process of the bridge; a launcher sets them."""
 
 from __future__ import annotations
 
@@ -8,109 +8,108 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 PJRT_CPU = "CPU_POLYXLA"
-"""The value of ``PJRT_DEVICE`` that chooses the bridge; torch_xla calls the device ``CPU``."""
+"""The value of ``PJRT_DEVICE`` that selects the bridge; torch_xla calls the device ``CPU``."""
 
 POLYXLA_BRIDGE_REPLICAS = "POLYXLA_BRIDGE_REPLICAS"
-"""Number of replicas of the job.
+"""Number of replicas in the job.
 Default: 1.
 """
 
 POLYXLA_BRIDGE_PROCESSES = "POLYXLA_BRIDGE_PROCESSES"
-"""Number of processes, which hold equal shares of the replicas.
+"""Number of processes; each holds the same number of replicas.
 Default: 1.
 """
 
 POLYXLA_BRIDGE_PROCESS = "POLYXLA_BRIDGE_PROCESS"
-"""This process's number.
+"""Index of this process.
 Default: 0.
 """
 
 POLYXLA_BRIDGE_COORDINATOR = "POLYXLA_BRIDGE_COORDINATOR"
-"""``host:port`` where replicas meet; process 0 listens there.
-Default: none, which is right for one replica only.
+"""``host:port`` where the replicas meet; process 0 listens there.
+Default: not set, which is enough for a single replica.
 """
 
 POLYXLA_BRIDGE_HOST = "POLYXLA_BRIDGE_HOST"
-"""Name or address of this host, as the processes on the others reach it.
-Default: ``127.0.0.1``, which is right where all processes are on one.
+"""Name or address of this host, as processes on other hosts reach it.
+Default: ``127.0.0.1``, which is enough when all processes run on one host.
 """
 
 POLYXLA_BRIDGE_PLATFORM = "POLYXLA_BRIDGE_PLATFORM"
-"""What torch_xla is told that the devices are; an emulated TPU says ``TPU``.
+"""Platform name reported to torch_xla; an emulated TPU reports ``TPU``.
 Default: ``CPU``.
 """
 
 POLYXLA_BRIDGE_KIND = "POLYXLA_BRIDGE_KIND"
-"""The kind of device in its attributes, ``TPU v3`` for one.
+"""Device kind in the device attributes, for example ``TPU v3``.
 Default: ``polyxla CPU``.
 """
 
 POLYXLA_STALL_TIMEOUT_S = "POLYXLA_STALL_TIMEOUT_S"
-"""How long a program may wait in its collectives for other replicas before the process says where each
-of its replicas is and ends, in seconds. A replica that compiles or computes keeps the others waiting
-rightly; one that never comes does not.
+"""Longest wait of a program in its collectives for other replicas, in seconds. When it is over, the process
+reports where each of its replicas is, and ends. The time in which another replica compiles or computes does
+not count: only a replica that never arrives is a stall.
 Default: 300.
 """
 
 POLYXLA_COMPILE_CACHE = "POLYXLA_COMPILE_CACHE"
-"""Folder where compiled programs are kept for the jobs that follow, or ``off`` (``0``, nothing).
-Default: ``on`` (``1``), which is ``polyxla/programs`` in the person's folder of caches.
+"""Directory that caches compiled programs for later jobs, or ``off`` (also ``0`` or empty).
+Default: ``on`` (also ``1``), which is ``polyxla/programs`` in the user's cache directory.
 """
 
 XDG_CACHE_HOME = "XDG_CACHE_HOME"
-"""The person's folder of caches; a relative one does not count.
+"""The user's cache directory; a relative path is ignored.
 Default: ``.cache`` in `HOME`.
 Source: XDG Base Directory Specification 0.8.
 """
 
 HOME = "HOME"
-"""The person's own folder.
-Default: none, and no programs are kept.
+"""The user's home directory.
+Default: not set, and no programs are cached.
 """
 
 XLA_PERSISTENT_CACHE_PATH = "XLA_PERSISTENT_CACHE_PATH"
-"""Folder where compiled programs are kept and looked for; torch_xla's ``xr.initialize_cache`` sets it.
-Default: what `POLYXLA_COMPILE_CACHE` says.
+"""Directory that caches compiled programs; torch_xla's ``xr.initialize_cache`` sets it.
+Default: the directory of `POLYXLA_COMPILE_CACHE`.
 """
 
 XLA_PERSISTENT_CACHE_READ_ONLY = "XLA_PERSISTENT_CACHE_READ_ONLY"
-"""Anything but ``0`` or ``false``: programs are taken from that folder, and none is added.
+"""Any value but ``0`` or ``false``: programs are loaded from that directory, and none is added.
 Default: ``0``.
 """
 
 NPROC = "NPROC"
-"""How many threads XLA's own pools have; a program is compiled for so many.
+"""Number of threads in XLA's pools; programs are compiled for that number.
 Default: the number of cores.
 """
 
 XLA_FLAGS = "XLA_FLAGS"
-"""XLA's own options; one that is set here is not set otherwise by the engine.
-Default: none.
+"""Options for XLA. The engine does not override an option that is set here.
+Default: not set.
 """
-
 
 _OFF, _ON = ("off", "0", ""), ("on", "1")
 
 
-class Origin(Enum):
-    """Who chose the folder of compiled programs.
+class CacheOrigin(Enum):
+    """Who chose the directory of compiled programs.
 
     Attributes:
-        NOBODY: there is none.
+        OFF: nobody; there is no cache.
         PROGRAM: the program, by ``xr.initialize_cache``.
-        PERSON: the person, by `POLYXLA_COMPILE_CACHE`.
-        HOME: it is the default, which is the person's alone.
+        USER: the user, by `POLYXLA_COMPILE_CACHE`.
+        DEFAULT: it is the default, in the user's cache directory.
     """
 
-    NOBODY = auto()
+    OFF = auto()
     PROGRAM = auto()
-    PERSON = auto()
-    HOME = auto()
+    USER = auto()
+    DEFAULT = auto()
 
 
 @dataclass(frozen=True)
-class Share:
-    """Which replicas there are, which of them this process holds, and what they call themselves."""
+class BridgeSettings:
+    """The job's replicas, the part of them that this process holds, and how the engine runs them."""
 
     replicas: int = 1
     processes: int = 1
@@ -123,82 +122,110 @@ class Share:
     xla_flags: str = ""
     nproc: str = ""
     cache_path: str = ""
-    cache_origin: Origin = Origin.NOBODY
+    cache_origin: CacheOrigin = CacheOrigin.OFF
     cache_is_readonly: bool = False
 
     @property
     def per_process(self) -> int:
-        """Replicas in each process."""
+        """Number of replicas in each process."""
         return self.replicas // self.processes
 
     @property
     def local(self) -> tuple[int, ...]:
-        """This process's replicas."""
+        """Indices of this process's replicas."""
         return tuple(range(self.process * self.per_process, (self.process + 1) * self.per_process))
 
 
-def from_environ(environ: Mapping[str, str]) -> Share:
-    """Read this process's share.
+def from_environ(environ: Mapping[str, str]) -> BridgeSettings:
+    """Read the settings of this process.
 
     Raises:
-        ValueError: the numbers do not fit together.
+        ValueError: a value is invalid, or the values contradict each other.
     """
     cache_origin, cache_path = _cache(environ)
-    share = Share(
-        replicas=int(environ.get(POLYXLA_BRIDGE_REPLICAS, "1")),
-        processes=int(environ.get(POLYXLA_BRIDGE_PROCESSES, "1")),
-        process=int(environ.get(POLYXLA_BRIDGE_PROCESS, "0")),
+    settings = BridgeSettings(
+        replicas=_integer(environ, POLYXLA_BRIDGE_REPLICAS, BridgeSettings.replicas),
+        processes=_integer(environ, POLYXLA_BRIDGE_PROCESSES, BridgeSettings.processes),
+        process=_integer(environ, POLYXLA_BRIDGE_PROCESS, BridgeSettings.process),
         coordinator=environ.get(POLYXLA_BRIDGE_COORDINATOR, ""),
-        host=environ.get(POLYXLA_BRIDGE_HOST, Share.host),
-        platform=environ.get(POLYXLA_BRIDGE_PLATFORM, Share.platform),
-        kind=environ.get(POLYXLA_BRIDGE_KIND, Share.kind),
-        stall_timeout_s=_seconds(environ, POLYXLA_STALL_TIMEOUT_S, Share.stall_timeout_s),
+        host=environ.get(POLYXLA_BRIDGE_HOST, BridgeSettings.host),
+        platform=environ.get(POLYXLA_BRIDGE_PLATFORM, BridgeSettings.platform),
+        kind=environ.get(POLYXLA_BRIDGE_KIND, BridgeSettings.kind),
+        stall_timeout_s=stall_timeout_s(environ),
         xla_flags=environ.get(XLA_FLAGS, ""),
         nproc=environ.get(NPROC, ""),
         cache_path=cache_path,
         cache_origin=cache_origin,
-        cache_is_readonly=cache_origin is Origin.PROGRAM
+        cache_is_readonly=cache_origin is CacheOrigin.PROGRAM
         and environ.get(XLA_PERSISTENT_CACHE_READ_ONLY, "").lower() not in ("", "0", "false"),
     )
-    if share.replicas < 1 or share.processes < 1 or share.replicas % share.processes:
-        raise ValueError(f"{share.replicas} replicas cannot be shared equally by {share.processes} processes")
-    if not 0 <= share.process < share.processes:
-        raise ValueError(f"{POLYXLA_BRIDGE_PROCESS}={share.process} is not in 0..{share.processes - 1}")
-    if share.replicas > 1 and not share.coordinator:
-        raise ValueError(f"{share.replicas} replicas need {POLYXLA_BRIDGE_COORDINATOR} to meet")
-    host, _, port = share.coordinator.rpartition(":")
-    if share.coordinator and not (host and port.isdecimal()):
-        raise ValueError(f"{POLYXLA_BRIDGE_COORDINATOR}={share.coordinator!r} is not host:port")
-    return share
+    _check(settings)
+    return settings
 
 
-def _cache(environ: Mapping[str, str]) -> tuple[Origin, str]:
-    """Return who chose the folder of compiled programs, and which it is; none has no name."""
+def _check(settings: BridgeSettings) -> None:
+    replicas, processes = settings.replicas, settings.processes
+    if replicas < 1 or processes < 1 or replicas % processes:
+        raise ValueError(
+            f"{replicas} replicas cannot be shared equally by {processes} processes; "
+            f"{POLYXLA_BRIDGE_REPLICAS} must be a multiple of {POLYXLA_BRIDGE_PROCESSES}, and both at least 1"
+        )
+    if not 0 <= settings.process < processes:
+        raise ValueError(f"{POLYXLA_BRIDGE_PROCESS}={settings.process} is not in 0..{processes - 1}")
+    if replicas > 1 and not settings.coordinator:
+        raise ValueError(f"{replicas} replicas need {POLYXLA_BRIDGE_COORDINATOR}=host:port to meet at")
+    host, _, port = settings.coordinator.rpartition(":")
+    if settings.coordinator and not (host and port.isdecimal()):
+        raise ValueError(f"{POLYXLA_BRIDGE_COORDINATOR}={settings.coordinator!r} is not host:port")
+
+
+def _cache(environ: Mapping[str, str]) -> tuple[CacheOrigin, str]:
+    """Return who chose the directory of compiled programs, and its path; empty if there is none."""
     if path := environ.get(XLA_PERSISTENT_CACHE_PATH):
-        return Origin.PROGRAM, path
+        return CacheOrigin.PROGRAM, path
     asked = environ.get(POLYXLA_COMPILE_CACHE, "on")
     if asked.lower() in _OFF:
-        return Origin.NOBODY, ""
+        return CacheOrigin.OFF, ""
     if asked.lower() not in _ON:
-        return Origin.PERSON, asked
+        return CacheOrigin.USER, asked
     caches, home = environ.get(XDG_CACHE_HOME, ""), environ.get(HOME, "")
     if not caches.startswith("/"):
         caches = f"{home}/.cache" if home else ""
-    return Origin.HOME, f"{caches}/polyxla/programs" if caches else ""
+    return CacheOrigin.DEFAULT, f"{caches}/polyxla/programs" if caches else ""
 
 
-def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
-    text = environ.get(name, str(default))
+def stall_timeout_s(environ: Mapping[str, str]) -> float:
+    """Read `POLYXLA_STALL_TIMEOUT_S`, in seconds; ``inf`` waits without limit.
+
+    Raises:
+        ValueError: it is not a number of seconds above 0.
+    """
+    text = environ.get(POLYXLA_STALL_TIMEOUT_S)
+    if text is None:
+        return BridgeSettings.stall_timeout_s
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    # Written so that "nan" is refused too; "inf" is a wish that can be met.
+    # Written as "not above", because "nan" is neither above 0 nor below it.
     if not seconds > 0:
-        raise ValueError(f"{name}={text!r} is not a number of seconds above 0")
+        raise ValueError(
+            f"{POLYXLA_STALL_TIMEOUT_S}={text!r} is not a number of seconds above 0; "
+            f"write {POLYXLA_STALL_TIMEOUT_S}=300, for example"
+        )
     return seconds
 
 
-def current() -> Share:
-    """Read this process's share from its own environment."""
+def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name)
+    if text is None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} is not an integer") from None
+
+
+def current() -> BridgeSettings:
+    """Read the settings of this process from its own environment."""
     return from_environ(os.environ)

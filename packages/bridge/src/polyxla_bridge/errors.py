@@ -1,15 +1,15 @@
-"""The one exception that becomes a ``PJRT_Error``."""
+"""The exception that becomes a ``PJRT_Error``."""
 
 from __future__ import annotations
 
-from polyxla_bridge.table.abi import Code
+from polyxla_bridge.abi import Code
 
 
 class PjrtError(Exception):
-    """An error with a status code; its text reaches the person through torch_xla.
+    """An error with a status code; torch_xla shows its text to the user.
 
     Args:
-        code: one of `polyxla_bridge.table.abi.Code`.
+        code: one of `polyxla_bridge.abi.Code`.
         message: what went wrong.
     """
 
@@ -23,11 +23,11 @@ class PjrtError(Exception):
 
 
 def as_pjrt_error(error: BaseException) -> PjrtError:
-    """Return any exception as one that has a code, its own text kept."""
+    """Convert any exception to one with a status code; its text is preserved."""
     if isinstance(error, PjrtError):
         return error
     text = str(error)
-    # XLA's own errors begin with their status: "RESOURCE_EXHAUSTED: Out of memory ...".
+    # XLA's errors begin with their status: "RESOURCE_EXHAUSTED: Out of memory ...".
     name = text.partition(":")[0]
     code = getattr(Code, name, None) if name.isupper() else None
     if code is not None:

@@ -1,7 +1,7 @@
-"""The bridge as torch_xla sees it: a plugin whose library's table is filled here.
+"""The torch_xla plugin, which fills the library's function table.
 
-torch_xla imports this whenever it is imported itself, so nothing is started before it asks for the
-library, and a process may still be forked until then.
+torch_xla imports this module whenever it is imported itself. So nothing starts before torch_xla asks for the
+library, and until then the process may be forked.
 """
 
 from __future__ import annotations
@@ -27,34 +27,33 @@ if TYPE_CHECKING:
     from polyxla_bridge.engine.engine import Engine
 
 FINISH_TIMEOUT_S = 60
-"""Longest wait, at the end of the program, for what its devices still do, in seconds."""
+"""Longest wait for the devices to finish when the program ends, in seconds."""
 FAILED = 1
-"""Exit code of a process whose last step failed after its end."""
+"""Exit code of a process whose last step failed after the program had ended."""
 UNFINISHED = 4
-"""Exit code of a process whose devices did not finish, or could not be let go of."""
+"""Exit code of a process whose devices did not finish, or could not be released."""
 
 
 class EnginePlugin(DevicePlugin):
-    """Shows the engine that `make_engine` returns to torch_xla."""
+    """A torch_xla plugin for the engine that `make_engine` returns."""
 
     def make_engine(self) -> Engine:
         """Start the engine; called once, when torch_xla creates its client."""
         raise NotImplementedError
 
     def library_path(self) -> str:
-        """Fill the library's table and return where the library is."""
+        """Fill the function table and return the path of the library."""
         from polyxla_bridge import native
 
         activate(self.make_engine)
         return str(native.PATH)
 
     def configure_single_process(self) -> None:
-        """Leave everything as the environment has it."""
+        """Change nothing: the launcher has set the environment."""
 
 
 CACHE_COUNTERS = ("polyxla.ProgramCacheHit", "polyxla.ProgramCacheMiss")
-"""torch_xla counters of programs that an earlier job had compiled, and of those that none had. Neither exists
-where no programs are cached."""
+"""torch_xla counters of the compilation cache's hits and misses. They do not exist if there is no cache."""
 
 
 def _count_lookup(is_hit: bool) -> None:
@@ -66,13 +65,13 @@ class CpuPlugin(EnginePlugin):
     """Replicas on this machine's CPU, through jaxlib."""
 
     def make_engine(self) -> Engine:
-        """Start jaxlib's clients for this process's share of the replicas."""
+        """Start jaxlib's clients for this process's replicas."""
         from polyxla_bridge.engine.jax_engine import JaxEngine
 
         return JaxEngine(env.current(), _count_lookup)
 
     def physical_chip_count(self) -> int:
-        """Return how many processes torch_xla should start."""
+        """Return the number of processes that torch_xla starts."""
         return env.current().processes
 
 
@@ -81,10 +80,13 @@ _log = logging.getLogger("polyxla.bridge")
 
 
 def activate(make_engine: Callable[[], Engine]) -> None:
-    """Fill the library's table; once in a process, since torch_xla has one client.
+    """Fill the library's function table, and register the exit function; a second call does nothing.
 
-    When Python ends, torch_xla lets go of its objects first, then the engine is closed, then the table
-    is silenced: what C++ destroys after that finds functions that do nothing.
+    At exit, torch_xla first releases its objects, then the engine is closed, then the table is disabled:
+    C++ objects that are destroyed later call functions that do nothing.
+
+    Args:
+        make_engine: called when torch_xla creates its client.
     """
     if not _active.acquire(blocking=False):
         return
@@ -94,45 +96,46 @@ def activate(make_engine: Callable[[], Engine]) -> None:
     from polyxla_bridge.table.handles import Bridge
     from polyxla_bridge.table.table import Table
 
-    # Without Python's lock, unlike torch_xla._prepare_to_exit.
+    # wait_device_ops releases the GIL while it waits; torch_xla._prepare_to_exit does not.
     bridge = Bridge(make_engine, xla_model.wait_device_ops)
     table = Table(bridge)
     native.LOCKED.polyxla_set_api(ctypes.addressof(table.api))
 
     def leave() -> None:
-        # First, because torch_xla waits for its devices with Python's lock held, and executions need
-        # that lock: together they would wait for ever.
+        # First, because torch_xla._prepare_to_exit waits for the devices with the GIL held, and executions
+        # need the GIL: that would be a deadlock.
         try:
             is_finished = bridge.finish(FINISH_TIMEOUT_S)
         except RuntimeError:
-            # As torch_xla does it: an exception would not change the exit code here.
-            _log.exception("what was still running when the program ended has failed")
+            # Like torch_xla: an exception in an exit function does not change the exit code.
+            _log.exception("a step that was still running when the program ended has failed")
             _end(FAILED)
         if not is_finished:
-            late = f"the devices had not finished {FINISH_TIMEOUT_S} s after the program's end"
-            sys.stderr.write(f"polyxla: {late}; ending without them\n")
+            late = f"the devices had not finished {FINISH_TIMEOUT_S} s after the end of the program"
+            sys.stderr.write(f"polyxla: {late}; the process ends without waiting any longer\n")
             _end(UNFINISHED)
         torch_xla._prepare_to_exit()
         try:
             bridge.close()
         except Exception as error:
             sys.stderr.write(f"polyxla: {as_pjrt_error(error).message}\n")
-            # Without Python's own end: the engine's threads may still be at work in C++.
+            # Without finalising Python, because the engine's threads may still run C++ code.
             _end(UNFINISHED)
         table.silence()
-        # Python's last collections would destroy, in any order, what C++ has made for clients that are gone.
+        # Otherwise the interpreter's last garbage collections would destroy, in any order, C++ objects of
+        # clients that no longer exist.
         gc.freeze()
 
-    _wait_without_the_lock()
-    # torch_xla's own hook would run after ours, and needs what ours takes away.
+    _wait_without_gil()
+    # `leave` calls torch_xla's exit function itself: run later, it would find the engine closed.
     atexit.unregister(torch_xla._prepare_to_exit)
     atexit.register(leave)
 
 
-def _wait_without_the_lock() -> None:
-    """Let compiled functions (torch.compile's ``openxla``) wait for their device without Python's lock.
+def _wait_without_gil() -> None:
+    """Make functions compiled by torch.compile (``openxla``) wait for their device without the GIL.
 
-    torch_xla holds that lock while it waits for the step before, and the step before needs it to start.
+    torch_xla holds the GIL while it waits for the previous step, which needs the GIL to start.
     """
     from torch_xla.core import xla_model
 
@@ -148,7 +151,7 @@ def _wait_without_the_lock() -> None:
 
 
 def _end(code: int) -> None:
-    # Python writes out what was printed only after its exit functions, and this is called by one.
+    # Python flushes its streams only after the exit functions, one of which calls this.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,1 +1,1 @@
-"""Engines: what executes programs behind the table."""
+"""Engines: they execute programs behind PJRT's function table."""

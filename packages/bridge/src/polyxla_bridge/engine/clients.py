@@ -1,7 +1,8 @@
-"""jaxlib's CPU clients: one for each local replica, with one device.
+"""jaxlib's CPU clients: one per local replica, each with one device.
 
-Replicas may run different programs, and one client's program would be every device's. The clients meet
-through jaxlib's distributed runtime and gloo, whichever threads or processes they are in.
+A client runs one program on all of its devices, but replicas may run different programs, so each replica has
+a client. The clients reach each other through jaxlib's distributed runtime and gloo, within a process and
+across processes.
 """
 
 from __future__ import annotations
@@ -17,72 +18,74 @@ from jaxlib import _jax
 
 from polyxla_bridge import native
 from polyxla_bridge.engine import startup_barrier
-from polyxla_bridge.env import Share
+from polyxla_bridge.env import BridgeSettings
 
 CONNECT_TIMEOUT_S = 120
-"""Longest wait for all replicas to have a client, in seconds."""
+"""Longest wait until the clients of all replicas are connected, in seconds."""
 LEAVE_TIMEOUT_S = 300
-"""How long process 0 stays for others that still compute, in seconds; it holds what they meet through."""
+"""Longest wait of process 0 for the others to finish, in seconds; it serves the distributed runtime."""
 
 
 class Clients:
-    """One jaxlib client per local replica, and the runtime through which they know each other.
+    """One jaxlib client per local replica, and their connection to the clients of the other replicas.
 
     Args:
-        share: which replicas there are, and which of them are here.
-        timeout_s: longest wait for the others.
+        settings: the job's replicas, and which of them are in this process.
+        timeout_s: longest wait for the other replicas, in seconds.
 
     Attributes:
-        global_ids: jaxlib's number of each replica's device; not 0..N-1, but blocks of one a client.
-        link: the first replica's connection to all others; None if there are none.
+        global_ids: jaxlib's device id of each replica; not 0..N-1, since each client has a block of ids.
+        link: connection of the first local replica to the distributed runtime; None for a single replica.
 
     Raises:
-        PjrtError: the replicas did not find each other in time.
+        PjrtError: a replica did not connect in time.
     """
 
-    def __init__(self, share: Share, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
-        self._share = share
+    def __init__(self, settings: BridgeSettings, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+        self._settings = settings
         self._clients: dict[int, Any] = {}
         self._links: dict[int, Any] = {}
         self._service: Any = None
-        self._company: startup_barrier.Company | None = None
-        if share.replicas == 1:
+        self._peers: startup_barrier.PeerConnections | None = None
+        if settings.replicas == 1:
             self._clients[0] = _jax.get_tfrt_cpu_client(asynchronous=False, num_devices=1)
         else:
             native.LOCKED.polyxla_drop_greetings()
-            self._company = startup_barrier.hold(share, self._start_service, timeout_s)
+            self._peers = startup_barrier.wait_for_peers(settings, self._start_service, timeout_s)
             self._connect(timeout_s)
         self._shardings = {i: SingleDeviceSharding(self._device(i)) for i in self._clients}
-        self.global_ids = [device.id for device in self._clients[share.local[0]].devices()]
-        self.link = self._links.get(share.local[0])
+        self.global_ids = [device.id for device in self._clients[settings.local[0]].devices()]
+        self.link = self._links.get(settings.local[0])
 
     def _start_service(self) -> None:
-        self._service = _jax.get_distributed_runtime_service(self._share.coordinator, self._share.replicas)
+        self._service = _jax.get_distributed_runtime_service(
+            self._settings.coordinator, self._settings.replicas
+        )
 
     def _connect(self, timeout_s: float) -> None:
-        local = self._share.local
-        # All at once: each waits until every other one is there.
-        with ThreadPoolExecutor(len(local)) as together:
-            made = together.map(lambda index: self._join(index, timeout_s), local)
+        local = self._settings.local
+        # All at once, because each client waits until every other one is connected.
+        with ThreadPoolExecutor(len(local)) as pool:
+            made = pool.map(lambda index: self._join(index, timeout_s), local)
             self._clients = dict(zip(local, made, strict=True))
 
     def _join(self, index: int, timeout_s: float) -> Any:
         link = _jax.get_distributed_runtime_client(
-            self._share.coordinator,
+            self._settings.coordinator,
             index,
             init_timeout=max(1, int(timeout_s)),
-            # On one machine, packing takes longer than sending.
+            # Between processes of one machine, compressing takes longer than sending.
             use_compression=False,
             shutdown_on_destruction=False,
         )
         link.connect()
         self._links[index] = link
-        collectives = _jax.make_gloo_tcp_collectives(distributed_client=link, hostname=self._share.host)
+        collectives = _jax.make_gloo_tcp_collectives(distributed_client=link, hostname=self._settings.host)
         return _jax.get_tfrt_cpu_client(
             asynchronous=False,
             distributed_client=link,
             node_id=index,
-            num_nodes=self._share.replicas,
+            num_nodes=self._settings.replicas,
             collectives=collectives,
             num_devices=1,
         )
@@ -95,16 +98,16 @@ class Clients:
         return self._clients[index].compile_and_load(module, self._list(index), options)
 
     def load(self, index: int, data: bytes) -> Any:
-        """Load on one replica what `serialize` returned, in any process."""
+        """Load on one replica the bytes that `serialize` returned in any process."""
         return self._clients[index].deserialize_executable(data, self._list(index), None)
 
     def serialize(self, index: int, loaded: Any) -> bytes:
-        """Return a program in jaxlib's own form."""
+        """Return a program in jaxlib's format."""
         data: bytes = self._clients[index].serialize_executable(loaded)
         return data
 
     def put(self, index: int, host: np.ndarray[Any, Any]) -> Any:
-        """Copy an array to a replica's device; `host` may be reused when this returns."""
+        """Copy an array to a replica's device; the caller may reuse `host` after the call."""
         aval = jax.core.ShapedArray(host.shape, host.dtype)
         device = self._device(index)
         return _jax.batched_device_put(aval, self._shardings[index], [host], [device], force_copy=True)
@@ -113,34 +116,34 @@ class Clients:
         return _jax.DeviceList((self._device(index),))
 
     def leave(self, index: int) -> None:
-        """Let go of one replica's device and of its connection to the others."""
+        """Release one replica's device and its connection to the others."""
         self._clients.pop(index, None)
         if index in self._links:
             self._links.pop(index).shutdown()
 
     def close(self) -> None:
-        """End the service, after every link in every process: jaxlib ends a process whose service went first.
+        """End the service after every process has left: jaxlib ends a process that is still connected to it.
 
         Raises:
-            PjrtError: another process did not leave in time.
+            PjrtError: another process did not leave in time; the service has ended anyway.
         """
         self.link = None
         try:
-            if self._company is not None:
-                self._company.leave(LEAVE_TIMEOUT_S)
+            if self._peers is not None:
+                self._peers.leave(LEAVE_TIMEOUT_S)
         finally:
             if self._service is not None:
                 self._service.shutdown()
                 self._service = None
 
 
-class Program:
-    """A compiled program, loaded by each replica that runs it.
+class LoadedProgram:
+    """A compiled program, loaded on each replica at its first execution.
 
     Args:
-        clients: the replicas of this process.
-        loaded: the program on some of them; or empty.
-        data: the program in jaxlib's form; needed if it is loaded nowhere.
+        clients: the clients of this process.
+        loaded: the program by replica, as far as it is loaded already.
+        data: the program in jaxlib's format; required if `loaded` is empty.
     """
 
     def __init__(self, clients: Clients, loaded: dict[int, Any], data: bytes | None = None) -> None:
@@ -150,7 +153,8 @@ class Program:
         self._lock = threading.Lock()
 
     def on(self, index: int) -> Any:
-        """Return the program as one replica runs it."""
+        """Return the program as loaded on one replica."""
+        # Checked again with the lock: replicas run on threads, and each loads the program once.
         if index not in self._loaded:
             with self._lock:
                 if index not in self._loaded:
@@ -158,7 +162,7 @@ class Program:
         return self._loaded[index]
 
     def data(self) -> bytes:
-        """Return the program in jaxlib's form."""
+        """Return the program in jaxlib's format."""
         with self._lock:
             return self._bytes()
 

@@ -1,14 +1,14 @@
-"""`Engine`: what a device behind torch_xla must be able to do. The bridge shows any of them as PJRT."""
+"""`Engine`: the interface of a device behind torch_xla. The bridge exposes any engine through PJRT."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from polyxla_bridge.engine.futures import Gone, Promise
+from polyxla_bridge.engine.futures import DeletedFuture, FutureLike
+from polyxla_bridge.programs.executable import ArrayType, Executable
 
 
 @dataclass(frozen=True)
@@ -16,10 +16,10 @@ class EngineDevice:
     """One device of the job.
 
     Attributes:
-        index: its number, ``0 <= index < number of devices``; torch_xla's ordinal.
-        process_index: the process that drives it.
+        index: ``0 <= index < number of devices``; torch_xla's ordinal.
+        process_index: the process that drives the device.
         is_local: whether that is this process.
-        kind: what to call it in device attributes.
+        kind: device kind in the device attributes.
     """
 
     index: int
@@ -28,74 +28,38 @@ class EngineDevice:
     kind: str
 
 
-@dataclass(frozen=True)
-class ArrayType:
-    """Shape and dtype of an array.
-
-    Attributes:
-        dtype: numpy's or ml_dtypes' name, one of `polyxla_bridge.table.abi.DTYPES`.
-        dims: its sizes; empty for a scalar.
-    """
-
-    dtype: str
-    dims: tuple[int, ...]
-
-
 @dataclass
 class Buffer:
-    """An array on a device, or the promise of one.
+    """An array on a device, possibly not computed yet.
 
     Attributes:
-        type: known before the array is.
-        device: where it lives.
-        value: completes with the engine's own array, or with the error that kept it from being made.
-        is_deleted: whether it was given up; its value must not be used any more.
+        type: known before the array is computed.
+        device: where the array is.
+        value: completes with the engine's array object, or with the error that prevented it.
+        is_deleted: whether the array was deleted or donated; its value must not be used any more.
     """
 
     type: ArrayType
     device: EngineDevice
-    value: Promise
+    value: FutureLike
     is_deleted: bool = False
 
-    def give_up(self, why: str) -> None:
-        """Let go of the array: whoever reads it from now on is told why; the first reason counts."""
+    def give_up(self, reason: str) -> None:
+        """Release the array. Reading it raises an error with the first `reason` that was given."""
         if not self.is_deleted:
             self.is_deleted = True
-            self.value = Gone(why, self.type)
-
-
-@dataclass
-class Executable:
-    """A compiled program.
-
-    Attributes:
-        name: the HLO module's name.
-        outputs: the types of its results.
-        num_replicas: how many replicas it was compiled for.
-        optimized_hlo: the optimised program, a serialised HloModuleProto.
-        code_size_bytes: size of the generated code.
-        fingerprint: the same for the same program and options.
-        native: the engine's own objects.
-    """
-
-    name: str
-    outputs: tuple[ArrayType, ...]
-    num_replicas: int
-    optimized_hlo: bytes
-    code_size_bytes: int
-    fingerprint: str
-    native: dict[str, Any] = field(default_factory=dict)
+            self.value = DeletedFuture(reason, self.type)
 
 
 @dataclass(frozen=True)
-class Position:
-    """What one local device does.
+class DeviceActivity:
+    """What one local device is doing.
 
     Attributes:
-        device: its number.
-        program: the program that runs on it; None while it is idle.
-        collectives: the kinds of collectives in that program.
-        seconds: since when it runs, or is idle.
+        device: index of the device.
+        program: name of the running program; None while the device is idle.
+        collectives: kinds of collectives in that program.
+        seconds: how long the program has been running, or the device idle.
     """
 
     device: int
@@ -111,15 +75,15 @@ class Position:
 
 
 class Engine(ABC):
-    """Compiles and runs XLA programs on devices. Every method may be called from any thread.
+    """Compiles and runs XLA programs on devices. Any thread may call any method.
 
-    Nothing but `compile`, `deserialize` and `close` waits: arrays are promised, and errors surface
-    where the array is read.
+    Only `compile`, `deserialize`, `finish` and `close` block. All other methods return at once: an array may
+    still be in the making, and an error is raised where the array is read.
 
     Attributes:
-        platform: what torch_xla calls the hardware, ``CPU`` or ``TPU``.
+        platform: platform name reported to torch_xla, ``CPU`` or ``TPU``.
         devices: all devices of the job, by index.
-        process_index: this process's number.
+        process_index: index of this process.
     """
 
     platform: str
@@ -128,10 +92,14 @@ class Engine(ABC):
 
     @abstractmethod
     def compile(self, hlo: bytes, options: bytes) -> Executable:
-        """Compile a serialised HloModuleProto under serialised CompileOptionsProto.
+        """Compile a program.
+
+        Args:
+            hlo: a serialised HloModuleProto.
+            options: a serialised CompileOptionsProto.
 
         Raises:
-            Exception: what the compiler says.
+            Exception: any error of the compiler.
         """
 
     @abstractmethod
@@ -142,19 +110,25 @@ class Engine(ABC):
         arguments: Sequence[Buffer],
         keep: frozenset[int] = frozenset(),
     ) -> list[Buffer]:
-        """Run a program on one local device; its results are promised at once.
+        """Queue a program on one local device, and return the buffers of its results.
 
-        Executions on one device happen in the order of the calls. Arguments whose memory the program
-        gives to its results are deleted from then on, but for those whose numbers are in `keep`.
+        Executions on one device run in the order of the calls. Donated arguments, whose memory the program
+        reuses for its results, are deleted from then on.
+
+        Args:
+            executable: the program.
+            device: the local device that runs it.
+            arguments: its arguments, all on that device.
+            keep: indices of arguments that must not be donated.
         """
 
     @abstractmethod
     def from_host(self, device: EngineDevice, type_: ArrayType, data: memoryview) -> Buffer:
-        """Copy dense row-major bytes to a device; `data` may be reused when this returns."""
+        """Copy dense row-major bytes to a device; the caller may reuse `data` after the call."""
 
     @abstractmethod
     def to_host(self, buffer: Buffer) -> Future[memoryview]:
-        """Promise a buffer's bytes, dense and row-major."""
+        """Return the future of a buffer's bytes, dense and row-major."""
 
     @abstractmethod
     def copy(self, buffer: Buffer, device: EngineDevice) -> Buffer:
@@ -162,32 +136,32 @@ class Engine(ABC):
 
     @abstractmethod
     def delete(self, buffer: Buffer) -> None:
-        """Free a buffer's memory once nothing that was already asked for needs it."""
+        """Free a buffer's memory as soon as no earlier call needs it."""
 
     @abstractmethod
     def serialize(self, executable: Executable) -> bytes:
-        """Return a compiled program as bytes that `deserialize` takes, in this version of the engine."""
+        """Return a compiled program as bytes that `deserialize` of the same version loads."""
 
     @abstractmethod
     def deserialize(self, data: bytes) -> Executable:
         """Load a compiled program.
 
         Raises:
-            PjrtError: the bytes are not such a program.
+            PjrtError: the bytes are not a program that this engine can load.
         """
 
     @abstractmethod
     def memory_stats(self, device: EngineDevice) -> Mapping[str, int]:
-        """Return bytes in use, at the peak and at the limit, under PJRT's names; what is known of them."""
+        """Return memory counters under PJRT's names, as far as they are known: bytes in use, peak, limit."""
 
-    def positions(self) -> list[Position]:
-        """Return what each local device does; nothing, where the engine does not know."""
+    def activities(self) -> list[DeviceActivity]:
+        """Return what each local device is doing; empty if the engine does not know."""
         return []
 
     @abstractmethod
     def finish(self, timeout_s: float) -> bool:
-        """Wait until what was asked for is done, at most `timeout_s` seconds; return whether it is."""
+        """Wait at most `timeout_s` seconds for the queued work; return whether it is done."""
 
     @abstractmethod
     def close(self) -> None:
-        """Finish what was asked for, then let go of all devices."""
+        """Finish the queued work, then release all devices."""

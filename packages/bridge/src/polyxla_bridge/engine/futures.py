@@ -1,4 +1,4 @@
-"""Promises. Most of an execution's results are never asked for, so theirs are made to cost little."""
+"""Futures that cost little: most results of an execution are never waited for."""
 
 from __future__ import annotations
 
@@ -6,58 +6,61 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.table.abi import Code
 
 
-class Promise(Protocol):
-    """What `concurrent.futures.Future` is to those who wait for it."""
+class FutureLike(Protocol):
+    """The part of `concurrent.futures.Future` that readers of a value need."""
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for the value; raise the error that kept it from being made."""
+        """Wait for the value; raise the error if there is one."""
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait, and return the error; None if there is a value."""
 
     def add_done_callback(self, fn: Callable[[Any], object], /) -> None:
-        """Call `fn` with this promise when it is kept or broken; at once if it is already."""
+        """Call `fn` with this future when it is done; at once if it is done already."""
 
 
-class Part:
-    """One of several values that are made together. They share a lock, and none keeps another alive.
+class GroupedFuture:
+    """One of several values that become available together, with one lock for the whole group.
+
+    The values do not keep each other alive.
 
     Args:
-        whole: completes when all values have been shared out.
+        group: completes after every value of the group is set.
     """
 
-    __slots__ = ("_value", "whole")
+    __slots__ = ("_value", "group")
 
-    def __init__(self, whole: Future[None]) -> None:
-        self.whole = whole
+    def __init__(self, group: Future[None]) -> None:
+        self.group = group
         self._value: Any = None
 
-    def keep(self, value: Any) -> None:
-        """Set the value; the whole is completed afterwards."""
+    def set_value(self, value: Any) -> None:
+        """Set the value. Call before `group` completes."""
         self._value = value
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for the whole."""
-        self.whole.result(timeout)
+        """Wait for the group, and return this value."""
+        self.group.result(timeout)
         return self._value
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the whole, whose error is that of every part."""
-        return self.whole.exception(timeout)
+        """Wait for the group, and return its error, which every member has."""
+        return self.group.exception(timeout)
 
     def add_done_callback(self, fn: Callable[[Any], object], /) -> None:
-        """Call `fn` when the whole is done."""
-        # Futures never forget their callbacks: one that still held this would keep the array alive.
-        held = [self]
-        self.whole.add_done_callback(lambda _: fn(held.pop()))
+        """Call `fn` with this future when the group is done."""
+        # A Future never drops its callbacks: a callback that still referenced this object would keep its
+        # array alive.
+        reference = [self]
+        self.group.add_done_callback(lambda _: fn(reference.pop()))
 
 
-class Kept:
-    """A promise that is kept already.
+class CompletedFuture:
+    """A future that is done from the beginning.
 
     Args:
         value: its value.
@@ -80,18 +83,18 @@ class Kept:
         fn(self)
 
 
-class Gone:
-    """The promise of an array that was given up.
+class DeletedFuture:
+    """The future of an array that was deleted or donated; reading it raises.
 
     Args:
-        why: what became of it.
-        type_: what it was.
+        reason: continues the sentence "this array ...".
+        type_: type of the array.
     """
 
-    __slots__ = ("_type", "_why")
+    __slots__ = ("_reason", "_type")
 
-    def __init__(self, why: str, type_: object) -> None:
-        self._why = why
+    def __init__(self, reason: str, type_: object) -> None:
+        self._reason = reason
         self._type = type_
 
     def result(self, timeout: float | None = None) -> Any:
@@ -99,39 +102,39 @@ class Gone:
         raise self.exception()
 
     def exception(self, timeout: float | None = None) -> PjrtError:
-        """Return the error; made here, because hardly anybody asks for it."""
-        return PjrtError(Code.INVALID_ARGUMENT, f"this array {self._why}: {self._type}")
+        """Return the error; it is made on demand, because it is rarely read."""
+        return PjrtError(Code.INVALID_ARGUMENT, f"this array {self._reason}: {self._type}")
 
     def add_done_callback(self, fn: Callable[[Any], object], /) -> None:
         """Call `fn` now."""
         fn(self)
 
 
-def share(parts: Sequence[Part], values: Sequence[Any]) -> None:
-    """Give each part its value."""
-    for part, value in zip(parts, values, strict=True):
-        part.keep(value)
+def set_values(futures: Sequence[GroupedFuture], values: Sequence[Any]) -> None:
+    """Set the value of each member of a group."""
+    for future, value in zip(futures, values, strict=True):
+        future.set_value(value)
 
 
-def end_of(promise: Promise) -> Promise:
-    """Return a promise that is done when this one is, the same for all that are done together."""
-    return promise.whole if isinstance(promise, Part) else promise
+def completion_of(future: FutureLike) -> FutureLike:
+    """Return the future that completes with this one; members of a group share it."""
+    return future.group if isinstance(future, GroupedFuture) else future
 
 
-def complete(done: Future[Any], task: Callable[[], Any]) -> None:
-    """Keep a promise with the result of a task, or with its error."""
+def complete(future: Future[Any], task: Callable[[], Any]) -> None:
+    """Run a task, and complete a future with its result or its error."""
     try:
         result = task()
     except BaseException as error:
-        done.set_exception(error)
+        future.set_exception(error)
     else:
-        done.set_result(result)
+        future.set_result(result)
 
 
-def then(first: Promise, follow: Callable[[Any], None], done: Future[Any]) -> None:
-    """Call `follow` with a promise's value, on the thread that makes it; an error goes to `done`."""
+def then(first: FutureLike, follow: Callable[[Any], None], done: Future[Any]) -> None:
+    """Call `follow` with a future's value, on the thread that completes it; an error goes to `done`."""
 
-    def pass_on(first: Promise) -> None:
+    def pass_on(first: FutureLike) -> None:
         try:
             follow(first.result())
         except BaseException as error:

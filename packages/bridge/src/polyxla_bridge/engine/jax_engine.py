@@ -1,4 +1,4 @@
-"""`JaxEngine`: jaxlib's own clients. Heavy: it imports jax, so it is imported where it is started."""
+"""`JaxEngine`: an engine on jaxlib's CPU clients. Importing this module imports jax."""
 
 from __future__ import annotations
 
@@ -16,112 +16,123 @@ import ml_dtypes
 import numpy as np
 from jaxlib import _jax, xla_client
 
+from polyxla_bridge.abi import Code
 from polyxla_bridge.engine import memory_accounting
-from polyxla_bridge.engine.clients import Clients, Program
-from polyxla_bridge.engine.device_thread import Stream
-from polyxla_bridge.engine.engine import ArrayType, Buffer, Engine, EngineDevice, Executable, Position
-from polyxla_bridge.engine.futures import Kept, Part, Promise, complete, share, then
-from polyxla_bridge.engine.stall_watchdog import Watch
-from polyxla_bridge.env import Share
+from polyxla_bridge.engine.clients import Clients, LoadedProgram
+from polyxla_bridge.engine.device_thread import DeviceThread
+from polyxla_bridge.engine.engine import Buffer, DeviceActivity, Engine, EngineDevice
+from polyxla_bridge.engine.futures import (
+    CompletedFuture,
+    FutureLike,
+    GroupedFuture,
+    complete,
+    set_values,
+    then,
+)
+from polyxla_bridge.engine.stall_watchdog import StallWatchdog
+from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs import cache, hlo, program_file, rewrite
-from polyxla_bridge.programs.compile_coordination import Board, Published
-from polyxla_bridge.table.abi import Code
+from polyxla_bridge.programs.compile_coordination import CompileCoordinator, Published
+from polyxla_bridge.programs.executable import ArrayType, Executable
 
-COMPILER = {"xla_cpu_experimental_ynn_fusion_type": ""}
-"""XLA's options that differ here from its own. YNNPACK's kernels made a step of a small convnet take 1.2
-times as long on 2 cores (jaxlib 0.10.2, ``nox -s bench -- replicas step``)."""
+COMPILER_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": ""}
+"""XLA options that replace XLA's defaults. With YNNPACK's kernels, a step of a small convnet took 1.2 times
+as long on 2 cores (jaxlib 0.10.2, ``nox -s bench -- replicas step``)."""
 _log = logging.getLogger("polyxla.bridge")
 FINISH_TIMEOUT_S = 60
-"""Longest wait for what was asked of the devices before they are let go of, in seconds."""
+"""Longest wait of `JaxEngine.close` for the queued work, in seconds."""
 
 
 class JaxEngine(Engine):
     """Replicas on jaxlib's CPU clients.
 
     Args:
-        share: which replicas there are, which of them are here, and what torch_xla is told they are.
-        on_lookup: told of each program that a process needs whether the folder of compiled programs had it.
+        settings: the job's replicas, which of them are in this process, and how to run them.
+        on_lookup: called for each program that this process needs, with whether the compilation cache had it.
 
     Attributes:
-        compiles: how many programs this process compiled.
-        cache: the folder of compiled programs, and how often it had what this process needed.
+        compiles: number of programs that this process compiled.
+        cache: the compilation cache, and its hits and misses.
 
     Raises:
-        PjrtError: the replicas did not find each other in time.
+        PjrtError: a replica did not connect in time.
     """
 
-    def __init__(self, share: Share, on_lookup: Callable[[bool], None] | None = None) -> None:
+    def __init__(self, settings: BridgeSettings, on_lookup: Callable[[bool], None] | None = None) -> None:
         jax.config.update("jax_enable_x64", True)  # type: ignore[no-untyped-call]
-        self.platform = share.platform
-        self.process_index = share.process
+        self.platform = settings.platform
+        self.process_index = settings.process
         self.devices = tuple(
-            EngineDevice(index, index // share.per_process, index in share.local, share.kind)
-            for index in range(share.replicas)
+            EngineDevice(index, index // settings.per_process, index in settings.local, settings.kind)
+            for index in range(settings.replicas)
         )
         self.compiles = 0
-        self._share = share
+        self._settings = settings
         self._readers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="polyxla-read")
-        self._clients = Clients(share)
-        self._streams = {index: Stream(index) for index in share.local}
-        # Replicas share the machine, and may all take as much of it.
-        each = memory_accounting.machine_bytes() // share.replicas
-        self._accounts = {index: memory_accounting.Account(each) for index in share.local}
-        self._turns: dict[str, threading.Lock] = {}
+        self._clients = Clients(settings)
+        self._threads = {index: DeviceThread(index) for index in settings.local}
+        # Each replica of the machine may use an equal part of its memory.
+        each = memory_accounting.machine_bytes() // settings.replicas
+        self._accounts = {index: memory_accounting.MemoryAccount(each) for index in settings.local}
+        self._compile_locks: dict[str, threading.Lock] = {}
         self._compiled: WeakValueDictionary[str, Executable] = WeakValueDictionary()
-        self.cache = cache.of_job(share, COMPILER, on_lookup)
+        self.cache = cache.for_job(settings, COMPILER_OPTIONS, on_lookup)
         self._compiling = 0
         self._lock = threading.Lock()
-        self._board = Board(self._clients.link, share.process) if share.replicas > 1 else None
-        self._watch = (
-            Watch(self, self._board, lambda: self._compiling > 0, share.stall_timeout_s)
-            if self._board
-            else None
-        )
+        self._coordinator: CompileCoordinator | None = None
+        self._watchdog: StallWatchdog | None = None
+        if settings.replicas > 1:
+            self._coordinator = CompileCoordinator(self._clients.link, settings.process)
+            self._watchdog = StallWatchdog(
+                self, self._coordinator, lambda: self._compiling > 0, settings.stall_timeout_s
+            )
 
     def compile(self, hlo_module: bytes, options: bytes) -> Executable:
-        """Compile once for all replicas: they wait for the one that compiles; other programs do not."""
+        """Compile a program once for all replicas; different programs compile at the same time."""
         fingerprint = hashlib.sha256(hlo_module + options).hexdigest()
         with self._lock:
-            turn = self._turns.setdefault(fingerprint, threading.Lock())
-        with turn:
+            one_at_a_time = self._compile_locks.setdefault(fingerprint, threading.Lock())
+        with one_at_a_time:
             executable = self._compiled.get(fingerprint)
             if executable is None:
-                executable = self._obtain(fingerprint, hlo_module, options)
+                executable = self._compile_or_wait(fingerprint, hlo_module, options)
                 self._compiled[fingerprint] = executable
             return executable
 
-    def _obtain(self, fingerprint: str, hlo_module: bytes, options: bytes) -> Executable:
-        board = self._board if self._share.processes > 1 else None
-        if board is None:
-            return self._make(fingerprint, hlo_module, options)[0]
-        if not board.claim(fingerprint):
-            published = board.wait(fingerprint)
+    def _compile_or_wait(self, fingerprint: str, hlo_module: bytes, options: bytes) -> Executable:
+        coordinator = self._coordinator if self._settings.processes > 1 else None
+        if coordinator is None:
+            return self._load_or_compile(fingerprint, hlo_module, options)[0]
+        if not coordinator.claim(fingerprint):
+            published = coordinator.wait(fingerprint)
             if published:
                 executable = self.deserialize(published.data)
-                # Each process may have a folder of its own, and claim other programs the next time.
+                # Processes may have separate cache directories, and another one may claim it in the next job.
                 self.cache.save(fingerprint, lambda: published.data, is_replaced=False)
                 self.cache.count(is_hit=published.is_hit)
                 return executable
-            # Better twice than never: the process that was to compile it gives no more sign of life.
-            return self._make(fingerprint, hlo_module, options)[0]
+            # The heartbeat of the process that claimed it stopped. Compiling twice is better than never.
+            return self._load_or_compile(fingerprint, hlo_module, options)[0]
         try:
-            executable, is_hit = self._make(fingerprint, hlo_module, options)
-            board.publish(fingerprint, Published(self.serialize(executable), is_hit))
+            executable, is_hit = self._load_or_compile(fingerprint, hlo_module, options)
+            coordinator.publish(fingerprint, Published(self.serialize(executable), is_hit))
         except BaseException as error:
-            board.fail(fingerprint, error)
+            coordinator.fail(fingerprint, error)
             raise
         return executable
 
-    def _make(self, fingerprint: str, hlo_module: bytes, options: bytes) -> tuple[Executable, bool]:
-        """Return the program, and whether it was in the folder."""
+    def _load_or_compile(
+        self, fingerprint: str, hlo_module: bytes, options: bytes
+    ) -> tuple[Executable, bool]:
+        """Load the program from the cache or compile it; return it and whether it was cached."""
         with self._lock:
             self._compiling += 1
         try:
-            kept = self.cache.load(fingerprint, self.deserialize)
-            self.cache.count(is_hit=kept is not None)
-            if kept is not None:
-                return kept, True
+            cached = self.cache.load(fingerprint, self.deserialize)
+            self.cache.count(is_hit=cached is not None)
+            if cached is not None:
+                return cached, True
             compiled = self._compile(fingerprint, hlo_module, options)
             self.cache.save(fingerprint, lambda: self.serialize(compiled))
             return compiled, False
@@ -132,23 +143,23 @@ class JaxEngine(Engine):
     def _compile(self, fingerprint: str, hlo_module: bytes, options: bytes) -> Executable:
         with self._lock:
             self.compiles += 1
-        # Refused before it is compiled, if its shapes are.
+        # Called for its error: dynamic shapes must be refused before the compilation.
         hlo.results(hlo_module)
-        module = _jax.mlir.hlo_to_stablehlo(rewrite.for_jaxlib(hlo_module, self._share.replicas))
-        first = self._share.local[0]
+        module = _jax.mlir.hlo_to_stablehlo(rewrite.for_jaxlib(hlo_module, self._settings.replicas))
+        first = self._settings.local[0]
         native = self._clients.compile(first, module, self._options(options))
         optimized = native.hlo_modules()[0].as_serialized_hlo_module_proto()
         executable = Executable(
             name=hlo.module_name(hlo_module),
             outputs=tuple(ArrayType(dtype, dims) for dtype, dims in hlo.results(optimized)),
-            num_replicas=self._share.replicas,
+            num_replicas=self._settings.replicas,
             optimized_hlo=optimized,
             code_size_bytes=native.size_of_generated_code_in_bytes(),
             fingerprint=fingerprint,
         )
-        return self._ready(executable, Program(self._clients, {first: native}))
+        return self._attach(executable, LoadedProgram(self._clients, {first: native}))
 
-    def _ready(self, executable: Executable, program: Program) -> Executable:
+    def _attach(self, executable: Executable, program: LoadedProgram) -> Executable:
         executable.native["program"] = program
         executable.native["donated"] = hlo.donated(executable.optimized_hlo)
         executable.native["collectives"] = hlo.collectives(executable.optimized_hlo)
@@ -156,13 +167,13 @@ class JaxEngine(Engine):
 
     def _options(self, data: bytes) -> Any:
         options = xla_client.CompileOptions.ParseFromString(data)
-        options.num_replicas = self._share.replicas
-        # Ours are 0..N-1; jaxlib numbers devices in blocks, one block a client.
+        options.num_replicas = self._settings.replicas
+        # The program numbers devices 0..N-1; jaxlib gives each client a block of ids.
         assignment = np.array(self._clients.global_ids, dtype=np.int32)[:, None]
         options.device_assignment = xla_client.DeviceAssignment.create(assignment)
-        # Whoever sets a flag knows better.
+        # A flag that the user sets takes precedence.
         options.env_option_overrides = [
-            (name, value) for name, value in COMPILER.items() if name not in self._share.xla_flags
+            (name, value) for name, value in COMPILER_OPTIONS.items() if name not in self._settings.xla_flags
         ]
         return options
 
@@ -173,30 +184,31 @@ class JaxEngine(Engine):
         arguments: Sequence[Buffer],
         keep: frozenset[int] = frozenset(),
     ) -> list[Buffer]:
-        """Queue one execution on the device's own thread."""
+        """Queue one execution on the device's thread."""
         done: Future[None] = Future()
-        results = [Part(done) for _ in executable.outputs]
+        results = [GroupedFuture(done) for _ in executable.outputs]
         outputs = [Buffer(type_, device, one) for type_, one in zip(executable.outputs, results, strict=True)]
+        # Read now: `give_up` below replaces the values of donated arguments.
         values = [argument.value for argument in arguments]
         kept = executable.native["donated"] & keep
-        self._streams[device.index].put(
-            done, lambda: share(results, self._run(executable, device.index, values, kept))
+        self._threads[device.index].put(
+            done, lambda: set_values(results, self._run(executable, device.index, values, kept))
         )
         for number in executable.native["donated"] - keep:
-            arguments[number].give_up("was given to a program for its results")
+            arguments[number].give_up("was donated to a program")
         return outputs
 
     def _run(
-        self, executable: Executable, index: int, values: list[Promise], kept: frozenset[int]
+        self, executable: Executable, index: int, values: list[FutureLike], kept: frozenset[int]
     ) -> list[Any]:
         arguments = [value.result() for value in values]
-        # Whose memory is being looked at, as here, the program copies instead of taking it.
+        # While numpy has a view of an array, jaxlib copies it instead of donating its memory.
         views = [np.asarray(arguments[number]) for number in kept]
         loaded = executable.native["program"].on(index)
-        self._streams[index].enter(executable.name, executable.native["collectives"])
+        self._threads[index].enter(executable.name, executable.native["collectives"])
         results = loaded.execute_sharded(arguments)
         arrays = [parts[0] for parts in results.disassemble_into_single_device_arrays()]
-        # An error of the computation itself shows here, not in the call.
+        # An error of the computation itself is raised here, not by the call above.
         _jax.batched_block_until_ready(arrays)
         del views
         for number in executable.native["donated"]:
@@ -206,9 +218,9 @@ class JaxEngine(Engine):
         return arrays
 
     def from_host(self, device: EngineDevice, type_: ArrayType, data: memoryview) -> Buffer:
-        """Copy now: the caller's memory is only lent."""
+        """Copy before returning, since the caller may reuse its memory."""
         host = np.frombuffer(data, _numpy_dtype(type_.dtype), math.prod(type_.dims)).reshape(type_.dims)
-        return Buffer(type_, device, Kept(self._put(device.index, host)))
+        return Buffer(type_, device, CompletedFuture(self._put(device.index, host)))
 
     def _put(self, index: int, host: np.ndarray[Any, Any]) -> Any:
         array = self._clients.put(index, host)
@@ -216,11 +228,11 @@ class JaxEngine(Engine):
         return array
 
     def to_host(self, buffer: Buffer) -> Future[memoryview]:
-        """Read as soon as the buffer has its value."""
+        """Read the buffer as soon as it is computed."""
         return self._read(buffer, _bytes)
 
     def copy(self, buffer: Buffer, device: EngineDevice) -> Buffer:
-        """Copy through the host: the clients share no memory."""
+        """Copy through the host, since the clients share no memory."""
         copied: Future[Any] = self._read(buffer, lambda host: self._put(device.index, host))
         return Buffer(buffer.type, device, copied)
 
@@ -228,7 +240,8 @@ class JaxEngine(Engine):
         done: Future[Any] = Future()
 
         def look(array: Any) -> None:
-            # Before a later program can take the memory: while there is a view of it, none does.
+            # On the device's thread, before a later program can reuse the memory: while numpy has a view of
+            # an array, jaxlib does not donate it.
             host = np.asarray(array)
             self._readers.submit(complete, done, lambda: use(host))
 
@@ -236,66 +249,67 @@ class JaxEngine(Engine):
         return done
 
     def delete(self, buffer: Buffer) -> None:
-        """Let go of the array; executions that were queued before hold on to it."""
+        """Release the array; executions that are already queued still use it."""
         buffer.give_up("was deleted")
 
     def serialize(self, executable: Executable) -> bytes:
-        """Return jaxlib's own form, and what it leaves out."""
+        """Return the program in jaxlib's format, with a header for what that format lacks."""
         return program_file.pack(executable, executable.native["program"].data())
 
     def deserialize(self, data: bytes) -> Executable:
-        """Load what `serialize` returned, in this process or another one of such a job."""
-        packed = program_file.unpack(data, self._share.replicas)
-        program = Program(self._clients, {}, packed.native)
+        """Load what `serialize` returned, in any process of a job with as many replicas."""
+        unpacked = program_file.unpack(data, self._settings.replicas)
+        program = LoadedProgram(self._clients, {}, unpacked.native)
         try:
-            program.on(self._share.local[0])
+            program.on(self._settings.local[0])
         except Exception as error:
             raise PjrtError(
-                Code.INVALID_ARGUMENT, f"jaxlib cannot load {packed.executable.name}: {error}"
+                Code.INVALID_ARGUMENT, f"jaxlib cannot load {unpacked.executable.name}: {error}"
             ) from error
-        return self._ready(packed.executable, program)
+        return self._attach(unpacked.executable, program)
 
     def memory_stats(self, device: EngineDevice) -> Mapping[str, int]:
-        """Return what the device's live arrays take."""
+        """Return the memory of the device's live arrays."""
         return self._accounts[device.index].stats()
 
-    def positions(self) -> list[Position]:
-        """Return what each local replica does."""
-        return [stream.position for stream in self._streams.values()]
+    def activities(self) -> list[DeviceActivity]:
+        """Return what each local replica is doing."""
+        return [thread.activity for thread in self._threads.values()]
 
     def finish(self, timeout_s: float) -> bool:
-        """Wait for a mark that is queued behind everything else."""
-        marks = [stream.run(int) for stream in self._streams.values()]
-        return not wait(marks, timeout_s).not_done
+        """Wait for a marker task that is queued behind all other work of each device."""
+        markers = [thread.run(int) for thread in self._threads.values()]
+        return not wait(markers, timeout_s).not_done
 
     def close(self) -> None:
-        """Finish what was queued; then the clients leave, and after them the service.
+        """Finish the queued work, then end the clients, then the service that they are connected to.
 
         Raises:
-            PjrtError: a program did not end in time; its replica is left as it is.
+            PjrtError: a program did not end in time; its replica keeps running.
         """
         unfinished = not self.finish(FINISH_TIMEOUT_S)
-        if self._watch is not None:
-            self._watch.close()
+        if self._watchdog is not None:
+            self._watchdog.close()
         self._readers.shutdown(wait=not unfinished, cancel_futures=unfinished)
         self._compiled.clear()
         if unfinished:
-            where = "; ".join(str(one) for one in self.positions())
+            where = "; ".join(str(one) for one in self.activities())
             raise PjrtError(
-                Code.DEADLINE_EXCEEDED, f"not finished {FINISH_TIMEOUT_S} s after it was closed: {where}"
+                Code.DEADLINE_EXCEEDED,
+                f"the engine was closed, but had not finished after {FINISH_TIMEOUT_S} s: {where}",
             )
-        if self.cache.hits + self.cache.misses and self._share.process == 0:
+        if self.cache.hits + self.cache.misses and self._settings.process == 0:
             _log.info("%s", self.cache)
-        # On threads that exist: at the end of the interpreter no new ones can be started.
-        leaving = [stream.run(self._clients.leave, index) for index, stream in self._streams.items()]
+        # On the existing threads, because no thread can be started while the interpreter shuts down.
+        leaving = [thread.run(self._clients.leave, index) for index, thread in self._threads.items()]
         _, late = wait(leaving, FINISH_TIMEOUT_S)
-        for stream in self._streams.values():
-            stream.close(0 if late else FINISH_TIMEOUT_S)
+        for thread in self._threads.values():
+            thread.close(0 if late else FINISH_TIMEOUT_S)
         self._clients.close()
 
 
 def _bytes(host: np.ndarray[Any, Any]) -> memoryview:
-    # By way of uint8: memoryviews know nothing of bfloat16 and its like.
+    # As uint8, because memoryview does not support bfloat16 and the other dtypes of ml_dtypes.
     return memoryview(np.ascontiguousarray(host).reshape(-1).view(np.uint8).data)
 
 

@@ -1,4 +1,4 @@
-"""How much memory a device's arrays take: counted, because XLA's CPU client has no allocator to ask."""
+"""Memory of a device's arrays, counted here because XLA's CPU client has no allocator to query."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
-class Account:
-    """Counts one device's live arrays; what a program needs while it runs is not among them.
+class MemoryAccount:
+    """Counts the live arrays of one device. Temporary memory of running programs is not counted.
 
     Args:
-        limit_bytes: what the device may use.
+        limit_bytes: memory that the device may use.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -25,11 +25,12 @@ class Account:
         self._in_use = self._peak = self._count = self._largest = 0
         self._lock = threading.Lock()
         self._live: dict[int, _Entry] = {}
-        # The collector may free an array anywhere, also where the lock is held: it only leaves a note.
+        # The garbage collector may free an array anywhere, also in a thread that holds the lock. So `_free`
+        # takes no lock: it appends the size here, and the next call that holds the lock subtracts it.
         self._freed: deque[int] = deque()
 
     def add(self, arrays: list[Any]) -> None:
-        """Count new arrays until they are freed, or until they are taken."""
+        """Count new arrays, until they are freed or `take` is called for them."""
         with self._lock:
             self._settle()
             for array in arrays:
@@ -43,13 +44,13 @@ class Account:
             self._peak = max(self._peak, self._in_use)
 
     def take(self, array: Any) -> None:
-        """Count an array no more: its memory went to another one."""
+        """Stop counting an array whose memory was donated to another one."""
         entry = self._live.pop(id(array), None)
         if entry is not None:
             self._freed.append(entry.size)
 
     def _free(self, entry: Any) -> None:
-        # Of an array that was taken, the entry is gone, and this is not called.
+        # Not called for a donated array: `take` dropped its weak reference, and the callback with it.
         del self._live[entry.key]
         self._freed.append(entry.size)
 
@@ -58,7 +59,7 @@ class Account:
             self._in_use -= self._freed.popleft()
 
     def stats(self) -> Mapping[str, int]:
-        """Return the counts under PJRT's names, in bytes but for ``num_allocs``."""
+        """Return the counters under PJRT's names; all are bytes except ``num_allocs``."""
         with self._lock:
             self._settle()
             return {
@@ -77,7 +78,7 @@ class _Entry(weakref.ref[Any]):
 
 
 def machine_bytes(limit: Path = _CGROUP_LIMIT) -> int:
-    """Return this machine's memory, or what its container may use of it."""
+    """Return the memory of this machine, or the limit of its container if that is lower."""
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     text = limit.read_text().strip() if limit.exists() else "max"
     return min(whole, int(text)) if text.isdecimal() else whole

@@ -1,4 +1,4 @@
-"""Sees that a replica waits in vain for others, and says where everybody is."""
+"""Watchdog for replicas that never reach a collective in which others wait for them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 from polyxla_bridge.env import POLYXLA_STALL_TIMEOUT_S
 
 if TYPE_CHECKING:
-    from polyxla_bridge.engine.engine import Engine, Position
-    from polyxla_bridge.programs.compile_coordination import Board
+    from polyxla_bridge.engine.engine import DeviceActivity, Engine
+    from polyxla_bridge.programs.compile_coordination import CompileCoordinator
 
 STALLED = 5
-"""Exit code of a process whose replicas waited in vain."""
+"""Exit code of a process whose replicas stalled."""
 OWN_THREADS = ("polyxla-device", "polyxla-read", "polyxla-buffers", "polyxla-watch", "polyxla-parent")
-"""How the names of threads begin that nobody needs to see: the engine's, and a launcher's."""
+"""Name prefixes of threads that a report leaves out: the engine's and the launcher's."""
 TICK_S = 1.0
-"""How often the watch looks, in seconds."""
+"""Interval between two checks, in seconds; less if the timeout is short."""
 
 Handler = Callable[[str], None]
 
@@ -29,7 +29,7 @@ Handler = Callable[[str], None]
 def _end(text: str) -> None:
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
-    # Nothing else ends a thread that waits inside a collective.
+    # A thread that waits inside a collective cannot be ended in any other way.
     os._exit(STALLED)
 
 
@@ -37,30 +37,30 @@ _handlers: list[Handler] = [_end]
 
 
 def on_stall(handler: Handler) -> None:
-    """Choose what is done when a replica has waited too long; it is given the text that tells where all are.
+    """Choose the function that is called with the report when a replica stalls.
 
-    Without it, the text goes to standard error and the process ends with exit code `STALLED`.
+    By default the report goes to standard error, and the process ends with exit code `STALLED`.
     """
     _handlers[:] = [handler]
 
 
 def describe(engine: Engine) -> str:
-    """Return what this process's replicas do, and where each of its threads is."""
+    """Report what this process's replicas are doing, and the stack of each of its threads."""
     lines = [f"process {engine.process_index} (pid {os.getpid()}):"]
-    lines += [f"  {position}" for position in engine.positions()]
+    lines += [f"  {activity}" for activity in engine.activities()]
     return "\n".join([*lines, stacks()])
 
 
 def describe_here() -> str:
-    """Return the same of the engine that is watched in this process, if one is."""
+    """Report the same for the engine of this process; only the stacks if there is no engine."""
     return describe(_watched[0]) if _watched else stacks()
 
 
 def stacks() -> str:
-    """Return the Python stack of every thread of this process, but for the engine's own."""
+    """Return the Python stack of every thread of this process, except `OWN_THREADS`."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     lines = []
-    for ident, frame in sys._current_frames().items():  # noqa: SLF001  (there is no other way)
+    for ident, frame in sys._current_frames().items():
         name = names.get(ident, "unknown")
         if not name.startswith(OWN_THREADS):
             lines.append(f"thread {name}:")
@@ -71,67 +71,85 @@ def stacks() -> str:
 _watched: list[Engine] = []
 
 
-class Watch:
-    """A thread that looks after the replicas of a process.
+class StallWatchdog:
+    """Thread that checks whether the replicas of this process have stalled.
 
-    Only programs with collectives wait for others. That one waits is no stall while any process shows
-    that it compiles, or computes: then the others have reason to wait.
+    Only a program with collectives waits for other replicas. As long as any process of the job compiles or
+    computes, the others wait for a reason: such a process publishes heartbeats, and a stall is counted from
+    the last heartbeat of any process.
 
     Args:
-        engine: whose positions are watched.
-        board: where processes show that they are at work.
-        compiling: tells whether this process compiles.
-        timeout_s: how long a replica may wait.
+        engine: its devices are watched.
+        coordinator: exchanges heartbeats with the other processes.
+        is_compiling: returns whether this process is compiling.
+        timeout_s: longest wait of a replica, in seconds.
     """
 
-    def __init__(self, engine: Engine, board: Board, compiling: Callable[[], bool], timeout_s: float) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        coordinator: CompileCoordinator,
+        is_compiling: Callable[[], bool],
+        timeout_s: float,
+    ) -> None:
         self._engine = engine
-        self._board = board
-        self._compiling = compiling
+        self._coordinator = coordinator
+        self._is_compiling = is_compiling
         self._timeout_s = timeout_s
         self._tick_s = min(TICK_S, timeout_s / 4)
-        self._signs: dict[str, str] = {}
-        self._worked = time.monotonic()
+        self._heartbeats: dict[str, str] = {}
+        self._last_progress = time.monotonic()
         self._stop = threading.Event()
         _watched.append(engine)
-        self._thread = threading.Thread(target=self._look, name="polyxla-watch", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="polyxla-watch", daemon=True)
         self._thread.start()
 
-    def _look(self) -> None:
+    def _watch(self) -> None:
         while not self._stop.wait(self._tick_s):
-            positions = self._engine.positions()
+            activities = self._engine.activities()
             try:
-                stalled = self._stalled(positions)
+                stalled = self._check(activities)
             except Exception:
-                # The store went away with process 0, which jaxlib notices in its own way.
+                # The key-value store ended with process 0; jaxlib notices that and ends this process.
                 return
             if stalled:
-                _handlers[0](f"{self._told(stalled)}\n{describe(self._engine)}")
+                _handlers[0](f"{self._report(stalled)}\n{describe(self._engine)}")
                 return
 
-    def _stalled(self, positions: list[Position]) -> list[Position]:
-        lasting = [one for one in positions if one.program is not None and one.seconds > self._tick_s]
-        # Whose programs are short is hardly ever seen in one, but has always just begun or ended something.
-        moved = any(one.seconds < self._tick_s for one in positions)
-        if self._compiling() or moved or any(not one.collectives for one in lasting):
-            self._board.sign()
-        waiting = [one for one in lasting if one.collectives]
-        if waiting and (signs := self._board.signs()) != self._signs:
-            self._signs, self._worked = signs, time.monotonic()
-        quiet_s = time.monotonic() - self._worked
+    def _check(self, activities: list[DeviceActivity]) -> list[DeviceActivity]:
+        """Publish a heartbeat if this process makes progress, and return its stalled replicas."""
+        if self._makes_progress(activities):
+            self._coordinator.beat()
+        waiting = [one for one in self._lasting(activities) if one.collectives]
+        # Other processes' heartbeats are read only when a replica here waits, since each read is a request.
+        if waiting and (heartbeats := self._coordinator.heartbeats()) != self._heartbeats:
+            self._heartbeats, self._last_progress = heartbeats, time.monotonic()
+        quiet_s = time.monotonic() - self._last_progress
+        # Both must be over: the replica's own wait, and the time since any process last made progress.
         return [one for one in waiting if min(one.seconds, quiet_s) > self._timeout_s]
 
-    def _told(self, stalled: list[Position]) -> str:
+    def _makes_progress(self, activities: list[DeviceActivity]) -> bool:
+        # A check rarely falls into a short program, but a device that runs many of them has always started
+        # or finished one less than a tick ago.
+        changed = any(one.seconds < self._tick_s for one in activities)
+        computes = any(not one.collectives for one in self._lasting(activities))
+        return self._is_compiling() or changed or computes
+
+    def _lasting(self, activities: list[DeviceActivity]) -> list[DeviceActivity]:
+        """Return the devices that have been running one program for more than a tick."""
+        return [one for one in activities if one.program is not None and one.seconds > self._tick_s]
+
+    def _report(self, stalled: list[DeviceActivity]) -> str:
         waits = "; ".join(str(one) for one in stalled)
         return (
-            f"polyxla: a replica waits in vain for others to join its collectives ({waits}). Another replica "
-            "runs other programs, by a condition that is not the same on all of them, or it has ended or "
-            f"hangs. Below is where this process's replicas are. {POLYXLA_STALL_TIMEOUT_S}="
-            f"{self._timeout_s:g} is how long they may wait, in seconds."
+            f"polyxla: a replica is stuck: the other replicas do not join its collectives ({waits}). Another "
+            "replica runs other programs, because of a condition that is not the same on all replicas, or it "
+            "has ended, or it hangs. The stacks of this process's replicas follow. Replicas may wait for "
+            f"each other for {POLYXLA_STALL_TIMEOUT_S}={self._timeout_s:g} seconds."
         )
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop the thread."""
         self._stop.set()
         if self._engine in _watched:
             _watched.remove(self._engine)

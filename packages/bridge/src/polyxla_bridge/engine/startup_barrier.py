@@ -1,7 +1,12 @@
-"""Before jaxlib's clients connect, their processes see that all are there.
+"""Barrier that all processes of a job pass before jaxlib's clients connect.
 
-jaxlib ends a process whose client waits in vain, with a C++ stack for an explanation. Here it learns
-which replicas never came.
+jaxlib ends a process whose client cannot connect, and prints a C++ stack. This barrier fails first, with an
+error that names the missing replicas.
+
+Process 0 listens on the coordinator's port. Each other process connects and sends one JSON line (its index
+and the job's size). When all have connected, process 0 starts jaxlib's service on the same port and answers
+``go``, or an error text. The connections stay open until each process leaves, so that process 0, which runs
+the service, is the last to end.
 """
 
 from __future__ import annotations
@@ -13,146 +18,168 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from polyxla_bridge.env import Share
+from polyxla_bridge.abi import Code
+from polyxla_bridge.env import POLYXLA_BRIDGE_PROCESSES, POLYXLA_BRIDGE_REPLICAS, BridgeSettings
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.table.abi import Code
 
 _RETRY_S = 0.05
-_GREETING_TIMEOUT_S = 5.0
-"""How long one that connects may take to say who it is; a stranger says nothing."""
+"""Pause between two attempts to connect, in seconds."""
+_HELLO_TIMEOUT_S = 5.0
+"""Longest wait for the JSON line of a new connection, in seconds; a foreign program never sends one."""
 _GO = b"go\n"
 
 
-class Company:
-    """The processes that came. A connection to process 0 lasts until its process leaves, or dies.
+class PeerConnections:
+    """Connections between process 0 and the other processes, each open until its process leaves or dies.
 
     Args:
-        share: this process's.
-        peers: the connections; process 0 has all of them, any other the one to process 0.
+        settings: of this process.
+        peers: connections by process index; process 0 has all of them, the others only the one to process 0.
     """
 
-    def __init__(self, share: Share, peers: dict[int, socket.socket]) -> None:
-        self._share = share
+    def __init__(self, settings: BridgeSettings, peers: dict[int, socket.socket]) -> None:
+        self._settings = settings
         self._peers = peers
 
     def leave(self, timeout_s: float) -> None:
-        """Say that this process needs the others no more; process 0 waits until all have said so.
+        """Close this process's connections; process 0 first waits until all others have left.
 
-        jaxlib ends a process that still uses its service when the service ends, and asks nobody.
+        jaxlib ends a process that still uses the service when process 0 shuts the service down.
 
         Raises:
-            PjrtError: somebody was still there after `timeout_s` seconds.
+            PjrtError: a process had not left after `timeout_s` seconds.
         """
         deadline = time.monotonic() + timeout_s
-        staying = [process for process, peer in self._peers.items() if not self._part(peer, deadline)]
+        remaining = [index for index, peer in self._peers.items() if not self._close(peer, deadline)]
         self._peers.clear()
-        if staying:
+        if remaining:
             raise PjrtError(
                 Code.DEADLINE_EXCEEDED,
-                f"process 0 waited {timeout_s:g} s for {_named(staying, self._share)} to end, and ends first",
+                f"process 0 waited {timeout_s:g} s for {_named(remaining, self._settings)} to end, "
+                "and now ends before them",
             )
 
-    def _part(self, peer: socket.socket, deadline: float) -> bool:
+    def _close(self, peer: socket.socket, deadline: float) -> bool:
         with peer:
             try:
-                if self._share.process == 0:
+                if self._settings.process == 0:
                     peer.settimeout(max(0.001, deadline - time.monotonic()))
                     peer.recv(1)
-                # Not only closed: a process that was forked from this one may hold it too.
+                # Closing alone is not enough: a process that was forked from this one may hold the socke too.
                 peer.shutdown(socket.SHUT_RDWR)
             except TimeoutError:
                 return False
             except OSError:
-                # It is gone, however it went.
+                # The other process is gone, whether it left or died.
                 return True
         return True
 
 
-def hold(share: Share, start_service: Callable[[], None], timeout_s: float) -> Company:
-    """Wait for all processes; process 0 starts what they will connect to before any goes on.
+def wait_for_peers(
+    settings: BridgeSettings, start_service: Callable[[], None], timeout_s: float
+) -> PeerConnections:
+    """Wait for all processes of the job.
+
+    Args:
+        settings: of this process.
+        start_service: starts the service on the coordinator's port; called in process 0, when all processes
+            have connected and before any of them continues.
+        timeout_s: longest wait, in seconds.
 
     Raises:
-        PjrtError: somebody did not come within `timeout_s` seconds, or came with other numbers.
+        PjrtError: a process did not connect in time, or was started for a job of another size.
     """
     deadline = time.monotonic() + timeout_s
-    if share.process:
-        return Company(share, {0: _answer(share, deadline, timeout_s)})
-    return Company(share, _call(share, start_service, deadline, timeout_s))
+    if settings.process:
+        return PeerConnections(settings, {0: _join(settings, deadline, timeout_s)})
+    return PeerConnections(settings, _gather(settings, start_service, deadline, timeout_s))
 
 
-def _call(
-    share: Share, start_service: Callable[[], None], deadline: float, timeout_s: float
+def _gather(
+    settings: BridgeSettings, start_service: Callable[[], None], deadline: float, timeout_s: float
 ) -> dict[int, socket.socket]:
-    here: dict[int, socket.socket] = {}
+    """Run process 0's side: accept all others, start the service, answer."""
+    peers: dict[int, socket.socket] = {}
     try:
-        with _listen(share) as listener:
-            while len(here) < share.processes - 1:
-                process, peer = _next(listener, share, deadline, set(here), timeout_s)
-                here[process] = peer
-        # On the port that the listener had: closed, so that it is free.
+        with _listen(settings) as listener:
+            while len(peers) < settings.processes - 1:
+                process, peer = _accept(listener, settings, deadline, set(peers), timeout_s)
+                peers[process] = peer
+        # After the listener is closed, because the service listens on the same port; before "go", because the
+        # others connect to the service as soon as they read it.
         start_service()
-        for peer in here.values():
+        for peer in peers.values():
             peer.sendall(_GO)
     except BaseException as error:
-        for peer in here.values():
+        for peer in peers.values():
             with suppress(OSError), peer:
                 peer.sendall(f"{error}\n".encode())
         raise
-    return here
+    return peers
 
 
-def _listen(share: Share) -> socket.socket:
-    host, _, port = share.coordinator.rpartition(":")
+def _listen(settings: BridgeSettings) -> socket.socket:
+    host, _, port = settings.coordinator.rpartition(":")
     try:
-        return socket.create_server((host, int(port)), backlog=share.processes)
+        return socket.create_server((host, int(port)), backlog=settings.processes)
     except OSError as error:
         raise PjrtError(
             Code.UNAVAILABLE,
-            f"process 0 cannot listen on {share.coordinator}, where {share.replicas} replicas were to meet: "
+            f"process 0 cannot listen on {settings.coordinator}, where {settings.replicas} replicas meet: "
             f"{error.strerror or error}",
         ) from error
 
 
-def _next(
-    listener: socket.socket, share: Share, deadline: float, here: set[int], timeout_s: float
+def _accept(
+    listener: socket.socket,
+    settings: BridgeSettings,
+    deadline: float,
+    connected: set[int],
+    timeout_s: float,
 ) -> tuple[int, socket.socket]:
-    while (left := deadline - time.monotonic()) > 0:
-        listener.settimeout(left)
+    """Return index and connection of the next process."""
+    while (remaining_s := deadline - time.monotonic()) > 0:
+        listener.settimeout(remaining_s)
         try:
             peer, _ = listener.accept()
         except TimeoutError:
             break
-        peer.settimeout(_GREETING_TIMEOUT_S)
-        said = _greeting(peer)
-        if said is None or said["process"] in here:
+        peer.settimeout(_HELLO_TIMEOUT_S)
+        hello = _read_hello(peer)
+        if hello is None or hello["process"] in connected:
             peer.close()
             continue
-        if said["shape"] != _shape(share):
-            text = f"process {said['process']} came with {said['shape']}, process 0 has {_shape(share)}"
+        if hello["job"] != _job_size(settings):
+            text = (
+                f"process {hello['process']} expects a job of {hello['job']}, process 0 one of "
+                f"{_job_size(settings)}: {POLYXLA_BRIDGE_REPLICAS} and {POLYXLA_BRIDGE_PROCESSES} must be "
+                "the same in all processes"
+            )
             peer.sendall(f"{text}\n".encode())
             peer.close()
             raise PjrtError(Code.INVALID_ARGUMENT, text)
-        return said["process"], peer
-    missing = sorted(set(range(1, share.processes)) - here)
+        return hello["process"], peer
+    missing = sorted(set(range(1, settings.processes)) - connected)
     raise PjrtError(
         Code.DEADLINE_EXCEEDED,
-        f"{_named(missing, share)} did not come to {share.coordinator} within {timeout_s:g} s",
+        f"{_named(missing, settings)} did not connect to {settings.coordinator} within {timeout_s:g} s",
     )
 
 
-def _named(processes: list[int], share: Share) -> str:
-    replicas = [one * share.per_process + i for one in processes for i in range(share.per_process)]
-    return f"replicas {replicas} (processes {processes} of {share.processes})"
+def _named(processes: list[int], settings: BridgeSettings) -> str:
+    replicas = [one * settings.per_process + i for one in processes for i in range(settings.per_process)]
+    return f"replicas {replicas} (processes {processes} of {settings.processes})"
 
 
-def _shape(share: Share) -> dict[str, int]:
-    return {"replicas": share.replicas, "processes": share.processes}
+def _job_size(settings: BridgeSettings) -> dict[str, int]:
+    return {"replicas": settings.replicas, "processes": settings.processes}
 
 
-def _greeting(peer: socket.socket) -> dict[str, Any] | None:
+def _read_hello(peer: socket.socket) -> dict[str, Any] | None:
+    """Return what a new connection sent; None if it is not a process of ours."""
     try:
-        said = json.loads(_line(peer))
-        return {"process": int(said["process"]), "shape": dict(said["shape"])}
+        hello = json.loads(_line(peer))
+        return {"process": int(hello["process"]), "job": dict(hello["job"])}
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -162,42 +189,46 @@ def _line(peer: socket.socket) -> bytes:
         return file.readline(1 << 16)
 
 
-def _answer(share: Share, deadline: float, timeout_s: float) -> socket.socket:
-    peer = _reach(share, deadline, timeout_s)
-    said = {"process": share.process, "shape": _shape(share)}
+def _join(settings: BridgeSettings, deadline: float, timeout_s: float) -> socket.socket:
+    """Run the side of a process other than 0: connect, send the hello, wait for the answer."""
+    peer = _connect(settings, deadline, timeout_s)
+    hello = {"process": settings.process, "job": _job_size(settings)}
     try:
-        peer.sendall(json.dumps(said).encode() + b"\n")
-        # Process 0 has the same deadline, and needs a moment to say who is missing.
-        peer.settimeout(max(0.0, deadline - time.monotonic()) + _GREETING_TIMEOUT_S)
+        peer.sendall(json.dumps(hello).encode() + b"\n")
+        # Process 0 has the same deadline, and needs a moment more to send which processes are missing.
+        peer.settimeout(max(0.0, deadline - time.monotonic()) + _HELLO_TIMEOUT_S)
         answer = _line(peer)
     except OSError as error:
-        answer = f"process 0, at {share.coordinator}, gave no answer: {error}".encode()
+        answer = f"process 0, at {settings.coordinator}, did not answer: {error}".encode()
     if answer != _GO:
         peer.close()
         reason = answer.decode(errors="replace").strip()
-        text = reason or f"process 0, at {share.coordinator}, ended before all replicas had come"
+        text = reason or f"process 0, at {settings.coordinator}, ended before all replicas had connected"
         raise PjrtError(Code.UNAVAILABLE, text)
     return peer
 
 
-def _reach(share: Share, deadline: float, timeout_s: float) -> socket.socket:
-    host, _, port = share.coordinator.rpartition(":")
-    while (left := deadline - time.monotonic()) > 0:
+def _connect(settings: BridgeSettings, deadline: float, timeout_s: float) -> socket.socket:
+    host, _, port = settings.coordinator.rpartition(":")
+    while (remaining_s := deadline - time.monotonic()) > 0:
         try:
-            peer = socket.create_connection((host, int(port)), timeout=left)
-            # Where nobody listens, a socket may by chance be given the very port, and find itself.
+            peer = socket.create_connection((host, int(port)), timeout=remaining_s)
+            # As long as process 0 does not listen, the kernel may pick that very port as this socket's own,
+            # and the socket connects to itself.
             if peer.getsockname() != peer.getpeername():
                 return peer
             peer.close()
         except ConnectionError:
-            # Process 0 has not come so far yet.
+            # Process 0 does not listen yet.
             time.sleep(_RETRY_S)
         except OSError as error:
             raise PjrtError(
                 Code.UNAVAILABLE,
-                f"process {share.process} cannot reach {share.coordinator}, where replicas meet: {error}",
+                f"process {settings.process} cannot reach {settings.coordinator}, "
+                f"where replicas meet: {error}",
             ) from error
     raise PjrtError(
         Code.DEADLINE_EXCEEDED,
-        f"nobody listened on {share.coordinator} within {timeout_s:g} s: {_named([0], share)} did not come",
+        f"nothing listened on {settings.coordinator} within {timeout_s:g} s: "
+        f"{_named([0], settings)} did not start",
     )

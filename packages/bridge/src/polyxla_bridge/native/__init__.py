@@ -1,7 +1,7 @@
-"""The C part, as Python calls it.
+"""The package's C library.
 
-`UNLOCKED` is for what may wait, or runs what torch_xla waits with: Python's lock is free meanwhile.
-`LOCKED` is for the rest, which is over sooner than the lock is let go of.
+Call a function through `UNLOCKED`, which releases the GIL, if it blocks or runs torch_xla's callbacks. Call
+it through `LOCKED`, which holds the GIL, if it is faster than releasing the GIL.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ctypes
 from ctypes import POINTER, c_bool, c_char, c_char_p, c_int, c_size_t, c_void_p
 from pathlib import Path
 
-from polyxla_bridge.table import abi
+from polyxla_bridge import abi
 
 PATH = Path(__file__).with_name("library.so")
 """Built with the package by hatch_build.py; torch_xla opens the same file."""
@@ -32,10 +32,10 @@ LOCKED.polyxla_drop.argtypes = [c_void_p]
 LOCKED.polyxla_delete.argtypes = [c_void_p]
 
 PROFILER = ctypes.addressof(c_char.in_dll(UNLOCKED, "polyxla_profiler"))
-"""Where the table's extension is that stands for a profiler."""
+"""Address of the profiler extension of PJRT's function table."""
 
 
 def address(name: str) -> int | None:
-    """Return where an exported function is; None for one that C does not have."""
+    """Return the address of an exported function; None if the library has no such function."""
     function = getattr(UNLOCKED, name, None)
     return None if function is None else ctypes.cast(function, c_void_p).value

@@ -1,1 +1,1 @@
-"""Compiled programs: HLO, its rewriting, files and caches."""
+"""Compiled programs: HLO and its rewriting, program files, the compilation cache."""

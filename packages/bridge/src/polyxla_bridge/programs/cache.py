@@ -1,10 +1,10 @@
-"""Compiled programs in a folder, for the jobs that follow.
+"""The compilation cache: compiled programs in a directory, for later jobs.
 
-torch_xla has such a cache (``xr.initialize_cache``), but loads nothing that a plugin made: it warns and asks
-for the program again. So the engine keeps its own files, in the same folder where there is one, else in the
-person's own.
+torch_xla has such a cache (``xr.initialize_cache``), but cannot load programs of a plugin: it warns, and
+compiles again. So the engine writes its own files: to torch_xla's directory if there is one, else to the
+user's cache directory.
 
-Source: https://github.com/pytorch/xla/issues/9094 (torch_xla asks a function that plugins do not have).
+Source: https://github.com/pytorch/xla/issues/9094 (torch_xla calls a function that plugins do not have).
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-from polyxla_bridge.engine.engine import Executable
-from polyxla_bridge.env import HOME, POLYXLA_COMPILE_CACHE, XDG_CACHE_HOME, Origin, Share
-from polyxla_bridge.programs.cache_folder import PREFIX, CacheFolder, unfit
+import polyxla_bridge
+from polyxla_bridge.env import HOME, POLYXLA_COMPILE_CACHE, XDG_CACHE_HOME, BridgeSettings, CacheOrigin
+from polyxla_bridge.programs.cache_folder import PREFIX, CacheFolder, why_unusable
+from polyxla_bridge.programs.executable import Executable
 
 _log = logging.getLogger("polyxla.bridge")
 _CPUINFO = Path("/proc/cpuinfo")
@@ -29,66 +30,69 @@ _CPU_FIELDS = (
     *("vendor_id", "cpu family", "model", "flags"),
     *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features"),
 )
-"""What LLVM goes by when it compiles for "this machine", on x86 and on ARM.
+"""Fields by which LLVM chooses instructions for the host's processor, on x86 and on ARM.
 Source: llvm/lib/TargetParser/Host.cpp; the fields, arch/x86/kernel/cpu/proc.c and arch/arm64/kernel/cpuinfo.c
 of Linux."""
 DUMPS = "--xla_dump_to"
-"""The option that asks for files about each compilation: a program that is not compiled has none."""
+"""XLA option that writes files about each compilation; a cached program would write none."""
 
 
-def of_job(
-    share: Share, compiler: Mapping[str, str], on_lookup: Callable[[bool], None] | None = None
+def for_job(
+    settings: BridgeSettings, compiler: Mapping[str, str], on_lookup: Callable[[bool], None] | None = None
 ) -> ProgramCache:
-    """Return the cache that the job's environment asks for; it does nothing if there can be none.
+    """Return the cache that the job's environment asks for; it stores nothing if there can be none.
 
-    Why there is none is said by the job's first process only.
+    If the chosen directory cannot be used, the first process of the job warns.
 
     Args:
-        share: of the job.
-        compiler: XLA's options that the engine sets itself.
-        on_lookup: told of each program whether it was there.
+        settings: of this process.
+        compiler: XLA options that the engine sets.
+        on_lookup: called for each program with whether the cache had it.
     """
-    why = _why_none(share)
-    if why and share.process == 0:
+    problem = _problem(settings)
+    if problem and settings.process == 0:
         _log.warning(
-            "no compiled programs are kept for the next job: %s; %s=FOLDER names a place, "
-            "%s=off leaves out this line",
-            *(why, POLYXLA_COMPILE_CACHE, POLYXLA_COMPILE_CACHE),
+            "no compiled programs are cached for later jobs: %s; set %s=DIRECTORY to use another directory, "
+            "or %s=off to turn the cache off",
+            *(problem, POLYXLA_COMPILE_CACHE, POLYXLA_COMPILE_CACHE),
         )
-    if why or not share.cache_path or DUMPS in _flags(share.xla_flags):
+    if problem or not settings.cache_path or DUMPS in _flags(settings.xla_flags):
         return ProgramCache("", "")
-    made_of = context(share, compiler)
-    return ProgramCache(share.cache_path, made_of, is_readonly=share.cache_is_readonly, on_lookup=on_lookup)
+    digest = context(settings, compiler)
+    return ProgramCache(
+        settings.cache_path, digest, is_readonly=settings.cache_is_readonly, on_lookup=on_lookup
+    )
 
 
-def _why_none(share: Share) -> str | None:
-    if share.cache_origin is Origin.PERSON:
-        return unfit(Path(share.cache_path), is_own=False)
-    if share.cache_origin is not Origin.HOME:
-        # A program's folder is its own affair: it may be there to be read only.
+def _problem(settings: BridgeSettings) -> str | None:
+    """Return why the cache directory cannot be used; None if it can, or if there is to be no cache."""
+    if settings.cache_origin is CacheOrigin.USER:
+        return why_unusable(Path(settings.cache_path), is_private=False)
+    if settings.cache_origin is not CacheOrigin.DEFAULT:
+        # The program that chose a directory is responsible for it; it may be read-only on purpose.
         return None
-    if not share.cache_path:
+    if not settings.cache_path:
         return f"neither {XDG_CACHE_HOME} nor {HOME} is set"
     if not cpu():
-        return "Linux does not tell which processor this is, and another one could find them"
-    return unfit(Path(share.cache_path), is_own=True)
+        return "Linux does not report the model of this processor, and the programs might run on another one"
+    return why_unusable(Path(settings.cache_path), is_private=True)
 
 
-def context(share: Share, compiler: Mapping[str, str]) -> str:
-    """Return, as a digest, all but the program that a binary depends on."""
+def context(settings: BridgeSettings, compiler: Mapping[str, str]) -> str:
+    """Return a digest of everything but the program that determines the compiled code."""
     digest = hashlib.sha256()
-    # What this package makes of a program before jaxlib compiles it is up to its code.
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    # This package rewrites programs and sets compiler options, so its code counts.
+    for path in sorted(Path(polyxla_bridge.__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
-    job = [share.replicas, _flags(share.xla_flags), sorted(compiler.items())]
-    # Loops are cut for as many threads as there are.
-    machine = [share.nproc, len(os.sched_getaffinity(0)), platform.machine(), cpu()]
+    job = [settings.replicas, _flags(settings.xla_flags), sorted(compiler.items())]
+    # XLA divides loops by the number of threads.
+    machine = [settings.nproc, len(os.sched_getaffinity(0)), platform.machine(), cpu()]
     digest.update(json.dumps([version("jaxlib"), job, machine]).encode())
     return digest.hexdigest()
 
 
 def _flags(text: str) -> str:
-    """Return XLA's flags, which the variable holds or names a file of.
+    """Return XLA's flags: the variable's text, or the content of the file that it names.
 
     Source: SetArgvFromEnv in xla/parse_flags_from_env.cc.
     """
@@ -98,12 +102,12 @@ def _flags(text: str) -> str:
     try:
         return Path(name).read_text()
     except (OSError, ValueError):
-        # XLA cannot read it either, and says so in its own way.
+        # XLA cannot read the file either, and reports it.
         return text
 
 
 def cpu(cpuinfo: Path = _CPUINFO) -> str:
-    """Return what the first processor is and has, or nothing where Linux does not tell."""
+    """Return model and features of the first processor; empty if Linux does not report them."""
     try:
         first = cpuinfo.read_text().strip().partition("\n\n")[0]
     except OSError:
@@ -112,17 +116,17 @@ def cpu(cpuinfo: Path = _CPUINFO) -> str:
 
 
 class ProgramCache:
-    """Programs by fingerprint. Whatever is wrong with the folder is said once, and no job fails by it.
+    """Compiled programs by fingerprint. An error of the directory is logged once, and fails no job.
 
     Args:
-        folder: made when something is to be kept; empty, nothing is kept, found or counted.
-        context: what else than the program a binary is made of.
-        is_readonly: keep nothing.
-        on_lookup: told of each program whether it was there, in the thread that asked.
+        folder: the directory, made at the first write; if empty, the cache stores, finds and counts nothing.
+        context: digest of everything but the program that determines the compiled code.
+        is_readonly: whether to write nothing.
+        on_lookup: called for each program with whether it was cached, in the thread that asked.
 
     Attributes:
-        hits: programs that were there, for whichever process of the job looked.
-        misses: programs that were not, or could not be used.
+        hits: programs that were cached, also if another process of the job looked them up.
+        misses: programs that were not cached, or could not be used.
     """
 
     def __init__(
@@ -139,7 +143,7 @@ class ProgramCache:
         self._is_readonly = is_readonly
         self._on_lookup = on_lookup
         self._lock = threading.Lock()
-        self._complained = threading.Lock()
+        self._warned = threading.Lock()
 
     def __str__(self) -> str:
         where = self._folder.path if self._folder else "none"
@@ -156,34 +160,34 @@ class ProgramCache:
             self._on_lookup(is_hit)
 
     def load(self, fingerprint: str, unpack: Callable[[bytes], Executable]) -> Executable | None:
-        """Return a program that was kept; None if there is none, or none that can be used.
+        """Return a cached program; None if there is none that can be used.
 
         Args:
-            fingerprint: the program's.
-            unpack: makes the program of its file's bytes, or raises.
+            fingerprint: of the program.
+            unpack: makes the program from the content of its file, or raises.
         """
         if self._folder is None:
             return None
         name = self._name(fingerprint)
         try:
-            executable = unpack(self._folder.read(name, is_noted=not self._is_readonly))
+            executable = unpack(self._folder.read(name, is_use=not self._is_readonly))
         except FileNotFoundError:
             return None
         except Exception as error:
-            self._complain(f"cannot use {self._folder.path / name}", error)
+            self._warn(f"cannot use {self._folder.path / name}", error)
             return None
         if executable.fingerprint != fingerprint:
-            self._complain(f"cannot use {self._folder.path / name}", ValueError("it holds another program"))
+            self._warn(f"cannot use {self._folder.path / name}", ValueError("it holds another program"))
             return None
         return executable
 
     def save(self, fingerprint: str, pack: Callable[[], bytes], *, is_replaced: bool = True) -> None:
-        """Keep a program, whole or not at all.
+        """Cache a program; its file appears complete or not at all.
 
         Args:
-            fingerprint: the program's.
-            pack: returns what its file is to hold.
-            is_replaced: whether a file that is there already is written anew.
+            fingerprint: of the program.
+            pack: returns the content of the file.
+            is_replaced: whether an existing file is written again.
         """
         if self._folder is None or self._is_readonly:
             return
@@ -192,12 +196,12 @@ class ProgramCache:
             if is_replaced or not (self._folder.path / name).exists():
                 self._folder.write(name, pack())
         except Exception as error:
-            self._complain(f"cannot write {self._folder.path / name}", error)
+            self._warn(f"cannot write {self._folder.path / name}", error)
 
     def _name(self, fingerprint: str) -> str:
         return f"{PREFIX}{hashlib.sha256(f'{self._context} {fingerprint}'.encode()).hexdigest()}"
 
-    def _complain(self, what: str, error: Exception) -> None:
-        # Taken and never given back.
-        if self._complained.acquire(blocking=False):
-            _log.warning("the cache of compiled programs %s, and the job goes on without: %s", what, error)
+    def _warn(self, what: str, error: Exception) -> None:
+        # The lock is a flag that several threads can set, and one of them first: it is never released.
+        if self._warned.acquire(blocking=False):
+            _log.warning("the compilation cache %s; the job continues without it: %s", what, error)

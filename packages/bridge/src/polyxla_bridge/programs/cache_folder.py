@@ -1,6 +1,6 @@
-"""The folder of compiled programs: who may use it, how a file gets there whole, how large it becomes.
+"""The directory of the compilation cache: permissions, atomic writes, size limit.
 
-Any number of threads, processes and jobs may do all of this at once.
+Any number of threads, processes and jobs may use one directory at the same time.
 """
 
 from __future__ import annotations
@@ -13,60 +13,60 @@ import time
 from pathlib import Path
 
 LIMIT_BYTES = 2 << 30
-"""How much is kept, in bytes: some thousand programs of small networks, some hundred of large ones."""
+"""Maximum size of the cache, in bytes: about a thousand programs of small networks, or a hundred of large."""
 SWEEP_BYTES = 64 << 20
-"""How much a process adds, in bytes, before it looks again whether that is too much."""
+"""Bytes that a process writes between two checks of the size."""
 ABANDONED_S = 3600.0
-"""From which age on a file that nobody has finished is one that nobody will, in seconds."""
+"""Age from which an unfinished file counts as left behind by a killed writer, in seconds."""
 PREFIX = "polyxla-"
-"""How the names of our files begin; torch_xla keeps others in the same folder."""
+"""Name prefix of the cache's files; torch_xla writes others to the same directory."""
 
 
-def unfit(folder: Path, *, is_own: bool) -> str | None:
-    """Make a folder if it is not there, and return why it cannot be used; None if it can.
+def why_unusable(folder: Path, *, is_private: bool) -> str | None:
+    """Make a directory if it does not exist; return why it cannot be used, or None.
 
     Args:
-        folder: the folder.
-        is_own: whether nobody else may be able to write there: what is found is run.
+        folder: the directory.
+        is_private: whether other users must not be able to write there, since cached code is run.
     """
     try:
-        folder.mkdir(mode=0o700 if is_own else 0o777, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700 if is_private else 0o777, parents=True, exist_ok=True)
         status = folder.stat()
     except OSError as error:
         return str(error)
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-        return f"{folder} may not be written to"
-    if is_own and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
-        return f"others may write to {folder}"
+        return f"{folder} is not writable"
+    if is_private and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
+        return f"other users may write to {folder}"
     return None
 
 
 class CacheFolder:
-    """Files by name. None is ever seen half written.
+    """Files by name; a reader never sees a partly written file.
 
     Args:
-        path: made when something is written.
-        limit_bytes: how much is kept; what was used last goes last.
+        path: the directory, made at the first write.
+        limit_bytes: maximum size; the least recently used files are evicted.
     """
 
     def __init__(self, path: Path, limit_bytes: int = LIMIT_BYTES) -> None:
         self.path = path
         self._limit_bytes = limit_bytes
-        # The first addition is followed by a look.
-        self._added_bytes = SWEEP_BYTES
+        # So that the first write of a process checks the size.
+        self._written_bytes = SWEEP_BYTES
         self._lock = threading.Lock()
 
     def write(self, name: str, data: bytes) -> None:
-        """Put a file in the place of what is there; delete what there is too much of.
+        """Write or replace a file, then evict others if the cache is too large.
 
-        It is not forced to the disk, which takes longer than small programs do: what a crash of the machine
-        leaves of it has another checksum.
+        The data is not flushed to disk, which would take longer than compiling a small program: a file that
+        a crash of the machine damages fails its checksum.
 
         Raises:
-            OSError: it cannot be written; there is none then.
+            OSError: the file cannot be written; nothing remains of it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        # Not of `tempfile`, whose files nobody else may read.
+        # Not by `tempfile`, because other users could not read its files in a shared directory.
         temporary = self.path / f".{name}.{secrets.token_hex(8)}"
         try:
             with temporary.open("xb") as file:
@@ -74,51 +74,51 @@ class CacheFolder:
             temporary.replace(self.path / name)
         finally:
             temporary.unlink(missing_ok=True)
-        if self._is_due(len(data)):
+        if self._is_sweep_due(len(data)):
             self.sweep()
 
-    def _is_due(self, size_bytes: int) -> bool:
+    def _is_sweep_due(self, size_bytes: int) -> bool:
         with self._lock:
-            self._added_bytes += size_bytes
-            if self._added_bytes < SWEEP_BYTES:
+            self._written_bytes += size_bytes
+            if self._written_bytes < SWEEP_BYTES:
                 return False
-            self._added_bytes = 0
+            self._written_bytes = 0
             return True
 
-    def read(self, name: str, *, is_noted: bool) -> bytes:
-        """Return what a file holds.
+    def read(self, name: str, *, is_use: bool) -> bytes:
+        """Return the content of a file.
 
         Args:
-            name: the file's.
-            is_noted: whether it is to count as just used.
+            name: of the file.
+            is_use: whether the file becomes the most recently used one.
 
         Raises:
-            OSError: it cannot be read, or is not there.
+            OSError: the file does not exist or cannot be read.
         """
         with (self.path / name).open("rb") as file:
-            if is_noted:
-                # Another person's file may be read, but not noted.
+            if is_use:
+                # Another user's file can be read, but its times cannot be set.
                 with contextlib.suppress(PermissionError):
                     os.utime(file.fileno())
             return file.read()
 
     def sweep(self) -> None:
-        """Delete the programs that were not used for longest, and what killed writers left.
+        """Evict the least recently used programs, and delete what killed writers left behind.
 
-        What may not be deleted, such as another person's in a shared folder, stays.
+        Files that cannot be deleted, such as another user's in a shared directory, stay.
         """
-        kept = []
+        programs = []
         for path, status in self._files():
             if path.name.startswith("."):
                 if time.time() - status.st_mtime > ABANDONED_S:
                     _delete(path)
             else:
-                kept.append((status.st_mtime_ns, status.st_size, path))
-        excess = sum(size for _, size, _ in kept) - self._limit_bytes
-        for _, size, path in sorted(kept):
+                programs.append((status.st_mtime_ns, status.st_size, path))
+        excess = sum(size for _, size, _ in programs) - self._limit_bytes
+        for _, size, path in sorted(programs):
             if excess <= 0:
                 return
-            # Who sweeps at the same time deletes the same ones.
+            # Another process that sweeps now deletes the same files in the same order: no more than needed.
             _delete(path)
             excess -= size
 

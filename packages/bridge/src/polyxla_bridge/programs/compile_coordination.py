@@ -1,4 +1,7 @@
-"""What the job's processes tell each other, through the key-value store of jaxlib's distributed runtime."""
+"""One compilation of each program per job: claims, results and heartbeats in a key-value store.
+
+The store is that of jaxlib's distributed runtime; process 0 serves it.
+"""
 
 from __future__ import annotations
 
@@ -10,41 +13,44 @@ from typing import Any
 from polyxla_bridge.errors import PjrtError, as_pjrt_error
 
 CHUNK_BYTES = 64 << 20
-"""Largest value that is sent at once; a protocol buffer ends at 2 GiB."""
-PATIENCE_S = 30.0
-"""How long a process that compiles for others may give no sign of life, in seconds."""
+"""Largest value that is stored under one key, in bytes; a protocol buffer is limited to 2 GiB."""
+HEARTBEAT_TIMEOUT_S = 30.0
+"""Longest wait for the next heartbeat of a process that compiles for others, in seconds."""
 _POLL_S = 1.0
-_SIGNS = "polyxla/signs/"
+_HEARTBEATS = "polyxla/heartbeats/"
 
 
 @dataclass(frozen=True)
 class Published:
-    """A program that one process has made for all.
+    """A program that one process publishes for all.
 
     Attributes:
         data: the serialised program.
-        is_hit: whether it had been kept by an earlier job.
+        is_hit: whether it came from the compilation cache.
     """
 
     data: bytes
     is_hit: bool
 
 
-class Board:
-    """Claims, compiled programs and signs of life.
+class CompileCoordinator:
+    """Decides which process compiles a program, and distributes the result.
+
+    The process that claims a program first compiles it, then stores either its chunks followed by an end
+    record, or an end record with the error. The others poll for the end record.
 
     Args:
-        link: jaxlib's connection; its store forgets nothing before the job ends.
-        process: this process's number.
+        link: jaxlib's connection to the store; keys live as long as the job.
+        process: index of this process.
     """
 
     def __init__(self, link: Any, process: int) -> None:
         self._link = link
         self._process = process
-        self._count = 0
+        self._beats = 0
 
     def claim(self, fingerprint: str) -> bool:
-        """Take a program to compile; return whether nobody else had."""
+        """Claim a program for this process to compile; return False if another process already has."""
         try:
             self._link.key_value_set(_key(fingerprint, "claim"), str(self._process))
         except Exception as error:
@@ -54,38 +60,42 @@ class Board:
         return True
 
     def publish(self, fingerprint: str, program: Published) -> None:
-        """Give a program to whoever waits for it."""
+        """Publish a claimed program to the processes that wait for it."""
         data = program.data
-        parts = [data[i : i + CHUNK_BYTES] for i in range(0, len(data), CHUNK_BYTES)]
-        for number, part in enumerate(parts):
-            self._link.key_value_set_bytes(_key(fingerprint, str(number)), part, allow_overwrite=True)
-        self._end(fingerprint, {"parts": len(parts), "is_hit": program.is_hit})
+        chunks = [data[i : i + CHUNK_BYTES] for i in range(0, len(data), CHUNK_BYTES)]
+        for number, chunk in enumerate(chunks):
+            self._link.key_value_set_bytes(_key(fingerprint, str(number)), chunk, allow_overwrite=True)
+        # Last, because a reader takes the chunks as complete once the end record exists.
+        self._end(fingerprint, {"chunks": len(chunks), "is_hit": program.is_hit})
 
     def fail(self, fingerprint: str, error: BaseException) -> None:
-        """Tell whoever waits for a program why there is none."""
-        why = as_pjrt_error(error)
-        self._end(fingerprint, {"code": why.code, "message": why.message})
+        """Publish the error of a claimed program to the processes that wait for it."""
+        failure = as_pjrt_error(error)
+        self._end(fingerprint, {"code": failure.code, "message": failure.message})
 
     def _end(self, fingerprint: str, end: dict[str, Any]) -> None:
         self._link.key_value_set(_key(fingerprint, "end"), json.dumps(end), allow_overwrite=True)
 
     def wait(self, fingerprint: str) -> Published | None:
-        """Return the program that another process compiles; None if that one gives no more sign of life.
+        """Wait for a program that another process compiles.
+
+        Returns:
+            The program; None if the heartbeat of the compiling process stopped.
 
         Raises:
-            PjrtError: it could not be compiled.
+            PjrtError: the program could not be compiled.
         """
         compiling = self._link.key_value_try_get(_key(fingerprint, "claim"))
-        sign, seen = None, time.monotonic()
+        beat, seen = None, time.monotonic()
         while (end := self._get(_key(fingerprint, "end"), _POLL_S)) is None:
             now = time.monotonic()
-            if (latest := self.signs().get(compiling)) != sign:
-                sign, seen = latest, now
-            if now - seen > PATIENCE_S:
+            if (latest := self.heartbeats().get(compiling)) != beat:
+                beat, seen = latest, now
+            if now - seen > HEARTBEAT_TIMEOUT_S:
                 return None
         if "message" in end:
             raise PjrtError(end["code"], end["message"])
-        keys = [_key(fingerprint, str(number)) for number in range(end["parts"])]
+        keys = [_key(fingerprint, str(number)) for number in range(end["chunks"])]
         data = b"".join(self._link.key_value_try_get_bytes(key) for key in keys)
         return Published(data, end["is_hit"])
 
@@ -98,14 +108,14 @@ class Board:
             raise
         return found
 
-    def sign(self) -> None:
-        """Show the others that this process is at work, though nothing comes of it yet."""
-        self._count += 1
-        self._link.key_value_set(f"{_SIGNS}{self._process}", str(self._count), allow_overwrite=True)
+    def beat(self) -> None:
+        """Publish a heartbeat: this process compiles or computes, so waiting for it is not a stall."""
+        self._beats += 1
+        self._link.key_value_set(f"{_HEARTBEATS}{self._process}", str(self._beats), allow_overwrite=True)
 
-    def signs(self) -> dict[str, str]:
-        """Return each process's last sign; one that changes is one that works."""
-        return {key.rpartition("/")[2]: value for key, value in self._link.key_value_dir_get(_SIGNS)}
+    def heartbeats(self) -> dict[str, str]:
+        """Return the last heartbeat of each process, by its index; a process at work changes its own."""
+        return {key.rpartition("/")[2]: value for key, value in self._link.key_value_dir_get(_HEARTBEATS)}
 
 
 def _key(fingerprint: str, name: str) -> str:

@@ -1,73 +1,15 @@
-"""The parts of XLA's protocol buffers that are read here, as a minimal schema.
-
-Fields that are not declared survive reading and writing, so a module can be changed without knowing
-all of it.
-
-Source: field numbers of xla/service/hlo.proto and xla/xla_data.proto, as of jaxlib 0.10.2.
-"""
+"""Questions about a program in HLO: its arguments, results, donated parameters and collectives."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterable
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-
+from polyxla_bridge.abi import Code, width
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.table.abi import Code, width
+from polyxla_bridge.programs.hlo_pb2 import HloModuleProto, HloModuleProtoWithConfig, ShapeProto
 
-_Field = descriptor_pb2.FieldDescriptorProto
-
-_SCHEMA: dict[str, list[tuple[str, int, Any, bool]]] = {
-    # name: [(field, number, a scalar type or the name of a message, repeated)]
-    "Shape": [
-        ("element_type", 2, _Field.TYPE_INT32, False),
-        ("dimensions", 3, _Field.TYPE_INT64, True),
-        ("tuple_shapes", 4, "Shape", True),
-        ("is_dynamic_dimension", 6, _Field.TYPE_BOOL, True),
-    ],
-    "ProgramShape": [("parameters", 1, "Shape", True), ("result", 2, "Shape", False)],
-    "Instruction": [
-        ("name", 1, _Field.TYPE_STRING, False),
-        ("opcode", 2, _Field.TYPE_STRING, False),
-        ("shape", 3, "Shape", False),
-        ("metadata", 7, _Field.TYPE_BYTES, False),
-        ("tuple_index", 13, _Field.TYPE_INT64, False),
-        ("dimensions", 14, _Field.TYPE_INT64, True),
-        ("slice_dimensions", 17, "Slice", True),
-        ("channel_id", 26, _Field.TYPE_INT64, False),
-        ("id", 35, _Field.TYPE_INT64, False),
-        ("operand_ids", 36, _Field.TYPE_INT64, True),
-        ("called_computation_ids", 38, _Field.TYPE_INT64, True),
-        # Where the groups of a collective are; XLA wrote them in the one, and now writes them in the other.
-        ("replica_groups", 49, "Group", True),
-        ("device_list", 87, "DeviceList", False),
-    ],
-    "Group": [("replica_ids", 1, _Field.TYPE_INT64, True)],
-    "DeviceList": [("replica_groups", 1, "Group", True)],
-    "Slice": [
-        ("start", 1, _Field.TYPE_INT64, False),
-        ("limit", 2, _Field.TYPE_INT64, False),
-        ("stride", 3, _Field.TYPE_INT64, False),
-    ],
-    "Computation": [
-        ("instructions", 2, "Instruction", True),
-        ("id", 5, _Field.TYPE_INT64, False),
-        ("root_id", 6, _Field.TYPE_INT64, False),
-    ],
-    "Alias": [("parameter_number", 2, _Field.TYPE_INT64, False)],
-    "Aliases": [("entries", 1, "Alias", True)],
-    "Module": [
-        ("name", 1, _Field.TYPE_STRING, False),
-        ("computations", 3, "Computation", True),
-        ("host_program_shape", 4, "ProgramShape", False),
-        ("input_output_alias", 8, "Aliases", False),
-    ],
-    "Config": [("entry_computation_layout", 1, "ProgramShape", False)],
-    "ModuleWithConfig": [("hlo_module", 1, "Module", False), ("config", 2, "Config", False)],
-}
-
-# Source: PrimitiveType in xla_data.proto.
+# dtypes by element type. Source: PrimitiveType in xla_data.proto.
 _PRIMITIVES = {
     1: "bool",
     2: "int8",
@@ -101,7 +43,7 @@ _PRIMITIVES = {
 }
 
 PRED, TUPLE = 1, 13
-"""The types of truth values and of what holds several arrays. Source: as above."""
+"""Element types of booleans and of tuples. Source: as above."""
 
 _COLLECTIVES = (
     "all-gather",
@@ -112,87 +54,70 @@ _COLLECTIVES = (
     "ragged-all-to-all",
     "reduce-scatter",
 )
-"""What waits for other replicas. Source: HloOpcode in xla/hlo/ir/hlo_opcode.h."""
+"""Instructions that wait for other replicas. Source: HloOpcode in xla/hlo/ir/hlo_opcode.h."""
 
 
-def _messages() -> dict[str, Any]:
-    file = descriptor_pb2.FileDescriptorProto(
-        name="polyxla_hlo.proto", package="polyxla_hlo", syntax="proto2"
-    )
-    for name, fields in _SCHEMA.items():
-        message = file.message_type.add(name=name)
-        for field, number, kind, repeated in fields:
-            added = message.field.add(name=field, number=number)
-            added.label = _Field.LABEL_REPEATED if repeated else _Field.LABEL_OPTIONAL
-            if isinstance(kind, str):
-                added.type, added.type_name = _Field.TYPE_MESSAGE, f".polyxla_hlo.{kind}"
-            else:
-                added.type = kind
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return {
-        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"polyxla_hlo.{name}"))
-        for name in _SCHEMA
-    }
-
-
-MESSAGES = _messages()
+def parse_module(data: bytes) -> HloModuleProto:
+    """Parse a serialised HloModuleProto; fields that hlo.proto does not declare survive."""
+    module = HloModuleProto()
+    module.ParseFromString(data)
+    return module
 
 
 def module_name(hlo: bytes) -> str:
     """Return the name of a serialised HloModuleProto."""
-    name: str = parsed("Module", hlo).name
-    return name
+    return parse_module(hlo).name
 
 
 def results(hlo: bytes) -> list[tuple[str, tuple[int, ...]]]:
-    """Return dtype and sizes of each result of a serialised HloModuleProto.
+    """Return dtype and dimensions of each result of a serialised HloModuleProto.
 
     Raises:
-        PjrtError: a size is not known before the program runs.
+        PjrtError: an argument or result has a dynamic shape.
     """
-    module = parsed("Module", hlo)
-    shape = module.host_program_shape.result
-    # A tuple is flat here: torch_xla makes no nested ones.
-    parts = shape.tuple_shapes if shape.element_type not in _PRIMITIVES else [shape]
-    for part in (*parts, *module.host_program_shape.parameters):
-        if any(part.is_dynamic_dimension):
+    module = parse_module(hlo)
+    arrays = _flat([module.host_program_shape.result])
+    for array in (*arrays, *module.host_program_shape.parameters):
+        if any(array.is_dynamic_dimension):
             raise PjrtError(
                 Code.UNIMPLEMENTED,
-                f"{module.name} has an array whose size {tuple(part.dimensions)} is only a limit: dynamic "
-                "shapes are not supported; give it a fixed shape, by padding or by a mask",
+                f"{module.name} has an array whose size {tuple(array.dimensions)} is only an upper bound: "
+                "dynamic shapes are not supported; give the array a fixed shape, by padding or with a mask",
             )
-    return [(_PRIMITIVES[part.element_type], tuple(part.dimensions)) for part in parts]
+    return [(_PRIMITIVES[array.element_type], tuple(array.dimensions)) for array in arrays]
 
 
 def parameters(hlo: bytes) -> list[tuple[str, tuple[int, ...]]]:
-    """Return dtype and sizes of each argument that a serialised HloModuleProto takes."""
-    shapes = parsed("Module", hlo).host_program_shape.parameters
-    flat = [
-        part
+    """Return dtype and dimensions of each argument that a serialised HloModuleProto takes."""
+    arrays = _flat(parse_module(hlo).host_program_shape.parameters)
+    return [(_PRIMITIVES[array.element_type], tuple(array.dimensions)) for array in arrays]
+
+
+def _flat(shapes: Iterable[ShapeProto]) -> list[ShapeProto]:
+    """Return the arrays of shapes. Tuples are one level deep: torch_xla does not nest them."""
+    return [
+        array
         for shape in shapes
-        for part in (shape.tuple_shapes if shape.element_type not in _PRIMITIVES else [shape])
+        for array in (shape.tuple_shapes if shape.element_type not in _PRIMITIVES else [shape])
     ]
-    return [(_PRIMITIVES[part.element_type], tuple(part.dimensions)) for part in flat]
 
 
-def size_bytes(shape: Any) -> int:
-    """Return what an array of a shape takes; 0 for what is no array."""
+def size_bytes(shape: ShapeProto) -> int:
+    """Return the size of an array of this shape; 0 if the shape is not an array's."""
     dtype = _PRIMITIVES.get(shape.element_type, "token")
-    count: int = math.prod(shape.dimensions)
-    return count * width(dtype)
+    return math.prod(shape.dimensions) * width(dtype)
 
 
 def donated(hlo: bytes) -> frozenset[int]:
-    """Return the numbers of the parameters whose memory the results take over."""
-    return frozenset(one.parameter_number for one in parsed("Module", hlo).input_output_alias.entries)
+    """Return the indices of the parameters whose memory the results reuse."""
+    return frozenset(one.parameter_number for one in parse_module(hlo).input_output_alias.entries)
 
 
 def collectives(hlo: bytes) -> tuple[str, ...]:
     """Return the kinds of collectives in a serialised HloModuleProto, each once."""
     found = {
         instruction.opcode.removesuffix("-start")
-        for computation in parsed("Module", hlo).computations
+        for computation in parse_module(hlo).computations
         for instruction in computation.instructions
     }
     return tuple(kind for kind in _COLLECTIVES if kind in found)
@@ -201,17 +126,9 @@ def collectives(hlo: bytes) -> tuple[str, ...]:
 def with_config(hlo: bytes) -> bytes:
     """Return a serialised HloModuleProtoWithConfig whose entry layout is the program's own shape.
 
-    torch_xla reads result layouts from there, and ends the process where there is none.
+    torch_xla reads the layouts of results from the config, and ends the process if there is none.
     """
-    whole = MESSAGES["ModuleWithConfig"]()
+    whole = HloModuleProtoWithConfig()
     whole.hlo_module.MergeFromString(hlo)
     whole.config.entry_computation_layout.CopyFrom(whole.hlo_module.host_program_shape)
-    data: bytes = whole.SerializeToString()
-    return data
-
-
-def parsed(name: str, data: bytes) -> Any:
-    """Return a message of this schema."""
-    message = MESSAGES[name]()
-    message.ParseFromString(data)
-    return message
+    return whole.SerializeToString()

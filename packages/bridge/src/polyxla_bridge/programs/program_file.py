@@ -1,6 +1,6 @@
-"""A compiled program as bytes: what jaxlib's own form leaves out, then that form.
+"""A compiled program as bytes: a header for what jaxlib's format lacks, then jaxlib's format.
 
-``magic, length of the header, header (JSON), optimised HLO, jaxlib's bytes, SHA-256 of all before``.
+``magic, length of the header, header (JSON), optimised HLO, jaxlib's bytes, SHA-256 of everything before``.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from polyxla_bridge.engine.engine import ArrayType, Executable
+from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.table.abi import Code
+from polyxla_bridge.programs.executable import ArrayType, Executable
 
 VERSION = 1
-"""Of this layout; what another one wrote is refused."""
+"""Version of this layout; other versions are refused."""
 _MAGIC = b"polyxla program\n"
 _LENGTH = struct.Struct("<Q")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 @dataclass(frozen=True)
-class Packed:
-    """What `unpack` finds.
+class UnpackedProgram:
+    """The result of `unpack`.
 
     Attributes:
-        executable: without the engine's own objects.
-        native: jaxlib's bytes.
+        executable: the program, without the engine's objects.
+        native: the program in jaxlib's format.
     """
 
     executable: Executable
@@ -37,7 +37,7 @@ class Packed:
 
 
 def pack(executable: Executable, native: bytes) -> bytes:
-    """Return a program as bytes that this version of the engine takes back."""
+    """Return a program as bytes that `unpack` of the same version reads."""
     header = {
         "version": VERSION,
         "jaxlib": version("jaxlib"),
@@ -53,17 +53,21 @@ def pack(executable: Executable, native: bytes) -> bytes:
     return whole + hashlib.sha256(whole).digest()
 
 
-def unpack(data: bytes, num_replicas: int) -> Packed:
-    """Return what `pack` was given.
+def unpack(data: bytes, num_replicas: int) -> UnpackedProgram:
+    """Read what `pack` returned.
+
+    Args:
+        data: the bytes.
+        num_replicas: number of replicas in this job; the program must be compiled for as many.
 
     Raises:
-        PjrtError: these bytes are not such a program, are damaged, or are not for this version or this job.
+        PjrtError: the bytes are not such a program, are damaged, or are for another version or job.
     """
     if not data.startswith(_MAGIC):
-        raise _refused("they are not a program that polyxla-bridge wrote")
+        raise _refused("polyxla-bridge did not write these bytes")
     whole = memoryview(data)[:-_DIGEST_BYTES]
     if hashlib.sha256(whole).digest() != data[-_DIGEST_BYTES:]:
-        raise _refused(f"they are damaged: the checksum of {len(data)} bytes is wrong")
+        raise _refused(f"the checksum of its {len(data)} bytes is wrong, so it is damaged")
     start = len(_MAGIC) + _LENGTH.size
     (length,) = _LENGTH.unpack(whole[len(_MAGIC) : start])
     header = json.loads(bytes(whole[start : start + length]))
@@ -77,7 +81,7 @@ def unpack(data: bytes, num_replicas: int) -> Packed:
         code_size_bytes=header["code_size_bytes"],
         fingerprint=header["fingerprint"],
     )
-    return Packed(executable, bytes(whole[middle:]))
+    return UnpackedProgram(executable, bytes(whole[middle:]))
 
 
 def _check(header: dict[str, Any], num_replicas: int) -> None:
@@ -89,4 +93,4 @@ def _check(header: dict[str, Any], num_replicas: int) -> None:
 
 
 def _refused(reason: str) -> PjrtError:
-    return PjrtError(Code.INVALID_ARGUMENT, f"these bytes are no program to load: {reason}")
+    return PjrtError(Code.INVALID_ARGUMENT, f"this program cannot be loaded: {reason}")

@@ -1,4 +1,4 @@
-"""Programs said in another way: what jaxlib cannot convert, and what its CPU client does slowly."""
+"""Rewriting of programs that jaxlib cannot convert, or that its CPU client runs slowly."""
 
 from __future__ import annotations
 
@@ -8,134 +8,234 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from polyxla_bridge.programs import hlo
+from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
+from polyxla_bridge.programs.hlo_pb2 import ShapeProto as Shape
 
 PACKED_BYTES = 1 << 20
-"""Largest operand of an all-reduce that is packed with others, in bytes. The client reduces one operand
-after the other, and each costs some messages there and back: 1.3 ms with 4 processes on 2 cores, which is
-what copying some 4 MiB twice takes."""
+"""Largest operand of an all-reduce that is packed with others, in bytes. The client reduces one operand after
+the other, and each costs several messages in both directions: 1.3 ms with 4 processes on 2 cores, in which
+4 MiB can be copied twice."""
 
 BITWISE = ("and", "or")
-"""The reductions that jaxlib's CPU client knows for truth values only."""
+"""Reductions that jaxlib's CPU client supports for booleans only."""
 
-Rewrite = Callable[["Fresh", Any], list[Any]]
-"""Returns the instructions that stand for one; the last has its id: what refers to it need not change."""
+Rewrite = Callable[["Replacement"], None]
+"""Adds the instructions that replace one. The last gets the id of the original: its users need no change."""
 
 
 def for_jaxlib(module: bytes, replicas: int) -> bytes:
-    """Return a serialised HloModuleProto as jaxlib takes it, and runs it best.
+    """Rewrite a serialised HloModuleProto for jaxlib's CPU client.
 
-    - A reduce-scatter of several operands, which ``xm.reduce_scatter`` of a list sends, becomes one for
-      each: StableHLO's has a single operand. Each has a channel of its own, or the runtime would take them
-      for one another.
-    - An all-to-all of one part, which goes nowhere, becomes that part: jaxlib 0.10.2 ends the process
+    - A reduce-scatter of several operands (``xm.reduce_scatter`` of a list) becomes one for each operand,
+      because StableHLO's has a single one. Each gets a channel of its own: the runtime would otherwise
+      confuse them.
+    - An all-to-all of a single part, which moves nothing, becomes that part: jaxlib 0.10.2 ends the process
       over it.
-    - An all-reduce of whole numbers by "and" or "or", which the client refuses, becomes an all-gather whose
-      parts are combined.
-    - An all-reduce of several operands packs the small ones of each dtype into one.
+    - An all-reduce of integers by "and" or "or", which the client refuses, becomes an all-gather whose rows
+      are combined locally.
+    - An all-reduce of several operands packs the small ones of each dtype into one operand.
 
     Args:
         module: the program.
-        replicas: how many there are.
+        replicas: number of replicas in the job.
+
+    Returns:
+        The rewritten program; `module` itself if nothing had to change.
     """
-    whole = hlo.parsed("Module", module)
-    every = [one for computation in whole.computations for one in computation.instructions]
+    parsed = hlo.parse_module(module)
+    every = [one for computation in parsed.computations for one in computation.instructions]
     opcodes = {one.id: one.opcode for one in every}
-    known = _Known(replicas, {one.id: opcodes.get(one.root_id, "") for one in whole.computations})
-    if not any(known.rewrite_of(one) for one in every):
+    rules = _Rules(replicas, {one.id: opcodes.get(one.root_id, "") for one in parsed.computations})
+    if not any(rules.rewrite_of(one) for one in every):
         return module
-    fresh = Fresh(every)
-    for computation in whole.computations:
+    numbers = _FreshNumbers(every)
+    for computation in parsed.computations:
         instructions = list(computation.instructions)
         del computation.instructions[:]
         for one in instructions:
-            rewrite = known.rewrite_of(one)
-            computation.instructions.extend(rewrite(fresh, one) if rewrite else [one])
-    data: bytes = whole.SerializeToString()
-    return data
+            rewrite = rules.rewrite_of(one)
+            computation.instructions.extend(_replacing(one, rewrite, numbers) if rewrite else [one])
+    return parsed.SerializeToString()
+
+
+def _replacing(one: Instruction, rewrite: Rewrite, numbers: _FreshNumbers) -> list[Instruction]:
+    replacement = Replacement(one, numbers)
+    rewrite(replacement)
+    return replacement.instructions
 
 
 @dataclass(frozen=True)
-class _Known:
-    """What an instruction alone does not tell.
+class _Rules:
+    """Chooses how an instruction is rewritten, by what the instruction alone does not say.
 
     Attributes:
-        replicas: how many there are.
-        roots: the opcode that each computation ends with, by the computation's id.
+        replicas: number of replicas in the job.
+        roots: opcode of each computation's root, by the id of the computation.
     """
 
     replicas: int
     roots: Mapping[int, str]
 
-    def rewrite_of(self, one: Any) -> Rewrite | None:
-        """Return what makes something else of an instruction; None if it stays."""
+    def rewrite_of(self, one: Instruction) -> Rewrite | None:
+        """Return the rewrite of an instruction; None if it stays."""
         if one.opcode == "reduce-scatter" and len(one.operand_ids) > 1:
-            return _each_alone
+            return _scatter_one_by_one
         if one.opcode == "all-to-all" and len(one.shape.tuple_shapes) == 1:
-            return _its_part
+            return _skip_exchange
         if one.opcode != "all-reduce":
             return None
         combine = self.roots[one.called_computation_ids[0]]
         if combine in BITWISE and _shapes(one)[0].element_type != hlo.PRED:
-            return partial(_gathered, combine, self._group_size(one))
-        return _packed if len(_groups(one)) < len(one.operand_ids) else None
+            return partial(_gather_and_combine, combine, self._group_size(one))
+        return _pack_operands if len(_groups(one)) < len(one.operand_ids) else None
 
-    def _group_size(self, one: Any) -> int:
-        groups = one.device_list.replica_groups or one.replica_groups
+    def _group_size(self, one: Instruction) -> int:
+        groups = one.collective_device_list.replica_groups or one.replica_groups
         return len(groups[0].replica_ids) if groups else self.replicas
 
 
-class Fresh:
-    """Makes instructions, with ids and channels that no other one of the module has.
+class _FreshNumbers:
+    """Ids and channels that no instruction of the module has.
 
     Args:
         every: the module's instructions.
     """
 
-    def __init__(self, every: Sequence[Any]) -> None:
+    def __init__(self, every: Sequence[Instruction]) -> None:
         self.channels = itertools.count(max(one.channel_id for one in every) + 1)
-        # The upper half of an id may say which computation it is in: only the lower half is counted on.
-        self._lower = itertools.count(max(one.id % 2**32 for one in every) + 1)
+        # The upper half of an id may be the id of its computation, so only the lower half is counted.
+        self.lower = itertools.count(max(one.id % 2**32 for one in every) + 1)
 
-    def copy(self, one: Any, what: str, shape: Any, operands: Sequence[int]) -> Any:
-        """Return an instruction like `one`, of another shape and other operands."""
-        copy = hlo.MESSAGES["Instruction"]()
-        copy.CopyFrom(one)
-        return self._named(copy, one, what, shape, operands)
 
-    def new(self, one: Any, opcode: str, shape: Any, operands: Sequence[int], **fields: Any) -> Any:
-        """Return an instruction that is part of what `one` becomes."""
-        made = hlo.MESSAGES["Instruction"](opcode=opcode, metadata=one.metadata, **fields)
-        return self._named(made, one, opcode, shape, operands)
+class Replacement:
+    """The instructions that replace one, in the order of execution.
 
-    def _named(self, made: Any, one: Any, what: str, shape: Any, operands: Sequence[int]) -> Any:
-        lower = next(self._lower)
-        made.name, made.id = f"{one.name}.{what}.{lower}", one.id // 2**32 * 2**32 + lower
+    Args:
+        original: the instruction to replace.
+        numbers: unused ids and channels.
+
+    Attributes:
+        original: the instruction to replace.
+        instructions: what was added so far.
+    """
+
+    def __init__(self, original: Instruction, numbers: _FreshNumbers) -> None:
+        self.original = original
+        self.instructions: list[Instruction] = []
+        self._numbers = numbers
+
+    def add(self, opcode: str, shape: Shape, operands: Sequence[int]) -> Instruction:
+        """Add a new instruction."""
+        made = Instruction(opcode=opcode, metadata=self.original.metadata)
+        return self._append(made, opcode, shape, operands)
+
+    def add_copy(self, suffix: str, shape: Shape, operands: Sequence[int]) -> Instruction:
+        """Add a copy of the original with another shape and other operands."""
+        made = Instruction()
+        made.CopyFrom(self.original)
+        return self._append(made, suffix, shape, operands)
+
+    def add_slice(self, shape: Shape, operand: int, *ranges: tuple[int, int]) -> Instruction:
+        """Add a slice; each range is the start and the limit of one dimension."""
+        made = self.add("slice", shape, [operand])
+        for start, limit in ranges:
+            made.slice_dimensions.add(start=start, limit=limit, stride=1)
+        return made
+
+    def add_tuple(self, operands: Sequence[int]) -> None:
+        """Add a tuple that takes the place of the original."""
+        original = self.original
+        made = Instruction(name=original.name, opcode="tuple", id=original.id, metadata=original.metadata)
+        made.shape.CopyFrom(original.shape)
+        made.operand_ids[:] = operands
+        self.instructions.append(made)
+
+    def use_new_channel(self, one: Instruction) -> None:
+        """Give an instruction a channel of its own."""
+        one.channel_id = next(self._numbers.channels)
+
+    def _append(self, made: Instruction, suffix: str, shape: Shape, operands: Sequence[int]) -> Instruction:
+        lower = next(self._numbers.lower)
+        made.name, made.id = (
+            f"{self.original.name}.{suffix}.{lower}",
+            self.original.id // 2**32 * 2**32 + lower,
+        )
         made.shape.CopyFrom(shape)
         made.operand_ids[:] = operands
+        self.instructions.append(made)
         return made
 
 
-def _each_alone(fresh: Fresh, one: Any) -> list[Any]:
-    parts = zip(one.shape.tuple_shapes, one.operand_ids, strict=True)
-    singles = [fresh.copy(one, "part", shape, [operand]) for shape, operand in parts]
-    for single in singles if one.channel_id else ():
-        single.channel_id = next(fresh.channels)
-    return [*singles, _tuple(one, [single.id for single in singles])]
+def _scatter_one_by_one(replacement: Replacement) -> None:
+    original = replacement.original
+    parts = zip(original.shape.tuple_shapes, original.operand_ids, strict=True)
+    singles = [replacement.add_copy("part", shape, [operand]) for shape, operand in parts]
+    for single in singles if original.channel_id else ():
+        replacement.use_new_channel(single)
+    replacement.add_tuple([single.id for single in singles])
 
 
-def _its_part(fresh: Fresh, one: Any) -> list[Any]:
-    return [_tuple(one, one.operand_ids)]
+def _skip_exchange(replacement: Replacement) -> None:
+    replacement.add_tuple(replacement.original.operand_ids)
 
 
-def _shapes(one: Any) -> list[Any]:
+def _pack_operands(replacement: Replacement) -> None:
+    """Concatenate the small operands of each dtype to one row, all-reduce the rows, split the results.
+
+    For example, the operands f32[2], bf16[4], f32[3] and f32[600000] become the rows f32[5] (of the first and
+    the third), bf16[4] and f32[600000]. There remains one all-reduce, now of three operands: several
+    all-reduces could run in different orders on different replicas, and then none would end.
+
+    Source: the idea is that of XLA's pass AllReduceContiguous, which is for GPUs.
+    """
+    original = replacement.original
+    groups = _groups(original)
+    rows = [_joined(replacement, group) for group in groups]
+    shapes = [shape for _, shape in rows]
+    together = shapes[0] if len(rows) == 1 else Shape(element_type=hlo.TUPLE, tuple_shapes=shapes)
+    reduce = replacement.add_copy("packed", together, [id_ for id_, _ in rows])
+    results: dict[int, int] = {}
+    for index, group in enumerate(groups):
+        row = reduce.id
+        if len(groups) > 1:
+            element = replacement.add("get-tuple-element", shapes[index], [reduce.id])
+            element.tuple_index = index
+            row = element.id
+        results |= zip(group, _split(replacement, row, group), strict=True)
+    # Grouping changed the order: the tuple restores that of the operands.
+    replacement.add_tuple([results[position] for position in sorted(results)])
+
+
+def _gather_and_combine(combine: str, count: int, replacement: Replacement) -> None:
+    """Gather the operands of all replicas, one row for each replica, and combine the rows locally."""
+    original = replacement.original
+    every = range(len(original.operand_ids))
+    joined, row = _joined(replacement, every, is_row=True)
+    length = row.dimensions[0]
+    one_row, table = _array(row, 1, length), _array(row, count, length)
+    level = replacement.add("reshape", one_row, [joined])
+    gather = replacement.add_copy("gathered", table, [level.id])
+    gather.opcode, gather.dimensions[:], gather.called_computation_ids[:] = "all-gather", [0], []
+    total = 0
+    for index in range(count):
+        part = replacement.add_slice(one_row, gather.id, (index, index + 1), (0, length))
+        total = replacement.add(combine, one_row, [total, part.id]).id if index else part.id
+    flat = replacement.add("reshape", row, [total])
+    results = _split(replacement, flat.id, every, is_row=True)
+    if original.shape.tuple_shapes:
+        replacement.add_tuple(results)
+    else:
+        replacement.instructions[-1].id = original.id
+
+
+def _shapes(one: Instruction) -> list[Shape]:
     return list(one.shape.tuple_shapes) or [one.shape]
 
 
-def _groups(one: Any) -> list[list[int]]:
-    """Return which operands of an all-reduce go together, by their positions; a large one goes alone."""
+def _groups(one: Instruction) -> list[list[int]]:
+    """Return which operands of an all-reduce go together, by position; a large one stays alone."""
     groups: dict[tuple[int, int], list[int]] = defaultdict(list)
     for position, shape in enumerate(_shapes(one)):
         is_small = hlo.size_bytes(shape) <= PACKED_BYTES
@@ -143,100 +243,41 @@ def _groups(one: Any) -> list[list[int]]:
     return list(groups.values())
 
 
-def _packed(fresh: Fresh, one: Any) -> list[Any]:
-    """Pack, reduce and unpack. It stays one all-reduce: several could come in another order elsewhere.
+def _joined(replacement: Replacement, group: Sequence[int], *, is_row: bool = False) -> tuple[int, Shape]:
+    """Add what concatenates operands to one row; return id and shape of the row.
 
-    Source: the idea is that of XLA's pass AllReduceContiguous, which is for GPUs.
+    A group of one operand needs no instruction, unless a row is asked for by `is_row`.
     """
-    groups, made, rows = _groups(one), [], []
-    for group in groups:
-        joined = _joined(fresh, one, group) if len(group) > 1 else []
-        made += joined
-        rows.append((joined[-1].id, joined[-1].shape) if joined else _operand(one, group[0]))
-    shapes = [shape for _, shape in rows]
-    together = hlo.MESSAGES["Shape"](element_type=hlo.TUPLE, tuple_shapes=shapes)
-    reduce = fresh.copy(one, "packed", together if len(rows) > 1 else shapes[0], [id_ for id_, _ in rows])
-    made.append(reduce)
-    parts: dict[int, int] = {}
-    for index, group in enumerate(groups):
-        row = reduce.id
-        if len(groups) > 1:
-            made.append(fresh.new(one, "get-tuple-element", shapes[index], [reduce.id], tuple_index=index))
-            row = made[-1].id
-        cuts = _cut(fresh, one, row, group) if len(group) > 1 else []
-        made += cuts
-        parts |= dict(zip(group, [cut.id for cut in cuts[1::2]] or [row], strict=True))
-    return [*made, _tuple(one, [parts[position] for position in sorted(parts)])]
-
-
-def _gathered(combine: str, count: int, fresh: Fresh, one: Any) -> list[Any]:
-    """Gather what all have, a row each, and combine the rows here."""
-    every = range(len(one.operand_ids))
-    made = _joined(fresh, one, every)
-    row = made[-1].shape
-    length = row.dimensions[0]
-    level, table = _array(row, 1, length), _array(row, count, length)
-    made.append(fresh.new(one, "reshape", level, [made[-1].id]))
-    gather = fresh.copy(one, "gathered", table, [made[-1].id])
-    gather.opcode, gather.dimensions[:], gather.called_computation_ids[:] = "all-gather", [0], []
-    made.append(gather)
-    total = 0
-    for index in range(count):
-        where = [_slice(index, index + 1), _slice(0, length)]
-        made.append(fresh.new(one, "slice", level, [gather.id], slice_dimensions=where))
-        if index:
-            made.append(fresh.new(one, combine, level, [total, made[-1].id]))
-        total = made[-1].id
-    made.append(fresh.new(one, "reshape", row, [total]))
-    cuts = _cut(fresh, one, made[-1].id, every)
-    if one.shape.tuple_shapes:
-        return [*made, *cuts, _tuple(one, [cut.id for cut in cuts[1::2]])]
-    cuts[-1].id = one.id
-    return [*made, *cuts]
-
-
-def _operand(one: Any, position: int) -> tuple[int, Any]:
-    return one.operand_ids[position], _shapes(one)[position]
-
-
-def _joined(fresh: Fresh, one: Any, group: Sequence[int]) -> list[Any]:
-    """Return what makes one row of operands; the row comes last."""
-    operands = [_operand(one, position) for position in group]
-    flat = [fresh.new(one, "reshape", _row([shape]), [id_]) for id_, shape in operands]
+    original = replacement.original
+    operands = [(original.operand_ids[position], _shapes(original)[position]) for position in group]
+    if len(operands) == 1 and not is_row:
+        return operands[0]
+    flat = [replacement.add("reshape", _row([shape]), [id_]) for id_, shape in operands]
     row = _row([shape for _, shape in operands])
-    return [*flat, fresh.new(one, "concatenate", row, [part.id for part in flat], dimensions=[0])]
+    joined = replacement.add("concatenate", row, [part.id for part in flat])
+    joined.dimensions[:] = [0]
+    return joined.id, row
 
 
-def _cut(fresh: Fresh, one: Any, row: int, group: Sequence[int]) -> list[Any]:
-    """Return a slice and a reshape for each of the operands that a row was joined of."""
-    made: list[Any] = []
+def _split(replacement: Replacement, row: int, group: Sequence[int], *, is_row: bool = False) -> list[int]:
+    """Add what `_joined` needs to be undone; return the id of each operand's result."""
+    if len(group) == 1 and not is_row:
+        return [row]
+    results = []
     start = 0
     for position in group:
-        _, shape = _operand(one, position)
+        shape = _shapes(replacement.original)[position]
         flat = _row([shape])
         limit = start + flat.dimensions[0]
-        made.append(fresh.new(one, "slice", flat, [row], slice_dimensions=[_slice(start, limit)]))
-        made.append(fresh.new(one, "reshape", shape, [made[-1].id]))
+        part = replacement.add_slice(flat, row, (start, limit))
+        results.append(replacement.add("reshape", shape, [part.id]).id)
         start = limit
-    return made
+    return results
 
 
-def _slice(start: int, limit: int) -> Any:
-    return hlo.MESSAGES["Slice"](start=start, limit=limit, stride=1)
-
-
-def _row(shapes: Sequence[Any]) -> Any:
+def _row(shapes: Sequence[Shape]) -> Shape:
     return _array(shapes[0], sum(math.prod(shape.dimensions) for shape in shapes))
 
 
-def _array(like: Any, *sizes: int) -> Any:
-    return hlo.MESSAGES["Shape"](
-        element_type=like.element_type, dimensions=sizes, is_dynamic_dimension=[False] * len(sizes)
-    )
-
-
-def _tuple(one: Any, operands: Sequence[int]) -> Any:
-    made = hlo.MESSAGES["Instruction"](name=one.name, opcode="tuple", id=one.id, metadata=one.metadata)
-    made.shape.CopyFrom(one.shape)
-    made.operand_ids[:] = operands
-    return made
+def _array(like: Shape, *sizes: int) -> Shape:
+    return Shape(element_type=like.element_type, dimensions=sizes, is_dynamic_dimension=[False] * len(sizes))

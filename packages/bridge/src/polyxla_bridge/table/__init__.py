@@ -1,1 +1,1 @@
-"""PJRT's function table as C sees it, filled from Python."""
+"""PJRT's function table, filled from Python."""

@@ -1,4 +1,4 @@
-"""The functions of the table about buffers that need the engine; the others are in buffers.c."""
+"""PJRT functions for buffers that need the engine; the others are in native/buffers.c."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import math
 from concurrent.futures import Future
 from typing import Any
 
+from polyxla_bridge import abi
+from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.table import abi
-from polyxla_bridge.table.abi import Code
 from polyxla_bridge.table.handles import ArrayTypes, Bridge, call
 
 
@@ -24,22 +24,25 @@ def buffer_copy_to_memory(bridge: Bridge, args: Any) -> None:
 
 
 def _copy(bridge: Bridge, buffer: int, place: int) -> int:
-    bridge.take()
+    bridge.drain()
     copy = bridge.engine.copy(bridge.buffer(buffer), bridge.handles[place].device)
-    handle: int = bridge.promise(place, [copy], ArrayTypes([copy.type]))[0]
+    handle: int = bridge.make_buffers(place, [copy], ArrayTypes([copy.type]))[0]
     return handle
 
 
 @call("Buffer_ToHostBuffer")
 def buffer_to_host_buffer(bridge: Bridge, args: Any) -> None:
-    bridge.take()
+    bridge.drain()
     buffer = bridge.buffer(args.src)
     length = math.prod(buffer.type.dims) * abi.width(buffer.type.dtype)
     if not args.dst:
         args.dst_size = length
         return
     if args.dst_size < length:
-        raise PjrtError(Code.INVALID_ARGUMENT, f"{length} bytes do not fit into {args.dst_size}")
+        raise PjrtError(
+            Code.INVALID_ARGUMENT,
+            f"the array has {length} bytes, which do not fit into a buffer of {args.dst_size}",
+        )
     args.event = bridge.event(_read_into(bridge.engine.to_host(buffer), args.dst, length))
 
 
@@ -48,7 +51,7 @@ def _read_into(source: Future[memoryview], destination: int, length: int) -> Fut
 
     def write(read: Future[memoryview]) -> None:
         try:
-            # A view of the target, so that nothing is copied twice.
+            # Written through a view of the target, so that the data is copied only once.
             target = memoryview((ctypes.c_char * length).from_address(destination)).cast("B")
             target[:] = read.result()
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""The functions of the table about the client, devices and memories."""
+"""PJRT functions for the client, its devices and their memories."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import ctypes
 import platform
 from typing import Any
 
+from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.table.abi import Code
 from polyxla_bridge.table.handles import Bridge, address, call, text
 
 MEMORY_KIND = "device"
-"""The one kind of memory that a device has."""
+"""Kind of a device's only memory."""
 
 
 @call("Plugin_Initialize")
@@ -66,7 +66,9 @@ def client_addressable_devices(bridge: Bridge, args: Any) -> None:
 @call("Client_LookupDevice")
 def client_lookup_device(bridge: Bridge, args: Any) -> None:
     if not 0 <= args.id < len(bridge.devices):
-        raise PjrtError(Code.NOT_FOUND, f"there is no device {args.id} among {len(bridge.devices)}")
+        raise PjrtError(
+            Code.NOT_FOUND, f"device {args.id} does not exist; this job has {len(bridge.devices)}"
+        )
     args.device = bridge.devices[args.id].handle
 
 
@@ -76,7 +78,7 @@ def client_lookup_addressable_device(bridge: Bridge, args: Any) -> None:
         if one.device.index == args.local_hardware_id:
             args.addressable_device = one.handle
             return
-    raise PjrtError(Code.NOT_FOUND, f"device {args.local_hardware_id} is not in this process")
+    raise PjrtError(Code.NOT_FOUND, f"device {args.local_hardware_id} is not a device of this process")
 
 
 @call("Client_AddressableMemories")
@@ -148,7 +150,7 @@ def device_addressable_memories(bridge: Bridge, args: Any) -> None:
 @call("Device_MemoryStats")
 def device_memory_stats(bridge: Bridge, args: Any) -> None:
     stats = bridge.engine.memory_stats(bridge.handles[args.device].device)
-    # The caller's struct is not cleared: what is not known must be said to be so.
+    # The caller's struct is not cleared: unknown counters must be marked as not set.
     for name, _ in args._fields_:
         if name.endswith("_is_set"):
             setattr(args, name, name.removesuffix("_is_set") in stats)

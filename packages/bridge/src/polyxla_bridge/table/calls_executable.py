@@ -1,4 +1,4 @@
-"""The functions of the table about programs."""
+"""PJRT functions for programs."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-from polyxla_bridge import native
-from polyxla_bridge.engine.engine import ArrayType, Executable
-from polyxla_bridge.engine.futures import Kept
+from polyxla_bridge import abi, native
+from polyxla_bridge.abi import Code
+from polyxla_bridge.engine.futures import CompletedFuture
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs import hlo
-from polyxla_bridge.table import abi
-from polyxla_bridge.table.abi import Code
+from polyxla_bridge.programs.executable import ArrayType, Executable
 from polyxla_bridge.table.calls_client import MEMORY_KIND
 from polyxla_bridge.table.handles import ArrayTypes, Bridge, address, array, call, read_array, text
 
 PROGRAM_FORMAT = "hlo"
-"""What torch_xla sends: a serialised HloModuleProto."""
+"""The program format that torch_xla sends: a serialised HloModuleProto."""
 
 
 @call("Client_Compile")
@@ -26,7 +25,7 @@ def client_compile(bridge: Bridge, args: Any) -> None:
     format_ = ctypes.string_at(program.format, program.format_size).decode()
     if format_ != PROGRAM_FORMAT:
         raise PjrtError(
-            Code.UNIMPLEMENTED, f"programs in format {format_!r}; only {PROGRAM_FORMAT!r} is known"
+            Code.UNIMPLEMENTED, f"programs in format {format_!r} are not supported, only {PROGRAM_FORMAT!r}"
         )
     code = ctypes.string_at(program.code, program.code_size)
     options = ctypes.string_at(args.compile_options, args.compile_options_size)
@@ -50,7 +49,7 @@ def executable_destroy(bridge: Bridge, args: Any) -> None:
 
 @call("LoadedExecutable_Delete")
 def loaded_delete(bridge: Bridge, args: Any) -> None:
-    # The memory goes with the last handle; PJRT only promises that nothing runs it any more.
+    # The memory is freed with the last handle; PJRT only requires that the program is not run any more.
     pass
 
 
@@ -122,7 +121,7 @@ def executable_output_memory_kinds(bridge: Bridge, args: Any) -> None:
 
 
 class _Outputs(ArrayTypes):
-    """What a program returns, as C reads it."""
+    """Types of a program's results in the form that C reads."""
 
     def __init__(self, types: Sequence[ArrayType]) -> None:
         super().__init__(types)
@@ -132,7 +131,7 @@ class _Outputs(ArrayTypes):
 
 
 def _outputs(executable: Executable) -> _Outputs:
-    # Kept by the executable, as C reads it after the call.
+    # Stored with the executable, because C reads the memory after the call.
     if "C" not in executable.native:
         executable.native["C"] = _Outputs(executable.outputs)
     outputs: _Outputs = executable.native["C"]
@@ -160,9 +159,11 @@ def loaded_execute(bridge: Bridge, args: Any) -> None:
     executable = bridge.handles[args.executable]
     if args.num_devices != 1:
         raise PjrtError(
-            Code.UNIMPLEMENTED, f"one execution on {args.num_devices} devices: each replica runs its own here"
+            Code.UNIMPLEMENTED,
+            f"one execution on {args.num_devices} devices is not supported: each replica executes by itself",
         )
-    bridge.take()
+    # The arguments may still be in C's queue.
+    bridge.drain()
     place = args.execute_device or bridge.local[0].handle
     (row,) = read_array(args.argument_lists, 1, ctypes.c_void_p)
     arguments = read_array(row, args.num_args, ctypes.c_void_p)
@@ -172,25 +173,26 @@ def loaded_execute(bridge: Bridge, args: Any) -> None:
     )
     buffers = [bridge.buffer(one) for one in arguments]
     outputs = bridge.engine.execute(executable, bridge.handles[place].device, buffers, frozenset(keep))
+    # Donated arguments: torch_xla asks C whether a buffer is deleted.
     for handle, buffer in zip(arguments, buffers, strict=True):
         if buffer.is_deleted:
             native.LOCKED.polyxla_delete(handle)
-    handles = bridge.promise(place, outputs, _outputs(executable))
+    handles = bridge.make_buffers(place, outputs, _outputs(executable))
     (out,) = read_array(args.output_lists, 1, ctypes.c_void_p)
     ctypes.memmove(out, handles, len(outputs) * ctypes.sizeof(ctypes.c_void_p))
     if args.device_complete_events:
-        done = outputs[0].value if outputs else Kept()
+        done = outputs[0].value if outputs else CompletedFuture()
         (ctypes.c_void_p * 1).from_address(args.device_complete_events)[0] = bridge.event(done)
 
 
 @call("Executable_Serialize")
 def executable_serialize(bridge: Bridge, args: Any) -> None:
     data = bridge.engine.serialize(bridge.handles[args.executable])
-    kept = ctypes.create_string_buffer(data, len(data))
-    args.serialized_bytes, args.serialized_bytes_size = address(kept), len(data)
+    copy = ctypes.create_string_buffer(data, len(data))
+    args.serialized_bytes, args.serialized_bytes_size = address(copy), len(data)
     deleter = abi.Deleter(bridge.handles.drop)
-    # The deleter lives with the bytes: C calls it to free them.
-    args.serialized_executable = bridge.handles.new((kept, deleter))
+    # The handle keeps the deleter alive too: C calls it to free the bytes.
+    args.serialized_executable = bridge.handles.new((copy, deleter))
     args.serialized_executable_deleter = ctypes.cast(deleter, ctypes.c_void_p).value
 
 

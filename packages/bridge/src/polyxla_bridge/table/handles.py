@@ -1,4 +1,4 @@
-"""What stands behind the opaque pointers that torch_xla holds."""
+"""The objects behind the opaque pointers that torch_xla holds, and the bridge that owns them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from polyxla_bridge.engine.engine import ArrayType, Buffer, Engine, EngineDevice
-from polyxla_bridge.engine.futures import Promise, end_of
+from polyxla_bridge.abi import DTYPES, Code, Record
+from polyxla_bridge.engine.engine import Buffer, Engine, EngineDevice
+from polyxla_bridge.engine.futures import FutureLike, completion_of
 from polyxla_bridge.errors import PjrtError, as_pjrt_error
 from polyxla_bridge.native import LOCKED, UNLOCKED
-from polyxla_bridge.table.abi import DTYPES, Code, Record
+from polyxla_bridge.programs.executable import ArrayType
 
 _log = logging.getLogger("polyxla.bridge")
-GONE = "this array was deleted, or given to a program for its results"
+GONE = "this array was deleted, or donated to a program"
 
 Call = Callable[["Bridge", Any], None]
-"""A function of the table: reads and fills its argument struct, raises what becomes a PJRT_Error."""
+"""A function of the table: reads and fills its argument struct; an exception becomes a PJRT_Error."""
 
 CALLS: dict[str, Call] = {}
-"""The implemented functions by name; all others answer UNIMPLEMENTED."""
+"""The functions implemented in Python, by name. A function that exists nowhere answers UNIMPLEMENTED."""
 
 
 def call(name: str) -> Callable[[Call], Call]:
-    """Register the implementation of a function of the table."""
+    """Register the Python implementation of a PJRT function."""
 
     def register(function: Call) -> Call:
         CALLS[name] = function
@@ -38,14 +39,14 @@ def call(name: str) -> Callable[[Call], Call]:
 
 
 class Handles:
-    """Numbers for Python objects: what C holds is the number, never an address."""
+    """Handles of Python objects: C holds a number, never an address."""
 
     def __init__(self) -> None:
         self._objects: dict[int, Any] = {}
         self._numbers = itertools.count(16, 16)
 
     def new(self, value: Any) -> int:
-        """Return a number for `value`, which lives until `drop`."""
+        """Return a handle for `value`, which lives until `drop`."""
         number = next(self._numbers)
         self._objects[number] = value
         return number
@@ -54,7 +55,7 @@ class Handles:
         return self._objects[number]
 
     def drop(self, number: int | None) -> None:
-        """Forget a number; one that is not known is no error, as free(NULL) is none."""
+        """Release a handle; an unknown one is ignored, as free(NULL) is."""
         if number is not None:
             self._objects.pop(number, None)
 
@@ -62,8 +63,8 @@ class Handles:
         return len(self._objects)
 
 
-class Device:
-    """A device. Its one number names its description and its one memory space too: C tells them by type."""
+class DeviceHandle:
+    """A device, with one handle for the device, its description and its only memory: C tells them by type."""
 
     def __init__(self, handles: Handles, device: EngineDevice) -> None:
         self.device = device
@@ -72,7 +73,7 @@ class Device:
 
 
 class ArrayTypes:
-    """The types of several arrays as C reads them: their numbers, their ranks, and all sizes in one row."""
+    """The types of several arrays in the form that C reads: dtypes, ranks, and all dimensions in one row."""
 
     def __init__(self, types: Sequence[ArrayType]) -> None:
         self.count = len(types)
@@ -82,67 +83,70 @@ class ArrayTypes:
 
 
 class Bridge:
-    """One client: the engine, its devices, and everything that torch_xla holds of them.
+    """One PJRT client: the engine, its devices, and the objects that torch_xla holds.
 
-    Buffers, events and errors are C's, so that nothing that torch_xla does with them waits for Python.
-    What Python has to know of buffers it takes from C's queue: when it needs one, and else on a thread.
+    Buffers, events and errors are C objects, so that torch_xla never waits for the GIL when it uses one. C
+    queues new and deleted buffers for Python. Python drains the queue before it needs a buffer, and otherwise
+    on a thread.
 
     Args:
         make_engine: called once, when torch_xla creates its client.
-        settle: waits until torch_xla has asked for all that it will ask for; called once, by `finish`.
+        wait_for_torch_xla: returns when torch_xla has submitted all its work; called once, by `finish`.
     """
 
-    def __init__(self, make_engine: Callable[[], Engine], settle: Callable[[], None]) -> None:
+    def __init__(self, make_engine: Callable[[], Engine], wait_for_torch_xla: Callable[[], None]) -> None:
         self.handles = Handles()
-        self.devices: list[Device] = []
-        self.local: list[Device] = []
+        self.devices: list[DeviceHandle] = []
+        self.local: list[DeviceHandle] = []
         self._buffers: dict[int, Buffer] = {}
         self._make_engine = make_engine
-        self._settle = settle
-        self._settled: Future[None] = Future()
+        self._wait_for_torch_xla = wait_for_torch_xla
+        self._torch_xla_done: Future[None] = Future()
         self._engine: Engine | None = None
         self._lock = threading.Lock()
-        # A program's own finaliser may run while this is held, and read a tensor.
-        self._taking = threading.RLock()
-        self._taker = threading.Thread(target=self._keep_taking, name="polyxla-buffers", daemon=True)
+        # Reentrant: while it is held, the garbage collector may run a user's finaliser that reads a tensor.
+        self._drain_lock = threading.RLock()
+        self._drain_thread = threading.Thread(
+            target=self._drain_until_stopped, name="polyxla-buffers", daemon=True
+        )
 
     @property
     def engine(self) -> Engine:
-        """The engine; `start` has run."""
+        """The engine. Call `start` first."""
         assert self._engine is not None
         return self._engine
 
     def start(self) -> None:
-        """Start the engine and name its devices; once."""
+        """Start the engine and make the handles of its devices; a second call does nothing."""
         with self._lock:
             if self._engine is None:
                 self._engine = self._make_engine()
-                self.devices = [Device(self.handles, device) for device in self._engine.devices]
+                self.devices = [DeviceHandle(self.handles, device) for device in self._engine.devices]
                 self.local = [one for one in self.devices if one.device.is_local]
                 self.device_array = array([one.handle for one in self.devices])
                 self.local_array = array([one.handle for one in self.local])
-                self._taker.start()
+                self._drain_thread.start()
 
     def finish(self, timeout_s: float) -> bool:
-        """Wait for what torch_xla and the devices still do; return whether it is done.
+        """Wait for the remaining work of torch_xla, then of the devices; return whether all is done.
 
         Args:
             timeout_s: longest wait for each of the two, in seconds.
 
         Raises:
-            RuntimeError: what torch_xla says of something that failed.
+            RuntimeError: an execution failed; raised by torch_xla.
         """
         if self._engine is None:
             return True
         UNLOCKED.polyxla_stop()
         try:
-            self._settled.result(timeout_s)
+            self._torch_xla_done.result(timeout_s)
         except TimeoutError:
             return False
         return self._engine.finish(timeout_s)
 
     def close(self) -> None:
-        """Let go of the engine; once."""
+        """Close the engine; a second call does nothing."""
         with self._lock:
             engine, self._engine = self._engine, None
         if engine is not None:
@@ -155,63 +159,64 @@ class Bridge:
         made: int = LOCKED.polyxla_error(known.code, text, len(text))
         return made
 
-    def event(self, done: Promise) -> int:
+    def event(self, done: FutureLike) -> int:
         """Return a new PJRT_Event that completes with `done`."""
         event: int = LOCKED.polyxla_event()
         self._complete_with(done, [event])
         return event
 
-    def _complete_with(self, done: Promise, events: list[int]) -> None:
-        def complete(done: Promise) -> None:
+    def _complete_with(self, done: FutureLike, events: list[int]) -> None:
+        def complete(done: FutureLike) -> None:
             error = done.exception()
-            # One call: each lets go of Python's lock, and has to wait to get it back.
+            # One call for all events, because each call releases the GIL and waits to acquire it again.
             UNLOCKED.polyxla_events_complete(array(events), len(events), self.error(error) if error else None)
 
         done.add_done_callback(complete)
 
-    def promise(self, place: int, buffers: Sequence[Buffer], types: ArrayTypes) -> Any:
-        """Return a C array of new PJRT_Buffers on the device `place`, which are ready with the engine's."""
+    def make_buffers(self, place: int, buffers: Sequence[Buffer], types: ArrayTypes) -> Any:
+        """Return a C array of new PJRT_Buffers on the device `place`, each ready when its engine buffer is."""
         handles, events = array([0] * len(buffers)), array([0] * len(buffers))
         LOCKED.polyxla_outputs(place, len(buffers), types.numbers, types.ranks, types.dims, handles, events)
-        together: dict[Promise, list[int]] = {}
+        # Results of one execution complete together: one callback completes all their events.
+        together: dict[FutureLike, list[int]] = {}
         for buffer, handle, event in zip(buffers, handles, events, strict=False):
             self._buffers[handle] = buffer
-            together.setdefault(end_of(buffer.value), []).append(event)
+            together.setdefault(completion_of(buffer.value), []).append(event)
         for done, ready in together.items():
             self._complete_with(done, ready)
         return handles
 
     def buffer(self, handle: int) -> Buffer:
-        """Return the engine's buffer behind a PJRT_Buffer; `take` has run.
+        """Return the engine's buffer behind a PJRT_Buffer. Call `drain` first.
 
         Raises:
-            PjrtError: it was given up.
+            PjrtError: it was deleted or donated.
         """
         try:
             return self._buffers[handle]
         except KeyError:
             raise PjrtError(Code.INVALID_ARGUMENT, GONE) from None
 
-    def take(self) -> None:
-        """Take what C has queued: buffers from the host to their devices, and those that were given up."""
+    def drain(self) -> None:
+        """Process C's queue: copy new buffers to their devices, release deleted ones."""
         record = Record()
-        with self._taking:
+        with self._drain_lock:
             while LOCKED.polyxla_take(record):
                 if record.is_deleted:
-                    self._forget(record.buffer)
+                    self._delete(record.buffer)
                 else:
                     self._buffers[record.buffer] = self._from_host(record)
 
-    def _keep_taking(self) -> None:
+    def _drain_until_stopped(self) -> None:
         while UNLOCKED.polyxla_wait():
-            self.take()
-        # Here, because at the end of the interpreter no new thread can be started.
+            self.drain()
+        # On this thread, because no thread can be started while the interpreter shuts down.
         try:
-            self._settle()
+            self._wait_for_torch_xla()
         except BaseException as error:
-            self._settled.set_exception(error)
+            self._torch_xla_done.set_exception(error)
         else:
-            self._settled.set_result(None)
+            self._torch_xla_done.set_result(None)
 
     def _from_host(self, record: Record) -> Buffer:
         dims = read_array(record.dims, record.num_dims, ctypes.c_int64)
@@ -221,14 +226,14 @@ class Bridge:
         try:
             return self.engine.from_host(device, type_, memoryview(data).cast("B"))
         except BaseException as error:
-            # torch_xla was told that all went well; it hears of this where it uses the array.
+            # torch_xla's call returned long ago: the error is raised where the array is used.
             broken: Future[Any] = Future()
             broken.set_exception(error)
             return Buffer(type_, device, broken)
         finally:
             UNLOCKED.polyxla_free(record.data)
 
-    def _forget(self, handle: int) -> None:
+    def _delete(self, handle: int) -> None:
         buffer = self._buffers.pop(handle)
         LOCKED.polyxla_drop(handle)
         try:
@@ -238,27 +243,27 @@ class Bridge:
 
 
 def array(numbers: list[int], type_: Any = ctypes.c_void_p) -> Any:
-    """Return a C array; at least one long, since an empty one may have no address."""
+    """Return a C array of at least one element, since an empty one may have no address."""
     return (type_ * max(1, len(numbers)))(*numbers)
 
 
 @functools.cache
 def text(value: str | bytes) -> tuple[int, int]:
-    """Return address and length of a string that lives as long as the process."""
+    """Return address and length of a C string that is never freed."""
     data = value if isinstance(value, bytes) else value.encode()
-    kept = ctypes.create_string_buffer(data)
-    _KEPT.append(kept)
-    return ctypes.addressof(kept), len(data)
+    copy = ctypes.create_string_buffer(data)
+    _ALIVE.append(copy)
+    return ctypes.addressof(copy), len(data)
 
 
-_KEPT: list[Any] = []
+_ALIVE: list[Any] = []
 
 
-def address(kept: Any) -> int:
-    """Return where a ctypes object is."""
-    return ctypes.addressof(kept)
+def address(value: Any) -> int:
+    """Return the address of a ctypes object."""
+    return ctypes.addressof(value)
 
 
 def read_array(pointer: int | None, count: int, type_: Any) -> list[int]:
-    """Return the numbers that a C array holds."""
+    """Return the elements of a C array; empty for a null pointer."""
     return list((type_ * count).from_address(pointer)) if count and pointer else []

@@ -1,4 +1,4 @@
-"""Filling ``PJRT_Api`` with functions, and taking Python's out again before Python ends."""
+"""``PJRT_Api``: filled before torch_xla opens the library, disabled before Python ends."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import ctypes
 import logging
 from typing import Any
 
-from polyxla_bridge import native
+from polyxla_bridge import abi, native
+from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.table import abi, calls_buffer, calls_client, calls_executable
-from polyxla_bridge.table.abi import Code
+from polyxla_bridge.table import calls_buffer, calls_client, calls_executable
 from polyxla_bridge.table.handles import CALLS, Bridge, Call
 
 _log = logging.getLogger("polyxla.bridge")
 _IMPLEMENTED = (calls_buffer, calls_client, calls_executable)
-"""Imported because their functions register themselves in `CALLS`."""
+"""Imported so that their functions register themselves in `CALLS`."""
 
 
 class Table:
-    """The function table of one bridge: C's functions, and Python's where C has none.
+    """The function table of one bridge: functions in C if the library has them, else in Python.
 
     Args:
-        bridge: what Python's functions work on.
+        bridge: passed to the Python functions.
     """
 
     def __init__(self, bridge: Bridge) -> None:
@@ -29,22 +29,22 @@ class Table:
         self.api.pjrt_api_version = abi.ApiVersion(
             struct_size=ctypes.sizeof(abi.ApiVersion), major_version=abi.MAJOR, minor_version=abi.MINOR
         )
-        self._of_python: dict[str, Any] = {}
+        self._in_python: dict[str, Any] = {}
         for name in abi.FUNCTIONS:
-            where = native.address(f"PJRT_{name}")
-            if where is None:
-                self._of_python[name] = abi.CALLBACKS[name](_guarded(bridge, name))
-                where = ctypes.cast(self._of_python[name], ctypes.c_void_p).value
-            setattr(self.api, name, where)
-        # For ever: C++ looks into the table when Python has let go of everything.
+            address = native.address(f"PJRT_{name}")
+            if address is None:
+                self._in_python[name] = abi.CALLBACKS[name](_guarded(bridge, name))
+                address = ctypes.cast(self._in_python[name], ctypes.c_void_p).value
+            setattr(self.api, name, address)
+        # Never freed, because C++ calls the table even after Python has freed all objects.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def silence(self) -> None:
-        """Put a C function that does nothing in place of each of Python's.
+        """Replace each Python function by a C function that does nothing.
 
-        torch_xla's own objects are destroyed after Python is gone, and destroying calls the table.
+        torch_xla destroys objects after Python has ended, and their destructors call the table.
         """
-        for name in self._of_python:
+        for name in self._in_python:
             setattr(self.api, name, native.address("polyxla_nothing"))
 
 
@@ -55,7 +55,7 @@ def _guarded(bridge: Bridge, name: str) -> Any:
         try:
             function(bridge, args.contents)
         except BaseException as error:
-            # No exception may cross into C: ctypes would print it and hand back garbage.
+            # No exception may reach C: ctypes would print it and return an undefined value.
             _log.debug("PJRT_%s failed", name, exc_info=True)
             return bridge.error(error)
         return None

@@ -1,7 +1,8 @@
 """The struct layouts of the PJRT C API, declared by hand.
 
-Facts of an ABI: names, order and types. `nox -s abi` compiles a C program against the header that the
-tensorflow-cpu wheel carries and compares every size and offset with what stands here.
+Names, order and types are facts of an ABI. `nox -s abi` compiles a C program against the header in the
+tensorflow-cpu wheel, and compares every size and offset with these declarations. hatch_build.py generates the
+C library's header from this module, which therefore imports nothing but the standard library.
 
 Source: pjrt_c_api.h, API version 0.72, pjrt_c_api_profiler_extension.h and profiler_c_api.h, as in
 tensorflow-cpu 2.20.0; torch_xla 2.9.0 accepts it.
@@ -14,7 +15,7 @@ from ctypes import POINTER, Structure, c_bool, c_char_p, c_float, c_int, c_int64
 from typing import Any
 
 MAJOR, MINOR = 0, 72
-"""The API version that is spoken."""
+"""The API version that the bridge implements."""
 
 _TYPES: dict[str, Any] = {
     "p": c_void_p,  # any pointer: opaque objects, arrays, callbacks
@@ -251,7 +252,7 @@ FUNCTIONS: dict[str, str] = {
     "Client_CreateUninitializedBuffer": "client:p shape_dims:p shape_num_dims:n shape_element_type:i "
     "shape_layout:p device:p memory:p buffer:p",
 }
-"""Every function of the table, in the table's order, with the fields of its argument struct."""
+"""Every function of the table, in order, with the fields of its argument struct after the common header."""
 
 ARGS: dict[str, type[Structure]] = {
     name: _struct(f"{name}_Args", declaration) for name, declaration in FUNCTIONS.items()
@@ -321,13 +322,13 @@ PROFILER: dict[str, type[Structure]] = {
         "ProfilerCollectData", *_fields("struct_size:n profiler:p buffer:p buffer_size_in_bytes:n")
     ),
 }
-"""What profiler.c fills, by C's names."""
+"""Structs that profiler.c fills, by their names in C."""
 
 OnReady = ctypes.CFUNCTYPE(None, c_void_p, c_void_p)
-"""What `Event_OnReady` is given: called with an error (or null) and ``user_arg``."""
+"""The callback of `Event_OnReady`: called with an error (or null) and ``user_arg``."""
 
 Deleter = ctypes.CFUNCTYPE(None, c_void_p)
-"""Called with what is to be freed."""
+"""The deleter of serialised programs: called with the object to free."""
 
 DTYPES = (
     "invalid",
@@ -365,7 +366,7 @@ DTYPES = (
 
 
 class Code:
-    """``PJRT_Error_Code``, those that are raised here."""
+    """``PJRT_Error_Code``, as far as the bridge uses it."""
 
     CANCELLED = 1
     UNKNOWN = 2
@@ -385,7 +386,7 @@ _WITHIN_A_BYTE = ("int4", "uint4", "int2", "uint2", "float4_e2m1fn")
 
 
 def width(dtype: str) -> int:
-    """Return the bytes of an element on the host, where less than a byte takes one; 0 for what has none."""
+    """Return the size of an element on the host in bytes: 1 if it is smaller than a byte, 0 for a token."""
     if dtype in _WIDTHS or dtype in _WITHIN_A_BYTE:
         return _WIDTHS.get(dtype, 1)
     digits = dtype.removeprefix("u").removeprefix("int").removeprefix("float").partition("_")[0]
@@ -393,13 +394,17 @@ def width(dtype: str) -> int:
 
 
 class Record(Structure):
-    """Ours, not PJRT's: what Python hears from buffers.c about one buffer.
+    """An entry of the queue between buffers.c and Python: a new buffer, or a deleted one. Not part of PJRT.
 
     Attributes:
-        buffer: its handle.
-        is_deleted: whether it was given up; else it is new.
-        data: a new one's bytes, Python's from now on.
-        size: how many.
+        buffer: handle of the buffer.
+        is_deleted: whether the buffer was deleted; otherwise it is new.
+        data: bytes of a new buffer; Python frees them.
+        size: number of bytes.
+        place: handle of the device of a new buffer.
+        type: index of its dtype in `DTYPES`.
+        dims: size of each dimension.
+        num_dims: number of dimensions.
     """
 
     _fields_ = tuple(_fields("buffer:p is_deleted:b data:p size:n place:p type:i dims:p num_dims:n"))

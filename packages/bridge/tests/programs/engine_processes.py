@@ -1,0 +1,143 @@
+"""Programs of test_engine_processes.py; each process of a job runs one of the functions."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from typing import Any
+
+from engine_helpers import OPTIONS, SETTINGS, main, module, run, say, set_flag, summing, value, wait_for
+from jax._src import xla_bridge
+
+from polyxla_bridge.engine import clients
+from polyxla_bridge.engine.jax_engine import JaxEngine
+from polyxla_bridge.programs import compile_coordination
+
+# jaxlib numbers the modules that a process parses: parsed in this order, each has the same number everywhere.
+PROGRAMS = {name: summing(name) for name in ("of_0", "of_1", "of_2")}
+
+
+def one_program() -> None:
+    engine = JaxEngine(SETTINGS)
+    executable = engine.compile(summing(), OPTIONS)
+    results = [run(engine, executable, index, index + 1) for index in SETTINGS.local]
+    total = SETTINGS.replicas * (SETTINGS.replicas + 1) / 2
+    say(engine.compiles, all(value(result) == total for result in results), executable.name)
+    engine.close()
+    say([one.name for one in threading.enumerate() if one.name.startswith("polyxla") and one.is_alive()])
+
+
+def different_programs() -> None:
+    engine = JaxEngine(SETTINGS)
+    process, processes = SETTINGS.process, SETTINGS.processes
+    engine.compile(PROGRAMS[f"of_{process}"], OPTIONS)
+    own = engine.compiles
+    # Otherwise a process that is early would compile the others' programs too.
+    set_flag(f"compiled-{process}")
+    for other in range(processes):
+        wait_for(f"compiled-{other}")
+    # In a different order in each process, so that no process waits for one that waits for it.
+    order = [(process + i) % processes for i in range(processes)]
+    every = {i: engine.compile(PROGRAMS[f"of_{i}"], OPTIONS) for i in order}
+    results = [value(run(engine, every[i], process, 1)) for i in range(processes)]
+    say(own, engine.compiles, set(results) == {float(SETTINGS.replicas)})
+    engine.close()
+
+
+def compiler_error() -> None:
+    engine = JaxEngine(SETTINGS)
+    try:
+        engine.compile(module("HloModule grows\nENTRY main { ROOT x = f32[<=4] parameter(0) }"), OPTIONS)
+    except Exception as error:
+        is_known = "dynamic shapes are not supported" in str(error)
+        say(engine.compiles, type(error).__name__, is_known)
+    say(value(run(engine, engine.compile(summing(), OPTIONS), SETTINGS.process, 1)))
+    engine.close()
+
+
+def stopped_compiler() -> None:
+    compile_coordination.HEARTBEAT_TIMEOUT_S = 1.0
+    engine = JaxEngine(SETTINGS)
+    if SETTINGS.process == 0:
+        # Claims the program, and does not compile it.
+        assert engine._coordinator is not None
+        engine._coordinator.claim(hashlib.sha256(PROGRAMS["of_0"] + OPTIONS).hexdigest())
+        set_flag("claimed")
+    else:
+        wait_for("claimed")
+        started = time.monotonic()
+        engine.compile(PROGRAMS["of_0"], OPTIONS)
+        say(engine.compiles, time.monotonic() - started < 20)
+    engine.close()
+
+
+def long_compile() -> None:
+    compile_coordination.HEARTBEAT_TIMEOUT_S = 3.0
+    engine = JaxEngine(SETTINGS)
+    compile_ = engine._clients.compile
+
+    def slow(*arguments: Any) -> Any:
+        set_flag("began")
+        time.sleep(7)
+        return compile_(*arguments)
+
+    if SETTINGS.process == 0:
+        engine._clients.compile = slow  # type: ignore[assignment,method-assign]
+    else:
+        wait_for("began")
+    executable = engine.compile(summing(), OPTIONS)
+    say(engine.compiles, value(run(engine, executable, SETTINGS.process, 1)))
+    engine.close()
+
+
+def backends_of_jax() -> None:
+    engine = JaxEngine(SETTINGS)
+    executable = engine.compile(PROGRAMS["of_0"], OPTIONS)
+    results = [run(engine, executable, index, 1) for index in SETTINGS.local]
+    say([value(one) for one in results], xla_bridge._backends)
+    engine.close()
+
+
+def process_0_is_last(ends: str) -> None:
+    engine = JaxEngine(SETTINGS)
+    executable = engine.compile(PROGRAMS["of_0"], OPTIONS)
+    value(run(engine, executable, SETTINGS.process, 1))
+    started = time.monotonic()
+    if SETTINGS.process == 0:
+        set_flag("leaving")
+    else:
+        wait_for("leaving")
+        time.sleep(1)
+        if ends == "dies":
+            os._exit(0)
+        engine.compile(PROGRAMS["of_1"], OPTIONS)
+    engine.close()
+    say(SETTINGS.process == 1 or time.monotonic() - started > 1)
+
+
+def one_stays_too_long() -> None:
+    clients.LEAVE_TIMEOUT_S = 0.5  # type: ignore[assignment]
+    engine = JaxEngine(SETTINGS)
+    if SETTINGS.process == 1:
+        wait_for("left")
+        os._exit(0)
+    try:
+        engine.close()
+    except Exception as error:
+        say(error)
+    set_flag("left")
+
+
+def one_is_missing() -> None:
+    set_flag(f"{SETTINGS.process} is here")
+    wait_for(f"{2 - SETTINGS.process} is here")
+    try:
+        clients.Clients(SETTINGS, timeout_s=3)
+    except Exception as error:
+        say(error)
+
+
+if __name__ == "__main__":
+    main(globals())

@@ -1,0 +1,125 @@
+"""Programs of test_stall_watchdog.py; each process of a job runs one of the functions."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from typing import Any
+
+from engine_helpers import (
+    OPTIONS,
+    SETTINGS,
+    is_set,
+    main,
+    module,
+    run,
+    say,
+    set_flag,
+    summing,
+    value,
+    wait_for,
+)
+
+from polyxla_bridge.engine import stall_watchdog
+from polyxla_bridge.engine.jax_engine import JaxEngine
+
+OWN = "HloModule own\nENTRY main { x = f32[] parameter(0) ROOT y = f32[] sine(x) }"
+
+
+def the_place_where_replica_1_hangs() -> None:
+    time.sleep(60)
+
+
+def replica_hangs() -> None:
+    engine = JaxEngine(SETTINGS)
+    every = engine.compile(summing(), OPTIONS)
+    for index in SETTINGS.local:
+        run(engine, every, index, 1)
+    engine.finish(30)
+    run(engine, every, 0, 1)
+    the_place_where_replica_1_hangs()
+
+
+def handler_is_called() -> None:
+    reports: list[str] = []
+    stall_watchdog.on_stall(reports.append)
+    engine = JaxEngine(SETTINGS)
+    every = engine.compile(summing(), OPTIONS)
+    results = [run(engine, every, 0, 1)]
+    deadline = time.monotonic() + 30
+    while not reports and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(3)
+    results.append(run(engine, every, 1, 1))
+    say(len(reports), [value(one) for one in results])
+    engine.close()
+
+
+def stay_busy(engine: JaxEngine, reason: str) -> None:
+    """Keep replica 1 busy until the flag is set."""
+    own = engine.compile(module(OWN), OPTIONS)
+    if reason == "compiles":
+        fast = engine._clients.compile
+
+        def slow(*arguments: Any) -> Any:
+            wait_for("waited long")
+            return fast(*arguments)
+
+        engine._clients.compile = slow  # type: ignore[assignment,method-assign]
+        engine.compile(module(OWN.replace("sine", "cosine")), OPTIONS)
+    elif reason == "computes":
+        thread = engine._threads[1]
+
+        def long() -> None:
+            # As for a program: the device's thread records it, then runs it.
+            thread.enter("long", ())
+            wait_for("waited long")
+
+        thread.run(long).result()
+    else:
+        while not is_set("waited long"):
+            value(run(engine, own, 1, 1))
+
+
+def wait_long(engine: JaxEngine, result: Future[Any]) -> None:
+    """Set the flag when replica 0 has waited longer than the timeout."""
+    while (activity := engine.activities()[0]).program != "sum_of_all" or activity.seconds < 7:
+        assert not result.done(), "replica 1 was not busy"
+        time.sleep(0.05)
+    set_flag("waited long")
+
+
+def replica_is_busy(reason: str) -> None:
+    engine = JaxEngine(SETTINGS)
+    every = engine.compile(summing(), OPTIONS)
+
+    def replica(index: int) -> None:
+        if index == 1:
+            stay_busy(engine, reason)
+        result = run(engine, every, index, 1)
+        if index == 0:
+            wait_long(engine, result)
+        sums[index] = value(result)
+
+    sums: dict[int, float | None] = dict.fromkeys(SETTINGS.local)
+    threads = [threading.Thread(target=replica, args=(index,)) for index in SETTINGS.local]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(60)
+    engine.close()
+    say(sums)
+
+
+def process_hangs() -> None:
+    engine = JaxEngine(SETTINGS)
+    every = engine.compile(summing(), OPTIONS)
+    if SETTINGS.process == 1:
+        time.sleep(60)
+    run(engine, every, 0, 1)
+    time.sleep(60)
+
+
+if __name__ == "__main__":
+    main(globals())
