@@ -293,19 +293,26 @@ def abi(session: nox.Session) -> None:
 
 @nox.session
 def proto(session: nox.Session) -> None:
-    """Make the code of runtime-xrt's messages with the oldest tools allowed; fail if it was not theirs."""
+    """Generate the code of all .proto files with the oldest tools supported; fail if the code has changed."""
     needs = (re.fullmatch(r"grpcio>=([\d.]+),.*", one) for one in PROJECTS["runtime-xrt"]["dependencies"])
     (oldest,) = (match[1] for match in needs if match)
     session.install(f"grpcio-tools=={oldest}")
-    source = ROOT / "packages" / "runtime-xrt" / "src"
-    before = {path: path.read_bytes() for path in sorted(source.rglob("*_pb2*.py*"))}
-    for path in sorted(source.rglob("*.proto")):
-        outs = [f"--{kind}_out={source}" for kind in ("python", "pyi", "grpc_python")]
-        name = str(path.relative_to(source))
-        session.run("python", "-m", "grpc_tools.protoc", f"-I{source}", *outs, name)
-    after = {path: path.read_bytes() for path in sorted(source.rglob("*_pb2*.py*"))}
-    if before != after:
-        session.error("the generated code was not that of the .proto files; commit what has changed")
+    before = generated_code()
+    for source in sorted(ROOT.glob("packages/*/src")):
+        for path in sorted(source.rglob("*.proto")):
+            kinds = ["python", "pyi"]
+            if re.search(r"^service ", path.read_text(), re.MULTILINE):
+                kinds.append("grpc_python")
+            outs = [f"--{kind}_out={source}" for kind in kinds]
+            name = str(path.relative_to(source))
+            session.run("python", "-m", "grpc_tools.protoc", f"-I{source}", *outs, name)
+    if before != generated_code():
+        session.error("the committed code was not generated from the .proto files; commit the changed files")
+
+
+def generated_code() -> dict[Path, bytes]:
+    """Return the content of each file that protoc generated."""
+    return {path: path.read_bytes() for path in sorted(ROOT.glob("packages/*/src/**/*_pb2*.py*"))}
 
 
 @nox.session
