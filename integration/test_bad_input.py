@@ -51,7 +51,7 @@ EIGHT = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}
         ([], {"CPU_NUM_DEVICES": "0"}, "CPU_NUM_DEVICES=0 is not a positive integer"),
         ([], {"CPU_NUM_DEVICES": "abc"}, "CPU_NUM_DEVICES=abc is not a positive integer"),
         ([], {"PJRT_DEVICE": "TPU"}, "no TPU chip is attached to this machine"),
-        ([], {"XRT_TPU_CONFIG": "tpu_worker;0;:8470"}, "there is no host in ':8470'"),
+        ([], {"XRT_TPU_CONFIG": "tpu_worker;0;:8470"}, "':8470' has no host"),
         (["--devices", "9"], EIGHT, "devices=9 asks for 9 devices, but runtime pjrt has 8 here"),
         (["--devices", "[8]"], EIGHT, "runtime pjrt has devices 0 to 7"),
         (["--devices", "0"], EIGHT, "devices=0 asks for no device"),
