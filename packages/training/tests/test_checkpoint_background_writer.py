@@ -15,6 +15,7 @@ import torch
 from polyxla_training.checkpoint import BackgroundWriter, CheckpointError, CheckpointFolder, load, save
 
 TIMEOUT_S = 60.0
+PROGRAMS = Path(__file__).parent / "programs"
 
 
 class _Gate:
@@ -119,26 +120,9 @@ def test_waiting_has_an_end(tmp_path: Path) -> None:
     assert load(tmp_path / "state") == [1]
 
 
-AT_EXIT = """
-import sys, os, functools, time
-from polyxla_training.checkpoint import BackgroundWriter, load, save
-writer = BackgroundWriter()
-def slowly(state):
-    time.sleep(0.2)
-    save(state, sys.argv[1])
-writer.submit(slowly, ["of the parent"])
-pid = os.fork()
-if pid == 0:
-    writer.submit(functools.partial(save, path=sys.argv[1] + "-child"), ["of the child"])
-    writer.close()
-    os._exit(0)
-assert os.waitpid(pid, 0)[1] == 0
-"""
-
-
 def test_a_process_ends_after_its_writes_and_a_forked_one_writes_its_own(tmp_path: Path) -> None:
     subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", AT_EXIT, str(tmp_path / "state")],
+        [sys.executable, "-W", "ignore", PROGRAMS / "write_at_exit.py", str(tmp_path / "state")],
         check=True,
         timeout=TIMEOUT_S,
     )

@@ -33,25 +33,9 @@ from polyxla_training.checkpoint import (
 from polyxla_training.checkpoint.atomic_file import SUFFIX
 
 TIMEOUT_S = 60.0
+PROGRAMS = Path(__file__).parent / "programs"
 MEBIBYTE = 2**20
 NOBODY = 65534
-# Torch is imported once; each line it reads forks a process that saves until it is killed.
-SAVING = """
-import os, sys, itertools, torch
-from polyxla_training.checkpoint import save
-torch.set_num_threads(1)
-save({"warm": torch.zeros(1)}, sys.argv[1] + "-warm")
-print("ready", flush=True)
-for line in sys.stdin:
-    pid = os.fork()
-    if pid == 0:
-        for step in itertools.count(int(line)):
-            save({"step": step, "parts": [torch.full((2**18,), step) for _ in range(4)]}, sys.argv[1])
-            os.write(1, b"saved %d\\n" % step)
-    os.write(1, b"pid %d\\n" % pid)
-    os.waitpid(pid, 0)
-    os.write(1, b"ended 0\\n")
-"""
 
 
 def _parts(folder: Path) -> list[Path]:
@@ -64,7 +48,7 @@ def _names(folder: Path) -> list[str]:
 
 @pytest.fixture
 def saving(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", SAVING, str(tmp_path / "state")]
+    command = [sys.executable, str(PROGRAMS / "saving_loop.py"), str(tmp_path / "state")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         guard = threading.Timer(TIMEOUT_S, process.kill)
         guard.start()
@@ -199,25 +183,11 @@ def test_no_room_leaves_the_old_one_and_nothing_else(tmp_path: Path, format: For
     assert load(path, format=format)["step"] == 2
 
 
-FULL_DISK = """
-import os, sys, torch
-from polyxla_training.checkpoint import CheckpointError, load, save
-path = sys.argv[1] + "/state"
-save({"step": 1}, path)
-for format in ("safetensors", "torch"):
-    try:
-        save({"step": 2, "big": torch.zeros(2**20)}, path, format=format)
-    except CheckpointError as error:
-        print(error)
-    assert load(path) == {"step": 1} and os.listdir(sys.argv[1]) == ["state"]
-"""
-
-
 def test_a_full_disk_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
     mount = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=1m none "$0" && exec "$@"', str(tmp_path)]
     if subprocess.run([*mount, "true"], capture_output=True, timeout=TIMEOUT_S, check=False).returncode:
         pytest.skip("this machine lets nobody mount")
-    command = [*mount, sys.executable, "-c", FULL_DISK, str(tmp_path)]
+    command = [*mount, sys.executable, str(PROGRAMS / "full_disk.py"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stderr
     for line in done.stdout.splitlines():

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -75,14 +76,7 @@ def test_another_thread_installs_nothing(heard: list[int]) -> None:
 
 
 def test_a_second_signal_ends_a_process_by_default() -> None:
-    code = (
-        "import signal\nfrom polyxla_training.checkpoint.stop_signal import StopSignal\n"
-        "with StopSignal() as stop:\n"
-        "    signal.raise_signal(signal.SIGTERM)\n    print('first', bool(stop), flush=True)\n"
-        "    signal.raise_signal(signal.SIGTERM)\n    print('second')\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    program = Path(__file__).parent / "programs" / "two_stop_signals.py"
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "first True\n"
     assert done.returncode == -signal.SIGTERM

@@ -18,14 +18,7 @@ from polyxla import UsageError
 from polyxla.testing import PluginInstaller
 from polyxla_training import CheckpointError, CheckpointFolder, Trainer, load, save
 
-SHARD = """
-from polyxla import hookimpl
-from polyxla_sampler.loader import shard
-
-@hookimpl
-def polyxla_shard_loader(loader, world, seed, repeat):
-    return shard(loader, world.ordinal, world.world_size, seed, repeat)
-"""
+PROGRAMS = Path(__file__).parent / "programs"
 
 
 @pytest.fixture(autouse=True)
@@ -154,7 +147,7 @@ def test_told_to_end_it_saves_and_then_ends(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("replicas", [2, 1], ids=["four-to-two", "four-to-one"])
 def test_it_resumes_with_another_number_of_replicas(replicas: int, install_plugin: PluginInstaller) -> None:
     pytest.importorskip("polyxla_sampler")
-    install_plugin.listener("shard", SHARD)
+    install_plugin.listener("shard", (PROGRAMS / "sampler_plugin.py").read_text())
     seen: list[list[float]] = []
 
     class Shared(_Net):

@@ -329,3 +329,14 @@ def test_an_error_of_a_precision_policy_names_the_policy() -> None:
 
     with pytest.raises(UsageError, match=r"did you mean 'head'\? \(from precision choosy\)"):
         _trainer(precision=Refuses()).fit(_Net(), _data(1))
+
+
+def test_every_replica_receives_metrics_that_hold_for_all(install_plugin: PluginInstaller) -> None:
+    install_plugin.listener("recorder", (PROGRAMS / "metrics_recorder.py").read_text())
+    _trainer(4, max_epochs=2).fit(_Validated(), _data(8), UNEVEN)
+    import recorder  # type: ignore[import-not-found]
+
+    metrics = {"mean": MEAN, "first": FIRST, "size": SIZE}
+    assert sorted(recorder.received) == [(ordinal, step) for ordinal in range(4) for step in (2, 4)]
+    assert list(recorder.received.values()) == [metrics] * 8
+    assert sorted(recorder.finished) == [(ordinal, epoch) for ordinal in range(4) for epoch in (1, 2)]

@@ -9,6 +9,7 @@ import select
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from polyxla_training.listeners.progress import ProgressListener
 from polyxla_training.observe.logged_values import LoggedValues
 
 TIMEOUT_S = 60.0
+PROGRAMS = Path(__file__).parent / "programs"
 HOW: Any = SimpleNamespace(max_epochs=2, log_every_n_steps=3)
 
 
@@ -67,26 +69,13 @@ def test_values_are_read_only_where_they_are_shown(monkeypatch: pytest.MonkeyPat
     assert _Counted.reads == 33 + 1, "every 3rd step and the epoch's last"
 
 
-BAR = """
-from types import SimpleNamespace
-from polyxla_training.observe.logged_values import LoggedValues
-from polyxla_training.listeners.progress import ProgressListener
-
-progress = ProgressListener(SimpleNamespace(max_epochs=2, log_every_n_steps=1), {steps}, LoggedValues())
-for step in range(1, 5):
-    progress.polyxla_step_finished(step=step, logged={{"loss": 1 / step}})
-progress.polyxla_metrics_ready(step=4, metrics={{"val_loss": 0.5}})
-progress.polyxla_replica_stopped()
-"""
-
-
-def _on_a_terminal(code: str) -> str:
-    """Run `code` with its standard error on a terminal; return what that shows."""
+def _on_a_terminal(program: Path, *arguments: str) -> str:
+    """Run a program with its standard error on a terminal; return what that shows."""
     ours, theirs = pty.openpty()
     environ = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
     try:
         with subprocess.Popen(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=theirs, env=environ
+            [sys.executable, program, *arguments], stdout=subprocess.PIPE, stderr=theirs, env=environ
         ) as child:
             os.close(theirs)
             shown = _read_to_end(ours)
@@ -120,7 +109,7 @@ def _read_to_end(terminal: int) -> str:
     ],
 )
 def test_on_a_terminal_there_is_a_bar(steps: int | None, last: str) -> None:
-    shown = _on_a_terminal(BAR.format(steps=steps))
+    shown = _on_a_terminal(PROGRAMS / "progress_bar.py", *([] if steps is None else [str(steps)]))
     lines = [line.strip() for line in re.split(r"[\r\n]+", shown) if line.strip()]
     assert re.fullmatch(last, lines[-1]), shown
     assert "polyxla:" not in shown

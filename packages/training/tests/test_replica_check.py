@@ -22,29 +22,14 @@ from polyxla_training import ReplicaCheck, check_replicas, plugin
 from polyxla_training.replica_check import load_factory
 from polyxla_training.replica_check_runs import compare, prepare
 
-MODULE = """
-import torch
-from torch import nn
-
-class Net(nn.Linear):
-    example_input_array = torch.zeros(1, 4)
-
-    def __init__(self):
-        super().__init__(4, 2)
-
-class Summed(Net):
-    def training_step(self, batch):
-        return self(batch).square().sum()
-
-number = 3
-"""
+PROGRAMS = Path(__file__).parent / "programs"
 
 
 @pytest.fixture(autouse=True)
 def _fake(install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     install_plugin.hide_others(keep=["polyxla-training"])
     install_plugin.fake_runtime()
-    (install_plugin.folder / "toy_module.py").write_text(MODULE)
+    (install_plugin.directory / "toy_module.py").write_text((PROGRAMS / "toy_module.py").read_text())
     monkeypatch.setenv("FAKE_DEVICES", "4")
     monkeypatch.chdir(tmp_path)
     # The command looks for modules in the current folder.
