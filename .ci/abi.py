@@ -2,7 +2,7 @@
 
     python .ci/abi.py WHEEL
 
-Compiles a program that prints every size and offset, and compares each with what ctypes makes of
+Compiles a program that prints every size and offset, and compares each with that of the ctypes structures in
 `polyxla_bridge.abi`. Prints the differences; exit code 1 when there are any.
 """
 
@@ -51,27 +51,27 @@ def ours() -> Iterator[tuple[str, str, int]]:
                 yield f"{name}.{field}", f"offsetof({name}, {c_field})", getattr(struct, field).offset
 
 
-def theirs(folder: Path) -> list[int]:
+def theirs(directory: Path) -> list[int]:
     """Return the compiler's numbers, in the order of `ours`."""
     lines = "\n".join(f'  printf("%zu\\n", {expression});' for _, expression, _ in ours())
     includes = "\n".join(f'#include "{header}"' for header in HEADERS)
     source = f"#include <stdio.h>\n{includes}\nint main(void) {{\n{lines}\n  return 0;\n}}\n"
-    program = folder / "layouts"
+    program = directory / "layouts"
     program.with_suffix(".c").write_text(source)
     compiler = shutil.which("cc") or "gcc"
-    subprocess.run([compiler, f"-I{folder}", "-o", program, program.with_suffix(".c")], check=True)
+    subprocess.run([compiler, f"-I{directory}", "-o", program, program.with_suffix(".c")], check=True)
     printed = subprocess.run([program], check=True, capture_output=True, text=True).stdout
     return [int(number) for number in printed.split()]
 
 
 def main() -> int:
     """Compare, print, and return the exit code."""
-    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(sys.argv[1]) as wheel:
+    with tempfile.TemporaryDirectory() as directory, zipfile.ZipFile(sys.argv[1]) as wheel:
         for header in HEADERS:
-            path = Path(folder) / header
+            path = Path(directory) / header
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(wheel.read(INCLUDE + header))
-        compared = list(zip(ours(), theirs(Path(folder)), strict=True))
+        compared = list(zip(ours(), theirs(Path(directory)), strict=True))
     wrong = [f"{label}: {here} here, {there} in C" for (label, _, here), there in compared if here != there]
     print("\n".join([*wrong, f"{len(compared)} sizes and offsets compared, {len(wrong)} differ"]))
     return 1 if wrong else 0

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Add up the JUnit files in a folder, and print one line: ``N passed, N failed, N skipped``.
+"""Add up the JUnit files in a directory, and print one line: ``N passed, N failed, N skipped``.
 
-Fails where a test failed or none passed.
+Fails if a test failed or no test passed.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 
-def tally(folder: Path) -> tuple[int, int, int]:
+def tally(directory: Path) -> tuple[int, int, int]:
     """Return how many tests passed, failed (or could not run) and were skipped."""
     total = failed = skipped = 0
-    for path in sorted(folder.glob("*.xml")):
+    for path in sorted(directory.glob("*.xml")):
         # Our own pytest wrote it.
         for suite in ET.parse(path).iter("testsuite"):  # noqa: S314
             total += int(suite.get("tests", "0"))

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Look through every tracked file for what belongs to one machine only; print it, and fail.
+"""Find text in tracked files that belongs to one machine only; print it, and fail.
 
-That is: the hosts packages were fetched from, absolute paths into somebody's home or working folder,
-and the lock file, which records both.
+That is: hosts that packages were fetched from, absolute paths into a home or working directory, and the lock
+file, which records both.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOCK_FILES = {"uv.lock"}
 
 
 def findings() -> list[str]:
-    """List ``path:line: what: text`` of everything that should not be committed."""
+    """List ``path:line: kind: text`` of everything that should not be committed."""
     listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True)  # noqa: S607
     found = []
     for name in filter(None, listing.stdout.split("\0")):
@@ -34,7 +34,7 @@ def findings() -> list[str]:
 
 
 def in_file(name: str) -> list[str]:
-    """List the findings in one file; a binary one, or one that is deleted and not yet committed, has none."""
+    """List the findings in one file. Binary and deleted files have none."""
     try:
         lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
     except (UnicodeDecodeError, FileNotFoundError, IsADirectoryError):
