@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from polyxla.env import POLYXLA_WAIT_S
-from polyxla_bridge.env import POLYXLA_STALL_TIMEOUT_S, BridgeSettings, from_environ
+from polyxla_bridge import env as bridge
+from polyxla_bridge.env import POLYXLA_STALL_TIMEOUT_S
 from polyxla_xrt import env
 from polyxla_xrt.config.variables import find, read_count
 
@@ -44,10 +45,10 @@ def stall_timeout_s(environ: Mapping[str, str]) -> float:
     """
     variable = find(environ, POLYXLA_STALL_TIMEOUT_S)
     if variable is None:
-        return BridgeSettings.stall_timeout_s
+        return bridge.stall_timeout_s({})
     try:
         # The bridge reads the same variable in the replicas: one parser for both.
-        return from_environ({variable.name: variable.text}).stall_timeout_s
+        return bridge.stall_timeout_s({variable.name: variable.text})
     except ValueError:
         raise variable.error(
             f"{variable.text!r} is not a number of seconds above 0", f"Write {POLYXLA_STALL_TIMEOUT_S}=300."
