@@ -1,4 +1,4 @@
-"""Compiles the library that torch_xla opens, for wheels and editable installs alike."""
+"""Build hook: compiles the C library that torch_xla opens, for wheels and for editable installs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FLAGS = ["-fPIC", "-O2", "-pthread", "-Wall", "-Wextra", "-Werror"]
 LANGUAGES = {"*.c": ("CC", "cc", "-std=c11"), "*.cc": ("CXX", "c++", "-std=c++17")}
-"""By pattern: the variable that chooses the compiler, its default, and the standard."""
+"""By file pattern: the variable that chooses the compiler, the default compiler, the language standard."""
 C_TYPES = {
     ctypes.c_void_p: "void *",
     ctypes.c_size_t: "size_t ",
@@ -28,43 +28,43 @@ C_TYPES = {
 
 
 class LibraryBuildHook(BuildHookInterface):  # type: ignore[type-arg]
-    """Runs the compilers once; the wheel is for this platform and any Python."""
+    """Compiles the library; the wheel is for this platform and any Python."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile next to the source; the build picks it up as an artifact."""
+        """Write the library next to its source, from where the build takes it as an artifact."""
         package = Path(self.root) / "src" / "polyxla_bridge"
-        folder = package / "native"
+        native = package / "native"
         with tempfile.TemporaryDirectory() as made:
             (Path(made) / "abi.h").write_text(header(package / "abi.py"))
             objects = []
             for pattern, (variable, default, standard) in LANGUAGES.items():
-                for source in sorted(folder.glob(pattern)):
+                for source in sorted(native.glob(pattern)):
                     objects.append(f"{made}/{source.name}.o")
                     what = [standard, f"-I{made}", "-c", "-o", objects[-1], str(source)]
                     compiler(variable, default, *what)
-            # At once: where it is installed editably, programs may be starting meanwhile.
-            new = folder / "library.so.new"
+            # Replaced atomically: programs that use an editable install may be starting meanwhile.
+            new = native / "library.so.new"
             compiler("CXX", "c++", "-shared", "-o", str(new), *objects)
-            new.replace(folder / "library.so")
+            new.replace(native / "library.so")
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
 
 
 def compiler(variable: str, default: str, *arguments: str) -> None:
-    """Run the compiler that the environment chooses."""
+    """Run the compiler that the environment or the default chooses."""
     command = [*shlex.split(os.environ.get(variable, default)), *FLAGS, *arguments]
     try:
         subprocess.run(command, check=True)
     except FileNotFoundError:
         message = (
-            f"polyxla-bridge needs a C and a C++ compiler, not found: {command[0]!r}. "
-            f"Install gcc and g++, or set {variable}"
+            f"polyxla-bridge needs a C and a C++ compiler, but {command[0]!r} was not found. "
+            f"Install gcc and g++, or set {variable} to another compiler"
         )
         raise SystemExit(message) from None
 
 
 def header(path: Path) -> str:
-    """Return the declarations of abi.py, which is their only source, for C."""
+    """Return a C header with the declarations of abi.py, which is their only source."""
     abi = runpy.run_path(str(path))
     structs = {name: abi[name] for name in ("Tiled", "MemoryLayout", "Record")}
     structs |= {f"PJRT_{name}_Args": args for name, args in abi["ARGS"].items()}

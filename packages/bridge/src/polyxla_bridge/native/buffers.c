@@ -1,27 +1,27 @@
-/* Buffers, and the queue by which Python hears which were made and which were given up. */
+/* Buffers, and the queue that reports new and deleted buffers to Python. */
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "objects.h"
 
-/* What changes is guarded by the queue's lock. */
+/* Fields that change are guarded by the queue's lock. */
 struct Buffer {
   Buffer *next;
-  /* Two at first: torch_xla, and Python, or the queue for it. */
+  /* References, two at first: torch_xla's, and Python's or the queue's. */
   int owners;
   bool is_deleted;
-  /* Whether Python has heard of it. */
+  /* Whether Python has taken it from the queue, or made it. */
   bool is_known;
-  /* From the host, until Python takes it. */
+  /* Data from the host, until Python takes it. */
   void *data;
   size_t size;
-  /* A device and its one memory have the same handle. */
+  /* Handle of the device, which is also that of its only memory. */
   void *place;
   Event *ready;
   int type;
   size_t rank;
-  /* The sizes, then the dimensions from minor to major. */
+  /* Size of each dimension, then the indices of the dimensions from minor to major. */
   int64_t dims[];
 };
 
@@ -84,14 +84,14 @@ static void delete(Buffer *buffer) {
     put(buffer);
     return;
   }
-  /* Python will not want it when it finds it in the queue. */
+  /* It is still in the queue, and Python will skip it there: the data is not needed any more. */
   free(buffer->data);
   buffer->data = NULL;
 }
 
-/* What Python calls. */
+/* Called by Python. */
 
-/* Make the results of an execution. Python knows them, and completes their events. */
+/* Make the results of an execution, which Python knows from the start. Python completes their events. */
 void polyxla_outputs(void *place, size_t count, const int *types, const size_t *ranks, const int64_t *dims,
                      Buffer **buffers, Event **events) {
   for (size_t i = 0; i < count; dims += ranks[i++]) {
@@ -101,7 +101,7 @@ void polyxla_outputs(void *place, size_t count, const int *types, const size_t *
   }
 }
 
-/* Wait until there is something to take; false once stopped. */
+/* Wait until the queue has an entry; return false once the queue is stopped. */
 bool polyxla_wait(void) {
   lock();
   while (queue.first == NULL && !queue.is_stopped) pthread_cond_wait(&queue.filled, &queue.lock);
@@ -110,8 +110,8 @@ bool polyxla_wait(void) {
   return !is_stopped;
 }
 
-/* Take what was made or given up next; false when there is nothing. A buffer that was given up before Python
- * heard of it is not mentioned. */
+/* Take the next entry; return false if the queue is empty. A buffer that was deleted before Python knew it is
+ * skipped. */
 bool polyxla_take(Record *record) {
   Buffer *buffer;
   lock();
@@ -135,21 +135,21 @@ bool polyxla_take(Record *record) {
 /* Free the data of a record. */
 void polyxla_free(void *data) { free(data); }
 
-/* Give up Python's share of a buffer that was deleted. */
+/* Release Python's reference to a deleted buffer. */
 void polyxla_drop(Buffer *buffer) {
   lock();
   drop(buffer);
   unlock();
 }
 
-/* A buffer's memory went to another one. */
+/* Mark a donated buffer as deleted. */
 void polyxla_delete(Buffer *buffer) {
   lock();
   delete(buffer);
   unlock();
 }
 
-/* End all waiting. */
+/* Stop the queue: polyxla_wait returns false from now on. */
 void polyxla_stop(void) {
   lock();
   queue.is_stopped = true;
@@ -157,7 +157,7 @@ void polyxla_stop(void) {
   unlock();
 }
 
-/* What torch_xla calls. */
+/* Called by torch_xla. */
 
 static Error *check_type(int type) {
   size_t count = sizeof DTYPES / sizeof *DTYPES;
@@ -170,13 +170,13 @@ static Error *check_dense(const PJRT_Client_BufferFromHostBuffer_Args *args) {
   const int64_t *dims = args->dims, *strides = args->byte_strides;
   int64_t dense = (int64_t)DTYPES[args->type].width;
   for (size_t i = args->num_byte_strides; i-- > 0; dense *= dims[i]) {
-    /* The stride of a dimension of one element says nothing. */
+    /* The stride of a dimension of size 1 has no effect. */
     if (dims[i] > 1 && strides[i] != dense)
       return polyxla_error_of(UNIMPLEMENTED,
                               "dimension %zu has a stride of %lld bytes where %lld were expected: "
                               "only dense row-major arrays can be copied",
                               i, (long long)strides[i], (long long)dense);
-    /* Without elements there is nothing to be dense. */
+    /* An array without elements is dense. */
     if (dims[i] == 0) break;
   }
   return NULL;
@@ -194,7 +194,7 @@ Error *PJRT_Client_BufferFromHostBuffer(PJRT_Client_BufferFromHostBuffer_Args *a
   void *place = args->device != NULL ? args->device : args->memory;
   Buffer *buffer = make(place, args->type, args->num_dims, args->dims);
   buffer->data = data;
-  /* What fails on the way to the device shows where the array is used. */
+  /* Ready at once: an error on the way to the device is reported where the array is used. */
   polyxla_event_complete(buffer->ready, NULL);
   Event *done = polyxla_event();
   polyxla_event_complete(done, NULL);
@@ -279,7 +279,7 @@ Error *PJRT_Buffer_Memory(PJRT_Buffer_Memory_Args *args) {
 }
 
 Error *PJRT_Buffer_IsOnCpu(PJRT_Buffer_IsOnCpu_Args *args) {
-  /* True would let torch_xla read the memory itself, before it is computed. */
+  /* If true, torch_xla would read the memory itself, before it is computed. */
   args->is_on_cpu = false;
   return NULL;
 }
@@ -289,7 +289,7 @@ Error *PJRT_Buffer_ReadyEvent(PJRT_Buffer_ReadyEvent_Args *args) {
   return NULL;
 }
 
-/* Asked for by every BufferFromHostBuffer, so it may not wait for Python either. */
+/* torch_xla calls it for every BufferFromHostBuffer, so it must not wait for Python either. */
 Error *PJRT_Device_DefaultMemory(PJRT_Device_DefaultMemory_Args *args) {
   args->memory = args->device;
   return NULL;

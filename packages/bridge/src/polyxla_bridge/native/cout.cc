@@ -1,5 +1,6 @@
-/* Gloo, inside jaxlib, greets on standard output whenever replicas meet in a new group, and nothing turns
- * that off. libstdc++ is shared, so its std::cout is everybody's: a filter stands before the buffer it had.
+/* A filter for gloo's messages on standard output. Gloo, which jaxlib contains, prints one for each replica of
+ * each new group, and has no option to turn them off. libstdc++ is shared by all libraries of the process, so a
+ * filter can be put before the buffer of its std::cout.
  *
  * Source: gloo/transport/context.cc, Context::connectFullMesh's "[Gloo] Rank " and so on, piece by piece.
  */
@@ -13,7 +14,7 @@ constexpr std::string_view GREETING = "[Gloo] Rank ";
 
 enum class Line { begins, is_passed_on, is_dropped };
 
-/* One for each thread: gloo's pieces come between those of others, who may well be gloo too. */
+/* One for each thread, because threads write their lines in pieces, and the pieces are interleaved. */
 thread_local Line line = Line::begins;
 
 class WithoutGreetings : public std::streambuf {
@@ -21,7 +22,7 @@ class WithoutGreetings : public std::streambuf {
   explicit WithoutGreetings(std::streambuf *next) : next_(next) {}
 
  protected:
-  /* Looks at beginnings only: a piece that begins otherwise goes on in one piece, so that it stays one. */
+  /* Checks only the beginning of a piece: one that does not begin with gloo's prefix is passed on whole. */
   std::streamsize xsputn(const char *data, std::streamsize size) override {
     std::string_view text(data, size);
     if (line == Line::begins && text.substr(0, GREETING.size()) == GREETING) line = Line::is_dropped;
@@ -51,7 +52,8 @@ class WithoutGreetings : public std::streambuf {
 
 }  // namespace
 
-/* Drops gloo's greetings from now on. Once in a process, and for ever: std::cout is flushed at its very end. */
+/* Installs the filter; a second call does nothing. It is never removed, because std::cout is flushed when the
+ * process ends. */
 extern "C" void polyxla_drop_greetings(void) {
   [[maybe_unused]] static std::streambuf *const before =
       std::cout.rdbuf(new WithoutGreetings(std::cout.rdbuf()));

@@ -1,4 +1,4 @@
-/* Errors and events: who waits for one never needs Python's lock. */
+/* Errors and events. Waiting for an event never needs the GIL. */
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -104,7 +104,7 @@ void polyxla_event_complete(Event *event, Error *error) {
   event->waiting = NULL;
   pthread_cond_broadcast(&event->completed);
   pthread_mutex_unlock(&event->lock);
-  /* Without the lock: a callback may destroy the event that it waited for. */
+  /* After the lock is released, because a callback may destroy the event that it waited for. */
   while (waiting != NULL) {
     Waiting *next = waiting->next;
     waiting->callback(copy(event->error), waiting->user_arg);
@@ -114,7 +114,7 @@ void polyxla_event_complete(Event *event, Error *error) {
   polyxla_event_drop(event);
 }
 
-/* Complete events that are done together. `error` may be null, and is taken. */
+/* Complete several events at once. Takes ownership of `error`, which may be null. */
 void polyxla_events_complete(Event **events, size_t count, Error *error) {
   for (size_t i = 0; i < count; i++) polyxla_event_complete(events[i], copy(error));
   free(error);

@@ -1,11 +1,11 @@
-/* The shared library that torch_xla opens: it exports the symbol, Python fills in what it returns. */
+/* The function that torch_xla looks up in the library, and the table that it returns. Python fills the table. */
 #include <stddef.h>
 
 static const void *api;
 
 void polyxla_set_api(const void *value) { api = value; }
 
-/* What stands for a function of Python's once Python is about to end. */
+/* Replaces the functions in Python when Python ends. */
 void *polyxla_nothing(void *args) {
   (void)args;
   return NULL;

@@ -1,7 +1,7 @@
-/* What torch_xla holds as PJRT_Error, PJRT_Event and PJRT_Buffer.
+/* PJRT_Error, PJRT_Event and PJRT_Buffer as torch_xla holds them.
  *
- * torch_xla makes and destroys buffers while it holds a lock of its own, which a Python thread that lets go of
- * a tensor waits for with Python's lock held. So nothing here may ever wait for Python.
+ * torch_xla makes and destroys buffers with one of its locks held. A Python thread that frees a tensor waits for
+ * that lock with the GIL held. So no function here may ever wait for the GIL.
  *
  * abi.h is generated from abi.py when the library is built: hatch_build.py.
  */
@@ -18,18 +18,19 @@ typedef struct Error Error;
 typedef struct Event Event;
 typedef struct Buffer Buffer;
 
-/* Like malloc, but ends the process when there is no memory: for what is too small to be refused. */
+/* Like malloc, but ends the process if there is no memory. For small objects. */
 void *polyxla_allocate(size_t size);
 
 Error *polyxla_error(int code, const char *message, size_t size);
 
-/* A printf-like message, cut at 256 bytes. */
+/* Takes a format like printf; the message is cut at 256 bytes. */
 Error *polyxla_error_of(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
-/* An event with two owners: who waits for it, and who completes it. */
+/* Makes an event with two references: the waiter's and the completer's. */
 Event *polyxla_event(void);
 
-/* Gives up the completer's share. `error` may be null, and is taken. Runs the callbacks of those who wait. */
+/* Completes the event, runs its callbacks, and releases the completer's reference. Takes ownership of `error`,
+ * which may be null. */
 void polyxla_event_complete(Event *event, Error *error);
 
 Event *polyxla_event_share(Event *event);

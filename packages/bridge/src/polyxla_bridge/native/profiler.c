@@ -1,7 +1,7 @@
-/* A profiler that has seen nothing. torch_xla warns in every process when a plugin has none, and ends a process
- * that profiles without one. It records programs and steps itself; there is no device of ours to add to that.
+/* A profiler that records nothing. Without a profiler extension, torch_xla warns in every process, and ends a
+ * process that takes a profile. torch_xla records programs and steps itself; the bridge has nothing to add.
  *
- * No function here fails, so there is never an error to ask about.
+ * No function fails, so the error functions do nothing.
  */
 #include <stddef.h>
 
@@ -16,7 +16,7 @@ static void *create(PLUGIN_Profiler_Create_Args *args) {
   return NULL;
 }
 
-/* An XSpace without planes is serialized to no bytes at all. */
+/* An XSpace without planes is serialised to zero bytes. */
 static void *collect_data(PLUGIN_Profiler_CollectData_Args *args) {
   args->buffer_size_in_bytes = 0;
   return NULL;
