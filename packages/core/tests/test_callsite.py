@@ -77,7 +77,7 @@ def test_a_package_that_is_no_plugin_is_the_users_program() -> None:
     assert call() == "datasets.py:2"
 
 
-def test_every_group_of_plugins_is_asked_for_packages() -> None:
+def test_own_packages_covers_every_group_of_plugins() -> None:
     assert {PLUGINS, RUNTIMES, HOOKSPECS} < set(callsite.PLUGIN_GROUPS)
 
 

@@ -1,4 +1,4 @@
-"""The command line: tables and documents, what goes to the program, and errors without a traceback."""
+"""The command line: tables, JSON documents, the program's arguments, and errors without a traceback."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 from polyxla.cli.app import app
 from polyxla.console import say_once
+from polyxla.plugins.manager import HOOKSPECS
 from polyxla.testing import PluginInstaller
 
 TIMEOUT_S = 60.0
@@ -37,7 +38,7 @@ def _toy(install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch, tmp_p
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TOY", "8")
     monkeypatch.chdir(tmp_path)
-    # `run -m` looks for modules in the current folder.
+    # `run -m` looks for modules in the current directory.
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "script.py").write_text("import sys; print(sys.argv)")
     say_once.cache_clear()
@@ -72,7 +73,7 @@ def _lines(text: str) -> list[list[str]]:
 
 
 class TestRuntimes:
-    def test_table(self) -> None:
+    def test_table_of_the_command(self) -> None:
         result = _invoke("runtimes")
         assert result.exit_code == 0
         assert _lines(result.stdout) == [
@@ -81,7 +82,7 @@ class TestRuntimes:
             ["chosen:", "toy", "(TOY=8)"],
         ]
 
-    def test_document(self, install_plugin: PluginInstaller) -> None:
+    def test_json_document(self, install_plugin: PluginInstaller) -> None:
         install_plugin("broken", "raise ImportError('no grpc')")
         why_not = (
             "runtime 'broken' cannot be imported: ImportError: no grpc (from broken of broken). "
@@ -116,9 +117,7 @@ class TestRuntimes:
             ],
         }
 
-    def test_a_broken_runtime_is_in_the_table_and_the_others_work(
-        self, install_plugin: PluginInstaller
-    ) -> None:
+    def test_a_broken_runtime_is_listed_and_the_others_work(self, install_plugin: PluginInstaller) -> None:
         install_plugin("broken", "raise ImportError('no grpc')")
         result = _invoke("runtimes")
         assert result.exit_code == 0
@@ -138,14 +137,16 @@ class TestRuntimes:
         ],
         ids=["import", "misspelt"],
     )
-    def test_a_broken_plugin_is_told(self, code: str, text: str, install_plugin: PluginInstaller) -> None:
+    def test_a_broken_plugin_is_reported_as_a_warning(
+        self, code: str, text: str, install_plugin: PluginInstaller
+    ) -> None:
         install_plugin.listener("extra", code)
         result = _invoke("runtimes")
         assert result.exit_code == 0
         assert result.stderr.startswith(f"polyxla: {text}")
         assert _document("runtimes", "--json")["warnings"][0].startswith(text)
 
-    def test_two_that_are_asked_for(
+    def test_two_claims_are_a_warning(
         self, install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         install_plugin("toy-b", _toy_runtime("TOY_B"))
@@ -160,7 +161,9 @@ class TestRuntimes:
         named = _document("runtimes", "--runtime", "toy-b", "--json")
         assert (named["chosen"], named["reason"], named["warnings"]) == ("toy-b", "--runtime toy-b", [])
 
-    def test_nothing_can_be_chosen(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_table_is_shown_even_if_no_runtime_can_be_chosen(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.delenv("TOY")
         error = "no runtime can be chosen (toy: not asked for). Name one with --runtime or POLYXLA_RUNTIME."
         document = _document("runtimes", "--json", exit_code=2)
@@ -168,11 +171,11 @@ class TestRuntimes:
         assert document["runtimes"][0]["asked_for_by"] is None
         result = _invoke("runtimes")
         assert (result.exit_code, result.stderr) == (2, f"polyxla: error: {error}\n")
-        assert "toy" in result.stdout, "the table is for finding out what is wrong"
+        assert "toy" in result.stdout, "the table shows what is wrong"
 
 
 class TestDevices:
-    def test_table(self) -> None:
+    def test_table_of_the_command(self) -> None:
         result = _invoke("devices")
         assert result.exit_code == 0
         first, *rows, last = _lines(result.stdout)
@@ -181,7 +184,7 @@ class TestDevices:
         assert [(row[0], row[-1]) for row in rows] == [(str(index), str(index // 4)) for index in range(8)]
         assert last == ["runtime", "toy,", "topology", "toy-8,", "2", "host(s)"]
 
-    def test_document(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_json_document(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TOY", "1")
         assert _document("devices", "--runtime", "toy", "--json") == {
             "runtime": "toy",
@@ -191,18 +194,18 @@ class TestDevices:
             "devices": [{"index": 0, "kind": "TOY", "name": "toy device 0", "host_index": 0}],
         }
 
-    def test_a_choice_nobody_named_is_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_implicit_choice_is_printed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TOY_CLAIM", "FALLBACK")
         assert _invoke("devices").stderr == "polyxla: runtime toy: TOY=8\n"
 
-    def test_an_error_is_a_document_too(self) -> None:
+    def test_an_error_is_a_json_document(self) -> None:
         assert _document("devices", "--runtime", "xrt", "--json", exit_code=2) == {
             "error": XRT_MISSING.format("--runtime xrt")
         }
 
 
 class TestEnv:
-    def test_document(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_json_document(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("POLYXLA_DEVICES", "[5]")
         monkeypatch.setenv("POLYXLA_START_TIMEOUT_S", "9")
         monkeypatch.delenv("POLYXLA_COMPILE_CACHE", raising=False)
@@ -219,7 +222,7 @@ class TestEnv:
             ("TOY_VISIBLE", "5", "set by runtime toy", "replicas"),
         ]
 
-    def test_table(self) -> None:
+    def test_table_of_the_command(self) -> None:
         result = _invoke("env")
         assert result.exit_code == 0
         table = _lines(result.stdout)
@@ -227,7 +230,9 @@ class TestEnv:
         assert table[2] == ["POLYXLA_DEVICES", "auto", "default", "polyxla"]
         assert table[-1] == ["TOY_VISIBLE", "0,1,2,3,4,5,6,7", "set", "by", "runtime", "toy", "replicas"]
 
-    def test_what_is_wrong_stands_in_its_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_error_is_shown_in_place_of_the_replicas_variables(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("POLYXLA_DEVICES", "9")
         rows = _document("env", "--json")["variables"]
         assert rows[1]["value"] == "9"
@@ -276,7 +281,7 @@ class TestRun:
             pytest.param(["script.py", "--", "x"], ["script.py", "--", "x"], 8, id="dashes-behind"),
         ],
     )
-    def test_what_stands_behind_the_program_is_the_programs(
+    def test_arguments_after_the_program_belong_to_the_program(
         self, args: list[str], command: list[str], devices: int, install_plugin: PluginInstaller
     ) -> None:
         install_plugin.listener(
@@ -312,7 +317,7 @@ class TestRun:
             ),
         ],
     )
-    def test_the_program_finds_the_choice_in_its_environment(
+    def test_the_choice_is_in_the_programs_environment(
         self, args: list[str], variables: dict[str, str], install_plugin: PluginInstaller
     ) -> None:
         install_plugin.listener(
@@ -335,13 +340,13 @@ class TestRun:
         assert _plan("script.py")["environment"]["POLYXLA_WAIT_S"] == "60"
         assert _plan("--wait", "0", "script.py")["environment"]["POLYXLA_WAIT_S"] == "0"
 
-    def test_a_plugins_own_dictionary_is_not_written_into(self, install_plugin: PluginInstaller) -> None:
+    def test_a_plugins_dictionary_is_not_changed(self, install_plugin: PluginInstaller) -> None:
         install_plugin("shared", (PROGRAMS / "shared_environment_runtime.py").read_text())
         for _ in range(2):
             plan = _plan("--runtime", "shared", "script.py")
             assert plan["environment"] == {"A": "1", "POLYXLA_RUNTIME": "shared"}
 
-    def test_a_dry_run_in_words(self) -> None:
+    def test_a_dry_run_prints_the_variables_and_the_command(self) -> None:
         result = _invoke("run", "--dry-run", "--devices", "1", "script.py", "--lr", "1")
         assert result.exit_code == 0
         *variables, command = result.stdout.splitlines()
@@ -362,7 +367,7 @@ class TestRun:
         assert done.stdout == "['script.py', '--json']\n"
         assert json.loads(done.stderr)["command"][-2:] == ["script.py", "--json"]
 
-    def test_warnings_are_said_before_the_script_starts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_warnings_are_printed_before_the_script_starts(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("XRT_TPU_CONFIG", "tpu_worker;0;10.0.0.2:8470")
         done = _polyxla("run", "script.py")
         assert done.stdout == "['script.py']\n"
@@ -379,7 +384,7 @@ class TestRun:
             pytest.param("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -15, id="signal"),
         ],
     )
-    def test_the_exit_code_is_the_scripts(self, code: str, exit_code: int, tmp_path: Path) -> None:
+    def test_the_scripts_exit_code_is_passed_through(self, code: str, exit_code: int, tmp_path: Path) -> None:
         (tmp_path / "script.py").write_text(code)
         assert _polyxla("run", "script.py").returncode == exit_code
 
@@ -416,7 +421,7 @@ class TestBadInput:
             pytest.param("xrt", XRT_MISSING, id="not-installed"),
         ],
     )
-    def test_a_runtime_that_is_not_there(
+    def test_a_missing_runtime_is_an_error(
         self, name: str, text: str, command: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         first, *rest = command
@@ -432,10 +437,10 @@ class TestBadInput:
         monkeypatch.setenv("TOY_CLAIM", "FALLBACK")
         text = XRT_MISSING.format("XRT_TPU_CONFIG=tpu_worker;0;10.0.0.2:8470")
         if break_it:
-            install_plugin("polyxla-xrt", "raise ImportError('no grpc')", name="xrt")
+            install_plugin("broken-xrt", "raise ImportError('no grpc')", name="xrt")
             text = (
-                "runtime 'xrt' cannot be imported: ImportError: no grpc (from polyxla_xrt of polyxla-xrt). "
-                "Repair or remove it: pip install --force-reinstall polyxla-xrt"
+                "runtime 'xrt' cannot be imported: ImportError: no grpc (from broken_xrt of broken-xrt). "
+                "Repair or remove it: pip install --force-reinstall broken-xrt"
             )
         _refused(["devices"], text)
         _refused(["run", "script.py"], text)
@@ -452,7 +457,9 @@ class TestBadInput:
     @pytest.mark.parametrize(
         "install", [PluginInstaller.__call__, PluginInstaller.listener], ids=["runtime", "plugin"]
     )
-    def test_a_misspelt_hook(self, install: Callable[..., None], install_plugin: PluginInstaller) -> None:
+    def test_a_misspelt_hook_is_an_error_with_the_nearest_name(
+        self, install: Callable[..., None], install_plugin: PluginInstaller
+    ) -> None:
         install(
             install_plugin, "odd", "from polyxla import hookimpl\n@hookimpl\ndef polyxla_lunch(job): pass"
         )
@@ -463,7 +470,9 @@ class TestBadInput:
         assert "'odd' does not match polyxla's hooks: unknown hook 'polyxla_lunch' in plugin" in result.stderr
         assert result.stderr.endswith("(from odd). Did you mean 'polyxla_launch'?\n")
 
-    def test_a_tie(self, install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_equal_claims_are_an_error(
+        self, install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         install_plugin("toy-b", _toy_runtime("TOY_B"))
         monkeypatch.setenv("TOY_B", "1")
         _refused(
@@ -497,7 +506,9 @@ class TestBadInput:
             ),
         ],
     )
-    def test_devices(self, devices: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_devices_that_do_not_exist_are_an_error(
+        self, devices: str, text: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         _refused(["run", "--devices", devices, "script.py"], text.format(f"--devices {devices}"))
         monkeypatch.setenv("POLYXLA_DEVICES", devices)
         _refused(["run", "script.py"], text.format(f"POLYXLA_DEVICES={devices}"))
@@ -530,11 +541,11 @@ class TestBadInput:
             ),
         ],
     )
-    def test_a_program_that_is_not_there(self, args: list[str], text: str, tmp_path: Path) -> None:
+    def test_a_missing_program_is_an_error(self, args: list[str], text: str, tmp_path: Path) -> None:
         (tmp_path / "empty").mkdir()
         _refused(["run", *args], text.format(cwd=tmp_path))
 
-    def test_a_precision_that_no_plugin_knows(self) -> None:
+    def test_an_unknown_precision_is_an_error(self) -> None:
         result = _invoke("run", "--precision", "half", "script.py")
         assert result.exit_code == 2
         assert result.stderr.startswith(
@@ -542,7 +553,7 @@ class TestBadInput:
         )
 
     @pytest.mark.parametrize("wait", ["soon", "-1", "nan", "inf", "10 s", "1e999"])
-    def test_a_wait_that_is_no_number_of_seconds(self, wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_invalid_wait_is_an_error(self, wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
         text = (
             f"{wait!r} is not a number of seconds, 0 or more (from {{}}). "
             "Write the longest wait for devices that another job is using, such as 600, or leave it out."
@@ -551,19 +562,19 @@ class TestBadInput:
         monkeypatch.setenv("POLYXLA_WAIT_S", wait)
         _refused(["run", "script.py"], text.format(f"POLYXLA_WAIT_S={wait}"))
 
-    def test_an_error_of_a_dry_run_is_a_document_too(self) -> None:
+    def test_an_error_of_a_dry_run_is_a_json_document(self) -> None:
         assert _document("run", "--dry-run", "--json", "--runtime", "xrt", "script.py", exit_code=2) == {
             "error": XRT_MISSING.format("--runtime xrt")
         }
 
-    def test_no_program(self) -> None:
+    def test_run_without_a_program_is_an_error(self) -> None:
         result = _invoke("run")
         assert result.exit_code == 2
         assert "Missing argument '(SCRIPT | -m MODULE) [ARGS]...'" in result.stderr
 
 
 class TestTheRealCommand:
-    """What only a process of its own shows: no traceback, and the commands of plugins."""
+    """Tests that need a process: no traceback, and the commands of plugins."""
 
     def test_an_error_is_one_line_and_exit_code_2(self) -> None:
         done = _polyxla("run", "--runtime", "xrt", "script.py")
@@ -579,13 +590,31 @@ class TestTheRealCommand:
             f"{COUNTS}\n  at {tmp_path / 'script.py'}:4\n"
         )
 
-    def test_plugins_add_commands_and_a_broken_one_does_no_harm(
+    def test_plugins_add_commands_even_if_another_plugin_is_broken(
         self, install_plugin: PluginInstaller
     ) -> None:
         install_plugin("broken", "raise RuntimeError('at import')")
         install_plugin.listener("hello", (PROGRAMS / "hello_plugin.py").read_text())
         done = _polyxla("hello")
         assert (done.returncode, done.stdout, done.stderr) == (0, "hello from a plugin\n", "")
+
+    def test_broken_hook_specs_are_reported_and_the_commands_work(
+        self, install_plugin: PluginInstaller
+    ) -> None:
+        install_plugin("moon-specs", "raise ImportError('no cheese')", group=HOOKSPECS, name="moon")
+        text = (
+            "the module of hook specs 'moon' cannot be imported: ImportError: no cheese "
+            "(from moon_specs of moon-specs). Repair or remove it: pip install --force-reinstall moon-specs"
+        )
+        done = _polyxla("--help")
+        assert done.returncode == 0
+        assert "\n  runtimes " in done.stdout
+        assert done.stderr == f"polyxla: the commands of plugins are left out: {text}\n"
+        done = _polyxla("runtimes", "--json")
+        document = json.loads(done.stdout)
+        assert done.returncode == 2
+        assert document["warnings"] == [text]
+        assert [row["why_not"] for row in document["runtimes"]] == [text]
 
     def test_help_lists_the_commands(self) -> None:
         done = _polyxla("--help")

@@ -1,4 +1,4 @@
-"""Guards against training that goes wrong in silence: modules and optimizers that do not belong together."""
+"""Modules that differ between replicas, and optimizers that would train nothing, are found."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Net(torch.nn.Module):
         self.register_buffer("empty", torch.ones(0))
 
 
-def test_replicas_that_differ_take_ordinal_0s(capsys: pytest.CaptureFixture[str]) -> None:
+def test_replicas_that_differ_take_the_parameters_of_ordinal_0(capsys: pytest.CaptureFixture[str]) -> None:
     def weights(replica: Replica) -> Any:
         module = replica.setup(_Net(float(replica.ordinal)))
         return [tensor.tolist() for tensor in module.state_dict().values()]
@@ -46,12 +46,12 @@ def test_replicas_that_differ_take_ordinal_0s(capsys: pytest.CaptureFixture[str]
     assert said.count("replicas began with different parameters (layer.weight): all take ordinal 0's") == 1
 
 
-def test_replicas_that_agree_are_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_replicas_that_agree_cause_no_warning(capsys: pytest.CaptureFixture[str]) -> None:
     _everywhere(lambda replica: replica.setup(_Net(1.0)) and None)
     assert "different" not in capsys.readouterr().err
 
 
-def test_replicas_with_other_modules_are_refused() -> None:
+def test_replicas_with_different_modules_are_refused() -> None:
     def make(replica: Replica) -> None:
         replica.setup(torch.nn.Linear(2, 2, bias=replica.ordinal > 0))
 
@@ -59,7 +59,7 @@ def test_replicas_with_other_modules_are_refused() -> None:
         _everywhere(make)
 
 
-def test_a_loop_of_ones_own_is_told_that_replicas_differ(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_without_setup_warns_if_replicas_differ(capsys: pytest.CaptureFixture[str]) -> None:
     def train(replica: Replica) -> None:
         module = _Net(float(replica.ordinal))
         module.layer(torch.ones(1, 2)).sum().backward()
@@ -123,9 +123,9 @@ def test_an_optimizer_whose_parameters_are_elsewhere_is_refused_at_its_first_ste
 
 def test_an_optimizer_without_gradients_is_refused_at_its_first_step() -> None:
     def train(replica: Replica) -> None:
-        weight, stranger = torch.nn.Parameter(torch.ones(())), torch.nn.Parameter(torch.ones(()))
+        weight, unused = torch.nn.Parameter(torch.ones(())), torch.nn.Parameter(torch.ones(()))
         weight.square().backward()
-        replica.step(torch.optim.SGD([stranger], lr=0.1))
+        replica.step(torch.optim.SGD([unused], lr=0.1))
 
     with pytest.raises(UsageError, match="none of the 1 parameters of SGD has a gradient"):
         _everywhere(train, 1)

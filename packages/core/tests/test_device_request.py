@@ -1,4 +1,4 @@
-"""devices= picks what there is, and says what there is where it asks for something else."""
+"""devices= selects existing devices; an error says which devices exist."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FORMS = "Write devices='auto', a count such as devices=8, or indices such as dev
         pytest.param(range(2, 4), (2, 3), id="range"),
     ],
 )
-def test_picks(asked: Any, picked: tuple[int, ...]) -> None:
+def test_counts_and_indices_select_devices(asked: Any, picked: tuple[int, ...]) -> None:
     assert pick_devices(Setting(asked, "test"), "toy", EIGHT) == picked
 
 
@@ -96,14 +96,14 @@ def test_picks(asked: Any, picked: tuple[int, ...]) -> None:
         ),
     ],
 )
-def test_refuses(asked: Any, text: str) -> None:
+def test_an_invalid_request_is_refused(asked: Any, text: str) -> None:
     with pytest.raises(DevicesError) as caught:
         pick_devices(Setting(asked, "test"), "toy", EIGHT)
     assert str(caught.value) == text
     assert caught.value.exit_code == 2
 
 
-def test_where_there_is_one_device_the_advice_is_short() -> None:
+def test_the_advice_for_a_single_device_is_short() -> None:
     with pytest.raises(DevicesError, match=r"has 1 here \(from --devices 2\)\. Write devices=1\.$"):
         pick_devices(Setting("2", "--devices 2"), "toy", EIGHT[:1])
 
@@ -136,7 +136,7 @@ def test_devices_that_can_be_made_are_made(asked: Any, picked: tuple[int, ...]) 
 
 
 @pytest.mark.parametrize("asked", [[1, 2], [5], 0, 5000, 10**9, [0, 2], "[3]"])
-def test_devices_that_are_not_the_first_so_many_are_not_made(asked: Any) -> None:
+def test_only_a_count_or_indices_from_0_make_devices(asked: Any) -> None:
     one = [Device(0, "FAKE", "fake")]
     with pytest.raises(DevicesError):
         pick_devices(Setting(asked, "here"), "fake", one, growable=True)

@@ -1,4 +1,4 @@
-"""Settings remember where they came from; a lent environment goes back."""
+"""Settings know their origin; a temporary environment is restored."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EVERYTHING = {
         pytest.param("wait_s", env.POLYXLA_WAIT_S, "0", id="wait"),
     ],
 )
-def test_what_is_passed_wins_over_the_environment_and_that_over_the_default(
+def test_arguments_win_over_the_environment_and_the_environment_over_defaults(
     field: str, name: str, default: str | None
 ) -> None:
     passed = Setting("mine", f"--{field} mine")
@@ -39,7 +39,7 @@ def test_what_is_passed_wins_over_the_environment_and_that_over_the_default(
     )
 
 
-def test_settings_do_not_leak_into_one_another() -> None:
+def test_settings_are_independent_of_each_other() -> None:
     settings = from_environ({}, devices=Setting(2, "devices=2"))
     assert (settings.runtime.value, settings.devices.value, settings.precision.value) == (None, 2, None)
 
@@ -52,16 +52,18 @@ def test_a_snapshot_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("error", [None, ZeroDivisionError], ids=["returns", "raises"])
-def test_a_lent_environment_goes_back(error: type[Exception] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_temporary_environment_is_restored(
+    error: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("POLYXLA_TEST_KEPT", "before")
     monkeypatch.setenv("POLYXLA_TEST_GONE", "before")
     before = dict(os.environ)
-    lent = {name: value for name, value in before.items() if name != "POLYXLA_TEST_GONE"}
+    without = {name: value for name, value in before.items() if name != "POLYXLA_TEST_GONE"}
     with (
         contextlib.nullcontext() if error is None else pytest.raises(error),
-        env.temporary_environ({**lent, "POLYXLA_TEST_KEPT": "lent", "POLYXLA_TEST_NEW": "lent"}),
+        env.temporary_environ({**without, "POLYXLA_TEST_KEPT": "temporary", "POLYXLA_TEST_NEW": "temporary"}),
     ):
-        assert os.environ["POLYXLA_TEST_KEPT"] == os.environ["POLYXLA_TEST_NEW"] == "lent"
+        assert os.environ["POLYXLA_TEST_KEPT"] == os.environ["POLYXLA_TEST_NEW"] == "temporary"
         assert "POLYXLA_TEST_GONE" not in os.environ
         os.environ["POLYXLA_TEST_NEW"] = os.environ["POLYXLA_TEST_GONE"] = "changed by the replica"
         if error is not None:

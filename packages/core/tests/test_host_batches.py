@@ -1,4 +1,4 @@
-"""Batches on the host: what is cut, padded, masked, kept and refused."""
+"""Batches on the host are trimmed, padded, masked and checked."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class _Graph:
     name: str
 
 
-def _sent(
+def _uploaded(
     batches: list[Any], *, pad: bool, repeat: bool = True, valid: int | None = None, size: int | None = None
 ) -> list[tuple[list[torch.Tensor], int, bool]]:
     host = HostBatches(iter(batches), size, valid, ReadOptions(pad, repeat, {}))
     sent = []
     for number, tensors in host:
-        waited = host.take(number)
-        sent.append((tensors, waited.records, waited.has_mask))
+        pending = host.take(number)
+        sent.append((tensors, pending.records, pending.has_mask))
     return sent
 
 
@@ -41,54 +41,54 @@ def _records(count: int, start: int = 0) -> torch.Tensor:
     return torch.arange(start, start + count, dtype=torch.float32)
 
 
-def test_without_padding_a_batch_travels_as_it_is() -> None:
+def test_a_batch_without_padding_is_uploaded_unchanged() -> None:
     batch = {"x": _records(4), "y": [_records(4), None]}
-    [(tensors, records, has_mask)] = _sent([batch], pad=False)
+    [(tensors, records, has_mask)] = _uploaded([batch], pad=False)
     assert tensors[0] is batch["x"]
     assert (len(tensors), records, has_mask) == (2, 4, False)
 
 
 def test_a_short_batch_is_padded_with_its_last_record_and_masked() -> None:
     scalar = torch.tensor(7.0)
-    [_, (tensors, records, has_mask)] = _sent([(_records(4), scalar), (_records(2, 4), scalar)], pad=True)
-    padded, kept, mask = tensors
+    [_, (tensors, records, has_mask)] = _uploaded([(_records(4), scalar), (_records(2, 4), scalar)], pad=True)
+    padded, unpadded, mask = tensors
     assert padded.tolist() == [4, 5, 5, 5]
-    assert kept is scalar, "it has no records"
+    assert unpadded is scalar, "it has no records"
     assert mask.tolist() == [True, True, False, False]
     assert (records, has_mask) == (2, True)
 
 
 def test_the_loaders_batch_size_counts_though_the_first_batch_is_short() -> None:
-    [(tensors, records, _)] = _sent([_records(2)], pad=True, size=5)
+    [(tensors, records, _)] = _uploaded([_records(2)], pad=True, size=5)
     assert tensors[0].tolist() == [0, 1, 1, 1, 1]
     assert records == 2
 
 
-def test_repeated_records_are_cut_from_an_evaluation() -> None:
+def test_repeated_records_are_left_out_of_an_evaluation() -> None:
     batches = [_records(3), _records(3, 3), _records(3, 6)]
-    sent = _sent(batches, pad=False, repeat=False, valid=4)
+    sent = _uploaded(batches, pad=False, repeat=False, valid=4)
     assert [tensors[0].tolist() for tensors, _, _ in sent] == [[0, 1, 2], [3]], "the third is all repeats"
 
 
-def test_with_padding_every_replica_gets_as_many_batches() -> None:
+def test_padding_gives_every_replica_the_same_number_of_batches() -> None:
     batches = [_records(3), _records(3, 3), _records(3, 6)]
-    sent = _sent(batches, pad=True, repeat=False, valid=4)
+    sent = _uploaded(batches, pad=True, repeat=False, valid=4)
     masks = [tensors[1].tolist() if has_mask else None for tensors, _, has_mask in sent]
     assert masks == [None, [True, False, False], [False, False, False]]
     assert [records for _, records, _ in sent] == [3, 1, 0]
 
 
-def test_in_training_repeats_are_records_like_others() -> None:
+def test_repeats_count_as_records_in_training() -> None:
     # A mask without a single true would make the mean of its losses, and every gradient, NaN.
-    sent = _sent([_records(2), _records(2, 2)], pad=True, repeat=True, valid=2)
+    sent = _uploaded([_records(2), _records(2, 2)], pad=True, repeat=True, valid=2)
     assert [has_mask for _, _, has_mask in sent] == [False, False]
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(0, 30), st.booleans())
-def test_what_is_real_is_given_once_and_in_order(sizes: list[int], valid: int, pad: bool) -> None:
+def test_every_real_record_is_given_once_and_in_order(sizes: list[int], valid: int, pad: bool) -> None:
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     batches = [_records(size, start) for size, start in zip(sizes, starts, strict=True)]
-    sent = _sent(batches, pad=pad, repeat=False, valid=valid, size=max(sizes))
+    sent = _uploaded(batches, pad=pad, repeat=False, valid=valid, size=max(sizes))
     real = [
         value
         for tensors, _, has_mask in sent
@@ -109,16 +109,16 @@ def test_what_is_real_is_given_once_and_in_order(sizes: list[int], valid: int, p
         {"deep": [({"x": torch.ones(3)},)], "word": "b"},
         [None, 5, torch.ones(3, 2)],
     ],
-    ids=["named-tuple", "mappingproxy", "dataclass", "nest", "list"],
+    ids=["named-tuple", "mappingproxy", "dataclass", "nested", "list"],
 )
-def test_every_container_is_looked_into(batch: Any) -> None:
+def test_every_container_is_searched_for_tensors(batch: Any) -> None:
     assert count_records(batch) == 3
     check(batch)
 
 
 def test_a_batch_without_tensors_has_no_records() -> None:
     assert count_records({"x": None, "y": ["a"]}) is None
-    [(tensors, records, has_mask)] = _sent([{"x": "a"}], pad=True)
+    [(tensors, records, has_mask)] = _uploaded([{"x": "a"}], pad=True)
     assert (tensors, records, has_mask) == ([], 0, False)
 
 
@@ -130,9 +130,9 @@ def test_a_batch_without_tensors_has_no_records() -> None:
     ],
     ids=["object", "set"],
 )
-def test_tensors_that_would_stay_behind_are_named(batch: Any, path: str) -> None:
+def test_tensors_that_would_stay_on_the_host_are_named(batch: Any, path: str) -> None:
     with pytest.raises(UsageError) as caught:
-        _sent([batch], pad=False)
+        _uploaded([batch], pad=False)
     assert str(caught.value) == (
         f"{path} that holds tensors, which would stay on the host (from the loader's batch). "
         "Return lists, tuples, dicts or dataclasses of tensors from collate_fn."

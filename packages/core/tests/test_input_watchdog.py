@@ -51,7 +51,7 @@ def test_a_stalled_wait_is_reported_and_then_ended(
     assert re.fullmatch(line, capsys.readouterr().err)
 
 
-def test_a_slow_loader_is_left_alone(start: Start, cancelled: threading.Event) -> None:
+def test_a_slow_loader_is_not_interrupted(start: Start, cancelled: threading.Event) -> None:
     watchdog = start(2.0)
     # Longer than the deadline altogether, but not for one batch.
     for _ in range(30):
@@ -61,7 +61,7 @@ def test_a_slow_loader_is_left_alone(start: Start, cancelled: threading.Event) -
     assert (watchdog.error, cancelled.is_set()) == (None, False)
 
 
-def test_a_long_step_is_no_wait(start: Start, cancelled: threading.Event) -> None:
+def test_a_long_step_does_not_count_as_a_wait(start: Start, cancelled: threading.Event) -> None:
     watchdog = start(0.2)
     watchdog.begin()
     watchdog.end()

@@ -1,4 +1,4 @@
-"""launch checks everything first, hands the runtime one job, and leaves the caller as it was."""
+"""launch checks everything first, passes the runtime one job, and does not change the caller's process."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_results_come_in_ordinal_order(fake: None) -> None:
     assert launch(_ordinal, devices=2) == [(0, 2), (1, 2)]
 
 
-def test_a_job_says_what_to_run_and_on_what(echo: Callable[..., Job]) -> None:
+def test_the_job_holds_the_function_the_runtime_and_the_devices(echo: Callable[..., Job]) -> None:
     job = echo(print, ["a", "b"], runtime="echo", devices=[5, 2], start_method="spawn")
     assert (job.function, job.args, job.runtime, job.devices) == (print, ("a", "b"), "echo", (5, 2))
     assert (job.start_method, job.precision.value) == ("spawn", None)
@@ -78,7 +78,7 @@ def test_a_job_says_what_to_run_and_on_what(echo: Callable[..., Job]) -> None:
         pytest.param("2", {"devices": "auto"}, (0, 1), id="auto-leaves-it-to-the-environment"),
     ],
 )
-def test_what_is_not_given_is_taken_from_the_environment(
+def test_missing_arguments_are_taken_from_the_environment(
     variable: str | None,
     given: dict[str, Any],
     devices: tuple[int, ...],
@@ -107,7 +107,7 @@ def test_runtimes_see_the_accelerator_in_lower_case(
     assert capsys.readouterr().err == f"polyxla: runtime echo: accelerator {accelerator.lower()}\n"
 
 
-def test_a_choice_that_nobody_named_is_said_once(
+def test_an_implicit_choice_is_printed_once(
     echo: Callable[..., Job], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ECHO_NOTE", "TPU_CORES has no effect")
@@ -119,10 +119,10 @@ def test_a_choice_that_nobody_named_is_said_once(
     assert capsys.readouterr().err == ""
     monkeypatch.delenv("ECHO_NOTE")
     echo(runtime="echo", accelerator="cpu")
-    assert capsys.readouterr().err == "", "what a person named needs no saying"
+    assert capsys.readouterr().err == "", "a runtime that the user named is not printed"
 
 
-def test_the_callers_environment_stays(
+def test_the_callers_environment_does_not_change(
     fake: None, echo: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ECHO_BEFORE", "kept")
@@ -188,7 +188,7 @@ def test_the_callers_environment_stays(
         ),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_starts(
+def test_an_impossible_launch_is_refused_before_anything_starts(
     train_fn: Any, options: dict[str, Any], text: str, echo: Callable[..., Job]
 ) -> None:
     with pytest.raises(UsageError) as caught:
@@ -217,7 +217,7 @@ def test_an_error_names_the_variable_that_is_wrong(
         ),
     ],
 )
-def test_a_precision_that_no_plugin_knows(
+def test_an_unknown_precision_is_an_error(
     precision: str | int,
     is_installed: bool,
     fix: str,
@@ -253,7 +253,7 @@ def test_an_object_that_is_not_a_policy_is_refused_as_precision(
     )
 
 
-def test_a_plugin_brings_the_precision_that_a_replica_holds(
+def test_a_replica_holds_the_policy_of_a_plugin(
     fake: None, install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = """
@@ -274,7 +274,7 @@ def polyxla_precision(name):
     assert launch(lambda replica: replica.precision.name, devices=1) == ["of the plugin"]
 
 
-def test_listeners_hear_a_replicas_beginning_and_end(fake: None, install_plugin: PluginInstaller) -> None:
+def test_listeners_receive_a_replicas_start_and_end(fake: None, install_plugin: PluginInstaller) -> None:
     install_plugin.listener("diary", DIARY)
     launch(_ordinal, devices=2)
     import diary  # type: ignore[import-not-found]
@@ -293,13 +293,13 @@ def _fail(replica: Replica) -> None:
     replica.barrier()
 
 
-def test_an_error_says_which_replica_it_was_and_where(fake: None) -> None:
+def test_an_error_names_its_replica_and_host(fake: None) -> None:
     with pytest.raises(KeyError) as caught:
         launch(_fail)
     assert caught.value.__notes__ == [f"raised in the replica with ordinal 3 on {socket.gethostname()}"]
 
 
-def test_an_error_before_there_is_an_ordinal_says_so(
+def test_an_error_before_the_connection_says_that_there_was_none(
     install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install_plugin("closing", CLOSING)

@@ -1,4 +1,4 @@
-"""A replica's loader: where it stands, how it goes on, what it keeps and tells."""
+"""A replica's loader: its position, resuming, padding, totals and errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _values(batches: Any) -> list[list[int]]:
     return [batch[0].tolist() for batch in batches]
 
 
-def test_the_position_counts_what_the_loop_was_given() -> None:
+def test_the_position_counts_the_batches_that_the_loop_received() -> None:
     def read(replica: Replica) -> list[Any]:
         loader = replica.loader(_numbers(6))
         positions = [loader.state_dict()]
@@ -55,7 +55,7 @@ def test_the_position_counts_what_the_loop_was_given() -> None:
     assert json.loads(json.dumps(states)) == states
 
 
-def test_it_goes_on_in_the_middle_and_the_next_epoch_is_whole() -> None:
+def test_a_loader_resumes_in_mid_epoch_and_the_next_epoch_is_whole() -> None:
     def read(replica: Replica) -> Any:
         before = replica.loader(_numbers(6))
         next(iter(before))
@@ -84,7 +84,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 SAMPLER = (PROGRAMS / "resumable_sampler.py").read_text()
 
 
-def test_a_source_with_a_position_of_its_own_is_asked_for_it(
+def test_a_resumable_loader_resumes_at_its_own_position(
     install_plugin: PluginInstaller, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install_plugin.listener("source", SAMPLER)
@@ -106,7 +106,7 @@ def test_a_source_with_a_position_of_its_own_is_asked_for_it(
     assert "divided for the test" not in capsys.readouterr().err, "for one replica nothing is divided"
 
 
-def test_what_was_done_to_a_loader_is_said_once(
+def test_a_samplers_note_is_printed_once(
     install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install_plugin.listener("source", SAMPLER.replace("for the test", "among two"))
@@ -115,7 +115,7 @@ def test_what_was_done_to_a_loader_is_said_once(
     assert capsys.readouterr().err.count("divided among two") == 1
 
 
-def test_the_source_hears_the_seed_and_what_it_is_for(install_plugin: PluginInstaller) -> None:
+def test_a_sampler_receives_the_seed_and_repeat(install_plugin: PluginInstaller) -> None:
     install_plugin.listener("source", SAMPLER)
 
     def ask(replica: Replica) -> Any:
@@ -148,7 +148,7 @@ class _Labelled:
     ],
     ids=["mappingproxy", "dataclass", "named-tuple", "no-tensor"],
 )
-def test_what_is_no_tensor_arrives_as_it_went(batch: Any) -> None:
+def test_containers_and_values_without_tensors_arrive_unchanged(batch: Any) -> None:
     def read(replica: Replica) -> Any:
         [arrived] = replica.loader([batch])
         return arrived
@@ -168,7 +168,7 @@ class _FailsAt37(Dataset[torch.Tensor]):
         return torch.tensor(index)
 
 
-def test_a_dataset_that_raises_in_a_worker_is_told_with_its_traceback() -> None:
+def test_an_error_in_a_data_loader_worker_arrives_with_its_traceback() -> None:
     seen: list[Any] = []
 
     def read(replica: Replica) -> None:
@@ -185,7 +185,7 @@ def test_an_empty_dataset_gives_no_batch() -> None:
     assert _alone(lambda replica: list(replica.loader(DataLoader(TensorDataset(torch.ones(0)))))) == []
 
 
-def test_padding_makes_one_shape_and_says_what_is_real() -> None:
+def test_padding_gives_every_batch_one_shape_and_a_mask() -> None:
     def read(replica: Replica) -> Any:
         loader = replica.loader(_numbers(5), pad=True)
         return [(batch[0].tolist(), loader.valid.tolist(), loader.real) for batch in loader]
@@ -194,7 +194,7 @@ def test_padding_makes_one_shape_and_says_what_is_real() -> None:
     assert _alone(read) == [([0, 1], full, 2), ([2, 3], full, 2), ([4, 4], [True, False], 1)]
 
 
-def test_totals_are_the_loops() -> None:
+def test_totals_count_what_the_loop_received() -> None:
     def read(replica: Replica) -> Any:
         loader = replica.loader(_numbers(5))
         for _ in range(2):
@@ -206,7 +206,7 @@ def test_totals_are_the_loops() -> None:
 
 
 class _Counting:
-    """Batches of which it is known how often the graph was cut before each."""
+    """Counts how often the graph is cut."""
 
     def __init__(self, replica: Replica) -> None:
         self.syncs = 0
@@ -219,7 +219,7 @@ class _Counting:
         replica._replication.sync = counted  # type: ignore[method-assign]
 
 
-def test_the_graph_is_cut_once_a_batch_by_the_step_or_else_by_the_loader() -> None:
+def test_the_graph_is_cut_once_per_batch() -> None:
     def read(replica: Replica) -> Any:
         counting = _Counting(replica)
         weight = torch.nn.Parameter(torch.ones(()))
@@ -236,7 +236,7 @@ def test_the_graph_is_cut_once_a_batch_by_the_step_or_else_by_the_loader() -> No
     assert _alone(read) == (5, 5)
 
 
-def test_a_word_that_the_runtime_does_not_know_is_refused() -> None:
+def test_an_unknown_prefetch_option_is_refused() -> None:
     with pytest.raises(UsageError, match="does not copy ahead and has no option loader_prefetch_size"):
         _alone(lambda replica: list(replica.loader([], prefetch={"loader_prefetch_size": 4})))
 

@@ -1,4 +1,4 @@
-"""Moving a module keeps tied what was tied. The meta device makes new tensors as XLA does."""
+"""Moving a module keeps its tied parameters tied. The meta device makes new tensors, as XLA does."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Tied(torch.nn.Module):
         self.register_buffer("none", None)
 
 
-def test_the_meta_device_unties_without_help() -> None:
+def test_a_plain_move_to_the_meta_device_unties_parameters() -> None:
     module = _Tied().to(META)
     assert module.out.weight is not module.embed.weight, "or these tests would prove nothing"
 
@@ -73,7 +73,7 @@ class _Hooked(torch.nn.Module):
         assert self.two.weight is self.one.weight, "the module is whole when its hook is called"
 
 
-def test_the_modules_own_hook_is_called_after_each_move() -> None:
+def test_on_post_move_to_device_is_called_after_each_move() -> None:
     module = _Hooked()
     move_module(module, CPU)
     move_module(module, META)
@@ -91,7 +91,7 @@ class _Untying(torch.nn.Module):
         self.two.weight = torch.nn.Parameter(self.one.weight.detach().clone())
 
 
-def test_a_different_number_of_parameters_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_changed_number_of_parameters_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     move_module(_Untying(), CPU)
     assert capsys.readouterr().err == (
         "polyxla: the module has 2 parameters after the move to cpu, 1 before it: "

@@ -1,4 +1,4 @@
-"""Plugins are found by name, loaded alone, and a broken one is reported without hurting the others."""
+"""Plugins are found by name and loaded separately; a broken one is reported and the others work."""
 
 from __future__ import annotations
 

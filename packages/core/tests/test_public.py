@@ -43,7 +43,7 @@ def test_every_export_has_a_docstring() -> None:
     assert undocumented == []
 
 
-def test_every_error_is_one_of_ours() -> None:
+def test_every_error_is_exported_and_a_polyxla_error() -> None:
     kinds = [value for value in vars(errors).values() if inspect.isclass(value)]
     assert all(issubclass(kind, polyxla.PolyxlaError) for kind in kinds)
     assert {kind.__name__ for kind in kinds} <= set(polyxla.__all__)
@@ -81,7 +81,7 @@ def test_every_hook_says_when_it_is_called() -> None:
     assert unmarked == []
 
 
-def test_every_command_has_a_help() -> None:
+def test_every_command_has_a_help_text() -> None:
     assert [command.callback for command in app.app.registered_commands if not command.callback.__doc__] == []
 
 

@@ -1,4 +1,4 @@
-"""Nests keep their shape while their tensors change."""
+"""Pytrees keep their structure while their tensors change."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Pair(NamedTuple):
         pytest.param(SimpleNamespace(device="cpu"), False, id="half-alike"),
     ],
 )
-def test_a_tensor_is_told_from_the_rest(value: Any, expected: bool) -> None:
+def test_only_tensors_are_recognized_as_tensors(value: Any, expected: bool) -> None:
     assert is_tensor(value) is expected
 
 
@@ -38,7 +38,7 @@ def _double(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "nest",
+    "make",
     [
         pytest.param(lambda x: x, id="bare"),
         pytest.param(lambda x: [x, x], id="list"),
@@ -51,11 +51,11 @@ def _double(tensor: torch.Tensor) -> torch.Tensor:
         pytest.param(lambda x: [[], x], id="empty"),
     ],
 )
-def test_every_tensor_is_replaced_and_the_types_stay(nest: Any) -> None:
-    before = nest(3)
-    after = map_tensors(_double, nest(torch.tensor(1.5)))
+def test_every_tensor_is_replaced_and_the_types_stay(make: Any) -> None:
+    before = make(3)
+    after = map_tensors(_double, make(torch.tensor(1.5)))
     assert type(after) is (torch.Tensor if before == 3 else type(before))
-    assert _numbers(after) == _numbers(nest(torch.tensor(3.0)))
+    assert _numbers(after) == _numbers(make(torch.tensor(3.0)))
 
 
 def _numbers(value: Any) -> Any:
@@ -66,7 +66,7 @@ def _numbers(value: Any) -> Any:
     return [_numbers(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def test_the_original_is_left_alone() -> None:
+def test_the_original_is_not_changed() -> None:
     original = {"x": [torch.ones(1)]}
     map_tensors(_double, original)
     assert original["x"][0].item() == 1
@@ -79,7 +79,7 @@ def test_a_default_dict_keeps_its_factory() -> None:
     assert batch["x"].item() == 1
 
 
-def test_what_is_no_nest_is_kept_as_it_is() -> None:
+def test_other_objects_are_returned_unchanged() -> None:
     thing = SimpleNamespace(x=torch.ones(1))
     assert map_tensors(_double, thing) is thing
     assert map_tensors(_double, "text") == "text"

@@ -1,4 +1,4 @@
-"""One seed: the same numbers again, others in every replica, and a place to go on from."""
+"""One seed gives the same numbers again, different ones in every replica, and a state to resume from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import polyxla
 from polyxla import Replica, launch
 from polyxla.replica import random_state
 from polyxla.testing import PluginInstaller
-from polyxla_training.checkpoint import load, save
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +43,12 @@ def test_one_seed_reaches_every_generator_of_the_process() -> None:
     assert all(one != other for one, other in zip(_draw(), first, strict=True))
 
 
-def test_a_large_seed_is_cut_for_numpy_only() -> None:
+def test_a_large_seed_is_shortened_for_numpy_only() -> None:
     polyxla.seed_everything(2**40 + 3)
     assert torch.initial_seed() == 2**40 + 3
 
 
-def test_every_part_and_every_seed_makes_another_stream() -> None:
+def test_every_part_and_every_seed_gives_another_stream() -> None:
     seeds = {
         random_state.derive(seed, use, ordinal) for seed in range(9) for use in "ab" for ordinal in range(9)
     }
@@ -58,7 +57,7 @@ def test_every_part_and_every_seed_makes_another_stream() -> None:
     assert random_state.derive(1, 23) != random_state.derive(12, 3)
 
 
-def test_replicas_devices_draw_apart_and_as_torch_was_seeded() -> None:
+def test_devices_are_seeded_differently_from_torchs_seed() -> None:
     def device_seed(replica: Replica) -> int:
         return replica.rng_state()["device"]  # type: ignore[no-any-return]
 
@@ -71,7 +70,7 @@ def test_replicas_devices_draw_apart_and_as_torch_was_seeded() -> None:
     assert not set(_everywhere(device_seed)) & set(first)
 
 
-def test_a_launch_leaves_the_hosts_numbers_alone() -> None:
+def test_a_launch_does_not_change_the_hosts_random_numbers() -> None:
     polyxla.seed_everything(5)
     alone = _draw()
     polyxla.seed_everything(5)
@@ -79,7 +78,7 @@ def test_a_launch_leaves_the_hosts_numbers_alone() -> None:
     assert _draw() == alone
 
 
-def test_a_replicas_own_seed_reaches_the_device_too() -> None:
+def test_seeding_a_replica_seeds_its_device() -> None:
     def seeded(replica: Replica) -> Any:
         replica.seed_everything(9)
         return _draw(), replica.rng_state()["device"], replica.data_seed
@@ -94,16 +93,16 @@ def test_replicas_that_share_a_process_seed_it_once() -> None:
     assert sum(_everywhere(lambda replica: replica.world.owns_process)) == 1
 
 
-def test_numbers_go_on_where_a_checkpoint_left_them(tmp_path: Any) -> None:
-    def go_on(replica: Replica) -> Any:
+def test_random_numbers_resume_from_a_state() -> None:
+    def resume(replica: Replica) -> Any:
         replica.seed_everything(1)
         random.gauss(0, 1)
         _draw()
-        save(replica.rng_state(), tmp_path / "rng.safetensors")
+        state = replica.rng_state()
         after = _draw(), random.gauss(0, 1)
         replica.seed_everything(2)
-        replica.restore_rng(load(tmp_path / "rng.safetensors"))
+        replica.restore_rng(state)
         return after, (_draw(), random.gauss(0, 1))
 
-    [(expected, found)] = _everywhere(go_on, 1)
+    [(expected, found)] = _everywhere(resume, 1)
     assert found == expected

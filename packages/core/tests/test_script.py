@@ -1,4 +1,4 @@
-"""A script under `polyxla run` finds what it would find under python."""
+"""A script under `polyxla run` behaves as under python."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def _run(*command: str, **options: Any) -> subprocess.CompletedProcess[str]:
         pytest.param(["-m", "package.look"], "folder", id="submodule"),
     ],
 )
-def test_a_program_sees_what_python_would_show_it(command: list[str], folder: str) -> None:
+def test_a_program_finds_the_same_main_module_as_under_python(command: list[str], folder: str) -> None:
     ours = _run("-m", "polyxla.cli.script", *command, cwd=folder)
     pythons = _run(*command, cwd=folder)
     assert (ours.returncode, ours.stderr) == (0, "")
     seen, expected = json.loads(ours.stdout), json.loads(pythons.stdout)
     if command == ["folder"]:
-        # Python gives a folder's __main__ the spec of a module on the path.
+        # Python gives the __main__ of a directory the spec of a module on the path.
         expected |= {"spec": None, "package": None}
     assert seen == expected
     assert seen["name"] == "__main__"
@@ -72,7 +72,7 @@ def test_without_the_folder_on_the_path_the_first_entry_is_kept() -> None:
 
 
 @pytest.mark.parametrize("command", [["spawns.py"], ["-m", "spawns"]], ids=["script", "module"])
-def test_workers_that_the_program_spawns_find_its_functions(command: list[str]) -> None:
+def test_spawned_workers_find_the_programs_functions(command: list[str]) -> None:
     (Path.cwd() / "spawns.py").write_text((PROGRAMS / "spawning_script.py").read_text())
     done = _run("-m", "polyxla.cli.script", *command)
     assert (done.stdout, done.stderr, done.returncode) == ("49\n", "", 0)
@@ -104,7 +104,7 @@ def test_workers_that_the_program_spawns_find_its_functions(command: list[str]) 
     ],
 )
 @pytest.mark.parametrize("command", [["wrong.py"], ["-m", "wrong"]], ids=["script", "module"])
-def test_an_error_of_ours_is_its_text_and_the_line(
+def test_an_error_of_polyxla_is_printed_with_the_scripts_line(
     command: list[str], code: str, text: str, exit_code: int
 ) -> None:
     path = Path.cwd() / "wrong.py"
@@ -117,7 +117,7 @@ def test_an_error_of_ours_is_its_text_and_the_line(
 @pytest.mark.parametrize(
     "name", ["package.nosuch", "look.nosuch", "elsewhere"], ids=["missing", "of-a-module", "no-main"]
 )
-def test_a_module_that_cannot_be_run(name: str) -> None:
+def test_a_module_that_cannot_be_run_is_an_error(name: str) -> None:
     (Path.cwd() / "package").mkdir()
     missing = f"{name}.__main__" if name == "elsewhere" else name
     done = _run("-m", "polyxla.cli.script", "-m", name)
@@ -128,7 +128,7 @@ def test_a_module_that_cannot_be_run(name: str) -> None:
     )
 
 
-def test_what_a_package_fails_to_import_is_its_own_error() -> None:
+def test_an_import_error_inside_a_package_is_raised_unchanged() -> None:
     (Path.cwd() / "pack").mkdir()
     (Path.cwd() / "pack" / "__init__.py").write_text("import pac")
     done = _run("-m", "polyxla.cli.script", "-m", "pack.look")

@@ -1,4 +1,4 @@
-"""The strongest claim wins; what was asked for and is missing is never replaced in silence."""
+"""The strongest claim wins; a missing runtime that was asked for is never silently replaced."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def test_the_strongest_claim_wins(stronger: Claim) -> None:
     ):
         selection = choose(candidates, {})
         assert (selection.runtime, selection.reason) == ("strong", "strong is asked for")
-        assert selection.implicit is (stronger < Claim.CONFIGURED), "a choice nobody wrote down is said aloud"
+        assert selection.implicit is (stronger < Claim.CONFIGURED), "a choice that no setting made is printed"
 
 
-def test_a_runtime_that_is_named_is_asked_alone(install_plugin: PluginInstaller) -> None:
+def test_a_named_runtime_is_loaded_without_the_others(install_plugin: PluginInstaller) -> None:
     install_plugin("named", _toy("NAMED", Claim.EXPLICIT))
     install_plugin("other", "raise RuntimeError('imported')")
     selection = select({"OTHER": "1"}, Setting("named", "--runtime named"), "tpu")
@@ -72,12 +72,12 @@ def test_a_runtime_that_is_named_is_asked_alone(install_plugin: PluginInstaller)
     assert selection.discovery.kind == "tpu"
 
 
-def test_a_runtime_that_is_named_but_unknown() -> None:
+def test_a_named_runtime_that_is_unknown_is_an_error() -> None:
     with pytest.raises(UnknownRuntimeError, match=r"\(from --runtime nosuch\)"):
         select({}, Setting("nosuch", "--runtime nosuch"))
 
 
-def test_a_runtime_that_is_named_but_cannot_run(install_plugin: PluginInstaller) -> None:
+def test_a_named_runtime_that_cannot_run_is_an_error(install_plugin: PluginInstaller) -> None:
     install_plugin("toy", _toy("TOY", Claim.NONE, unavailable="no chip is attached"))
     with pytest.raises(RuntimeUnavailableError) as caught:
         select({}, Setting("toy", "POLYXLA_RUNTIME=toy"))
@@ -86,7 +86,7 @@ def test_a_runtime_that_is_named_but_cannot_run(install_plugin: PluginInstaller)
     )
 
 
-def test_a_runtime_that_is_named_but_broken(install_plugin: PluginInstaller) -> None:
+def test_a_named_runtime_that_is_broken_is_an_error(install_plugin: PluginInstaller) -> None:
     install_plugin("toy", "raise ImportError('half installed')")
     with pytest.raises(
         BrokenPluginError, match="runtime 'toy' cannot be imported: ImportError: half installed"
@@ -114,7 +114,7 @@ def test_the_winner_that_cannot_run_names_the_variable_that_chose_it() -> None:
 
 
 @pytest.mark.parametrize("claim", [Claim.FALLBACK, Claim.ATTACHED, Claim.CONFIGURED, Claim.EXPLICIT])
-def test_a_tie_is_refused(claim: Claim) -> None:
+def test_equal_claims_are_refused(claim: Claim) -> None:
     with pytest.raises(RuntimeUnavailableError) as caught:
         choose(
             [_candidate("a", claim, "A=1"), _candidate("b", claim, "B=1"), _candidate("c", Claim.NONE)], {}
@@ -142,7 +142,7 @@ def test_a_tie_is_refused(claim: Claim) -> None:
         ),
     ],
 )
-def test_where_nobody_claims_the_environment(candidates: list[Candidate], text: str) -> None:
+def test_no_claim_is_an_error(candidates: list[Candidate], text: str) -> None:
     with pytest.raises(RuntimeUnavailableError) as caught:
         choose(candidates, {})
     assert str(caught.value) == text
@@ -163,7 +163,7 @@ def test_pjrt_device_wins_over_an_xrt_configuration_and_the_warning_says_so() ->
 
 
 @pytest.mark.parametrize("broken", [[], [_broken("xrt")]], ids=["not-installed", "broken"])
-def test_the_conflict_is_told_even_where_xrt_cannot_answer(broken: list[Candidate]) -> None:
+def test_a_conflict_is_reported_even_if_xrt_is_missing_or_broken(broken: list[Candidate]) -> None:
     environ = {"PJRT_DEVICE": "CPU", "XRT_TPU_CONFIG": TPU}
     selection = choose([_candidate("pjrt", Claim.EXPLICIT, "PJRT_DEVICE=CPU"), *broken], environ)
     assert selection.runtime == "pjrt"
@@ -173,7 +173,7 @@ def test_the_conflict_is_told_even_where_xrt_cannot_answer(broken: list[Candidat
     assert selection.warnings[1:] == (("left out: xrt is broken. Repair it.",) if broken else ())
 
 
-def test_two_installed_runtimes_that_are_both_asked_for(install_plugin: PluginInstaller) -> None:
+def test_the_stronger_of_two_claims_wins_with_a_warning(install_plugin: PluginInstaller) -> None:
     install_plugin("toy-a", _toy("TOY_A", Claim.CONFIGURED))
     install_plugin("toy-b", _toy("TOY_B", Claim.EXPLICIT))
     selection = select({"TOY_A": "1", "TOY_B": "2"}, UNASKED)
@@ -185,14 +185,14 @@ def test_two_installed_runtimes_that_are_both_asked_for(install_plugin: PluginIn
     )
 
 
-def test_a_weak_claim_is_no_conflict() -> None:
+def test_a_weak_claim_is_not_a_conflict() -> None:
     assert choose([_candidate("a", Claim.EXPLICIT), _candidate("b", Claim.ATTACHED)], {}).warnings == ()
 
 
-def test_notes_of_the_winner_and_of_who_is_not_asked_for_are_warnings() -> None:
+def test_notes_of_the_winner_and_of_unclaimed_runtimes_are_warnings() -> None:
     noted = _candidate("a", Claim.EXPLICIT, notes=("TPU_CORES has no effect.",))
     silent = _candidate("b", Claim.NONE, notes=("XRT_TPU_CONFG is not a variable of XRT.",))
-    # What a runtime says that could have won is its own business.
+    # The notes of a runtime that claims less are not printed.
     rival = _candidate("c", Claim.FALLBACK, notes=("not mine",))
     assert choose([noted, silent, rival], {}).warnings == (
         "TPU_CORES has no effect.",
@@ -230,7 +230,7 @@ def test_xrt_asked_for_and_broken_is_never_a_fallback(install_plugin: PluginInst
     assert select({"XRT_TPU_CONFIG": "", "PATH": "1"}, UNASKED).runtime == "cpu", "empty is as good as unset"
 
 
-def test_a_named_runtime_is_used_whatever_else_is_missing(install_plugin: PluginInstaller) -> None:
+def test_a_named_runtime_is_used_even_if_another_is_missing(install_plugin: PluginInstaller) -> None:
     install_plugin("cpu", _toy("CPU", Claim.FALLBACK))
     assert select({"XRT_TPU_CONFIG": TPU}, Setting("cpu", "--runtime cpu")).runtime == "cpu"
 
@@ -270,7 +270,7 @@ def test_one_broken_runtime_leaves_the_others_working(
     assert selection.warnings == (f"left out: {text}",)
 
 
-def test_looking_passes_the_environment_and_the_accelerator_on(install_plugin: PluginInstaller) -> None:
+def test_discovery_receives_the_environment_and_the_accelerator(install_plugin: PluginInstaller) -> None:
     install_plugin("toy", _toy("TOY", Claim.ATTACHED))
     candidate = discover(find_runtime("toy", "test"), {"TOY": "yes"}, "tpu")
     assert candidate.discovery == Discovery(Claim.ATTACHED, "TOY=yes", "tpu", (DEVICE,), fix="Plug it in.")

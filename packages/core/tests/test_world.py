@@ -1,4 +1,4 @@
-"""World refuses numbers that cannot be."""
+"""World refuses impossible numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from polyxla import World
 
 
-def test_a_world_of_its_own_is_the_default() -> None:
+def test_the_default_world_has_one_replica() -> None:
     world = World()
     assert (world.world_size, world.ordinal, world.local_world_size, world.process_count) == (1, 0, 1, 1)
     assert not world.shares_process
@@ -26,9 +26,7 @@ def test_a_world_of_its_own_is_the_default() -> None:
         ),
     ],
 )
-def test_replicas_share_a_process_where_there_are_fewer_processes(
-    numbers: dict[str, int], shares: bool
-) -> None:
+def test_replicas_share_a_process_if_there_are_fewer_processes(numbers: dict[str, int], shares: bool) -> None:
     assert World(**numbers).shares_process is shares
 
 
@@ -71,7 +69,7 @@ def test_replicas_share_a_process_where_there_are_fewer_processes(
         pytest.param({"host_index": "0"}, "host_index='0' is not an integer", id="text"),
     ],
 )
-def test_what_cannot_be_is_refused(numbers: dict[str, Any], text: str) -> None:
+def test_impossible_numbers_are_refused(numbers: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError) as caught:
         World(**numbers)
     assert str(caught.value) == text

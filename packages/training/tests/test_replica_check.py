@@ -1,4 +1,4 @@
-"""check_replicas on the fake runtime: what it trains, what it compares, what it refuses."""
+"""check_replicas on the fake runtime: training, comparison, errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _fake(install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch, tmp_
     (install_plugin.directory / "toy_module.py").write_text((PROGRAMS / "toy_module.py").read_text())
     monkeypatch.setenv("FAKE_DEVICES", "4")
     monkeypatch.chdir(tmp_path)
-    # The command looks for modules in the current folder.
+    # The command looks for modules in the working directory.
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
@@ -43,7 +43,7 @@ def _records(count: int = 40) -> TensorDataset:
 
 
 class Classifier(nn.Sequential):
-    """As a person writes it for Trainer; its loader shuffles."""
+    """As a user writes it for Trainer; its loader shuffles."""
 
     def __init__(self, *between: nn.Module) -> None:
         super().__init__(nn.Linear(4, 8), *between, nn.Tanh(), nn.Linear(8, 2))
@@ -63,7 +63,7 @@ class Classifier(nn.Sequential):
 
 
 def _lit() -> nn.Module:
-    """Make one as a Lightning user writes it, without data of its own."""
+    """Make a module as a Lightning user writes it, without data."""
     # Imported here and not by every process that a test starts, which would take seconds.
     import lightning
 
@@ -111,7 +111,7 @@ def _checked(make: Callable[[], nn.Module], batches: Any = None, **options: Any)
         pytest.param(Plain, [torch.ones(4, 4), torch.ones(8, 4) / 2], id="uneven-batches"),
     ],
 )
-def test_they_train_alike(make: Any, batches: Any) -> None:
+def test_several_replicas_train_like_one(make: Any, batches: Any) -> None:
     found = _checked(make, batches)
     assert (found.devices, found.steps, found.within) == (4, 3, True)
     assert found.differences.keys() == dict(make().named_parameters()).keys()
@@ -121,7 +121,7 @@ def test_they_train_alike(make: Any, batches: Any) -> None:
     assert "within 1e-05" in str(found)
 
 
-def test_a_loss_that_is_a_sum_is_found_out() -> None:
+def test_a_loss_that_is_a_sum_is_detected() -> None:
     found = _checked(Summed)
     assert not found.within
     assert found.difference > 0.01
@@ -146,21 +146,21 @@ def test_batch_norm_is_named_and_differs() -> None:
         (nn.SyncBatchNorm(8), []),
     ],
 )
-def test_what_differs_by_design_is_named(part: nn.Module, named: list[str]) -> None:
+def test_modules_that_differ_by_design_are_named(part: nn.Module, named: list[str]) -> None:
     warnings = prepare(lambda: Classifier(part), None, 1, 4, 8).warnings
     assert len(warnings) == len(named)
     assert all(name in warning for name, warning in zip(named, warnings, strict=True))
 
 
 class TestBatches:
-    def test_come_in_the_datasets_order_and_begin_again(self) -> None:
+    def test_come_in_the_order_of_the_dataset_and_repeat(self) -> None:
         work = prepare(Classifier, None, 6, 4, 8)
         inputs, labels = _records().tensors
         assert [len(batch[0]) for batch in work.batches] == [8] * 6
         assert torch.equal(work.batches[1][0], inputs[8:16].float())
         assert torch.equal(work.batches[5][1], labels[:8])
 
-    def test_of_a_stream(self) -> None:
+    def test_of_an_iterable_dataset_are_rebatched(self) -> None:
         class Stream(IterableDataset[Any]):
             def __iter__(self) -> Iterator[torch.Tensor]:
                 return iter(torch.arange(80.0).reshape(20, 4))
@@ -182,7 +182,7 @@ class TestBatches:
         prepare(Plain, None, 1, 4, 8)
         assert torch.equal(torch.rand(1), wanted)
 
-    def test_are_shared_out_by_ordinal_and_what_is_not_of_records_is_not(self) -> None:
+    def test_are_divided_by_ordinal_except_tensors_without_records(self) -> None:
         from polyxla_training.replica_check_runs import _share
 
         batch = {"x": torch.arange(8), "mask": torch.ones(3), "scale": torch.tensor(2.0), "name": "kept"}
@@ -206,7 +206,7 @@ class TestBatches:
         ({"make": _lit}, "nothing to train Lit on"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         _checked(options.pop("make", Plain), options.pop("batches", None), **options)
 
@@ -217,11 +217,11 @@ class TestDifference:
         together = [alone, {"a": torch.tensor([4.0, 1.0]), "b": torch.tensor([1.5])}]
         assert compare(alone, together) == {"b": 0.5, "a": 0.25}
 
-    def test_of_zeros_is_none(self) -> None:
+    def test_of_equal_zeros_is_zero(self) -> None:
         assert compare({"a": torch.zeros(2)}, [{"a": torch.zeros(2)}]) == {"a": 0.0}
 
     @pytest.mark.parametrize("other", [float("nan"), float("inf")])
-    def test_of_what_is_no_number_is_infinite(self, other: float) -> None:
+    def test_from_nan_or_infinity_is_infinite(self, other: float) -> None:
         found = compare(
             {"a": torch.ones(1), "b": torch.ones(1)}, [{"a": torch.ones(1), "b": torch.tensor([other])}]
         )
@@ -230,14 +230,14 @@ class TestDifference:
     def test_from_zero_is_infinite(self) -> None:
         assert compare({"a": torch.zeros(1)}, [{"a": torch.ones(1)}]) == {"a": float("inf")}
 
-    def test_is_refused_where_one_replica_diverged(self) -> None:
+    def test_is_refused_if_one_replica_diverged(self) -> None:
         with pytest.raises(UsageError, match="a is not finite after training on one replica"):
             compare({"a": torch.tensor([float("nan")])}, [])
 
 
 class TestCommand:
     @pytest.mark.long
-    def test_says_one_line(self) -> None:
+    def test_prints_one_line(self) -> None:
         done = _invoke("toy_module:Net")
         assert (done.exit_code, done.stdout.count("\n")) == (0, 1)
         assert "2 steps on 4 replicas and on one: the largest relative difference is" in done.stdout
@@ -258,12 +258,12 @@ class TestCommand:
             ("toy_module:number", "module 'toy_module' cannot be called: 'number'"),
         ],
     )
-    def test_refuses_what_is_not_there(self, name: str, message: str) -> None:
+    def test_refuses_a_missing_module_or_attribute(self, name: str, message: str) -> None:
         done = _invoke("--json", name)
         assert done.exit_code == 2
         assert message in json.loads(done.stdout)["error"]
 
-    def test_finds_modules_of_the_current_folder(self, tmp_path: Path) -> None:
+    def test_finds_modules_in_the_working_directory(self, tmp_path: Path) -> None:
         (tmp_path / "beside.py").write_text("import torch\nNet = torch.nn.Identity")
         assert isinstance(load_factory("beside:Net")(), nn.Identity)
 

@@ -57,7 +57,7 @@ def _fail(replica: Replica) -> None:
         pytest.param(lambda: os._exit(0), "exited with code 0", id="exited-with-0"),
     ],
 )
-def test_a_replica_that_dies_is_named_with_how(
+def test_a_killed_replica_is_named_with_its_signal(
     run_bare: Callable[..., list[Any]],
     method: ProcessMethod,
     end: Callable[[], None],
@@ -113,7 +113,9 @@ def test_a_lost_replica_is_seen_while_a_process_it_forked_lives_on(
             end_the_forked_one()
 
 
-def test_a_child_that_never_says_hello(run_bare: Callable[..., list[Any]], tmp_path: Path) -> None:
+def test_a_process_that_never_sends_hello_is_a_lost_replica(
+    run_bare: Callable[..., list[Any]], tmp_path: Path
+) -> None:
     (tmp_path / "sitecustomize.py").write_text(f"import time; time.sleep({WAIT_S})")
     with pytest.raises(ReplicaLostError) as caught:
         run_bare(_fail, PYTHONPATH=str(tmp_path), POLYXLA_START_TIMEOUT_S="0.5")
@@ -124,7 +126,7 @@ def test_a_child_that_never_says_hello(run_bare: Callable[..., list[Any]], tmp_p
     assert not is_alive(int(pid))
 
 
-def test_a_child_that_cannot_even_start(run_bare: Callable[..., list[Any]]) -> None:
+def test_a_process_that_cannot_start_is_a_lost_replica(run_bare: Callable[..., list[Any]]) -> None:
     with pytest.raises(ReplicaLostError, match=r"process 0 \(pid \d+\) exited with code 1 before"):
         run_bare(_fail, PYTHONHOME="/nonexistent")
 
@@ -142,7 +144,7 @@ def test_a_child_whose_parent_closes_the_pipe_leaves_with_its_own_code() -> None
     assert end.code == PARENT_GONE
 
 
-def test_children_do_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
+def test_replica_processes_end_with_a_killed_launching_process(tmp_path: Path) -> None:
     shutil.copy(PROGRAMS / "two_sleepers.py", tmp_path / "script.py")
     parent = subprocess.Popen(
         [sys.executable, "script.py"], cwd=tmp_path, env={**os.environ, "FOLDER": str(tmp_path)}
@@ -162,7 +164,7 @@ def test_children_do_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None
                 os.kill(pid, signal.SIGKILL)
 
 
-def test_stalled_replicas_are_shown_and_ended(
+def test_stalled_replicas_are_reported_and_ended(
     run_bare: Callable[..., list[Any]],
     method: ProcessMethod,
     tmp_path: Path,

@@ -46,7 +46,7 @@ class _OwnInitError(Exception):
         super().__init__(f"code {code} at {where}")
 
 
-def test_an_exception_that_does_not_load_again_comes_in_words(run_bare: Callable[..., list[Any]]) -> None:
+def test_an_exception_that_does_not_load_again_arrives_as_text(run_bare: Callable[..., list[Any]]) -> None:
     def fail(_: Replica) -> None:
         raise _OwnInitError(3, "the start")
 
@@ -56,7 +56,7 @@ def test_an_exception_that_does_not_load_again_comes_in_words(run_bare: Callable
     assert "in fail" in str(caught.value.__cause__)
 
 
-def test_an_exception_that_does_not_pickle_comes_in_words(
+def test_an_exception_that_does_not_pickle_arrives_as_text(
     run_bare: Callable[..., list[Any]], method: ProcessMethod
 ) -> None:
     def fail(_: Replica) -> None:
@@ -87,7 +87,7 @@ class _DoesNotLoad:
         ),
     ],
 )
-def test_a_result_that_cannot_come_back(
+def test_a_result_that_does_not_pickle_is_an_error(
     run_bare: Callable[..., list[Any]], method: ProcessMethod, make: Callable[[], Any], text: str
 ) -> None:
     with pytest.raises(UsageError) as caught:

@@ -48,7 +48,7 @@ def test_results_come_in_order_whoever_answers_first(
     assert not any(is_alive(pid) for pid in pids)
 
 
-def test_the_parents_environment_stays_and_the_childs_is_as_given() -> None:
+def test_each_process_has_its_own_environment() -> None:
     before = dict(os.environ)
 
     def change(_: Replica) -> tuple[str | None, str]:
@@ -61,14 +61,14 @@ def test_the_parents_environment_stays_and_the_childs_is_as_given() -> None:
     assert dict(os.environ) == before
 
 
-def test_a_child_starts_clean(run_bare: Callable[..., list[Any]]) -> None:
+def test_a_replica_process_starts_without_arguments(run_bare: Callable[..., list[Any]]) -> None:
     def look(_: Replica) -> tuple[list[str], list[str], str]:
         return sys.argv, sys.path, sys.stdin.read()
 
     assert run_bare(look) == [([""], sys.path, "")]
 
 
-def test_lambdas_and_closures_travel(run_bare: Callable[..., list[Any]]) -> None:
+def test_lambdas_and_closures_can_be_sent(run_bare: Callable[..., list[Any]]) -> None:
     offset = 40
     assert run_bare(lambda replica, more: replica.ordinal + offset + more, 2, size=2) == [42, 43]
 
@@ -77,7 +77,7 @@ def _fail(replica: Replica) -> None:
     raise ZeroDivisionError("on purpose")
 
 
-def test_an_exit_of_the_function_is_an_exit_here(
+def test_a_system_exit_in_a_replica_is_raised_by_launch(
     run_bare: Callable[..., list[Any]], method: ProcessMethod
 ) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -102,7 +102,7 @@ def test_when_one_fails_the_others_are_ended(
     assert not any(is_alive(pid) for pid in pids)
 
 
-def test_one_that_ignores_being_ended_is_killed(
+def test_a_process_that_ignores_sigterm_is_killed(
     run_bare: Callable[..., list[Any]], method: ProcessMethod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ignore_or_fail(replica: Replica) -> None:
@@ -126,7 +126,7 @@ FIX = (
 )
 
 
-def test_a_function_that_cannot_be_sent_is_named(run_bare: Callable[..., list[Any]]) -> None:
+def test_a_function_that_does_not_pickle_is_named(run_bare: Callable[..., list[Any]]) -> None:
     lock = threading.Lock()
 
     def train(_: Replica) -> None:
@@ -134,7 +134,7 @@ def test_a_function_that_cannot_be_sent_is_named(run_bare: Callable[..., list[An
 
     with pytest.raises(UsageError) as caught:
         run_bare(train)
-    name = f"{test_a_function_that_cannot_be_sent_is_named.__name__}.<locals>.train"
+    name = f"{test_a_function_that_does_not_pickle_is_named.__name__}.<locals>.train"
     assert str(caught.value) == (
         f"train_fn ({name}) cannot be sent to another process: "
         f"cannot pickle '_thread.lock' object (from launch). {FIX}"
@@ -150,7 +150,7 @@ def test_a_function_that_cannot_be_sent_is_named(run_bare: Callable[..., list[An
         ),
     ],
 )
-def test_arguments_that_cannot_be_sent_are_named(
+def test_arguments_that_do_not_pickle_are_named(
     run_bare: Callable[..., list[Any]], args: tuple[Any, ...], culprit: str, reason: str
 ) -> None:
     with pytest.raises(UsageError) as caught:
@@ -158,7 +158,7 @@ def test_arguments_that_cannot_be_sent_are_named(
     assert str(caught.value) == f"{culprit} cannot be sent to another process: {reason} (from launch). {FIX}"
 
 
-def test_a_place_that_cannot_be_sent_is_not_blamed_on_the_function() -> None:
+def test_a_place_that_does_not_pickle_is_not_blamed_on_the_function() -> None:
     job = Job(_fail, (), "bare", (0,), {}, Setting(None, "default"), main=run_replica)
     with pytest.raises(UsageError, match="the job cannot be sent to another process: "):
         run_processes(job, [threading.Lock()], [{}])
@@ -174,7 +174,7 @@ def test_the_start_timeout(environ: Mapping[str, str], seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "nan", "inf"])
-def test_a_start_timeout_that_is_none(run_bare: Callable[..., list[Any]], text: str) -> None:
+def test_an_invalid_start_timeout_is_an_error(run_bare: Callable[..., list[Any]], text: str) -> None:
     with pytest.raises(UsageError) as caught:
         run_bare(_fail, POLYXLA_START_TIMEOUT_S=text)
     assert str(caught.value) == (

@@ -48,7 +48,7 @@ def test_a_fork_server_imports_once_for_all(run_bare: Callable[..., list[Any]]) 
     assert (loaded, loaded_too) == (True, True)
 
 
-def test_what_a_preloaded_module_sets_stays_unless_a_process_is_to_have_another(
+def test_variables_of_preloaded_modules_stay_unless_overridden(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = "import os; os.environ.update(FRESH='import', CHANGED='import', MINE='import')"

@@ -1,12 +1,11 @@
-"""What plugin authors test with, and what polyxla's own tests use.
+"""The test kit for plugin authors, which polyxla's own tests use, too.
 
-In a conftest: ``pytest_plugins = ["polyxla.testing.fixtures"]``. A runtime proves itself with
-``class TestMine(polyxla.testing.RuntimeConformance)`` and ``pytest --polyxla-runtime mine``.
+Write ``pytest_plugins = ["polyxla.testing.fixtures"]`` in a conftest. To test a runtime, derive
+``class TestMine(polyxla.testing.RuntimeConformance)`` and run ``pytest --polyxla-runtime mine``.
 """
 
-from polyxla.testing.conformance import RuntimeConformance as RuntimeConformance
-from polyxla.testing.fake import FakeRuntime as FakeRuntime
-from polyxla.testing.fixtures import PluginInstaller as PluginInstaller
-from polyxla.testing.fixtures import RuntimeUnderTest as RuntimeUnderTest
+from polyxla.testing.conformance import RuntimeConformance
+from polyxla.testing.fake import FakeRuntime
+from polyxla.testing.fixtures import PluginInstaller, RuntimeUnderTest
 
 __all__ = ["FakeRuntime", "PluginInstaller", "RuntimeConformance", "RuntimeUnderTest"]

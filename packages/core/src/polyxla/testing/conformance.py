@@ -1,6 +1,6 @@
-"""What every runtime must do, as tests: subclass, and run with ``--polyxla-runtime``.
+"""The conformance tests of a runtime: derive a class, and run pytest with ``--polyxla-runtime``.
 
-The functions that run in replicas are module-level, so that a runtime may send them anywhere.
+The functions that run in replicas are module-level, so that a runtime can send them to any process.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class RuntimeConformance:
-    """The contract of `polyxla.hookspecs` and `polyxla.Replication`, one promise a test.
+    """Tests of the contract of `polyxla.hookspecs` and `polyxla.Replication`.
 
     Attributes:
-        devices: what the tests launch on, as for `polyxla.launch`.
+        devices: the devices to launch on, as for `polyxla.launch`.
     """
 
     devices: Any = "auto"
@@ -74,13 +74,13 @@ class RuntimeConformance:
         assert any("ordinal" in note for note in caught.value.__notes__)
 
     def test_launch_leaves_the_environment_alone(self, runtime: RuntimeUnderTest) -> None:
-        # The first launch imports libraries, and some set variables of their own when imported.
+        # The first launch imports libraries, some of which set variables when they are imported.
         runtime.launch(_describe, devices=self.devices)
         before = dict(os.environ)
         runtime.launch(_describe, devices=self.devices)
         assert dict(os.environ) == before
 
-    def test_it_trains(self, runtime: RuntimeUnderTest) -> None:
+    def test_training_reduces_the_loss(self, runtime: RuntimeUnderTest) -> None:
         for first, last in runtime.launch(_train, devices=self.devices):
             assert last < first / 10
 
@@ -96,9 +96,9 @@ def _echo(replica: Replica, value: str) -> str:
 def _is_on_device(replica: Replica) -> bool:
     import torch
 
-    nest = replica.to_device({"one": [torch.ones(2)], "name": "kept"})
-    assert nest["name"] == "kept"
-    return bool(nest["one"][0].device.type == replica.device.type)
+    moved = replica.to_device({"one": [torch.ones(2)], "name": "kept"})
+    assert moved["name"] == "kept"
+    return bool(moved["one"][0].device.type == replica.device.type)
 
 
 def _reduce(replica: Replica, op: Any) -> tuple[float, float]:

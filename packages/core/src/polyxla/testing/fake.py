@@ -1,7 +1,7 @@
-"""A whole runtime without XLA: replicas are threads of this process, devices are torch's CPU.
+"""A complete runtime without XLA: replicas are threads of this process, every device is torch's CPU.
 
-Its collectives are real (the threads meet and exchange tensors), so everything that stands on
-`polyxla.Replica` can be tested with several replicas in milliseconds.
+The threads exchange real tensors in its collectives, so code that uses `polyxla.Replica` can be tested with
+several replicas in milliseconds.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from polyxla.contracts.job import Job
 
 FAKE_DEVICES = "FAKE_DEVICES"
-"""How many devices the fake runtime has; setting it also chooses that runtime.
+"""Number of devices of the fake runtime; setting it also chooses that runtime.
 Default: 1.
 """
 
 MEETING_TIMEOUT_S = 30.0
-"""Longest wait in a collective, in seconds: a test that forgets a replica must not hang."""
+"""Longest wait in a collective, in seconds: a test in which a replica is missing must not hang."""
 
 
 class FakeRuntime:
-    """The plugin; its entry point is ``polyxla.testing.fake:runtime``."""
+    """The runtime's plugin; its entry point is ``polyxla.testing.fake:runtime``."""
 
     @hookimpl
     def polyxla_discover_devices(self, environ: Mapping[str, str]) -> Discovery:
-        """Offer `FAKE_DEVICES` devices."""
+        """Return `FAKE_DEVICES` devices."""
         text = environ.get(FAKE_DEVICES)
         count = int(text or 1) if (text or "1").isdecimal() else 0
         return Discovery(
@@ -54,17 +54,21 @@ class FakeRuntime:
 
     @hookimpl
     def polyxla_environment(self, devices: tuple[int, ...]) -> dict[str, str]:
-        """Tell a replica's process which devices the job has."""
+        """Return the variable that names the job's devices."""
         return {"FAKE_VISIBLE_DEVICES": ",".join(map(str, devices))}
 
     @hookimpl
     def polyxla_launch(self, job: Job) -> list[Any]:
-        """Run one thread per device; or, asked for a process and one replica, one process."""
+        """Run one thread per device, or one process if `start_method` requires a process."""
         if job.process_method is None:
             with temporary_environ(job.environ):
                 return _run_threads(job)
         if len(job.devices) > 1:
-            raise UsageError("the fake runtime makes a process for one replica only", fix="Use devices=1.")
+            raise UsageError(
+                "the fake runtime starts a process for a single replica only",
+                where="start_method",
+                fix="Write devices=1.",
+            )
         return run_processes(job, [_Place(0, _Meeting(1))], [job.environ], method=job.process_method)
 
     @hookimpl
@@ -77,35 +81,35 @@ runtime = FakeRuntime()
 
 
 class _Meeting:
-    """Where the replicas of one job exchange values."""
+    """The rendezvous of the replicas of one job."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._slots: dict[tuple[int, ...], tuple[threading.Barrier, dict[int, Any]]] = {}
         self._lock = threading.Lock()
-        self._is_over = False
+        self._is_aborted = False
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_Meeting, (self.size,))
 
     def exchange(self, ordinal: int, value: Any, members: Sequence[int] = ()) -> list[Any]:
-        """Give `value`, wait for all members, return all values in ordinal order."""
+        """Wait for all members; return their values in ordinal order."""
         who = tuple(sorted(members)) or tuple(range(self.size))
         with self._lock:
             barrier, values = self._slots.setdefault(who, (threading.Barrier(len(who)), {}))
-            if self._is_over:
+            if self._is_aborted:
                 barrier.abort()
         values[ordinal] = value
         barrier.wait(MEETING_TIMEOUT_S)
         gathered = [values[member] for member in who]
-        # Nobody may write the next exchange's value before all have read this one's.
+        # A second wait: no member may write the next exchange's value before all have read this one's.
         barrier.wait(MEETING_TIMEOUT_S)
         return gathered
 
-    def give_up(self) -> None:
-        """Let everybody who waits, or will wait, fail at once."""
+    def abort(self) -> None:
+        """Make every member that waits, or will wait, fail at once."""
         with self._lock:
-            self._is_over = True
+            self._is_aborted = True
             for barrier, _ in self._slots.values():
                 barrier.abort()
 
@@ -125,7 +129,7 @@ def _run_threads(job: Job) -> list[Any]:
             results[ordinal] = job.run(_Place(ordinal, meeting))
         except BaseException as error:
             failures.append(error)
-            meeting.give_up()
+            meeting.abort()
 
     threads = [threading.Thread(target=replica, args=(ordinal,)) for ordinal in range(meeting.size)]
     for thread in threads:
@@ -133,7 +137,7 @@ def _run_threads(job: Job) -> list[Any]:
     for thread in threads:
         thread.join()
     if failures:
-        # The first is the cause; the others only found the meeting abandoned.
+        # The first failure is the cause; the others follow from the aborted meeting.
         raise failures[0]
     return results
 

@@ -1,4 +1,4 @@
-"""Pytest fixtures: the runtime under test, plugins installed for one test, and the leak police."""
+"""Pytest fixtures: the runtime under test, plugins installed for one test, and a check for leaks."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from polyxla.launcher.launch import launch
 from polyxla.plugins.manager import HOOKSPECS, PLUGINS, RUNTIMES, find_runtime
 
 RUN_TIMEOUT_S = 300.0
-"""Longest a script under test may run, in seconds."""
+"""Longest run of a script under test, in seconds."""
 
 
 @dataclass(frozen=True)
 class RuntimeUnderTest:
-    """The runtime that the suite runs on.
+    """The runtime that the tests run on.
 
     Attributes:
         name: its entry-point name.
-        environ: variables that `run` lays over the test's own environment.
+        environ: variables that `run` adds to the test's environment.
     """
 
     name: str
@@ -41,7 +41,7 @@ class RuntimeUnderTest:
         return launch(function, args, runtime=self.name, **options)
 
     def run(self, *command: str, **environ: str) -> subprocess.CompletedProcess[str]:
-        """Run ``polyxla run --runtime NAME command...`` as a person would, and wait for its end."""
+        """Run ``polyxla run --runtime NAME command...`` in a process, and wait for its end."""
         return subprocess.run(
             [sys.executable, "-m", "polyxla", "run", "--runtime", self.name, *command],
             env={**os.environ, **self.environ, **environ},
@@ -53,29 +53,29 @@ class RuntimeUnderTest:
 
 
 class PluginInstaller:
-    """Installs small distributions for one test: modules and metadata in a folder on the path."""
+    """Installs small distributions for one test, as modules and metadata in a directory on the path."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
 
     def __call__(
         self, distribution: str, code: str = "", *, group: str = RUNTIMES, name: str | None = None
     ) -> None:
-        """Install `distribution` whose module holds `code` and is registered as a plugin.
+        """Install a distribution with one module, which an entry point names.
 
         Args:
-            distribution: its name.
-            code: the plugin module's source; empty for metadata only.
+            distribution: the distribution's name.
+            code: the module's source; default: an empty module.
             group: the entry-point group.
             name: the entry point's name; default: the distribution's.
         """
         module = distribution.replace("-", "_")
-        (self.folder / f"{module}.py").write_text(code)
+        (self.directory / f"{module}.py").write_text(code)
         self.metadata(distribution, f"[{group}]\n{name or distribution} = {module}\n")
 
     def metadata(self, distribution: str, entry_points: str = "", version: str = "1.0") -> None:
-        """Write what importlib.metadata finds: a distribution's name, version and entry points."""
-        info = self.folder / f"{distribution.replace('-', '_')}-{version}.dist-info"
+        """Install a distribution's metadata: its name, its version and its entry points."""
+        info = self.directory / f"{distribution.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
         (info / "entry_points.txt").write_text(entry_points)
@@ -91,7 +91,7 @@ class PluginInstaller:
         Args:
             keep: names of distributions that stay visible.
         """
-        find, mine = importlib.metadata.entry_points, str(self.folder)
+        find, mine = importlib.metadata.entry_points, str(self.directory)
         dists = {
             point.dist
             for group in (RUNTIMES, PLUGINS, HOOKSPECS)
@@ -99,7 +99,7 @@ class PluginInstaller:
             if point.dist
         }
         for name in {dist.name for dist in dists if str(dist.locate_file("")) != mine}.difference(keep):
-            # Of two distributions with one name, the first on the path is the one that counts.
+            # The first of two distributions with one name on the path hides the other.
             self.metadata(name, version="0")
 
     def listener(self, distribution: str, code: str) -> None:
@@ -109,13 +109,15 @@ class PluginInstaller:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--polyxla-runtime`` and its setting in the configuration file."""
-    parser.addoption("--polyxla-runtime", metavar="NAME", help="the runtime that `runtime` tests run on")
-    parser.addini("polyxla_runtime", "the default of --polyxla-runtime")
+    parser.addoption(
+        "--polyxla-runtime", metavar="NAME", help="runtime that tests with the fixture `runtime` run on"
+    )
+    parser.addini("polyxla_runtime", "default of --polyxla-runtime")
 
 
 @pytest.fixture(scope="session")
 def runtime(pytestconfig: pytest.Config) -> RuntimeUnderTest:
-    """The runtime named by ``--polyxla-runtime``; one that is missing is a failure, not a skip."""
+    """The runtime named by ``--polyxla-runtime``; a missing one is a failure, not a skip."""
     name = pytestconfig.getoption("--polyxla-runtime") or pytestconfig.getini("polyxla_runtime")
     if not name:
         raise pytest.UsageError("name the runtime to test: pytest --polyxla-runtime NAME")
@@ -125,37 +127,37 @@ def runtime(pytestconfig: pytest.Config) -> RuntimeUnderTest:
 
 @pytest.fixture
 def install_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PluginInstaller]:
-    """Install plugins that only this test, and the processes it starts, can see."""
-    folder = tmp_path / "site"
-    folder.mkdir()
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
-    yield PluginInstaller(folder)
+    """Installs plugins that only this test and the processes it starts can see."""
+    directory = tmp_path / "site"
+    directory.mkdir()
+    monkeypatch.syspath_prepend(directory)
+    monkeypatch.setenv("PYTHONPATH", str(directory), prepend=os.pathsep)
+    yield PluginInstaller(directory)
     # The next test may install another module under the same name.
     for name, module in list(sys.modules.items()):
-        if (getattr(module, "__file__", None) or "").startswith(str(folder)):
+        if (getattr(module, "__file__", None) or "").startswith(str(directory)):
             del sys.modules[name]
 
 
 @pytest.fixture(autouse=True)
 def _no_leaks() -> Iterator[None]:
-    """Fail a test that changes a variable, leaves one of polyxla's behind, or a running thread.
+    """Fail a test that changes a variable, or leaves a variable of polyxla's or a running thread behind.
 
-    New variables of others are let pass: torch_xla and scikit-learn set some when first imported.
+    Other new variables are allowed: torch_xla and scikit-learn set some when they are first imported.
     """
     environ, threads = dict(os.environ), set(threading.enumerate())
-    # Or a line that another test's replicas printed once would be missing here.
+    # Otherwise a line that was printed once in another test would not be printed in this one.
     say_once.cache_clear()
     yield
     watched = {*environ, *(name for name in os.environ if name.startswith("POLYXLA_"))}
     changed = {name for name in watched if environ.get(name) != os.environ.get(name)}
-    # pytest sets this one around each phase of a test.
+    # pytest itself changes this one around each phase of a test.
     assert not changed - {"PYTEST_CURRENT_TEST"}, f"the test changed {sorted(changed)}"
-    assert not _left_running(threads), "the test left threads running"
+    assert not _still_running(threads), "the test left threads running"
 
 
-def _left_running(before: set[threading.Thread], patience_s: float = 5.0) -> list[threading.Thread]:
-    deadline = time.monotonic() + patience_s
+def _still_running(before: set[threading.Thread], timeout_s: float = 5.0) -> list[threading.Thread]:
+    deadline = time.monotonic() + timeout_s
     while True:
         left = [one for one in threading.enumerate() if one not in before and not one.daemon]
         if not left or time.monotonic() > deadline:
