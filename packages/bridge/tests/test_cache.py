@@ -25,11 +25,11 @@ from polyxla_bridge.programs.executable import ArrayType
 TIMEOUT_S = 60
 
 
-def job_settings(folder: Path, replicas: int = 1, **values: Any) -> BridgeSettings:
+def job_settings(directory: Path, replicas: int = 1, **values: Any) -> BridgeSettings:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    return BridgeSettings(replicas, coordinator=f"127.0.0.1:{port}", cache_path=str(folder), **values)
+    return BridgeSettings(replicas, coordinator=f"127.0.0.1:{port}", cache_path=str(directory), **values)
 
 
 @functools.cache
@@ -67,11 +67,11 @@ def job(bridge: BridgeSettings, factor: int = 2) -> tuple[int, int]:
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_the_second_job_loads_what_the_first_compiled(tmp_path: Path, replicas: int) -> None:
-    folder = tmp_path / "made" / "on demand"
-    assert job(job_settings(folder, replicas)) == (1, 0)
-    assert job(job_settings(folder, replicas)) == (0, 1)
-    assert job(job_settings(folder, replicas), factor=3) == (1, 0)
-    assert [one.name.startswith("polyxla-") for one in folder.iterdir()] == [True, True]
+    directory = tmp_path / "made" / "on demand"
+    assert job(job_settings(directory, replicas)) == (1, 0)
+    assert job(job_settings(directory, replicas)) == (0, 1)
+    assert job(job_settings(directory, replicas), factor=3) == (1, 0)
+    assert [one.name.startswith("polyxla-") for one in directory.iterdir()] == [True, True]
 
 
 def test_without_a_directory_nothing_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,9 +128,9 @@ def test_a_file_that_cannot_be_used_is_replaced(
 ) -> None:
     assert job(job_settings(tmp_path / "another"), factor=3) == (1, 0)
     (another,) = (tmp_path / "another").iterdir()
-    folder = tmp_path / "cache"
-    assert job(job_settings(folder)) == (1, 0)
-    (path,) = folder.iterdir()
+    directory = tmp_path / "cache"
+    assert job(job_settings(directory)) == (1, 0)
+    (path,) = directory.iterdir()
     good = path.read_bytes()
     middle = len(good) // 2
     path.write_bytes(
@@ -143,18 +143,18 @@ def test_a_file_that_cannot_be_used_is_replaced(
         }[damage]
     )
     with caplog.at_level(logging.WARNING, "polyxla.bridge"):
-        assert job(job_settings(folder)) == (1, 0)
+        assert job(job_settings(directory)) == (1, 0)
     (record,) = caplog.records
     assert f"cannot use {path}" in record.getMessage()
-    assert job(job_settings(folder)) == (0, 1)
-    assert list(folder.iterdir()) == [path]
+    assert job(job_settings(directory)) == (0, 1)
+    assert list(directory.iterdir()) == [path]
 
 
 @pytest.fixture(scope="module")
 def cached(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    folder = tmp_path_factory.mktemp("cached")
-    job(job_settings(folder))
-    (path,) = folder.iterdir()
+    directory = tmp_path_factory.mktemp("cached")
+    job(job_settings(directory))
+    (path,) = directory.iterdir()
     return path.read_bytes()
 
 
@@ -219,8 +219,8 @@ def test_a_job_without_a_usable_home_warns_once(
 def test_the_default_is_the_users_cache_directory(tmp_path: Path) -> None:
     default = from_environ({"HOME": str(tmp_path)})
     assert [job(default), job(default)] == [(1, 0), (0, 1)]
-    folder = tmp_path / ".cache/polyxla/programs"
-    assert len(list(folder.iterdir())) == 1
+    directory = tmp_path / ".cache/polyxla/programs"
+    assert len(list(directory.iterdir())) == 1
     assert job(from_environ({"HOME": str(tmp_path), "POLYXLA_COMPILE_CACHE": "off"})) == (1, 0)
 
 
@@ -230,13 +230,13 @@ def test_a_job_that_writes_dumps_compiles_its_programs(tmp_path: Path) -> None:
 
 
 def test_a_read_only_cache_is_not_written(tmp_path: Path) -> None:
-    folder = tmp_path / "cache"
-    assert job(job_settings(folder, cache_is_readonly=True)) == (1, 0)
-    assert not folder.exists()
-    assert job(job_settings(folder)) == (1, 0)
-    assert job(job_settings(folder, cache_is_readonly=True)) == (0, 1)
-    assert job(job_settings(folder, cache_is_readonly=True), factor=3) == (1, 0)
-    assert len(list(folder.iterdir())) == 1
+    directory = tmp_path / "cache"
+    assert job(job_settings(directory, cache_is_readonly=True)) == (1, 0)
+    assert not directory.exists()
+    assert job(job_settings(directory)) == (1, 0)
+    assert job(job_settings(directory, cache_is_readonly=True)) == (0, 1)
+    assert job(job_settings(directory, cache_is_readonly=True), factor=3) == (1, 0)
+    assert len(list(directory.iterdir())) == 1
 
 
 def test_a_directory_that_cannot_be_made_is_reported_once(

@@ -46,13 +46,14 @@ def test_the_engine_can_load_a_program_that_torch_xla_cached(printed: Printed, t
         engine.close()
 
 
-@pytest.mark.parametrize("folder", ["shared", "of-{process}"])
+@pytest.mark.parametrize("directory", ["shared", "of-{process}"])
 @pytest.mark.parametrize(("replicas", "processes"), [(1, 1), (2, 1), (2, 2)])
 def test_the_next_job_compiles_nothing(
-    run: Run, tmp_path: Path, replicas: int, processes: int, folder: str
+    run: Run, tmp_path: Path, replicas: int, processes: int, directory: str
 ) -> None:
     before, after = (
-        run("cached_job.py", str(tmp_path / folder), replicas=replicas, processes=processes) for _ in range(2)
+        run("cached_job.py", str(tmp_path / directory), replicas=replicas, processes=processes)
+        for _ in range(2)
     )
     # Only the warning of torch_xla's own attempt to load.
     lines = [line for one in (*before, *after) for line in one.stderr.splitlines()]

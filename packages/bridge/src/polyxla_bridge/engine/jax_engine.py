@@ -190,20 +190,21 @@ class JaxEngine(Engine):
         outputs = [Buffer(type_, device, one) for type_, one in zip(executable.outputs, results, strict=True)]
         # Read now: `give_up` below replaces the values of donated arguments.
         values = [argument.value for argument in arguments]
-        kept = executable.native["donated"] & keep
+        # The program would donate these; `_run` makes jaxlib copy them.
+        protected = executable.native["donated"] & keep
         self._threads[device.index].put(
-            done, lambda: set_values(results, self._run(executable, device.index, values, kept))
+            done, lambda: set_values(results, self._run(executable, device.index, values, protected))
         )
         for number in executable.native["donated"] - keep:
             arguments[number].give_up("was donated to a program")
         return outputs
 
     def _run(
-        self, executable: Executable, index: int, values: list[FutureLike], kept: frozenset[int]
+        self, executable: Executable, index: int, values: list[FutureLike], protected: frozenset[int]
     ) -> list[Any]:
         arguments = [value.result() for value in values]
         # While numpy has a view of an array, jaxlib copies it instead of donating its memory.
-        views = [np.asarray(arguments[number]) for number in kept]
+        views = [np.asarray(arguments[number]) for number in protected]
         loaded = executable.native["program"].on(index)
         self._threads[index].enter(executable.name, executable.native["collectives"])
         results = loaded.execute_sharded(arguments)

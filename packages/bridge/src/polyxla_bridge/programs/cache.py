@@ -21,7 +21,7 @@ from pathlib import Path
 
 import polyxla_bridge
 from polyxla_bridge.env import HOME, POLYXLA_COMPILE_CACHE, XDG_CACHE_HOME, BridgeSettings, CacheOrigin
-from polyxla_bridge.programs.cache_folder import PREFIX, CacheFolder, why_unusable
+from polyxla_bridge.programs.cache_directory import PREFIX, CacheDirectory, why_unusable
 from polyxla_bridge.programs.executable import Executable
 
 _log = logging.getLogger("polyxla.bridge")
@@ -119,7 +119,7 @@ class ProgramCache:
     """Compiled programs by fingerprint. An error of the directory is logged once, and fails no job.
 
     Args:
-        folder: the directory, made at the first write; if empty, the cache stores, finds and counts nothing.
+        directory: made at the first write; if empty, the cache stores, finds and counts nothing.
         context: digest of everything but the program that determines the compiled code.
         is_readonly: whether to write nothing.
         on_lookup: called for each program with whether it was cached, in the thread that asked.
@@ -131,14 +131,14 @@ class ProgramCache:
 
     def __init__(
         self,
-        folder: str,
+        directory: str,
         context: str,
         *,
         is_readonly: bool = False,
         on_lookup: Callable[[bool], None] | None = None,
     ) -> None:
         self.hits = self.misses = 0
-        self._folder = CacheFolder(Path(folder).absolute()) if folder else None
+        self._directory = CacheDirectory(Path(directory).absolute()) if directory else None
         self._context = context
         self._is_readonly = is_readonly
         self._on_lookup = on_lookup
@@ -146,12 +146,12 @@ class ProgramCache:
         self._warned = threading.Lock()
 
     def __str__(self) -> str:
-        where = self._folder.path if self._folder else "none"
+        where = self._directory.path if self._directory else "none"
         return f"compilation cache: {self.hits} hits, {self.misses} misses ({where})"
 
     def count(self, *, is_hit: bool) -> None:
         """Count a program that this process needed."""
-        if self._folder is None:
+        if self._directory is None:
             return
         with self._lock:
             self.hits += is_hit
@@ -166,18 +166,18 @@ class ProgramCache:
             fingerprint: of the program.
             unpack: makes the program from the content of its file, or raises.
         """
-        if self._folder is None:
+        if self._directory is None:
             return None
         name = self._name(fingerprint)
         try:
-            executable = unpack(self._folder.read(name, is_use=not self._is_readonly))
+            executable = unpack(self._directory.read(name, is_use=not self._is_readonly))
         except FileNotFoundError:
             return None
         except Exception as error:
-            self._warn(f"cannot use {self._folder.path / name}", error)
+            self._warn(f"cannot use {self._directory.path / name}", error)
             return None
         if executable.fingerprint != fingerprint:
-            self._warn(f"cannot use {self._folder.path / name}", ValueError("it holds another program"))
+            self._warn(f"cannot use {self._directory.path / name}", ValueError("it holds another program"))
             return None
         return executable
 
@@ -189,14 +189,14 @@ class ProgramCache:
             pack: returns the content of the file.
             is_replaced: whether an existing file is written again.
         """
-        if self._folder is None or self._is_readonly:
+        if self._directory is None or self._is_readonly:
             return
         name = self._name(fingerprint)
         try:
-            if is_replaced or not (self._folder.path / name).exists():
-                self._folder.write(name, pack())
+            if is_replaced or not (self._directory.path / name).exists():
+                self._directory.write(name, pack())
         except Exception as error:
-            self._warn(f"cannot write {self._folder.path / name}", error)
+            self._warn(f"cannot write {self._directory.path / name}", error)
 
     def _name(self, fingerprint: str) -> str:
         return f"{PREFIX}{hashlib.sha256(f'{self._context} {fingerprint}'.encode()).hexdigest()}"

@@ -64,7 +64,7 @@ class Handles:
 
 
 class DeviceHandle:
-    """A device, with one handle for the device, its description and its only memory: C tells them by type."""
+    """A device. Its handle also stands for its description and its only memory: C tells them apart by type."""
 
     def __init__(self, handles: Handles, device: EngineDevice) -> None:
         self.device = device
@@ -174,7 +174,7 @@ class Bridge:
         done.add_done_callback(complete)
 
     def make_buffers(self, place: int, buffers: Sequence[Buffer], types: ArrayTypes) -> Any:
-        """Return a C array of new PJRT_Buffers on the device `place`, each ready when its engine buffer is."""
+        """Return a C array of new PJRT_Buffers on device `place`, each ready when its engine buffer is."""
         handles, events = array([0] * len(buffers)), array([0] * len(buffers))
         LOCKED.polyxla_outputs(place, len(buffers), types.numbers, types.ranks, types.dims, handles, events)
         # Results of one execution complete together: one callback completes all their events.

@@ -12,37 +12,37 @@ from pathlib import Path
 
 import pytest
 
-from polyxla_bridge.programs import cache_folder
-from polyxla_bridge.programs.cache_folder import CacheFolder, why_unusable
+from polyxla_bridge.programs import cache_directory
+from polyxla_bridge.programs.cache_directory import CacheDirectory, why_unusable
 
 PROGRAM = Path(__file__).with_name("programs") / "cache_writers.py"
 
 
-def put(folder: Path, name: str, size: int, age_s: float) -> Path:
-    path = folder / name
+def put(directory: Path, name: str, size: int, age_s: float) -> Path:
+    path = directory / name
     path.write_bytes(bytes(size))
     then = time.time() - age_s
     os.utime(path, (then, then))
     return path
 
 
-def names(folder: Path) -> set[str]:
-    return {one.name for one in folder.iterdir()}
+def names(directory: Path) -> set[str]:
+    return {one.name for one in directory.iterdir()}
 
 
 def test_the_least_recently_used_programs_are_evicted(tmp_path: Path) -> None:
     for number in range(5):
         put(tmp_path, f"polyxla-{number}", 1_000, 500 - number)
-    folder = CacheFolder(tmp_path, 3_500)
-    assert len(folder.read("polyxla-0", is_use=True)) == 1_000
-    assert len(folder.read("polyxla-1", is_use=False)) == 1_000
-    folder.sweep()
+    directory = CacheDirectory(tmp_path, 3_500)
+    assert len(directory.read("polyxla-0", is_use=True)) == 1_000
+    assert len(directory.read("polyxla-1", is_use=False)) == 1_000
+    directory.sweep()
     assert names(tmp_path) == {"polyxla-0", "polyxla-3", "polyxla-4"}
 
 
 def test_a_directory_within_the_limit_is_not_swept(tmp_path: Path) -> None:
     put(tmp_path, "polyxla-a", 1_000, 1e6)
-    CacheFolder(tmp_path, 1_000).sweep()
+    CacheDirectory(tmp_path, 1_000).sweep()
     assert names(tmp_path) == {"polyxla-a"}
 
 
@@ -50,7 +50,7 @@ def test_files_of_others_are_neither_counted_nor_deleted(tmp_path: Path) -> None
     put(tmp_path, "a9f3", 9_000, 1e6)
     put(tmp_path, ".hidden", 9_000, 1e6)
     put(tmp_path, "polyxla-a", 1_000, 1e6)
-    CacheFolder(tmp_path, 1_000).sweep()
+    CacheDirectory(tmp_path, 1_000).sweep()
     assert names(tmp_path) == {"a9f3", ".hidden", "polyxla-a"}
 
 
@@ -59,14 +59,14 @@ def test_the_size_is_checked_after_the_first_write_and_then_now_and_then(
 ) -> None:
     for number in range(3):
         put(tmp_path, f"polyxla-{number}", 1_000, 500 - number)
-    monkeypatch.setattr(cache_folder, "SWEEP_BYTES", 2_500)
-    folder = CacheFolder(tmp_path, 2_000)
-    folder.write("polyxla-a", bytes(1_000))
+    monkeypatch.setattr(cache_directory, "SWEEP_BYTES", 2_500)
+    directory = CacheDirectory(tmp_path, 2_000)
+    directory.write("polyxla-a", bytes(1_000))
     assert names(tmp_path) == {"polyxla-2", "polyxla-a"}, "after the first one"
-    folder.write("polyxla-b", bytes(1_000))
-    folder.write("polyxla-c", bytes(1_000))
+    directory.write("polyxla-b", bytes(1_000))
+    directory.write("polyxla-c", bytes(1_000))
     assert len(names(tmp_path)) == 4, "not after every one"
-    folder.write("polyxla-d", bytes(1_000))
+    directory.write("polyxla-d", bytes(1_000))
     assert names(tmp_path) == {"polyxla-c", "polyxla-d"}
 
 
@@ -77,13 +77,13 @@ def test_an_unfinished_file_is_deleted_when_it_is_old(tmp_path: Path) -> None:
     assert done.returncode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".polyxla-a.")
-    folder = CacheFolder(tmp_path)
+    directory = CacheDirectory(tmp_path)
     with pytest.raises(FileNotFoundError):
-        folder.read("polyxla-a", is_use=True)
-    folder.sweep()
+        directory.read("polyxla-a", is_use=True)
+    directory.sweep()
     assert left.exists(), "another process may be writing it"
-    put(tmp_path, left.name, 9, cache_folder.ABANDONED_S + 1)
-    folder.write("polyxla-b", b"")
+    put(tmp_path, left.name, 9, cache_directory.ABANDONED_S + 1)
+    directory.write("polyxla-b", b"")
     assert names(tmp_path) == {"polyxla-b"}
 
 
@@ -91,7 +91,7 @@ def test_many_processes_write_read_and_sweep_at_once(tmp_path: Path) -> None:
     command = [sys.executable, str(PROGRAM), "many_writes", str(tmp_path)]
     writers = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(4)]
     assert [(one.communicate(timeout=60)[1], one.returncode) for one in writers] == [("", 0)] * 4
-    CacheFolder(tmp_path, 5_000).sweep()
+    CacheDirectory(tmp_path, 5_000).sweep()
     left = list(tmp_path.iterdir())
     assert 1 <= len(left) <= 5
     for path in left:
@@ -100,9 +100,11 @@ def test_many_processes_write_read_and_sweep_at_once(tmp_path: Path) -> None:
 
 def test_threads_of_one_process_sweep_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     swept = []
-    monkeypatch.setattr(CacheFolder, "sweep", lambda self: swept.append(self.path))
-    folder = CacheFolder(tmp_path)
-    threads = [threading.Thread(target=folder.write, args=(f"polyxla-{number}", b"x")) for number in range(8)]
+    monkeypatch.setattr(CacheDirectory, "sweep", lambda self: swept.append(self.path))
+    directory = CacheDirectory(tmp_path)
+    threads = [
+        threading.Thread(target=directory.write, args=(f"polyxla-{number}", b"x")) for number in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -112,12 +114,12 @@ def test_threads_of_one_process_sweep_once(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_private_directory_is_made_for_its_owner_only(tmp_path: Path) -> None:
-    folder = tmp_path / "caches" / "programs"
-    assert why_unusable(folder, is_private=True) is None
-    assert folder.stat().st_mode & 0o777 == 0o700
-    folder.chmod(0o770)
-    assert why_unusable(folder, is_private=True) == f"other users may write to {folder}"
-    assert why_unusable(folder, is_private=False) is None
+    directory = tmp_path / "caches" / "programs"
+    assert why_unusable(directory, is_private=True) is None
+    assert directory.stat().st_mode & 0o777 == 0o700
+    directory.chmod(0o770)
+    assert why_unusable(directory, is_private=True) == f"other users may write to {directory}"
+    assert why_unusable(directory, is_private=False) is None
 
 
 def test_an_unusable_directory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,26 +22,26 @@ PREFIX = "polyxla-"
 """Name prefix of the cache's files; torch_xla writes others to the same directory."""
 
 
-def why_unusable(folder: Path, *, is_private: bool) -> str | None:
+def why_unusable(directory: Path, *, is_private: bool) -> str | None:
     """Make a directory if it does not exist; return why it cannot be used, or None.
 
     Args:
-        folder: the directory.
+        directory: its path.
         is_private: whether other users must not be able to write there, since cached code is run.
     """
     try:
-        folder.mkdir(mode=0o700 if is_private else 0o777, parents=True, exist_ok=True)
-        status = folder.stat()
+        directory.mkdir(mode=0o700 if is_private else 0o777, parents=True, exist_ok=True)
+        status = directory.stat()
     except OSError as error:
         return str(error)
-    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-        return f"{folder} is not writable"
+    if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
+        return f"{directory} is not writable"
     if is_private and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
-        return f"other users may write to {folder}"
+        return f"other users may write to {directory}"
     return None
 
 
-class CacheFolder:
+class CacheDirectory:
     """Files by name; a reader never sees a partly written file.
 
     Args:
