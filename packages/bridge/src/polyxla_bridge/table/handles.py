@@ -64,7 +64,7 @@ class Handles:
 
 
 class DeviceHandle:
-    """A device. Its handle also stands for its description and its only memory: C tells them apart by type."""
+    """A device. Its handle stands for its description and its only memory too: C tells them by type."""
 
     def __init__(self, handles: Handles, device: EngineDevice) -> None:
         self.device = device
