@@ -63,11 +63,11 @@ def _device_first(pytestconfig: pytest.Config) -> None:
 def _node_of_this_process() -> dict[str, str]:
     """Return the variables of a node for this whole process: replicas that run inline use it."""
     from polyxla.launcher.ports import free_ports
-    from polyxla_xrt.config.configuration import read
+    from polyxla_xrt.config.configuration import read_configuration
     from polyxla_xrt.plan import requested_plan
 
     environ = {"XRT_TPU_CONFIG": f"localservice;0;localhost:{free_ports(1)[0]}", "TPU_NUM_DEVICES": "1"}
-    configuration = read(environ)
+    configuration = read_configuration(environ)
     assert configuration is not None
     return environ | requested_plan(configuration, environ).program_environment()
 

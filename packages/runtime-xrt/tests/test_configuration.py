@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from polyxla import UsageError
 from polyxla_xrt import env
-from polyxla_xrt.config.configuration import Configuration, read
+from polyxla_xrt.config.configuration import Configuration, read_configuration
 from polyxla_xrt.config.workers import Worker, WorkerId
 
 NODE = {env.XRT_TPU_CONFIG: "tpu_worker;0;10.39.209.42:8470"}
@@ -30,13 +30,13 @@ POD_HOST = {
 
 
 def configuration(environ: dict[str, str]) -> Configuration:
-    found = read(environ)
+    found = read_configuration(environ)
     assert found is not None
     return found
 
 
 def test_one_worker_with_the_defaults() -> None:
-    assert read(NODE) == Configuration(
+    assert read_configuration(NODE) == Configuration(
         source="XRT_TPU_CONFIG",
         kind="TPU",
         workers=(Worker("tpu_worker", 0, "10.39.209.42", 8470),),
@@ -74,7 +74,7 @@ def test_a_pod_as_another_host_sees_it() -> None:
 
 @pytest.mark.parametrize("environ", [{}, {"PJRT_DEVICE": "TPU"}, {env.XRT_TPU_CONFIG: " "}, {"XRT_FOO": "1"}])
 def test_no_configuration_without_a_variable_that_describes_workers(environ: dict[str, str]) -> None:
-    assert read(environ) is None
+    assert read_configuration(environ) is None
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_each_misconfiguration_names_the_variable_and_the_fix(
     environ: dict[str, str], what: str, where: str, fix: str
 ) -> None:
     with pytest.raises(UsageError) as wrong:
-        read(environ)
+        read_configuration(environ)
     assert what in wrong.value.what
     assert wrong.value.where == where
     assert fix in wrong.value.fix
@@ -376,7 +376,7 @@ values = st.one_of(
 
 def outcome(environ: dict[str, str]) -> Configuration | UsageError | None:
     try:
-        return read(environ)
+        return read_configuration(environ)
     except UsageError as wrong:
         return wrong
 

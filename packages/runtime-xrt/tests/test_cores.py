@@ -6,8 +6,8 @@ import pytest
 
 from polyxla import UsageError, World
 from polyxla_xrt import env
-from polyxla_xrt.config.configuration import Configuration, read
-from polyxla_xrt.config.cores import child_environment, child_world, cores, process_count
+from polyxla_xrt.config.configuration import Configuration, read_configuration
+from polyxla_xrt.config.cores import all_cores, child_environment, child_world, process_count
 from polyxla_xrt.config.workers import WorkerId
 
 NODE = {env.XRT_TPU_CONFIG: "tpu_worker;0;10.0.0.2:8470"}
@@ -23,7 +23,7 @@ MAP = {
 
 
 def configuration(environ: dict[str, str]) -> Configuration:
-    found = read(environ)
+    found = read_configuration(environ)
     assert found is not None
     return found
 
@@ -214,7 +214,7 @@ def test_the_suggested_fix_for_a_map_is_a_valid_configuration() -> None:
 
 @pytest.mark.parametrize("environ", [FIRST_HOST, THIRD_HOST])
 def test_cores_are_numbered_worker_by_worker(environ: dict[str, str]) -> None:
-    found = cores(configuration(environ))
+    found = all_cores(configuration(environ))
     assert [core.name for core in found] == [f"TPU:{ordinal}" for ordinal in range(32)]
     assert [core.ordinal for core in found] == list(range(32))
     assert [core.worker for core in found[15:17]] == [WorkerId("c_w", 1), WorkerId("c_w", 2)]
@@ -226,5 +226,5 @@ def test_a_maps_kind_names_its_cores() -> None:
         env.XRT_DEVICE_MAP: "CPU:0;/job:w/replica:0/task:0/device:XLA_CPU:0",
         env.XRT_WORKERS: "w:0;a:1",
     }
-    assert [core.name for core in cores(configuration(environ))] == ["CPU:0"]
+    assert [core.name for core in all_cores(configuration(environ))] == ["CPU:0"]
     assert child_environment(configuration(environ), 0, 1)["XRT_MULTI_PROCESSING_DEVICE"] == "CPU:0"

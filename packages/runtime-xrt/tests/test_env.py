@@ -32,30 +32,30 @@ def test_variables_that_users_set_and_that_only_replicas_have_do_not_overlap() -
     ],
 )
 def test_a_misspelt_name_gets_a_suggestion(name: str, near: str) -> None:
-    assert env.remarks({name: "1"}) == (
+    assert env.warnings({name: "1"}) == (
         f"{name} is not an XRT variable and has no effect. Did you mean {near}?",
     )
 
 
 def test_an_unknown_name_without_a_similar_one_gets_no_suggestion() -> None:
-    assert env.remarks({"XRT_ZZZZZZZZZZZ": ""}) == (
+    assert env.warnings({"XRT_ZZZZZZZZZZZ": ""}) == (
         "XRT_ZZZZZZZZZZZ is not an XRT variable and has no effect.",
     )
 
 
 @pytest.mark.parametrize("name", env.WITHOUT_EFFECT)
 def test_a_warning_about_an_ignored_variable_gives_the_reason(name: str) -> None:
-    assert env.remarks({name: "1"}) == (f"{name} has no effect: {env.WITHOUT_EFFECT[name]}.",)
+    assert env.warnings({name: "1"}) == (f"{name} has no effect: {env.WITHOUT_EFFECT[name]}.",)
 
 
 def test_valid_and_unrelated_variables_get_no_warning() -> None:
     known = dict.fromkeys(env.KNOWN - set(env.WITHOUT_EFFECT), "1")
-    assert env.remarks({**known, "PATH": "/bin", "TPU_NAME": "node", "MY_XRT_FLAG": "1"}) == ()
+    assert env.warnings({**known, "PATH": "/bin", "TPU_NAME": "node", "MY_XRT_FLAG": "1"}) == ()
 
 
 def test_warnings_are_sorted_by_name() -> None:
-    remarks = env.remarks({"XRT_TPU_CONFG": "", "XRT_GRPC_COMPRESSION": "", "XRT_ABCDEFGHIJK": ""})
-    assert [remark.split()[0] for remark in remarks] == [
+    found = env.warnings({"XRT_TPU_CONFG": "", "XRT_GRPC_COMPRESSION": "", "XRT_ABCDEFGHIJK": ""})
+    assert [warning.split()[0] for warning in found] == [
         "XRT_ABCDEFGHIJK",
         "XRT_GRPC_COMPRESSION",
         "XRT_TPU_CONFG",

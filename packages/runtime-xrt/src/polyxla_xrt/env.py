@@ -169,7 +169,7 @@ KNOWN = frozenset({*READ, *ONLY_GIVEN, XRT_HOST_ORDINAL, *WITHOUT_EFFECT})
 """Every valid XRT variable; other names that begin with ``XRT_`` are probably misspelt."""
 
 
-def remarks(environ: Mapping[str, str]) -> tuple[str, ...]:
+def warnings(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return a warning for each variable beginning with ``XRT_`` that has no effect: ignored or unknown."""
     names = sorted(name for name in environ if name.upper().startswith("XRT_"))
     return tuple(

@@ -12,8 +12,8 @@ from polyxla.launcher.ports import LOCALHOST, free_ports
 from polyxla.plugins.device_request import pick_devices
 from polyxla_xrt import env
 from polyxla_xrt.config.assignment import Assignment
-from polyxla_xrt.config.configuration import Configuration, read
-from polyxla_xrt.config.cores import check_several, child_environment, child_world, cores
+from polyxla_xrt.config.configuration import Configuration, read_configuration
+from polyxla_xrt.config.cores import all_cores, check_process_count, child_environment, child_world
 from polyxla_xrt.config.workers import Worker
 
 THREADS_PER_DEVICE = 4
@@ -122,14 +122,14 @@ def plan_for(configuration: Configuration, devices: Sequence[int]) -> Plan:
     Raises:
         UsageError: several hosts would use only some of their cores, or have no mesh service.
     """
-    count = len(cores(configuration))
+    count = len(all_cores(configuration))
     if configuration.hosts > 1 and len(devices) != count:
         raise UsageError(
             f"a job of {configuration.hosts} hosts must use all {count} cores, not {len(devices)} of them",
             where="devices",
             fix="Omit devices to use all cores.",
         )
-    check_several(configuration, len(devices) // configuration.hosts, "devices")
+    check_process_count(configuration, len(devices) // configuration.hosts, "devices")
     return Plan(configuration, tuple(devices))
 
 
@@ -151,7 +151,7 @@ def found_devices(configuration: Configuration) -> tuple[Device, ...]:
     """Return every core of a job, as discovery reports them."""
     return tuple(
         Device(core.ordinal, core.kind, f"core {core.index} of {core.worker}", core.worker.task)
-        for core in cores(configuration)
+        for core in all_cores(configuration)
     )
 
 
@@ -161,7 +161,7 @@ def configured_plan(environ: Mapping[str, str]) -> Plan:
     Raises:
         UsageError: the requested cores cannot be used.
     """
-    configuration = read(environ)
+    configuration = read_configuration(environ)
     assert configuration is not None, "this runtime is chosen by a configuration"
     return requested_plan(configuration, environ)
 

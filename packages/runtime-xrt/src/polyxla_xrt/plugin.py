@@ -10,7 +10,7 @@ from polyxla import Claim, Discovery, Job, Replication, Setting, UsageError, hoo
 from polyxla.launcher.start_methods import running_fork_server
 from polyxla_xrt import env
 from polyxla_xrt.client.probe import check_reachable
-from polyxla_xrt.config.configuration import Configuration, read
+from polyxla_xrt.config.configuration import Configuration, read_configuration
 from polyxla_xrt.config.variables import find
 from polyxla_xrt.launching import PRELOAD, run_job
 from polyxla_xrt.plan import Place, found_devices, plan_for
@@ -30,14 +30,14 @@ def polyxla_discover_devices(environ: Mapping[str, str]) -> Discovery:
         },
     )
     try:
-        configuration = read(environ)
+        configuration = read_configuration(environ)
     except UsageError as error:
         origin = f" (from {error.where})" if error.where not in (None, reason) else ""
         wrong = replace(bare, unavailable=f"{error.what}{origin}", fix=error.fix)
-        return replace(wrong, notes=env.remarks(environ))
+        return replace(wrong, notes=env.warnings(environ))
     if configuration is None:
         unset = replace(bare, unavailable="no variable describes a TPU node", fix=_EXAMPLE)
-        return replace(unset, notes=env.remarks(environ))
+        return replace(unset, notes=env.warnings(environ))
     return replace(
         bare,
         kind=configuration.kind,
@@ -85,7 +85,7 @@ def polyxla_replication(job: Job, place: Place) -> Replication:
 
 
 def _configuration(environ: Mapping[str, str]) -> Configuration:
-    configuration = read(environ)
+    configuration = read_configuration(environ)
     if configuration is None:
         raise UsageError("no variable describes a TPU node", where="--runtime xrt", fix=_EXAMPLE)
     return configuration

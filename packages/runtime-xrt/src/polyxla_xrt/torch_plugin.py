@@ -17,7 +17,7 @@ import polyxla.env
 from polyxla.env import POLYXLA_RUNTIME, snapshot
 from polyxla.xla import first_device_use, torch_xla_launch
 from polyxla_xrt import env, node
-from polyxla_xrt.config.configuration import read
+from polyxla_xrt.config.configuration import read_configuration
 from polyxla_xrt.config.cores import process_count
 from polyxla_xrt.launching import process_work, run_plan, wants_node
 from polyxla_xrt.node import Node
@@ -48,7 +48,7 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
         return {}
     if not runtime and environ.get(env.PJRT_DEVICE):
         return {}
-    configuration = read(environ)
+    configuration = read_configuration(environ)
     return requested_plan(configuration, environ).program_environment() if configuration else {}
 
 

@@ -90,7 +90,7 @@ def source(environ: Mapping[str, str]) -> Variable | None:
     return mesh or mapped or workers
 
 
-def read(environ: Mapping[str, str]) -> Configuration | None:
+def read_configuration(environ: Mapping[str, str]) -> Configuration | None:
     """Read the configuration of this host, before it starts any process.
 
     ``PJRT_DEVICE`` is ignored: core chooses between runtimes.
@@ -119,7 +119,7 @@ def read(environ: Mapping[str, str]) -> Configuration | None:
         mesh_address=_mesh_address(environ),
         mesh_connect_wait_s=mesh_connect_wait_s(environ),
         may_start_service=_may_start_service(environ),
-        warnings=(*_warnings(cluster, local, environ), *env.remarks(environ)),
+        warnings=(*_warnings(cluster, local, environ), *env.warnings(environ)),
     )
 
 

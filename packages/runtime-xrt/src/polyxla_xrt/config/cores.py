@@ -36,7 +36,7 @@ class Core:
         return f"{self.kind}:{self.ordinal}"
 
 
-def cores(configuration: Configuration) -> tuple[Core, ...]:
+def all_cores(configuration: Configuration) -> tuple[Core, ...]:
     """Return every device of a job, numbered worker by worker in list order.
 
     Source: torch_xla 1.13, computation_client.cc.
@@ -63,11 +63,11 @@ def process_count(configuration: Configuration, nprocs: int | None = None) -> in
     count = every if nprocs is None else nprocs
     where = "nprocs" if nprocs is None else f"nprocs={nprocs}"
     _check_allowed(configuration, count, where)
-    check_several(configuration, count, where)
+    check_process_count(configuration, count, where)
     return count
 
 
-def check_several(configuration: Configuration, count: int, where: str) -> None:
+def check_process_count(configuration: Configuration, count: int, where: str) -> None:
     """Check that the configuration allows so many processes on this host.
 
     Args:
