@@ -274,7 +274,7 @@ def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     table = Table(*rows[0], title=f"{title}, load {os.getloadavg()[0]:.1f}")
     for row in rows:
         table.add_row(*(_shown(row.get(column)) for column in rows[0]))
-    # Even if the terminal is narrow or there is none, no column is dropped.
+    # At least this wide, so that no column is dropped on a narrow terminal or without one.
     Console(width=max(160, Console().width)).print(table)
 
 

@@ -51,8 +51,8 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_the_tests_that_the_features_page_names_exist() -> None:
-    folders = [ROOT / "integration", *(ROOT / "packages").glob("*/tests")]
-    files = [path for folder in folders for path in folder.rglob("test_*.py")]
+    directories = [ROOT / "integration", *(ROOT / "packages").glob("*/tests")]
+    files = [path for directory in directories for path in directory.rglob("test_*.py")]
     kit = (ROOT / "packages/core/src/polyxla/testing/conformance.py").read_text()
     sources = kit + "".join(path.read_text() for path in files)
     named = set(re.findall(r"\btest_\w+", page("features.md"))) - {path.stem for path in files}
@@ -65,7 +65,7 @@ def test_the_files_that_the_features_page_names_exist() -> None:
 
 
 def test_the_files_that_the_architecture_page_names_exist() -> None:
-    folders = [ROOT, *ROOT.glob("packages/*/src/*")]
+    directories = [ROOT, *ROOT.glob("packages/*/src/*")]
     named = re.findall(r"`([\w/.]+\.(?:py|c|proto))`", page("architecture.md"))
     assert named
-    assert [name for name in named if not any((folder / name).exists() for folder in folders)] == []
+    assert [name for name in named if not any((directory / name).exists() for directory in directories)] == []

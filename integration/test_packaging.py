@@ -1,4 +1,4 @@
-"""The packages fit together: one version, one licence, arrows that point one way."""
+"""The packages fit together: one version, one license, dependencies in one direction."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
-# Which of ours a package may need. An arrow the other way would be a cycle in the making.
-ARROWS = {
+# The packages of this repository that a package may depend on. The other direction would make a cycle.
+ALLOWED = {
     "bridge": set(),
     "core": set(),
     "examples": {"core", "training"},
@@ -38,7 +38,7 @@ def project(package: str) -> dict[str, Any]:
 
 
 def requirements(package: str) -> dict[str, str]:
-    """Map each required name, without extras, to its version specifier."""
+    """Return the version specifier of each required name, without extras."""
     table = project(package)
     lists = [table["dependencies"], *table.get("optional-dependencies", {}).values()]
     parts = (re.fullmatch(r"([\w.-]+)(?:\[[^]]*\])?(.*)", one) for part in lists for one in part)
@@ -60,38 +60,38 @@ def test_the_installed_version_is_the_declared_one(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_siblings_are_pinned_and_allowed(package: str) -> None:
+def test_required_siblings_are_allowed_and_pinned(package: str) -> None:
     ours = {
         name.removeprefix("polyxla-"): pin
         for name, pin in requirements(package).items()
         if name.startswith("polyxla-")
     }
-    assert set(ours) <= ARROWS[package]
+    assert set(ours) <= ALLOWED[package]
     assert set(ours.values()) <= {f"=={project(package)['version']}"}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_torch_is_pinned_where_it_is_needed_and_nowhere_else(package: str) -> None:
+def test_only_packages_that_need_torch_pin_it(package: str) -> None:
     needs = {name: pin for name, pin in requirements(package).items() if name in ("torch", "torch-xla")}
-    # Training follows torch; the others follow one torch_xla release, which was built with one of torch.
+    # Training works with several torch releases; the others need the one that torch_xla was built with.
     assert set(needs.values()) <= {">=2.9,<2.16" if package == "training" else "==2.9.*"}
     assert ("torch" in needs) == (package in NEEDS_TORCH)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_is_complete(package: str) -> None:
-    folder = ROOT / "packages" / package
+    directory = ROOT / "packages" / package
     table = project(package)
-    assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert (directory / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     assert table["name"] == ("polyxla" if package == "polyxla" else f"polyxla-{package}")
-    assert (folder / "README.md").read_text().startswith(f"# {table['name']}\n")
+    assert (directory / "README.md").read_text().startswith(f"# {table['name']}\n")
     assert table["license"] == "Apache-2.0"
     assert table["requires-python"] == ">=3.11,<3.14"
     assert len(modules(package)) == (package != "polyxla")
     assert all((module / "py.typed").is_file() for module in modules(package))
 
 
-def test_entry_points_are_found_once_each() -> None:
+def test_each_entry_point_is_installed_once() -> None:
     for group in ("polyxla", "polyxla.hookspecs", "polyxla.runtimes"):
         declared = {
             (name, value)
@@ -102,8 +102,8 @@ def test_entry_points_are_found_once_each() -> None:
         assert sorted(installed) == sorted(declared)
 
 
-def test_ci_runs_what_the_readme_says() -> None:
-    """CI and a newcomer type the same line, so that neither can rot alone."""
+def test_ci_runs_the_command_of_the_readme() -> None:
+    """CI and a new contributor run the same line, so the README stays correct."""
     command = next(
         line.removesuffix(" || status=$?")
         for line in (ROOT / ".ci" / "run").read_text().splitlines()
@@ -114,7 +114,7 @@ def test_ci_runs_what_the_readme_says() -> None:
     assert command in lines
 
 
-def test_nothing_of_one_machine_is_committed() -> None:
+def test_no_committed_file_names_one_machine() -> None:
     script = ROOT / ".ci" / "tracked.py"
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False

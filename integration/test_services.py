@@ -30,13 +30,13 @@ def answers(
     request: pytest.FixtureRequest, runtime: RuntimeUnderTest, tmp_path_factory: pytest.TempPathFactory
 ) -> Answers:
     """The results of the exercises in each replica, in ordinal order."""
-    folder = tmp_path_factory.mktemp("services")
-    results: Answers = runtime.launch(_exercise, folder, devices=request.param)
+    directory = tmp_path_factory.mktemp("services")
+    results: Answers = runtime.launch(_exercise, directory, devices=request.param)
     return results
 
 
-def _exercise(replica: Replica, folder: Path) -> dict[str, Any]:
-    return {function.__name__: function(replica, folder) for function in EXERCISES}
+def _exercise(replica: Replica, directory: Path) -> dict[str, Any]:
+    return {function.__name__: function(replica, directory) for function in EXERCISES}
 
 
 EXERCISES: list[Callable[[Replica, Path], Any]] = []
@@ -60,7 +60,7 @@ def _compiles() -> int:
 
 
 @exercise
-def shuffled(replica: Replica, folder: Path) -> list[list[int]]:
+def shuffled(replica: Replica, directory: Path) -> list[list[int]]:
     loader = replica.loader(_numbers(40, 5, shuffle=True))
     return [[value for (batch,) in loader for value in batch.tolist()] for _ in range(2)]
 
@@ -79,7 +79,7 @@ class _Stream(IterableDataset[int]):
 
 
 @exercise
-def streamed(replica: Replica, folder: Path) -> list[int]:
+def streamed(replica: Replica, directory: Path) -> list[int]:
     # Without the last batch, so that every replica has the same number.
     loader = replica.loader(DataLoader(_Stream(), 3, drop_last=True))
     return [value for batch in loader for value in batch.tolist()]
@@ -106,7 +106,7 @@ class _CountsReads(Dataset[torch.Tensor]):
 
 
 @exercise
-def read_ahead(replica: Replica, folder: Path) -> list[int]:
+def read_ahead(replica: Replica, directory: Path) -> list[int]:
     counts = []
     for prefetch in (None, {"loader_prefetch_size": 1, "device_prefetch_size": 1}):
         dataset = _CountsReads()
@@ -125,7 +125,7 @@ def test_batches_are_prefetched_as_far_as_the_options_say(answers: Answers) -> N
 
 
 @exercise
-def padded(replica: Replica, folder: Path) -> dict[str, Any]:
+def padded(replica: Replica, directory: Path) -> dict[str, Any]:
     module = replica.setup(_seeded(lambda: nn.Linear(1, 1)))
     loader = replica.loader(_numbers(22, 4), pad=True, repeat=False)
     compiles, shapes = [], set()
@@ -155,7 +155,7 @@ def test_an_uneven_epoch_is_one_program_and_every_record_counts_once(answers: An
 
 
 @exercise
-def bucketed(replica: Replica, folder: Path) -> dict[str, Any]:
+def bucketed(replica: Replica, directory: Path) -> dict[str, Any]:
     lengths = [1 + index % 16 for index in range(96)]
     batches = BucketBatchSampler(
         lengths, [4, 8, 16], batch_size=4, num_replicas=replica.world_size, rank=replica.ordinal
@@ -186,7 +186,7 @@ def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 @exercise
-def clipped(replica: Replica, folder: Path) -> list[list[float]]:
+def clipped(replica: Replica, directory: Path) -> list[list[float]]:
     results = []
     for limits in ({}, {"clip_norm": 1.0}, {"clip_value": 0.5}):
         weight = nn.Parameter(torch.zeros(2, device=replica.device))
@@ -208,7 +208,7 @@ def test_clipping_applies_to_the_mean_gradient(answers: Answers) -> None:
 
 
 @exercise
-def own_weights(replica: Replica, folder: Path) -> list[list[float]]:
+def own_weights(replica: Replica, directory: Path) -> list[list[float]]:
     module = nn.Linear(1, 2)
     nn.init.constant_(module.weight, float(replica.ordinal + 1))
     nn.init.constant_(module.bias, float(replica.ordinal))
@@ -221,7 +221,7 @@ def test_replicas_start_with_the_parameters_of_ordinal_0(answers: Answers) -> No
 
 
 @exercise
-def drawn(replica: Replica, folder: Path) -> list[Any]:
+def drawn(replica: Replica, directory: Path) -> list[Any]:
     draws = []
     for seed in (5, 5, 6):
         replica.seed_everything(seed)
@@ -247,12 +247,12 @@ def test_a_seed_determines_the_numbers_of_python_torch_and_numpy(answers: Answer
 
 
 @exercise
-def saved_by_one(replica: Replica, folder: Path) -> dict[str, Any]:
+def saved_by_one(replica: Replica, directory: Path) -> dict[str, Any]:
     module = _seeded(lambda: nn.Linear(3, 3))
     replica.setup(module)
     tied = nn.ModuleList([module, module])
     weight = module.get_parameter("weight").detach()
-    path = folder / "one.safetensors"
+    path = directory / "one.safetensors"
     if replica.ordinal == replica.world_size - 1:
         save({"module": tied.state_dict(), "view": weight.t(), "note": [1, "two"]}, path)
     replica.barrier()
@@ -271,10 +271,10 @@ def test_one_replica_can_save_while_the_others_continue(answers: Answers) -> Non
 
 
 @exercise
-def saved_before_the_collective_ran(replica: Replica, folder: Path) -> float:
+def saved_before_the_collective_ran(replica: Replica, directory: Path) -> float:
     # Reading the sum waits for all replicas, and the others have not sent their part to their devices yet.
     total = replica.all_reduce(torch.ones(1, device=replica.device), "sum")
-    path = folder / "pending.safetensors"
+    path = directory / "pending.safetensors"
     if replica.is_first:
         save({"total": total}, path)
     replica.barrier()
@@ -286,7 +286,7 @@ def test_saving_the_result_of_a_pending_collective_does_not_hang(answers: Answer
 
 
 @exercise
-def memory(replica: Replica, folder: Path) -> Any:
+def memory(replica: Replica, directory: Path) -> Any:
     counters = replica.counters()
     found = counters.memory() if counters else None
     return None if found is None else (found.used_bytes, found.limit_bytes)

@@ -19,11 +19,11 @@ BLOCK = 1024
 class RoundRobinSampler(RoundRobinEpochs, Sampler[Any]):
     """One replica's items of another sampler or batch sampler, divided round-robin; batches stay whole.
 
-    Every replica draws all items and keeps its own, so all replicas must draw the same ones. In every epoch
-    this seeds the sampler's `generator` (in a copy; also that of a sampler inside it), or, if there is
-    none, the process's generators. A sampler that draws from any other generator must be seeded by the
-    user, equally in all replicas. To resume in the middle of an epoch, the items before are drawn again;
-    no data is loaded for them.
+    Every replica draws all items and keeps its own, so all replicas must draw the same ones. For every
+    epoch the sampler's `generator` (in a copy; also that of a sampler inside it) and the process's
+    generators are seeded. A sampler that draws from any other generator must be seeded by the user, equally
+    in all replicas. To resume in the middle of an epoch, the items before are drawn again; no data is loaded
+    for them.
 
     Args:
         sampler: yields indices, or lists of indices.
