@@ -1,4 +1,4 @@
-"""Writing in the background: the state as it was, one at a time, and no error is lost."""
+"""Background writing: the state at the time of submission, one at a time, and no error is lost."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_next_waits_for_the_one_before(tmp_path: Path) -> None:
     assert gate.saved == ["first", "second"]
 
 
-def test_a_folder_saves_in_the_background(tmp_path: Path) -> None:
+def test_checkpoints_are_saved_in_the_background(tmp_path: Path) -> None:
     checkpoints = CheckpointFolder(tmp_path, keep=2)
     with BackgroundWriter() as writer:
         for step in range(5):
@@ -76,7 +76,7 @@ def test_an_error_comes_with_the_next_submit_once(tmp_path: Path) -> None:
     writer.submit(_fail, [1])
     with pytest.raises(OSError, match="the disk is gone"):
         writer.submit(functools.partial(_Gate().save, tmp_path / "never"), [2])
-    assert list(tmp_path.iterdir()) == [], "what was submitted with it was not begun"
+    assert list(tmp_path.iterdir()) == [], "the state submitted with it was not written"
     writer.close()
 
 
@@ -106,7 +106,7 @@ def test_a_state_that_cannot_be_kept_is_refused_at_once(tmp_path: Path) -> None:
         writer.submit(functools.partial(_Gate().save, tmp_path / "never"), {"hook": print})
 
 
-def test_waiting_has_an_end(tmp_path: Path) -> None:
+def test_waiting_for_a_write_times_out(tmp_path: Path) -> None:
     gate, writer = _Gate(), BackgroundWriter(timeout_s=0.05)
     writer.submit(functools.partial(gate.save, tmp_path / "state"), [1])
     for wait in (writer.close, functools.partial(writer.submit, _fail, [2])):

@@ -1,4 +1,4 @@
-"""A file that is not as it was written is refused in words: never a crash, never a silent difference."""
+"""A damaged file is refused with a clear error: never a crash, never a silent difference."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _said(path: Path) -> str:
     return caught.value.what
 
 
-def test_cut_short_anywhere(whole: bytes, written: Write) -> None:
+def test_a_file_that_is_cut_short_anywhere_is_refused(whole: bytes, written: Write) -> None:
     for size in range(len(whole)):
         assert "is damaged, or is not a checkpoint" in _said(written(whole[:size]))
     assert "is cut short: its tensors need 49 bytes and there are 48" in _said(written(whole[:-1]))
@@ -67,7 +67,9 @@ def test_cut_short_anywhere(whole: bytes, written: Write) -> None:
     assert "continues after its end" in _said(written(whole + b"x"))
 
 
-def test_cut_short_while_it_is_read(written: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_cut_short_while_it_is_read_is_refused(
+    written: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save([torch.ones(2**20)], tmp_path / "big")
     path = written((tmp_path / "big").read_bytes())
     read = safetensors_header.read
@@ -81,7 +83,7 @@ def test_cut_short_while_it_is_read(written: Write, tmp_path: Path, monkeypatch:
     assert "it was cut short while it was read" in _said(path)
 
 
-def test_every_single_bit(whole: bytes, written: Write) -> None:
+def test_a_changed_bit_in_any_byte_is_refused(whole: bytes, written: Write) -> None:
     # Every bit of every byte would take a minute; each byte gets one of the eight.
     for at in range(len(whole)):
         changed = bytearray(whole)
@@ -95,7 +97,9 @@ def test_every_single_bit(whole: bytes, written: Write) -> None:
         st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 255)), min_size=1, max_size=8
     )
 )
-def test_bytes_changed_at_random(whole: bytes, written: Write, changes: list[tuple[float, int]]) -> None:
+def test_randomly_changed_bytes_are_refused(
+    whole: bytes, written: Write, changes: list[tuple[float, int]]
+) -> None:
     changed = bytearray(whole)
     for place, bits in changes:
         changed[int(place * len(whole))] ^= bits
@@ -103,7 +107,7 @@ def test_bytes_changed_at_random(whole: bytes, written: Write, changes: list[tup
         _said(written(bytes(changed)))
 
 
-def test_the_tensor_that_was_changed_is_named_unless_it_is_not_verified(whole: bytes, written: Write) -> None:
+def test_a_changed_tensor_is_named_unless_verify_is_off(whole: bytes, written: Write) -> None:
     path = written(whole[:-1] + b"\0")
     assert "tensor 'model.flag' was changed after it was written" in _said(path)
     state = load(path, verify=False)
@@ -113,14 +117,14 @@ def test_the_tensor_that_was_changed_is_named_unless_it_is_not_verified(whole: b
 
 @settings(max_examples=200, deadline=None)
 @given(content=st.binary(max_size=200))
-def test_any_bytes_at_all(written: Write, content: bytes) -> None:
+def test_random_bytes_are_refused(written: Write, content: bytes) -> None:
     for start in (b"", len(content).to_bytes(8, "little")):
         with pytest.raises(CheckpointError):
             load(written(start + content))
 
 
 @pytest.mark.parametrize("length", [2**63, 2**64 - 1, safetensors_header.MAX_HEADER_BYTES + 1])
-def test_a_header_that_would_be_huge_is_refused_without_room_for_it(
+def test_a_huge_header_is_refused_without_allocating_it(
     written: Write, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = written(length.to_bytes(8, "little") + b"{}" * 50)
@@ -167,11 +171,11 @@ def _tensor(shape: list[Any], start: Any, stop: Any, dtype: Any = "U8") -> dict[
         ({"a": _tensor([2], 0, 2)}, "continues after its end"),
     ],
 )
-def test_headers_that_do_not_fit(written: Write, content: Any, said: str) -> None:
+def test_invalid_headers_are_refused(written: Write, content: Any, said: str) -> None:
     assert said in _said(written(_file(content, b"1234")))
 
 
-def test_an_impossible_shape_of_nothing_is_refused(written: Write) -> None:
+def test_an_overflowing_shape_of_an_empty_tensor_is_refused(written: Write) -> None:
     _said(written(_file({"a": _tensor([0, 2**62, 2**62], 0, 0)})))
 
 
@@ -197,9 +201,7 @@ NODES = [
 
 
 @pytest.mark.parametrize("node", NODES, ids=str)
-def test_a_nest_that_somebody_made_up_is_refused_however_right_its_checksums(
-    written: Write, node: Any
-) -> None:
+def test_a_forged_pytree_is_refused_even_with_right_checksums(written: Write, node: Any) -> None:
     slots = safetensors_header.lay_out([("a", "U8", (4,))])
     start = safetensors_header.encode(slots, json.dumps([node]))
     content = bytearray(start + b"1234")
@@ -208,7 +210,7 @@ def test_a_nest_that_somebody_made_up_is_refused_however_right_its_checksums(
     assert "polyxla did not write its metadata" in _said(written(bytes(content)))
 
 
-def test_a_later_version_is_said_to_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_is_refused_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(safetensors_header, "VERSION", "2")
         save(STATE, tmp_path / "state")
@@ -236,7 +238,7 @@ def _plain(bomb: object, path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [_torch_zip, _torch_legacy, _plain])
-def test_a_pickle_that_runs_code_never_does(tmp_path: Path, write: Callable[[object, Path], None]) -> None:
+def test_code_in_a_pickle_never_runs(tmp_path: Path, write: Callable[[object, Path], None]) -> None:
     path, marker = tmp_path / "bomb", tmp_path / "marker"
     write(_Bomb(marker), path)
     with pytest.raises(CheckpointError):
@@ -249,7 +251,7 @@ def test_a_pickle_that_runs_code_never_does(tmp_path: Path, write: Callable[[obj
 
 
 @pytest.mark.parametrize("write", [_torch_zip, _torch_legacy])
-def test_a_file_of_torch_is_read_only_if_that_is_asked_for(
+def test_a_file_of_torch_is_read_only_with_its_format(
     tmp_path: Path, write: Callable[[object, Path], None]
 ) -> None:
     path = tmp_path / "state.pt"
@@ -259,7 +261,7 @@ def test_a_file_of_torch_is_read_only_if_that_is_asked_for(
     assert load(path, format="torch")["bomb"] == "harmless"
 
 
-def test_a_file_of_torch_that_is_cut_short(tmp_path: Path) -> None:
+def test_a_file_of_torch_that_is_cut_short_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "state.pt"
     save(STATE, path, format="torch")
     content = path.read_bytes()
@@ -269,13 +271,13 @@ def test_a_file_of_torch_that_is_cut_short(tmp_path: Path) -> None:
             load(path, format="torch")
 
 
-def test_a_safetensors_file_is_no_file_of_torch(tmp_path: Path) -> None:
+def test_a_safetensors_file_is_refused_as_a_file_of_torch(tmp_path: Path) -> None:
     save(STATE, tmp_path / "state")
     with pytest.raises(CheckpointError, match="state"):
         load(tmp_path / "state", format="torch")
 
 
-def test_a_header_as_long_as_a_pickles_start_is_no_pickle(tmp_path: Path) -> None:
+def test_a_header_length_like_the_start_of_a_pickle_is_not_mistaken_for_one(tmp_path: Path) -> None:
     # Little-endian lengths of 0x80 and 0x02, 0x80: the first bytes of pickles.
     sizes = set()
     for length in itertools.count(step=8):
@@ -288,7 +290,7 @@ def test_a_header_as_long_as_a_pickles_start_is_no_pickle(tmp_path: Path) -> Non
     assert 0x280 in sizes
 
 
-def test_other_formats_have_no_name(tmp_path: Path) -> None:
+def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
     for call in (
         lambda one: save({}, tmp_path / "state", format=one),
         lambda one: load(tmp_path, format=one),

@@ -1,4 +1,4 @@
-"""The file on the disk: whole whatever happens to its writer, its disk, and beside other writers."""
+"""The file stays whole if its writer is killed, the disk is full, or others write too."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ MEBIBYTE = 2**20
 NOBODY = 65534
 
 
-def _parts(folder: Path) -> list[Path]:
-    return list(folder.glob(f".*{SUFFIX}"))
+def _parts(directory: Path) -> list[Path]:
+    return list(directory.glob(f".*{SUFFIX}"))
 
 
-def _names(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir()]
+def _names(directory: Path) -> list[str]:
+    return [path.name for path in directory.iterdir()]
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def saving(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def _kill_while_saving(process: subprocess.Popen[str], first: int, after_s: float) -> int:
-    """Let a process save from step `first` on, and kill it; return the last that it finished."""
+    """Make a process save from step `first` on, and kill it; return the last step that it saved."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(f"{first}\n")
@@ -95,7 +95,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(
     assert _parts(tmp_path) == []
 
 
-def test_what_a_living_writer_writes_is_not_removed(tmp_path: Path) -> None:
+def test_the_file_of_a_living_writer_is_not_removed(tmp_path: Path) -> None:
     with atomic_file.replacing(tmp_path / "state", 3) as file:
         file.write(b"one")
         atomic_file.sweep(tmp_path)
@@ -104,7 +104,7 @@ def test_what_a_living_writer_writes_is_not_removed(tmp_path: Path) -> None:
     assert (tmp_path / "state").read_bytes() == b"one"
 
 
-def test_a_writer_whose_file_a_sweep_removes_begins_another(
+def test_a_writer_whose_file_a_sweep_removes_starts_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Between its making and its lock: first the sweep has the lock, then it was quicker still.
@@ -135,7 +135,7 @@ def test_without_locks_it_saves_and_removes_nothing(tmp_path: Path, monkeypatch:
     assert _parts(tmp_path) == [left]
 
 
-def test_writers_at_once_and_a_reader_between_them(tmp_path: Path) -> None:
+def test_a_reader_beside_concurrent_writers_finds_whole_files(tmp_path: Path) -> None:
     path = tmp_path / "state"
     save([torch.zeros(2**14)], path)
     wrong: list[object] = []
@@ -159,7 +159,7 @@ def test_writers_at_once_and_a_reader_between_them(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def _files_end_at(size_bytes: int) -> Iterator[None]:
-    """Let no file of this process grow further: the one way to a full disk that every machine has."""
+    """Limit the size of this process's files: the only full disk that every machine can have."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
     try:
@@ -169,7 +169,7 @@ def _files_end_at(size_bytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("format", ["safetensors", "torch"])
-def test_no_room_leaves_the_old_one_and_nothing_else(tmp_path: Path, format: Format) -> None:
+def test_a_size_limit_leaves_the_old_file_and_nothing_else(tmp_path: Path, format: Format) -> None:
     path = tmp_path / "state"
     save({"step": 1}, path, format=format)
     big = {"step": 2, "big": torch.zeros(MEBIBYTE)}
@@ -183,10 +183,10 @@ def test_no_room_leaves_the_old_one_and_nothing_else(tmp_path: Path, format: For
     assert load(path, format=format)["step"] == 2
 
 
-def test_a_full_disk_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     mount = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=1m none "$0" && exec "$@"', str(tmp_path)]
     if subprocess.run([*mount, "true"], capture_output=True, timeout=TIMEOUT_S, check=False).returncode:
-        pytest.skip("this machine lets nobody mount")
+        pytest.skip("this machine does not allow mounts")
     command = [*mount, sys.executable, str(PROGRAMS / "full_disk.py"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stderr
@@ -199,7 +199,7 @@ def test_a_full_disk_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None
     assert len(done.stdout.splitlines()) == 2
 
 
-def test_a_write_that_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save({"step": 1}, tmp_path / "state")
 
     def interrupt(*_: object) -> None:
@@ -212,15 +212,15 @@ def test_a_write_that_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch:
     assert _names(tmp_path) == ["state"]
 
 
-def test_missing_folders_are_made_and_long_names_fit(tmp_path: Path) -> None:
+def test_missing_directories_are_made_and_long_names_fit(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / ("é" * 110 + ".safetensors")
     save([1], path)
     assert load(path) == [1]
 
 
 @contextlib.contextmanager
-def _nobody() -> Iterator[None]:
-    """Be a user who owns nothing, where this one may do anything."""
+def _unprivileged() -> Iterator[None]:
+    """Act as a user without permissions, if this process runs as root."""
     before = os.geteuid()
     os.seteuid(NOBODY if before == 0 else before)
     try:
@@ -230,15 +230,15 @@ def _nobody() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("where", ["state", "new/state"])
-def test_a_folder_that_may_not_be_written_to(tmp_path: Path, where: str) -> None:
+def test_a_directory_without_write_permission_is_an_error(tmp_path: Path, where: str) -> None:
     tmp_path.chmod(0o500)
-    with _nobody(), pytest.raises(CheckpointError, match="cannot be written: Permission denied"):
+    with _unprivileged(), pytest.raises(CheckpointError, match="cannot be written: Permission denied"):
         save([1], tmp_path / where)
     tmp_path.chmod(0o700)
     assert _names(tmp_path) == []
 
 
-def test_paths_that_are_no_files(tmp_path: Path) -> None:
+def test_paths_of_directories_are_errors(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match="cannot be written: Is a directory"):
         save([1], tmp_path)
@@ -251,7 +251,7 @@ def test_paths_that_are_no_files(tmp_path: Path) -> None:
     assert _names(tmp_path) == ["file"]
 
 
-def test_more_than_the_format_has_room_for_is_said_before_it_is_written(
+def test_too_much_metadata_for_the_format_is_refused_before_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(safetensors_header, "MAX_HEADER_BYTES", 10_000)

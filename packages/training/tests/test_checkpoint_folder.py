@@ -1,4 +1,4 @@
-"""A folder of checkpoints: names, the newest whole one, and what is deleted when."""
+"""A directory of checkpoints: names, the newest intact one, and which are deleted when."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_checkpoints_are_listed_by_step(tmp_path: Path) -> None:
     assert checkpoints.latest() == entries[-1]
 
 
-def test_the_newest_whole_one_is_loaded_and_damaged_ones_are_named(
+def test_the_newest_intact_one_is_loaded_and_damaged_ones_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoints = CheckpointFolder(tmp_path)
@@ -76,7 +76,7 @@ def test_a_changed_bit_in_a_tensor_is_damage_too(tmp_path: Path) -> None:
     assert found[0].step == 1
 
 
-def test_if_all_are_damaged_that_is_an_error(tmp_path: Path) -> None:
+def test_an_error_names_all_checkpoints_if_all_are_damaged(tmp_path: Path) -> None:
     checkpoints = CheckpointFolder(tmp_path)
     for step in (1, 2):
         _damage(checkpoints.save(step, [1]))
@@ -86,7 +86,7 @@ def test_if_all_are_damaged_that_is_an_error(tmp_path: Path) -> None:
         checkpoints.load_latest()
 
 
-def test_one_that_cannot_be_read_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_checkpoint_is_not_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = CheckpointFolder(tmp_path)
     for step in (1, 2):
         checkpoints.save(step, [step])
@@ -124,13 +124,13 @@ def test_nothing_is_deleted_before_the_new_one_is_written(
 
     monkeypatch.setattr(os, "fsync", watched)
     checkpoints.save(2, [2])
-    # Of the file, and of the folder in which it has its name.
+    # The file is synced, then the directory with its name.
     both = ["step-00000001.safetensors", "step-00000002.safetensors"]
     assert seen == [both[:1], both]
     assert _names(tmp_path) == both[1:]
 
 
-def test_what_others_put_there_stays(tmp_path: Path) -> None:
+def test_other_files_in_the_directory_stay(tmp_path: Path) -> None:
     strange = {
         "step-00000000.safetensors": b"no checkpoint of polyxla's",
         "step-00000001.safetensors.bak": b"",
@@ -147,7 +147,7 @@ def test_what_others_put_there_stays(tmp_path: Path) -> None:
     assert set(_names(tmp_path)) == {*strange, "step-00000003.safetensors", "step-00000008.safetensors"}
 
 
-def test_what_another_process_deletes_or_hides_meanwhile_does_no_harm(tmp_path: Path) -> None:
+def test_a_checkpoint_that_another_process_deletes_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "step-00000001.safetensors").symlink_to(tmp_path / "gone")
     checkpoints = CheckpointFolder(tmp_path, keep=1)
     for step in (2, 3):
@@ -157,7 +157,7 @@ def test_what_another_process_deletes_or_hides_meanwhile_does_no_harm(tmp_path: 
 
 @given(steps=st.lists(st.integers(0, 12), min_size=1, max_size=8), keep=st.integers(1, 3))
 @settings(max_examples=40, deadline=None)
-def test_what_was_saved_last_is_always_there(
+def test_the_last_saved_checkpoint_is_never_deleted(
     tmp_path_factory: pytest.TempPathFactory, steps: list[int], keep: int
 ) -> None:
     checkpoints = CheckpointFolder(tmp_path_factory.mktemp("run"), keep=keep)
@@ -169,7 +169,7 @@ def test_what_was_saved_last_is_always_there(
         assert there - {step} <= set(sorted({*there, step})[-keep:]), "a run that goes back keeps the highest"
 
 
-def test_numbers_that_are_none(tmp_path: Path) -> None:
+def test_invalid_numbers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="keep=0 is not a positive integer"):
         CheckpointFolder(tmp_path, keep=0)
     with pytest.raises(CheckpointError, match="step=-1 is negative"):

@@ -12,13 +12,13 @@ def _state(*names: str, shape: tuple[int, ...] = (2, 3)) -> dict[str, torch.Tens
     return {name: torch.zeros(shape) for name in names}
 
 
-def test_a_state_that_fits_says_nothing() -> None:
+def test_a_state_that_fits_raises_nothing() -> None:
     check_state(_state("a", "b"), _state("b", "a"))
     check_state({}, {})
     check_state({"extra": 1, **_state("a")}, {"extra": {"any": "thing"}, **_state("a")})
 
 
-def test_all_that_is_wrong_is_in_one_error() -> None:
+def test_all_differences_are_in_one_error() -> None:
     expected = {**_state("a", "b", "c"), **_state("wide", shape=(4, 5))}
     found = {**_state("b", "d"), **_state("wide", shape=(4, 6)), "c": 3}
     with pytest.raises(CheckpointError) as caught:
@@ -47,7 +47,7 @@ def test_a_prefix_that_explains_everything_is_named(prefix: str) -> None:
         check_state(_state(*(prefix + name for name in names)), _state(*names))
 
 
-def test_a_prefix_that_does_not_is_not() -> None:
+def test_other_prefixes_are_not_named() -> None:
     with pytest.raises(CheckpointError, match="Build the module as it was"):
         check_state(_state("a", "b"), _state("module.a", "c"))
     with pytest.raises(CheckpointError, match="Build the module as it was"):

@@ -1,4 +1,4 @@
-"""What goes into a checkpoint comes out as it was: types, bits, and what shares memory."""
+"""States come back from a checkpoint unchanged: types, bits, and shared memory."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_numpys_numbers_come_back_as_pythons(again: Again, number: Any) -> None:
 
 
 @pytest.mark.parametrize("odd", [np.zeros(2), np.longdouble(1), np.complex64(1)], ids=repr)
-def test_what_else_numpy_has_is_refused_by_name(odd: Any) -> None:
+def test_other_values_of_numpy_are_refused_by_name(odd: Any) -> None:
     with pytest.raises(CheckpointError, match=r"^state\['a'\] is a numpy\."):
         encode_state({"a": odd})
 
@@ -152,8 +152,8 @@ NESTS = st.recursive(
 
 @settings(max_examples=80, deadline=None)
 @given(state=NESTS)
-def test_any_nest_comes_back_with_its_types(tmp_path_factory: pytest.TempPathFactory, state: Any) -> None:
-    path = tmp_path_factory.getbasetemp() / "nest.safetensors"
+def test_any_pytree_comes_back_with_its_types(tmp_path_factory: pytest.TempPathFactory, state: Any) -> None:
+    path = tmp_path_factory.getbasetemp() / "tree.safetensors"
     save(state, path)
     assert _is_same(load(path), state)
 
@@ -178,7 +178,7 @@ def test_tied_weights_are_written_once_and_tied_again(again: Again, tmp_path: Pa
     assert (tmp_path / "state").stat().st_size < 2 * first.weight.nbytes
 
 
-def test_views_share_what_they_shared(again: Again) -> None:
+def test_views_share_memory_again(again: Again) -> None:
     whole = torch.arange(24.0).view(4, 6)
     buffer = torch.arange(20.0)
     state = {
@@ -203,7 +203,7 @@ def test_views_share_what_they_shared(again: Again) -> None:
     )
 )
 @settings(max_examples=60, deadline=None)
-def test_any_slices_of_a_buffer_stay_what_they_are(
+def test_any_slices_of_a_buffer_keep_values_and_sharing(
     tmp_path_factory: pytest.TempPathFactory, cuts: list[tuple[int, int, int]]
 ) -> None:
     buffer = torch.arange(12, dtype=torch.float32)
@@ -215,10 +215,10 @@ def test_any_slices_of_a_buffer_stay_what_they_are(
     buffer.add_(100)
     for one in {one.untyped_storage().data_ptr(): one for one in loaded}.values():
         one.as_strided((one.untyped_storage().nbytes() // 4,), (1,), 0).add_(100)
-    assert _is_same(loaded, state), "who shared memory shares it, and nobody else"
+    assert _is_same(loaded, state), "exactly those that shared memory share it"
 
 
-def test_what_has_gaps_or_is_conjugated_or_expanded(again: Again) -> None:
+def test_strided_conjugated_and_expanded_tensors_come_back(again: Again) -> None:
     number = torch.arange(6.0).view(2, 3) * (1 + 2j)
     state = [
         torch.arange(12.0).view(3, 4).t(),
@@ -236,7 +236,7 @@ def test_a_parameter_comes_back_as_a_tensor_without_gradients(again: Again) -> N
     assert not any(one.requires_grad for one in loaded)
 
 
-def test_what_torch_itself_makes(again: Again) -> None:
+def test_state_dicts_of_torch_come_back(again: Again) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
     optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 1, 4])
@@ -270,7 +270,7 @@ def test_a_file_that_others_wrote_is_a_flat_dict(tmp_path: Path) -> None:
     assert _is_same(dict(sorted(loaded.items())), dict(sorted(tensors.items())))
 
 
-def test_names_that_would_clash_are_told_apart(again: Again) -> None:
+def test_clashing_names_are_made_unique(again: Again) -> None:
     state = {
         "a.b": torch.ones(1),
         "a": {"b": torch.zeros(1)},
@@ -318,7 +318,7 @@ ENDLESS.append(ENDLESS)
     ids=lambda value: value if isinstance(value, str) else "",
 )
 @pytest.mark.parametrize("format", ["safetensors", "torch"])
-def test_what_cannot_be_kept_is_named_before_anything_is_written(
+def test_an_unsupported_value_is_named_before_anything_is_written(
     tmp_path: Path, state: Any, said: str, format: Any
 ) -> None:
     path = tmp_path / "new" / "state"
@@ -335,7 +335,7 @@ def device() -> str:
     return "lazy"
 
 
-def test_of_a_device_tensors_are_tied_only_if_they_are_the_same(tmp_path: Path, device: str) -> None:
+def test_tensors_on_a_device_are_tied_only_if_they_are_equal(tmp_path: Path, device: str) -> None:
     weight = torch.arange(16.0).view(4, 4).to(device)
     rows = weight[1:3]
     state = {

@@ -1,4 +1,4 @@
-"""The request to stop: a flag, then the handler that was there before."""
+"""A stop signal: it sets a flag first, then calls the old handler."""
 
 from __future__ import annotations
 
@@ -15,52 +15,54 @@ from polyxla_training.checkpoint import StopSignal
 
 
 @pytest.fixture(autouse=True)
-def heard() -> Iterator[list[int]]:
-    """What the handler heard that was there before."""
-    heard: list[int] = []
+def received_before() -> Iterator[list[int]]:
+    """The signals that the old handlers received."""
+    received_before: list[int] = []
     numbers = (signal.SIGTERM, signal.SIGUSR1)
-    before = [signal.signal(one, lambda number, _: heard.append(number)) for one in numbers]
-    yield heard
+    before = [signal.signal(one, lambda number, _: received_before.append(number)) for one in numbers]
+    yield received_before
     for number, handler in zip(numbers, before, strict=True):
         signal.signal(number, handler)
 
 
-def test_the_first_signal_sets_the_flag_and_the_second_goes_on(heard: list[int]) -> None:
+def test_the_first_signal_sets_the_flag_and_the_second_reaches_the_old_handler(
+    received_before: list[int],
+) -> None:
     with StopSignal() as stop:
         assert not stop
         signal.raise_signal(signal.SIGTERM)
         assert stop
         assert stop.received is signal.SIGTERM
-        assert heard == []
+        assert received_before == []
         signal.raise_signal(signal.SIGTERM)
-        assert heard == [signal.SIGTERM]
-    assert stop, "what came is known afterwards too"
+        assert received_before == [signal.SIGTERM]
+    assert stop, "the signal is still known afterwards"
 
 
-def test_afterwards_everything_is_as_before(heard: list[int]) -> None:
+def test_the_old_handlers_are_restored(received_before: list[int]) -> None:
     with StopSignal():
         signal.raise_signal(signal.SIGUSR1)
     signal.raise_signal(signal.SIGTERM)
-    assert heard == [signal.SIGUSR1, signal.SIGTERM]
+    assert received_before == [signal.SIGUSR1, signal.SIGTERM]
 
 
-def test_several_signals_one_flag(heard: list[int]) -> None:
+def test_several_signals_one_flag(received_before: list[int]) -> None:
     with StopSignal(signal.SIGTERM, signal.SIGUSR1) as stop:
         received = []
         for one in (signal.SIGUSR1, signal.SIGTERM):
             signal.raise_signal(one)
             received.append(stop.received)
     assert received == [signal.SIGUSR1, signal.SIGTERM]
-    assert heard == []
+    assert received_before == []
 
 
-def test_a_handler_that_somebody_installed_meanwhile_stays() -> None:
+def test_a_handler_that_was_installed_meanwhile_stays() -> None:
     with StopSignal():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 
-def test_another_thread_installs_nothing(heard: list[int]) -> None:
+def test_another_thread_installs_nothing(received_before: list[int]) -> None:
     stop = StopSignal()
     installed: list[object] = []
 

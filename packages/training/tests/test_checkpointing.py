@@ -1,4 +1,4 @@
-"""The Trainer saves its whole state, and goes on from it as if nothing had happened."""
+"""The Trainer saves its whole state, and resumes from it as if it had not stopped."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _StopError(Exception):
 
 
 class _Net(torch.nn.Module):
-    """Draws a random number in every step, so that a stream that does not go on is seen."""
+    """Draws a random number in every step, so that a stream that was not resumed is noticed."""
 
     log: Any
 
@@ -97,21 +97,21 @@ def test_accumulated_steps_resume_too() -> None:
     assert torch.equal(resumed.layer.weight, whole.layer.weight)
 
 
-def test_what_is_done_is_done() -> None:
+def test_a_finished_training_is_not_repeated() -> None:
     _fit(_Net())
     again = _Net()
     _fit(again)
     assert again.seen == []
-    assert not torch.equal(again.layer.weight, _Net().layer.weight), "the trained parameters come home"
+    assert not torch.equal(again.layer.weight, _Net().layer.weight), "the trained parameters are loaded"
 
 
-def test_keep_n_and_no_file_of_a_dead_writer() -> None:
+def test_keep_leaves_the_newest_checkpoints_and_no_other_file() -> None:
     _fit(_Net(), keep=3)
     assert [entry.step for entry in CheckpointFolder("saved").entries()] == [18, 19, 20]
     assert len(list(Path("saved").iterdir())) == 3
 
 
-def test_the_last_good_one_is_taken_when_the_last_is_damaged(capsys: pytest.CaptureFixture[str]) -> None:
+def test_resuming_skips_a_damaged_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(_StopError):
         _fit(_Net(6))
     newest = CheckpointFolder("saved").latest()
@@ -125,7 +125,7 @@ def test_the_last_good_one_is_taken_when_the_last_is_damaged(capsys: pytest.Capt
     assert "resumed from saved/step-00000005.safetensors: epoch 0, step 5" in said
 
 
-def test_told_to_end_it_saves_and_then_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_sigterm_it_saves_and_then_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
     try:
@@ -133,7 +133,7 @@ def test_told_to_end_it_saves_and_then_ends(monkeypatch: pytest.MonkeyPatch) -> 
         _fit(module, save_every_n_steps=None)
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert ended == [signal.SIGTERM], "what came is passed on when the state is safe"
+    assert ended == [signal.SIGTERM], "the signal is raised again once the state is safe"
     assert len(module.seen) < 20
     assert [entry.step for entry in CheckpointFolder("saved").entries()] == [len(module.seen)]
     assert not Path("saved/.stop").exists()
@@ -174,7 +174,7 @@ def test_it_resumes_with_another_number_of_replicas(replicas: int, install_plugi
     assert sorted(value for batch in seen for value in batch) == [float(i) for i in range(20)]
 
 
-def test_a_checkpoint_that_does_not_fit_is_told_from_the_path() -> None:
+def test_an_error_about_a_module_that_does_not_fit_names_the_file() -> None:
     _fit(_Net())
 
     class Other(_Net):
@@ -186,7 +186,7 @@ def test_a_checkpoint_that_does_not_fit_is_told_from_the_path() -> None:
         _fit(Other())
 
 
-def test_an_optimizer_that_does_not_fit_is_told() -> None:
+def test_an_optimizer_that_does_not_fit_is_refused() -> None:
     _fit(_Net())
 
     class Other(_Net):
@@ -204,17 +204,17 @@ def test_a_file_that_no_trainer_wrote_is_refused() -> None:
         _fit(_Net(), resume="other.safetensors")
 
 
-def test_a_path_that_is_not_there_is_refused() -> None:
+def test_a_missing_checkpoint_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"gone\.safetensors"):
         _fit(_Net(), resume="gone.safetensors")
 
 
-def test_auto_needs_a_folder() -> None:
+def test_auto_needs_a_checkpoint_dir() -> None:
     with pytest.raises(UsageError, match="Write checkpoint_dir='checkpoints' too"):
         Trainer(resume="auto")
 
 
-def test_what_is_saved_is_plain() -> None:
+def test_a_checkpoint_is_a_dict_of_plain_values() -> None:
     _fit(_Net())
     state = load("saved/step-00000020.safetensors")
     assert (state["epoch"], state["step"], state["world_size"], state["seed"]) == (2, 20, 1, 4)

@@ -31,7 +31,7 @@ def _take(meter: MetricAccumulator, *others: dict[str, tuple[float, float]]) -> 
         pytest.param(torch.zeros(5, 2), 5, id="tensor"),
         pytest.param((torch.zeros(3, 2), torch.zeros(7)), 3, id="pair"),
         pytest.param({"name": "x", "x": torch.zeros(4)}, 4, id="dict"),
-        pytest.param(["a", {"deep": [torch.zeros(6, 1)]}], 6, id="nest"),
+        pytest.param(["a", {"deep": [torch.zeros(6, 1)]}], 6, id="pytree"),
         pytest.param(torch.tensor(1.0), 1, id="scalar"),
         pytest.param("no tensor", 1, id="text"),
         pytest.param([], 1, id="empty"),
@@ -55,7 +55,7 @@ def test_means_are_weighted_by_records_exactly(make: Callable[[float], Any]) -> 
     assert _take(meter) == {}, "a mean is taken once"
 
 
-def test_a_batch_size_that_is_given_wins() -> None:
+def test_an_explicit_batch_size_wins() -> None:
     meter = MetricAccumulator()
     meter.start_batch(torch.zeros(100), is_training=False)
     meter.log("loss", 1.0, batch_size=1)
@@ -72,7 +72,7 @@ def test_means_are_over_all_replicas_records_and_names_may_differ() -> None:
     assert list(means) == ["a", "b", "c"]
 
 
-def test_of_training_the_step_keeps_the_last_values_only() -> None:
+def test_a_training_step_keeps_its_latest_values_only() -> None:
     meter = MetricAccumulator()
     meter.start_batch(torch.zeros(2), is_training=True)
     meter.log("loss", 1.0, True, on_step=True)
@@ -93,14 +93,16 @@ def test_of_training_the_step_keeps_the_last_values_only() -> None:
         (False, False, False),
     ],
 )
-def test_what_goes_into_the_epochs_mean(is_training: bool, on_epoch: bool | None, is_kept: bool) -> None:
+def test_which_values_are_averaged_over_the_epoch(
+    is_training: bool, on_epoch: bool | None, is_kept: bool
+) -> None:
     meter = MetricAccumulator()
     meter.start_batch(torch.zeros(2), is_training=is_training)
     meter.log("loss", 1.0, on_epoch=on_epoch)
     assert bool(_take(meter)) is is_kept
 
 
-def test_the_graph_of_a_logged_tensor_is_let_go() -> None:
+def test_the_graph_of_a_logged_tensor_is_released() -> None:
     meter = MetricAccumulator()
     meter.start_batch(torch.zeros(2), is_training=True)
     meter.log("loss", torch.ones((), requires_grad=True) * 2, on_epoch=True)

@@ -72,7 +72,7 @@ def _stepped(schedulers: Schedulers, optimizer: Optimizer, steps: int, epochs: i
         pytest.param(lambda one: {"optimizer": one, "lr_scheduler": None}, id="dict-with-none"),
     ],
 )
-def test_an_optimizer_alone(configure: Callable[[Optimizer], Any]) -> None:
+def test_an_optimizer_without_schedules(configure: Callable[[Optimizer], Any]) -> None:
     optimizer, schedulers = configure_optimizers(_Net(configure))
     assert isinstance(optimizer, SGD)
     assert _stepped(schedulers, optimizer, 3, 3) == 1.0
@@ -92,7 +92,7 @@ def test_an_optimizer_alone(configure: Callable[[Optimizer], Any]) -> None:
         pytest.param(lambda one: ({"optimizer": one, "lr_scheduler": _halving(one)},), id="tuple-of-dict"),
     ],
 )
-def test_a_schedule_counts_epochs_unless_told_otherwise(configure: Callable[[Optimizer], Any]) -> None:
+def test_a_schedule_counts_epochs_by_default(configure: Callable[[Optimizer], Any]) -> None:
     optimizer, schedulers = configure_optimizers(_Net(configure))
     assert _stepped(schedulers, optimizer, 5, 0) == 1.0
     assert _stepped(schedulers, optimizer, 0, 2) == 0.25
@@ -141,7 +141,7 @@ def _plateau(optimizer: Optimizer) -> ReduceLROnPlateau:
         ),
     ],
 )
-def test_a_plateau_is_given_what_it_watches(configure: Callable[[Optimizer], Any]) -> None:
+def test_a_plateau_schedule_receives_its_monitored_metric(configure: Callable[[Optimizer], Any]) -> None:
     optimizer, schedulers = configure_optimizers(_Net(configure))
     for loss, rate in ((1.0, 1.0), (0.5, 1.0), (0.7, 0.1)):
         schedulers.epoch_finished({"val_loss": loss, "other": -loss})
@@ -149,7 +149,7 @@ def test_a_plateau_is_given_what_it_watches(configure: Callable[[Optimizer], Any
 
 
 @pytest.mark.parametrize("monitor", ["val_acc", None])
-def test_a_plateau_that_watches_what_was_not_logged(monitor: str | None) -> None:
+def test_a_plateau_schedule_whose_metric_was_not_logged_is_refused(monitor: str | None) -> None:
     config = {"monitor": monitor} if monitor else {}
     _, schedulers = configure_optimizers(_Net(lambda one: ([one], [{"scheduler": _plateau(one), **config}])))
     with pytest.raises(UsageError) as caught:
@@ -179,7 +179,7 @@ def test_a_schedule_with_a_monitor_that_needs_none_is_stepped() -> None:
         pytest.param(lambda one: {"optimiser": one}, 1, id="misspelt-key"),
     ],
 )
-def test_what_is_not_one_optimizer_is_refused(configure: Callable[[Optimizer], Any], count: int) -> None:
+def test_any_other_number_of_optimizers_is_refused(configure: Callable[[Optimizer], Any], count: int) -> None:
     with pytest.raises(UsageError) as caught:
         configure_optimizers(_Net(configure))
     assert str(caught.value).startswith(f"configure_optimizers returned {count} optimizers: ")
@@ -218,7 +218,7 @@ def test_the_loss_of_a_step(answer: Callable[[Any], Any]) -> None:
         ),
     ],
 )
-def test_a_step_that_returns_nothing_to_train_on(answer: Any, described: str) -> None:
+def test_a_step_without_a_loss_that_can_be_trained_on_is_refused(answer: Any, described: str) -> None:
     class Answers(_Net):
         def training_step(self, batch: Any) -> Any:
             return answer
@@ -240,7 +240,7 @@ class _Indexed(_Net):
         self.seen = (batch, "no index")
 
 
-def test_a_step_gets_the_batchs_number_where_it_takes_one() -> None:
+def test_a_step_with_two_parameters_receives_the_batch_index() -> None:
     module = _Indexed()
     steps = _steps(module)
     steps.evaluate("validation", "batch", 7)
@@ -249,7 +249,7 @@ def test_a_step_gets_the_batchs_number_where_it_takes_one() -> None:
     assert module.seen == ("batch", "no index")
 
 
-def test_data_for_a_step_that_is_not_there_is_refused() -> None:
+def test_data_for_a_missing_step_is_refused() -> None:
     steps = _steps(_Net())
     with pytest.raises(UsageError) as caught:
         steps.require("validation")
@@ -265,7 +265,7 @@ class _WithOwnLog(_Net):
         self.logged = (name, value)
 
 
-def test_what_is_lent_is_taken_back() -> None:
+def test_lent_attributes_are_taken_back() -> None:
     module = _Net()
     before = dict(vars(module))
     steps = _steps(module)
@@ -276,7 +276,7 @@ def test_what_is_lent_is_taken_back() -> None:
     assert not hasattr(module, "log")
 
 
-def test_a_modules_own_log_is_its_own() -> None:
+def test_a_modules_own_log_is_not_replaced() -> None:
     module = _WithOwnLog()
     steps = _steps(module)
     module.log("a", 1)
@@ -285,7 +285,7 @@ def test_a_modules_own_log_is_its_own() -> None:
     assert type(module.log).__name__ == "method"
 
 
-def test_hooks_are_called_where_there_are_some() -> None:
+def test_hooks_are_called_if_they_exist() -> None:
     module = _Net()
     called: list[str] = []
     module.on_train_start = lambda: called.append("start")
@@ -319,7 +319,7 @@ class _Manual(_Net):
         ),
     ],
 )
-def test_what_cannot_be_trained_is_refused_early(module: Any, methods: list[str], text: str) -> None:
+def test_modules_that_cannot_be_trained_are_refused_early(module: Any, methods: list[str], text: str) -> None:
     with pytest.raises(UsageError) as caught:
         check_module(module, methods)
     assert str(caught.value) == text

@@ -28,7 +28,7 @@ def _lines(text: str) -> list[str]:
     return [re.sub(r"\d+\.\d s: ", "T: ", line) for line in text.splitlines()]
 
 
-def test_elsewhere_each_epoch_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_each_epoch_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     progress = ProgressListener(HOW, steps_per_epoch=2, logged_values=LoggedValues())
     for step in range(1, 5):
         progress.polyxla_step_finished(step=step, logged={"loss": 1 / step, "lr": 0.1})
@@ -43,7 +43,7 @@ def test_elsewhere_each_epoch_is_a_line(capsys: pytest.CaptureFixture[str]) -> N
     ]
 
 
-def test_without_a_length_there_are_the_metrics(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_length_only_metrics_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     progress = ProgressListener(HOW, steps_per_epoch=None, logged_values=LoggedValues())
     for step in range(1, 5):
         progress.polyxla_step_finished(step=step, logged={"loss": 1.0})
@@ -61,7 +61,7 @@ class _Counted:
         return 1.0
 
 
-def test_values_are_read_only_where_they_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_read_only_in_steps_that_show_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Counted, "reads", 0)
     progress = ProgressListener(HOW, steps_per_epoch=100, logged_values=LoggedValues())
     for step in range(1, 101):

@@ -1,4 +1,4 @@
-"""A run's file and what `polyxla report` makes of it."""
+"""A run's log, and the report of it."""
 
 from __future__ import annotations
 
@@ -42,8 +42,14 @@ def step(number: int, **fields: Any) -> dict[str, Any]:
 
 
 def compiled(number: int, **fields: Any) -> dict[str, Any]:
-    told = {"compiles": 1, "seconds": 0.5, "cause": "the first step", "line": "train.py:3", "expected": True}
-    return {"event": "compile", "step": number, **told, **fields}
+    values = {
+        "compiles": 1,
+        "seconds": 0.5,
+        "cause": "the first step",
+        "line": "train.py:3",
+        "expected": True,
+    }
+    return {"event": "compile", "step": number, **values, **fields}
 
 
 def end(**fields: Any) -> dict[str, Any]:
@@ -99,7 +105,7 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path_factory: pytest.TempPathFa
     assert read_run(folder) in (EVENTS[: kept.count(b"\n")], EVENTS[: kept.count(b"\n") + 1])
 
 
-def test_a_folders_next_run_follows_also_behind_a_torn_line(tmp_path: Path) -> None:
+def test_the_next_run_is_appended_even_after_a_torn_line(tmp_path: Path) -> None:
     write(tmp_path, EVENTS, rest='{"event": "st')
     log = RunLog(tmp_path)
     log.write("start", number=2)
@@ -109,7 +115,7 @@ def test_a_folders_next_run_follows_also_behind_a_torn_line(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("content", [None, "", '{"event": "step"}\n', "no json\n"])
-def test_a_folder_without_a_run_is_told(tmp_path: Path, content: str | None) -> None:
+def test_a_directory_without_a_run_is_an_error(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "run.jsonl").write_text(content)
     with pytest.raises(UsageError, match=r"run"):
@@ -221,7 +227,7 @@ def test_the_page_has_its_plots_and_loads_nothing() -> None:
 def test_the_page_reads_in_light_and_dark() -> None:
     html = render(run_of(*EVENTS))
     assert "prefers-color-scheme: dark" in html
-    assert "#ffffff" not in html, "a plot brings no ground of its own"
+    assert "#ffffff" not in html, "plots have no background"
 
 
 def test_a_runs_texts_cannot_become_markup() -> None:
@@ -233,7 +239,7 @@ def test_a_page_is_the_same_for_the_same_run() -> None:
     assert render(run_of(*EVENTS)) == render(run_of(*EVENTS))
 
 
-def test_unexpected_compilations_are_marked_where_they_cost() -> None:
+def test_unexpected_compilations_are_marked_in_the_step_times() -> None:
     drawn = {plot.name: plot for plot in plots(run_of(*EVENTS))}
     assert drawn["Step time"].marks == [17]
     assert drawn["Compilations"].curves == {"expected": [(1, 0.5)], "unexpected": [(17, 0.5)]}
@@ -272,13 +278,13 @@ def test_the_newest_run_is_reported(tmp_path: Path) -> None:
 
 def test_json_is_one_document_and_writes_nothing(tmp_path: Path) -> None:
     folder = write(tmp_path / "one", EVENTS)
-    told = json.loads(report(str(folder), "--json", cwd=tmp_path).stdout)
-    assert told["summary"]["steps"] == 20
-    assert [one["step"] for one in told["compiles"]] == [1, 17]
+    document = json.loads(report(str(folder), "--json", cwd=tmp_path).stdout)
+    assert document["summary"]["steps"] == 20
+    assert [one["step"] for one in document["compiles"]] == [1, 17]
     assert [path.name for path in folder.iterdir()] == ["run.jsonl"]
 
 
-def test_without_the_extra_there_is_text_and_the_pip_line(tmp_path: Path) -> None:
+def test_without_the_extra_text_works_and_the_page_names_the_pip_command(tmp_path: Path) -> None:
     folder = write(tmp_path / "one", EVENTS)
     hide = "import sys; sys.modules['matplotlib'] = None"
     done = report(str(folder), cwd=tmp_path, code=hide)

@@ -1,4 +1,7 @@
-"""The hooks of a training, in the order they fire. Entry-point group ``polyxla.hookspecs``; imports nothing heavy."""
+"""The hooks of a training, in the order they fire. Imports nothing heavy.
+
+Plugins find them by the entry-point group ``polyxla.hookspecs``.
+"""
 
 from __future__ import annotations
 

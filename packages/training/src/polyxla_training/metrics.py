@@ -72,8 +72,8 @@ class MetricAccumulator:
 
         Args:
             name: its name.
-            value: a number; a tensor of one element; a tensor of one element per record, which is averaged over
-                the real records; or a metric object such as torchmetrics'.
+            value: a number; a tensor of one element, or of one per record, which is averaged over the real
+                records; or a metric object such as torchmetrics'.
             prog_bar: ignored, progress shows every value; third because it is in Lightning.
             on_epoch: report its mean over the epoch; default: only in an evaluation.
             batch_size: its weight in the mean; default: the batch's first dimension.
@@ -87,7 +87,7 @@ class MetricAccumulator:
         value = self._mean_of_records(value) if self._is_by_record(value) else _scalar(name, value)
         self.latest[name] = value
         weight = self.batch_size if batch_size is None else batch_size
-        # The weight is 0 in a batch of padding only, which exists because other replicas have records left.
+        # A batch of padding only, made because other replicas have records left, has a weight of 0.
         if weight and (on_epoch if on_epoch is not None else not self.is_training):
             self._add(name, value, weight)
 

@@ -149,7 +149,7 @@ class Schedulers:
             config["scheduler"].step()
 
     def epoch_finished(self, metrics: Mapping[str, float]) -> None:
-        """Advance the schedules that count epochs; ReduceLROnPlateau receives its ``monitor`` metric."""
+        """Advance the schedules that count epochs; ReduceLROnPlateau receives its ``monitor``."""
         self._epochs += 1
         for config in self._due("epoch", self._epochs):
             monitor = config.get("monitor")
@@ -159,7 +159,8 @@ class Schedulers:
                 config["scheduler"].step(metrics[monitor])
             else:
                 raise UsageError(
-                    f"ReduceLROnPlateau monitors {monitor!r}, which was not logged (logged: {sorted(metrics)})",
+                    f"ReduceLROnPlateau monitors {monitor!r}, which was not logged "
+                    f"(logged: {sorted(metrics)})",
                     where="configure_optimizers",
                     fix="Name a logged metric: {'scheduler': ..., 'monitor': 'val_loss'}.",
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import signal
 import time
@@ -104,5 +105,7 @@ class Trainer(TrainerOptions):
         return str(Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
 
 
-# help(Trainer) describes the options too, in the one text that there is of them.
-Trainer.__doc__ = "\n\n".join(str(one.__doc__) for one in (Trainer, LaunchOptions, FitOptions))
+# help(Trainer) includes the descriptions of the options, which are written once, in options.py.
+Trainer.__doc__ = "\n\n".join(
+    inspect.cleandoc(one.__doc__ or "") for one in (Trainer, LaunchOptions, FitOptions)
+)

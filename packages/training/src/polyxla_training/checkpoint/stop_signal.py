@@ -54,6 +54,6 @@ class StopSignal:
 
     def _restore(self, one: signal.Signals) -> None:
         before = self._before.pop(one)
-        # A handler that someone else has installed since then stays. None is one that was not set from Python.
+        # A handler that was installed since then stays. None is one that was not set from Python.
         if signal.getsignal(one) == self._receive and before is not None:
             signal.signal(one, before)

@@ -101,7 +101,7 @@ class CompilationTracker:
         return self._record(step, delta.compiles, cause, self._line(), expected=expected)
 
     def _line(self) -> str | None:
-        # With a module, polyxla's own loop calls its training_step; the user's frame is that of `Trainer.fit`.
+        # With a module, polyxla's own loop makes the steps; the user's frame is then that of `Trainer.fit`.
         return user_line() if self._module is None else _line_of_training_step(self._module)
 
     def between_steps(self, step: int, delta: Counts, loader: Loader | None) -> Compilation | None:

@@ -54,7 +54,7 @@ class StepCounters:
         return self._counters.chip
 
     def step(self, step: int, loader: Loader | None, write: Callable[..., None]) -> Compilation | None:
-        """Record a finished step: print and `write` new findings, return what it compiled. Called every step."""
+        """Record a finished step: print and `write` findings, return what it compiled. Called every step."""
         # Tracing ends first and begins again last, so it never sees the work in between.
         new = self._tracing.finish_step()
         delta = self._delta()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from polyxla_training.observe.tracing.findings import Finding
 from polyxla_training.observe.report.run import Run
+from polyxla_training.observe.tracing.findings import Finding
 
 MAX_COMPILES = 20
 """Number of compilations that the terminal shows; the page shows them all."""

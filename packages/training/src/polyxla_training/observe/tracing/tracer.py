@@ -5,9 +5,9 @@ some: under one, torch_xla 2.9 does not functionalize the results of its collect
 as ``split`` makes, hold wrong values.
 
 Torch keeps modes on a stack. ``with mode:`` pushes one, and its end pops whatever is on top. A tracer begins
-and ends at step boundaries, which may lie inside or outside of the user's own ``with`` blocks, so it cannot be
-on top: a block that ends would pop the tracer and leave the user's mode behind. It is therefore inserted
-below the modes that are on the stack already, and taken out from wherever it is; see `_insert` and `_remove`.
+and ends at step boundaries, which may lie inside or outside of the user's own ``with`` blocks, so it cannot
+be on top: a block that ends would pop the tracer and leave the user's mode behind. It is therefore inserted
+below the modes that are on the stack already, and taken out from any place; see `_insert` and `_remove`.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Tracer(TorchFunctionMode):
     Attributes:
         is_on: whether it is watching.
         found: number of occurrences of each finding.
-        flops: floating-point operations since `start`, as `polyxla_training.observe.tracing.flops` counts them. What the
-            backward pass recomputes (checkpointed activations) is left out.
+        flops: floating-point operations since `start`, as `polyxla_training.observe.tracing.flops` counts
+            them, without those that the backward pass recomputes (checkpointed activations).
         compiled_at: the last line that cut the step and had a program compiled; None if none did.
     """
 
@@ -172,7 +172,7 @@ def _is_bottom(mode: TorchFunctionMode) -> bool:
 
 
 def _remove(tracer: Tracer) -> None:
-    """Take the tracer out of the stack, wherever it is by now."""
+    """Take the tracer out of the stack, from any place."""
     modes = _get_current_function_mode_stack()
     if tracer in modes:
         _replace_stack([mode for mode in modes if mode is not tracer])
