@@ -55,7 +55,7 @@ def main() -> None:
 
 @app.command()
 def runtimes(runtime: RuntimeOption = None, as_json: JsonFlag = False) -> None:
-    """List the installed runtimes, and show which one is chosen and why."""
+    """List the installed runtimes, and why one of them is chosen."""
     from polyxla.plugins.manager import plugin_problems
     from polyxla.plugins.selection import discover_all, select
 

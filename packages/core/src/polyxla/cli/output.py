@@ -19,7 +19,7 @@ RuntimeOption = Annotated[str | None, typer.Option("--runtime", metavar="NAME", 
 
 @contextlib.contextmanager
 def plain_errors(as_json: bool) -> Iterator[None]:
-    """Turn polyxla's errors into one line, also as a JSON document if `as_json`, and an exit code."""
+    """Print polyxla's errors on one line, with `as_json` as a JSON document too, and exit with their code."""
     try:
         yield
     except PolyxlaError as error:

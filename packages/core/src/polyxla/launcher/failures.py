@@ -1,4 +1,4 @@
-"""How the death or the stall of a replica is reported, on both sides of the pipe.
+"""Reporting the death or the stall of a replica, on both sides of the pipe.
 
 In a replica process, `report_stall`, `give_up` and `defer_to_launcher` hand the failure to the launching
 process. There, `lost` and `stalled` turn it into the error that `polyxla.launch` raises, which ends all
@@ -135,7 +135,7 @@ def stacks() -> str:
 
 @dataclass
 class _OwnProcess:
-    """What a replica process knows about itself."""
+    """The state of this process, if it is a replica process."""
 
     link: ParentLink | None = None
     describe: Callable[[], str] = stacks

@@ -38,7 +38,7 @@ LIVENESS_CHECK_S = 1.0
 
 
 class Work(Protocol):
-    """What each process runs: a `polyxla.Job`, or a runtime's `ProcessWork`."""
+    """The work of each process: a `polyxla.Job`, or a runtime's `ProcessWork`."""
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -58,7 +58,7 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class ProcessWork:
-    """What each process of a launch runs, for runtimes that run several replicas, or a plain function, in it.
+    """The work of each process, for runtimes that run several replicas, or a plain function, in it.
 
     Attributes:
         main: called with the process's place; a module's function, or a partial of one, so that it pickles.

@@ -1,4 +1,4 @@
-"""How a replica process is made: spawned afresh, or forked by a fork server.
+"""Making replica processes: spawned afresh, or forked by a fork server.
 
 A fork server is a process that imports what all replicas need, once, and forks them before anything else
 runs in it. Importing torch_xla takes seconds, a fork milliseconds. The server stays for later launches.
