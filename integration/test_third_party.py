@@ -89,9 +89,9 @@ def test_core_does_not_treat_the_bundled_runtimes_specially() -> None:
 
     directory = Path(package.__file__).parent
     naming = {
-        path.name
+        str(path.relative_to(directory))
         for path in directory.rglob("*.py")
         if "PJRT_" in path.read_text() or "XRT_" in path.read_text()
     }
-    # The table of what to install when a known runtime is missing, used in messages only.
-    assert naming <= {"plugins.py"}
+    # The table of the runtimes that the selection names with a pip command if they are not installed.
+    assert naming <= {"plugins/manager.py"}
