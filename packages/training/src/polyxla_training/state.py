@@ -140,9 +140,9 @@ class TrainingState:
             self.replica.restore_rng(saved[ordinal]["rng"])
             self.metrics.load_state_dict(saved[ordinal]["meter"])
             return
-        # Other replicas than before: there is no saved random state for each, so all draw from new streams.
+        # The number of replicas differs, so there is no saved random state for each: all draw from new streams.
         self.replica.seed_everything(random_state.derive(state["seed"] or 0, "resumed", state["step"]))
-        # The totals so far belong to nobody in particular; counted once, they are part of the epoch's mean.
+        # Only one replica takes the totals of all, so that the epoch's mean counts them once.
         if ordinal == 0:
             self.metrics.load_state_dict(_sum_totals(one["meter"] for one in saved))
 
