@@ -60,16 +60,16 @@ class MeshServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Attend(self, request, context):
-        """Takes part until Goodbye. The stream has one reply, then stays open: its breaking is how a death is noticed.
+        """Takes part until Goodbye. The stream has one reply, then stays open: a broken stream signals a death.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Rendezvous(self, request_iterator, context):
-        """Waits for all of the replicas, then gives each the payloads of all in the order of their ordinals.
-        Payloads travel in pieces: whole, each would be copied a dozen times on its way, and all of them together
-        may exceed what a message can hold.
+        """Waits for all replicas, then returns everybody's payload to each, in ordinal order.
+        Payloads travel in chunks: sent whole, each would be copied a dozen times on its way, and all of them
+        together may exceed the size of a message.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -82,7 +82,7 @@ class MeshServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Config(self, request, context):
-        """What a host must know before it starts its processes; taking part comes later.
+        """What a host must know before it starts its processes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

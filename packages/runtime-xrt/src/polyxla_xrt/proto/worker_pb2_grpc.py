@@ -60,14 +60,14 @@ class WorkerServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Lease(self, request, context):
-        """Holds the worker's cores for one job: as long as the stream is open, and not longer.
+        """Leases the worker's cores to one job for exactly as long as the stream is open.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Session(self, request_iterator, context):
-        """Drives one process's cores. Commands are carried out in their order; nothing waits for an answer.
+        """Drives one process's cores. Commands run in order; none waits for an answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -80,7 +80,7 @@ class WorkerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Finishes the job that runs and takes no other.
+        """Finishes the running job and accepts no other.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
