@@ -140,7 +140,7 @@ class TrainingState:
             self.replica.restore_rng(saved[ordinal]["rng"])
             self.metrics.load_state_dict(saved[ordinal]["meter"])
             return
-        # The number of replicas differs, so there is no saved random state for each: all draw from new streams.
+        # With another number of replicas, not each has a saved random state: all draw from new streams.
         self.replica.seed_everything(random_state.derive(state["seed"] or 0, "resumed", state["step"]))
         # Only one replica takes the totals of all, so that the epoch's mean counts them once.
         if ordinal == 0:
