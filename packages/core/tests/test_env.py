@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -69,3 +71,19 @@ def test_a_temporary_environment_is_restored(
         if error is not None:
             raise error
     assert dict(os.environ) == before
+
+
+def test_a_snapshot_survives_a_variable_that_a_thread_removes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Changing(dict[str, str]):
+        """Lists a variable that is gone when it is read, as another thread may remove it in between."""
+
+        def __iter__(self) -> Iterator[str]:
+            names = list(super().__iter__())
+            self.pop("REMOVED", None)
+            return iter(names)
+
+        def keys(self) -> Any:
+            return list(self)
+
+    monkeypatch.setattr(os, "environ", Changing(KEPT="yes", REMOVED="soon"))
+    assert env.snapshot() == {"KEPT": "yes"}

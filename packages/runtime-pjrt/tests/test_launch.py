@@ -101,7 +101,7 @@ def test_a_process_that_runs_on_another_device_type_is_refused() -> None:
     done = python(
         "import torch_xla; torch_xla.device()\n"
         "from polyxla_pjrt.single_replica import SingleReplication\n"
-        "try: SingleReplication('TPU', 0)\n"
+        "try: SingleReplication('TPU', 0, {})\n"
         "except Exception as error: print(error)\n",
         PJRT_DEVICE="CPU",
     )

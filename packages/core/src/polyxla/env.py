@@ -118,8 +118,11 @@ def timeout_s(environ: Mapping[str, str], name: str) -> float:
 
 
 def snapshot() -> dict[str, str]:
-    """Copy this process's environment."""
-    return dict(os.environ)
+    """Copy this process's environment, which other threads may change meanwhile."""
+    # Not dict(os.environ): it raises KeyError for a variable that a thread removes after it was listed, as
+    # torch_xla's threads do while they start a client.
+    names = list(os.environ)
+    return {name: value for name in names if (value := os.environ.get(name)) is not None}
 
 
 def update_environ(variables: Mapping[str, str]) -> None:

@@ -23,7 +23,7 @@ PRELOAD = ("polyxla_pjrt.replicas", *_BRIDGE)
 
 
 def run_job(job: Job, plan: Plan) -> list[Any]:
-    """Run every replica of `job` and return their results in ordinal order.
+    """Run every replica of `job` and return their results, in the order of processes and threads.
 
     Raises:
         UsageError: they are requested to run in this process.
@@ -67,7 +67,7 @@ def _run_replicas(replica: Callable[[Place], Any], plan: Plan, process: int) -> 
 
 
 def run_plan(plan: Plan, work: ProcessWork, method: ProcessMethod) -> list[Any]:
-    """Run every replica of a plan and return their results in ordinal order.
+    """Run every replica of a plan and return their results, in the order of processes and threads.
 
     In a process that torchrun started, run the replicas of this process and return theirs.
     """

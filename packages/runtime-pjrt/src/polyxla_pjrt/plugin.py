@@ -54,8 +54,8 @@ def polyxla_replication(job: Job, place: Place | None) -> Replication:
     if place is not None:
         from polyxla_pjrt.replicas import MultiReplication
 
-        return MultiReplication(place)
+        return MultiReplication(place, job.environ)
     from polyxla_pjrt.single_replica import SingleReplication
 
     local_device = int(job.environ[env.POLYXLA_PJRT_LOCAL_DEVICE])
-    return SingleReplication(job.environ[env.PJRT_DEVICE], local_device)
+    return SingleReplication(job.environ[env.PJRT_DEVICE], local_device, job.environ)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,8 +32,8 @@ from polyxla_pjrt.layout import Place, Plan
 class MultiReplication(CollectiveReplication):
     """The replication of one of several replicas; all of them take part in every collective."""
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place.plan.kind, place.thread)
+    def __init__(self, place: Place, environ: Mapping[str, str]) -> None:
+        super().__init__(place.plan.kind, place.thread, environ)
         self.world = _world(place)
         if place.plan.is_bridged:
             from polyxla_bridge.torch_xla_plugin import CACHE_COUNTERS
@@ -69,7 +69,7 @@ def _world(place: Place) -> World:
 
 
 def run_replicas(replica: Callable[[Place], Any], plan: Plan, process: int) -> list[Any]:
-    """Run every replica of this process and return their results in ordinal order.
+    """Run every replica of this process and return their results, in the order of the threads.
 
     Raises the first exception of a replica at once: the other replicas may wait for that one in a collective
     forever. They end with the process.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -14,8 +14,8 @@ from polyxla.xla.replication import XlaReplication
 class SingleReplication(XlaReplication):
     """The only replica of its job, on torch_xla's own client: every collective is the identity."""
 
-    def __init__(self, kind: str, local_index: int) -> None:
-        super().__init__(kind, local_index)
+    def __init__(self, kind: str, local_index: int, environ: Mapping[str, str]) -> None:
+        super().__init__(kind, local_index, environ)
         self.world = World()
         self._check_autograd()
 

@@ -81,7 +81,7 @@ def polyxla_replication(job: Job, place: Place) -> Replication:
     """Return the replication of this process's replica, which first touches the device."""
     from polyxla_xrt.replicas import NodeReplication
 
-    return NodeReplication(place)
+    return NodeReplication(place, job.environ)
 
 
 def _configuration(environ: Mapping[str, str]) -> Configuration:

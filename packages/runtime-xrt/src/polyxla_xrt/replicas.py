@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch_xla.core.xla_model as xm
@@ -28,10 +28,11 @@ class NodeReplication(CollectiveReplication):
 
     Args:
         place: the replica's place in the plan.
+        environ: the job's environment.
     """
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place.plan.configuration.kind, 0)
+    def __init__(self, place: Place, environ: Mapping[str, str]) -> None:
+        super().__init__(place.plan.configuration.kind, 0, environ)
         self.cache_counters = CACHE_COUNTERS
         self.world = place.plan.world(place.process)
         if self.world.world_size == 1:

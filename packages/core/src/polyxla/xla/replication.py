@@ -35,15 +35,18 @@ class XlaReplication(Replication):
     Args:
         kind: the device type that this process must run on, ``CPU`` or ``TPU``.
         local_index: the device's number among the devices that this process sees.
+        environ: the job's environment, which is read here and not while training: torch_xla's threads change
+            the process's own meanwhile.
 
     Raises:
-        UsageError: torch_xla already runs in this process, on other devices.
+        UsageError: torch_xla already runs in this process, on other devices, or a timeout is invalid.
     """
 
     cache_counters: tuple[str, str] | None = None
     """Names of the counters of the runtime's own persistent cache; see `XlaCounters`."""
 
-    def __init__(self, kind: str, local_index: int) -> None:
+    def __init__(self, kind: str, local_index: int, environ: Mapping[str, str]) -> None:
+        self._input_timeout_s = env.timeout_s(environ, env.POLYXLA_INPUT_TIMEOUT_S)
         # Before torch_xla.device(), whose own range check is off by one.
         if local_index >= torch_xla.device_count():
             raise UsageError(
@@ -79,8 +82,7 @@ class XlaReplication(Replication):
 
     def upload(self, batches: Iterator[Any], prefetch: Mapping[str, int]) -> Generator[Any]:
         """Iterate over `batches`, which torch_xla's threads copy ahead."""
-        timeout_s = env.timeout_s(env.snapshot(), env.POLYXLA_INPUT_TIMEOUT_S)
-        return upload_batches(batches, self.device, prefetch, timeout_s)
+        return upload_batches(batches, self.device, prefetch, self._input_timeout_s)
 
     def counters(self) -> XlaCounters:
         """Return torch_xla's counters."""
