@@ -57,6 +57,7 @@ def run_bare(bare_runtime: None) -> Callable[..., list[Any]]:
         devices = tuple(range(size))
         job = Job(function, args, "bare", devices, whole, Setting(None, "default"), main=run_replica)
         environs = [{**whole, "MINE": str(ordinal)} for ordinal in range(size)]
-        return run_processes(job, range(size), environs, method=method, preload=["json.tool"])
+        results = run_processes(job, range(size), environs, method=method, preload=["json.tool"])
+        return [result.value for result in results]
 
     return run

@@ -61,6 +61,24 @@ def test_results_come_in_ordinal_order(fake: None) -> None:
     assert launch(_ordinal, devices=2) == [(0, 2), (1, 2)]
 
 
+@pytest.mark.parametrize(
+    ("numbering", "host", "ordinals"),
+    [
+        pytest.param("2,0,3,1", 0, [0, 1, 2, 3], id="one-host"),
+        pytest.param("0,1,4,5;2,3,6,7", 0, [0, 1, 4, 5], id="first-of-two-hosts"),
+        pytest.param("6,7,2,3;0,1,4,5", 0, [2, 3, 6, 7], id="a-host-without-ordinal-0"),
+        pytest.param("0,1,4,5;7,6,3,2", 1, [2, 3, 6, 7], id="second-of-two-hosts"),
+    ],
+)
+def test_results_come_in_ordinal_order_however_replicas_are_numbered(
+    fake: None, monkeypatch: pytest.MonkeyPatch, numbering: str, host: int, ordinals: list[int]
+) -> None:
+    monkeypatch.setenv("FAKE_DEVICES", str(1 + numbering.count(",") + numbering.count(";")))
+    monkeypatch.setenv("FAKE_NUMBERING", numbering)
+    monkeypatch.setenv("FAKE_HOST", str(host))
+    assert [ordinal for ordinal, _ in launch(_ordinal)] == ordinals
+
+
 def test_the_job_holds_the_function_the_runtime_and_the_devices(echo: Callable[..., Job]) -> None:
     job = echo(print, ["a", "b"], runtime="echo", devices=[5, 2], start_method="spawn")
     assert (job.function, job.args, job.runtime, job.devices) == (print, ("a", "b"), "echo", (5, 2))

@@ -75,6 +75,23 @@ def test_it_trains_and_the_module_returns_to_the_host(devices: int) -> None:
     assert (outcome.runtime, outcome.device) == ("fake", "FAKE")
 
 
+@pytest.mark.parametrize(
+    ("numbering", "host"), [("2,0,3,1", 0), ("0,1,4,5;2,3,6,7", 0), ("0,1,4,5;2,3,6,7", 1)]
+)
+def test_every_host_has_the_trained_parameters_however_replicas_are_numbered(
+    numbering: str, host: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = 1 + numbering.count(",") + numbering.count(";")
+    monkeypatch.setenv("FAKE_DEVICES", str(devices))
+    expected, module = _Net(), _Net()
+    _trainer(devices, max_epochs=3).fit(expected, _data(8))
+    monkeypatch.setenv("FAKE_NUMBERING", numbering)
+    monkeypatch.setenv("FAKE_HOST", str(host))
+    _trainer(devices, max_epochs=3).fit(module, _data(8))
+    assert torch.equal(module.layer.weight, expected.layer.weight)
+    assert not torch.equal(module.layer.weight, _Net().layer.weight)
+
+
 def test_four_replicas_train_like_one_on_all_their_batches() -> None:
     batches = _data(8)
     whole = [

@@ -94,7 +94,7 @@ def polyxla_prepare(environ: Mapping[str, str]) -> None:
 
 @hookspec(firstresult=True)
 def polyxla_launch(job: Job) -> list[Any]:  # type: ignore[empty-body]
-    """Start every replica of `job`, wait for all, and return their results in ordinal order.
+    """Start every replica of `job`, wait for all, and return what ``job.run`` returned in each, in any order.
 
     Called on the chosen runtime, once per launch, in the launching process. The runtime starts the processes
     and threads, and calls ``job.run(place)`` once in each replica; `place` is any object that identifies the

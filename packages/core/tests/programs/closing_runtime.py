@@ -16,5 +16,5 @@ def polyxla_replication(job: Job, place: Any) -> Any:
     if job.environ.get("CLOSING_FAILS"):
         raise ConnectionRefusedError("nobody listens")
     replication: Any = fake.polyxla_replication(place)
-    replication.close = lambda: closed.append(place.ordinal)
+    replication.close = lambda: closed.append(place.world.ordinal)
     return replication

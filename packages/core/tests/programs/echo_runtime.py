@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from polyxla import Claim, Device, Discovery, Job, hookimpl
+from polyxla.launcher.replica_main import ReplicaResult
 
 
 @hookimpl
@@ -20,5 +21,5 @@ def polyxla_environment(
 
 
 @hookimpl
-def polyxla_launch(job: Job) -> list[Job]:
-    return [job]
+def polyxla_launch(job: Job) -> list[ReplicaResult]:
+    return [ReplicaResult(0, job)]

@@ -23,7 +23,7 @@ PRELOAD = ("polyxla_xrt.replicas",)
 
 
 def run_job(job: Job, plan: Plan) -> list[Any]:
-    """Run every replica of `job` on this host and return their results in ordinal order.
+    """Run every replica of `job` on this host and return their results, in the order of the processes.
 
     Raises:
         UsageError: several replicas would have to run in this process.
@@ -81,7 +81,7 @@ def _run_replica(replica: Callable[[Place], Any], plan: Plan, process: int) -> A
 
 
 def run_plan(plan: Plan, work: ProcessWork, method: ProcessMethod) -> list[Any]:
-    """Run every replica of a plan on this host and return their results in ordinal order."""
+    """Run every replica of a plan on this host and return their results, in the order of the processes."""
     with LeaseHolder(plan, work.environ) as lease:
         environs = plan.process_environments(
             work.environ, lease.worker_address, lease.job, lease.mesh_address

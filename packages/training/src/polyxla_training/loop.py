@@ -32,7 +32,8 @@ class Outcome:
         runtime: name of the runtime.
         device: the runtime's name for the device.
         world_size: number of replicas.
-        state: ordinal 0's parameters on the host; None if the caller's own module was trained.
+        state: the trained parameters on the host, from one replica for each process that called the Trainer;
+            None from the others, and if the caller's own module was trained.
         stopped: why training ended early; empty if it did not.
     """
 
@@ -100,6 +101,7 @@ class TrainingLoop:
             replica.seed_everything(options.seed)
         # Replicas that are threads received the one module of the caller: each trains a copy.
         private = copy.deepcopy(module) if replica.world.shares_process else module
+        self._caller_pid = caller_pid
         self._is_callers = os.getpid() == caller_pid and not replica.world.shares_process
         # Optimizers that the module made in __init__ hold its parameters, which move with it.
         self._own_optimizers = [
@@ -286,7 +288,6 @@ class TrainingLoop:
             self.replica.print(self.replica.report())
         self.module.train()
         move_module(self.module, torch.device("cpu"), self._own_optimizers)
-        must_return = self.replica.is_first and not self._is_callers
         return Outcome(
             metrics=self.metrics,
             epochs=self.view.current_epoch,
@@ -294,9 +295,20 @@ class TrainingLoop:
             runtime=self.replica.runtime,
             device=self.replica.kind,
             world_size=self.replica.world_size,
-            state=dict(self.module.state_dict()) if must_return else None,
+            state=dict(self.module.state_dict()) if self._returns_state() else None,
             stopped=self.stopped,
         )
+
+    def _returns_state(self) -> bool:
+        """Return whether this is the one replica whose parameters the calling process receives.
+
+        Not ordinal 0: on a pod every host has a caller, and only one host has ordinal 0. A process that
+        torchrun started receives the results of its own replicas only.
+        """
+        world = self.replica.world
+        runs_in_caller = os.getpid() == self._caller_pid
+        is_first_of_caller = world.local_ordinal == 0 or (runs_in_caller and world.owns_process)
+        return is_first_of_caller and not self._is_callers
 
 
 def _length(loader: Iterable[Any]) -> int | None:

@@ -83,7 +83,8 @@ class Trainer(TrainerOptions):
         options = self.fit_options(log_dir)
         with forward_sigterm(options.checkpoint_dir):
             outcomes = launch(main, (module, *loaders, options, os.getpid()), **self.launch_options())
-        self.outcome = outcome = outcomes[0]
+        # Metrics are the same in all; the parameters come from one of them.
+        self.outcome = outcome = next((one for one in outcomes if one.state is not None), outcomes[0])
         if outcome.state is not None:
             module.load_state_dict(outcome.state)
         self.metrics = outcome.metrics

@@ -48,7 +48,7 @@ class Job:
         return None if self.start_method in ("auto", "inline") else cast("ProcessMethod", self.start_method)
 
     def run(self, place: Any = None) -> Any:
-        """Run one replica and return its result. The runtime calls this once in each replica's thread.
+        """Run one replica and return its result, opaque to the runtime, which calls this once in its thread.
 
         Args:
             place: the runtime's description of the replica, passed on to its `polyxla_replication`.

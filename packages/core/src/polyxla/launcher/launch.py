@@ -13,7 +13,7 @@ from polyxla.contracts.job import Job, StartMethod
 from polyxla.contracts.precision import Precision
 from polyxla.env import Setting
 from polyxla.errors import UsageError
-from polyxla.launcher.replica_main import run_replica
+from polyxla.launcher.replica_main import ReplicaResult, run_replica
 from polyxla.plugins.device_request import pick_devices
 from polyxla.plugins.manager import load_plugins
 from polyxla.plugins.precision_lookup import find_precision
@@ -85,8 +85,9 @@ def launch(
         start_method=start_method,
         seed=host_seed(),
     )
-    results: list[Any] = plugins.hook.polyxla_launch(job=job)
-    return results
+    results: list[ReplicaResult] = plugins.hook.polyxla_launch(job=job)
+    # Replicas are not numbered in the order in which they start: libtpu goes by their chips' coordinates.
+    return [result.value for result in sorted(results, key=lambda result: result.ordinal)]
 
 
 def announce(selection: Selection) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from typing import Any
+from typing import Any, NamedTuple
 
 from polyxla.contracts.job import Job
 from polyxla.plugins.manager import PluginManager, load_plugins
@@ -12,8 +12,15 @@ from polyxla.plugins.precision_lookup import find_precision
 from polyxla.replica.replica import Replica
 
 
-def run_replica(job: Job, place: Any) -> Any:
-    """Run one replica of `job` and return its function's result.
+class ReplicaResult(NamedTuple):
+    """What a replica's function returned, and the replica's ordinal, which only the replica itself knows."""
+
+    ordinal: int
+    value: Any
+
+
+def run_replica(job: Job, place: Any) -> ReplicaResult:
+    """Run one replica of `job` and return its function's result with its ordinal.
 
     Called by `Job.run`, in the replica's process and thread. An exception gets a note that names the replica
     and its host.
@@ -29,7 +36,8 @@ def run_replica(job: Job, place: Any) -> Any:
         replication = plugins.hook.polyxla_replication(job=job, place=place)
         ordinal = replication.world.ordinal
         with contextlib.closing(replication):
-            return _call(job, Replica(replication, plugins, policy, job.runtime), plugins)
+            replica = Replica(replication, plugins, policy, job.runtime)
+            return ReplicaResult(ordinal, _call(job, replica, plugins))
     except BaseException as error:
         who = "a replica that could not connect" if ordinal is None else f"the replica with ordinal {ordinal}"
         error.add_note(f"raised in {who} on {socket.gethostname()}")

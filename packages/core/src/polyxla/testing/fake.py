@@ -30,6 +30,18 @@ FAKE_DEVICES = "FAKE_DEVICES"
 Default: 1.
 """
 
+FAKE_NUMBERING = "FAKE_NUMBERING"
+"""Ordinals of the replicas in the order in which they are started, host by host, such as ``0,1,4,5;2,3,6,7``:
+libtpu numbers replicas by their chips' coordinates. The launch is that of host `FAKE_HOST`: all replicas run,
+and it returns the results of that host's.
+Default: in the order in which they are started, on one host.
+"""
+
+FAKE_HOST = "FAKE_HOST"
+"""Number of the host that launches, with `FAKE_NUMBERING`.
+Default: 0.
+"""
+
 MEETING_TIMEOUT_S = 30.0
 """Longest wait in a collective, in seconds: a test in which a replica is missing must not hang."""
 
@@ -69,7 +81,8 @@ class FakeRuntime:
                 where="start_method",
                 fix="Write devices=1.",
             )
-        return run_processes(job, [_Place(0, _Meeting(1))], [job.environ], method=job.process_method)
+        place = _Place(World(), _Meeting(1))
+        return run_processes(job, [place], [job.environ], method=job.process_method)
 
     @hookimpl
     def polyxla_replication(self, place: _Place) -> Replication:
@@ -115,23 +128,36 @@ class _Meeting:
 
 
 class _Place:
-    def __init__(self, ordinal: int, meeting: _Meeting) -> None:
-        self.ordinal, self.meeting = ordinal, meeting
+    def __init__(self, world: World, meeting: _Meeting) -> None:
+        self.world, self.meeting = world, meeting
+
+
+def _worlds(job: Job) -> list[World]:
+    """Return the replicas' places in the world, in the order in which they are started."""
+    size = len(job.devices)
+    text = job.environ.get(FAKE_NUMBERING) or ",".join(map(str, range(size)))
+    hosts = [[int(ordinal) for ordinal in host.split(",")] for host in text.split(";")]
+    return [
+        World(size, ordinal, local, len(ordinals), index, len(hosts), index, len(hosts))
+        for index, ordinals in enumerate(hosts)
+        for local, ordinal in enumerate(ordinals)
+    ]
 
 
 def _run_threads(job: Job) -> list[Any]:
     meeting = _Meeting(len(job.devices))
-    results: list[Any] = [None] * meeting.size
+    results: dict[World, Any] = {}
     failures: list[BaseException] = []
 
-    def replica(ordinal: int) -> None:
+    def replica(world: World) -> None:
         try:
-            results[ordinal] = job.run(_Place(ordinal, meeting))
+            results[world] = job.run(_Place(world, meeting))
         except BaseException as error:
             failures.append(error)
             meeting.abort()
 
-    threads = [threading.Thread(target=replica, args=(ordinal,)) for ordinal in range(meeting.size)]
+    worlds = _worlds(job)
+    threads = [threading.Thread(target=replica, args=(world,)) for world in worlds]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -139,7 +165,8 @@ def _run_threads(job: Job) -> list[Any]:
     if failures:
         # The first failure is the cause; the others follow from the aborted meeting.
         raise failures[0]
-    return results
+    host = int(job.environ.get(FAKE_HOST) or 0)
+    return [results[world] for world in worlds if world.host_index == host]
 
 
 class _FakeReplication(Replication):
@@ -148,9 +175,8 @@ class _FakeReplication(Replication):
     def __init__(self, place: _Place) -> None:
         import torch
 
-        size = place.meeting.size
         self.device = torch.device("cpu")
-        self.world = World(size, place.ordinal, place.ordinal, size)
+        self.world = place.world
         self._meeting = place.meeting
         self._generator = torch.Generator()
 

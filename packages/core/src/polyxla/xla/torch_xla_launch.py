@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+import torch_xla.runtime as xr
 from torch_xla._internal import pjrt
 
 from polyxla.xla import first_device_use
@@ -19,24 +20,36 @@ _PlanT = TypeVar("_PlanT")
 
 
 @dataclass(frozen=True)
+class NumberedCall:
+    """A call that returns the replica's ordinal too: the order of the processes does not imply it."""
+
+    call: Call
+
+    def __call__(self, place: Any) -> tuple[int, Any]:
+        """Make the call in a replica."""
+        return xr.global_ordinal(), self.call(place)
+
+
+@dataclass(frozen=True)
 class TorchXlaLaunch:
     """A launch by a plain torch_xla program.
 
     Attributes:
-        call: called in each replica with its place.
+        call: called in each replica with its place; returns its ordinal and its result.
         function: the program's function, named in errors.
         args: its arguments, named in errors.
         method: how the processes are made.
     """
 
-    call: Call
+    call: NumberedCall
     function: Callable[..., Any]
     args: tuple[Any, ...]
     method: Literal["fork", "forkserver"]
 
 
 def handle_launches(
-    prepared: Callable[[], _PlanT | None], run: Callable[[_PlanT, TorchXlaLaunch], Iterable[Any]]
+    prepared: Callable[[], _PlanT | None],
+    run: Callable[[_PlanT, TorchXlaLaunch], Iterable[tuple[int, Any]]],
 ) -> None:
     """Handle the launches of plain programs from now on, if the runtime has a plan for them.
 
@@ -45,7 +58,7 @@ def handle_launches(
     Args:
         prepared: returns the runtime's plan of the replicas in this environment; None to leave the launch to
             the previous handler.
-        run: runs every replica of the plan and returns their results in ordinal order.
+        run: runs every replica of the plan and returns what ``call`` returned in each, in any order.
     """
     previous: Callable[..., dict[int, Any]] = pjrt.run_multiprocess
 
@@ -57,9 +70,13 @@ def handle_launches(
         plan = prepared()
         if plan is None:
             return previous(function, *args, start_method=start_method, **kwargs)
-        return dict(enumerate(run(plan, _launched(function, args, kwargs, start_method))))
+        return dict(sorted(run(plan, _launched(function, args, kwargs, start_method)), key=_ordinal))
 
     pjrt.run_multiprocess = run_multiprocess  # type: ignore[assignment]
+
+
+def _ordinal(numbered: tuple[int, Any]) -> int:
+    return numbered[0]
 
 
 def _launched(
@@ -72,5 +89,6 @@ def _launched(
     """
     first_device_use.refuse(_LAUNCH)
     if start_method == "fork":
-        return TorchXlaLaunch(Call((function, args, kwargs)), function, args, "fork")
-    return TorchXlaLaunch(Call.for_new_process(function, args, kwargs), function, args, "forkserver")
+        return TorchXlaLaunch(NumberedCall(Call((function, args, kwargs))), function, args, "fork")
+    call = NumberedCall(Call.for_new_process(function, args, kwargs))
+    return TorchXlaLaunch(call, function, args, "forkserver")
