@@ -1,4 +1,4 @@
-"""Plain torch_xla programs: results have the ordinals of their replicas, whatever the order of the processes."""
+"""Plain torch_xla programs: results are keyed by ordinal, whatever the order of the processes."""
 
 from __future__ import annotations
 

@@ -38,29 +38,12 @@ def run_job(job: Job, plan: Plan) -> list[Any]:
     if method == "fork":
         # Only a fork inherits this process's devices; the other methods start fresh.
         refuse_if_device_in_use("launch")
-    return run_plan(plan, process_work(job.run, plan, job.function, job.args, job.environ), method)
+    main = functools.partial(run_process, job.run, plan)
+    return run_plan(plan, ProcessWork(main, job.function, job.args, job.environ), method)
 
 
-def process_work(
-    replica: Callable[[Place], Any],
-    plan: Plan,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    environ: Mapping[str, str],
-) -> ProcessWork:
-    """Return what each process of `plan` runs: all of its replicas.
-
-    Args:
-        replica: what a replica runs; called with its place.
-        plan: where all replicas are.
-        function: the user's function, named in errors.
-        args: its arguments, named in errors.
-        environ: the environment with the timeouts.
-    """
-    return ProcessWork(functools.partial(_run_replicas, replica, plan), function, args, environ)
-
-
-def _run_replicas(replica: Callable[[Place], Any], plan: Plan, process: int) -> list[Any]:
+def run_process(replica: Callable[[Place], Any], plan: Plan, process: int) -> list[Any]:
+    """Run this process's replicas: what each process of a launch does, as the `main` of its `ProcessWork`."""
     from polyxla_pjrt.replicas import run_replicas
 
     return run_replicas(replica, plan, process)

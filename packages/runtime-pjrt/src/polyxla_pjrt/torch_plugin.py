@@ -7,6 +7,7 @@ the line is recorded that first uses a device.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -15,11 +16,12 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 
 from polyxla.env import POLYXLA_RUNTIME, snapshot, update_environ
+from polyxla.launcher.processes import ProcessWork
 from polyxla.xla import first_device_use
 from polyxla.xla.torch_xla_launch import TorchXlaLaunch, handle_launches
 from polyxla_pjrt import discovery, env, torchrun
 from polyxla_pjrt.emulated_tpu import EmulatedTpu, register_emulated
-from polyxla_pjrt.launching import process_work, run_plan, say_uncached
+from polyxla_pjrt.launching import run_plan, run_process, say_uncached
 from polyxla_pjrt.layout import PREPARED, Plan
 
 # The entry point names the class in this module, so that loading it runs `_install` as well.
@@ -52,7 +54,8 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _run(plan: Plan, launched: TorchXlaLaunch) -> list[Any]:
-    work = process_work(launched.call, plan, launched.function, launched.args, snapshot())
+    main = functools.partial(run_process, launched.call, plan)
+    work = ProcessWork(main, launched.function, launched.args, snapshot())
     return run_plan(plan, work, launched.method)
 
 

@@ -39,7 +39,8 @@ def run_job(job: Job, plan: Plan) -> list[Any]:
     method = job.process_method or "forkserver"
     if method == "fork" or _has_cores(plan):
         refuse_if_device_in_use("launch")
-    return run_plan(plan, process_work(job.run, plan, job.function, job.args, job.environ), method)
+    main = functools.partial(run_process, job.run, plan)
+    return run_plan(plan, ProcessWork(main, job.function, job.args, job.environ), method)
 
 
 def _run_here(job: Job, plan: Plan) -> list[Any]:
@@ -55,26 +56,8 @@ def _has_cores(plan: Plan) -> bool:
     return leased is not None and leased == plan.address
 
 
-def process_work(
-    replica: Callable[[Place], Any],
-    plan: Plan,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    environ: Mapping[str, str],
-) -> ProcessWork:
-    """Return what each process of `plan` runs: its one replica.
-
-    Args:
-        replica: what a replica runs; called with its place.
-        plan: where all replicas are.
-        function: the user's function, named in errors.
-        args: its arguments, named in errors.
-        environ: the environment with the timeouts.
-    """
-    return ProcessWork(functools.partial(_run_replica, replica, plan), function, args, environ)
-
-
-def _run_replica(replica: Callable[[Place], Any], plan: Plan, process: int) -> Any:
+def run_process(replica: Callable[[Place], Any], plan: Plan, process: int) -> Any:
+    """Run this process's replica: what each process of a launch does, as the `main` of its `ProcessWork`."""
     from polyxla_xrt.replicas import run_replica
 
     return run_replica(replica, Place(plan, process))

@@ -15,11 +15,12 @@ from torch_xla._internal import pjrt
 
 import polyxla.env
 from polyxla.env import POLYXLA_RUNTIME, snapshot
+from polyxla.launcher.processes import ProcessWork
 from polyxla.xla import first_device_use, torch_xla_launch
 from polyxla_xrt import env, node
 from polyxla_xrt.config.configuration import read_configuration
 from polyxla_xrt.config.cores import process_count
-from polyxla_xrt.launching import process_work, run_plan, wants_node
+from polyxla_xrt.launching import run_plan, run_process, wants_node
 from polyxla_xrt.node import Node
 from polyxla_xrt.plan import Plan, configured_plan, requested_plan
 
@@ -53,7 +54,8 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _run(plan: Plan, launched: torch_xla_launch.TorchXlaLaunch) -> list[Any]:
-    work = process_work(launched.call, plan, launched.function, launched.args, snapshot())
+    main = functools.partial(run_process, launched.call, plan)
+    work = ProcessWork(main, launched.function, launched.args, snapshot())
     return run_plan(plan, work, launched.method)
 
 
