@@ -45,6 +45,11 @@ def test_only_the_first_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "ordinal 0!"
 
 
+def test_printing_takes_all_of_prints_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    _everywhere(lambda replica: replica.print("flushed", flush=True))
+    assert capsys.readouterr().out == "flushed\n"
+
+
 def test_a_replica_forwards_to_the_runtime() -> None:
     def reach(replica: Replica) -> tuple[str, bool]:
         replica.seed_device(1)

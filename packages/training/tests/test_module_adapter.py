@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
+from torch.utils.data import TensorDataset
 
 from polyxla import UsageError
 from polyxla_training.metrics import MetricAccumulator
@@ -334,3 +335,12 @@ def test_a_loader_that_is_passed_wins_over_the_modules_own() -> None:
     assert resolve_loader(_WithData(), [3], "train_dataloader") == [3]
     assert resolve_loader(_WithData(), None, "train_dataloader") == [1, 2]
     assert resolve_loader(_Net(), None, "train_dataloader") is None
+
+
+def test_a_dataset_in_place_of_a_loader_is_refused() -> None:
+    dataset: Any = TensorDataset(torch.ones(3))
+    with pytest.raises(UsageError) as caught:
+        resolve_loader(_Net(), dataset, "train_dataloader")
+    assert caught.value.what == "TensorDataset is a dataset, not a loader of batches"
+    assert caught.value.where == "the argument in place of train_dataloader"
+    assert caught.value.fix == "Write DataLoader(dataset, batch_size=32) from torch.utils.data."

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import Dataset, IterableDataset
 
 from polyxla.errors import UsageError
 from polyxla_training.metrics import MetricAccumulator
@@ -228,10 +229,22 @@ def _unpack_schedule(config: Mapping[str, Any]) -> list[Any]:
             return [{"scheduler": scheduler, "monitor": config.get("monitor")}]
 
 
-def resolve_loader(module: Any, loader: Iterable[Any] | None, method: str) -> Iterable[Any] | None:
-    """Return the loader that was passed, or else the one that the module's `method` makes."""
+def resolve_loader(module: Any, loader: Any, method: str) -> Iterable[Any] | None:
+    """Return the loader that was passed, or else the one that the module's `method` makes.
+
+    Raises:
+        UsageError: a dataset was passed, whose single records would be taken for batches.
+    """
+    # An IterableDataset may well yield batches.
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        raise UsageError(
+            f"{type(loader).__name__} is a dataset, not a loader of batches",
+            where=f"the argument in place of {method}",
+            fix="Write DataLoader(dataset, batch_size=32) from torch.utils.data.",
+        )
     if loader is not None:
-        return loader
+        given: Iterable[Any] = loader
+        return given
     made = getattr(module, method, None)
     return made() if callable(made) and _is_overridden(module, method) else None
 

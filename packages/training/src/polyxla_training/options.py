@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyxla.contracts.job import StartMethod
 from polyxla.errors import UsageError
+from polyxla_training.checkpoint.api import local_path
 
 if TYPE_CHECKING:
     import torch
@@ -108,6 +109,9 @@ class FitOptions:
         for name in ("max_steps", "save_every_n_steps", "keep"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
+        for name in ("checkpoint_dir", "log_dir", "resume"):
+            if getattr(self, name) is not None:
+                local_path(getattr(self, name), f"{name}=")
         for name in ("clip_norm", "clip_value"):
             _check_limit(name, getattr(self, name))
         if self.profile_steps is not None and not 1 <= self.profile_steps[0] <= self.profile_steps[1]:

@@ -266,7 +266,7 @@ class Replica(Collectives):
     def print(self, *values: Any, **options: Any) -> None:
         """Print on ordinal 0 only; arguments as for Python's ``print``."""
         if self.is_first:
-            builtins.print(*values, **options, flush=True)
+            builtins.print(*values, **{"flush": True, **options})
 
 
 def _clip(optimizer: torch.optim.Optimizer, norm: float | None, value: float | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -38,9 +39,10 @@ def save(state: Any, path: str | os.PathLike[str], *, format: Format = "safetens
     from polyxla_training.checkpoint.state_codec import EncodedState, encode_state
 
     _check_format(format, "save")
+    file = local_path(path, "save")
     encoded = state if isinstance(state, EncodedState) else encode_state(state)
     write = write_torch if format == "torch" else write_safetensors
-    write(encoded, Path(path))
+    write(encoded, file)
 
 
 def load(
@@ -69,7 +71,7 @@ def load(
     from polyxla_training.checkpoint import file_reader
 
     _check_format(format, "load")
-    path, device = Path(path), torch.device(device)
+    path, device = local_path(path, "load"), torch.device(device)
     with file_reader.opened(path) as file:
         if format == "torch":
             return file_reader.read_torch(file, device)
@@ -80,6 +82,28 @@ def load(
                 fix='Write load(path, format="torch"); only tensors and plain values are read from it.',
             )
         return file_reader.read_safetensors(file, path.stat().st_size, device, verify)
+
+
+def local_path(path: str | os.PathLike[str], where: str) -> Path:
+    """Return the path of a file or directory of this machine.
+
+    A URL as a path would name a local directory ``gs:``, which is lost with the machine.
+
+    Args:
+        path: what the user wrote.
+        where: the function or option, named in the error.
+
+    Raises:
+        CheckpointError: it is the URL of an object store.
+    """
+    text = os.fspath(path)
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text):
+        raise CheckpointError(
+            f"{text!r} is a URL, and files are written to local paths only",
+            where=where,
+            fix="Mount the bucket (for gs://, with Cloud Storage FUSE) and write a path below its mount.",
+        )
+    return Path(path)
 
 
 def _check_format(format: str, where: str) -> None:

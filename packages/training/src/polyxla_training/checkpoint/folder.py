@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyxla.console import say
-from polyxla_training.checkpoint.api import load, save
+from polyxla_training.checkpoint.api import load, local_path, save
 from polyxla_training.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from polyxla_training.checkpoint.safetensors_header import is_ours
 
@@ -48,7 +48,7 @@ class CheckpointFolder:
             forever; None keeps all.
 
     Raises:
-        CheckpointError: `keep` is less than 1.
+        CheckpointError: `keep` is less than 1, or `path` is a URL.
     """
 
     def __init__(self, path: str | os.PathLike[str], keep: int | None = None) -> None:
@@ -58,7 +58,7 @@ class CheckpointFolder:
                 where="CheckpointFolder(keep=...)",
                 fix="Write keep=1, or None to keep all.",
             )
-        self.path = Path(path)
+        self.path = local_path(path, "CheckpointFolder")
         self._keep = keep
 
     def save(self, step: int, state: Any, *, keep_forever: bool = False) -> Path:
