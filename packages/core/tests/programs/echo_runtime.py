@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from polyxla import Claim, Device, Discovery, Job, hookimpl
-from polyxla.launcher.replica_main import ReplicaResult
+from polyxla.contracts.job import ReplicaResult
 
 
 @hookimpl

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from polyxla.env import Setting
 
@@ -14,6 +14,13 @@ StartMethod = Literal["auto", "inline", "spawn", "forkserver", "fork"]
 """How replicas start: ``inline`` in the calling process (one replica only), ``spawn`` in fresh processes,
 ``forkserver`` in forks of a process that has imported the heavy modules, ``fork`` in forks of the calling
 process, which inherit its memory; ``auto`` leaves the choice to the runtime."""
+
+
+class ReplicaResult(NamedTuple):
+    """What a replica's function returned, and the replica's ordinal, which only the replica itself knows."""
+
+    ordinal: int
+    value: Any
 
 
 @dataclass(frozen=True)

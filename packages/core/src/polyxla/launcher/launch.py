@@ -9,11 +9,11 @@ import pluggy
 
 from polyxla import env
 from polyxla.console import say_once
-from polyxla.contracts.job import Job, StartMethod
+from polyxla.contracts.job import Job, ReplicaResult, StartMethod
 from polyxla.contracts.precision import Precision
 from polyxla.env import Setting
 from polyxla.errors import UsageError
-from polyxla.launcher.replica_main import ReplicaResult, run_replica
+from polyxla.launcher.replica_main import run_replica
 from polyxla.plugins.device_request import pick_devices
 from polyxla.plugins.manager import load_plugins
 from polyxla.plugins.precision_lookup import find_precision

@@ -8,6 +8,7 @@ from typing import Any
 
 import cloudpickle
 
+from polyxla.contracts.job import ReplicaResult
 from polyxla.errors import PolyxlaError, UsageError
 
 
@@ -99,12 +100,28 @@ def unpack(packed: bytes) -> Any:
     return answer.value
 
 
+def pickles(value: Any) -> bool:
+    """Return whether a value can be sent to another process."""
+    try:
+        cloudpickle.dumps(value)
+    except Exception:
+        return False
+    return True
+
+
+def _results(value: Any) -> list[Any]:
+    """Return what the replicas of a process returned: one, or several in threads."""
+    numbered = value if isinstance(value, list) else [value]
+    return [one.value for one in numbered if isinstance(one, ReplicaResult)]
+
+
 def _in_words(answer: Returned | Raised, error: Exception) -> Raised:
     if isinstance(answer, Raised):
         text = "".join(traceback.format_exception_only(answer.error)).strip()
         return Raised(ReplicaFailedError(text), answer.traceback)
+    culprit = next((one for one in _results(answer.value) if not pickles(one)), answer.value)
     refusal = UsageError(
-        f"the function's result ({type(answer.value).__name__}) cannot be sent back: {error}",
+        f"the function's result ({type(culprit).__name__}) cannot be sent back: {error}",
         where="launch",
         fix="Return numbers, strings, CPU tensors, or collections of them.",
     )

@@ -29,7 +29,7 @@ from polyxla.errors import UsageError
 from polyxla.launcher import failures
 from polyxla.launcher.child import serve_forked
 from polyxla.launcher.failures import STOP_GRACE_S, ReplicaProcess
-from polyxla.launcher.messages import Message, Setup, unpack
+from polyxla.launcher.messages import Message, Setup, pickles, unpack
 from polyxla.launcher.process_handle import OwnProcess
 from polyxla.launcher.start_methods import running_fork_server, spawn
 
@@ -160,7 +160,7 @@ def _pickled(work: Work, place: Any) -> bytes:
     try:
         return bytes(cloudpickle.dumps((work, place)))
     except Exception as error:
-        culprit = next((name for name, part in _named_parts(work) if not _pickles(part)), "the job")
+        culprit = next((name for name, part in _named_parts(work) if not pickles(part)), "the job")
         raise UsageError(
             f"{culprit} cannot be sent to another process: {error}",
             where="launch",
@@ -172,14 +172,6 @@ def _pickled(work: Work, place: Any) -> bytes:
 def _named_parts(work: Work) -> list[tuple[str, Any]]:
     name = getattr(work.function, "__qualname__", repr(work.function))
     return [(f"train_fn ({name})", work.function), *((f"args[{i}]", arg) for i, arg in enumerate(work.args))]
-
-
-def _pickles(value: Any) -> bool:
-    try:
-        cloudpickle.dumps(value)
-    except Exception:
-        return False
-    return True
 
 
 def _greet(child: ReplicaProcess, setup: Setup, timeout_s: float) -> None:

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from typing import Any, NamedTuple
+from typing import Any
 
-from polyxla.contracts.job import Job
+from polyxla.contracts.job import Job, ReplicaResult
 from polyxla.plugins.manager import PluginManager, load_plugins
 from polyxla.plugins.precision_lookup import find_precision
 from polyxla.replica.replica import Replica
-
-
-class ReplicaResult(NamedTuple):
-    """What a replica's function returned, and the replica's ordinal, which only the replica itself knows."""
-
-    ordinal: int
-    value: Any
 
 
 def run_replica(job: Job, place: Any) -> ReplicaResult:
