@@ -1,4 +1,4 @@
-"""Launches with a runtime whose processes have the ordinals 2, 0, 3 and 1, and prints the results by ordinal."""
+"""Launches on processes with the ordinals 2, 0, 3 and 1, and prints the results by ordinal."""
 
 from typing import Any
 
