@@ -1,4 +1,4 @@
-"""PyTorch training on TPUs with a runtime that is chosen when the program starts.
+"""PyTorch training on TPUs with a runtime that is chosen when the script starts.
 
 Importing this package imports neither torch nor any runtime.
 """

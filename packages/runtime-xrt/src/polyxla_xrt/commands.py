@@ -16,7 +16,7 @@ from polyxla_xrt.config.addresses import DEFAULT_PORT, read_address
 from polyxla_xrt.config.variables import Variable
 
 app = typer.Typer(
-    help="Start a worker that serves this machine's cores, or query one.",
+    help="Serve this machine's cores, or query a worker.",
     invoke_without_command=True,
     rich_markup_mode=None,
 )

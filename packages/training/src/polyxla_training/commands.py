@@ -27,7 +27,10 @@ def report(
     as_text: Annotated[bool, typer.Option("--text", help="Print the summary only; write no page.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Report a training run: print a summary, and write a self-contained HTML page with plots."""
+    """Print a training run's summary; write a page.
+
+    The page is one HTML file with plots.
+    """
     from polyxla_training.observe.report.run import Run
     from polyxla_training.observe.run_log import newest_run, read_run
 
@@ -58,9 +61,9 @@ def check_replicas(
     runtime: RuntimeOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Train a torch module on one replica and on several, and compare the parameters.
+    """Compare training on one replica and several.
 
-    Exits with 1 if they differ by more than the tolerance.
+    Trains a torch module both ways and compares the parameters. Exits with 1 if they differ by more than the tolerance.
     """
     from polyxla_training.replica_check import check_replicas as check
     from polyxla_training.replica_check import load_factory

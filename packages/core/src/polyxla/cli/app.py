@@ -29,7 +29,7 @@ WaitOption = Annotated[
 
 app = typer.Typer(
     name="polyxla",
-    help="PyTorch training on TPUs with a runtime that is chosen when the program starts.",
+    help="PyTorch training on TPUs with a runtime that is chosen when the script starts.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -55,7 +55,7 @@ def main() -> None:
 
 @app.command()
 def runtimes(runtime: RuntimeOption = None, as_json: JsonFlag = False) -> None:
-    """List the installed runtimes, and why one of them is chosen."""
+    """List the runtimes, and explain the choice."""
     from polyxla.plugins.manager import plugin_problems
     from polyxla.plugins.selection import discover_all, select
 
