@@ -63,7 +63,8 @@ def check_replicas(
 ) -> None:
     """Compare training on one replica and several.
 
-    Trains a torch module both ways and compares the parameters. Exits with 1 if they differ by more than the tolerance.
+    Trains a torch module both ways and compares the parameters. Exits with 1 if they differ by more than the
+    tolerance.
     """
     from polyxla_training.replica_check import check_replicas as check
     from polyxla_training.replica_check import load_factory
