@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
+import multiprocessing.connection
 import os
 import re
 import shutil
@@ -84,6 +84,26 @@ def test_a_killed_replica_is_named_with_its_signal(
     assert peak is None or 5 < int(peak[1]) < 5000
     assert text == f"process 1 (pid {pid}) {how.format(peak=peak and peak[1])} before it returned a result"
     assert caught.value.exit_code == 1
+
+
+def test_a_death_is_named_though_the_error_that_it_caused_arrives_first(
+    run_bare: Callable[..., list[Any]], method: ProcessMethod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die_or_fail(replica: Replica) -> None:
+        pid = tmp_path / "pid"
+        if replica.ordinal == 1:
+            pid.with_suffix(".part").write_text(str(os.getpid()))
+            pid.with_suffix(".part").rename(pid)
+            os.kill(os.getpid(), signal.SIGKILL)
+        wait_for_files(pid)
+        wait_for_end_of([int(pid.read_text())])
+        raise RuntimeError("lost the other replica")
+
+    wait: Any = multiprocessing.connection.wait
+    monkeypatch.setattr(multiprocessing.connection, "wait", lambda pipes, *timeout: wait(pipes[:1], *timeout))
+    with pytest.raises(ReplicaLostError, match=r"process 1 \(pid \d+\) was ended by SIGKILL") as caught:
+        run_bare(die_or_fail, size=2, method=method)
+    assert str(caught.value.__cause__) == "lost the other replica"
 
 
 def test_a_lost_replica_is_seen_while_a_process_it_forked_lives_on(

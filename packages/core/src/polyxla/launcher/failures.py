@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import NoReturn
@@ -182,6 +182,20 @@ def lost(suspects: Sequence[ReplicaProcess]) -> ReplicaLostError:
     if killed and end.code != -signal.SIGKILL:
         first = killed[0]
     return ReplicaLostError(f"{first} {first.process.ended()} before it returned a result")
+
+
+def find_death(processes: Iterable[ReplicaProcess]) -> ReplicaLostError | None:
+    """Return the error for the first process that has ended without an answer; None if there is none.
+
+    Called when a launch fails anyway: the message of a process that has one is discarded.
+    """
+    for one in processes:
+        try:
+            if one.pipe.poll():
+                one.pipe.recv()
+        except (EOFError, OSError):
+            return lost([one])
+    return None
 
 
 def never_answered(process: ReplicaProcess, timeout_s: float, variable: str) -> ReplicaLostError:

@@ -196,7 +196,13 @@ def _gather(children: Sequence[ReplicaProcess]) -> list[Any]:
                 raise failures.stalled(children, child, message.content)
             waiting.pop(pipe)
             child.has_answered = True
-            results[child.index] = unpack(message.content)
+            try:
+                results[child.index] = unpack(message.content)
+            except BaseException as error:
+                # Errors follow from a death within milliseconds, and may overtake its notice.
+                if death := failures.find_death(waiting.values()):
+                    raise death from error
+                raise
         if not ready:
             _check_alive(waiting.values())
     return results
