@@ -106,6 +106,18 @@ def test_a_death_is_named_though_the_error_that_it_caused_arrives_first(
     assert str(caught.value.__cause__) == "lost the other replica"
 
 
+def test_a_known_cause_is_reported_in_place_of_the_error_that_it_caused(
+    run_bare: Callable[..., list[Any]], method: ProcessMethod
+) -> None:
+    def lose_the_device(_: Replica) -> None:
+        failures.blame(ReplicaLostError("the worker is gone"))
+        raise ValueError("a future failed")
+
+    with pytest.raises(ReplicaLostError, match="the worker is gone") as caught:
+        run_bare(lose_the_device, method=method)
+    assert "ValueError: a future failed" in str(caught.value.__cause__)
+
+
 def test_a_lost_replica_is_seen_while_a_process_it_forked_lives_on(
     run_bare: Callable[..., list[Any]], method: ProcessMethod, tmp_path: Path
 ) -> None:

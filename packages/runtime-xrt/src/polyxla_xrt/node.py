@@ -99,8 +99,10 @@ def describe() -> str:
 def _end_process(error: WorkerError, code: int) -> None:
     """End this process when its worker is gone or has ended its job, whatever its program does.
 
-    Called on the engine's reader thread, which must not block: another thread ends the process.
+    Called on the engine's reader thread, which must not block: another thread ends the process. The program's
+    futures have not failed yet, so what it raises comes after this.
     """
+    failures.blame(error, follows_another=code != Code.UNAVAILABLE)
     threading.Thread(target=_end, args=(error, code), name="polyxla-end", daemon=True).start()
 
 

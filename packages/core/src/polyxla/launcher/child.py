@@ -89,4 +89,4 @@ def _run(work: bytes | Callable[[], Any]) -> Returned | Raised:
         job, place = cloudpickle.loads(work)
         return Returned(job.run(place))
     except BaseException as error:
-        return Raised(error, traceback.format_exc())
+        return failures.explain(Raised(error, traceback.format_exc()))

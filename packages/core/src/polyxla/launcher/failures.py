@@ -8,6 +8,7 @@ replicas. Nothing else reports the end of a replica.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.connection
 import os
 import signal
 import sys
@@ -17,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from polyxla.console import say
 from polyxla.errors import PolyxlaError, ReplicaLostError, StalledError
@@ -30,6 +31,8 @@ POSITION_WAIT_S = 5.0
 """Longest wait, when replicas stall, until every process has reported its position, in seconds."""
 DEATH_GRACE_S = 3.0
 """Time for the launching process to notice that a replica process has died, in seconds."""
+DEATH_NOTICE_S = 0.2
+"""How long an error waits for the notice of a death that may have caused it, in seconds."""
 PARENT_GONE = 3
 """Exit code of a replica process whose launching process went away."""
 STALLED = 5
@@ -114,6 +117,28 @@ def give_up(error: PolyxlaError) -> NoReturn:
     os._exit(error.exit_code)
 
 
+def blame(error: PolyxlaError, *, follows_another: bool = False) -> None:
+    """Make `error` the answer of this process if its program raises from now on, which only follows from it.
+
+    Called in any thread, before the program can notice the failure.
+
+    Args:
+        error: the cause, such as a lost device.
+        follows_another: whether another replica's death or stall is behind it, which the launching process
+            reports better: the answer is held back until it has ended this process.
+    """
+    _own.cause, _own.cause_follows = error, follows_another
+
+
+def explain(answer: Raised) -> Raised:
+    """Return the answer of a program that raised: with the error of `blame` in its place, if there is one."""
+    if _own.cause is None:
+        return answer
+    if _own.cause_follows:
+        defer_to_launcher()
+    return Raised(_own.cause, answer.traceback)
+
+
 def defer_to_launcher() -> None:
     """Wait until the launching process has noticed which replica process died and has ended this one.
 
@@ -138,6 +163,8 @@ class _OwnProcess:
     """The state of this process, if it is a replica process."""
 
     link: ParentLink | None = None
+    cause: PolyxlaError | None = None
+    cause_follows: bool = False
     describe: Callable[[], str] = stacks
 
 
@@ -185,16 +212,23 @@ def lost(suspects: Sequence[ReplicaProcess]) -> ReplicaLostError:
 
 
 def find_death(processes: Iterable[ReplicaProcess]) -> ReplicaLostError | None:
-    """Return the error for the first process that has ended without an answer; None if there is none.
+    """Return the error for the first process that ends without an answer; None if there is none.
 
-    Called when a launch fails anyway: the message of a process that has one is discarded.
+    Called when a launch fails anyway: the message of a process that has one is discarded. Waits for
+    `DEATH_NOTICE_S`, since the pipe of a killed process closes with the last of its threads.
     """
-    for one in processes:
-        try:
-            if one.pipe.poll():
-                one.pipe.recv()
-        except (EOFError, OSError):
-            return lost([one])
+    remaining = {one.pipe: one for one in processes}
+    deadline = time.monotonic() + DEATH_NOTICE_S
+    while remaining:
+        ready: Any = multiprocessing.connection.wait(list(remaining), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return None
+        for pipe in ready:
+            one = remaining.pop(pipe)
+            try:
+                pipe.recv()
+            except (EOFError, OSError):
+                return lost([one])
     return None
 
 

@@ -205,9 +205,11 @@ class RemoteEngine(Engine):
     def _lose(self, code: int, error: WorkerError) -> None:
         """Fail every future: there will be no more answers. Runs on the reader thread.
 
-        The order matters. `_error` is set before the outbox is cut, because `_send` raises it when `put`
-        fails. The semaphore is released last: threads that wait for room then fail in `_send` as well.
+        The order matters. `on_lost` comes first: it must know the cause before the program fails of it.
+        `_error` is set before the outbox is cut, because `_send` raises it when `put` fails. The semaphore is
+        released last: threads that wait for room then fail in `_send` as well.
         """
+        self._on_lost(error, code)
         self._error = PjrtError(code, str(error))
         self._outbox.cut()
         with self._changed:
@@ -220,7 +222,6 @@ class RemoteEngine(Engine):
             request.fail(self._error)
         for _ in range(MAX_IN_FLIGHT):
             self._room.release()
-        self._on_lost(error, code)
 
     def _ask(self, size: int = 0) -> tuple[int, Future[memoryview]]:
         """Register a request; return its number and its answer, of `size` bytes if that is known."""
