@@ -76,9 +76,6 @@ UNEVEN = [
 MEAN, FIRST = 24 / 8, (8 + 0 * 3 + 4 * 2 + 0 * 2) / 8
 
 
-SIZE = (1 + 9 + 4 + 4) / 8
-
-
 def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     events = EventAccumulator(str(folder))
     events.Reload()

@@ -166,12 +166,6 @@ UNEVEN = [
 ]
 
 
-MEAN, FIRST = 24 / 8, (8 + 0 * 3 + 4 * 2 + 0 * 2) / 8
-
-
-SIZE = (1 + 9 + 4 + 4) / 8
-
-
 class _Manual(_Net):
     automatic_optimization = False
 

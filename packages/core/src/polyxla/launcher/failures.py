@@ -1,8 +1,8 @@
 """Reporting the death or the stall of a replica, on both sides of the pipe.
 
-In a replica process, `report_stall`, `give_up` and `defer_to_launcher` hand the failure to the launching
-process. There, `lost` and `stalled` turn it into the error that `polyxla.launch` raises, which ends all
-replicas. Nothing else reports the end of a replica.
+In a replica process, `report_stall`, `give_up`, `blame` and `defer_to_launcher` hand the failure to the
+launching process. There, `lost`, `find_death` and `stalled` turn it into the error that `polyxla.launch`
+raises, which ends all replicas. Nothing else reports the end of a replica.
 """
 
 from __future__ import annotations
