@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 import numpy as np
@@ -34,6 +36,19 @@ def test_draws_depend_only_on_the_seed(block: int) -> None:
         mine.append(each)
     assert mine == expected
     assert list(islice(iterate_seeded(draws, 6, block), 20)) != expected
+
+
+def test_threads_that_draw_at_once_draw_what_each_draws_alone() -> None:
+    def slow_draws() -> Iterator[float]:
+        for _ in range(50):
+            # The other threads run here, in the middle of a block.
+            time.sleep(0.0001)
+            yield random.random()
+
+    expected = list(iterate_seeded(slow_draws, 5, 10))
+    with ThreadPoolExecutor(4) as pool:
+        drawn = list(pool.map(lambda _: list(iterate_seeded(slow_draws, 5, 10)), range(8)))
+    assert drawn == [expected] * 8
 
 
 def test_other_code_draws_the_same_numbers() -> None:

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, TypeVar
@@ -13,6 +14,11 @@ from typing import Any, TypeVar
 import torch
 
 Item = TypeVar("Item")
+
+# Replicas that are threads share the process's generators. Without turns, one would draw from another's, each
+# replica would divide another order of the records, and some records would be read twice, others never.
+# Reentrant: what is drawn may itself be drawn from a seeded iterable.
+_exchanging = threading.RLock()
 
 
 def derive_seed(*parts: int) -> int:
@@ -30,27 +36,30 @@ def iterate_seeded(items: Callable[[], Iterable[Item]], seed: int, block: int) -
 
     The generators are torch's for the CPU, `random`'s and, if numpy is imported, numpy's global one. They
     are replaced while a block is drawn and restored after it, so other code draws the same numbers as
-    without this. Other threads must not draw from them meanwhile: they would draw from the replaced ones.
+    without this. Replicas that are threads of one process take turns. Other code of another thread must not
+    draw from them meanwhile: it would draw from the replaced ones.
 
     Args:
         items: makes the iterable; what it draws is seeded too.
         seed: 63 bits.
         block: number of items drawn at a time, between two exchanges of the generators.
     """
-    others = _states()
-    seed_generators(seed)
-    try:
-        iterator = iter(items())
-        drawn = list(islice(iterator, block))
-    finally:
-        own = _exchange(others)
-    while drawn:
-        yield from drawn
-        others = _exchange(own)
+    with _exchanging:
+        others = _states()
+        seed_generators(seed)
         try:
+            iterator = iter(items())
             drawn = list(islice(iterator, block))
         finally:
             own = _exchange(others)
+    while drawn:
+        yield from drawn
+        with _exchanging:
+            others = _exchange(own)
+            try:
+                drawn = list(islice(iterator, block))
+            finally:
+                own = _exchange(others)
 
 
 def with_generator(sampler: Any, seed: int) -> Any:
