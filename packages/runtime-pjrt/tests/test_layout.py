@@ -147,6 +147,17 @@ def test_one_emulated_core_is_bridged_and_one_cpu_is_not() -> None:
     assert plan_for({}, "CPU", (0,)) is None
 
 
+@pytest.mark.parametrize(("environ", "count"), [({}, "4"), ({env.CPU_NUM_DEVICES: "8"}, "8")])
+def test_a_program_for_several_cpu_devices_keeps_the_client_of_torch_xla(
+    environ: dict[str, str], count: str, tmp_path: Path
+) -> None:
+    found = discover(environ, "auto", tmp_path)
+    prepared = environ | replica_environment(environ, found, (0, 1, 2, 3))
+    assert prepared == {env.PJRT_DEVICE: "CPU", env.CPU_NUM_DEVICES: count}
+    # The launch in the program reads what `polyxla run` has prepared.
+    assert plan_for(prepared, "CPU", (0, 1, 2, 3)) == Plan("CPU", Layout(processes=4))
+
+
 @pytest.mark.parametrize(
     ("environ", "text"),
     [
@@ -164,9 +175,8 @@ def test_an_emulation_of_an_unknown_type_or_beside_the_cpu_is_refused(
     assert text in str(discover(environ, "auto", tmp_path).unavailable)
 
 
-def test_processes_of_torchrun_are_the_replicas(tmp_path: Path) -> None:
-    found = discover(TORCHRUN, "auto", tmp_path)
-    assert requested_devices(TORCHRUN, found) == (0, 1, 2, 3)
+def test_processes_of_torchrun_are_the_replicas() -> None:
+    assert requested_devices(TORCHRUN) == (0, 1, 2, 3)
     assert plan_for(TORCHRUN, "CPU", (0, 1, 2, 3)) == Plan("CPU", Layout(processes=4))
     # Two threads in each of its four.
     assert plan_for(TORCHRUN, "CPU", tuple(range(8))) == Plan("CPU", Layout(threads=2, processes=4))

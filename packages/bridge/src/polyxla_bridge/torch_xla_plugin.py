@@ -42,9 +42,14 @@ class EnginePlugin(DevicePlugin):
         raise NotImplementedError
 
     def library_path(self) -> str:
-        """Fill the function table and return the path of the library."""
+        """Fill the function table and return the path of the library.
+
+        Raises:
+            RuntimeError: the program is partitioned (SPMD).
+        """
         from polyxla_bridge import native
 
+        _refuse_spmd()
         activate(self.make_engine)
         return str(native.PATH)
 
@@ -75,6 +80,22 @@ class CpuPlugin(EnginePlugin):
         return env.current().processes
 
 
+def _refuse_spmd() -> None:
+    """Refuse partitioned programs, now and later: torch_xla would abort the process at the first one."""
+    from torch_xla import runtime
+
+    def use_spmd(auto: bool | None = False) -> None:
+        raise RuntimeError(_NO_SPMD)
+
+    runtime.use_spmd = use_spmd
+    if runtime.is_spmd():
+        use_spmd()
+
+
+_NO_SPMD = (
+    "SPMD programs (torch_xla.runtime.use_spmd) do not run on the bridge's devices, emulated TPUs among them; "
+    "run them on torch_xla's own: PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 python SCRIPT"
+)
 _active = threading.Lock()
 _log = logging.getLogger("polyxla.bridge")
 

@@ -57,7 +57,13 @@ def replica_environment(
         UsageError: these TPU cores cannot be used together, or the bridge is missing.
     """
     if plan := plan_for(environ, discovery.kind, devices):
-        return plan.program_environment(os.cpu_count() or 1)
+        if plan.kind == "TPU":
+            return plan.program_environment(os.cpu_count() or 1)
+        # The program keeps torch_xla's own client: it may be an SPMD program, which launches nothing.
+        return {
+            env.PJRT_DEVICE: "CPU",
+            env.CPU_NUM_DEVICES: environ.get(env.CPU_NUM_DEVICES) or str(len(devices)),
+        }
     if discovery.kind == "TPU":
         return cores.core_environment(environ, devices[0])
     return {env.PJRT_DEVICE: "CPU", env.POLYXLA_PJRT_LOCAL_DEVICE: str(devices[0])}
@@ -82,13 +88,13 @@ def plan_for(environ: Mapping[str, str], kind: str, devices: tuple[int, ...]) ->
     return plan
 
 
-def requested_devices(environ: Mapping[str, str], found: Discovery) -> tuple[int, ...]:
+def requested_devices(environ: Mapping[str, str]) -> tuple[int, ...]:
     """Return the devices that the environment requests.
 
     Raises:
-        DevicesError: they do not exist.
+        UsageError: they do not exist, or the environment is wrong.
     """
-    return pick_devices(from_environ(environ).devices, "pjrt", found.devices, found.growable)
+    return _requested(environ)[1]
 
 
 def requested_plan(environ: Mapping[str, str]) -> Plan | None:
@@ -97,10 +103,14 @@ def requested_plan(environ: Mapping[str, str]) -> Plan | None:
     Raises:
         UsageError: the environment requests something that cannot run.
     """
+    return plan_for(environ, *_requested(environ))
+
+
+def _requested(environ: Mapping[str, str]) -> tuple[str, tuple[int, ...]]:
     found = discover(environ, "auto")
     if found.unavailable:
         raise UsageError(found.unavailable, fix=found.fix)
-    return plan_for(environ, found.kind, requested_devices(environ, found))
+    return found.kind, pick_devices(from_environ(environ).devices, "pjrt", found.devices, found.growable)
 
 
 def requested_kind(environ: Mapping[str, str]) -> str:
@@ -191,4 +201,4 @@ def prepared_plan(environ: Mapping[str, str]) -> Plan | None:
     kind = environ.get(env.PJRT_DEVICE)
     # torch_xla itself launches on all of a host's TPU cores, but knows nothing of a part of them.
     some_cores = kind == "TPU" and environ.get(POLYXLA_DEVICES, "auto") != "auto"
-    return requested_plan(environ) if kind in PREPARED.values() or some_cores else None
+    return requested_plan(environ) if kind in ("CPU", *PREPARED.values()) or some_cores else None

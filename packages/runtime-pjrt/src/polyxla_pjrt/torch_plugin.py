@@ -1,8 +1,9 @@
 """The runtime's entry point in torch_xla, which imports this module with itself, also in plain programs.
 
-Where the environment asks for bridged replicas, ``torch_xla.launch`` and ``xmp.spawn`` start them as
-`polyxla.launch` does: prepared processes, real collectives, no silent hang. Otherwise the only change is that
-the line is recorded that first uses a device.
+Where the environment asks for several replicas, ``torch_xla.launch`` and ``xmp.spawn`` start them as
+`polyxla.launch` does: prepared processes, real collectives, no silent hang. A program that launches nothing,
+such as an SPMD program, keeps torch_xla's own client for the CPU; the only change is that the line is recorded
+that first uses a device.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch_xla
 import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
 
 from polyxla.env import POLYXLA_RUNTIME, snapshot, update_environ
 from polyxla.launcher.processes import ProcessWork
@@ -29,7 +31,8 @@ __all__ = ["EmulatedTpu"]
 
 
 def prepare(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a plain torch_xla program needs; none where it does not use the bridge.
+    """Return the variables that a plain torch_xla program needs to run on the bridge, as it does on an emulated
+    TPU and in a process of torchrun; none elsewhere.
 
     Raises:
         UsageError: the environment asks for replicas that cannot run.
@@ -41,8 +44,15 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
     if environ.get(env.PJRT_DEVICE) in PREPARED.values() or any(name in environ for name in prepared):
         return {}
     is_started_by_torchrun = torchrun.process_count(environ) is not None
-    asks_for_cpu = environ.get(env.PJRT_DEVICE, "CPU" if is_started_by_torchrun else "") == "CPU"
-    if not environ.get(env.POLYXLA_EMULATE) and not asks_for_cpu:
+    if environ.get(env.POLYXLA_EMULATE) or is_started_by_torchrun:
+        return _bridged(environ, is_started_by_torchrun)
+    if environ.get(env.PJRT_DEVICE) == "CPU" and len(discovery.requested_devices(environ)) == 1:
+        say_uncached(environ)
+    return {}
+
+
+def _bridged(environ: Mapping[str, str], is_started_by_torchrun: bool) -> dict[str, str]:
+    if not environ.get(env.POLYXLA_EMULATE) and environ.get(env.PJRT_DEVICE, "CPU") != "CPU":
         return {}
     plan = discovery.requested_plan(environ)
     if plan is None:
@@ -51,6 +61,11 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
     if is_started_by_torchrun:
         return torchrun.environment(plan, environ, os.cpu_count() or 1)
     return plan.program_environment(os.cpu_count() or 1)
+
+
+def _launch_plan() -> Plan | None:
+    """Return the plan of a launch in this process; None where torch_xla decides, as for an SPMD program."""
+    return None if xr.is_spmd() else discovery.prepared_plan(snapshot())
 
 
 def _run(plan: Plan, launched: TorchXlaLaunch) -> list[Any]:
@@ -69,7 +84,7 @@ def _join_torchrun() -> None:
 
 def _install() -> None:
     update_environ(prepare(snapshot()))
-    handle_launches(lambda: discovery.prepared_plan(snapshot()), _run)
+    handle_launches(_launch_plan, _run)
     first_device_use.record(_join_torchrun)
     if snapshot().get(env.PJRT_DEVICE) == PREPARED["TPU"]:
         register_emulated()
