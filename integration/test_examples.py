@@ -32,7 +32,8 @@ def test_weights_stay_tied(runtime: RuntimeUnderTest) -> None:
     assert result == {"tied": True, "parameters": 50 * 32 + 32 * 32 + 32, "right": 1.0}
 
 
-@pytest.mark.parametrize("precision", [pytest.param("32-true", marks=pytest.mark.long), "bf16-mixed"])
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_language_model_learns_in_both_precisions(
     runtime: RuntimeUnderTest, precision: str, tmp_path: Path
 ) -> None:
@@ -70,8 +71,12 @@ def _run(runtime: RuntimeUnderTest, module: str, *arguments: str) -> list[str]:
     return [*run, f"polyxla_examples.{module}", "--json", *arguments]
 
 
+# An epoch has 44 steps: the first kill is in the first epoch, the second in the second.
+@pytest.mark.parametrize(
+    "kills", [pytest.param((15, 55), id="twice", marks=pytest.mark.long), pytest.param((55,), id="once")]
+)
 def test_digits_killed_in_mid_epoch_resumes_to_the_same_bits(
-    runtime: RuntimeUnderTest, tmp_path: Path
+    runtime: RuntimeUnderTest, tmp_path: Path, kills: tuple[int, ...]
 ) -> None:
     def command(directory: Path) -> list[str]:
         return _run(
@@ -80,8 +85,7 @@ def test_digits_killed_in_mid_epoch_resumes_to_the_same_bits(
 
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     subprocess.run(command(whole), check=True, capture_output=True, timeout=WAIT_S)
-    # An epoch has 44 steps: kill once in the first, once in the second.
-    for step in (15, 55):
+    for step in kills:
         _kill_at(command(broken), broken, step, signal.SIGKILL)
     subprocess.run(command(broken), check=True, capture_output=True, timeout=WAIT_S)
     expected, found = (load(one / "step-00000088.safetensors") for one in (whole, broken))

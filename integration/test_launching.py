@@ -65,6 +65,7 @@ def test_polyxla_run_starts_the_fork_server_before_the_script(clean_environ: dic
     assert "RESULT 1 True" in done.stdout, done.stderr
 
 
+@pytest.mark.long
 def test_a_torchrun_with_another_number_of_processes_is_refused(clean_environ: dict[str, str]) -> None:
     done = run(torchrun(2, str(SEEDS / "all_reduce.py")), {**clean_environ, "POLYXLA_EMULATE": "v5e-4"})
     assert done.returncode != 0

@@ -52,7 +52,7 @@ def test_an_spmd_program_trains_on_all_devices(
     assert float(loss) == pytest.approx(loss_on_cpu(), abs=1e-5)
 
 
-def test_a_program_that_launches_nothing_has_all_devices_in_its_process(clean_environ: dict[str, str]) -> None:
+def test_a_program_that_launches_nothing_has_all_devices(clean_environ: dict[str, str]) -> None:
     done = run([sys.executable, str(PROGRAMS / "use_all_devices.py")], {**clean_environ, **CPU})
     assert done.returncode == 0, done.stderr
     assert done.stdout == "RESULT ['xla:0', 'xla:1', 'xla:2', 'xla:3'] [6, 10, 14, 18]\n"
@@ -64,6 +64,7 @@ def test_an_spmd_program_on_an_emulated_tpu_is_refused(clean_environ: dict[str, 
     )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
-        "RuntimeError: SPMD programs (torch_xla.runtime.use_spmd) do not run on the bridge's devices, emulated "
-        "TPUs among them; run them on torch_xla's own: PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 python SCRIPT"
+        "RuntimeError: SPMD programs (torch_xla.runtime.use_spmd) do not run on polyxla's bridge, which "
+        "emulates TPUs too; run them on torch_xla's own CPU devices: PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 python "
+        "SCRIPT"
     )

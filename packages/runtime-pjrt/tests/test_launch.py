@@ -31,6 +31,7 @@ def python(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_a_spawned_replica_runs_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env.CPU_NUM_DEVICES, "8")
     [(kind, device, pid)] = launch(describe, runtime="pjrt", devices=[5], start_method="spawn")
@@ -51,7 +52,10 @@ def test_an_inline_replica_can_be_launched_twice_and_leaves_no_variable() -> Non
 
 @pytest.mark.parametrize(
     ("requested", "count"),
-    [({"POLYXLA_COMPILE_CACHE": "/mine"}, 1), ({"POLYXLA_COMPILE_CACHE": "off"}, 0)],
+    [
+        ({"POLYXLA_COMPILE_CACHE": "/mine"}, 1),
+        pytest.param({"POLYXLA_COMPILE_CACHE": "off"}, 0, marks=pytest.mark.long),
+    ],
 )
 def test_a_requested_compile_cache_is_reported_as_unused_with_one_replica(
     requested: dict[str, str], count: int

@@ -93,8 +93,8 @@ def _refuse_spmd() -> None:
 
 
 _NO_SPMD = (
-    "SPMD programs (torch_xla.runtime.use_spmd) do not run on the bridge's devices, emulated TPUs among them; "
-    "run them on torch_xla's own: PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 python SCRIPT"
+    "SPMD programs (torch_xla.runtime.use_spmd) do not run on polyxla's bridge, which emulates TPUs too; run "
+    "them on torch_xla's own CPU devices: PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 python SCRIPT"
 )
 _active = threading.Lock()
 _log = logging.getLogger("polyxla.bridge")

@@ -2,8 +2,8 @@
 
 Where the environment asks for several replicas, ``torch_xla.launch`` and ``xmp.spawn`` start them as
 `polyxla.launch` does: prepared processes, real collectives, no silent hang. A program that launches nothing,
-such as an SPMD program, keeps torch_xla's own client for the CPU; the only change is that the line is recorded
-that first uses a device.
+such as an SPMD program, keeps torch_xla's own client for the CPU; only the line is recorded that first uses a
+device.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ __all__ = ["EmulatedTpu"]
 
 
 def prepare(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a plain torch_xla program needs to run on the bridge, as it does on an emulated
-    TPU and in a process of torchrun; none elsewhere.
+    """Return the variables that put a plain torch_xla program on the bridge; none where it is not needed.
+
+    It is needed on an emulated TPU, and in the processes of torchrun on the CPU.
 
     Raises:
         UsageError: the environment asks for replicas that cannot run.
