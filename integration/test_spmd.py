@@ -37,9 +37,7 @@ def loss_on_cpu() -> float:
     ("command", "environ"),
     [
         ([sys.executable], CPU),
-        pytest.param(
-            [sys.executable, "-m", "polyxla", "run", "--devices", "4"], {}, marks=pytest.mark.long
-        ),
+        pytest.param([sys.executable, "-m", "polyxla", "run", "--devices", "4"], {}, marks=pytest.mark.long),
     ],
 )
 def test_an_spmd_program_trains_on_all_devices(
@@ -63,8 +61,6 @@ def test_an_spmd_program_on_an_emulated_tpu_is_refused(clean_environ: dict[str, 
         [sys.executable, str(PROGRAMS / "train_sharded.py")], {**clean_environ, "POLYXLA_EMULATE": "v4-8"}
     )
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == (
-        "RuntimeError: SPMD programs (torch_xla.runtime.use_spmd) do not run on polyxla's bridge, which "
-        "emulates TPUs too; run them on torch_xla's own CPU devices: PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 python "
-        "SCRIPT"
-    )
+    [*_, line] = done.stderr.splitlines()
+    assert line.startswith("RuntimeError: SPMD programs (torch_xla.runtime.use_spmd) do not run on polyxla's")
+    assert line.endswith("torch_xla's own CPU devices: PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 python SCRIPT")
