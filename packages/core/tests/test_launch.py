@@ -180,7 +180,7 @@ def test_the_callers_environment_does_not_change(
             print,
             {"runtime": "xrt"},
             "runtime 'xrt' is not installed (installed: echo) (from runtime='xrt'). "
-            "Install it: pip install polyxla-runtime-xrt",
+            "Install it: pip install ./packages/bridge ./packages/runtime-xrt",
             id="missing-runtime",
         ),
         pytest.param(
@@ -227,7 +227,9 @@ def test_an_error_names_the_variable_that_is_wrong(
 @pytest.mark.parametrize(
     ("is_installed", "fix"),
     [
-        pytest.param(False, "Install the usual policies: pip install polyxla-precision", id="not-installed"),
+        pytest.param(
+            False, "Install the usual policies: pip install ./packages/precision", id="not-installed"
+        ),
         pytest.param(
             True,
             "Write precision='bf16-mixed' or '32-true', or leave it out to keep the module's own dtypes.",

@@ -131,7 +131,7 @@ def test_equal_claims_are_refused(claim: Claim) -> None:
         pytest.param(
             [],
             "no runtime can be chosen (none is installed). "
-            "Install one, such as: pip install polyxla-runtime-pjrt",
+            "Install one, such as: pip install ./packages/runtime-pjrt",
             id="none-installed",
         ),
         pytest.param(
@@ -218,7 +218,7 @@ def test_xrt_asked_for_and_missing_is_never_a_fallback(
         choose(others, environ)
     assert str(caught.value) == (
         "runtime 'xrt' is not installed (installed: none) "
-        f"(from XRT_TPU_CONFIG={TPU}). Install it: pip install polyxla-runtime-xrt"
+        f"(from XRT_TPU_CONFIG={TPU}). Install it: pip install ./packages/bridge ./packages/runtime-xrt"
     )
 
 

@@ -142,5 +142,5 @@ def test_without_tensorboard_the_error_says_what_to_install(monkeypatch: pytest.
         _trainer(log_dir="here").fit(_Net(), _data(1))
     assert str(caught.value) == (
         "TensorBoard is not installed (from Trainer(log_dir=...)). "
-        "Install it: pip install 'polyxla-training[tensorboard]', or pass log_dir=None."
+        "Install it: pip install './packages/training[tensorboard]', or pass log_dir=None."
     )

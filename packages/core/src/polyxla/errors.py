@@ -2,6 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
+
+INSTALL_PREFIX = "./packages/"
+"""What stands before a package's name in pip's arguments: a directory of polyxla's repository, until the
+packages are released; then ``polyxla-``."""
+_NEEDS = {"polyxla-runtime-xrt": ["polyxla-bridge"]}
+"""What a package requires of ours beside the core, which pip has to find as well."""
+
+
+def pip_install(distribution: str) -> str:
+    """Return the command that installs a package of ours, such as ``polyxla-training[report]``."""
+    names = [*_NEEDS.get(distribution, []), distribution]
+    return shlex.join(["pip", "install", *(INSTALL_PREFIX + name.removeprefix("polyxla-") for name in names)])
+
 
 class PolyxlaError(Exception):
     """Base class of every error that polyxla raises on purpose.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from polyxla import UsageError, World
 from polyxla.console import say_once
+from polyxla.errors import pip_install
 from polyxla.launcher.ports import LOCALHOST, free_ports
 from polyxla_pjrt import env
 from polyxla_pjrt.tpu.accelerators import AcceleratorType
@@ -237,5 +238,5 @@ def require_bridge(count: int) -> None:
         raise UsageError(
             f"{count} replicas on the CPU need polyxla-bridge, which is not installed",
             where="devices",
-            fix="Install it (pip install polyxla-bridge), or write devices=1.",
+            fix=f"Install it ({pip_install('polyxla-bridge')}), or write devices=1.",
         )

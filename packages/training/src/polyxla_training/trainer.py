@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyxla.console import say, say_once
+from polyxla.errors import pip_install
 from polyxla.launcher.launch import launch
 from polyxla_training.options import FitOptions, LaunchOptions, TrainerOptions
 from polyxla_training.stop_request import forward_sigterm
@@ -100,7 +101,7 @@ class Trainer(TrainerOptions):
         if importlib.util.find_spec("tensorboard") is None:
             say_once(
                 "TensorBoard is not installed, so nothing is logged: "
-                "pip install 'polyxla-training[tensorboard]'"
+                f"{pip_install('polyxla-training[tensorboard]')}"
             )
             return None
         return str(Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")

@@ -18,7 +18,7 @@ import pluggy
 
 from polyxla import hookspecs
 from polyxla.console import say_once
-from polyxla.errors import BrokenPluginError, RuntimeNotInstalledError, UnknownRuntimeError
+from polyxla.errors import BrokenPluginError, RuntimeNotInstalledError, UnknownRuntimeError, pip_install
 
 RUNTIMES = "polyxla.runtimes"
 """Entry-point group of runtimes: the entry's name is the runtime's name."""
@@ -105,7 +105,7 @@ def find_runtime(name: str, origin: str) -> RuntimeEntry:
         raise RuntimeNotInstalledError(
             f"runtime {name!r} is not installed (installed: {installed})",
             where=origin,
-            fix=f"Install it: pip install {known.distribution}",
+            fix=f"Install it: {pip_install(known.distribution)}",
         )
     near = difflib.get_close_matches(name.lower(), [*entries, *KNOWN_RUNTIMES], n=1)
     raise UnknownRuntimeError(

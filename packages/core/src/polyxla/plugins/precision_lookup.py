@@ -8,7 +8,7 @@ import pluggy
 
 from polyxla.contracts.precision import Precision, UnchangedPrecision
 from polyxla.env import Setting
-from polyxla.errors import UsageError
+from polyxla.errors import UsageError, pip_install
 
 DISTRIBUTION = "polyxla-precision"
 """The distribution that brings the usual policies."""
@@ -53,5 +53,5 @@ def _fix() -> str:
     try:
         importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
-        return f"Install the usual policies: pip install {DISTRIBUTION}"
+        return f"Install the usual policies: {pip_install(DISTRIBUTION)}"
     return FIX

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from polyxla.contracts.discovery import Claim, Discovery
 from polyxla.env import POLYXLA_RUNTIME, Setting
-from polyxla.errors import BrokenPluginError, RuntimeUnavailableError
+from polyxla.errors import BrokenPluginError, RuntimeUnavailableError, pip_install
 from polyxla.plugins.manager import KNOWN_RUNTIMES, RuntimeEntry, find_runtime, load_runtime, runtime_entries
 
 
@@ -178,7 +178,7 @@ def _no_claim(candidates: Sequence[Candidate]) -> RuntimeUnavailableError:
     seen = "; ".join(f"{one.name}: {one.why_not or 'not asked for'}" for one in candidates)
     return RuntimeUnavailableError(
         f"no runtime can be chosen ({seen or 'none is installed'})",
-        fix="Install one, such as: pip install polyxla-runtime-pjrt"
+        fix=f"Install one, such as: {pip_install('polyxla-runtime-pjrt')}"
         if not candidates
         else f"Name one with --runtime or {POLYXLA_RUNTIME}.",
     )

@@ -13,7 +13,7 @@ from polyxla.console import say_once
 from polyxla.contracts.counters import Counters
 from polyxla.contracts.precision import Precision
 from polyxla.contracts.replication import Replication
-from polyxla.errors import UsageError
+from polyxla.errors import UsageError, pip_install
 from polyxla.replica import random_state
 from polyxla.replica.collectives import Collectives
 from polyxla.replica.host_batches import ReadOptions
@@ -98,7 +98,8 @@ class Replica(Collectives):
             raise UsageError(
                 f"no installed plugin can divide the records of {type(loader).__name__} "
                 f"among {self.world_size} replicas; all of them would train on the same records",
-                fix="Install one (pip install polyxla-sampler), or divide them yourself and use to_device.",
+                fix=f"Install one ({pip_install('polyxla-sampler')}), or divide them yourself and use "
+                "to_device.",
             )
         # One replica reads everything: nothing was divided, so there is nothing to announce.
         if self.world_size > 1 and self.is_first and (note := getattr(shard, "note", "")):

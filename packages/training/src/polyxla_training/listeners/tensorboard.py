@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from polyxla.console import say
-from polyxla.errors import UsageError
+from polyxla.errors import UsageError, pip_install
 from polyxla.hookspecs import hookimpl
 
 try:
@@ -15,7 +15,7 @@ except ImportError as error:
     raise UsageError(
         "TensorBoard is not installed",
         where="Trainer(log_dir=...)",
-        fix="Install it: pip install 'polyxla-training[tensorboard]', or pass log_dir=None.",
+        fix=f"Install it: {pip_install('polyxla-training[tensorboard]')}, or pass log_dir=None.",
     ) from error
 
 if TYPE_CHECKING:

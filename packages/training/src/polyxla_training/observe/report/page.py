@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-from polyxla.errors import UsageError
+from polyxla.errors import UsageError, pip_install
 from polyxla_training.observe.report import text
 from polyxla_training.observe.report.plots import plots, svg
 from polyxla_training.observe.report.run import Run
@@ -15,7 +15,7 @@ except ImportError as error:
     raise UsageError(
         "Jinja is not installed, which renders the report's page",
         where="polyxla report",
-        fix="Install it: pip install 'polyxla-training[report]', or use polyxla report --text.",
+        fix=f"Install it: {pip_install('polyxla-training[report]')}, or use polyxla report --text.",
     ) from error
 
 

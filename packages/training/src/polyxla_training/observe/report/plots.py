@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from polyxla.errors import UsageError
+from polyxla.errors import UsageError, pip_install
 from polyxla_training.observe.report.run import Curve, Run
 
 try:
@@ -17,7 +17,7 @@ except ImportError as error:
     raise UsageError(
         "matplotlib is not installed, which draws the report's plots",
         where="polyxla report",
-        fix="Install it: pip install 'polyxla-training[report]', or use polyxla report --text.",
+        fix=f"Install it: {pip_install('polyxla-training[report]')}, or use polyxla report --text.",
     ) from error
 
 COLOURS = ("#2f7ed8", "#e07b39", "#2a9d6f", "#b5499b", "#8a8a2a", "#6a6ad8")
