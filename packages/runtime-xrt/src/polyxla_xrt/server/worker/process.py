@@ -21,6 +21,7 @@ from polyxla_bridge.errors import PjrtError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
 from polyxla_xrt.protocol.worker import OPTIONS, SERVICE
+from polyxla_xrt.server.malformed_requests import MalformedRequests
 from polyxla_xrt.server.worker.job_engine import cpu_engine
 from polyxla_xrt.server.worker.leases import MAX_WAITING
 from polyxla_xrt.server.worker.security import Security, TokenInterceptor
@@ -106,7 +107,7 @@ def _server(serving: ServingOptions, servicer: WorkerServicer) -> Any:
     token = serving.security.token()
     server = grpc.server(
         ThreadPoolExecutor(threads, thread_name_prefix="polyxla-call"),
-        interceptors=[TokenInterceptor(token)] if token else [],
+        interceptors=[*([TokenInterceptor(token)] if token else []), MalformedRequests()],
         options=_SERVER_OPTIONS,
         # A call beyond that fails at once: queued inside gRPC, it would hang without a reason.
         maximum_concurrent_rpcs=threads,

@@ -1,0 +1,62 @@
+"""Malformed requests, refused without grpcio's own way, which leaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+_MALFORMED = object()
+
+
+class MalformedRequests(grpc.ServerInterceptor):  # type: ignore[misc]
+    """Rejects calls whose request cannot be parsed.
+
+    If a deserializer raises, grpcio ends a call with one request twice: when the parsing failed, and when the
+    client closes the call. The second status is never sent, and each such call leaves 19 KB in the process.
+    With a deserializer that does not raise, the call ends once.
+
+    Source: `_receive_message` and `_unary_request` in grpc/_server.py of grpcio 1.85. A bare server leaks as
+    much; it does not if `_abort` returns at once for a state that is ``statused``.
+    """
+
+    def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
+        """Return the call's handler; if it takes one request, with a deserializer that does not raise."""
+        handler = continuation(details)
+        if handler is None or handler.request_streaming or handler.request_deserializer is None:
+            return handler
+        parse = handler.request_deserializer
+        if handler.response_streaming:
+            make, behavior = grpc.unary_stream_rpc_method_handler, _checked_stream(handler.unary_stream)
+        else:
+            make, behavior = grpc.unary_unary_rpc_method_handler, _checked(handler.unary_unary)
+        return make(behavior, lambda data: _parsed(parse, data), handler.response_serializer)
+
+
+def _parsed(parse: Callable[[bytes], Any], data: bytes) -> Any:
+    try:
+        return parse(data)
+    except Exception:
+        return _MALFORMED
+
+
+def _checked(behavior: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def call(request: Any, context: Any) -> Any:
+        _check(request, context)
+        return behavior(request, context)
+
+    return call
+
+
+def _checked_stream(behavior: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def call(request: Any, context: Any) -> Any:
+        _check(request, context)
+        yield from behavior(request, context)
+
+    return call
+
+
+def _check(request: Any, context: Any) -> None:
+    if request is _MALFORMED:
+        context.abort(grpc.StatusCode.INTERNAL, "the request cannot be parsed")
