@@ -9,7 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 from polyxla import Replica, UsageError
 from polyxla.testing import RuntimeUnderTest
@@ -75,12 +77,14 @@ def test_a_torchrun_with_another_number_of_processes_is_refused(clean_environ: d
 
 def test_two_cells_of_a_notebook_can_launch(clean_environ: dict[str, str]) -> None:
     environ = {**clean_environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
-    # With -c: a kernel's __main__ is not the file of a script either.
-    kernel = (PROGRAMS / "notebook_kernel.py").read_text()
-    done = run([sys.executable, "-c", kernel, str(PROGRAMS / "notebook_cells.py")], environ)
-    assert done.returncode == 0, done.stderr
-    assert sorted(re.findall(r"CELL (\d \d+)", done.stdout)) == ["0 20", "0 200", "1 20", "1 200"]
-    assert "LAUNCHED [200, 200]" in done.stdout
+    _, *cells = (PROGRAMS / "notebook_cells.py").read_text().split("# %%\n")
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    # A real kernel, in a process of its own; a cell that raises raises here.
+    NotebookClient(notebook, timeout=TIMEOUT_S, kernel_name="python3").execute(env=environ)
+    printed = ["".join(output.text for output in cell.outputs) for cell in notebook.cells]
+    # The lines of the replicas' processes appear under the cell that launched them.
+    assert sorted(printed[0].splitlines()) == ["CELL 0 20", "CELL 1 20"]
+    assert sorted(printed[1].splitlines()) == ["CELL 0 200", "CELL 1 200", "LAUNCHED [200, 200]"]
 
 
 def test_forked_replicas_share_the_objects_of_the_parent(clean_environ: dict[str, str]) -> None:

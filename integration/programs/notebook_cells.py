@@ -1,4 +1,4 @@
-"""Two cells of a notebook that launch several times; run by notebook_kernel.py."""
+"""Two cells of a notebook that launch several times."""
 
 # %%
 import os
