@@ -45,6 +45,8 @@ TESTS_NEED = {"training": ["sampler"]}
 RUNTIMES = ["pjrt", "xrt"]
 # These promise a range of versions, and are tested with the oldest. The others follow one torch_xla release.
 WITH_A_RANGE = ["core", "sampler", "precision", "training"]
+# torch 2.9's wheels are manylinux_2_28: no machine that runs them has an older glibc.
+NEWEST_GLIBC = 28
 
 
 def group(name: str) -> tuple[str, ...]:
@@ -214,7 +216,7 @@ def minimums(session: nox.Session) -> None:
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Build every package into dist/, compare wheels with sources, and install two in a bare environment."""
+    """Build every package into dist/ as an index accepts it, compare with the sources, install three."""
     install(session, requirements=group("build"))
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
@@ -222,16 +224,21 @@ def build(session: nox.Session) -> None:
         # Through the source distribution: a file missing there is missing in the wheel.
         how = ["--no-isolation", f"--outdir={dist}"]
         session.run("python", "-m", "build", *how, f"packages/{package}", silent=True)
+    for wheel in dist.glob("*-linux_*.whl"):
+        # An index refuses this tag. auditwheel finds the oldest glibc and libstdc++ that will do.
+        session.run("auditwheel", "repair", "--wheel-dir", str(dist), str(wheel))
+        wheel.unlink()
     wheels = {package: next(dist.glob(f"{file_name(package)}-*.whl")) for package in PROJECTS}
     problems = [text for package, wheel in wheels.items() for text in look_into(wheel, package)]
+    session.run("twine", "check", "--strict", *sorted(str(path) for path in dist.iterdir()))
     if problems:
         session.error("\n".join(problems))
     bare = Path(session.create_tmp()) / "bare"
     session.run("python", "-m", "venv", "--clear", str(bare))
     python = str(bare / "bin" / "python")
     offline = ["--quiet", "--no-index", "--no-deps", "--disable-pip-version-check"]
-    pair = [str(wheels["core"]), str(wheels["runtime-pjrt"])]
-    session.run(python, "-m", "pip", "install", *offline, *pair, external=True)
+    some = [str(wheels[package]) for package in ("bridge", "core", "runtime-pjrt")]
+    session.run(python, "-m", "pip", "install", *offline, *some, external=True)
     session.run(python, "-c", SEE_ENTRY_POINTS, external=True)
 
 
@@ -273,12 +280,22 @@ def look_into(wheel: Path, package: str) -> list[str]:
     # The umbrella has no code.
     if files and not any(name.endswith("/py.typed") for name in files):
         problems.append("py.typed is missing")
+    problems += wrong_tag(wheel)
     if len({one["version"] for one in PROJECTS.values()}) != 1:
         problems.append("the packages have more than one version")
     found = {section: dict(parser[section]) for section in parser.sections()}
     if found != expected:
         problems.append(f"entry points {found}, not {expected}")
     return [f"{wheel.name}: {text}" for text in problems]
+
+
+def wrong_tag(wheel: Path) -> list[str]:
+    """Return what is wrong with a wheel's platforms: an index accepts any platform, or a manylinux."""
+    platform = wheel.stem.rpartition("-")[2]
+    glibcs = [int(minor) for minor in re.findall(r"manylinux_2_(\d+)_", platform)]
+    if platform == "any" or (glibcs and min(glibcs) <= NEWEST_GLIBC):
+        return []
+    return [f"it is for {platform}, not for manylinux_2_{NEWEST_GLIBC} or older"]
 
 
 @nox.session

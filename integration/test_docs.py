@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +19,7 @@ import polyxla_xrt.env
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+TIMEOUT_S = 120
 HOOKSPECS = [polyxla.hookspecs, polyxla_training.hookspecs]
 
 
@@ -43,6 +46,52 @@ def test_python_in_the_pages_compiles(path: Path) -> None:
     for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL):
         if "--8<--" not in block:
             compile(block, path.name, "exec")
+
+
+READMES = sorted(ROOT.glob("packages/*/README.md"))
+# What each example prints; the examples of the other packages take longer.
+PRINTED = {
+    "bridge": r"tensor\(\[\[4\., 4\.\]\]\)\n",
+    "core": r"\[[\d.e-]+, [\d.e-]+\]\n",
+    "polyxla": r"(2\.9|3\.0)\d+ (0\.9|1\.0)\d*\n",
+    "precision": r"\[torch\.bfloat16, torch\.bfloat16, torch\.float32, torch\.float32\]\n",
+    "runtime-pjrt": r"\[\[1\.0, 1\.0\], \[1\.0, 1\.0\]\]\n",
+    "runtime-xrt": r"\[\[1\.0, 1\.0\], \[1\.0, 1\.0\]\]\n",
+    "sampler": r"0 \[\[2, 3\], \[7, 4\], \[8\]\]\n1 \[\[7, 3\], \[0, 4\], \[2\]\]\n910635848\n",
+    "training": r"(2\.9|3\.0)\d+ (0\.9|1\.0)\d*\n",
+}
+QUICK = {"precision", "sampler"}
+
+
+@pytest.mark.parametrize(
+    "package",
+    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for name in sorted(PRINTED)],
+)
+def test_the_example_of_a_readme_runs(package: str, clean_environ: dict[str, str], tmp_path: Path) -> None:
+    text = (ROOT / "packages" / package / "README.md").read_text()
+    script = tmp_path / "example.py"
+    script.write_text(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0])
+    done = subprocess.run(
+        [sys.executable, script.name],
+        cwd=tmp_path,
+        env=clean_environ,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(PRINTED[package], done.stdout), done.stdout
+
+
+@pytest.mark.parametrize("path", READMES, ids=lambda path: path.parent.name)
+def test_a_readme_says_how_to_install_and_links_to_the_documentation(path: Path) -> None:
+    text = path.read_text()
+    assert f"./packages/{path.parent.name}" in text
+    pages = re.findall(r"\]\(https://polyxla\.github\.io/polyxla/([\w-]+)/", text)
+    assert pages
+    assert [name for name in pages if not (ROOT / "docs" / f"{name}.md").is_file()] == []
+    assert re.findall(r"\]\((?!https://)", text) == [], "a relative link leads nowhere on a package index"
 
 
 def test_every_page_is_in_the_navigation() -> None:

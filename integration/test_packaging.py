@@ -91,6 +91,22 @@ def test_a_package_is_complete(package: str) -> None:
     assert all((module / "py.typed").is_file() for module in modules(package))
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_says_where_it_comes_from(package: str) -> None:
+    table = project(package)
+    address = "https://github.com/polyxla/polyxla"
+    assert table["urls"] == {
+        "Homepage": address,
+        "Documentation": "https://polyxla.github.io/polyxla/",
+        "Source": f"{address}/tree/main/packages/{package}",
+        "Issues": f"{address}/issues",
+        "Changelog": f"{address}/blob/main/CHANGELOG.md",
+    }
+    assert table["license-files"] == ["LICENSE"]
+    assert len(table["keywords"]) >= 4
+    assert "Operating System :: POSIX :: Linux" in table["classifiers"]
+
+
 def test_each_entry_point_is_installed_once() -> None:
     for group in ("polyxla", "polyxla.hookspecs", "polyxla.runtimes"):
         declared = {

@@ -16,8 +16,12 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FLAGS = ["-fPIC", "-O2", "-pthread", "-Wall", "-Wextra", "-Werror"]
-LANGUAGES = {"*.c": ("CC", "cc", "-std=c11"), "*.cc": ("CXX", "c++", "-std=c++17")}
-"""By file pattern: the variable that chooses the compiler, the default compiler, the language standard."""
+LANGUAGES = {
+    "*.c": ("CC", "cc", ["-std=c11"]),
+    # Without sized operator delete, of GCC 5, the wheel fits manylinux_2_17.
+    "*.cc": ("CXX", "c++", ["-std=c++17", "-fno-sized-deallocation"]),
+}
+"""By file pattern: the variable that chooses the compiler, the default compiler, the language's flags."""
 C_TYPES = {
     ctypes.c_void_p: "void *",
     ctypes.c_size_t: "size_t ",
@@ -37,10 +41,10 @@ class LibraryBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         with tempfile.TemporaryDirectory() as made:
             (Path(made) / "abi.h").write_text(header(package / "abi.py"))
             objects = []
-            for pattern, (variable, default, standard) in LANGUAGES.items():
+            for pattern, (variable, default, flags) in LANGUAGES.items():
                 for source in sorted(native.glob(pattern)):
                     objects.append(f"{made}/{source.name}.o")
-                    what = [standard, f"-I{made}", "-c", "-o", objects[-1], str(source)]
+                    what = [*flags, f"-I{made}", "-c", "-o", objects[-1], str(source)]
                     compiler(variable, default, *what)
             # Replaced atomically: programs that use an editable install may be starting meanwhile.
             new = native / "library.so.new"

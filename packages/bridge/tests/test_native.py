@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import threading
 import time
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from polyxla_bridge import abi
+from polyxla_bridge import abi, native
 from polyxla_bridge.abi import Code
 from polyxla_bridge.engine.engine import Buffer, Engine, EngineDevice
 from polyxla_bridge.errors import PjrtError
@@ -231,3 +233,14 @@ def wait_until(condition: Any) -> None:
     while not condition() and time.monotonic() < end:
         time.sleep(0.001)
     assert condition()
+
+
+def test_the_library_works_with_the_libraries_of_old_machines() -> None:
+    # A wheel with newer symbols gets a newer tag than manylinux_2_17, or one that an index refuses.
+    # Source: auditwheel's manylinux-policy.json, manylinux_2_17.
+    newest = {b"GLIBC": (2, 17), b"GLIBCXX": (3, 4, 19), b"CXXABI": (1, 3, 7), b"GCC": (4, 8)}
+    library = Path(native.__file__).with_name("library.so").read_bytes()
+    found = re.findall(rb"\0(GLIBC|GLIBCXX|CXXABI|GCC)_([\d.]+)(?=\0)", library)
+    assert {name for name, _ in found} >= {b"GLIBC", b"GLIBCXX", b"CXXABI"}
+    versions = [(name, tuple(int(part) for part in version.split(b"."))) for name, version in found]
+    assert [(name, version) for name, version in versions if version > newest[name]] == []
