@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import functools
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -152,3 +159,79 @@ def _batch(records: int) -> dict[str, Any]:
 @pytest.fixture
 def observed_loop() -> Callable[..., ObservedLoop]:
     return ObservedLoop
+
+
+SERVER_S = 60.0
+"""Longest start of the server, which imports much."""
+
+
+class S3Server:
+    """A local server that speaks S3's protocol, with one bucket."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def fail(self, method: str, status: int, count: int = 10**6, after: int = 0) -> None:
+        """Answer requests of this method with this status, and not at all if it is 0."""
+        faults = {"method": method, "status": status, "count": count, "after": after}
+        request = urllib.request.Request(f"{self._url}/-/faults", json.dumps(faults).encode(), method="POST")
+        urllib.request.urlopen(request, timeout=SERVER_S).close()
+
+
+@pytest.fixture(scope="session")
+def s3_process() -> Iterator[str]:
+    """Start the server; yield its URL."""
+    pytest.importorskip("s3fs")
+    command = [sys.executable, str(PROGRAMS / "s3_server.py")]
+    pipe = subprocess.PIPE
+    # It writes a line for each request to standard error.
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as process:
+        guard = threading.Timer(SERVER_S, process.kill)
+        guard.start()
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        guard.cancel()
+        assert url
+        yield url
+        process.kill()
+
+
+@pytest.fixture
+def s3(s3_process: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """Point the environment at the server, which has an empty bucket ``bucket``."""
+    import fsspec
+
+    given = {"ENDPOINT_URL": s3_process, "ACCESS_KEY_ID": "test", "SECRET_ACCESS_KEY": "test"}
+    for name, value in {**given, "DEFAULT_REGION": "us-east-1", "CONFIG_FILE": os.devnull}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    fsspec.filesystem("s3").mkdir("bucket")
+    server = S3Server(s3_process)
+    yield server
+    server.fail("", 0)
+    fsspec.filesystem("s3").rm("bucket", recursive=True)
+
+
+@pytest.fixture(params=["memory", "s3"])
+def remote(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The URL of an empty directory, in fsspec's memory and on a server."""
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+        yield "s3://bucket/run"
+        return
+    import fsspec
+
+    yield "memory://bucket/run"
+    fsspec.filesystem("memory").store.clear()
+
+
+@pytest.fixture
+def wait_for() -> Callable[[Callable[[], bool]], None]:
+    """Wait until a condition holds, with a deadline."""
+
+    def wait(holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + SERVER_S
+        while not holds():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    return wait

@@ -16,7 +16,6 @@ from polyxla_training.checkpoint import (
     DamagedCheckpointError,
     folder,
     load,
-    save,
 )
 
 
@@ -26,17 +25,6 @@ def _names(path: Path) -> list[str]:
 
 def _damage(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
-
-
-def test_a_url_is_refused_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    url = "gs://bucket/x.safetensors"
-    for use in (lambda: save({}, url), lambda: load(url), lambda: CheckpointFolder("gs://bucket")):
-        with pytest.raises(
-            CheckpointError, match=r"'gs://bucket.* is a URL, .* \(from .*\)\. Mount the bucket"
-        ):
-            use()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_checkpoints_are_listed_by_step(tmp_path: Path) -> None:

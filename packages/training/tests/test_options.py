@@ -49,13 +49,9 @@ def test_an_invalid_value_is_refused_with_a_fix(options: dict[str, Any], text: s
         ("clip_value", "1", "clip_value='1' is not a positive number"),
         ("keep", 0, "keep=0 is not a positive integer"),
         ("profile_steps", (3, 2), "profile_steps=(3, 2) is not a first and a last step"),
-        (
-            "checkpoint_dir",
-            "gs://bucket/run",
-            "'gs://bucket/run' is a URL, and files are written to local paths",
-        ),
-        ("log_dir", "s3://bucket/run", "'s3://bucket/run' is a URL"),
-        ("resume", "gs://bucket/step-1.safetensors", "is a URL"),
+        ("checkpoint_dir", "moon://run", "'moon://run' is not a URL that fsspec knows"),
+        ("log_dir", "moon://run", "Protocol not known: moon (from log_dir=). Write a local path, or a URL"),
+        ("resume", "moon://run/step-1.safetensors", "is not a URL that fsspec knows"),
     ],
 )
 def test_an_invalid_option_is_refused_at_once(option: str, value: Any, said: str) -> None:

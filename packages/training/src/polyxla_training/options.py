@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyxla.contracts.job import StartMethod
 from polyxla.errors import UsageError
-from polyxla_training.checkpoint.api import local_path
+from polyxla_training.storage.location import check_location
 
 if TYPE_CHECKING:
     import torch
@@ -50,8 +50,8 @@ class FitOptions:
         strategy: ``"auto"``, or ``"debug"`` to print the runtime's own report after training.
         max_epochs: number of passes over the training data.
         max_steps: number of optimizer updates after which training ends, even within an epoch.
-        log_dir: directory of the TensorBoard files and the run log. ``"auto"`` makes a new directory under
-            ``runs`` if TensorBoard is installed; None writes no files.
+        log_dir: directory of the TensorBoard files and the run log, or its URL in an object store. ``"auto"``
+            makes a new directory under ``runs`` if TensorBoard is installed; None writes no files.
         log_every_n_steps: interval at which logged tensors are read, which waits for the device.
         progress: show progress on standard error.
         accumulate: number of batches whose gradients make one optimizer update. The last update of an epoch
@@ -62,11 +62,11 @@ class FitOptions:
             current seed, and the order of seed 0.
         prefetch: how far ahead to copy batches, such as ``{"loader_prefetch_size": 4}``; see
             `Replica.loader`.
-        checkpoint_dir: directory in which the whole state is saved, at the end of each epoch and on SIGTERM;
-            None saves nothing.
+        checkpoint_dir: directory, or its URL in an object store, in which the whole state is saved, at the
+            end of each epoch and on SIGTERM; None saves nothing.
         save_every_n_steps: interval of further checkpoints within an epoch.
         keep: number of checkpoints to keep; None keeps all.
-        resume: path of the checkpoint to resume from, or ``"auto"`` to resume from the newest intact
+        resume: path or URL of the checkpoint to resume from, or ``"auto"`` to resume from the newest intact
             checkpoint in `checkpoint_dir`, if there is one.
         profile_steps: first and last step of which ordinal 0 writes a profile into `log_dir`.
         compile_budget: number of programs that may be compiled after the first two steps (three under
@@ -111,7 +111,7 @@ class FitOptions:
                 _check_count(name, getattr(self, name))
         for name in ("checkpoint_dir", "log_dir", "resume"):
             if getattr(self, name) is not None:
-                local_path(getattr(self, name), f"{name}=")
+                check_location(getattr(self, name), f"{name}=")
         for name in ("clip_norm", "clip_value"):
             _check_limit(name, getattr(self, name))
         if self.profile_steps is not None and not 1 <= self.profile_steps[0] <= self.profile_steps[1]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from polyxla.console import say
 from polyxla.hookspecs import hookimpl
+from polyxla_training.storage.location import is_url
 
 if TYPE_CHECKING:
     import typer
@@ -44,18 +47,26 @@ def _first_replicas(replica: Replica, fit: Fit) -> Iterator[object]:
     from polyxla_training.observe.observer import Observer
 
     options, logged_values = fit.options, LoggedValues(replica.counters())
+    directory: str | Path | None = options.log_dir
+    if directory is not None and is_url(directory):
+        from polyxla_training.listeners.log_upload import LogUploadListener
+
+        upload = LogUploadListener(directory)
+        directory = upload.path
+        yield upload
     if options.progress:
         from polyxla_training.listeners.progress import ProgressListener
 
         yield ProgressListener(options, fit.steps_per_epoch, logged_values)
-    if options.log_dir is not None:
+    if options.log_dir is not None and directory is not None:
         from polyxla_training.listeners.tensorboard import TensorBoardListener
 
-        yield TensorBoardListener(options.log_dir, options.log_every_n_steps, logged_values)
+        say(f"logging to {options.log_dir}; view it with: tensorboard --logdir {options.log_dir}")
+        yield TensorBoardListener(str(directory), options.log_every_n_steps, logged_values)
     yield Observer(
         replica,
         every_n_steps=options.log_every_n_steps,
-        log=_run_log(replica, fit, options.log_dir) if options.log_dir is not None else None,
+        log=_run_log(replica, fit, directory) if directory is not None else None,
         logged_values=logged_values,
         module=fit.module,
         compile_budget=options.compile_budget,
@@ -65,10 +76,10 @@ def _first_replicas(replica: Replica, fit: Fit) -> Iterator[object]:
     if options.profile_steps is not None:
         from polyxla_training.listeners.profiling import ProfileListener
 
-        yield ProfileListener(options.profile_steps, options.log_dir or "runs")
+        yield ProfileListener(options.profile_steps, str(directory or "runs"))
 
 
-def _run_log(replica: Replica, fit: Fit, directory: str) -> RunLog:
+def _run_log(replica: Replica, fit: Fit, directory: str | Path) -> RunLog:
     from polyxla_training.observe.run_log import RunLog
 
     log = RunLog(directory)

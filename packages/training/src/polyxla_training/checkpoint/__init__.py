@@ -3,7 +3,7 @@
 Nothing here is a collective: one replica may call it, or all. Importing this imports no torch.
 """
 
-from polyxla_training.checkpoint.api import Format, load, save
+from polyxla_training.checkpoint.api import Format, fingerprint, load, save
 from polyxla_training.checkpoint.background_writer import BackgroundWriter
 from polyxla_training.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from polyxla_training.checkpoint.folder import CheckpointEntry, CheckpointFolder
@@ -19,6 +19,7 @@ __all__ = [
     "Format",
     "StopSignal",
     "check_state",
+    "fingerprint",
     "load",
     "save",
 ]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from polyxla_training.checkpoint.errors import CheckpointError
+from polyxla_training.storage.location import check_location, locate
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +18,9 @@ Format = Literal["safetensors", "torch"]
 def save(state: Any, path: str | os.PathLike[str], *, format: Format = "safetensors") -> None:
     """Write a state to a file. The file replaces an existing one atomically, and is durable on return.
 
+    A file in an object store (``gs://bucket/state.safetensors``) is uploaded while it is encoded, without a
+    copy on this machine. Tensors on a device are then read twice: for the checksum and for the bytes.
+
     Any safetensors reader opens the file, on any machine. Tensors are read from their device one at a time,
     so the host needs memory for the largest; a contiguous tensor in host memory is written without a copy.
     Pending XLA work is computed first, tensor by tensor: submit it with `Replica.sync` before.
@@ -27,22 +29,23 @@ def save(state: Any, path: str | os.PathLike[str], *, format: Format = "safetens
         state: tensors (of any dtype, on any device), numbers, text, bytes, None, torch's dtypes, devices and
             sizes, in lists, tuples, dicts, OrderedDicts and Counters with text or integers as keys. Tied
             tensors and views of each other are written once.
-        path: the file. Missing directories are made.
+        path: the file, or its URL in an object store. Missing directories are made.
         format: ``safetensors``, or ``torch`` for a file of ``torch.save``, which needs host memory for all
             tensors.
 
     Raises:
         CheckpointError: the state has a value of an unsupported type, and nothing was written; or the file
             cannot be written, and an existing one is unchanged.
+        UsageError: a package that the URL needs is not installed.
     """
     from polyxla_training.checkpoint.file_writer import write_safetensors, write_torch
     from polyxla_training.checkpoint.state_codec import EncodedState, encode_state
 
     _check_format(format, "save")
-    file = local_path(path, "save")
+    check_location(path, "save")
     encoded = state if isinstance(state, EncodedState) else encode_state(state)
     write = write_torch if format == "torch" else write_safetensors
-    write(encoded, file)
+    write(encoded, locate(path))
 
 
 def load(
@@ -57,7 +60,7 @@ def load(
     A safetensors file of another program gives a dict of its tensors by name.
 
     Args:
-        path: the file.
+        path: the file, or its URL in an object store.
         device: device for the tensors. They do not require gradients; a Parameter comes back as a tensor.
         format: ``torch`` to read a file of ``torch.save`` that holds tensors and plain values only.
         verify: compare each tensor with its checksum.
@@ -65,45 +68,37 @@ def load(
     Raises:
         CheckpointError: the file does not exist, has the other format, or has content that may run code.
         DamagedCheckpointError: the file is not as it was written.
+        UsageError: a package that the URL needs is not installed.
     """
     import torch
 
     from polyxla_training.checkpoint import file_reader
 
     _check_format(format, "load")
-    path, device = local_path(path, "load"), torch.device(device)
-    with file_reader.opened(path) as file:
+    check_location(path, "load")
+    place, device = locate(path), torch.device(device)
+    with file_reader.opened(place) as file:
         if format == "torch":
-            return file_reader.read_torch(file, device)
+            return file_reader.read_torch(file, str(place), device)
         if file_reader.is_torch(file):
             raise CheckpointError(
-                f"{str(path)!r} is a file of torch.save",
+                f"{str(place)!r} is a file of torch.save",
                 where="load",
                 fix='Write load(path, format="torch"); only tensors and plain values are read from it.',
             )
-        return file_reader.read_safetensors(file, path.stat().st_size, device, verify)
+        return file_reader.read_safetensors(file, place.stat().st_size, device, verify)
 
 
-def local_path(path: str | os.PathLike[str], where: str) -> Path:
-    """Return the path of a file or directory of this machine.
-
-    A URL as a path would name a local directory ``gs:``, which is lost with the machine.
-
-    Args:
-        path: what the user wrote.
-        where: the function or option, named in the error.
+def fingerprint(path: str | os.PathLike[str]) -> str:
+    """Return a checksum of a file that `save` wrote: equal for equal content. Reads its header only.
 
     Raises:
-        CheckpointError: it is the URL of an object store.
+        CheckpointError: the file cannot be read.
     """
-    text = os.fspath(path)
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text):
-        raise CheckpointError(
-            f"{text!r} is a URL, and files are written to local paths only",
-            where=where,
-            fix="Mount the bucket (for gs://, with Cloud Storage FUSE) and write a path below its mount.",
-        )
-    return Path(path)
+    from polyxla_training.checkpoint import file_reader
+
+    with file_reader.opened(locate(path)) as file:
+        return file_reader.header_checksum(file)
 
 
 def _check_format(format: str, where: str) -> None:

@@ -7,7 +7,6 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from polyxla_training.checkpoint.errors import CheckpointError, DamagedCheckpoin
 from polyxla_training.checkpoint.file_writer import PIECE_BYTES, host_bytes
 from polyxla_training.checkpoint.safetensors_dtypes import NAMED, restored
 from polyxla_training.checkpoint.state_codec import decode_state
+from polyxla_training.storage.location import Location
 
 _TORCH_STARTS = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
 """First bytes of torch's zip files, and of the pickles that it wrote before 1.6, which begin with its
@@ -24,7 +24,7 @@ _TORCH_STARTS = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BufferedReader]:
+def opened(path: Location) -> Iterator[BufferedReader]:
     """Open a checkpoint, and name it in the errors of the block.
 
     Raises:
@@ -56,6 +56,13 @@ def is_torch(file: BufferedReader) -> bool:
     return start.startswith(_TORCH_STARTS) and any(start[4:])
 
 
+def header_checksum(file: BufferedReader) -> str:
+    """Return the checksum of a header, which holds those of all tensors."""
+    length = file.read(safetensors_header.LENGTH_BYTES)
+    text_bytes = min(int.from_bytes(length, "little"), safetensors_header.MAX_HEADER_BYTES)
+    return f"{zlib.crc32(length + file.read(text_bytes)):08x}"
+
+
 def read_safetensors(file: BufferedReader, size_bytes: int, device: torch.device, verify: bool) -> Any:
     """Read a state. If `device` is not the host, one tensor at a time is in host memory.
 
@@ -74,7 +81,7 @@ def read_safetensors(file: BufferedReader, size_bytes: int, device: torch.device
         raise safetensors_header.DamageError(f"polyxla did not write its metadata: {error!r}") from error
 
 
-def read_torch(file: BufferedReader, device: torch.device) -> Any:
+def read_torch(file: BufferedReader, name: str, device: torch.device) -> Any:
     """Read a file of ``torch.save`` that holds tensors and plain values only.
 
     Raises:
@@ -87,7 +94,7 @@ def read_torch(file: BufferedReader, device: torch.device) -> Any:
         raise
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{file.name!r} holds more than tensors and plain values, and reading it could run "
+            f"{name!r} holds more than tensors and plain values, and reading it could run "
             f"any code: {str(error).splitlines()[0]}",
             where="load",
             fix="If you trust it, read it with torch.load(..., weights_only=False) and save what you need.",

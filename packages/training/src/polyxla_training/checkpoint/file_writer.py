@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import zlib
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 import torch
@@ -15,12 +17,14 @@ from polyxla_training.checkpoint.atomic_file import replacing
 from polyxla_training.checkpoint.errors import CheckpointError, size_text
 from polyxla_training.checkpoint.safetensors_dtypes import stored
 from polyxla_training.checkpoint.state_codec import EncodedState, decode_state, on_host
+from polyxla_training.storage.location import Location
+from polyxla_training.storage.remote_path import RemotePath
 
 PIECE_BYTES = 2**23
 """Size of the pieces that are summed and then written, small enough to stay in the processor's cache."""
 
 
-def write_safetensors(state: EncodedState, path: Path) -> None:
+def write_safetensors(state: EncodedState, path: Location) -> None:
     """Write a state to a safetensors file, one tensor in host memory at a time.
 
     Raises:
@@ -37,14 +41,46 @@ def write_safetensors(state: EncodedState, path: Path) -> None:
             where="save",
             fix="Convert long lists, texts and bytes to tensors.",
         )
+    tensors = [stored_tensor.tensor for stored_tensor in state.tensors]
+    if isinstance(path, RemotePath):
+        _upload(start, tensors, path)
+        return
     with replacing(path, len(start) + (slots[-1].stop if slots else 0)) as file:
         file.write(start)
-        sums = [_write_tensor(file, stored_tensor.tensor) for stored_tensor in state.tensors]
+        sums = [_write_tensor(tensor, file) for tensor in tensors]
         file.seek(safetensors_header.CRC_OFFSET)
         file.write(safetensors_header.checksums(start, sums))
 
 
-def write_torch(state: EncodedState, path: Path) -> None:
+def _upload(start: bytes, tensors: list[torch.Tensor], path: RemotePath) -> None:
+    # What was sent cannot be changed: the checksums, which come first, are computed before anything is sent.
+    sums = [_write_tensor(tensor, None) for tensor in tensors]
+    digits = safetensors_header.checksums(start, sums)
+    offset = safetensors_header.CRC_OFFSET
+    with _uploading(path) as file:
+        file.write(start[:offset] + digits + start[offset + len(digits) :])
+        if [_write_tensor(tensor, file) for tensor in tensors] != sums:
+            raise CheckpointError(
+                f"a tensor was changed while it was uploaded to {str(path)!r}, and the upload was cancelled",
+                where="save",
+                fix="Save in the thread that trains, or with a BackgroundWriter, which copies the state.",
+            )
+
+
+@contextmanager
+def _uploading(path: RemotePath) -> Iterator[BinaryIO]:
+    try:
+        with path.uploading() as file:
+            yield file
+    except OSError as error:
+        raise CheckpointError(
+            f"{str(path)!r} cannot be written: {error}; what was there before is unchanged",
+            where="save",
+            fix="Check the bucket's name, the credentials and the network, or write to a local path.",
+        ) from error
+
+
+def write_torch(state: EncodedState, path: Location) -> None:
     """Write a state with ``torch.save``; all of its tensors are in host memory at once.
 
     Raises:
@@ -52,7 +88,8 @@ def write_torch(state: EncodedState, path: Path) -> None:
     """
     tensors = {stored_tensor.name: on_host(stored_tensor.tensor) for stored_tensor in state.tensors}
     decoded = decode_state(state.tree, lambda name, _: tensors[name])
-    with replacing(path, sum(tensor.nbytes for tensor in tensors.values())) as file:
+    size_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    with _uploading(path) if isinstance(path, RemotePath) else replacing(path, size_bytes) as file:
         try:
             torch.save(decoded, file)
         except RuntimeError as error:
@@ -74,22 +111,22 @@ def _described(name: str, tensor: torch.Tensor) -> tuple[str, str, tuple[int, ..
     return (name, *described)
 
 
-def _write_tensor(file: BinaryIO, tensor: torch.Tensor) -> int:
-    """Write a tensor's bytes and return their checksum."""
+def _write_tensor(tensor: torch.Tensor, file: BinaryIO | None) -> int:
+    """Write a tensor's bytes, if there is a file, and return their checksum."""
     held = on_host(tensor)
     data = host_bytes(held)
     checksum = 0
     for start in range(0, len(data), PIECE_BYTES):
         piece = data[start : start + PIECE_BYTES]
         checksum = zlib.crc32(piece, checksum)
-        file.write(piece)
-        if len(piece) == PIECE_BYTES:
-            _write_back(file)
+        if file is not None:
+            file.write(piece)
+            _write_back(file, len(piece))
     return checksum
 
 
-def _write_back(file: BinaryIO) -> None:
+def _write_back(file: BinaryIO, size_bytes: int) -> None:
     # Start writing to the disk now, while the next piece is prepared, instead of all at once in fsync.
     # Source: mm/fadvise.c of Linux: POSIX_FADV_DONTNEED starts the write-back of dirty pages.
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file.fileno(), file.tell() - PIECE_BYTES, PIECE_BYTES, os.POSIX_FADV_DONTNEED)
+    if size_bytes == PIECE_BYTES and hasattr(os, "posix_fadvise") and isinstance(file, io.BufferedWriter):
+        os.posix_fadvise(file.fileno(), file.tell() - size_bytes, size_bytes, os.POSIX_FADV_DONTNEED)

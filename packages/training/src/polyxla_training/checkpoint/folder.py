@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyxla.console import say
-from polyxla_training.checkpoint.api import load, local_path, save
+from polyxla_training.checkpoint.api import load, save
 from polyxla_training.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from polyxla_training.checkpoint.safetensors_header import is_ours
+from polyxla_training.storage.location import FileInfo, Location, check_location, files_in, locate
 
 if TYPE_CHECKING:
     import torch
@@ -26,14 +26,14 @@ class CheckpointEntry:
 
     Attributes:
         step: the optimizer step that it was saved at.
-        path: its file.
+        path: its file; for a URL, an object with the name, whose text is the URL.
         time_s: time of writing, in seconds since 1970.
         size_bytes: its size.
         is_kept: whether it is never deleted.
     """
 
     step: int
-    path: Path
+    path: Location
     time_s: float
     size_bytes: int
     is_kept: bool
@@ -43,12 +43,13 @@ class CheckpointFolder:
     """The checkpoints of a run: files ``step-00000123.safetensors`` in one directory.
 
     Args:
-        path: the directory; the first `save` makes it.
+        path: the directory, or its URL in an object store; the first `save` makes it.
         keep: number of checkpoints to keep, those of the highest steps, in addition to those that are kept
             forever; None keeps all.
 
     Raises:
-        CheckpointError: `keep` is less than 1, or `path` is a URL.
+        CheckpointError: `keep` is less than 1.
+        UsageError: a package that the URL needs is not installed.
     """
 
     def __init__(self, path: str | os.PathLike[str], keep: int | None = None) -> None:
@@ -58,10 +59,11 @@ class CheckpointFolder:
                 where="CheckpointFolder(keep=...)",
                 fix="Write keep=1, or None to keep all.",
             )
-        self.path = local_path(path, "CheckpointFolder")
+        check_location(path, "CheckpointFolder")
+        self.path = locate(path)
         self._keep = keep
 
-    def save(self, step: int, state: Any, *, keep_forever: bool = False) -> Path:
+    def save(self, step: int, state: Any, *, keep_forever: bool = False) -> Location:
         """Write a checkpoint; once it is durable, delete the oldest ones beyond `keep`.
 
         Args:
@@ -85,8 +87,19 @@ class CheckpointFolder:
         return path
 
     def entries(self) -> list[CheckpointEntry]:
-        """Return the checkpoints by step."""
-        found = [entry for path in self.path.glob("step-*") if (entry := _entry(path)) is not None]
+        """Return the checkpoints by step.
+
+        Raises:
+            CheckpointError: the directory cannot be listed.
+        """
+        try:
+            found = [entry for file in files_in(self.path, "step-") if (entry := _entry(file)) is not None]
+        except OSError as error:
+            raise CheckpointError(
+                f"{str(self.path)!r} cannot be listed: {error}",
+                where="CheckpointFolder",
+                fix="Name a directory that this process may read; for a URL, check credentials and network.",
+            ) from error
         return sorted(found, key=lambda entry: (entry.step, entry.is_kept))
 
     def latest(self) -> CheckpointEntry | None:
@@ -123,30 +136,34 @@ class CheckpointFolder:
             fix="Resume from another directory, or start from the beginning with an empty one.",
         )
 
-    def _delete_old(self, written: Path) -> None:
+    def _delete_old(self, written: Location) -> None:
         if self._keep is None:
             return
         deletable = [entry.path for entry in self.entries() if not entry.is_kept]
         for path in deletable[: -self._keep]:
             # After resuming from an earlier checkpoint, the file just written may have a lower step.
             if path != written and _is_ours(path):
-                path.unlink(missing_ok=True)
+                _delete(path)
 
 
-def _entry(path: Path) -> CheckpointEntry | None:
-    match = _NAME.fullmatch(path.name)
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None  # Another process has just deleted it.
-    if match is None or not path.is_file():
+def _entry(file: FileInfo) -> CheckpointEntry | None:
+    match = _NAME.fullmatch(file.path.name)
+    if match is None:
         return None
-    return CheckpointEntry(int(match[1]), path, status.st_mtime, status.st_size, match[2] is not None)
+    return CheckpointEntry(int(match[1]), file.path, file.time_s, file.size_bytes, match[2] is not None)
 
 
-def _is_ours(path: Path) -> bool:
+def _delete(path: Location) -> None:
     try:
-        with path.open("rb") as file:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        # The new checkpoint is written: no reason to end a training.
+        say(f"the old checkpoint {path} cannot be deleted: {error}")
+
+
+def _is_ours(path: Location) -> bool:
+    try:
+        with path.open("rb", buffering=_START_BYTES) as file:
             return is_ours(file.read(_START_BYTES))
     except OSError:
         return False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from polyxla.console import say
@@ -13,7 +12,7 @@ from polyxla.hookspecs import hookimpl
 from polyxla_training.checkpoint.background_writer import BackgroundWriter
 from polyxla_training.checkpoint.folder import CheckpointFolder
 from polyxla_training.checkpoint.stop_signal import StopSignal
-from polyxla_training.stop_request import STOP_FILE
+from polyxla_training.stop_request import stop_file
 
 if TYPE_CHECKING:
     from polyxla.replica.replica import Replica
@@ -38,7 +37,7 @@ class CheckpointListener:
         self._every = fit.options.save_every_n_steps
         self._folder = CheckpointFolder(directory, fit.options.keep)
         self._writer = BackgroundWriter()
-        self._stop_file = Path(directory) / STOP_FILE
+        self._stop_file = stop_file(directory)
         self._stop = StopSignal()
         self._stop.__enter__()
         self._saved_step = self._agree_at = replica.steps

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from polyxla.console import say
 from polyxla.errors import UsageError, pip_install
 from polyxla.hookspecs import hookimpl
 
@@ -35,7 +34,6 @@ class TensorBoardListener:
         self._every = every_n_steps
         self._logged_values = logged_values
         self._writer = SummaryWriter(log_dir)
-        say(f"logging to {log_dir}; view it with: tensorboard --logdir {log_dir}")
 
     @hookimpl
     def polyxla_step_finished(self, step: int, logged: Mapping[str, Any]) -> None:
