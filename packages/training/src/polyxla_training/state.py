@@ -6,7 +6,6 @@ import itertools
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +15,10 @@ from polyxla.errors import UsageError
 from polyxla.replica import random_state
 from polyxla.replica.loader import Loader
 from polyxla.replica.replica import Replica
-from polyxla_training.checkpoint import CheckpointError, CheckpointFolder, check_state, load
+from polyxla_training.checkpoint import CheckpointError, check_state
 from polyxla_training.metrics import MetricAccumulator
 from polyxla_training.module_adapter import Schedulers
+from polyxla_training.resume import load_same
 from polyxla_training.trainer_view import TrainerView
 
 FORMAT = 1
@@ -74,16 +74,17 @@ class TrainingState:
         """Load a checkpoint. A collective.
 
         Args:
-            source: path of the checkpoint, or ``auto`` for the newest intact one in `checkpoint_dir`, if
-                there is one.
+            source: path or URL of the checkpoint, or ``auto`` for the newest intact one in `checkpoint_dir`,
+                if there is one.
             checkpoint_dir: directory of the checkpoints.
 
         Raises:
-            UsageError: the checkpoint does not exist, or does not fit.
+            UsageError: the checkpoint does not exist or does not fit, or replicas found different ones.
         """
-        path, state = self._find(os.fspath(source), checkpoint_dir)
-        if path is None:
+        found = load_same(self.replica, os.fspath(source), checkpoint_dir)
+        if found is None:
             return
+        path, state = found
         if not isinstance(state, Mapping) or state.get("format") != FORMAT:
             raise UsageError(
                 f"{path} is not a checkpoint of a Trainer",
@@ -93,17 +94,6 @@ class TrainingState:
         self.load_state_dict(state, str(path))
         if self.replica.is_first:
             say(f"resumed from {path}: epoch {state['epoch']}, step {state['step']}")
-
-    def _find(self, source: str, checkpoint_dir: str | os.PathLike[str] | None) -> tuple[Path | None, Any]:
-        """Return the path that ordinal 0 chose, and the state that every replica reads from it."""
-        path, state = None, None
-        if source != "auto":
-            path = Path(source)
-        elif self.replica.is_first and checkpoint_dir is not None:
-            entry, state = CheckpointFolder(checkpoint_dir).load_latest() or (None, None)
-            path = entry.path if entry else None
-        path = self.replica.broadcast(path)
-        return path, load(path) if path is not None and state is None else state
 
     def load_state_dict(self, state: Mapping[str, Any], where: str) -> None:
         """Continue from `state_dict`; the number of replicas may differ.

@@ -1,0 +1,151 @@
+"""The choice of the checkpoint that a run resumes from: the same one in every replica, or an error in all."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from polyxla.replica.collectives import Collectives
+from polyxla_training.checkpoint import CheckpointError, CheckpointFolder, fingerprint, load
+from polyxla_training.storage.location import Location, locate
+
+MAX_NAMES = 3
+"""Number of hosts that an error names for each outcome."""
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What one replica found before it loaded anything.
+
+    Attributes:
+        place: the newest checkpoint; None if there is none.
+        error: why the directory could not be searched.
+    """
+
+    place: Location | None = None
+    error: CheckpointError | None = None
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What one replica loaded.
+
+    Attributes:
+        host: name of its host.
+        content: checksum of the file's header, which holds all other checksums; empty on an error.
+        step: the step in it; None if a Trainer did not write it.
+        error: why it could not be loaded.
+    """
+
+    host: str
+    content: str = ""
+    step: Any = None
+    error: CheckpointError | None = None
+
+
+def load_same(
+    replica: Collectives, source: str, directory: str | os.PathLike[str] | None
+) -> tuple[Location, Any] | None:
+    """Load the checkpoint to resume from. A collective.
+
+    Hosts without a common file system would train from different states, or wait for each other forever.
+
+    Args:
+        replica: this replica.
+        source: path or URL of the checkpoint, or ``auto`` for ordinal 0's newest intact one in `directory`.
+        directory: directory of the checkpoints.
+
+    Returns:
+        The checkpoint and its state; None if there is no checkpoint in any replica's `directory`.
+
+    Raises:
+        CheckpointError: in every replica, if one cannot load the checkpoint, or they loaded different ones.
+    """
+    where = f"resume={source!r}"
+    if source != "auto":
+        place, state = locate(source), None
+    else:
+        choice, state = _choose(replica, directory)
+        choices = replica.all_gather(choice)
+        if errors := [one.error for one in choices if one.error is not None]:
+            raise choice.error or errors[0]
+        if choices[0].place is None:
+            _check_none(choices, replica.all_gather(socket.gethostname()), where)
+            return None
+        place = choices[0].place
+    outcome = _Outcome(socket.gethostname())
+    try:
+        state = load(place) if state is None else state
+        step = state.get("step") if isinstance(state, Mapping) else None
+        outcome = _Outcome(outcome.host, fingerprint(place), step)
+    except CheckpointError as error:
+        outcome = _Outcome(outcome.host, error=error)
+    _check_same(outcome, replica.all_gather(outcome), str(place), where)
+    return place, state
+
+
+def _choose(replica: Collectives, directory: str | os.PathLike[str] | None) -> tuple[_Choice, Any]:
+    if directory is None:
+        return _Choice(), None
+    folder = CheckpointFolder(directory)
+    try:
+        if replica.is_first:
+            entry, state = folder.load_latest() or (None, None)
+            return _Choice(entry.path if entry else None), state
+        # One replica of a process looks: its others see the same files.
+        entry = folder.latest() if replica.world.owns_process else None
+        return _Choice(entry.path if entry else None), None
+    except CheckpointError as error:
+        return _Choice(error=error), None
+
+
+def _check_none(choices: Sequence[_Choice], hosts: Sequence[str], where: str) -> None:
+    """Raise if only ordinal 0 has no checkpoint: the run would start again from the beginning."""
+    others = [(ordinal, one.place) for ordinal, one in enumerate(choices) if one.place is not None]
+    if others:
+        ordinal, place = others[0]
+        raise CheckpointError(
+            f"ordinal 0 on {hosts[0]} finds no checkpoint, and ordinal {ordinal} on {hosts[ordinal]} "
+            f"finds {place}",
+            where=where,
+            fix=_FIX,
+        )
+
+
+def _check_same(own: _Outcome, outcomes: Sequence[_Outcome], place: str, where: str) -> None:
+    if all(one.error is not None for one in outcomes):
+        raise own.error or CheckpointError(f"{place!r} cannot be loaded", where=where, fix=_FIX)
+    groups: dict[tuple[str, str], list[int]] = {}
+    for ordinal, one in enumerate(outcomes):
+        groups.setdefault((one.content, one.error.what if one.error else ""), []).append(ordinal)
+    if len(groups) == 1:
+        return
+    found = []
+    for (content, problem), ordinals in groups.items():
+        who = _who(ordinals, [outcomes[ordinal].host for ordinal in ordinals])
+        found.append(f"{who}: {problem or f'step {outcomes[ordinals[0]].step}, checksum {content}'}")
+    raise CheckpointError(
+        f"replicas cannot resume from the same {place!r}: {'; '.join(found)}", where=where, fix=_FIX
+    )
+
+
+def _who(ordinals: Sequence[int], hosts: Sequence[str]) -> str:
+    names = list(dict.fromkeys(hosts))
+    more = f" and {len(names) - MAX_NAMES} more hosts" if len(names) > MAX_NAMES else ""
+    first, last = ordinals[0], ordinals[-1]
+    if first == last:
+        what = f"ordinal {first}"
+    elif last - first + 1 == len(ordinals):
+        what = f"ordinals {first} to {last}"
+    else:
+        what = f"ordinal {first} and {len(ordinals) - 1} more"
+    return f"{what} on {', '.join(names[:MAX_NAMES])}{more}"
+
+
+_FIX = (
+    "Write checkpoints to a file system that all hosts share, or to a URL such as gs://bucket/run, and give "
+    "all hosts the same path."
+)
