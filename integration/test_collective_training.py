@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from polyxla import Replica
+from polyxla import Replica, UsageError
 from polyxla.pytree import map_tensors
 
 LAYOUTS = [
@@ -262,6 +262,18 @@ def test_gradients_and_training_match_plain_torch(everywhere: Callable[..., list
 @pytest.mark.parametrize("everywhere", PROCESSES, indirect=True)
 def test_compiled_functions_and_modules_match_plain_torch(everywhere: Callable[..., list[Any]]) -> None:
     _check(everywhere, Compile)
+
+
+def _train_compiled(replica: Replica) -> Tensor:
+    layer = torch.compile(nn.Linear(2, 1).to(replica.device), backend="openxla")
+    result: Tensor = layer(torch.ones(3, 2, device=replica.device)).cpu()
+    return result
+
+
+@pytest.mark.parametrize("everywhere", [pytest.param((2, 1), id="2-threads")], indirect=True)
+def test_torch_compile_is_refused_where_replicas_are_threads(everywhere: Callable[..., list[Any]]) -> None:
+    with pytest.raises(UsageError, match="would mix the programs of replicas that are threads"):
+        everywhere(_train_compiled)
 
 
 def _check(everywhere: Callable[..., list[Any]], *groups: Any) -> None:

@@ -19,6 +19,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch_xla._internal import pjrt
+from torch_xla.core import dynamo_bridge
 
 from polyxla import UsageError, World
 from polyxla.launcher import failures
@@ -86,6 +87,7 @@ def run_replicas(replica: Callable[[Place], Any], plan: Plan, process: int) -> l
     torch.zeros((), requires_grad=True).backward()
     _wait_only_for_own_device()
     _isolate_process_groups()
+    _refuse_torch_compile()
     return _run_threads(
         [
             functools.partial(_on_own_device, replica, Place(plan, process, i))
@@ -119,6 +121,24 @@ def _isolate_process_groups() -> None:
 
     multi_threaded_pg._install_threaded_pg()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
+
+
+def _refuse_torch_compile() -> None:
+    """Refuse ``torch.compile`` for the device, before it trains with wrong numbers.
+
+    Dynamo shares compiled functions among the threads of a process. torch_xla writes one replica's graphs
+    into them while another replica uses them.
+    """
+
+    def extract_compiled_graph(*_: Any) -> Any:
+        raise UsageError(
+            "torch.compile(backend='openxla') would mix the programs of replicas that are threads of a process",
+            where="torch.compile",
+            fix="Use torch_xla.compile, or run each replica in a process of its own.",
+        )
+
+    # Where torch's backend looks it up.
+    dynamo_bridge.extract_compiled_graph = extract_compiled_graph
 
 
 def _wait_only_for_own_device() -> None:
