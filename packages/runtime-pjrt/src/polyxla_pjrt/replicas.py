@@ -132,7 +132,8 @@ def _refuse_torch_compile() -> None:
 
     def extract_compiled_graph(*_: Any) -> Any:
         raise UsageError(
-            "torch.compile(backend='openxla') would mix the programs of replicas that are threads of a process",
+            "torch.compile(backend='openxla') would mix the programs of replicas that are threads of one "
+            "process",
             where="torch.compile",
             fix="Use torch_xla.compile, or run each replica in a process of its own.",
         )
