@@ -162,6 +162,12 @@ def test_process_0_stays_until_the_others_have_ended(said: Said, ends: str) -> N
     assert found == [["True"], ["True"] if ends == "leaves" else []]
 
 
+@pytest.mark.parametrize("process", [pytest.param("0", marks=pytest.mark.long), "1"])
+def test_a_replica_may_work_alone_for_longer_than_heartbeats_may_be_missing(said: Said, process: str) -> None:
+    (alone,) = [lines for lines in said("one_works_alone", process, replicas=2, processes=2) if lines]
+    assert alone == ["2.0"]
+
+
 def test_a_process_that_stays_too_long_is_named(said: Said) -> None:
     found = said("one_stays_too_long", replicas=2, processes=2)
     text = "process 0 waited 0.5 s for replicas [1] (processes [1] of 2) to end, and now ends before them"

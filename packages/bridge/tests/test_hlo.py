@@ -72,6 +72,23 @@ def test_each_kind_of_collective_is_listed_once() -> None:
     assert hlo.collectives(module("HloModule none\nENTRY main { ROOT x = f32[2] parameter(0) }")) == ()
 
 
+@pytest.mark.parametrize(
+    ("listed", "groups"),
+    [
+        pytest.param("{}", {()}, id="all"),
+        pytest.param("{{0,2},{1,3}}", {(0, 2), (1, 3)}, id="listed"),
+        pytest.param("[2,2]<=[4]", set(), id="formula"),
+    ],
+)
+def test_the_groups_that_meet_in_a_program(listed: str, groups: set[tuple[int, ...]]) -> None:
+    data = module(f"""HloModule groups, replica_count=4
+    {ADD}
+    ENTRY main {{ x = f32[] parameter(0)
+      s = f32[] collective-permute(x), source_target_pairs={{{{0,1}}}}
+      ROOT r = f32[] all-reduce(s), replica_groups={listed}, to_apply=add }}""")
+    assert hlo.groups(data) == {frozenset(group) for group in groups}
+
+
 def test_donated_parameters_are_found() -> None:
     text = """HloModule give, input_output_alias={ {0}: (1, {}, may-alias), {1}: (2, {}, must-alias) }
     ENTRY main { x = f32[2] parameter(0) y = f32[2] parameter(1) z = f32[2] parameter(2)

@@ -25,6 +25,24 @@ def test_a_stuck_replica_ends_the_process_with_a_report(outcomes: Outcomes) -> N
     assert "POLYXLA_STALL_TIMEOUT_S=2 " in err
 
 
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_a_wait_for_a_replica_that_has_returned_ends_soon(outcomes: Outcomes, processes: int) -> None:
+    found = outcomes("stalls.py", "replica_returns", replicas=2, processes=processes, **timeout(300))
+    code, (seconds,), err = found[0]
+    assert code == 5, err
+    assert "it waits for one that has returned (replica 0: in sum_of_all with all-reduce for" in err
+    assert "; returned: 1)" in err
+    assert float(seconds) < 12
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("reason", ["computes on", "is not in the group"])
+def test_a_replica_whose_others_have_returned_may_work_on(outcomes: Outcomes, reason: str) -> None:
+    replicas = 2 if reason == "computes on" else 3
+    found = outcomes("stalls.py", "others_return", reason, replicas=replicas, processes=1, **timeout(300))
+    assert [(code, lines) for code, lines, _ in found] == [(0, ["done"])], found[0][2]
+
+
 def test_a_handler_is_called_once_instead(outcomes: Outcomes) -> None:
     ((code, lines, err),) = outcomes("stalls.py", "handler_is_called", replicas=2, processes=1, **timeout(2))
     assert code == 0, err

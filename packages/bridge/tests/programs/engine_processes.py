@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import threading
@@ -10,11 +11,13 @@ from typing import Any
 
 from engine_helpers import OPTIONS, SETTINGS, main, module, run, say, set_flag, summing, value, wait_for
 from jax._src import xla_bridge
+from jaxlib import _jax
 
-from polyxla_bridge.engine import clients
+from polyxla_bridge.engine import clients, jax_engine
 from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.programs import compile_coordination
 
+OWN = "HloModule own\nENTRY main { x = f32[] parameter(0) ROOT y = f32[] add(x, x) }"
 # jaxlib numbers the modules that a process parses: parsed in this order, each has the same number everywhere.
 PROGRAMS = {name: summing(name) for name in ("of_0", "of_1", "of_2")}
 
@@ -121,6 +124,7 @@ def one_stays_too_long() -> None:
     clients.LEAVE_TIMEOUT_S = 0.5  # type: ignore[assignment]
     engine = JaxEngine(SETTINGS)
     if SETTINGS.process == 1:
+        engine._clients.wait_for_all()
         wait_for("left")
         os._exit(0)
     try:
@@ -128,6 +132,26 @@ def one_stays_too_long() -> None:
     except Exception as error:
         say(error)
     set_flag("left")
+
+
+def shorten_heartbeats() -> None:
+    for name in ("get_distributed_runtime_client", "get_distributed_runtime_service"):
+        setattr(_jax, name, functools.partial(getattr(_jax, name), heartbeat_timeout=3))
+    jax_engine.FINISH_TIMEOUT_S = 1  # type: ignore[assignment]
+
+
+def one_works_alone(process: str) -> None:
+    shorten_heartbeats()
+    engine = JaxEngine(SETTINGS)
+    executable = engine.compile(summing(), OPTIONS)
+    value(run(engine, executable, SETTINGS.process, 1))
+    if SETTINGS.process == int(process):
+        wait_for("the others have finished")
+        time.sleep(10)
+        say(value(run(engine, engine.compile(module(OWN), OPTIONS), SETTINGS.process, 1)))
+    else:
+        set_flag("the others have finished")
+    engine.close()
 
 
 def one_is_missing() -> None:

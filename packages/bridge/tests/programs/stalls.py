@@ -41,6 +41,69 @@ def replica_hangs() -> None:
     the_place_where_replica_1_hangs()
 
 
+def replica_returns() -> None:
+    engine = JaxEngine(SETTINGS)
+    every = engine.compile(summing(), OPTIONS)
+    for result in [run(engine, every, index, 1) for index in SETTINGS.local]:
+        value(result)
+    if 1 in SETTINGS.local:
+        engine.retire(1)
+    if 0 not in SETTINGS.local:
+        wait_for("never")
+    since = time.monotonic()
+
+    def end(text: str) -> None:
+        say(round(time.monotonic() - since, 1))
+        stall_watchdog._end(text)
+
+    stall_watchdog.on_stall(end)
+    run(engine, every, 0, 1)
+    time.sleep(60)
+
+
+LONG = "900000000"
+COMPUTES_ON = """HloModule long, replica_count=2
+    add { a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }
+    ends { t = (s32[], f32[]) parameter(0) i = s32[] get-tuple-element(t), index=0
+      n = s32[] constant(NUMBER) ROOT c = pred[] compare(i, n), direction=LT }
+    body { t = (s32[], f32[]) parameter(0) i = s32[] get-tuple-element(t), index=0
+      x = f32[] get-tuple-element(t), index=1 one = s32[] constant(1) j = s32[] add(i, one)
+      y = f32[] sine(x) ROOT u = (s32[], f32[]) tuple(j, y) }
+    ENTRY main { x = f32[] parameter(0) r = f32[] all-reduce(x), replica_groups={}, to_apply=add
+      zero = s32[] constant(0) t = (s32[], f32[]) tuple(zero, r)
+      w = (s32[], f32[]) while(t), condition=ends, body=body
+      ROOT y = f32[] get-tuple-element(w), index=1 }"""
+
+TWO_MEET = """HloModule two, replica_count=3
+    add { a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }
+    ENTRY main { x = f32[] parameter(0)
+      ROOT r = f32[] all-reduce(x), replica_groups={{0,1},{2}}, to_apply=add }"""
+
+
+def others_return(reason: str) -> None:
+    """Let replicas work for twice as long as those that wait for one that has returned may."""
+    engine = JaxEngine(SETTINGS)
+    if reason == "computes on":
+        short, long = (engine.compile(module(COMPUTES_ON.replace("NUMBER", n)), OPTIONS) for n in ("1", LONG))
+        results = [run(engine, long, 0, 1), run(engine, short, 1, 1)]
+        value(results[1])
+        engine.retire(1)
+        since = time.monotonic()
+        results[0].result(120)
+        # Otherwise the program is too short to show anything.
+        assert time.monotonic() - since > 1.5 * stall_watchdog.RETIRED_TIMEOUT_S
+    else:
+        pair = engine.compile(module(TWO_MEET), OPTIONS)
+        engine.retire(2)
+        results = [run(engine, pair, 0, 1)]
+        time.sleep(2 * stall_watchdog.RETIRED_TIMEOUT_S)
+        results.append(run(engine, pair, 1, 1))
+    for result in results:
+        value(result)
+    engine.close()
+    say("done")
+
+
 def handler_is_called() -> None:
     reports: list[str] = []
     stall_watchdog.on_stall(reports.append)

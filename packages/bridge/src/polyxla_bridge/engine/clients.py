@@ -115,6 +115,11 @@ class Clients:
     def _list(self, index: int) -> Any:
         return _jax.DeviceList((self._device(index),))
 
+    def wait_for_all(self) -> None:
+        """Wait until no process needs the others any more."""
+        if self._peers is not None:
+            self._peers.wait_for_all()
+
     def leave(self, index: int) -> None:
         """Release one replica's device and its connection to the others."""
         self._clients.pop(index, None)

@@ -12,6 +12,9 @@ from typing import Any
 from polyxla_bridge.engine.engine import DeviceActivity
 from polyxla_bridge.engine.futures import complete
 
+_Running = tuple[str | None, tuple[str, ...], frozenset[frozenset[int]], float]
+"""The running program, its collectives, the groups that meet in them, and since when."""
+
 
 class DeviceThread:
     """Runs the tasks queued for one device, in order, on one thread.
@@ -24,7 +27,7 @@ class DeviceThread:
         self._device = device
         self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         # One tuple that is replaced, never changed: other threads read it without a lock.
-        self._running: tuple[str | None, tuple[str, ...], float] = (None, (), time.monotonic())
+        self._running: _Running = (None, (), frozenset(), time.monotonic())
         self._thread = threading.Thread(target=self._work, name=f"polyxla-device-{device}", daemon=True)
         self._thread.start()
 
@@ -38,22 +41,24 @@ class DeviceThread:
         self.put(done, lambda: task(*arguments))
         return done
 
-    def enter(self, program: str, collectives: tuple[str, ...]) -> None:
+    def enter(
+        self, program: str, collectives: tuple[str, ...], groups: frozenset[frozenset[int]] = frozenset()
+    ) -> None:
         """Record the program that starts now; the task that runs it calls this, on the device's thread."""
-        self._running = (program, collectives, time.monotonic())
+        self._running = (program, collectives, groups, time.monotonic())
 
     @property
     def activity(self) -> DeviceActivity:
         """What the device is doing now."""
-        program, collectives, since = self._running
-        return DeviceActivity(self._device, program, collectives, time.monotonic() - since)
+        program, collectives, groups, since = self._running
+        return DeviceActivity(self._device, program, collectives, time.monotonic() - since, groups)
 
     def _work(self) -> None:
         while (item := self._tasks.get()) is not None:
             done, task = item
             complete(done, task)
             if self._running[0] is not None:
-                self._running = (None, (), time.monotonic())
+                self._running = (None, (), frozenset(), time.monotonic())
             # Otherwise this frame would keep the last results alive until the next task.
             del item, done, task
 

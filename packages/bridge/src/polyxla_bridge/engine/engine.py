@@ -60,12 +60,14 @@ class DeviceActivity:
         program: name of the running program; None while the device is idle.
         collectives: kinds of collectives in that program.
         seconds: how long the program has been running, or the device idle.
+        groups: groups of replicas that meet in that program; see `polyxla_bridge.programs.hlo.groups`.
     """
 
     device: int
     program: str | None
     collectives: tuple[str, ...]
     seconds: float
+    groups: frozenset[frozenset[int]] = frozenset()
 
     def __str__(self) -> str:
         if self.program is None:
@@ -157,6 +159,9 @@ class Engine(ABC):
     def activities(self) -> list[DeviceActivity]:
         """Return what each local device is doing; empty if the engine does not know."""
         return []
+
+    def retire(self, index: int) -> None:  # noqa: B027  (an engine without a watchdog needs none)
+        """Publish that a local device will run no more programs, once its queued work is done."""
 
     @abstractmethod
     def finish(self, timeout_s: float) -> bool:

@@ -163,6 +163,7 @@ class JaxEngine(Engine):
         executable.native["program"] = program
         executable.native["donated"] = hlo.donated(executable.optimized_hlo)
         executable.native["collectives"] = hlo.collectives(executable.optimized_hlo)
+        executable.native["groups"] = hlo.groups(executable.optimized_hlo)
         return executable
 
     def _options(self, data: bytes) -> Any:
@@ -206,7 +207,8 @@ class JaxEngine(Engine):
         # While numpy has a view of an array, jaxlib copies it instead of donating its memory.
         views = [np.asarray(arguments[number]) for number in protected]
         loaded = executable.native["program"].on(index)
-        self._threads[index].enter(executable.name, executable.native["collectives"])
+        native = executable.native
+        self._threads[index].enter(executable.name, native["collectives"], native["groups"])
         results = loaded.execute_sharded(arguments)
         arrays = [parts[0] for parts in results.disassemble_into_single_device_arrays()]
         # An error of the computation itself is raised here, not by the call above.
@@ -277,6 +279,11 @@ class JaxEngine(Engine):
         """Return what each local replica is doing."""
         return [thread.activity for thread in self._threads.values()]
 
+    def retire(self, index: int) -> None:
+        """Publish it from the device's thread, behind everything that is queued there."""
+        if self._coordinator is not None:
+            self._threads[index].run(self._coordinator.retire, index)
+
     def finish(self, timeout_s: float) -> bool:
         """Wait for a marker task that is queued behind all other work of each device."""
         markers = [thread.run(int) for thread in self._threads.values()]
@@ -288,6 +295,8 @@ class JaxEngine(Engine):
         Raises:
             PjrtError: a program did not end in time; its replica keeps running.
         """
+        for index in self._threads:
+            self.retire(index)
         unfinished = not self.finish(FINISH_TIMEOUT_S)
         if self._watchdog is not None:
             self._watchdog.close()
@@ -301,6 +310,7 @@ class JaxEngine(Engine):
             )
         if self.cache.hits + self.cache.misses and self._settings.process == 0:
             _log.info("%s", self.cache)
+        self._clients.wait_for_all()
         # On the existing threads, because no thread can be started while the interpreter shuts down.
         leaving = [thread.run(self._clients.leave, index) for index, thread in self._threads.items()]
         _, late = wait(leaving, FINISH_TIMEOUT_S)

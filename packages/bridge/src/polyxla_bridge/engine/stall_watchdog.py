@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from polyxla_bridge.env import POLYXLA_STALL_TIMEOUT_S
@@ -18,10 +19,17 @@ if TYPE_CHECKING:
 
 STALLED = 5
 """Exit code of a process whose replicas stalled."""
-OWN_THREADS = ("polyxla-device", "polyxla-read", "polyxla-buffers", "polyxla-watch", "polyxla-parent")
+DEVICE_THREAD = "polyxla-device"
+"""Prefix of the names of the threads that run programs; `polyxla_bridge.engine.device_thread` makes them."""
+XLA_POOL = "tf_XLAEigen"
+"""Name of the threads of XLA's pool. Source: jaxlib 0.10.2, /proc/self/task."""
+OWN_THREADS = (DEVICE_THREAD, "polyxla-read", "polyxla-buffers", "polyxla-watch", "polyxla-parent")
 """Name prefixes of threads that a report leaves out: the engine's and the launcher's."""
 TICK_S = 1.0
 """Interval between two checks, in seconds; less if the timeout is short."""
+RETIRED_TIMEOUT_S = 6.0
+"""Longest wait for a replica that will run no more programs, in seconds. It has done its part in all
+collectives that it shares with others; the time is for those who still move data or start to compute."""
 
 Handler = Callable[[str], None]
 
@@ -68,6 +76,12 @@ def stacks() -> str:
     return "\n".join(lines)
 
 
+def retire(ordinal: int) -> None:
+    """Tell all processes that a replica of this one has returned: who waits for it now waits forever."""
+    for engine in _watched:
+        engine.retire(ordinal)
+
+
 _watched: list[Engine] = []
 
 
@@ -76,7 +90,8 @@ class StallWatchdog:
 
     Only a program with collectives waits for other replicas. As long as any process of the job compiles or
     computes, the others wait for a reason: such a process publishes heartbeats, and a stall is counted from
-    the last heartbeat of any process.
+    the last heartbeat of any process. A wait for a replica that has retired is a stall after
+    `RETIRED_TIMEOUT_S`.
 
     Args:
         engine: its devices are watched.
@@ -108,36 +123,59 @@ class StallWatchdog:
         while not self._stop.wait(self._tick_s):
             activities = self._engine.activities()
             try:
-                stalled = self._check(activities)
+                report = self._check(activities)
             except Exception:
                 # The key-value store ended with process 0; jaxlib notices that and ends this process.
                 return
-            if stalled:
-                _handlers[0](f"{self._report(stalled)}\n{describe(self._engine)}")
+            if report:
+                _handlers[0](f"{report}\n{describe(self._engine)}")
                 return
 
-    def _check(self, activities: list[DeviceActivity]) -> list[DeviceActivity]:
-        """Publish a heartbeat if this process makes progress, and return its stalled replicas."""
-        if self._makes_progress(activities):
+    def _check(self, activities: list[DeviceActivity]) -> str | None:
+        """Publish a heartbeat if this process makes progress, and report its stalled replicas."""
+        lasting = [one for one in activities if one.program is not None and one.seconds > self._tick_s]
+        waiting = [one for one in lasting if one.collectives]
+        if self._makes_progress(activities, lasting, waiting):
             self._coordinator.beat()
-        waiting = [one for one in self._lasting(activities) if one.collectives]
+        if not waiting:
+            return None
         # Other processes' heartbeats are read only when a replica here waits, since each read is a request.
-        if waiting and (heartbeats := self._coordinator.heartbeats()) != self._heartbeats:
+        if (heartbeats := self._coordinator.heartbeats()) != self._heartbeats:
             self._heartbeats, self._last_progress = heartbeats, time.monotonic()
         quiet_s = time.monotonic() - self._last_progress
         # Both must be over: the replica's own wait, and the time since any process last made progress.
-        return [one for one in waiting if min(one.seconds, quiet_s) > self._timeout_s]
+        patience_s = min(self._timeout_s, RETIRED_TIMEOUT_S)
+        if late := [one for one in waiting if min(one.seconds, quiet_s) > patience_s]:
+            retired = self._coordinator.retired()
+            if deserted := [one for one in late if self._needs(one, retired)]:
+                return _report_retired(deserted, retired)
+        if stalled := [one for one in late if min(one.seconds, quiet_s) > self._timeout_s]:
+            return self._report(stalled)
+        return None
 
-    def _makes_progress(self, activities: list[DeviceActivity]) -> bool:
+    def _needs(self, one: DeviceActivity, retired: frozenset[int]) -> bool:
+        """Return whether a replica's program needs one that has retired."""
+        if retired >= self._others(one.device):
+            return True
+        return any(
+            retired & (group or self._others(one.device)) and (not group or one.device in group)
+            for group in one.groups
+        )
+
+    def _others(self, replica: int) -> frozenset[int]:
+        return frozenset(device.index for device in self._engine.devices if device.index != replica)
+
+    def _makes_progress(
+        self,
+        activities: list[DeviceActivity],
+        lasting: list[DeviceActivity],
+        waiting: list[DeviceActivity],
+    ) -> bool:
         # A check rarely falls into a short program, but a device that runs many of them has always started
         # or finished one less than a tick ago.
         changed = any(one.seconds < self._tick_s for one in activities)
-        computes = any(not one.collectives for one in self._lasting(activities))
+        computes = len(lasting) > len(waiting) or (bool(waiting) and _is_computing())
         return self._is_compiling() or changed or computes
-
-    def _lasting(self, activities: list[DeviceActivity]) -> list[DeviceActivity]:
-        """Return the devices that have been running one program for more than a tick."""
-        return [one for one in activities if one.program is not None and one.seconds > self._tick_s]
 
     def _report(self, stalled: list[DeviceActivity]) -> str:
         waits = "; ".join(str(one) for one in stalled)
@@ -155,3 +193,32 @@ class StallWatchdog:
             _watched.remove(self._engine)
         if self._thread is not threading.current_thread():
             self._thread.join(self._tick_s + 1)
+
+
+def _report_retired(waiting: list[DeviceActivity], retired: frozenset[int]) -> str:
+    waits = "; ".join(str(one) for one in waiting)
+    return (
+        f"polyxla: a replica is stuck: it waits for one that has returned ({waits}; returned: "
+        f"{', '.join(map(str, sorted(retired)))}). All replicas must take part in each step. The stacks of "
+        "this process's replicas follow."
+    )
+
+
+def _is_computing() -> bool:
+    """Return whether a program computes in this process; one that waits in a collective runs no thread.
+
+    XLA computes on the devices' threads and on those of its pool. A thread that waits for a processor, or for
+    its memory, counts as running.
+    """
+    devices = {thread.native_id for thread in threading.enumerate() if thread.name.startswith(DEVICE_THREAD)}
+    for task in os.scandir("/proc/self/task"):
+        try:
+            stat = Path(task, "stat").read_text()
+        except OSError:
+            # The thread has just ended.
+            continue
+        # The name is in parentheses, and may itself contain spaces and parentheses.
+        name, _, rest = stat.partition(" (")[2].rpartition(")")
+        if (name == XLA_POOL or int(task.name) in devices) and rest.split()[0] in "RD":
+            return True
+    return False

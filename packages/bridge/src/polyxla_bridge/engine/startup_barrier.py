@@ -26,7 +26,14 @@ _RETRY_S = 0.05
 """Pause between two attempts to connect, in seconds."""
 _HELLO_TIMEOUT_S = 5.0
 """Longest wait for the JSON line of a new connection, in seconds; a foreign program never sends one."""
-_GO = b"go\n"
+_GO, _READY = b"go\n", b"."
+_KEEPALIVE = (
+    ((socket.SOL_SOCKET, socket.SO_KEEPALIVE), 1),
+    ((socket.IPPROTO_TCP, socket.TCP_KEEPIDLE), 20),
+    ((socket.IPPROTO_TCP, socket.TCP_KEEPINTVL), 10),
+    ((socket.IPPROTO_TCP, socket.TCP_KEEPCNT), 3),
+)
+"""Options with which the kernel closes the connection to a host that answers nothing for 50 s."""
 
 
 class PeerConnections:
@@ -40,6 +47,35 @@ class PeerConnections:
     def __init__(self, settings: BridgeSettings, peers: dict[int, socket.socket]) -> None:
         self._settings = settings
         self._peers = peers
+
+    def wait_for_all(self) -> None:
+        """Wait until every other process calls this too, or is gone.
+
+        One of them may work alone for as long as it likes, to evaluate or to save, while the others have
+        finished. They must stay connected for that long: a client of jaxlib that shuts down waits for all
+        others and sends no heartbeats meanwhile, after 100 s of which jaxlib ends the process that works.
+        """
+        for peer in self._peers.values():
+            peer.settimeout(None)
+            # A host that is cut off sends nothing, and never closes its connection.
+            for option, value in _KEEPALIVE:
+                peer.setsockopt(*option, value)
+        if self._settings.process:
+            self._tell(_READY)
+            self._hear()
+        else:
+            self._hear()
+            self._tell(_GO)
+
+    def _tell(self, text: bytes) -> None:
+        for peer in self._peers.values():
+            with suppress(OSError):
+                peer.sendall(text)
+
+    def _hear(self) -> None:
+        for peer in self._peers.values():
+            with suppress(OSError):
+                peer.recv(len(_GO))
 
     def leave(self, timeout_s: float) -> None:
         """Close this process's connections; process 0 first waits until all others have left.

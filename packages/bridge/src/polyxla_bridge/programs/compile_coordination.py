@@ -18,6 +18,7 @@ HEARTBEAT_TIMEOUT_S = 30.0
 """Longest wait for the next heartbeat of a process that compiles for others, in seconds."""
 _POLL_S = 1.0
 _HEARTBEATS = "polyxla/heartbeats/"
+_RETIRED = "polyxla/retired/"
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,14 @@ class CompileCoordinator:
     def heartbeats(self) -> dict[str, str]:
         """Return the last heartbeat of each process, by its index; a process at work changes its own."""
         return {key.rpartition("/")[2]: value for key, value in self._link.key_value_dir_get(_HEARTBEATS)}
+
+    def retire(self, replica: int) -> None:
+        """Publish that a replica will run no more programs."""
+        self._link.key_value_set(f"{_RETIRED}{replica}", "", allow_overwrite=True)
+
+    def retired(self) -> frozenset[int]:
+        """Return the replicas that will run no more programs."""
+        return frozenset(int(key.rpartition("/")[2]) for key, _ in self._link.key_value_dir_get(_RETIRED))
 
 
 def _key(fingerprint: str, name: str) -> str:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from polyxla_bridge.abi import Code, width
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.programs.hlo_pb2 import HloModuleProto, HloModuleProtoWithConfig, ShapeProto
+from polyxla_bridge.programs.hlo_pb2 import (
+    HloInstructionProto,
+    HloModuleProto,
+    HloModuleProtoWithConfig,
+    ShapeProto,
+)
 
 # dtypes by element type. Source: PrimitiveType in xla_data.proto.
 _PRIMITIVES = {
@@ -55,6 +60,8 @@ _COLLECTIVES = (
     "reduce-scatter",
 )
 """Instructions that wait for other replicas. Source: HloOpcode in xla/hlo/ir/hlo_opcode.h."""
+_ONE_WAY = ("collective-broadcast", "collective-permute")
+"""Those in which a replica may be done before the others have begun."""
 
 
 def parse_module(data: bytes) -> HloModuleProto:
@@ -115,12 +122,35 @@ def donated(hlo: bytes) -> frozenset[int]:
 
 def collectives(hlo: bytes) -> tuple[str, ...]:
     """Return the kinds of collectives in a serialised HloModuleProto, each once."""
-    found = {
-        instruction.opcode.removesuffix("-start")
-        for computation in parse_module(hlo).computations
-        for instruction in computation.instructions
-    }
+    found = {_kind(instruction) for instruction in _instructions(hlo)}
     return tuple(kind for kind in _COLLECTIVES if kind in found)
+
+
+def groups(hlo: bytes) -> frozenset[frozenset[int]]:
+    """Return the groups of replicas that meet in a program: each waits until all of its group have come.
+
+    A group without members stands for all replicas. Collectives in which a replica may be done before others
+    have begun are left out, and so are those whose groups are written in a form that is not known here.
+    """
+    found: set[frozenset[int]] = set()
+    for one in _instructions(hlo):
+        if _kind(one) not in _COLLECTIVES or _kind(one) in _ONE_WAY:
+            continue
+        listed = one.collective_device_list.replica_groups or one.replica_groups
+        found.update(frozenset(group.replica_ids) for group in listed)
+        # jaxlib writes an empty list for all replicas, and other fields for groups that follow a formula.
+        if not listed and one.HasField("collective_device_list"):
+            found.add(frozenset())
+    return frozenset(found)
+
+
+def _instructions(hlo: bytes) -> Iterator[HloInstructionProto]:
+    for computation in parse_module(hlo).computations:
+        yield from computation.instructions
+
+
+def _kind(instruction: HloInstructionProto) -> str:
+    return instruction.opcode.removesuffix("-start")
 
 
 def with_config(hlo: bytes) -> bytes:

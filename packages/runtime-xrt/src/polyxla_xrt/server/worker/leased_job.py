@@ -156,6 +156,8 @@ class LeasedJob:
 
     def detach(self, process: AttachedProcess) -> None:
         """Detach a process that said goodbye."""
+        if process.session:
+            process.session.retire()
         self._remove(process)
 
     def lose(self, process: AttachedProcess, how: str) -> None:

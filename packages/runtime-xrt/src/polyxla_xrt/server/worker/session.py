@@ -150,6 +150,11 @@ class Session:
             raise MisuseError(f"{kind} came before the rest of a program")
         handler(getattr(command, kind))
 
+    def retire(self) -> None:
+        """Record that the client will run no more programs, which other replicas must not wait for."""
+        for device in self._devices.values():
+            self._engine.retire(device.index)
+
     def close(self) -> None:
         """Free everything. May be called twice."""
         for number in list(self._arrays):
