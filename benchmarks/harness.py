@@ -50,7 +50,8 @@ class Contestant:
         with socket.create_server((HOST, 0), backlog=replicas) as listener:
             listener.settimeout(START_TIMEOUT_S)
             command = do(start, model, batch, listener.getsockname()[1])
-            self._process = subprocess.Popen(command, env=os.environ | environ)
+            # Standard output is for the rows, and torch's gloo prints a line there for each of its processes.
+            self._process = subprocess.Popen(command, env=os.environ | environ, stdout=subprocess.DEVNULL)
             self._pipes = [Connection(listener.accept()[0].detach()) for _ in range(replicas)]
         # Compile, then measure how many steps make a round.
         self._run(3)
