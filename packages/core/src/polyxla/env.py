@@ -45,6 +45,10 @@ POLYXLA_COMPILE_CACHE = "POLYXLA_COMPILE_CACHE"
 Default: ``on``, which is ``polyxla/programs`` in the user's cache directory.
 """
 
+POLYXLA_FULL_TRACEBACK = "POLYXLA_FULL_TRACEBACK"
+"""``1``: tracebacks include the frames of polyxla, its plugins and torch_xla's launch.
+Default: 0; the user's frames, and those of libraries that the user called.
+"""
 
 DEFAULT_S: Mapping[str, float] = {POLYXLA_START_TIMEOUT_S: 120, POLYXLA_INPUT_TIMEOUT_S: 1800}
 """Default of each timeout variable, in seconds."""

@@ -19,6 +19,7 @@ from polyxla.plugins.manager import load_plugins
 from polyxla.plugins.precision_lookup import find_precision
 from polyxla.plugins.selection import Selection, select
 from polyxla.replica.random_state import host_seed
+from polyxla.tracebacks import Folded
 
 
 def launch(
@@ -85,7 +86,8 @@ def launch(
         start_method=start_method,
         seed=host_seed(),
     )
-    results: list[ReplicaResult] = plugins.hook.polyxla_launch(job=job)
+    with Folded():
+        results: list[ReplicaResult] = plugins.hook.polyxla_launch(job=job)
     # Replicas are not numbered in the order in which they start: libtpu goes by their chips' coordinates.
     return [result.value for result in sorted(results, key=lambda result: result.ordinal)]
 

@@ -1,0 +1,79 @@
+"""Tracebacks without the frames of polyxla, its plugins and torch_xla's launch: the user's frames remain."""
+
+from __future__ import annotations
+
+import socket
+from types import FrameType, TracebackType
+
+from polyxla import env
+from polyxla.callsite import own_packages
+from polyxla.errors import PolyxlaError
+
+_LAUNCH_MODULES = frozenset({"torch_xla._internal.pjrt", "torch_xla.distributed.xla_multiprocessing"})
+_LAUNCH = ("torch_xla.torch_xla", "launch")
+HINT = f"{env.POLYXLA_FULL_TRACEBACK}=1 shows polyxla's frames too"
+"""How to see what is left out."""
+
+
+class Folded:
+    """A context that folds the traceback of an exception that leaves it; callers' frames follow later."""
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Fold the traceback."""
+        if error is not None:
+            fold(error)
+
+
+def is_full() -> bool:
+    """Return whether the user wants whole tracebacks."""
+    return env.snapshot().get(env.POLYXLA_FULL_TRACEBACK, "") not in ("", "0")
+
+
+def fold(error: BaseException) -> None:
+    """Remove our frames from the tracebacks of an exception and of those behind it, unless `is_full`."""
+    if is_full():
+        return
+    seen: list[BaseException] = []
+    behind: list[BaseException | None] = [error]
+    while behind:
+        one = behind.pop()
+        if one is None or any(one is other for other in seen):
+            continue
+        seen.append(one)
+        folded = _folded(one.__traceback__)
+        # Without a frame of the user's, an error that nothing else explains is a defect of ours: show all.
+        if folded or one.__cause__ or isinstance(one, PolyxlaError):
+            one.__traceback__ = folded
+        behind += [one.__cause__, one.__context__]
+
+
+def note_replica(error: BaseException, who: str) -> None:
+    """Add a note to an exception: which replica raised it, on which host, and how to see all frames."""
+    hint = "" if is_full() else f"; {HINT}"
+    error.add_note(f"raised in {who} on {socket.gethostname()}{hint}")
+
+
+def _folded(trace: TracebackType | None) -> TracebackType | None:
+    kept = []
+    while trace is not None:
+        if not _is_ours(trace.tb_frame):
+            kept.append(trace)
+        trace = trace.tb_next
+    folded = None
+    for one in reversed(kept):
+        folded = TracebackType(folded, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return folded
+
+
+def _is_ours(frame: FrameType) -> bool:
+    name: str = frame.f_globals.get("__name__", "")
+    return (
+        name.partition(".")[0] in own_packages() | {"pluggy"}
+        or name in _LAUNCH_MODULES
+        or (name, frame.f_code.co_name) == _LAUNCH
+        # Replica processes are started with `python -c`.
+        or frame.f_code.co_filename == "<string>"
+    )
