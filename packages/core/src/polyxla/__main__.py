@@ -1,5 +1,19 @@
-"""``python -m polyxla``."""
+"""The command ``polyxla``, and ``python -m polyxla``."""
 
-from polyxla.cli.app import main
+from __future__ import annotations
 
-main()
+import signal
+
+from polyxla.console import end_interrupted
+
+
+def main() -> None:
+    """Run the command; Ctrl-C ends it with one line, also while its modules are imported."""
+    signal.signal(signal.SIGINT, lambda *_: end_interrupted())
+    from polyxla.cli.app import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -85,6 +85,8 @@ class LeaseHolder:
             ours.send((plan, JobOwner.current()))
             self.lease = self._wait(limit_s + START_S + plan.configuration.mesh_connect_wait_s)
         except BaseException:
+            # Nothing was granted that must be given back, and the helper may be waiting for a worker.
+            self._process.kill()
             self._end()
             raise
 
@@ -131,7 +133,11 @@ def _failed(how: str) -> WorkerLostError:
 def main(descriptor: int) -> None:
     """Run the helper process of the launcher at the other end of a pipe."""
     pipe = Connection(descriptor)
-    plan, owner = pipe.recv()
+    try:
+        plan, owner = pipe.recv()
+    except EOFError:
+        # The launcher was interrupted.
+        return
     try:
         _hold(pipe, plan, owner, snapshot())
     except PolyxlaError as error:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -77,6 +78,8 @@ def replace_process(plan: RunPlan, environ: Mapping[str, str]) -> NoReturn:
     """Replace this process by the program, which keeps the process id and receives signals directly."""
     sys.stdout.flush()
     sys.stderr.flush()
+    # A Ctrl-C waits until the program's process can report it: python itself would print a traceback.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     os.execve(plan.command[0], plan.command, {**environ, **plan.variables})
 
 

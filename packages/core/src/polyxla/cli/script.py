@@ -1,7 +1,7 @@
 """``python -m polyxla.cli.script``: run a program as python would, but print polyxla's errors plainly.
 
-A `polyxla.PolyxlaError` ends the program with the error's text, the script's line and the error's exit code.
-Any other exception is left to python.
+A `polyxla.PolyxlaError` ends the program with the error's text, the script's line and the error's exit code,
+Ctrl-C with one line. Of any other exception the program's own frames are printed.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import os
+import signal
 import sys
 import traceback
 from types import CodeType, ModuleType
 from typing import Any
 
 from polyxla import env
-from polyxla.console import say
+from polyxla.console import end_interrupted, say
 from polyxla.errors import PolyxlaError, UsageError
+from polyxla.launcher.messages import RemoteTraceback
 from polyxla.plugins.manager import find_runtime, load_runtime
+from polyxla.tracebacks import fold
 
 
 def main() -> None:
@@ -27,12 +30,31 @@ def main() -> None:
     # Stays there after the program's end: its threads and spawned workers look up their functions here.
     sys.modules["__main__"] = module
     try:
+        # `polyxla run` has blocked it until here, where it can be reported in one line.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         _prepare()
         code = _module(module) if sys.argv[0] == "-m" else _script(module, sys.argv[0])
         exec(code, module.__dict__)
     except PolyxlaError as error:
         say(f"error: {error}{_line_of(error, getattr(module, '__file__', None))}")
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        end_interrupted()
+    except Exception as error:
+        _print(error)
+        sys.exit(1)
+
+
+def _print(error: Exception) -> None:
+    if error.__traceback__:
+        # `main` above, whose module is called __main__ as the program is.
+        error.__traceback__ = error.__traceback__.tb_next
+    fold(error)
+    if sys.excepthook is sys.__excepthook__ and isinstance(error.__cause__, RemoteTraceback):
+        # The replica's traceback says all; this process has only waited for it.
+        sys.stderr.write(str(error.__cause__).lstrip())
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
 
 
 def _prepare() -> None:

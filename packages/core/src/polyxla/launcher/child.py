@@ -6,6 +6,7 @@ import atexit
 import faulthandler
 import json
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -15,7 +16,7 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
-from polyxla import env
+from polyxla import env, tracebacks
 from polyxla.launcher import failures
 from polyxla.launcher.messages import Message, Raised, Returned, Setup, pack
 
@@ -25,8 +26,21 @@ REPLICA_THREAD = "polyxla-replica"
 
 def main() -> None:
     """Serve the pipe whose descriptor is the second argument, then end."""
+    leave_interrupts_to_launcher()
     (number,) = json.loads(sys.argv[2])
     serve(Connection(number))
+
+
+def leave_interrupts_to_launcher() -> None:
+    """Make Ctrl-C, which a terminal sends to every process of the group, do nothing in this one.
+
+    The launching process ends all replicas. Processes that the replica starts are interrupted as usual.
+    """
+    # A function of ours, because a program that a replica starts would inherit SIG_IGN, but not a handler.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    # Loaders' workers are forks.
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
 
 
 def serve(pipe: Connection, adapt: Callable[[dict[str, str]], dict[str, str]] = dict) -> None:
@@ -38,8 +52,12 @@ def serve(pipe: Connection, adapt: Callable[[dict[str, str]], dict[str, str]] = 
     """
     sys.argv[:] = [""]
     faulthandler.enable()
-    pipe.send(Message("hello"))
-    setup: Setup = pipe.recv()
+    try:
+        pipe.send(Message("hello"))
+        setup: Setup = pipe.recv()
+    except (EOFError, OSError):
+        # It was interrupted while this process started.
+        os._exit(failures.PARENT_GONE)
     env.replace_environ(adapt(setup.environ))
     sys.path[:] = setup.path
     os.chdir(setup.directory)
@@ -52,6 +70,7 @@ def serve_forked(pipe: Connection, environ: Mapping[str, str], work: Callable[[]
     try:
         # The launching process's exit hooks are not for this process to run.
         atexit._clear()  # noqa: SLF001
+        leave_interrupts_to_launcher()
         env.replace_environ(environ)
         faulthandler.enable()
         finish(pipe, work)
@@ -89,4 +108,5 @@ def _run(work: bytes | Callable[[], Any]) -> Returned | Raised:
         job, place = cloudpickle.loads(work)
         return Returned(job.run(place))
     except BaseException as error:
-        return failures.explain(Raised(error, traceback.format_exc()))
+        tracebacks.fold(error)
+        return failures.explain(Raised(error, "".join(traceback.format_exception(error))))

@@ -35,6 +35,7 @@ def main() -> None:
     control = socket.socket(fileno=number)
     # A terminal's Ctrl-C reaches every process of the group; the launching process ends the replicas.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     before = env.snapshot()
     for name in json.loads(sys.argv[3]):
         importlib.import_module(name)
@@ -81,7 +82,7 @@ class _Server:
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            child.leave_interrupts_to_launcher()
             for inherited in self._inherited:
                 inherited.close()
             return pipe

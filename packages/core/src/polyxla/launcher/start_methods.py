@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from types import ModuleType
 
@@ -40,6 +40,14 @@ class ForkedProcess(Process):
         """The process id that the server reported; 0 before it has."""
         self._server.read()
         return self._server.pids.get(self._number, 0)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Signal it; if it is not forked yet, signal the server, which may be importing for long."""
+        if self.pid:
+            super().signal(number)
+        else:
+            # If it is being forked just now, the end of its pipe ends it.
+            self._server.process.signal(number)
 
     def ended(self) -> Exit | None:
         """Return the end that the server reported, or the server's own end, which also ends its children."""
@@ -105,7 +113,8 @@ def running_fork_server(environ: Mapping[str, str], preload: Sequence[str]) -> F
             server.close()
             server = None
         if server is None:
-            server = _servers[tuple(preload)] = ForkServer(environ, preload)
+            with interrupts_blocked():
+                server = _servers[tuple(preload)] = ForkServer(environ, preload)
         return server
 
 
@@ -113,6 +122,19 @@ def running_fork_server(environ: Mapping[str, str], preload: Sequence[str]) -> F
 def _close_servers() -> None:
     for server in _servers.values():
         server.close()
+
+
+@contextlib.contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Delay Ctrl-C while a process is started, so that none is started and then forgotten.
+
+    The process begins with Ctrl-C blocked, and decides itself when it can take it.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def spawn(end: Connection, environ: Mapping[str, str]) -> OwnProcess:

@@ -1,0 +1,40 @@
+"""A launch that reports how far it is; MOMENT is the file at which the test interrupts it."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+FOLDER = Path(os.environ["FOLDER"])
+
+SLOW = """
+import os, time
+from pathlib import Path
+if os.environ["MOMENT"] == "server-imports":
+    Path(os.environ["FOLDER"], "server-imports").touch()
+    time.sleep(60)
+"""
+
+
+class Work:
+    function = print
+    args = ()
+    environ = os.environ
+
+    def run(self, place: int) -> None:
+        (FOLDER / str(place)).touch()
+        if all((FOLDER / str(other)).exists() for other in range(2)):
+            (FOLDER / "replicas-run").touch()
+        time.sleep(60)
+
+
+if __name__ == "__main__":
+    if os.environ["MOMENT"] == "program-imports":
+        (FOLDER / "program-imports").touch()
+        time.sleep(60)
+    from polyxla.launcher.processes import run_processes
+
+    (FOLDER / "slow_to_import.py").write_text(SLOW)
+    sys.path.insert(0, str(FOLDER))
+    environs = [dict(os.environ)] * 2
+    run_processes(Work(), range(2), environs, method="forkserver", preload=["slow_to_import"])
