@@ -55,13 +55,14 @@ def test_a_killed_replica_is_named_with_its_signal(
     with pytest.raises(ReplicaLostError) as caught:
         everywhere(_die_on_one)
     found = re.match(
-        r"process (\d) \(pid \d+\) was ended by SIGKILL .*; its peak was ([\d,]+) MiB", str(caught.value)
+        r"process (\d) \(replicas? ([\d, ]+); pid \d+\) was ended by SIGKILL .*; its peak was ([\d,]+) MiB",
+        str(caught.value),
     )
     assert found, str(caught.value)
     (_, processes) = request.node.callspec.params["everywhere"]
-    assert int(found[1]) == processes - 1
+    assert (int(found[1]), found[2]) == (processes - 1, "0, 1" if processes == 1 else "1")
     # torch_xla alone takes about 400 MiB.
-    assert 100 < int(found[2].replace(",", "")) < 20_000
+    assert 100 < int(found[3].replace(",", "")) < 20_000
 
 
 def _be_late_on_one(replica: Replica) -> None:
@@ -82,6 +83,81 @@ def test_a_replica_that_never_arrives_is_shown_with_its_stack(
     # The stacks of both replicas, with line numbers.
     assert re.search(r'test_failures.py", line \d+, in _be_late_on_one\n +time.sleep', stderr)
     assert re.search(r'test_failures.py", line \d+, in _be_late_on_one\n +replica.barrier', stderr)
+
+
+def _take_unequal_steps(replica: Replica, folder: Path) -> None:
+    import torch
+
+    module = replica.setup(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(3 if replica.ordinal == 0 else 9):
+        optimizer.zero_grad()
+        loss = module(torch.ones(2, device=replica.device)).sum()
+        loss.backward()
+        replica.step(optimizer)
+        loss.item()
+    (folder / f"{replica.ordinal}").write_text(str(time.time()))
+
+
+@pytest.mark.parametrize(
+    "everywhere",
+    [*LAYOUTS, pytest.param((4, 2), id="mixed", marks=pytest.mark.long)],
+    indirect=True,
+)
+def test_replicas_with_more_steps_than_another_are_named_soon(
+    request: pytest.FixtureRequest,
+    everywhere: Callable[..., list[Any]],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(StalledError) as caught:
+        everywhere(_take_unequal_steps, tmp_path)
+    assert time.time() - float((tmp_path / "0").read_text()) < 15
+    text = str(caught.value)
+    assert text.startswith("replica 0 returned after 3 steps; "), text
+    # Which of several others reports first is a matter of chance.
+    line = _take_unequal_steps.__code__.co_firstlineno + 10
+    assert re.search(rf"(waits?|is|are) in step 4 at \S*test_failures.py:{line}[.;]", text), text
+    assert "All replicas must take part in each step" in text
+    stderr = capfd.readouterr().err
+    assert "@ " not in stderr, stderr
+    assert "Fatal" not in stderr, stderr
+
+
+@pytest.mark.pjrt
+def test_a_plain_program_with_unequal_steps_prints_one_line(runtime: RuntimeUnderTest) -> None:
+    script = PROGRAMS / "unequal_steps.py"
+    done = runtime.run("--devices", "2", str(script))
+    assert done.returncode == 1
+    assert re.fullmatch(
+        rf"(?:polyxla: runtime .*\n)?"
+        rf"polyxla: error: replica 1 returned; replica 0 waits at {script}:19\. All replicas must .*\n"
+        rf"  at {script}:\d+\n",
+        done.stderr,
+    ), done.stderr
+
+
+def _work_alone_at_the_end(replica: Replica) -> float:
+    import torch
+
+    replica.barrier()
+    if replica.ordinal == 1:
+        # Longer than another may wait for one that has returned: first on the host, then on the device.
+        time.sleep(8)
+        matrix = torch.eye(500, device=replica.device)
+        end = time.monotonic() + 8
+        while time.monotonic() < end:
+            for _ in range(20):
+                matrix = matrix @ matrix
+            replica.sync(wait=True)
+        return float(matrix.sum())
+    return 0.0
+
+
+@pytest.mark.long
+@everywhere
+def test_a_replica_that_others_do_not_wait_for_may_work_on(everywhere: Callable[..., list[Any]]) -> None:
+    assert everywhere(_work_alone_at_the_end) == [0.0, 500.0]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +232,12 @@ def test_the_end_of_the_parent_ends_all_its_processes(
         os.killpg(parent.pid, number)
     else:
         parent.kill()
-    assert parent.wait(PATIENCE_S) != 0
+    since = time.monotonic()
+    assert parent.wait(PATIENCE_S) == (130 if number == signal.SIGINT else -number)
+    if number == signal.SIGINT:
+        assert time.monotonic() - since < 2
+        assert (tmp_path / "out").read_text().splitlines()[-1] == "polyxla: interrupted"
+        deadline = since + 2
     while left := _session(parent.pid):
         assert time.monotonic() < deadline, f"{left} still live"
         time.sleep(0.05)

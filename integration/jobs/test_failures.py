@@ -103,6 +103,22 @@ def test_a_killed_worker_ends_its_clients_and_can_restart(
     check_served(again)
 
 
+def test_a_stopped_worker_is_the_reason_in_its_clients_error_and_in_its_log(
+    here: Host, serve: Callable[..., Served], train: Callable[..., Training]
+) -> None:
+    worker = serve(here, 2)
+    job = train(here, worker.address, 2)
+    for ordinal in range(2):
+        job.pid(ordinal)
+    worker.process.terminate()
+    stderr = job.end()
+    (error,) = [line for line in stderr.splitlines() if line.startswith("polyxla: error:")]
+    assert f"the worker at {worker.address} was stopped" in error
+    _, log = worker.process.communicate(timeout=ENDS_S)
+    assert "was stopped" in log
+    assert "died" not in log
+
+
 def test_a_killed_replica_ends_the_others_and_the_workers_session(
     here: Host, serve: Callable[..., Served], train: Callable[..., Training]
 ) -> None:
@@ -111,7 +127,7 @@ def test_a_killed_replica_ends_the_others_and_the_workers_session(
     pids = [job.pid(ordinal) for ordinal in range(3)]
     os.kill(pids[1], signal.SIGKILL)
     stderr = job.end()
-    assert re.search(r"process 1 \(pid \d+\) was ended by SIGKILL", stderr), stderr
+    assert re.search(r"process 1 \(replica 1; pid \d+\) was ended by SIGKILL", stderr), stderr
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     deadline = time.monotonic() + ENDS_S
     while (status := worker.status())["job"]:

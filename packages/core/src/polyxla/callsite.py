@@ -79,6 +79,9 @@ def location(code: CodeType, line: int | None = None) -> str:
 
 
 def _is_users(frame: FrameType) -> bool:
+    # Replica processes are started with `python -c`.
+    if frame.f_code.co_filename == "<string>":
+        return False
     package = _package(frame)
     return package not in LIBRARIES and package not in own_packages()
 

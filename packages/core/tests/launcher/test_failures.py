@@ -82,7 +82,8 @@ def test_a_killed_replica_is_named_with_its_signal(
     peak = re.search(r"peak was (\d+) MiB", text)
     # A Python needs 5 MiB at least; a figure in the wrong unit would be far off.
     assert peak is None or 5 < int(peak[1]) < 5000
-    assert text == f"process 1 (pid {pid}) {how.format(peak=peak and peak[1])} before it returned a result"
+    who = f"process 1 (replica 1; pid {pid})"
+    assert text == f"{who} {how.format(peak=peak and peak[1])} before it returned a result"
     assert caught.value.exit_code == 1
 
 
@@ -101,7 +102,7 @@ def test_a_death_is_named_though_the_error_that_it_caused_arrives_first(
 
     wait: Any = multiprocessing.connection.wait
     monkeypatch.setattr(multiprocessing.connection, "wait", lambda pipes, *timeout: wait(pipes[:1], *timeout))
-    with pytest.raises(ReplicaLostError, match=r"process 1 \(pid \d+\) was ended by SIGKILL") as caught:
+    with pytest.raises(ReplicaLostError, match=r"process 1 \(replica 1; pid \d+\) was ended") as caught:
         run_bare(die_or_fail, size=2, method=method)
     assert str(caught.value.__cause__) == "lost the other replica"
 
@@ -220,8 +221,75 @@ def test_stalled_replicas_are_reported_and_ended(
     text = str(caught.value)
     assert "waited too long for other replicas: all-reduce of step, for 3 s; the position of each" in text
     shown = capfd.readouterr().err
-    assert "process 1 (pid" in shown.split("stalls:\nall-reduce of step, for 3 s\nand more", 1)[0]
-    position = shown.partition("polyxla: process 0 (pid")[2].partition("polyxla: process 2")[0]
+    assert "process 1 (replica 1; pid" in shown.split("stalls:\nall-reduce of step, for 3 s\nand more", 1)[0]
+    position = shown.partition("polyxla: process 0 (replica 0; pid")[2].partition("polyxla: process 2")[0]
     assert "thread MainThread:" in position
     assert "in dawdle" in position
     assert "did not report its position within 2 s: its Python does not run" in shown
+
+
+def test_replicas_that_wait_for_one_that_has_returned_are_named_with_step_and_line(
+    run_bare: Callable[..., list[Any]],
+    method: ProcessMethod,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def train(replica: Replica) -> None:
+        replica.steps = 3
+        (tmp_path / f"{replica.ordinal}.part").write_text(str(os.getpid()))
+        (tmp_path / f"{replica.ordinal}.part").rename(tmp_path / f"{replica.ordinal}")
+        if replica.ordinal == 0:
+            return
+        replica.steps = 5
+        if replica.ordinal == 1:
+            wait_for_files(tmp_path / "0", tmp_path / "2")
+            wait_for_end_of([int((tmp_path / "0").read_text())])
+            failures.report_stall("all-reduce of step, for 6 s")
+        time.sleep(WAIT_S)
+
+    with pytest.raises(StalledError) as caught:
+        run_bare(train, size=3, method=method)
+    line = train.__code__.co_firstlineno
+    where = re.escape(f"{Path(__file__).name}:")
+    assert re.fullmatch(
+        rf"replica 0 returned after 3 steps; replica 1 waits in step 4 at .*{where}{line + 10}; "
+        rf"replica 2 is in step 4 at .*{where}{line + 11}. {re.escape(failures.UNEQUAL)}",
+        str(caught.value),
+    ), str(caught.value)
+    # The one sentence is all that there is to say.
+    assert "all-reduce of step" not in capfd.readouterr().err
+
+
+def _living(session: int) -> list[str]:
+    command = ["ps", "--no-headers", "-o", "stat,pid,args", "-s", str(session)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+    return [line for line in lines if not line.startswith("Z")]
+
+
+def _interrupt_at(tmp_path: Path, program: str, moment: str) -> tuple[int, str, float, list[str]]:
+    """Interrupt a program's group once a file exists; return its code, output, time and what is left."""
+    shutil.copy(PROGRAMS / program, tmp_path / "script.py")
+    environ = {**os.environ, "FOLDER": str(tmp_path), "MOMENT": moment}
+    command = [sys.executable, "-m", "polyxla.cli.script", "script.py"]
+    with (tmp_path / "out").open("w") as out:
+        process = subprocess.Popen(
+            command, cwd=tmp_path, env=environ, stdout=out, stderr=out, start_new_session=True
+        )
+    try:
+        wait_for_files(tmp_path / moment)
+        os.killpg(process.pid, signal.SIGINT)
+        since = time.monotonic()
+        code = process.wait(WAIT_S)
+        seconds = time.monotonic() - since
+        left = _living(process.pid)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return code, (tmp_path / "out").read_text(), seconds, left
+
+
+@pytest.mark.parametrize("moment", ["server-imports", "program-imports", "replicas-run"])
+def test_ctrl_c_is_one_line_and_leaves_no_process(tmp_path: Path, moment: str) -> None:
+    code, text, seconds, left = _interrupt_at(tmp_path, "interrupted.py", moment)
+    assert (code, text, left) == (130, "polyxla: interrupted\n", [])
+    assert seconds < 2

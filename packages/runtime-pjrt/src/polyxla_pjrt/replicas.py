@@ -21,7 +21,7 @@ import torch_xla.runtime as xr
 from torch_xla._internal import pjrt
 from torch_xla.core import dynamo_bridge
 
-from polyxla import UsageError, World
+from polyxla import UsageError, World, presence
 from polyxla.launcher import failures
 from polyxla.launcher.child import REPLICA_THREAD
 from polyxla.xla import replica_process
@@ -101,6 +101,9 @@ def _watch(plan: Plan) -> None:
 
     stall_watchdog.on_stall(failures.report_stall)
     failures.describe_with(stall_watchdog.describe_here)
+    presence.listen(
+        lambda position: stall_watchdog.retire(position.ordinal) if position.has_returned else None
+    )
     if plan.kind == "TPU":
         # The fork server may have imported torch_xla for a launch on the CPU.
         register_emulated()

@@ -103,16 +103,15 @@ def _end_process(error: WorkerError, code: int) -> None:
     futures have not failed yet, so what it raises comes after this.
     """
     failures.blame(error, follows_another=code != Code.UNAVAILABLE)
-    threading.Thread(target=_end, args=(error, code), name="polyxla-end", daemon=True).start()
+    if code == Code.DEADLINE_EXCEEDED and failures.has_parent():
+        # Here, while the program is still where it waits.
+        failures.report_stall(f"polyxla: {error.what}\n{describe()}")
+        return
+    threading.Thread(target=_end, args=(error,), name="polyxla-end", daemon=True).start()
 
 
-def _end(error: WorkerError, code: int) -> None:
+def _end(error: WorkerError) -> None:
     if not failures.has_parent():
         # The program meets the error where it next uses the device, and may handle it.
         time.sleep(EXIT_GRACE_S)
-    elif code == Code.DEADLINE_EXCEEDED:
-        failures.report_stall(f"polyxla: {error.what}\n{describe()}")
-        return
-    elif code == Code.ABORTED:
-        failures.defer_to_launcher()
     failures.give_up(error)

@@ -16,14 +16,16 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
+from polyxla import presence
 from polyxla.console import say
 from polyxla.errors import PolyxlaError, ReplicaLostError, StalledError
 from polyxla.launcher.messages import Message, Raised, pack
 from polyxla.launcher.process_handle import Process
+from polyxla.presence import Position
 
 STOP_GRACE_S = 5.0
 """Time for a process to end after SIGTERM, in seconds, before it is killed."""
@@ -37,6 +39,11 @@ PARENT_GONE = 3
 """Exit code of a replica process whose launching process went away."""
 STALLED = 5
 """Exit code of a process whose replicas stall, if it has no launching process. The bridge uses the same."""
+UNEQUAL = (
+    "All replicas must take part in each step: give them the same number of batches, as replica.loader does, "
+    "and let none return early."
+)
+"""What to do about replicas that returned while others wait for them."""
 
 
 # In a replica process
@@ -58,6 +65,12 @@ class ParentLink:
         with self._lock, contextlib.suppress(BrokenPipeError):
             self._pipe.send(message)
 
+    def report(self, kind: str, text: str) -> None:
+        """Send where each replica of this process is, then a text."""
+        for position in presence.positions():
+            self.send(Message("replica", position))
+        self.send(Message(kind, text))
+
     def listen(self) -> None:
         """Answer each request for the position. Ends this process when the launching process goes away.
 
@@ -66,7 +79,7 @@ class ParentLink:
         try:
             while True:
                 self._pipe.recv()
-                self.send(Message("position", _own.describe()))
+                self.report("position", _own.describe())
         except (EOFError, OSError):
             # Nobody would stop this process or take its result.
             os._exit(PARENT_GONE)
@@ -75,6 +88,9 @@ class ParentLink:
 def connect(pipe: Connection) -> ParentLink:
     """Make `pipe` this process's link to its launching process, and answer requests on it."""
     link = _own.link = ParentLink(pipe)
+    # A fork of the launching process inherits the replicas that ran inline there.
+    presence.forget()
+    presence.listen(lambda position: link.send(Message("replica", position)))
     threading.Thread(target=link.listen, name="polyxla-parent", daemon=True).start()
     return link
 
@@ -92,7 +108,8 @@ def describe_with(describe: Callable[[], str]) -> None:
 def report_stall(text: str) -> None:
     """Report that replicas of this process stall; the launching process asks all others and ends all.
 
-    Without a launching process, prints `text` and ends this process with exit code `STALLED`.
+    Without a launching process, prints `text` and ends this process with exit code `STALLED`. If others have
+    returned, the error of `polyxla.launch` says so in one sentence.
 
     Args:
         text: what the replicas wait for, and where they are.
@@ -100,17 +117,20 @@ def report_stall(text: str) -> None:
     if _own.link is None:
         say(text)
         os._exit(STALLED)
-    _own.link.send(Message("stalled", text))
+    _own.link.report("stalled", text)
 
 
 def give_up(error: PolyxlaError) -> NoReturn:
     """End this process for a reason outside its program, such as a lost device.
 
-    The launching process raises `error` and ends the others. Without one, the error is printed.
+    The launching process raises `error` and ends the others; if, as `blame` knows, it only follows from
+    another replica's end, that end is given the time to be reported. Without one, the error is printed.
     """
     if _own.link is None:
         say(f"error: {error}")
     else:
+        if _own.cause_follows:
+            defer_to_launcher()
         _own.link.send(Message("answer", pack(Raised(error, ""))))
     sys.stdout.flush()
     sys.stderr.flush()
@@ -183,15 +203,32 @@ class ReplicaProcess:
         process: the process.
         pipe: this end of the pipe to it.
         has_answered: whether its answer has arrived.
+        replicas: its replicas by ordinal, as far as they have started, with their last known position.
     """
 
     index: int
     process: Process
     pipe: Connection
     has_answered: bool = False
+    replicas: dict[int, Position] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"process {self.index} (pid {self.process.pid})"
+        if not self.replicas:
+            return f"process {self.index} (pid {self.process.pid})"
+        return f"process {self.index} ({presence.named(self.replicas)}; pid {self.process.pid})"
+
+    def receive(self) -> Message | None:
+        """Read one message; None if it was one about a replica, which `replicas` then holds.
+
+        Raises:
+            EOFError: the process has closed its end.
+            OSError: the process is gone.
+        """
+        message: Message = self.pipe.recv()
+        if message.kind != "replica":
+            return message
+        self.replicas[message.content.ordinal] = message.content
+        return None
 
 
 def lost(suspects: Sequence[ReplicaProcess]) -> ReplicaLostError:
@@ -226,7 +263,8 @@ def find_death(processes: Iterable[ReplicaProcess]) -> ReplicaLostError | None:
         for pipe in ready:
             one = remaining.pop(pipe)
             try:
-                pipe.recv()
+                if one.receive() is None:
+                    remaining[pipe] = one
             except (EOFError, OSError):
                 return lost([one])
     return None
@@ -246,7 +284,7 @@ def never_answered(process: ReplicaProcess, timeout_s: float, variable: str) -> 
 
 
 def stalled(processes: Sequence[ReplicaProcess], first: ReplicaProcess, text: str) -> StalledError:
-    """Print the position of every process and return the error that ends them all.
+    """Return the error that ends all processes; print their positions, unless one sentence says it all.
 
     Args:
         processes: all of the launch.
@@ -258,9 +296,12 @@ def stalled(processes: Sequence[ReplicaProcess], first: ReplicaProcess, text: st
         with contextlib.suppress(OSError):
             one.pipe.send(None)
     deadline = time.monotonic() + POSITION_WAIT_S
-    say(f"{first} stalls:\n{text}")
-    for one in others:
-        say(f"{one}:\n{_position(one, deadline)}")
+    texts = {first.index: text} | {one.index: _position(one, deadline) for one in others}
+    known = [position for one in processes for position in one.replicas.values()]
+    if sentence := presence.unequal(known, first.replicas):
+        return StalledError(f"{sentence}. {UNEQUAL}")
+    for one in (first, *others):
+        say(f"{one}{' stalls' if one is first else ''}:\n{texts[one.index]}")
     return StalledError(
         f"{first} waited too long for other replicas: {text.partition(chr(10))[0]}; "
         "the position of each process is printed above"
@@ -270,8 +311,8 @@ def stalled(processes: Sequence[ReplicaProcess], first: ReplicaProcess, text: st
 def _position(process: ReplicaProcess, deadline: float) -> str:
     try:
         while process.pipe.poll(max(0.0, deadline - time.monotonic())):
-            message: Message = process.pipe.recv()
-            if message.kind in ("position", "stalled"):
+            message = process.receive()
+            if message is not None and message.kind in ("position", "stalled"):
                 return str(message.content)
     except (EOFError, OSError):
         return str(process.process.wait(deadline) or "its pipe is closed")

@@ -34,8 +34,9 @@ class Message:
     """A message from a replica process.
 
     Attributes:
-        kind: ``hello``, ``answer``, ``stalled`` or ``position``.
-        content: of an answer, the packed `Returned` or `Raised`; otherwise text.
+        kind: ``hello``, ``replica``, ``answer``, ``stalled`` or ``position``.
+        content: of a replica, its `Position`; of an answer, the packed `Returned` or `Raised`;
+            otherwise text.
     """
 
     kind: str

@@ -1,10 +1,11 @@
 """Replicas as processes: started with an environment of their own, monitored, and always ended.
 
 The launching process has one pipe to each child (`polyxla.launcher.child`): the child sends hello, receives
-the work, and answers once. Meanwhile it may report that its replicas stall; the launching process then asks
-all others for their position and ends them (`polyxla.launcher.failures`). The end of a child without an
-answer is noticed at once, because its end of the pipe closes; or within `LIVENESS_CHECK_S`, where a process
-that the child forked, such as a data loader's worker, still holds that end.
+the work, and answers once. Meanwhile it reports which replicas have started and returned, and may report that
+they stall; the launching process then asks all others for their position and ends them
+(`polyxla.launcher.failures`). The end of a child without an answer is noticed at once, because its end of the
+pipe closes; or within `LIVENESS_CHECK_S`, where a process that the child forked, such as a data loader's
+worker, still holds that end.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ from polyxla.launcher.child import serve_forked
 from polyxla.launcher.failures import STOP_GRACE_S, ReplicaProcess
 from polyxla.launcher.messages import Message, Setup, pickles, unpack
 from polyxla.launcher.process_handle import OwnProcess
-from polyxla.launcher.start_methods import running_fork_server, spawn
+from polyxla.launcher.start_methods import interrupts_blocked, running_fork_server, spawn
 
+EXIT_GRACE_S = 0.5
+"""Time for a process that has answered to exit before the job's other processes are ended, in seconds."""
 LIVENESS_CHECK_S = 1.0
 """How often to check whether the children are alive, in seconds."""
 
@@ -114,14 +117,15 @@ def run_processes(
     children: list[ReplicaProcess] = []
     try:
         if method == "fork":
-            children = _fork(work, places, environs)
+            _fork(work, places, environs, children)
         else:
             setups = _setups(work, places, environs)
             pairs = [multiprocessing.connection.Pipe() for _ in places]
             server = running_fork_server(environs[0], preload) if method == "forkserver" else None
             for index, (ours, theirs) in enumerate(pairs):
-                process = server.fork(theirs) if server else spawn(theirs, environs[index])
-                children.append(ReplicaProcess(index, process, ours))
+                with interrupts_blocked():
+                    process = server.fork(theirs) if server else spawn(theirs, environs[index])
+                    children.append(ReplicaProcess(index, process, ours))
                 # Only the child may hold this end, or its death would not close the pipe.
                 theirs.close()
             for child, setup in zip(children, setups, strict=True):
@@ -131,21 +135,25 @@ def run_processes(
         _stop(children)
 
 
-def _fork(work: Work, places: Sequence[Any], environs: Sequence[Mapping[str, str]]) -> list[ReplicaProcess]:
-    children: list[ReplicaProcess] = []
+def _fork(
+    work: Work,
+    places: Sequence[Any],
+    environs: Sequence[Mapping[str, str]],
+    children: list[ReplicaProcess],
+) -> None:
     # Each fork would otherwise write the buffered output once more.
     sys.stdout.flush()
     sys.stderr.flush()
     for index, (place, environ) in enumerate(zip(places, environs, strict=True)):
         ours, theirs = multiprocessing.connection.Pipe()
-        pid = os.fork()
-        if pid == 0:
-            for pipe in [ours, *(child.pipe for child in children)]:
-                pipe.close()
-            serve_forked(theirs, environ, functools.partial(work.run, place))
+        with interrupts_blocked():
+            pid = os.fork()
+            if pid == 0:
+                for pipe in [ours, *(child.pipe for child in children)]:
+                    pipe.close()
+                serve_forked(theirs, environ, functools.partial(work.run, place))
+            children.append(ReplicaProcess(index, OwnProcess(pid), ours))
         theirs.close()
-        children.append(ReplicaProcess(index, OwnProcess(pid), ours))
-    return children
 
 
 def _setups(work: Work, places: Sequence[Any], environs: Sequence[Mapping[str, str]]) -> list[Setup]:
@@ -192,6 +200,8 @@ def _gather(children: Sequence[ReplicaProcess]) -> list[Any]:
         for pipe in ready:
             child = waiting[pipe]
             message = _receive(child, children)
+            if message is None:
+                continue
             if message.kind == "stalled":
                 raise failures.stalled(children, child, message.content)
             waiting.pop(pipe)
@@ -208,12 +218,11 @@ def _gather(children: Sequence[ReplicaProcess]) -> list[Any]:
     return results
 
 
-def _receive(child: ReplicaProcess, children: Sequence[ReplicaProcess]) -> Message:
+def _receive(child: ReplicaProcess, children: Sequence[ReplicaProcess]) -> Message | None:
     try:
-        message: Message = child.pipe.recv()
+        return child.receive()
     except (EOFError, OSError):
         raise failures.lost([child, *(other for other in children if other is not child)]) from None
-    return message
 
 
 def _check_alive(children: Iterable[ReplicaProcess]) -> None:
@@ -224,11 +233,16 @@ def _check_alive(children: Iterable[ReplicaProcess]) -> None:
 
 
 def _stop(children: Sequence[ReplicaProcess]) -> None:
-    deadline = time.monotonic() + STOP_GRACE_S
-    for child in children:
-        # A child that has answered is exiting already.
-        if not child.has_answered:
+    if not all(child.has_answered for child in children):
+        # One that has answered runs its exit functions, unless it waits there for the others.
+        grace = time.monotonic() + EXIT_GRACE_S
+        for child in children:
+            if child.has_answered:
+                child.process.wait(grace)
+        # The first process may serve the others, which would report its end on standard error.
+        for child in reversed(children):
             child.process.signal(signal.SIGTERM)
+    deadline = time.monotonic() + STOP_GRACE_S
     for child in children:
         if child.process.wait(deadline) is None:
             child.process.signal(signal.SIGKILL)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 from typing import Any
 
+from polyxla import presence, tracebacks
 from polyxla.contracts.job import Job, ReplicaResult
 from polyxla.plugins.manager import PluginManager, load_plugins
 from polyxla.plugins.precision_lookup import find_precision
@@ -28,12 +28,14 @@ def run_replica(job: Job, place: Any) -> ReplicaResult:
         policy = find_precision(plugins, job.precision)
         replication = plugins.hook.polyxla_replication(job=job, place=place)
         ordinal = replication.world.ordinal
-        with contextlib.closing(replication):
+        # Closing waits for the device; only then has the replica done its part in all that it submitted.
+        with presence.running(ordinal) as count_steps, contextlib.closing(replication):
             replica = Replica(replication, plugins, policy, job.runtime)
+            count_steps(lambda: replica.steps)
             return ReplicaResult(ordinal, _call(job, replica, plugins))
     except BaseException as error:
         who = "a replica that could not connect" if ordinal is None else f"the replica with ordinal {ordinal}"
-        error.add_note(f"raised in {who} on {socket.gethostname()}")
+        tracebacks.note_replica(error, who)
         raise
 
 

@@ -9,9 +9,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+import torch_xla
+import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch_xla._internal import pjrt
 
+from polyxla import presence
+from polyxla.tracebacks import Folded, note_replica
 from polyxla.xla import first_device_use
 from polyxla.xla.main_module import Call, refuse_while_importing
 
@@ -26,8 +30,17 @@ class NumberedCall:
     call: Call
 
     def __call__(self, place: Any) -> tuple[int, Any]:
-        """Make the call in a replica."""
-        return xr.global_ordinal(), self.call(place)
+        """Make the call in a replica, and wait until its device has finished."""
+        ordinal = xr.global_ordinal()
+        try:
+            with presence.running(ordinal):
+                result = self.call(place)
+                # For this device only: waiting takes a device's lock, and another replica may be using its.
+                xm.wait_device_ops(xm.xla_real_devices([torch_xla.device()]))
+                return ordinal, result
+        except BaseException as error:
+            note_replica(error, f"the replica with ordinal {ordinal}")
+            raise
 
 
 @dataclass(frozen=True)
@@ -70,7 +83,8 @@ def handle_launches(
         plan = prepared()
         if plan is None:
             return previous(function, *args, start_method=start_method, **kwargs)
-        return dict(sorted(run(plan, _launched(function, args, kwargs, start_method)), key=_ordinal))
+        with Folded():
+            return dict(sorted(run(plan, _launched(function, args, kwargs, start_method)), key=_ordinal))
 
     pjrt.run_multiprocess = run_multiprocess  # type: ignore[assignment]
 
