@@ -20,7 +20,7 @@ from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
-from polyxla_xrt.protocol.worker import OPTIONS, SERVICE
+from polyxla_xrt.protocol.worker import OPTIONS, SERVICE, format_holder
 from polyxla_xrt.server.malformed_requests import MalformedRequests
 from polyxla_xrt.server.worker.job_engine import cpu_engine
 from polyxla_xrt.server.worker.leases import MAX_WAITING
@@ -96,6 +96,10 @@ def serve(serving: ServingOptions, environ: Mapping[str, str], ready: Callable[[
     ready()
     ended.wait()
     if job := servicer.leases.job:
+        # This process ends before the job's engine is closed, and with it the log of the lease's return.
+        _log.info(
+            "ending a job: the worker was stopped", extra={"event": {"holder": format_holder(job.holder)}}
+        )
         job.end(PjrtError(Code.UNAVAILABLE, f"the worker at {serving.address} was stopped"))
     server.stop(NOTIFY_S).wait(NOTIFY_S)
     return codes[0]
