@@ -130,8 +130,8 @@ def test_a_plain_program_with_unequal_steps_prints_one_line(runtime: RuntimeUnde
     done = runtime.run("--devices", "2", str(script))
     assert done.returncode == 1
     assert re.fullmatch(
-        rf"(?:polyxla: runtime .*\n)?"
-        rf"polyxla: error: replica 1 returned; replica 0 waits at \S*unequal_steps.py:19\. All replicas must .*\n"
+        r"(?:polyxla: runtime .*\n)?"
+        r"polyxla: error: replica 1 returned; replica 0 waits at \S*unequal_steps.py:19\. All replicas .*\n"
         rf"  at {script}:\d+\n",
         done.stderr,
     ), done.stderr
