@@ -137,7 +137,7 @@ def one_stays_too_long() -> None:
 def shorten_heartbeats() -> None:
     for name in ("get_distributed_runtime_client", "get_distributed_runtime_service"):
         setattr(_jax, name, functools.partial(getattr(_jax, name), heartbeat_timeout=3))
-    jax_engine.FINISH_TIMEOUT_S = 1  # type: ignore[assignment]
+    jax_engine.FINISH_TIMEOUT_S = 1
 
 
 def one_works_alone(process: str) -> None:
