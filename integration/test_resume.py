@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = Path(__file__).parent / "programs" / "train_in_own_directory.py"
-TIMEOUT_S = 100
+TIMEOUT_S = 300
 
 
 def _run(environ: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -27,6 +29,8 @@ def _run(environ: dict[str, str], *arguments: str) -> subprocess.CompletedProces
     )
 
 
+@pytest.mark.long
+@pytest.mark.timeout(2 * TIMEOUT_S)
 def test_hosts_without_a_shared_file_system_do_not_resume(
     clean_environ: dict[str, str], tmp_path: Path
 ) -> None:

@@ -17,13 +17,14 @@ from polyxla_training.checkpoint import (
     folder,
     load,
 )
+from polyxla_training.storage.location import Location
 
 
 def _names(path: Path) -> list[str]:
     return sorted(one.name for one in path.iterdir())
 
 
-def _damage(path: Path) -> None:
+def _damage(path: Location) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 

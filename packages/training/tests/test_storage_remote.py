@@ -224,7 +224,7 @@ def test_uploads_of_several_threads_do_not_disturb_each_other(remote: str) -> No
     starts = threading.Barrier(4)
 
     def upload(number: int) -> None:
-        with locate(f"{remote}/{number}").uploading() as file:
+        with remote_path.RemotePath(f"{remote}/{number}").uploading() as file:
             starts.wait(TIMEOUT_S)
             file.write(b"%d" % number)
             if number == 2:
@@ -241,10 +241,10 @@ def test_uploads_of_several_threads_do_not_disturb_each_other(remote: str) -> No
 def test_a_tensor_that_changes_meanwhile_cancels_the_upload(
     remote: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tensor, on_host = torch.zeros(3), file_writer.on_host
+    tensor = torch.zeros(3)
 
     def changing(one: torch.Tensor) -> torch.Tensor:
-        held = on_host(one).clone()
+        held = one.clone()
         one += 1
         return held
 
