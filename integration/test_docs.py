@@ -19,7 +19,7 @@ import polyxla_xrt.env
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-TIMEOUT_S = 120
+TIMEOUT_S = 280
 HOOKSPECS = [polyxla.hookspecs, polyxla_training.hookspecs]
 
 
