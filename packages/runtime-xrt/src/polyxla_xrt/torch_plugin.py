@@ -14,8 +14,9 @@ from typing import Any
 from torch_xla._internal import pjrt
 
 import polyxla.env
-from polyxla.env import POLYXLA_RUNTIME, snapshot
+from polyxla.env import POLYXLA_RUNTIME, from_environ, snapshot
 from polyxla.launcher.processes import ProcessWork
+from polyxla.plugins.selection import select
 from polyxla.xla import first_device_use, torch_xla_launch
 from polyxla_xrt import env, node
 from polyxla_xrt.config.configuration import read_configuration
@@ -49,6 +50,9 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
         return {}
     if not runtime and environ.get(env.PJRT_DEVICE):
         return {}
+    if runtime or env.misspelt(environ):
+        # What names this runtime must not run on another: this raises the error of `polyxla run`.
+        select(environ, from_environ(environ).runtime)
     configuration = read_configuration(environ)
     return requested_plan(configuration, environ).program_environment() if configuration else {}
 
