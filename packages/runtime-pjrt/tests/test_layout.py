@@ -45,14 +45,21 @@ def test_all_devices_of_a_slice_get_the_layout_of_a_tpu(name: str, layout: Layou
         ("v3-8", [5], Layout()),
         ("v3-8", [0, 1], Layout(threads=2)),
         ("v3-8", [4, 5, 6, 7], Layout(threads=2, processes=2)),
-        # One of each chip's cores, and a mixture: no two processes may differ.
-        ("v3-8", [1, 3], Layout(processes=2)),
-        ("v3-8", [0, 1, 2], Layout(processes=3)),
         ("v4-8", [0, 2], Layout(processes=2)),
     ],
 )
 def test_some_devices_of_a_slice_get_a_layout(name: str, devices: list[int], layout: Layout) -> None:
     assert tpu_layout(tpu(name), devices) == layout
+
+
+@pytest.mark.parametrize("devices", [[1, 3], [0, 1, 2]])
+def test_one_of_a_chips_two_cores_beside_other_chips_is_refused(devices: list[int]) -> None:
+    with pytest.raises(UsageError) as caught:
+        tpu_layout(tpu("v3-8"), devices)
+    assert str(caught.value) == (
+        f"the cores {devices} cannot be used together: a process drives the 2 cores of a chip "
+        "(from devices). Take both cores of each chip, such as devices=[0, 1], or one core only."
+    )
 
 
 @pytest.mark.parametrize(
