@@ -251,3 +251,40 @@ def test_a_loader_without_an_end_is_read_as_far_as_the_loop_goes() -> None:
         return [batch.item() for batch in itertools.islice(replica.loader(_endless()), 3)]
 
     assert _alone(read) == [0, 1, 2]
+
+
+class _Opaque:
+    """A batch that only the user knows how to move."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+
+def test_batches_of_any_type_are_transferred_by_the_users_function_when_they_are_requested() -> None:
+    def read(replica: Replica) -> Any:
+        events: list[str] = []
+
+        def batches() -> Iterator[Any]:
+            for number in range(2):
+                events.append(f"read {number}")
+                yield _Opaque(torch.full((1,), float(number)))
+
+        def transfer(batch: _Opaque) -> torch.Tensor:
+            events.append(f"transfer {batch.values.item():.0f}")
+            return replica.to_device(batch.values)  # type: ignore[no-any-return]
+
+        loader = replica.loader(batches(), transfer=transfer)
+        events.extend(f"train on {batch.item():.0f}" for batch in loader)
+        return events
+
+    assert _alone(read) == [
+        f"{what} {number}" for number in (0, 1) for what in ("read", "transfer", "train on")
+    ]
+
+
+def test_padded_batches_are_transferred_with_their_mask() -> None:
+    def read(replica: Replica) -> Any:
+        loader = replica.loader(_numbers(3), pad=True, transfer=lambda batch: [batch[0] * 10])
+        return [(batch[0].tolist(), loader.valid.tolist()) for batch in loader]
+
+    assert _alone(read) == [([0, 10], [True, True]), ([20, 20], [True, False])]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +21,13 @@ class ReadOptions:
         pad: whether every batch gets the shape of a full one, with a mask of its real records.
         repeat: whether repeated records count like all others (training) or are left out (evaluation).
         prefetch: how far to copy ahead, by the runtime's option names.
+        transfer: copies a batch to the device, in the loop's thread; None: the runtime copies ahead.
     """
 
     pad: bool
     repeat: bool
     prefetch: Mapping[str, int]
+    transfer: Callable[[Any], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class HostBatches:
 
     def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
         for number, batch in enumerate(self._batches):
-            if number == 0:
+            if number == 0 and self._options.transfer is None:
                 check(batch)
             records = count_records(batch) or 0
             self.size = self.size or records

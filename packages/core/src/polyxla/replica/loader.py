@@ -72,9 +72,7 @@ class Loader:
         replication: Replication,
         before_batch: Callable[[Loader], None],
     ) -> None:
-        self._source = source
-        self._options = options
-        self._replication = replication
+        self._source, self._options, self._replication = source, options, replication
         self._before_batch = before_batch
         self._position = LoaderPosition()
         self._all_valid: Any = None
@@ -93,15 +91,15 @@ class Loader:
         # the earlier run has drawn that number already, so the generators must not advance again.
         with random_state.preserved_host_state() if self._position.before else nullcontext():
             batches = itertools.islice(iter(self._source), skip, None)
-        host = HostBatches(batches, _batch_size(self._source), self._valid_records(), self._options)
+        valid = getattr(self._source, "valid_records", None)
+        host = HostBatches(batches, _batch_size(self._source), valid, self._options)
+        moves, prefetch = self._options.transfer is not None, self._options.prefetch
+        ahead = (one for one in host) if moves else self._replication.upload(iter(host), prefetch)
         # Closing ends the runtime's threads, also when the loop is left early.
-        with closing(self._replication.upload(iter(host), self._options.prefetch)) as arriving:
+        with closing(ahead) as arriving:
             while (arrived := self._next(arriving)) is not None:
                 self._take(host, *arrived)
                 yield self.batch
-
-    def _valid_records(self) -> int | None:
-        return getattr(self._source, "valid_records", None)
 
     def _next(self, arriving: Iterator[Any]) -> Any:
         self._before_batch(self)
@@ -115,6 +113,8 @@ class Loader:
         if self._options.pad:
             self.valid = tensors.pop() if pending.has_mask else self._full_mask(host.size or 0)
         self.batch = with_tensors(pending.batch, tensors)
+        if (move := self._options.transfer) is not None:
+            self.valid, self.batch = self._replication.to_device(self.valid), move(self.batch)
         self._position.received += 1
         self.batches += 1
         self.records += pending.records

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +74,7 @@ class Replica(Collectives):
         pad: bool = False,
         repeat: bool = True,
         prefetch: Mapping[str, int] | None = None,
+        transfer: Callable[[Any], Any] | None = None,
     ) -> Loader:
         """Return a loader of this replica's records, with its batches on the device.
 
@@ -87,6 +88,7 @@ class Replica(Collectives):
                 False, repeats are left out, or masked with `pad`, so that metrics are exact.
             prefetch: how far to copy ahead, by the runtime's option names: on torch_xla
                 ``loader_prefetch_size``, ``device_prefetch_size`` and ``host_to_device_transfer_threads``.
+            transfer: returns a batch of any type on the device, in the loop's thread; nothing is read ahead.
 
         Raises:
             UsageError: there are several replicas and no plugin can divide the records among them.
@@ -104,8 +106,8 @@ class Replica(Collectives):
         # One replica reads everything: nothing was divided, so there is nothing to announce.
         if self.world_size > 1 and self.is_first and (note := getattr(shard, "note", "")):
             say_once(note)
-        source = loader if shard is None else shard
-        return Loader(source, ReadOptions(pad, repeat, prefetch or {}), self._replication, self._before_batch)
+        options = ReadOptions(pad, repeat, prefetch or {}, transfer)
+        return Loader(loader if shard is None else shard, options, self._replication, self._before_batch)
 
     def _before_batch(self, loader: Loader) -> None:
         self.current_loader = loader
@@ -180,6 +182,7 @@ class Replica(Collectives):
         *,
         clip_norm: float | None = None,
         clip_value: float | None = None,
+        before_step: Callable[[], object] = lambda: None,
     ) -> None:
         """Perform `step` without notifying the listeners; call `finish_step` once the whole step is done.
 
@@ -187,6 +190,7 @@ class Replica(Collectives):
             optimizer: as for `step`.
             clip_norm: as for `step`.
             clip_value: as for `step`.
+            before_step: called with the averaged gradients in place, before they are clipped.
 
         Raises:
             UsageError: as for `step`.
@@ -194,6 +198,7 @@ class Replica(Collectives):
         if not any(one is optimizer for one in self._checked):
             self._check(optimizer)
         self._replication.reduce_gradients(optimizer)
+        before_step()
         if clip_norm is not None or clip_value is not None:
             _clip(optimizer, clip_norm, clip_value)
         optimizer.step()
