@@ -85,9 +85,11 @@ def test_an_accelerator_that_contradicts_the_variable_is_refused(laptop: Path) -
     assert "set PJRT_DEVICE=TPU" in found.fix
 
 
-def test_an_unknown_accelerator_is_refused(laptop: Path) -> None:
-    found = discover({}, "gpu", laptop)
+@pytest.mark.parametrize("environ", [{}, {env.PJRT_DEVICE: "CPU"}, {env.POLYXLA_EMULATE: "v3-8"}])
+def test_an_unknown_accelerator_is_refused_with_what_to_write(laptop: Path, environ: dict[str, str]) -> None:
+    found = discover(environ, "gpu", laptop)
     assert found.unavailable == "accelerator='gpu' is not a device that runtime 'pjrt' can drive"
+    assert found.fix == "Write accelerator='tpu' or accelerator='cpu', or leave it out."
 
 
 @pytest.mark.parametrize("environ", [{"PJRT_DEVICE": "TPU"}, {}], ids=["by variable", "by accelerator"])

@@ -155,12 +155,14 @@ def _claim(
 
 
 def _check_request(environ: Mapping[str, str], accelerator: str, kind: str) -> None:
-    if kind not in KINDS:
-        requested = (
-            f"{env.PJRT_DEVICE}={kind}" if environ.get(env.PJRT_DEVICE) else f"accelerator={accelerator!r}"
-        )
+    if accelerator != "auto" and accelerator.upper() not in KINDS:
         raise UsageError(
-            f"{requested} is not a device that runtime 'pjrt' can drive",
+            f"accelerator={accelerator!r} is not a device that runtime 'pjrt' can drive",
+            fix="Write accelerator='tpu' or accelerator='cpu', or leave it out.",
+        )
+    if kind not in KINDS:
+        raise UsageError(
+            f"{env.PJRT_DEVICE}={kind} is not a device that runtime 'pjrt' can drive",
             fix=f"Write {env.PJRT_DEVICE}=CPU or {env.PJRT_DEVICE}=TPU.",
         )
     if accelerator not in ("auto", kind.lower()):
