@@ -41,17 +41,49 @@ def test_an_optimizer_created_before_the_move_trains(runtime: RuntimeUnderTest) 
     assert runtime.launch(_train_with_own_optimizer, devices=1) == [(False, True)]
 
 
-def _train_with_a_forgotten_optimizer(replica: Replica) -> None:
+def _train_with_a_forgotten_optimizer(replica: Replica, uses_setup: bool) -> None:
     module = nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-    module.to(replica.device)(_on(replica, 3, 4)).square().mean().backward()
+    placed = replica.setup(module) if uses_setup else module.to(replica.device)
+    placed(_on(replica, 3, 4)).square().mean().backward()
     replica.step(optimizer)
 
 
-def test_an_optimizer_of_another_devices_parameters_is_refused(runtime: RuntimeUnderTest) -> None:
+@pytest.mark.parametrize("uses_setup", [True, False], ids=["setup", "to"])
+def test_an_optimizer_of_another_devices_parameters_is_refused(
+    runtime: RuntimeUnderTest, uses_setup: bool
+) -> None:
     """The same with ``module.to``: refused at the first step, because nothing would be trained."""
-    with pytest.raises(UsageError, match="0 of the 2 parameters of AdamW are on xla"):
-        runtime.launch(_train_with_a_forgotten_optimizer, devices=1)
+    with pytest.raises(UsageError, match="0 of the 2 parameters of AdamW are on xla") as caught:
+        runtime.launch(_train_with_a_forgotten_optimizer, uses_setup, devices=1)
+    assert caught.value.fix == (
+        "Make the optimizer after the module is on the device, or pass both to replica.setup."
+    )
+
+
+class MadeInList(nn.Module):
+    """A module that makes its optimizer in the constructor, and keeps it in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+        self.kept = [torch.optim.SGD(self.parameters(), lr=0.5)]
+
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(self.head(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return list(self.kept)
+
+
+def test_a_modules_own_optimizer_in_a_list_trains(runtime: RuntimeUnderTest) -> None:
+    """An optimizer that the module makes in its constructor keeps the host's parameters."""
+    module = MadeInList()
+    before = module.head.weight.detach().clone()
+    batches = [(torch.randn(8, 4), torch.randint(2, (8,)))] * 2
+    Trainer(devices=1, runtime=runtime.name, log_dir=None, progress=False).fit(module, batches)
+    assert not torch.equal(module.head.weight, before)
+    assert module.kept[0].param_groups[0]["params"][0] is module.head.weight
 
 
 class Tied(nn.Module):
