@@ -159,3 +159,11 @@ def test_a_trainer_writes_a_run_log(on_fake: None, tmp_path: Path) -> None:
     assert all(set(one["values"]) == {"loss"} for one in kinds(events, "step"))
     assert events[-1]["summary"]["steps"] == 10
     assert list(tmp_path.glob("events.*")), "TensorBoard's file is there as well"
+
+
+def test_the_last_step_of_a_training_is_in_the_run_log(on_fake: None, tmp_path: Path) -> None:
+    options: Any = {"log_dir": str(tmp_path), "progress": False}
+    Trainer(runtime="fake", devices=1, **options).fit(Small(), [torch.ones(8, 4)] * 23)
+    events = kinds(read_run(tmp_path), "step")
+    assert [one["step"] for one in events] == [*range(2, 23, 2), 23]
+    assert [one["steps"] for one in events][-2:] == [2, 1], "the windows of the throughput"

@@ -82,9 +82,21 @@ def test_the_first_five_options_may_be_positional_and_the_others_have_names() ->
     assert (trainer.strategy, trainer.max_epochs) == ("debug", 3)
 
 
-def test_an_unknown_option_is_a_type_error_with_its_name() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'max_epoch'"):
-        Trainer(max_epoch=3)  # type: ignore[call-arg]
+@pytest.mark.parametrize(
+    ("given", "steps", "interval"),
+    [
+        (None, float("inf"), 50),
+        (None, 10_000, 50),
+        (None, 499, 49),
+        (None, 7, 1),
+        (20, 7, 20),
+        (100, 10_000, 100),
+    ],
+)
+def test_values_are_read_more_often_in_a_short_training(
+    given: int | None, steps: float, interval: int
+) -> None:
+    assert Trainer(log_every_n_steps=given).read_interval(steps) == interval
 
 
 def test_an_option_cannot_be_changed_later() -> None:

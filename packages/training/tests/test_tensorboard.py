@@ -108,6 +108,25 @@ def test_tensorboard_gets_the_loss_of_the_step() -> None:
     assert value == pytest.approx(loss)
 
 
+@pytest.mark.parametrize(
+    ("batches", "steps"),
+    [(7, [1, 2, 3, 4, 5, 6, 7]), (23, [*range(2, 23, 2), 23]), (503, [*range(50, 501, 50), 503])],
+)
+def test_short_trainings_have_points_and_the_last_step_is_written(batches: int, steps: list[int]) -> None:
+    losses: list[float] = []
+
+    class Keeps(_Net):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            loss = super().training_step(batch)
+            losses.append(loss.item())
+            return loss
+
+    _trainer(log_dir="here").fit(Keeps(), _data(batches))
+    scalars = _scalars(Path("here"))["loss"]
+    assert [step for step, _ in scalars] == steps
+    assert [value for _, value in scalars] == pytest.approx([losses[step - 1] for step in steps])
+
+
 def test_the_events_are_on_the_disk_also_after_an_error() -> None:
     class FailsLater(_Net):
         def training_step(self, batch: Any) -> torch.Tensor:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from polyxla.contracts.precision import Precision
 
 STRATEGIES = ("auto", "debug")
+LIGHTNINGS_DEBUG = ("tpu_spawn_debug", "xla_debug")
+"""Lightning's names of its strategies with torch_xla's report, in two versions: they mean ``debug``."""
+LOG_EVERY_N_STEPS, LEAST_READS = 50, 10
+"""Default interval of reads, and how many a shorter training should have."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,12 +51,14 @@ class FitOptions:
     """The options that travel to the replicas; listeners receive them in `Fit`.
 
     Attributes:
-        strategy: ``"auto"``, or ``"debug"`` to print the runtime's own report after training.
+        strategy: ``"auto"``, or ``"debug"`` (Lightning's ``"xla_debug"``) to print the runtime's own report
+            after training.
         max_epochs: number of passes over the training data.
         max_steps: number of optimizer updates after which training ends, even within an epoch.
         log_dir: directory of the TensorBoard files and the run log, or its URL in an object store. ``"auto"``
             makes a new directory under ``runs`` if TensorBoard is installed; None writes no files.
-        log_every_n_steps: interval at which logged tensors are read, which waits for the device.
+        log_every_n_steps: interval at which logged tensors are read, which waits for the device. The last
+            step is always read. Default: 50, or a tenth of the steps of a shorter training.
         progress: show progress on standard error.
         accumulate: number of batches whose gradients make one optimizer update. The last update of an epoch
             takes the batches that are left.
@@ -82,7 +88,7 @@ class FitOptions:
     _: KW_ONLY
     max_steps: int | None = None
     log_dir: str | None = "auto"
-    log_every_n_steps: int = 50
+    log_every_n_steps: int | None = None
     progress: bool = True
     accumulate: int = 1
     clip_norm: float | None = None
@@ -98,15 +104,10 @@ class FitOptions:
     on_budget: str = "warn"
 
     def __post_init__(self) -> None:
-        if self.strategy not in STRATEGIES:
-            raise UsageError(
-                f"strategy={self.strategy!r} is not one of {', '.join(STRATEGIES)}",
-                where="Trainer",
-                fix="Leave it out: replicas, and how they start, come from devices= and the runtime.",
-            )
-        for name in ("max_epochs", "log_every_n_steps", "accumulate"):
+        object.__setattr__(self, "strategy", _find_strategy(self.strategy))
+        for name in ("max_epochs", "accumulate"):
             _check_count(name, getattr(self, name))
-        for name in ("max_steps", "save_every_n_steps", "keep"):
+        for name in ("max_steps", "log_every_n_steps", "save_every_n_steps", "keep"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
         for name in ("checkpoint_dir", "log_dir", "resume"):
@@ -126,6 +127,17 @@ class FitOptions:
                 where="Trainer",
                 fix="Write checkpoint_dir='checkpoints' too, or the checkpoint's own path.",
             )
+
+    def expected_steps(self, steps_per_epoch: int | None) -> float:
+        """Return how many updates a training makes; inf if unknown."""
+        whole = float("inf") if steps_per_epoch is None else float(steps_per_epoch * self.max_epochs)
+        return min(whole, float(self.max_steps or whole))
+
+    def read_interval(self, steps: float) -> int:
+        """Return `log_every_n_steps`, or its default for a training of `steps` updates; inf if unknown."""
+        if self.log_every_n_steps is not None:
+            return self.log_every_n_steps
+        return int(max(1, min(LOG_EVERY_N_STEPS, steps // LEAST_READS)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,6 +164,7 @@ class Fit:
 
     Attributes:
         options: the Trainer's options; `log_dir` is a path or None.
+        log_every_n_steps: interval at which logged tensors are read.
         module: the module in training, on the device.
         steps_per_epoch: optimizer updates in a whole epoch; None if the loader has no length.
         state_dict: returns the whole training state, as `polyxla_training.save` takes it. A collective; call
@@ -161,10 +174,23 @@ class Fit:
     """
 
     options: FitOptions
+    log_every_n_steps: int
     module: torch.nn.Module
     steps_per_epoch: int | None
     state_dict: Callable[[], dict[str, Any]]
     stop: Callable[[str], None]
+
+
+def _find_strategy(name: str) -> str:
+    if name in LIGHTNINGS_DEBUG:
+        return "debug"
+    if name not in STRATEGIES:
+        raise UsageError(
+            f"strategy={name!r} is not one of {', '.join(STRATEGIES)}",
+            where="Trainer",
+            fix="Leave it out: replicas, and how they start, come from devices= and the runtime.",
+        )
+    return name
 
 
 def _check_count(name: str, value: Any) -> None:

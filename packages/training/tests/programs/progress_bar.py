@@ -6,10 +6,9 @@ import sys
 
 from polyxla_training.listeners.progress import ProgressListener
 from polyxla_training.observe.logged_values import LoggedValues
-from polyxla_training.options import FitOptions
 
 steps_per_epoch = int(sys.argv[1]) if len(sys.argv) > 1 else None
-progress = ProgressListener(FitOptions(max_epochs=2, log_every_n_steps=1), steps_per_epoch, LoggedValues())
+progress = ProgressListener(2, 1, steps_per_epoch, LoggedValues())
 for step in range(1, 5):
     progress.polyxla_step_finished(step=step, logged={"loss": 1 / step})
 progress.polyxla_metrics_ready(step=4, metrics={"val_loss": 0.5})

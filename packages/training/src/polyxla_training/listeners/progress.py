@@ -15,38 +15,38 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from polyxla_training.observe.logged_values import LoggedValues
-    from polyxla_training.options import FitOptions
 
 
 class ProgressListener:
     """Shows epochs and the latest values on standard error.
 
     Args:
-        options: the number of epochs, and how often logged tensors may be read.
+        max_epochs: number of passes over the training data.
+        every_n_steps: interval at which logged tensors may be read.
         steps_per_epoch: None if the loader has no length.
         logged_values: reads the tensors.
     """
 
-    def __init__(self, options: FitOptions, steps_per_epoch: int | None, logged_values: LoggedValues) -> None:
-        self._options = options
+    def __init__(
+        self, max_epochs: int, every_n_steps: int, steps_per_epoch: int | None, logged_values: LoggedValues
+    ) -> None:
+        self._max_epochs, self._every = max_epochs, every_n_steps
         self._steps_per_epoch = steps_per_epoch
         self._logged_values = logged_values
         self._latest: dict[str, float] = {}
         self._started = time.monotonic()
-        self._bar = _Bar(options.max_epochs, steps_per_epoch) if sys.stderr.isatty() else None
+        self._bar = _Bar(max_epochs, steps_per_epoch) if sys.stderr.isatty() else None
 
     @hookimpl
     def polyxla_step_finished(self, step: int, logged: Mapping[str, Any]) -> None:
         """Advance the bar; without one, print a line at the end of an epoch."""
         ends_epoch = self._steps_per_epoch is not None and step % self._steps_per_epoch == 0
-        if ends_epoch or step % self._options.log_every_n_steps == 0:
+        if ends_epoch or step % self._every == 0:
             self._latest |= self._logged_values.read(step, logged)
         if self._bar:
             self._bar.show(step, self._latest)
         elif ends_epoch and self._steps_per_epoch:
-            self._line(
-                f"epoch {step // self._steps_per_epoch}/{self._options.max_epochs}", step, self._latest
-            )
+            self._line(f"epoch {step // self._steps_per_epoch}/{self._max_epochs}", step, self._latest)
 
     def _line(self, head: str, step: int, values: Mapping[str, float]) -> None:
         say(f"{head}, step {step}, {time.monotonic() - self._started:.1f} s: {_numbers(values)}")

@@ -33,13 +33,26 @@ class TensorBoardListener:
     def __init__(self, log_dir: str, every_n_steps: int, logged_values: LoggedValues) -> None:
         self._every = every_n_steps
         self._logged_values = logged_values
+        self._unwritten: tuple[int, Mapping[str, Any]] | None = None
         self._writer = SummaryWriter(log_dir)
 
     @hookimpl
     def polyxla_step_finished(self, step: int, logged: Mapping[str, Any]) -> None:
         """Write the values of every n-th step."""
+        self._unwritten = (step, logged)
         if step % self._every == 0:
+            self._write_step()
+
+    def _write_step(self) -> None:
+        if self._unwritten is not None:
+            step, logged = self._unwritten
+            self._unwritten = None
             self._write(step, self._logged_values.read(step, logged))
+
+    @hookimpl
+    def polyxla_fit_finished(self) -> None:
+        """Write the values of the last step, whose number may be no multiple of n."""
+        self._write_step()
 
     @hookimpl
     def polyxla_metrics_ready(self, step: int, metrics: Mapping[str, float]) -> None:

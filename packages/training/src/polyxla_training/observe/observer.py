@@ -71,6 +71,7 @@ class Observer:
         self._warm_up_s = 0.0
         self._step_times: list[float] = []
         self._memory: Memory | None = None
+        self._unread: tuple[int, Mapping[str, Any]] | None = None
         self._written_names = 0
         self._loader: Loader | None = None
 
@@ -88,10 +89,20 @@ class Observer:
             self._report(self._step_counters.step(step, self._loader, self._write))
         if self._steps == warm_up_steps():
             self._warm_up_s = self._throughput.next_window(self._loader).seconds
+        self._unread = (step, logged)
         if step % self._every == 0:
-            self._read(step, logged)
+            self._read()
 
-    def _read(self, step: int, logged: Mapping[str, Any]) -> None:
+    @hookimpl
+    def polyxla_fit_finished(self) -> None:
+        """Read the logged values of the last step, whose number may be no multiple of n."""
+        self._read()
+
+    def _read(self) -> None:
+        if self._unread is None:
+            return
+        step, logged = self._unread
+        self._unread = None
         # A read waits for the device: none if nobody would see the values.
         values = self._logged_values.read(step, logged) if self._prints_summary or self._log else {}
         self._throughput.extend_step()
