@@ -13,15 +13,12 @@ from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 from torch.utils.data import TensorDataset
 
 from polyxla import UsageError
+from polyxla_training.lightning.data import resolve_loader
+from polyxla_training.lightning.schedulers import Schedulers, configure_optimizers
+from polyxla_training.lightning.trainer_view import TrainerView
 from polyxla_training.metrics import MetricAccumulator
-from polyxla_training.module_adapter import (
-    ModuleAdapter,
-    Schedulers,
-    check_module,
-    configure_optimizers,
-    resolve_loader,
-)
-from polyxla_training.trainer_view import TrainerView
+from polyxla_training.module_adapter import ModuleAdapter
+from polyxla_training.module_checks import check_module
 
 
 def _halving(optimizer: Optimizer) -> ExponentialLR:
@@ -57,7 +54,8 @@ def _stepped(schedulers: Schedulers, optimizer: Optimizer, steps: int, epochs: i
     for _ in range(steps):
         schedulers.step_finished()
     for _ in range(epochs):
-        schedulers.epoch_finished({})
+        schedulers.epoch_finished()
+        schedulers.metrics_ready({})
     return _rate(optimizer)
 
 
@@ -145,7 +143,8 @@ def _plateau(optimizer: Optimizer) -> ReduceLROnPlateau:
 def test_a_plateau_schedule_receives_its_monitored_metric(configure: Callable[[Optimizer], Any]) -> None:
     optimizer, schedulers = configure_optimizers(_Net(configure))
     for loss, rate in ((1.0, 1.0), (0.5, 1.0), (0.7, 0.1)):
-        schedulers.epoch_finished({"val_loss": loss, "other": -loss})
+        schedulers.epoch_finished()
+        schedulers.metrics_ready({"val_loss": loss, "other": -loss})
         assert math.isclose(_rate(optimizer), rate)
 
 
@@ -153,8 +152,9 @@ def test_a_plateau_schedule_receives_its_monitored_metric(configure: Callable[[O
 def test_a_plateau_schedule_whose_metric_was_not_logged_is_refused(monitor: str | None) -> None:
     config = {"monitor": monitor} if monitor else {}
     _, schedulers = configure_optimizers(_Net(lambda one: ([one], [{"scheduler": _plateau(one), **config}])))
+    schedulers.epoch_finished()
     with pytest.raises(UsageError) as caught:
-        schedulers.epoch_finished({"val_loss": 1.0, "a": 2.0})
+        schedulers.metrics_ready({"val_loss": 1.0, "a": 2.0})
     assert str(caught.value) == (
         f"ReduceLROnPlateau monitors {monitor!r}, which was not logged (logged: ['a', 'val_loss']) "
         "(from configure_optimizers). Name a logged metric: {'scheduler': ..., 'monitor': 'val_loss'}."

@@ -13,10 +13,10 @@ import torch
 from polyxla import UsageError
 from polyxla.replica.loader import Loader
 from polyxla_training import CheckpointError, CheckpointFolder, load, save
-from polyxla_training.metrics import MetricAccumulator
-from polyxla_training.module_adapter import Schedulers
-from polyxla_training.state import FORMAT, TrainingState
-from polyxla_training.trainer_view import TrainerView
+from polyxla_training.lightning.schedulers import Schedulers
+from polyxla_training.lightning.trainer_view import TrainerView
+from polyxla_training.metrics import MetricAccumulator, Total
+from polyxla_training.state import FORMAT, Checkpoint, TrainingState, find_checkpoint
 
 
 class FakeReplica:
@@ -69,14 +69,14 @@ def _trained(world_size: int = 1) -> TrainingState:
     state = _state(FakeReplica(world_size))
     state.module(torch.ones(1, 2)).sum().backward()
     state.optimizer.step()
-    state.schedulers.epoch_finished({})
+    state.schedulers.epoch_finished()
     state.metrics.start_batch(torch.zeros(4, 2), is_training=True)
     state.metrics.log("loss", 2.0, on_epoch=True)
     state.view.current_epoch, state.replica.steps = 2, 11
     return state
 
 
-def _totals(state: TrainingState) -> dict[str, tuple[float, float]]:
+def _totals(state: TrainingState) -> dict[str, Total]:
     return state.metrics.state_dict()
 
 
@@ -84,14 +84,14 @@ def test_a_state_that_was_loaded_is_the_state_that_was_saved() -> None:
     trained = _trained()
     saved = copy.deepcopy(trained.state_dict())
     other = _state(FakeReplica())
-    other.load_state_dict(saved, "a test")
+    other.resume(Checkpoint("a test", saved))
     assert torch.equal(other.module.weight, trained.module.weight)  # type: ignore[arg-type]
     momentum = [one.optimizer.state_dict()["state"][0]["momentum_buffer"] for one in (trained, other)]
     assert torch.equal(*momentum)
     assert other.optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
     assert (other.view.current_epoch, other.view.global_step, other.replica.steps) == (2, 11, 11)
     assert other.loader.position == {"epoch": 2, "batches": 3}  # type: ignore[attr-defined]
-    assert _totals(other) == {"loss": (8.0, 4.0)}
+    assert _totals(other) == {"loss": (8.0, 4.0, "mean")}
     assert other.replica.restored == {"device": 7}  # type: ignore[attr-defined]
     assert (saved["seed"], saved["world_size"], saved["precision"]) == (4, 1, "32")
 
@@ -100,30 +100,31 @@ def test_a_state_that_was_loaded_is_the_state_that_was_saved() -> None:
 def test_other_replicas_count_the_totals_once_and_draw_from_new_streams(ordinal: int) -> None:
     saved = copy.deepcopy(_trained(world_size=4).state_dict())
     other = _state(FakeReplica(world_size=2, ordinal=ordinal))
-    other.load_state_dict(saved, "a test")
-    assert _totals(other) == ({"loss": (32.0, 16.0)} if ordinal == 0 else {})
+    other.resume(Checkpoint("a test", saved))
+    assert _totals(other) == ({"loss": (32.0, 16.0, "mean")} if ordinal == 0 else {})
     assert other.replica.restored is None  # type: ignore[attr-defined]
     assert other.replica.seeded is not None  # type: ignore[attr-defined]
 
 
 def test_another_precision_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    _state(FakeReplica(precision="bf16")).load_state_dict(_trained().state_dict(), "run/step-11")
+    _state(FakeReplica(precision="bf16")).resume(Checkpoint("run/step-11", _trained().state_dict()))
     assert capsys.readouterr().err == (
         "polyxla: run/step-11 was saved with precision 32; training continues with bf16\n"
+        "polyxla: resumed from run/step-11: epoch 2, step 11\n"
     )
 
 
 def test_another_module_is_refused_with_the_names_of_its_tensors() -> None:
     other = _state(FakeReplica(), torch.nn.Sequential(torch.nn.Linear(2, 1)))
     with pytest.raises(CheckpointError, match=r"missing: 0\.weight, 0\.bias.*a test"):
-        other.load_state_dict(_trained().state_dict(), "a test")
+        other.resume(Checkpoint("a test", _trained().state_dict()))
 
 
 def test_another_optimizer_is_refused() -> None:
     saved = copy.deepcopy(_trained().state_dict())
     saved["optimizer"]["param_groups"] = []
     with pytest.raises(CheckpointError, match="the optimizer or its schedules do not fit"):
-        _state(FakeReplica()).load_state_dict(saved, "a test")
+        _state(FakeReplica()).resume(Checkpoint("a test", saved))
 
 
 def test_auto_resumes_from_the_newest_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,19 +132,22 @@ def test_auto_resumes_from_the_newest_checkpoint(tmp_path: Path, capsys: pytest.
     for step in (3, 11):
         path = folder.save(step, _trained().state_dict())
     state = _state(FakeReplica())
-    state.resume("auto", tmp_path)
+    found = find_checkpoint(state.replica, "auto", tmp_path)
+    assert found is not None
+    state.resume(found)
     assert state.view.global_step == load(path)["step"] == 11
     assert capsys.readouterr().err == f"polyxla: resumed from {path}: epoch 2, step 11\n"
 
 
 def test_auto_without_a_checkpoint_starts_from_the_beginning(tmp_path: Path) -> None:
-    state = _state(FakeReplica())
-    state.resume("auto", tmp_path)
-    assert state.view.global_step == 0
+    replica: Any = FakeReplica()
+    assert find_checkpoint(replica, "auto", tmp_path) is None
 
 
 @pytest.mark.parametrize("content", [{"format": FORMAT + 1}, [1], {}], ids=["version", "list", "empty"])
 def test_a_file_of_another_format_is_refused(tmp_path: Path, content: Any) -> None:
     save(content, tmp_path / "other")
-    with pytest.raises(UsageError, match=r"other is not a checkpoint of a Trainer \(from resume='.*other'\)"):
-        _state(FakeReplica()).resume(tmp_path / "other", None)
+    replica: Any = FakeReplica()
+    with pytest.raises(UsageError, match=r"other is not a checkpoint of a Trainer of this version") as caught:
+        find_checkpoint(replica, tmp_path / "other", None)
+    assert caught.value.where == f"resume={str(tmp_path / 'other')!r}"

@@ -1,39 +1,61 @@
-"""The values that a module logs: those of the current step, and means over an epoch, kept on the device."""
+"""The values that a module logs: the current step's, and reductions over an epoch, kept on the device."""
 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from polyxla.errors import UsageError
 from polyxla.replica.host_batches import count_records
+from polyxla_training.lightning.log_arguments import Reduction, check_others, find_levels, find_reduction
 
 if TYPE_CHECKING:
     from polyxla.replica.replica import Replica
+
+EMPTY: Mapping[Reduction, float] = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
+"""The reduction of no values."""
+
+Total = tuple[float, float, Reduction]
+"""The reduction of the values so far (a weighted sum for the mean), their weight, and its kind."""
+
+
+@dataclass
+class _Running:
+    """The reduction of one name's values so far."""
+
+    kind: Reduction
+    total: Any
+    weight: float = 0.0
 
 
 class MetricAccumulator:
     """Collects ``log(name, value)`` calls without waiting for the device.
 
+    Args:
+        replica: combines values that are logged with ``sync_dist``; None: there is only one replica.
+
     Attributes:
         latest: the values that the current step logged, by name.
+        hidden: names that were logged with ``logger=False``, which listeners do not receive.
         batch_size: number of real records in the current batch, which is the weight of its values.
         valid: mask of its real records, bool ``[record]``; None if all are real.
-        is_training: whether values belong to steps (True) or to an evaluation's means (False).
+        is_training: whether values belong to steps (True) or to an epoch (False), unless the call says so.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, replica: Replica | None = None) -> None:
+        self._replica = replica
         self.latest: dict[str, Any] = {}
-        self.batch_size = 1
-        self.valid: torch.Tensor | None = None
-        self.is_training = True
-        self._records = 0
+        self.hidden: set[str] = set()
+        self.valid: torch.Tensor | None
         self._objects: dict[str, Any] = {}
-        self._totals: dict[str, Any] = {}
-        self._weights: dict[str, float] = {}
+        self._running: dict[str, _Running] = {}
+        self._refusing_hook = ""
+        self.outside_batches()
 
     def start_batch(
         self, batch: Any, is_training: bool, real: int | None = None, valid: torch.Tensor | None = None
@@ -43,85 +65,163 @@ class MetricAccumulator:
         Args:
             batch: the records.
             is_training: whether its values belong to a step.
-            real: number of records that are not padding; None for all.
+            real: number of records that are not padding; None for all, as is 0 without a mask.
             valid: mask of those records.
         """
         self.latest = {}
         self.is_training = is_training
         self.valid = valid
         self._records = count_records(batch) or 1
-        self.batch_size = self._records if real is None else real
+        is_known = real is not None and (real > 0 or valid is not None)
+        self.batch_size = real if real is not None and is_known else self._records
 
-    def end_batches(self) -> None:
-        """Add what an epoch's last hook logs to the means, with a weight of 1."""
+    def outside_batches(self) -> None:
+        """Give what is logged between batches, such as in an epoch's first and last hook, a weight of 1."""
         self.is_training = False
         self.batch_size = self._records = 1
         self.valid = None
+
+    @contextmanager
+    def refusing(self, hook: str) -> Iterator[None]:
+        """Refuse all values in the block: the epoch's metrics are computed already, nobody would see them."""
+        self._refusing_hook = hook
+        try:
+            yield
+        finally:
+            self._refusing_hook = ""
 
     def log(
         self,
         name: str,
         value: Any,
         prog_bar: bool = False,
-        *,
+        logger: bool | None = None,
+        on_step: bool | None = None,
         on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
         batch_size: int | None = None,
-        **_: Any,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+        **unknown: Any,
     ) -> None:
-        """Log one value.
+        """Log one value. The arguments are Lightning's, in its order.
 
         Args:
             name: its name.
-            value: a number; a tensor of one element, or of one per record, which is averaged over the real
+            value: a number; a tensor of one element, or of one per record, which is reduced over the real
                 records; or a metric object such as torchmetrics'.
-            prog_bar: ignored, progress shows every value; third because it is in Lightning.
-            on_epoch: report its mean over the epoch; default: only in an evaluation.
+            prog_bar: show it, even with ``logger=False``. Progress shows all values that are not hidden.
+            logger: False hides it from progress and log files; `fit` returns it nevertheless.
+            on_step: report the step's value; default: in training only.
+            on_epoch: report its reduction over the epoch and all replicas; default: only outside training.
+            reduce_fx: ``mean``, weighted by `batch_size`, or ``min``, ``max`` or ``sum``.
+            enable_graph: must be False: values are detached.
+            sync_dist: combine a step's value over the replicas too; otherwise ordinal 0's is shown.
+            sync_dist_group: must be None: values are combined over all replicas.
+            add_dataloader_idx: without effect: there is one loader.
             batch_size: its weight in the mean; default: the batch's first dimension.
+            metric_attribute: without effect: a metric object is found by itself.
+            rank_zero_only: ignore the other replicas' values.
+            unknown: refused.
 
         Raises:
-            UsageError: the value is of another kind.
+            UsageError: the value is of another kind, or an argument cannot be honoured.
         """
-        if callable(getattr(value, "compute", None)):
-            self._objects[name] = value
+        self._check(name, unknown, enable_graph=enable_graph, sync_dist_group=sync_dist_group)
+        running = self._running.get(name)
+        kind = find_reduction(name, reduce_fx, running.kind if running else None)
+        on_step, on_epoch = find_levels(name, self.is_training, on_step, on_epoch)
+        if rank_zero_only and self._replica is not None and not self._replica.is_first:
             return
-        value = self._mean_of_records(value) if self._is_by_record(value) else _scalar(name, value)
-        self.latest[name] = value
+        if logger is False and not prog_bar:
+            self.hidden.add(name)
+        if callable(getattr(value, "compute", None)):
+            self._log_object(name, value, on_step)
+            return
+        value = self._over_records(value, kind) if self._is_by_record(value) else _scalar(name, value)
+        if on_step:
+            self.latest[name] = self._synced(value, kind) if sync_dist else value
         weight = self.batch_size if batch_size is None else batch_size
         # A batch of padding only, made because other replicas have records left, has a weight of 0.
-        if weight and (on_epoch if on_epoch is not None else not self.is_training):
-            self._add(name, value, weight)
+        if weight and on_epoch:
+            self._add(name, value, weight, kind)
+
+    def _check(self, name: str, unknown: Mapping[str, Any], **unsupported: Any) -> None:
+        if self._refusing_hook:
+            raise UsageError(
+                f"{name!r} is logged in {self._refusing_hook}, when the epoch's metrics are computed already",
+                where="self.log",
+                fix="Log it in on_train_epoch_end or on_validation_epoch_end.",
+            )
+        check_others(name, unknown, MetricAccumulator.log.__annotations__, unsupported)
+
+    def _log_object(self, name: str, metric: Any, on_step: bool) -> None:
+        self._objects[name] = metric
+        # torchmetrics keeps the value of the latest batch here.
+        latest = getattr(metric, "_forward_cache", None)
+        if on_step and latest is not None:
+            self.latest[name] = _scalar(name, latest)
+
+    def _synced(self, value: Any, kind: Reduction) -> Any:
+        if self._replica is None or self._replica.world_size == 1:
+            return value
+        if not isinstance(value, torch.Tensor):
+            # Uploaded, with a dimension: see _add.
+            value = torch.tensor([value], dtype=torch.float32).to(self._replica.device)
+        return self._replica.all_reduce(_at_least_float32(value), kind)
 
     def _is_by_record(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.shape == (self._records,) and value.numel() > 1
 
-    def _mean_of_records(self, value: torch.Tensor) -> torch.Tensor:
+    def _over_records(self, value: torch.Tensor, kind: Reduction) -> torch.Tensor:
         value = _at_least_float32(value.detach())
         if self.valid is not None:
             # Not a product with the mask: the value of a padding record may be infinite.
-            value = torch.where(self.valid, value, torch.zeros_like(value))
-        return value.sum() / max(self.batch_size, 1)
+            value = torch.where(self.valid, value, torch.full_like(value, EMPTY[kind]))
+        if kind == "mean":
+            return value.sum() / max(self.batch_size, 1)
+        reduced: torch.Tensor = getattr(torch, kind)(value)
+        return reduced
 
-    def _add(self, name: str, value: Any, weight: int) -> None:
-        if name not in self._totals:
-            # Uploaded, not made on the device: a lazily made zero would be a constant of the first batch's
-            # program, which then differs from all later ones and is compiled separately. With a dimension,
-            # because torch_xla makes an uploaded scalar of 0 or 1 a constant too.
-            zero = torch.zeros(1)
-            self._totals[name] = zero.to(value.device) if isinstance(value, torch.Tensor) else 0.0
-            self._weights[name] = 0.0
-        if isinstance(value, torch.Tensor):
+    def _add(self, name: str, value: Any, weight: float, kind: Reduction) -> None:
+        is_tensor = isinstance(value, torch.Tensor)
+        if is_tensor:
             # In float16, a loss of 700 times a batch size of 128 overflows.
             value = _at_least_float32(value)
-        self._totals[name] = self._totals[name] + value * weight
-        self._weights[name] += weight
+        running = self._running.get(name)
+        if running is None:
+            start: Any = EMPTY[kind]
+            if is_tensor:
+                # Uploaded, not made on the device: a lazily made zero would be a constant of the first
+                # batch's program, which then differs from all later ones and is compiled separately. With a
+                # dimension, because torch_xla makes an uploaded scalar of 0 or 1 a constant too.
+                start = torch.full((1,), start, dtype=value.dtype).to(value.device)
+            running = self._running[name] = _Running(kind, start)
+        running.total = _reduce((running.total, value * weight if kind == "mean" else value), kind)
+        running.weight += weight
 
-    def log_dict(self, values: Mapping[str, Any], **options: Any) -> None:
-        """Log several values by name."""
-        for name, value in values.items():
-            self.log(name, value, **options)
+    def log_dict(self, dictionary: Mapping[str, Any], *arguments: Any, **options: Any) -> None:
+        """Log several values by name; the other arguments are those of `log`."""
+        # A torchmetrics MetricCollection, whose items() has the names with their prefix only if asked.
+        is_collection = callable(getattr(dictionary, "compute", None))
+        items: Iterable[tuple[str, Any]] = (
+            dictionary.items(keep_base=False) if is_collection else dictionary.items()  # type: ignore[call-arg]
+        )
+        for name, value in items:
+            self.log(name, value, *arguments, **options)
+
+    def without_hidden(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values that listeners receive."""
+        if not self.hidden:
+            return dict(values)
+        return {name: value for name, value in values.items() if name not in self.hidden}
 
     def take(self, replica: Replica) -> dict[str, float]:
-        """Return the means over every replica's records since the last call, and reset them.
+        """Return the reductions over every replica's records since the last call, and reset them.
 
         A collective. Waits for the device. Metric objects are computed and reset; they cover one replica's
         records.
@@ -130,21 +230,20 @@ class MetricAccumulator:
             UsageError: metric objects were logged on several replicas: their results cannot be averaged.
         """
         computed = self._computed(replica)
-        sums = self.state_dict()
-        self._totals, self._weights = {}, {}
-        gathered = replica.all_gather(sums)
+        totals = self.state_dict()
+        self._running = {}
+        gathered = replica.all_gather(totals)
         names = {name for one in gathered for name in one}
-        means = {name: _mean([one[name] for one in gathered if name in one]) for name in sorted(names)}
+        means = {name: _result(one[name] for one in gathered if name in one) for name in sorted(names)}
         return means | computed
 
-    def state_dict(self) -> dict[str, tuple[float, float]]:
-        """Return the epoch's totals and weights so far, by name. Waits for the device."""
-        return {name: (float(total), self._weights[name]) for name, total in self._totals.items()}
+    def state_dict(self) -> dict[str, Total]:
+        """Return the epoch's totals, weights and kinds so far, by name. Waits for the device."""
+        return {name: (float(one.total), one.weight, one.kind) for name, one in self._running.items()}
 
-    def load_state_dict(self, state: Mapping[str, tuple[float, float]]) -> None:
+    def load_state_dict(self, state: Mapping[str, Total]) -> None:
         """Continue from `state_dict`."""
-        self._totals = {name: total for name, (total, _) in state.items()}
-        self._weights = {name: weight for name, (_, weight) in state.items()}
+        self._running = {name: _Running(kind, total, weight) for name, (total, weight, kind) in state.items()}
 
     def _computed(self, replica: Replica) -> dict[str, float]:
         objects, self._objects = self._objects, {}
@@ -158,6 +257,27 @@ class MetricAccumulator:
         for metric in objects.values():
             metric.reset()
         return values
+
+
+def combine_totals(parts: Iterable[Total]) -> Total:
+    """Return the total of several replicas' totals of one name."""
+    totals, weights, kinds = zip(*parts, strict=True)
+    return _reduce(totals, kinds[0]), sum(weights), kinds[0]
+
+
+def _result(parts: Iterable[Total]) -> float:
+    total, weight, kind = combine_totals(parts)
+    return total / weight if kind == "mean" else total
+
+
+def _reduce(values: tuple[Any, ...], kind: Reduction) -> Any:
+    if kind in ("mean", "sum"):
+        return sum(values[1:], start=values[0])
+    tensors = [one for one in values if isinstance(one, torch.Tensor)]
+    if not tensors:
+        return min(values) if kind == "min" else max(values)
+    pick: Callable[..., torch.Tensor] = torch.minimum if kind == "min" else torch.maximum
+    return pick(*(torch.as_tensor(one, device=tensors[0].device) for one in values))
 
 
 def _at_least_float32(value: torch.Tensor) -> torch.Tensor:
@@ -175,7 +295,3 @@ def _scalar(name: str, value: Any) -> Any:
         where="self.log",
         fix="Log a number, or a tensor of one element or of one per record.",
     )
-
-
-def _mean(parts: list[tuple[float, float]]) -> float:
-    return sum(total for total, _ in parts) / sum(weight for _, weight in parts)

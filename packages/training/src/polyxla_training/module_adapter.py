@@ -1,98 +1,205 @@
-"""The module's steps, hooks and optimizers, as Lightning users write them."""
+"""The module's steps and hooks, as Lightning users write them."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch.utils.data import Dataset, IterableDataset
 
+from polyxla.console import say
 from polyxla.errors import UsageError
+from polyxla.pytree import map_tensors
+from polyxla.replica.module_move import optimizer_parameters
+from polyxla.replica.replica import Replica
+from polyxla_training.lightning.hooks import PLAIN, find_hook, is_module
+from polyxla_training.lightning.schedulers import Schedulers
+from polyxla_training.lightning.trainer_view import TrainerView
 from polyxla_training.metrics import MetricAccumulator
-
-if TYPE_CHECKING:
-    from polyxla_training.trainer_view import TrainerView
 
 _UNSET = object()
 
 
 class ModuleAdapter:
-    """Calls a module's methods, and lends it ``log``, ``log_dict`` and ``trainer`` until `release`.
+    """Finds and calls a module's methods, and lends it ``log``, ``log_dict`` and ``trainer`` until `release`.
 
     Args:
         module: a LightningModule, or any module with ``training_step``.
         accumulator: receives the logged values.
         view: what the module sees as ``self.trainer``.
+
+    Attributes:
+        is_lightning: whether it is a LightningModule.
+        extra: what the latest ``training_step`` returned beside the loss.
     """
 
     def __init__(self, module: Any, accumulator: MetricAccumulator, view: TrainerView) -> None:
         self._module = module
         self._accumulator = accumulator
-        self._before: dict[str, Any] = {}
-        self._parameters: dict[str, list[str]] = {}
-        self._is_lightning = _is_lightning(module)
-        lent = {"log": accumulator.log, "log_dict": accumulator.log_dict, "trainer": view}
-        for name, value in lent.items():
-            # A plain module keeps attributes of its own; a LightningModule's raise without a trainer.
-            if _is_lightning(module) or not hasattr(module, name):
-                self._lend(_slot(module, name), value)
+        self._view = view
+        self._before: list[tuple[Any, str, Any]] = []
+        self._takes: dict[str, tuple[bool, bool]] = {}
+        self.is_lightning = is_module(module)
+        self.extra: dict[str, Any] = {}
+        self._keeps_extra = self.hook("on_train_batch_end") is not None
+        view.model = module
+        for name, value in {"log": accumulator.log, "log_dict": accumulator.log_dict}.items():
+            # A plain module keeps attributes of its own.
+            if self.is_lightning or not hasattr(module, name):
+                self._lend(module, name, value)
+        for part in module.modules():
+            # LightningModules, also within the module, keep their trainer behind a property.
+            if is_module(part):
+                self._lend(part, "_trainer", view)
+        if not self.is_lightning and not hasattr(module, "trainer"):
+            self._lend(module, "trainer", view)
 
-    def _lend(self, slot: str, value: Any) -> None:
+    def _lend(self, module: Any, slot: str, value: Any) -> None:
         # Into __dict__, past nn.Module.__setattr__ and LightningModule's setters.
-        self._before[slot] = self._module.__dict__.get(slot, _UNSET)
-        self._module.__dict__[slot] = value
+        self._before.append((module, slot, vars(module).get(slot, _UNSET)))
+        vars(module)[slot] = value
 
     def release(self) -> None:
         """Take the lent attributes back, so that the module pickles and copies as before."""
-        for slot, value in self._before.items():
-            self._module.__dict__.pop(slot, None)
+        for module, slot, value in reversed(self._before):
+            vars(module).pop(slot, None)
             if value is not _UNSET:
-                self._module.__dict__[slot] = value
+                vars(module)[slot] = value
+        self._before = []
+
+    def lend_replica(self, replica: Replica) -> None:
+        """Make ``self.device`` and ``self.all_gather`` of a LightningModule those of the replica."""
+        if not self.is_lightning:
+            return
+        for one in self._module.modules():
+            # As in Lightning: hooks before the move may make tensors on the device.
+            if "_device" in vars(one):
+                vars(one)["_device"] = replica.device
+
+        def all_gather(data: Any, group: None = None, sync_grads: bool = False) -> Any:
+            if group is not None or sync_grads:
+                raise UsageError(
+                    "group= and sync_grads= are not supported",
+                    where="self.all_gather",
+                    fix="Leave them out, or use torch_xla's xm.all_gather.",
+                )
+            return map_tensors(gather, data)
+
+        def gather(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if replica.world_size == 1 else torch.stack(replica.all_gather(tensor))
+
+        self._lend(self._module, "all_gather", all_gather)
 
     def lend_optimizer(self, optimizer: torch.optim.Optimizer, schedulers: Schedulers) -> None:
-        """Make ``self.optimizers()`` and ``self.lr_schedulers()`` work in a LightningModule."""
-        if _is_lightning(self._module):
+        """Make the methods of a LightningModule work that use its optimizer or its schedules."""
+        if self.is_lightning:
             found = [config["scheduler"] for config in schedulers.configs]
-            self._lend("optimizers", lambda **_: optimizer)
-            self._lend("lr_schedulers", lambda: found[0] if len(found) == 1 else found or None)
+            self._lend(self._module, "optimizers", lambda **_: optimizer)
+            self._lend(self._module, "lr_schedulers", lambda: found[0] if len(found) == 1 else found or None)
+            self._lend(self._module, "clip_gradients", self._clip_gradients)
 
-    def call(self, hook: str, *arguments: Any, only_lightning: bool = False) -> None:
-        """Call a hook such as ``on_train_start`` if the module has it.
-
-        Args:
-            hook: the method's name.
-            arguments: its arguments.
-            only_lightning: call it on a LightningModule only: in other modules the name may mean anything.
-        """
-        # Checked first because it is known: looking up a missing attribute of a module is slow.
-        if only_lightning and not self._is_lightning:
+    def _clip_gradients(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        limit = self._view.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
+        algorithm = gradient_clip_algorithm or self._view.gradient_clip_algorithm or "norm"
+        if not limit:
             return
-        method = getattr(self._module, hook, None)
-        if callable(method):
-            method(*arguments)
+        if algorithm == "norm":
+            torch.nn.utils.clip_grad_norm_(optimizer_parameters(optimizer), limit)
+        elif algorithm == "value":
+            torch.nn.utils.clip_grad_value_(optimizer_parameters(optimizer), limit)
+        else:
+            raise UsageError(
+                f"gradient_clip_algorithm={algorithm!r}",
+                where="self.clip_gradients",
+                fix="Write 'norm' or 'value'.",
+            )
+
+    def refuse_callbacks(self) -> None:
+        """Call ``configure_callbacks``.
+
+        Raises:
+            UsageError: it returned callbacks.
+        """
+        hook = self.hook("configure_callbacks")
+        made = hook() if hook else None
+        if made:
+            callbacks = list(made) if isinstance(made, list | tuple) else [made]
+            raise UsageError(
+                f"the Trainer would not call {', '.join(type(one).__name__ for one in callbacks)}",
+                where=f"{type(self._module).__name__}.configure_callbacks",
+                fix="Write what they do in the module's hooks, or in a listener as in docs/plugins.md.",
+            )
+
+    def start_training(self, replica: Replica) -> None:
+        """Put the module into training mode; a LightningModule's parts keep the mode that they are in."""
+        if not self.is_lightning:
+            self._module.train()
+        elif replica.is_first and (frozen := sum(not one.training for one in self._module.modules())):
+            say(f"modules in eval mode: {frozen}; they stay so: call train() on those to be trained")
+
+    def hook(self, name: str) -> Callable[..., Any] | None:
+        """Return the hook `name` if the module overrides it; most are a LightningModule's only."""
+        if self.is_lightning or name in PLAIN:
+            return find_hook(self._module, name)
+        return None
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a hook, such as ``on_train_start``, if the module overrides it."""
+        if hook := self.hook(name):
+            hook(*arguments)
+
+    def call_last(self, name: str) -> None:
+        """Call a hook in which nothing can be logged any more."""
+        with self._accumulator.refusing(name):
+            self.call(name)
+
+    @contextmanager
+    def evaluating(self, kind: str) -> Iterator[None]:
+        """Put the module into eval mode for the block, and every part of it back into its mode afterwards."""
+        before = {part: part.training for part in self._module.modules()}
+        (self.hook(f"on_{kind}_model_eval") or self._module.eval)()
+        yield
+        if restore := self.hook(f"on_{kind}_model_train"):
+            restore()
+        else:
+            for part, was_training in before.items():
+                part.training = was_training
+
+    def own_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers in the module's attributes, also in lists and dicts."""
+        found, values = [], list(vars(self._module).values())
+        for value in values:
+            if isinstance(value, torch.optim.Optimizer):
+                found.append(value)
+            elif isinstance(value, list | tuple):
+                values.extend(one for one in value if isinstance(one, torch.optim.Optimizer))
+            elif isinstance(value, dict):
+                values.extend(one for one in value.values() if isinstance(one, torch.optim.Optimizer))
+        return found
 
     def accepts_mask(self, kind: str) -> bool:
         """Return whether ``{kind}_step`` has a parameter ``valid``: the mask of a padded batch."""
         method = getattr(self._module, f"{kind}_step", None)
         return callable(method) and "valid" in inspect.signature(method).parameters
 
-    def loss(
-        self, batch: Any, index: int, real: int | None = None, valid: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def loss(self, batch: Any, index: int, valid: torch.Tensor | None = None) -> torch.Tensor:
         """Call ``training_step`` and return its loss.
 
         Args:
             batch: the records.
             index: the batch's number in the epoch.
-            real: number of records that are not padding; None for all.
-            valid: mask of those records.
+            valid: mask of the records that are not padding.
 
         Raises:
             UsageError: it did not return a loss that depends on the parameters.
         """
-        self._accumulator.start_batch(batch, is_training=True, real=real, valid=valid)
         result = self._call_step("training", batch, index, valid)
         loss = result.get("loss") if isinstance(result, Mapping) else result
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
@@ -102,22 +209,25 @@ class ModuleAdapter:
                 fix="Return the loss: a tensor of one element computed from the parameters, "
                 "or a dict with it under 'loss'.",
             )
+        # Kept only if somebody reads it: it may hold the graph.
+        self.extra = dict(result) if self._keeps_extra and isinstance(result, Mapping) else {}
         return loss
 
-    def evaluate(
-        self, kind: str, batch: Any, index: int, real: int | None = None, valid: torch.Tensor | None = None
-    ) -> None:
+    def evaluate(self, kind: str, batch: Any, index: int, valid: torch.Tensor | None = None) -> Any:
         """Call ``validation_step`` or ``test_step``; arguments as for `loss`."""
-        self._accumulator.start_batch(batch, is_training=False, real=real, valid=valid)
-        self._call_step(kind, batch, index, valid)
+        return self._call_step(kind, batch, index, valid)
 
     def _call_step(self, kind: str, batch: Any, index: int, valid: Any) -> Any:
         method = getattr(self._module, f"{kind}_step")
-        if kind not in self._parameters:
-            self._parameters[kind] = list(inspect.signature(method).parameters)
-        takes = self._parameters[kind]
-        mask = {"valid": valid} if "valid" in takes else {}
-        return method(batch, index, **mask) if len(takes) - len(mask) > 1 else method(batch, **mask)
+        if kind not in self._takes:
+            self._takes[kind] = _accepted_arguments(method)
+        takes_index, takes_mask = self._takes[kind]
+        mask = {"valid": valid} if takes_mask else {}
+        return method(batch, index, **mask) if takes_index else method(batch, **mask)
+
+    def has_step(self, kind: str) -> bool:
+        """Return whether the module has a ``{kind}_step``."""
+        return find_hook(self._module, f"{kind}_step") is not None
 
     def require(self, kind: str) -> None:
         """Raise an error if the module has no ``{kind}_step``.
@@ -125,8 +235,7 @@ class ModuleAdapter:
         Raises:
             UsageError: it has none.
         """
-        method = f"{kind}_step"
-        if not callable(getattr(self._module, method, None)) or not _is_overridden(self._module, method):
+        if not self.has_step(kind):
             raise UsageError(
                 f"{type(self._module).__name__} has no {kind}_step, but was given data for it",
                 where=f"the {kind} loader",
@@ -134,158 +243,15 @@ class ModuleAdapter:
             )
 
 
-class Schedulers:
-    """The learning-rate schedules that ``configure_optimizers`` returned."""
-
-    def __init__(self, configs: Iterable[Any]) -> None:
-        self.configs = [
-            config if isinstance(config, Mapping) else {"scheduler": config} for config in configs
-        ]
-        self._steps = self._epochs = 0
-
-    def step_finished(self) -> None:
-        """Advance the schedules that count steps."""
-        self._steps += 1
-        for config in self._due("step", self._steps):
-            config["scheduler"].step()
-
-    def epoch_finished(self, metrics: Mapping[str, float]) -> None:
-        """Advance the schedules that count epochs; ReduceLROnPlateau receives its ``monitor``."""
-        self._epochs += 1
-        for config in self._due("epoch", self._epochs):
-            monitor = config.get("monitor")
-            if not isinstance(config["scheduler"], torch.optim.lr_scheduler.ReduceLROnPlateau):
-                config["scheduler"].step()
-            elif isinstance(monitor, str) and monitor in metrics:
-                config["scheduler"].step(metrics[monitor])
-            else:
-                raise UsageError(
-                    f"ReduceLROnPlateau monitors {monitor!r}, which was not logged "
-                    f"(logged: {sorted(metrics)})",
-                    where="configure_optimizers",
-                    fix="Name a logged metric: {'scheduler': ..., 'monitor': 'val_loss'}.",
-                )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the schedules, as `polyxla_training.save` takes it."""
-        states = [config["scheduler"].state_dict() for config in self.configs]
-        return {"steps": self._steps, "epochs": self._epochs, "schedulers": states}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`."""
-        self._steps, self._epochs = state["steps"], state["epochs"]
-        for config, one in zip(self.configs, state["schedulers"], strict=True):
-            config["scheduler"].load_state_dict(one)
-
-    def _due(self, interval: str, count: int) -> list[Mapping[str, Any]]:
-        return [
-            config
-            for config in self.configs
-            if config.get("interval", "epoch") == interval and count % config.get("frequency", 1) == 0
-        ]
-
-
-def configure_optimizers(module: Any) -> tuple[torch.optim.Optimizer, Schedulers]:
-    """Call ``configure_optimizers`` and read its answer in any of the forms Lightning allows.
-
-    Raises:
-        UsageError: it returned no optimizer, or several.
-    """
-    answer = module.configure_optimizers()
-    optimizers, schedules = _unpack(answer)
-    if len(optimizers) != 1 or not isinstance(optimizers[0], torch.optim.Optimizer):
-        raise UsageError(
-            f"configure_optimizers returned {len(optimizers)} optimizers: {answer!r}",
-            where=f"{type(module).__name__}.configure_optimizers",
-            fix="Return one torch optimizer; for several, write the loop with polyxla.launch.",
-        )
-    return optimizers[0], Schedulers(schedules)
-
-
-def _unpack(answer: Any) -> tuple[list[Any], list[Any]]:
-    """Return the optimizers and the schedules in what ``configure_optimizers`` returned."""
-    match answer:
-        case None:
-            return [], []
-        case (Mapping() as config) | [Mapping() as config]:
-            return [config.get("optimizer")], _unpack_schedule(config)
-        case [list() as optimizers, list() as schedules]:
-            return optimizers, schedules
-        case [list() as optimizers, schedule]:
-            return optimizers, [schedule]
-        case list() | tuple():
-            return list(answer), []
-        case _:
-            return [answer], []
-
-
-def _unpack_schedule(config: Mapping[str, Any]) -> list[Any]:
-    match config.get("lr_scheduler"):
-        case None:
-            return []
-        case Mapping() as schedule:
-            return [schedule]
-        case scheduler:
-            return [{"scheduler": scheduler, "monitor": config.get("monitor")}]
-
-
-def resolve_loader(module: Any, loader: Any, method: str) -> Iterable[Any] | None:
-    """Return the loader that was passed, or else the one that the module's `method` makes.
-
-    Raises:
-        UsageError: a dataset was passed, whose single records would be taken for batches.
-    """
-    # An IterableDataset may well yield batches.
-    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
-        raise UsageError(
-            f"{type(loader).__name__} is a dataset, not a loader of batches",
-            where=f"the argument in place of {method}",
-            fix="Write DataLoader(dataset, batch_size=32) from torch.utils.data.",
-        )
-    if loader is not None:
-        given: Iterable[Any] = loader
-        return given
-    made = getattr(module, method, None)
-    return made() if callable(made) and _is_overridden(module, method) else None
-
-
-def check_module(module: Any, methods: Iterable[str]) -> None:
-    """Raise an error early if the module cannot be trained.
-
-    Raises:
-        UsageError: a method is missing, or the module sets ``automatic_optimization=False``.
-    """
-    missing = [name for name in methods if not callable(getattr(module, name, None))]
-    if missing:
-        raise UsageError(
-            f"{type(module).__name__} has no {' and no '.join(missing)}",
-            where="the module passed to Trainer",
-            fix="Write the method, or use polyxla.launch with your own loop.",
-        )
-    if getattr(module, "automatic_optimization", True) is False:
-        raise UsageError(
-            f"{type(module).__name__} sets automatic_optimization=False, which Trainer does not support",
-            where="the module passed to Trainer",
-            fix="Use polyxla.launch with your own loop and replica.step.",
-        )
+def _accepted_arguments(method: Callable[..., Any]) -> tuple[bool, bool]:
+    """Return whether a step takes the batch's number, and whether the mask of real records."""
+    parameters = inspect.signature(method).parameters
+    takes_mask = "valid" in parameters
+    is_variadic = any(one.kind is one.VAR_POSITIONAL for one in parameters.values())
+    return is_variadic or len(parameters) - takes_mask > 1, takes_mask
 
 
 def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return "a tensor that does not depend on the parameters"
     return f"{value!r}, not a tensor"
-
-
-def _is_lightning(module: Any) -> bool:
-    return any(base.__name__ == "LightningModule" for base in type(module).__mro__)
-
-
-def _is_overridden(module: Any, method: str) -> bool:
-    # A LightningModule has every method; its own data hooks raise until they are overridden.
-    owner = next((base for base in type(module).__mro__ if method in vars(base)), None)
-    return owner is None or not owner.__module__.startswith(("lightning.", "pytorch_lightning."))
-
-
-def _slot(module: Any, name: str) -> str:
-    # LightningModule keeps its trainer behind a property.
-    return "_trainer" if name == "trainer" and _is_lightning(module) else name

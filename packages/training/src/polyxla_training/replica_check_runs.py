@@ -18,9 +18,12 @@ from polyxla.errors import UsageError
 from polyxla.pytree import map_tensors
 from polyxla.replica.module_move import move_module
 from polyxla.replica.replica import Replica
+from polyxla_training.lightning.data import resolve_loader
+from polyxla_training.lightning.schedulers import configure_optimizers
+from polyxla_training.lightning.trainer_view import TrainerView
 from polyxla_training.metrics import MetricAccumulator
-from polyxla_training.module_adapter import ModuleAdapter, configure_optimizers, resolve_loader
-from polyxla_training.trainer_view import TrainerView
+from polyxla_training.module_adapter import ModuleAdapter
+from polyxla_training.options import FitOptions
 
 SEED = 0
 """Seed of the weights and of random batches."""
@@ -159,12 +162,14 @@ def train(replica: Replica, workload: Workload) -> dict[str, Tensor]:
     """Train on this replica's share of each batch; return the parameters on the host."""
     # A copy, because replicas that are threads all receive the same module.
     module = replica.setup(copy.deepcopy(workload.module)).train()
-    adapter = ModuleAdapter(module, MetricAccumulator(), TrainerView.at_start(replica, max_epochs=1))
+    accumulator = MetricAccumulator(replica)
+    adapter = ModuleAdapter(module, accumulator, TrainerView.at_start(replica, FitOptions()))
     try:
-        adapter.call("setup", "fit", only_lightning=True)
+        adapter.call("setup", "fit")
         optimizer, schedulers = configure_optimizers(module) if _configures(module) else (_sgd(module), None)
         for index, batch in enumerate(workload.batches):
             mine = replica.to_device(_share(batch, replica.ordinal, replica.world_size))
+            accumulator.start_batch(mine, is_training=True)
             optimizer.zero_grad()
             _loss(module, adapter, mine, index).backward()
             replica.step(optimizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,67 @@ from polyxla.replica import random_state
 from polyxla.replica.loader import Loader
 from polyxla.replica.replica import Replica
 from polyxla_training.checkpoint import CheckpointError, check_state
-from polyxla_training.metrics import MetricAccumulator
-from polyxla_training.module_adapter import Schedulers
+from polyxla_training.lightning.schedulers import Schedulers
+from polyxla_training.lightning.trainer_view import TrainerView
+from polyxla_training.metrics import MetricAccumulator, Total, combine_totals
 from polyxla_training.resume import load_same
-from polyxla_training.trainer_view import TrainerView
 
-FORMAT = 1
+FORMAT = 2
 """Version of `TrainingState.state_dict`; checkpoints of other versions are refused."""
+
+
+OWN_KEYS = ("epoch", "global_step", "state_dict")
+"""What a LightningModule finds in its checkpoint, under Lightning's names; it may add other keys."""
+
+
+@dataclass
+class Checkpoint:
+    """A state that was read from a file, on the host.
+
+    Attributes:
+        path: the file's path, for errors.
+        state: as `TrainingState.state_dict` returned it.
+    """
+
+    path: str
+    state: dict[str, Any]
+
+    def pass_to(self, hook: Callable[[dict[str, Any]], None] | None) -> None:
+        """Call a LightningModule's ``on_load_checkpoint``, which may change the parameters."""
+        if hook is not None:
+            state = self.state
+            values = (state["epoch"], state["step"], dict(state["module"]))
+            seen = dict(zip(OWN_KEYS, values, strict=True)) | state["module_extra"]
+            hook(seen)
+            state["module"] = seen["state_dict"]
+
+
+def find_checkpoint(
+    replica: Replica, source: str | os.PathLike[str], checkpoint_dir: str | os.PathLike[str] | None
+) -> Checkpoint | None:
+    """Read the checkpoint to resume from; None if there is none yet. A collective.
+
+    Args:
+        replica: ordinal 0 chooses the file, and every replica reads it.
+        source: path or URL of the checkpoint, or ``auto`` for the newest intact one in `checkpoint_dir`, if
+            there is one.
+        checkpoint_dir: directory of the checkpoints.
+
+    Raises:
+        UsageError: it does not exist, is not a Trainer's, or replicas found different ones.
+    """
+    source = os.fspath(source)
+    found = load_same(replica, source, checkpoint_dir)
+    if found is None:
+        return None
+    path, state = found
+    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+        raise UsageError(
+            f"{path} is not a checkpoint of a Trainer of this version",
+            where=f"resume={source!r}",
+            fix="Name one that a Trainer saved; polyxla_training.load reads any other.",
+        )
+    return Checkpoint(str(path), dict(state))
 
 
 @dataclass(frozen=True)
@@ -38,6 +92,8 @@ class TrainingState:
         metrics: the means over the current epoch.
         view: the number of finished epochs.
         seed: the seed that the Trainer was given.
+        on_save: the module's ``on_save_checkpoint``, if it has one.
+        data_state: returns the data module's state.
     """
 
     replica: Replica
@@ -48,6 +104,8 @@ class TrainingState:
     metrics: MetricAccumulator
     view: TrainerView
     seed: int | None
+    on_save: Callable[[dict[str, Any]], None] | None = None
+    data_state: Callable[[], dict[str, Any]] = dict
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, the same in every replica.
@@ -55,6 +113,7 @@ class TrainingState:
         A collective; call it between two steps. Its tensors are those on the device: save or copy them before
         the next step.
         """
+        module, module_extra = self._module_state()
         own = {"rng": self.replica.rng_state(), "meter": self.metrics.state_dict()}
         return {
             "format": FORMAT,
@@ -64,49 +123,36 @@ class TrainingState:
             "step": self.replica.steps,
             "seed": self.seed,
             "data": self.loader.state_dict(),
-            "module": dict(self.module.state_dict()),
+            "datamodule": self.data_state(),
+            "module": module,
+            "module_extra": module_extra,
             "optimizer": self.optimizer.state_dict(),
             "schedules": self.schedulers.state_dict(),
             "replicas": self.replica.all_gather(own),
         }
 
-    def resume(self, source: str | os.PathLike[str], checkpoint_dir: str | os.PathLike[str] | None) -> None:
-        """Load a checkpoint. A collective.
+    def _module_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the module's tensors, and what its ``on_save_checkpoint`` adds."""
+        module = dict(self.module.state_dict())
+        if self.on_save is None:
+            return module, {}
+        values = (self.view.current_epoch, self.replica.steps, module)
+        seen: dict[str, Any] = dict(zip(OWN_KEYS, values, strict=True))
+        self.on_save(seen)
+        return seen["state_dict"], {key: value for key, value in seen.items() if key not in OWN_KEYS}
 
-        Args:
-            source: path or URL of the checkpoint, or ``auto`` for the newest intact one in `checkpoint_dir`,
-                if there is one.
-            checkpoint_dir: directory of the checkpoints.
-
-        Raises:
-            UsageError: the checkpoint does not exist or does not fit, or replicas found different ones.
-        """
-        found = load_same(self.replica, os.fspath(source), checkpoint_dir)
-        if found is None:
-            return
-        path, state = found
-        if not isinstance(state, Mapping) or state.get("format") != FORMAT:
-            raise UsageError(
-                f"{path} is not a checkpoint of a Trainer",
-                where=f"resume={os.fspath(source)!r}",
-                fix="Name one that a Trainer saved; polyxla_training.load reads any other.",
-            )
-        self.load_state_dict(state, str(path))
-        if self.replica.is_first:
-            say(f"resumed from {path}: epoch {state['epoch']}, step {state['step']}")
-
-    def load_state_dict(self, state: Mapping[str, Any], where: str) -> None:
-        """Continue from `state_dict`; the number of replicas may differ.
-
-        Args:
-            state: on the host.
-            where: the file it was read from, for errors.
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Continue from a checkpoint; the number of replicas may differ.
 
         Raises:
             UsageError: the module, its optimizer or its schedules differ from those that were saved.
         """
-        check_state(self.module.state_dict(), state["module"], where=where)
-        self.module.load_state_dict(state["module"])
+        state, where = checkpoint.state, checkpoint.path
+        # A LightningModule's choice: its on_save_checkpoint leaves tensors out.
+        is_strict = getattr(self.module, "strict_loading", True) is not False
+        if is_strict:
+            check_state(self.module.state_dict(), state["module"], where=where)
+        self.module.load_state_dict(state["module"], strict=is_strict)
         try:
             self.optimizer.load_state_dict(state["optimizer"])
             self.schedulers.load_state_dict(state["schedules"])
@@ -123,6 +169,8 @@ class TrainingState:
         self.view.global_step = self.replica.steps = state["step"]
         self.loader.load_state_dict(state["data"])
         self._restore_own(state)
+        if self.replica.is_first:
+            say(f"resumed from {where}: epoch {state['epoch']}, step {state['step']}")
 
     def _restore_own(self, state: Mapping[str, Any]) -> None:
         ordinal, saved = self.replica.ordinal, state["replicas"]
@@ -134,12 +182,11 @@ class TrainingState:
         self.replica.seed_everything(random_state.derive(state["seed"] or 0, "resumed", state["step"]))
         # Only one replica takes the totals of all, so that the epoch's mean counts them once.
         if ordinal == 0:
-            self.metrics.load_state_dict(_sum_totals(one["meter"] for one in saved))
+            self.metrics.load_state_dict(_combine_totals(one["meter"] for one in saved))
 
 
-def _sum_totals(saved: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
-    sums: dict[str, tuple[float, float]] = {}
-    for name, (total, weight) in itertools.chain.from_iterable(one.items() for one in saved):
-        before = sums.get(name, (0.0, 0.0))
-        sums[name] = (before[0] + total, before[1] + weight)
-    return sums
+def _combine_totals(saved: Iterable[Mapping[str, Total]]) -> dict[str, Total]:
+    parts: dict[str, list[Total]] = {}
+    for name, total in itertools.chain.from_iterable(one.items() for one in saved):
+        parts.setdefault(name, []).append(total)
+    return {name: combine_totals(totals) for name, totals in parts.items()}

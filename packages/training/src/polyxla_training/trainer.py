@@ -7,18 +7,21 @@ import inspect
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import fields
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from polyxla.console import say, say_once
 from polyxla.errors import pip_install
 from polyxla.launcher.launch import launch
+from polyxla_training.lightning.hooks import DataModule, is_data_module
+from polyxla_training.lightning.trainer_arguments import FIXES, METHOD_FIXES, check_names
+from polyxla_training.loop.call import Call, Outcome
+from polyxla_training.module_checks import check_datamodule, check_module, take_state
 from polyxla_training.options import FitOptions, LaunchOptions, TrainerOptions
 from polyxla_training.stop_request import forward_sigterm
-
-if TYPE_CHECKING:
-    from polyxla_training.loop import Outcome
 
 
 class Trainer(TrainerOptions):
@@ -36,20 +39,38 @@ class Trainer(TrainerOptions):
     metrics: dict[str, float]
     outcome: Outcome | None
 
+    # Type checkers see the dataclass's own, with the options.
+    if not TYPE_CHECKING:
+
+        @wraps(TrainerOptions.__init__)
+        def __init__(self, *values: Any, **options: Any) -> None:
+            known = [one.name for one in fields(TrainerOptions) if one.init]
+            check_names("Trainer", options, known, FIXES)
+            super().__init__(*values, **options)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.metrics = {}
         self.outcome = None
 
     def fit(
-        self, module: Any, train: Iterable[Any] | None = None, val: Iterable[Any] | None = None
+        self,
+        module: Any,
+        train: Iterable[Any] | DataModule | None = None,
+        val: Iterable[Any] | None = None,
+        datamodule: Any = None,
+        **unknown: Any,
     ) -> dict[str, float]:
         """Train `module`; afterwards it is on the host and holds the trained parameters.
 
         Args:
             module: has ``training_step(batch[, index])`` and ``configure_optimizers()``.
-            train: the training batches; default: the module's ``train_dataloader()``.
+            train: the training batches, or a LightningDataModule; default: the module's
+                ``train_dataloader()``.
             val: the validation batches, run after each epoch; default: ``val_dataloader()`` or none.
+            datamodule: a LightningDataModule, or another object with ``train_dataloader()``, in place of
+                `train` and `val`.
+            unknown: refused.
 
         Returns:
             The last epoch's metrics: means over all replicas' records, by name.
@@ -58,36 +79,51 @@ class Trainer(TrainerOptions):
             UsageError: nothing was started, or the module's steps cannot be trained on.
             Exception: what the module or the loaders raised.
         """
-        # The loop imports torch, which `import polyxla_training` must not.
-        from polyxla_training.loop import run_fit
-
+        check_names("Trainer.fit", unknown, ("module", "train", "val", "datamodule"), METHOD_FIXES)
         required = ["training_step", "configure_optimizers"]
-        return self._run(run_fit, module, (train, val), required, self._new_log_dir())
+        return self._run("fit", module, (train, val), datamodule, required)
 
-    def test(self, module: Any, data: Iterable[Any] | None = None) -> dict[str, float]:
-        """Run the module's ``test_step`` over `data` and return the means of its logged values."""
-        from polyxla_training.loop import run_test
+    def test(
+        self,
+        module: Any,
+        data: Iterable[Any] | DataModule | None = None,
+        datamodule: Any = None,
+        **unknown: Any,
+    ) -> dict[str, float]:
+        """Run the module's ``test_step`` over `data` and return the means of its logged values.
 
-        return self._run(run_test, module, (data,), ["test_step"], None)
+        Args:
+            module: has ``test_step(batch[, index])``.
+            data: the batches, or a LightningDataModule; default: the module's ``test_dataloader()``.
+            datamodule: as for `fit`, with ``test_dataloader()``.
+            unknown: refused.
+        """
+        check_names("Trainer.test", unknown, ("module", "data", "datamodule"), METHOD_FIXES)
+        return self._run("test", module, (data,), datamodule, ["test_step"])
 
     def _run(
         self,
-        main: Callable[..., Outcome],
+        stage: Literal["fit", "test"],
         module: Any,
         loaders: tuple[Any, ...],
+        datamodule: Any,
         required: list[str],
-        log_dir: str | None,
     ) -> dict[str, float]:
-        from polyxla_training.module_adapter import check_module
+        # It imports torch, which `import polyxla_training` must not.
+        from polyxla_training.loop.training import run
 
         check_module(module, required)
-        options = self.fit_options(log_dir)
+        if is_data_module(loaders[0]):
+            datamodule, loaders = loaders[0], (None, *loaders[1:])
+        check_datamodule(datamodule, loaders)
+        options = self.fit_options(self._new_log_dir() if stage == "fit" else None)
+        call = Call(stage, module, loaders, datamodule, options, os.getpid())
         with forward_sigterm(options.checkpoint_dir):
-            outcomes = launch(main, (module, *loaders, options, os.getpid()), **self.launch_options())
+            outcomes: list[Outcome] = launch(run, (call,), **self.launch_options())
         # Metrics are the same in all; the parameters come from one of them.
         self.outcome = outcome = next((one for one in outcomes if one.state is not None), outcomes[0])
         if outcome.state is not None:
-            module.load_state_dict(outcome.state)
+            take_state(module, outcome.state)
         self.metrics = outcome.metrics
         if outcome.stopped:
             say(f"ended by {outcome.stopped} after step {outcome.steps}, which is saved")

@@ -1,0 +1,1 @@
+"""What LightningModules, data modules and Lightning's users expect of a trainer. Imports no Lightning."""

@@ -1,0 +1,175 @@
+"""Where a training's batches come from: loaders, a module's methods or a data module, and their hooks.
+
+Heavy: imports torch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from polyxla.errors import UsageError
+from polyxla.replica.loader import Loader
+from polyxla.replica.replica import Replica
+from polyxla_training.lightning.hooks import find_hook, is_module, is_overridden
+from polyxla_training.lightning.trainer_view import TrainerView
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 10.0
+"""Interval at which replicas ask whether the data is prepared, in seconds; it doubles from the first to the
+longest. Waiting in one collective until a long download ends would be reported as a stall."""
+
+
+class Data:
+    """The data of one call of ``fit`` or ``test``, in one replica.
+
+    Args:
+        replica: the replica.
+        module: the module; its methods are used without a data module.
+        datamodule: an object with ``train_dataloader`` and the other hooks of a LightningDataModule, or None.
+        stage: ``fit`` or ``test``.
+        view: what the data module sees as ``self.trainer``, until `release`.
+
+    Attributes:
+        after_transfer: the hook ``on_after_batch_transfer``, if it is overridden.
+    """
+
+    def __init__(self, replica: Replica, module: Any, datamodule: Any, stage: str, view: TrainerView) -> None:
+        self._replica = replica
+        self._module = module
+        self._datamodule = datamodule
+        self._stage = stage
+        # In Lightning's order. A module that is not Lightning's may use the names for anything.
+        self._owners = [one for one in (datamodule, module if is_module(module) else None) if one is not None]
+        self.after_transfer = self._transfer_hook("on_after_batch_transfer")
+        if datamodule is not None:
+            self._trainer_before = getattr(datamodule, "trainer", None)
+            datamodule.trainer = view
+
+    def release(self) -> None:
+        """Take ``trainer`` back from the data module."""
+        if self._datamodule is not None:
+            self._datamodule.trainer = self._trainer_before
+
+    def prepare(self) -> None:
+        """Call ``prepare_data`` in one process of each host, and wait until all have ended. A collective."""
+        world = self._replica.world
+        for owner in self._owners:
+            hook = find_hook(owner, "prepare_data")
+            if hook is None:
+                continue
+            is_per_host = getattr(owner, "prepare_data_per_node", True)
+            is_mine = world.local_ordinal == 0 if is_per_host else world.ordinal == 0
+            if world.world_size == 1:
+                hook()
+            else:
+                _run_while_others_wait(self._replica, hook if is_mine else None)
+
+    def set_up(self) -> None:
+        """Call ``setup`` of the data module and of the module."""
+        for owner in self._owners:
+            if hook := find_hook(owner, "setup"):
+                hook(self._stage)
+
+    def tear_down(self) -> None:
+        """Call ``teardown`` of the data module and of the module."""
+        for owner in self._owners:
+            if hook := find_hook(owner, "teardown"):
+                hook(self._stage)
+
+    def report_error(self, error: BaseException) -> None:
+        """Call ``on_exception`` of the data module."""
+        if self._datamodule is not None and (hook := find_hook(self._datamodule, "on_exception")):
+            hook(error)
+
+    def find(self, loader: Any, method: str) -> Iterable[Any] | None:
+        """Return the loader that was passed, or else what `method` of the data module or module makes."""
+        return resolve_loader(self._module if self._datamodule is None else self._datamodule, loader, method)
+
+    def load(self, data: Iterable[Any], **options: Any) -> Loader:
+        """Return ``replica.loader(data, **options)``, with the hooks of the batches' transfer."""
+        before, transfer = (
+            self._transfer_hook(name) for name in ("on_before_batch_transfer", "transfer_batch_to_device")
+        )
+        if before is None and transfer is None:
+            return self._replica.loader(data, **options)
+
+        def to_device(batch: Any) -> Any:
+            if before is not None:
+                batch = before(batch, 0)
+            if transfer is not None:
+                return transfer(batch, self._replica.device, 0)
+            return self._replica.to_device(batch)
+
+        return self._replica.loader(data, transfer=to_device, **options)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the data module's state, if it has any."""
+        hook = find_hook(self._datamodule, "state_dict") if self._datamodule is not None else None
+        state: dict[str, Any] = hook() if hook else {}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        if state and (hook := find_hook(self._datamodule, "load_state_dict")):
+            hook(state)
+
+    def _transfer_hook(self, name: str) -> Callable[..., Any] | None:
+        # The data module's wins, as in Lightning.
+        return next((hook for owner in self._owners if (hook := find_hook(owner, name))), None)
+
+
+def _run_while_others_wait(replica: Replica, function: Callable[[], None] | None) -> None:
+    """Run `function` in this replica, or wait for the replicas that have one. A collective."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            if function is not None:
+                function()
+        except BaseException as error:
+            errors.append(error)
+
+    # In a thread, so that this replica can meet the others meanwhile.
+    thread = threading.Thread(target=run, name="polyxla-prepare-data", daemon=True)
+    thread.start()
+    wait_s = FIRST_WAIT_S
+    while True:
+        thread.join(wait_s)
+        is_running = thread.is_alive()
+        if errors:
+            raise errors[0]
+        if not any(replica.all_gather(is_running)):
+            return
+        wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+
+def resolve_loader(source: Any, loader: Any, method: str) -> Iterable[Any] | None:
+    """Return the loader that was passed, or else the one that `method` of the module or data module makes.
+
+    Raises:
+        UsageError: it is a dataset, whose single records would be taken for batches, or several loaders.
+    """
+    if loader is None:
+        made = getattr(source, method, None)
+        loader = made() if callable(made) and is_overridden(source, method) else None
+    # An IterableDataset may well yield batches.
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        raise UsageError(
+            f"{type(loader).__name__} is a dataset, not a loader of batches",
+            where=f"the argument in place of {method}",
+            fix="Write DataLoader(dataset, batch_size=32) from torch.utils.data.",
+        )
+    several = (
+        loader.values() if isinstance(loader, dict) else loader if isinstance(loader, list | tuple) else ()
+    )
+    if any(isinstance(one, DataLoader) for one in several):
+        raise UsageError(
+            f"there are {len(several)} loaders",
+            where=f"the argument in place of {method}",
+            fix="Pass one, such as a DataLoader of a torch.utils.data.ConcatDataset or StackDataset.",
+        )
+    found: Iterable[Any] | None = loader
+    return found

@@ -1,0 +1,119 @@
+"""`TrainerView`: what a LightningModule sees as ``self.trainer``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+if TYPE_CHECKING:
+    from polyxla.replica.replica import Replica
+    from polyxla_training.options import FitOptions
+
+
+@dataclass
+class TrainerView:
+    """The progress of training, under Lightning's names. The module is copied and pickled with it.
+
+    Attributes:
+        current_epoch: number of finished epochs.
+        global_step: number of optimizer updates so far.
+        max_epochs: number of passes over the training data.
+        world_size: number of replicas.
+        is_global_zero: whether this is ordinal 0.
+        global_rank: the ordinal.
+        local_rank: the local ordinal.
+        node_rank: number of this host.
+        num_nodes: number of hosts.
+        max_steps: number of updates after which training ends; -1 for no limit.
+        accumulate_grad_batches: number of batches whose gradients make one update.
+        gradient_clip_val: the limit of the gradients' norm, or else of their elements; None for no limit.
+        gradient_clip_algorithm: ``norm`` or ``value``; None without a limit.
+        should_stop: set it to True to end training: with one replica after the current batch and a
+            validation, with several at the end of the epoch in which any of them has set it.
+        estimated_stepping_batches: optimizer updates that training will make; inf if unknown.
+        num_training_batches: batches of one epoch; inf if unknown.
+        callback_metrics: the metrics so far, by name, as tensors on the host.
+        model: the module.
+        datamodule: the data module, if there is one.
+        training: whether a training batch is being processed, or an epoch of them.
+        validating: likewise a validation.
+        testing: likewise a test.
+        sanity_checking: False; there is no sanity check.
+        predicting: False.
+        logger: None; logged values go to the listeners.
+        loggers: empty.
+        progress_bar_callback: None; ``self.print`` of a LightningModule prints plainly.
+    """
+
+    current_epoch: int
+    global_step: int
+    max_epochs: int
+    world_size: int
+    is_global_zero: bool
+    global_rank: int = 0
+    local_rank: int = 0
+    node_rank: int = 0
+    num_nodes: int = 1
+    max_steps: int = -1
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: float | None = None
+    gradient_clip_algorithm: str | None = None
+    should_stop: bool = False
+    estimated_stepping_batches: float = float("inf")
+    num_training_batches: float = float("inf")
+    callback_metrics: dict[str, Any] = field(default_factory=dict)
+    model: Any = None
+    datamodule: Any = None
+    training: bool = False
+    validating: bool = False
+    testing: bool = False
+    sanity_checking: bool = False
+    predicting: bool = False
+    logger: None = None
+    loggers: tuple[()] = ()
+    progress_bar_callback: None = None
+
+    @classmethod
+    def at_start(cls, replica: Replica, options: FitOptions, datamodule: Any = None) -> Self:
+        """Return the view of a training that begins in `replica`."""
+        world = replica.world
+        limit = options.clip_value if options.clip_norm is None else options.clip_norm
+        algorithm = "value" if options.clip_norm is None else "norm"
+        return cls(
+            current_epoch=0,
+            global_step=0,
+            max_epochs=options.max_epochs,
+            world_size=world.world_size,
+            is_global_zero=replica.is_first,
+            global_rank=world.ordinal,
+            local_rank=world.local_ordinal,
+            node_rank=world.host_index,
+            num_nodes=world.host_count,
+            max_steps=-1 if options.max_steps is None else options.max_steps,
+            accumulate_grad_batches=options.accumulate,
+            gradient_clip_val=limit,
+            gradient_clip_algorithm=None if limit is None else algorithm,
+            datamodule=datamodule,
+        )
+
+    @contextmanager
+    def evaluating(self, kind: str) -> Iterator[None]:
+        """Set the flags of an evaluation for the block; `kind` is ``validation`` or ``test``."""
+        before = self.training
+        self.training, self.validating, self.testing = False, kind == "validation", kind == "test"
+        yield
+        self.training, self.validating, self.testing = before, False, False
+
+    @property
+    def lightning_module(self) -> Any:
+        """The module."""
+        return self.model
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # An AttributeError, so that hasattr() works.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        known = ", ".join(one.name for one in fields(self))
+        raise AttributeError(f"polyxla's Trainer has no {name!r} in self.trainer; it has {known}")

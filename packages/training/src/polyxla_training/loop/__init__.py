@@ -1,0 +1,1 @@
+"""The loop that the Trainer runs in each replica. Heavy, except `call`."""

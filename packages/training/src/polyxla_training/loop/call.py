@@ -1,0 +1,73 @@
+"""What a call of the Trainer sends to the replicas, and what they return. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from polyxla.contracts.world import World
+    from polyxla_training.options import FitOptions
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of ``fit`` or ``test``.
+
+    Attributes:
+        stage: which of the two.
+        module: the caller's module, or this process's copy of it.
+        loaders: the loaders that were passed, each None if it was not: training and validation, or test.
+        datamodule: the data module that was passed, or None.
+        options: the Trainer's options.
+        caller_pid: id of the process that called the Trainer.
+    """
+
+    stage: Literal["fit", "test"]
+    module: Any
+    loaders: tuple[Iterable[Any] | None, ...]
+    datamodule: Any
+    options: FitOptions
+    caller_pid: int
+
+    def trains_callers_module(self, world: World) -> bool:
+        """Return whether this replica works on the caller's own module, not on a copy."""
+        return os.getpid() == self.caller_pid and not world.shares_process
+
+    def returns_state(self, world: World) -> bool:
+        """Return whether this is the one replica whose parameters the calling process receives.
+
+        Not ordinal 0: on a pod every host has a caller, and only one host has ordinal 0. A process that
+        torchrun started receives the results of its own replicas only.
+        """
+        runs_in_caller = os.getpid() == self.caller_pid
+        is_first_of_caller = world.local_ordinal == 0 or (runs_in_caller and world.owns_process)
+        return is_first_of_caller and not self.trains_callers_module(world)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a run, as a replica returns it.
+
+    Attributes:
+        metrics: means over all replicas' records, by name.
+        epochs: number of finished passes over the training data.
+        steps: number of optimizer updates.
+        runtime: name of the runtime.
+        device: the runtime's name for the device.
+        world_size: number of replicas.
+        state: the trained parameters on the host, from one replica for each process that called the Trainer;
+            None from the others, and if the caller's own module was trained.
+        stopped: why training ended early; empty if it did not.
+    """
+
+    metrics: dict[str, float]
+    epochs: int
+    steps: int
+    runtime: str
+    device: str
+    world_size: int
+    state: dict[str, Any] | None = field(default=None, repr=False)
+    stopped: str = ""

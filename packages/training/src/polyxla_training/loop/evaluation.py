@@ -1,0 +1,60 @@
+"""Running ``validation_step`` or ``test_step`` over a loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from polyxla.replica.loader import Loader
+from polyxla.replica.replica import Replica
+from polyxla_training.lightning.data import Data
+from polyxla_training.lightning.trainer_view import TrainerView
+from polyxla_training.metrics import MetricAccumulator
+from polyxla_training.module_adapter import ModuleAdapter
+
+
+@torch.no_grad()
+def evaluate(
+    loader: Loader,
+    kind: str,
+    replica: Replica,
+    adapter: ModuleAdapter,
+    accumulator: MetricAccumulator,
+    data: Data,
+    view: TrainerView,
+    publish: Callable[[], None],
+) -> None:
+    """Run a step over a loader, with the hooks around it in Lightning's order.
+
+    Args:
+        loader: the batches, on the device.
+        kind: ``validation`` or ``test``.
+        replica: its precision policy converts the batches.
+        adapter: the module.
+        accumulator: receives the logged values.
+        data: has the hook after the batches' transfer.
+        view: what the module sees as ``self.trainer``.
+        publish: computes and publishes the metrics.
+    """
+    precision = replica.precision
+    on_batch_start = adapter.hook(f"on_{kind}_batch_start")
+    on_batch_end = adapter.hook(f"on_{kind}_batch_end")
+    adapter.call(f"on_{kind}_model_zero_grad")
+    with view.evaluating(kind), adapter.evaluating(kind):
+        accumulator.outside_batches()
+        adapter.call(f"on_{kind}_start")
+        adapter.call(f"on_{kind}_epoch_start")
+        for index, arrived in enumerate(loader):
+            batch = data.after_transfer(arrived, 0) if data.after_transfer else arrived
+            accumulator.start_batch(batch, is_training=False, real=loader.real, valid=loader.valid)
+            if on_batch_start:
+                on_batch_start(batch, index)
+            with precision.forward_context():
+                outputs = adapter.evaluate(kind, precision.convert_input(batch), index, loader.valid)
+            if on_batch_end:
+                on_batch_end(outputs, batch, index)
+        accumulator.outside_batches()
+        adapter.call(f"on_{kind}_epoch_end")
+        publish()
+        adapter.call_last(f"on_{kind}_end")

@@ -1,0 +1,300 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any, Self
+
+import torch
+
+from polyxla.errors import UsageError
+from polyxla.replica.loader import Loader
+from polyxla.replica.module_move import move_module
+from polyxla.replica.replica import Replica
+from polyxla_training.lightning.data import Data
+from polyxla_training.lightning.schedulers import configure_optimizers
+from polyxla_training.lightning.trainer_view import TrainerView
+from polyxla_training.loop.call import Call, Outcome
+from polyxla_training.loop.evaluation import evaluate
+from polyxla_training.loop.optimization import Optimization
+from polyxla_training.metrics import MetricAccumulator
+from polyxla_training.module_adapter import ModuleAdapter
+from polyxla_training.options import Fit
+from polyxla_training.state import Checkpoint, TrainingState, find_checkpoint
+
+
+def run(replica: Replica, call: Call) -> Outcome:
+    """Train or test in this replica; see `polyxla_training.Trainer`."""
+    with TrainingLoop(replica, call) as loop:
+        try:
+            loop.set_up()
+            if call.stage == "fit":
+                loop.fit(*call.loaders)
+            else:
+                loop.test(*call.loaders)
+            return loop.finish()
+        except BaseException as error:
+            loop.data.report_error(error)
+            raise
+
+
+class TrainingLoop:
+    """One replica's training: the module on the device, the counters, the metrics.
+
+    Args:
+        replica: the replica to train in.
+        call: what to do.
+    """
+
+    def __init__(self, replica: Replica, call: Call) -> None:
+        self.replica, self.call, self.options = replica, call, call.options
+        if self.options.seed is not None:
+            replica.seed_everything(self.options.seed)
+        private = call.module, call.datamodule
+        if replica.world.shares_process:
+            # Replicas that are threads received the one module of the caller: each trains a copy.
+            private = copy.deepcopy(private)
+        self.module, datamodule = private
+        self.view = TrainerView.at_start(replica, self.options, datamodule)
+        self.accumulator = MetricAccumulator(replica)
+        self.adapter = ModuleAdapter(self.module, self.accumulator, self.view)
+        self.data = Data(replica, self.module, datamodule, call.stage, self.view)
+        self.metrics: dict[str, float] = {}
+        self.stopped = ""
+        self._own_optimizers: list[torch.optim.Optimizer] = []
+        self._checkpoint: Checkpoint | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.adapter.release()
+        self.data.release()
+
+    def set_up(self) -> None:
+        """Prepare the data, complete the module, read the checkpoint, and move the module to the device."""
+        self.adapter.lend_replica(self.replica)
+        self.adapter.refuse_callbacks()
+        self.data.prepare()
+        self.data.set_up()
+        self.adapter.call("configure_sharded_model")
+        self.adapter.call("configure_model")
+        if self.call.stage == "fit" and self.options.resume is not None:
+            self._checkpoint = find_checkpoint(self.replica, self.options.resume, self.options.checkpoint_dir)
+        if self._checkpoint is not None:
+            self.data.load_state_dict(self._checkpoint.state["datamodule"])
+            self._checkpoint.pass_to(self.adapter.hook("on_load_checkpoint"))
+        # Optimizers that the module made before the move hold its parameters, which move with it.
+        self._own_optimizers = self.adapter.own_optimizers()
+        moved = self.replica.setup(self.module, *self._own_optimizers)
+        if moved is not self.module:
+            # The precision policy has wrapped it.
+            self.adapter.release()
+            self.module, self.adapter = moved, ModuleAdapter(moved, self.accumulator, self.view)
+
+    def fit(self, train: Iterable[Any] | None, val: Iterable[Any] | None) -> None:
+        """Train for the requested epochs, and validate after each."""
+        self.loader = self._load(self.data.find(train, "train_dataloader"), "training")
+        validation = self._validation_loader(val)
+        self._prepare()
+        self.view.training = True
+        self.adapter.call("on_fit_start")
+        self.adapter.start_training(self.replica)
+        self.adapter.call("on_train_start")
+        while self.view.current_epoch < self.options.max_epochs and not self._is_done():
+            self._epoch(validation)
+            if self.stopped:
+                break
+        self.replica.hook.polyxla_fit_finished(replica=self.replica)
+        self.adapter.call_last("on_train_end")
+
+    def test(self, data: Iterable[Any] | None) -> None:
+        """Run ``test_step`` over the data."""
+        loader = self._load(self.data.find(data, "test_dataloader"), "test")
+        self.adapter.require("test")
+        self._evaluate(loader, "test")
+
+    def _validation_loader(self, val: Iterable[Any] | None) -> Loader | None:
+        # A data module may serve several modules, and not all of them validate.
+        is_unused = self.call.datamodule is not None and not self.adapter.has_step("validation")
+        found = None if is_unused else self.data.find(val, "val_dataloader")
+        if found is None:
+            return None
+        # Refused here, before an epoch is spent on a module that cannot validate.
+        self.adapter.require("validation")
+        return self._load(found, "validation")
+
+    def _load(self, data: Iterable[Any] | None, kind: str) -> Loader:
+        """Return a loader of `data` on the device: in an evaluation, every record once over all replicas."""
+        if data is None:
+            short = "train" if kind == "training" else kind
+            raise UsageError(
+                f"there is nothing to {short} on",
+                where=f"Trainer.{self.call.stage}",
+                fix=f"Pass the {short} loader, or write {short}_dataloader in the module.",
+            )
+        pad, is_training = self.adapter.accepts_mask(kind), kind == "training"
+        return self.data.load(data, pad=pad, repeat=is_training, prefetch=self.options.prefetch)
+
+    def _prepare(self) -> None:
+        """Make the optimizer, resume, and let plugins add listeners, in this order."""
+        batches = _length(self.loader)
+        steps_per_epoch = None if batches is None else -(-batches // self.options.accumulate)
+        # A LightningModule's configure_optimizers reads these.
+        self.view.num_training_batches = float("inf") if batches is None else batches
+        self.view.estimated_stepping_batches = self.options.expected_steps(steps_per_epoch)
+        adapter, options = self.adapter, self.options
+        advance = adapter.hook("lr_scheduler_step")
+        optimizer, self.schedulers = configure_optimizers(self.module, advance)
+        adapter.lend_optimizer(optimizer, self.schedulers)
+        self.optimization = Optimization(
+            self.replica, adapter, optimizer, self.schedulers, options, self.view
+        )
+        self._on_batch_start = adapter.hook("on_train_batch_start")
+        self._on_batch_end = adapter.hook("on_train_batch_end")
+        self._on_epoch_end = adapter.hook("on_train_epoch_end")
+        state = TrainingState(
+            self.replica,
+            self.module,
+            optimizer,
+            self.schedulers,
+            self.loader,
+            self.accumulator,
+            self.view,
+            options.seed,
+            adapter.hook("on_save_checkpoint"),
+            self.data.state_dict,
+        )
+        if self._checkpoint is not None:
+            state.resume(self._checkpoint)
+            self._checkpoint = None
+        # Listeners come after resuming: they read the step that training begins at.
+        every = options.read_interval(self.view.estimated_stepping_batches)
+        fit = Fit(options, every, self.module, steps_per_epoch, state.state_dict, self.stop)
+        for listeners in self.replica.hook.polyxla_listeners(replica=self.replica, fit=fit):
+            for listener in listeners:
+                self.replica.add_listener(listener)
+
+    def stop(self, reason: str) -> None:
+        """End training after the current step; every replica must call it at the same step."""
+        self.stopped = reason
+
+    def _is_done(self) -> bool:
+        limit = self.options.max_steps
+        if self.stopped or (limit is not None and self.replica.steps >= limit):
+            return True
+        # Several replicas agree on it at the end of the epoch.
+        return self.view.should_stop and (self.replica.world_size == 1 or not self.view.training)
+
+    def _epoch(self, val: Loader | None) -> None:
+        """Train for the rest of an epoch, validate, and publish what was logged."""
+        self.accumulator.outside_batches()
+        self.view.training = True
+        self.adapter.call("on_train_epoch_start")
+        is_whole, is_skipped = self._batches()
+        if self.stopped:
+            return
+        self.accumulator.outside_batches()
+        self.schedulers.epoch_finished()
+        # As in Lightning, which does not validate an epoch that a hook has cut short.
+        is_validated = val is not None and not is_skipped
+        if val is not None and is_validated:
+            self._publish()
+            self._evaluate(val, "validation")
+        if self._on_epoch_end:
+            self._on_epoch_end()
+        if self._on_epoch_end or not is_validated:
+            self._publish()
+        self.schedulers.metrics_ready(self.metrics)
+        self.view.training = False
+        if self.replica.world_size > 1:
+            self.view.should_stop = any(self.replica.all_gather(self.view.should_stop))
+        if is_whole:
+            self.view.current_epoch += 1
+            self.loader.finish_epoch()
+            self.replica.hook.polyxla_epoch_finished(replica=self.replica, epoch=self.view.current_epoch)
+
+    def _batches(self) -> tuple[bool, bool]:
+        """Train on the rest of an epoch; return whether the epoch is over, and whether a hook has cut it."""
+        # A resumed run has consumed some batches of this epoch already; indices count on from them.
+        before, expected = self.loader.batches_before, _length(self.loader)
+        count = 0
+        for count, batch in enumerate(self.loader, start=1):
+            if not self._batch(batch, before + count - 1):
+                self.optimization.drop()
+                return True, True
+            if self._is_done():
+                break
+        else:
+            expected = count
+            self.optimization.flush(before + count - 1)
+            self._finish_step()
+        if before + count == 0:
+            raise UsageError(
+                "the training loader gave no batch",
+                where="Trainer.fit",
+                fix="Check its dataset's length, and drop_last if the batch is larger than the dataset.",
+            )
+        return count == expected, False
+
+    def _batch(self, batch: Any, index: int) -> bool:
+        """Train on a batch; return whether the epoch goes on."""
+        loader = self.loader
+        if self.data.after_transfer:
+            batch = self.data.after_transfer(batch, 0)
+        self.accumulator.start_batch(batch, is_training=True, real=loader.real, valid=loader.valid)
+        if self._on_batch_start and self._on_batch_start(batch, index) == -1:
+            return False
+        self.optimization.batch(batch, index, loader.valid)
+        if self._on_batch_end:
+            self._on_batch_end(self.optimization.outputs, batch, index)
+        self._finish_step()
+        return True
+
+    def _finish_step(self) -> None:
+        if self.optimization.is_updated:
+            logged = {"loss": self.optimization.loss, **self.accumulator.latest}
+            self.replica.finish_step(self.accumulator.without_hidden(logged))
+
+    def _evaluate(self, loader: Loader, kind: str) -> None:
+        parts = (self.replica, self.adapter, self.accumulator, self.data, self.view)
+        evaluate(loader, kind, *parts, publish=self._publish)
+
+    def _publish(self) -> None:
+        means = self.accumulator.take(self.replica)
+        self.metrics |= means
+        self.view.callback_metrics |= {name: torch.tensor(value) for name, value in means.items()}
+        if shown := self.accumulator.without_hidden(means):
+            self.replica.hook.polyxla_metrics_ready(
+                replica=self.replica, step=self.replica.steps, metrics=shown
+            )
+
+    def finish(self) -> Outcome:
+        """Move the module back to the host and return the result."""
+        replica = self.replica
+        if self.options.strategy == "debug":
+            replica.print(replica.report())
+        move_module(self.module, torch.device("cpu"), self._own_optimizers)
+        if self.call.stage == "fit":
+            self.adapter.call_last("on_fit_end")
+        returns_state = self.call.returns_state(replica.world)
+        state = dict(self.module.state_dict()) if returns_state else None
+        self.data.tear_down()
+        return Outcome(
+            metrics=self.metrics,
+            epochs=self.view.current_epoch,
+            steps=replica.steps,
+            runtime=replica.runtime,
+            device=replica.kind,
+            world_size=replica.world_size,
+            state=state,
+            stopped=self.stopped,
+        )
+
+
+def _length(loader: Iterable[Any]) -> int | None:
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except TypeError:
+        return None
