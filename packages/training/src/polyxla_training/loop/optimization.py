@@ -74,7 +74,7 @@ class Optimization:
                 )
             self._clip = {}
         has_hook = self._on_before_optimizer_step or self._clip_gradients
-        self._before_step = self._call_before_step if has_hook else None
+        self._step_options = {**self._clip, **({"before_step": self._call_before_step} if has_hook else {})}
 
     @property
     def outputs(self) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class Optimization:
         self._pending = 0
         self._is_stepping = True
         try:
-            self._replica.update(self._optimizer, before_step=self._before_step, **self._clip)
+            self._replica.update(self._optimizer, **self._step_options)
         finally:
             self._is_stepping = False
         self._view.global_step = self._replica.steps
