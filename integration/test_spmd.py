@@ -30,7 +30,7 @@ def loss_on_cpu() -> float:
         loss = model(data).square().mean()
         loss.backward()
         optimizer.step()
-    return loss.item()
+    return float(loss)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch_xla
-import torch_xla.distributed.spmd as xs
+import torch_xla.distributed.spmd.xla_sharding as xs
 import torch_xla.runtime as xr
 
 xr.use_spmd()

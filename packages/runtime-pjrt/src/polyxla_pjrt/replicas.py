@@ -133,7 +133,7 @@ def _refuse_torch_compile() -> None:
     into them while another replica uses them.
     """
 
-    def extract_compiled_graph(*_: Any) -> Any:
+    def extract_compiled_graph(xla_model: Any, xla_args: Any) -> Any:
         raise UsageError(
             "torch.compile(backend='openxla') would mix the programs of replicas that are threads of one "
             "process",
