@@ -20,6 +20,7 @@ from polyxla.testing import PluginInstaller
 PROGRAMS = Path(__file__).parent / "programs"
 ECHO = (PROGRAMS / "echo_runtime.py").read_text()
 DIARY = (PROGRAMS / "diary_listener.py").read_text()
+SUMMARY = (PROGRAMS / "summary_listener.py").read_text()
 CLOSING = (PROGRAMS / "closing_runtime.py").read_text()
 
 
@@ -77,6 +78,33 @@ def test_results_come_in_ordinal_order_however_replicas_are_numbered(
     monkeypatch.setenv("FAKE_NUMBERING", numbering)
     monkeypatch.setenv("FAKE_HOST", str(host))
     assert [ordinal for ordinal, _ in launch(_ordinal)] == ordinals
+
+
+def test_the_launching_process_receives_every_replicas_summary(
+    fake: None,
+    install_plugin: PluginInstaller,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    install_plugin.listener("summary-listener", SUMMARY)
+    monkeypatch.setenv("FAKE_DEVICES", "3")
+    monkeypatch.setenv("FAKE_NUMBERING", "2,0,1")
+    assert launch(_ordinal) == [(0, 3), (1, 3), (2, 3)]
+    assert capsys.readouterr().out == "summaries {0: [], 1: [{'from': 1}], 2: [{'from': 2}]}\n"
+
+
+def test_there_are_no_summaries_of_a_launch_that_failed(
+    fake: None, install_plugin: PluginInstaller, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install_plugin.listener("summary-listener", SUMMARY)
+
+    def fail(replica: Replica) -> None:
+        if replica.ordinal == 1:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        launch(fail, devices=2)
+    assert "summaries" not in capsys.readouterr().out
 
 
 def test_the_job_holds_the_function_the_runtime_and_the_devices(echo: Callable[..., Job]) -> None:

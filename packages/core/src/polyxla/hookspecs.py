@@ -10,7 +10,7 @@ group ``polyxla.hookspecs``, as polyxla-training does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -158,5 +158,25 @@ def polyxla_step_finished(replica: Replica, step: int, logged: Mapping[str, Any]
 
 
 @hookspec
+def polyxla_replica_summary(replica: Replica) -> Any | None:
+    """Return what `polyxla_launch_finished` is to receive of this replica; None for nothing.
+
+    Called once in each replica whose function returned. The answer is pickled, so keep it small. Do not use
+    collectives: other replicas may still train, or have ended.
+    """
+
+
+@hookspec
 def polyxla_replica_stopped(replica: Replica, error: BaseException | None) -> None:
     """Receive the end of the user's function, or the `error` that ended it. Called once in each replica."""
+
+
+@hookspec
+def polyxla_launch_finished(summaries: Mapping[int, Sequence[Any]]) -> None:
+    """Receive the summaries of all replicas that the launching process started.
+
+    Called once per launch in the launching process, after every replica's function returned.
+
+    Args:
+        summaries: what the implementations of `polyxla_replica_summary` returned in each replica, by ordinal.
+    """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, cast
 
@@ -17,10 +17,17 @@ process, which inherit its memory; ``auto`` leaves the choice to the runtime."""
 
 
 class ReplicaResult(NamedTuple):
-    """What a replica's function returned, and the replica's ordinal, which only the replica itself knows."""
+    """What a replica returns to the launching process.
+
+    Attributes:
+        ordinal: the replica's ordinal, which only the replica itself knows.
+        value: what its function returned.
+        summaries: what its plugins returned from `polyxla.hookspecs.polyxla_replica_summary`.
+    """
 
     ordinal: int
     value: Any
+    summaries: Sequence[Any] = ()
 
 
 @dataclass(frozen=True)

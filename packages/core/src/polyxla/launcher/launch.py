@@ -89,7 +89,9 @@ def launch(
     with Folded():
         results: list[ReplicaResult] = plugins.hook.polyxla_launch(job=job)
     # Replicas are not numbered in the order in which they start: libtpu goes by their chips' coordinates.
-    return [result.value for result in sorted(results, key=lambda result: result.ordinal)]
+    results = sorted(results, key=lambda result: result.ordinal)
+    plugins.hook.polyxla_launch_finished(summaries={one.ordinal: one.summaries for one in results})
+    return [result.value for result in results]
 
 
 def announce(selection: Selection) -> None:

@@ -32,19 +32,21 @@ def run_replica(job: Job, place: Any) -> ReplicaResult:
         with presence.running(ordinal) as count_steps, contextlib.closing(replication):
             replica = Replica(replication, plugins, policy, job.runtime)
             count_steps(lambda: replica.steps)
-            return ReplicaResult(ordinal, _call(job, replica, plugins))
+            return _call(job, replica, plugins)
     except BaseException as error:
         who = "a replica that could not connect" if ordinal is None else f"the replica with ordinal {ordinal}"
         tracebacks.note_replica(error, who)
         raise
 
 
-def _call(job: Job, replica: Replica, plugins: PluginManager) -> Any:
+def _call(job: Job, replica: Replica, plugins: PluginManager) -> ReplicaResult:
     failure: BaseException | None = None
     replica.seed_device(job.seed)
     plugins.hook.polyxla_replica_started(replica=replica)
     try:
-        return job.function(replica, *job.args)
+        value = job.function(replica, *job.args)
+        summaries = plugins.hook.polyxla_replica_summary(replica=replica)
+        return ReplicaResult(replica.ordinal, value, summaries)
     except BaseException as error:
         failure = error
         raise
