@@ -46,6 +46,16 @@ def test_replicas_that_differ_take_the_parameters_of_ordinal_0(capsys: pytest.Ca
     assert said.count("replicas began with different parameters (layer.weight): all take ordinal 0's") == 1
 
 
+def test_replicas_that_differ_on_purpose_keep_their_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    def weights(replica: Replica) -> Any:
+        module = replica.setup(_Net(float(replica.ordinal)), same=False)
+        return [tensor.tolist() for tensor in module.state_dict().values()]
+
+    expected = [[tensor.tolist() for tensor in _Net(float(n)).state_dict().values()] for n in range(4)]
+    assert _everywhere(weights) == expected
+    assert "different" not in capsys.readouterr().err
+
+
 def test_replicas_that_agree_cause_no_warning(capsys: pytest.CaptureFixture[str]) -> None:
     _everywhere(lambda replica: replica.setup(_Net(1.0)) and None)
     assert "different" not in capsys.readouterr().err

@@ -5,7 +5,10 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Counts(NamedTuple):
@@ -65,3 +68,7 @@ class Counters(ABC):
     @abstractmethod
     def memory(self) -> Memory | None:
         """Return the device's memory; None if the runtime does not report it."""
+
+    def is_submitted(self, tensor: torch.Tensor) -> bool:
+        """Return whether the program that computes `tensor` was submitted: a read compiles nothing."""
+        return True

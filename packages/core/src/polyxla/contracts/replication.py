@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 from polyxla.contracts.world import World
@@ -49,6 +49,14 @@ class Replication(ABC):
     @abstractmethod
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace the gradient of each of `optimizer`'s parameters by its mean over the replicas."""
+
+    def optimizer_context(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """Return the context in which `polyxla.Replica.step` calls ``optimizer.step()``.
+
+        In it, a runtime that compiles programs keeps the optimizer's Python numbers inputs of them: they
+        change from step to step.
+        """
+        return nullcontext()
 
     @abstractmethod
     def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int] = ()) -> list[bytes]:
@@ -101,8 +109,10 @@ class Replication(ABC):
         """Return this replica's counters of compilations and transfers; None if the runtime has none."""
         return None
 
-    def profile(self, folder: str) -> AbstractContextManager[None]:
+    def profile(self, folder: str) -> AbstractContextManager[Callable[[int], None]]:
         """Return a context in which the device's work is traced into the directory `folder`.
+
+        Its value is a function that takes a number and begins the step with that number in the trace.
 
         Raises:
             UsageError: the runtime has no profiler.

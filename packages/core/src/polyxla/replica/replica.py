@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,8 @@ class Replica(Collectives):
         runtime: the runtime's name.
         steps: number of optimizer updates so far.
         current_loader: the loader whose batch was requested last; None before the first.
+        loader_changes: number of times that a batch was requested from another loader than before.
+        modules: the modules that were set up, each with whether all replicas train the same parameters.
         data_seed: seed of the order of shuffled records; the same in every replica.
     """
 
@@ -53,10 +56,12 @@ class Replica(Collectives):
         self.runtime = runtime
         self.steps = 0
         self.current_loader: Loader | None = None
+        self.loader_changes = 0
+        # Weak, so that a module that the function drops is freed.
+        self.modules: MutableMapping[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
         self.data_seed = 0
         self._plugins = plugins
         self._is_synced = False
-        self._is_set_up = False
         self._checked: list[Any] = []
 
     def add_listener(self, listener: object) -> None:
@@ -110,12 +115,16 @@ class Replica(Collectives):
         return Loader(loader if shard is None else shard, options, self._replication, self._before_batch)
 
     def _before_batch(self, loader: Loader) -> None:
-        self.current_loader = loader
+        if loader is not self.current_loader:
+            self.current_loader = loader
+            self.loader_changes += 1
         if not self._is_synced:
             self.sync()
         self._is_synced = False
 
-    def setup(self, module: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> torch.nn.Module:
+    def setup(
+        self, module: torch.nn.Module, *optimizers: torch.optim.Optimizer, same: bool = True
+    ) -> torch.nn.Module:
         """Move `module` to the device, in the precision policy's dtypes.
 
         Tied parameters stay tied. If the replicas' parameters differ, all take ordinal 0's and a warning is
@@ -124,6 +133,8 @@ class Replica(Collectives):
         Args:
             module: moved in place.
             optimizers: optimizers of its parameters; afterwards they hold the moved parameters.
+            same: whether all replicas train the same parameters. False lets each keep its own; update those
+                with ``optimizer.step()``, because `step` averages gradients.
 
         Raises:
             UsageError: an optimizer holds a parameter of another module, in which case `module` is unchanged;
@@ -134,7 +145,7 @@ class Replica(Collectives):
 
         # Before the policy converts the module: a refused module stays as it was.
         check_owner(module, optimizers)
-        mismatch = consistency.find_mismatch(self, module)
+        mismatch = consistency.find_mismatch(self, module) if same else ""
         try:
             module = self.precision.convert_module(module)
         except ValueError as error:
@@ -148,7 +159,7 @@ class Replica(Collectives):
             consistency.broadcast_module(self, module)
             if self.is_first:
                 say_once(f"replicas began with different parameters ({mismatch}): all take ordinal 0's")
-        self._is_set_up = True
+        self.modules[module] = same
         return module
 
     def step(
@@ -201,7 +212,8 @@ class Replica(Collectives):
         before_step()
         if clip_norm is not None or clip_value is not None:
             _clip(optimizer, clip_norm, clip_value)
-        optimizer.step()
+        with self._replication.optimizer_context(optimizer):
+            optimizer.step()
         self.sync()
         self.steps += 1
 
@@ -218,7 +230,7 @@ class Replica(Collectives):
 
         self._checked.append(optimizer)
         consistency.check_optimizer(self, optimizer)
-        if not self._is_set_up:
+        if not self.modules:
             consistency.check_same(self, optimizer)
 
     def sync(self, wait: bool = False) -> None:
@@ -257,8 +269,10 @@ class Replica(Collectives):
         """Return this replica's counters of compilations and transfers; None if the runtime has none."""
         return self._replication.counters()
 
-    def profile(self, folder: str) -> AbstractContextManager[None]:
+    def profile(self, folder: str) -> AbstractContextManager[Callable[[int], None]]:
         """Return a context in which the device's work is traced into the directory `folder`.
+
+        Its value is a function that takes a number and begins the step with that number in the trace.
 
         Raises:
             UsageError: the runtime has no profiler.

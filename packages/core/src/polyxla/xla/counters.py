@@ -85,3 +85,7 @@ class XlaCounters(Counters):
             self._has_memory = False
             return None
         return Memory(info["bytes_used"], info["bytes_limit"], info.get("peak_bytes_used"))
+
+    def is_submitted(self, tensor: torch.Tensor) -> bool:
+        """Return whether the tensor has a buffer, or none on this device."""
+        return tensor.device != self._device or not _native._check_tensor_need_materialization([tensor])[0]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -16,7 +17,14 @@ from polyxla import env
 from polyxla.contracts.replication import ReduceOp, Replication
 from polyxla.errors import UsageError
 from polyxla.xla.counters import XlaCounters
+from polyxla.xla.optimizer_factors import FactorTensors, factors_as_inputs
 from polyxla.xla.upload import upload_batches
+
+_native: Any = torch_xla._XLAC  # type: ignore[attr-defined]
+STEP_EVENT = "polyxla step"
+"""Name of a step in a profile. The stat ``step_num`` is its number; ``_r`` marks steps for TensorBoard.
+Source: `torch_xla.debug.profiler.StepTrace` of torch_xla 2.9.0.
+"""
 
 _OPS = {
     "sum": xm.REDUCE_SUM,
@@ -46,6 +54,7 @@ class XlaReplication(Replication):
     """Names of the counters of the runtime's own persistent cache; see `XlaCounters`."""
 
     def __init__(self, kind: str, local_index: int, environ: Mapping[str, str]) -> None:
+        self._factors = FactorTensors(self._upload)
         self._input_timeout_s = env.timeout_s(environ, env.POLYXLA_INPUT_TIMEOUT_S)
         # Before torch_xla.device(), whose own range check is off by one.
         if local_index >= torch_xla.device_count():
@@ -63,6 +72,15 @@ class XlaReplication(Replication):
                 where=f"a replica of kind {kind}",
                 fix="Launch with start_method='spawn', which starts a fresh process.",
             )
+
+    def optimizer_context(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """Keep factors that become 1 inputs of the program."""
+        return factors_as_inputs(optimizer, self._factors)
+
+    def _upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        # Not .to(device), which would make a constant of a tensor that holds 1.
+        uploaded: Any = xm.send_cpu_data_to_device(tensor, self.device)
+        return cast("torch.Tensor", uploaded[0])
 
     def sync(self, wait: bool = False) -> None:
         """Cut the graph here and submit it to the device."""
@@ -89,12 +107,20 @@ class XlaReplication(Replication):
         return XlaCounters(self.device, self.cache_counters)
 
     @contextlib.contextmanager
-    def profile(self, folder: str) -> Iterator[None]:
+    def profile(self, folder: str) -> Iterator[Callable[[int], None]]:
         """Trace the device's work into files for TensorBoard and Perfetto."""
         profiler.start_trace(folder)
+        step = contextlib.ExitStack()
+
+        def begin_step(number: int) -> None:
+            step.close()
+            # Not profiler.StepTrace: it also names the operations of the step, and submits it at its end.
+            step.enter_context(_native.profiler.TraceMe(STEP_EVENT, step_num=number, _r=1))
+
         try:
-            yield
+            yield begin_step
         finally:
+            step.close()
             profiler.stop_trace()
 
     def report(self) -> str:
