@@ -6,6 +6,7 @@ check the results.
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -285,14 +286,32 @@ def test_saving_the_result_of_a_pending_collective_does_not_hang(answers: Answer
     assert {one["saved_before_the_collective_ran"] for one in answers} == {float(len(answers))}
 
 
+TENSOR_BYTES = 1 << 26
+
+
 @exercise
 def memory(replica: Replica, directory: Path) -> Any:
     counters = replica.counters()
-    found = counters.memory() if counters else None
-    return None if found is None else (found.used_bytes, found.limit_bytes)
+    assert counters is not None
+
+    def used() -> int | None:
+        gc.collect()
+        replica.sync(wait=True)
+        found = counters.memory()
+        assert found is None or 0 <= found.used_bytes <= found.limit_bytes
+        return None if found is None else found.used_bytes
+
+    before = used()
+    tensor = torch.zeros(TENSOR_BYTES // 4, device=replica.device)
+    after = used()
+    assert tensor.numel() == TENSOR_BYTES // 4
+    return None if before is None or after is None else after - before
 
 
-def test_the_devices_memory_is_reported_or_unknown(answers: Answers) -> None:
+def test_a_tensor_raises_the_devices_memory_by_its_size(answers: Answers, runtime: RuntimeUnderTest) -> None:
     for one in answers:
-        found = one["memory"]
-        assert found is None or 0 < found[0] <= found[1]
+        if one["memory"] is None:
+            # torch_xla's own CPU client, which has no allocator to ask.
+            assert (runtime.name, len(answers)) == ("pjrt", 1)
+            continue
+        assert abs(one["memory"] - TENSOR_BYTES) < TENSOR_BYTES / 100

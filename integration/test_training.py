@@ -174,8 +174,22 @@ def test_four_replicas_resume_as_two(runtime: RuntimeUnderTest, tmp_path: Path) 
     assert len(CheckpointFolder(tmp_path).entries()) == 3
 
 
-def test_steps_can_be_profiled(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [(2, 4), (1, 2)])
+def test_steps_can_be_profiled(runtime: RuntimeUnderTest, tmp_path: Path, steps: tuple[int, int]) -> None:
+    # Not when this module is imported: importing torch_xla sets variables.
+    from jax.profiler import ProfileData
+
+    from polyxla.xla.replication import STEP_EVENT
+
     options = {"runtime": runtime.name, "devices": 1, "progress": False}
-    Trainer(log_dir=str(tmp_path), profile_steps=(2, 4), **options).fit(Net(), data())  # type: ignore[arg-type]
+    Trainer(log_dir=str(tmp_path), profile_steps=steps, **options).fit(Net(), data())  # type: ignore[arg-type]
     [trace] = tmp_path.rglob("*.xplane.pb")
-    assert trace.stat().st_size > 0
+    events = [
+        event
+        for plane in ProfileData.from_file(str(trace)).planes
+        for line in plane.lines
+        for event in line.events
+        if event.name == STEP_EVENT
+    ]
+    assert [dict(event.stats)["step_num"] for event in events] == [*range(steps[0], steps[1] + 1)]
+    assert all(event.duration_ns > 0 for event in events)

@@ -76,7 +76,7 @@ def _first_replicas(replica: Replica, fit: Fit) -> Iterator[object]:
     if options.profile_steps is not None:
         from polyxla_training.listeners.profiling import ProfileListener
 
-        yield ProfileListener(options.profile_steps, str(directory or "runs"))
+        yield ProfileListener(replica, options.profile_steps, str(directory or "runs"))
 
 
 def _run_log(replica: Replica, fit: Fit, directory: str | Path) -> RunLog:
