@@ -1,11 +1,12 @@
 """Cost of training with polyxla: the loop, the sampler, the checkpoints.
 
-    nox -s bench -- training [steps] [sampler] [checkpoint] [--quick] [--json]
+    nox -s bench -- training [steps] [watch] [sampler] [checkpoint] [--quick] [--json]
 
 ``steps`` compares `polyxla_training.Trainer` with the loop of torch_xla's guides and with the loops of
 Lightning and Accelerate. Each runs in a new process; they take turns in training a block of steps, so that
 other load on the machine affects all of them equally. Beside the times are the executions, transfers and
-compilations per step beyond those of the plain loop. ``sampler`` compares with
+compilations per step beyond those of the plain loop. ``watch`` compares a loop of `polyxla.launch` with the
+same loop under ``POLYXLA_OBSERVE=off``. ``sampler`` compares with
 `torch.utils.data.DistributedSampler`, ``checkpoint`` with the writer of safetensors. With --json each row
 is a JSON line; --quick only checks that everything works.
 """
@@ -53,6 +54,8 @@ AT_MOST: Mapping[str, float | None] = {
     "Accelerate": None,
 }
 """The contestants, each with the target for its ratio to the plain loop: at most this; None for no target."""
+WATCHED_AT_MOST = 1.02
+"""Target for the ratio of a watched loop to an unwatched one, in the median over pairs of blocks."""
 
 SHARDS, INDEX_BATCH = 8, 128
 MANY, FEW = (1_000_000, 100_000) if IS_QUICK else (100_000_000, 1_000_000)
@@ -92,15 +95,16 @@ class Turns:
     """A process that trains on request.
 
     Args:
-        name: one of `AT_MOST`.
+        name: one of the loops in contestants/loops.py.
+        environ: overrides variables of the environment.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, environ: Mapping[str, str] = NATIVE) -> None:
         with socket.create_server((HOST, 0)) as listener:
             listener.settimeout(START_TIMEOUT_S)
             port = listener.getsockname()[1]
             command = [sys.executable, str(LOOPS), name, *map(str, (port, BLOCKS, STEPS))]
-            self._process = subprocess.Popen(command, env=os.environ | NATIVE)
+            self._process = subprocess.Popen(command, env=os.environ | environ)
             self._pipe = Connection(listener.accept()[0].detach())
 
     def take(self) -> float:
@@ -142,6 +146,36 @@ def _compared_loop(name: str, loop: Loop, peer: Loop) -> dict[str, Any]:
     is_met = most is not None and max(ratios.values()) <= most and not any(more.values())
     wanted = target(is_met, f"<= {most}, + 0") if most else {"target": None, "verdict": None}
     return {"loop": name, "min, ms": loop.least, "median, ms": loop.median, **ratios, **more, **wanted}
+
+
+def measure_watch() -> None:
+    """Print the cost of watching a user's own loop, block against block."""
+    loops = {value: Loop() for value in ("on", "off")}
+    for number in range(1, STARTS + 1):
+        turns = {value: Turns("own loop", {**NATIVE, "POLYXLA_OBSERVE": value}) for value in loops}
+        for block in range(BLOCKS):
+            # Either is first in half of the pairs.
+            for value in sorted(loops, reverse=block % 2 == 1):
+                loops[value].step_ms.append(turns[value].take() * 1e3)
+        for value, loop in loops.items():
+            loop.counts = turns[value].end()
+        print(
+            f"start {number} of {STARTS}, median of the pairs so far: {_paired(loops):.4f}", file=sys.stderr
+        )
+    watched, unwatched = loops["on"], loops["off"]
+    more = {f"+ {what}": count - unwatched.counts[what] for what, count in watched.counts.items()}
+    # The loss is read at every 50th step.
+    is_met = _paired(loops) <= WATCHED_AT_MOST and not more["+ executions"] and not more["+ compiles"]
+    times = {"watched, median ms": watched.median, "unwatched, median ms": unwatched.median}
+    ratios = {"median of pairs": _paired(loops), "min / min": watched.least / unwatched.least}
+    wanted = target(is_met, f"<= {WATCHED_AT_MOST}, + 0 executions, compiles")
+    show("watch", [{"loop": "own loop, watched / unwatched", **times, **ratios, **more, **wanted}])
+
+
+def _paired(loops: Mapping[str, Loop]) -> float:
+    return statistics.median(
+        on / off for on, off in zip(loops["on"].step_ms, loops["off"].step_ms, strict=True)
+    )
 
 
 # The samplers, each in a separate process.
@@ -284,7 +318,12 @@ def _shown(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-PARTS = {"steps": measure_steps, "sampler": measure_sampler, "checkpoint": checkpoint_files.main}
+PARTS = {
+    "steps": measure_steps,
+    "watch": measure_watch,
+    "sampler": measure_sampler,
+    "checkpoint": checkpoint_files.main,
+}
 
 
 def main() -> None:

@@ -183,14 +183,21 @@ def replica(turns: Turns, loader: Iterable[Any]) -> None:
     polyxla.launch(_in_replica, (turns, loader))
 
 
-def _in_replica(replica: Any, turns: Turns, loader: Iterable[Any]) -> None:
+def _in_replica(replica: Any, turns: Turns, loader: Iterable[Any], logs: bool = False) -> None:
     network = replica.setup(Network(turns))
     optimizer = network.configure_optimizers()
     for batch in replica.loader(loader):
         optimizer.zero_grad()
         loss = network.training_step(batch)
         loss.backward()
-        replica.step(optimizer)
+        replica.step(optimizer, {"loss": loss.detach()} if logs else None)
+
+
+def logging_replica(turns: Turns, loader: Iterable[Any]) -> None:
+    """The same, with a loss that is logged; the environment says whether polyxla watches it."""
+    import polyxla
+
+    polyxla.launch(_in_replica, (turns, loader, True))
 
 
 def trainer(turns: Turns, loader: Iterable[Any]) -> None:
@@ -248,6 +255,7 @@ LOOPS = {
     "Trainer": trainer,
     "Trainer, logged": trainer_logged,
     "launch": replica,
+    "own loop": logging_replica,
     "Lightning": lightning,
     "Accelerate": accelerate,
 }
