@@ -10,6 +10,7 @@ import pytest
 
 from polyxla.callsite import location
 from polyxla_training.observe import CompileBudgetError
+from polyxla_training.observe.observer import AfterListeners
 
 
 def kinds(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
@@ -101,7 +102,37 @@ def test_metrics_without_an_evaluation_are_those_of_the_steps(
     run.step()
     counters.compiles += 1
     run.observer.polyxla_metrics_ready(step=1, metrics={"loss": 1.0})
-    assert kinds(run.stop(), "compile")[0]["cause"] == "metrics of the steps"
+    assert kinds(run.stop(), "compile")[0]["cause"] == "an exchange of metrics or of a checkpoint"
+
+
+def test_what_the_end_of_an_epoch_compiles_is_not_the_next_steps(
+    counters: Any, tmp_path: Path, observed_loop: Callable[..., Any]
+) -> None:
+    # Replicas exchange their metrics, also if there are none, and that may compile a program.
+    run = observed_loop(counters, tmp_path)
+    for _ in range(3):
+        counters.compiles += run.replica.steps < 2
+        run.step()
+        counters.compiles += run.replica.steps < 2
+        run.step()
+        counters.compiles += run.replica.steps == 2
+        run.observer.polyxla_epoch_finished()
+    found = kinds(run.stop(), "compile")
+    assert [(one["step"], one["expected"]) for one in found] == [(1, True), (2, True), (2, True)]
+    assert found[-1]["cause"] == "an exchange of metrics or of a checkpoint"
+
+
+def test_what_other_listeners_compile_is_not_the_next_steps(
+    counters: Any, tmp_path: Path, observed_loop: Callable[..., Any]
+) -> None:
+    run = observed_loop(counters, tmp_path)
+    after = AfterListeners(run.observer)
+    for step in range(1, 6):
+        run.step()
+        counters.compiles += step == 3
+        after.polyxla_step_finished()
+    [found] = kinds(run.stop(), "compile")
+    assert (found["step"], found["expected"]) == (3, True)
 
 
 def test_over_budget_the_run_ends_and_its_log_has_the_cause(

@@ -50,6 +50,12 @@ POLYXLA_FULL_TRACEBACK = "POLYXLA_FULL_TRACEBACK"
 Default: 0; the user's frames, and those of libraries that the user called.
 """
 
+POLYXLA_OBSERVE = "POLYXLA_OBSERVE"
+"""``off`` does not watch the loops of `polyxla.launch`; read by polyxla-training, which watches them.
+Default: on.
+"""
+
+
 DEFAULT_S: Mapping[str, float] = {POLYXLA_START_TIMEOUT_S: 120, POLYXLA_INPUT_TIMEOUT_S: 1800}
 """Default of each timeout variable, in seconds."""
 
@@ -119,6 +125,22 @@ def timeout_s(environ: Mapping[str, str], name: str) -> float:
             fix=f"Write {name}={DEFAULT_S[name]:g}.",
         )
     return seconds
+
+
+def observes(environ: Mapping[str, str]) -> bool:
+    """Return whether loops are to be watched.
+
+    Raises:
+        UsageError: the variable is neither ``on`` nor ``off``.
+    """
+    text = environ.get(POLYXLA_OBSERVE) or "on"
+    if text not in ("on", "off"):
+        raise UsageError(
+            f"{POLYXLA_OBSERVE}={text} is neither on nor off",
+            where="the environment",
+            fix=f"Write {POLYXLA_OBSERVE}=off, or unset it.",
+        )
+    return text == "on"
 
 
 def snapshot() -> dict[str, str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from polyxla import env
 from polyxla.console import say
 from polyxla.hookspecs import hookimpl
 from polyxla_training.storage.location import is_url
@@ -30,6 +31,28 @@ def polyxla_add_commands(app: typer.Typer) -> None:
 
 
 @hookimpl
+def polyxla_replica_started(replica: Replica) -> None:
+    """Watch the replica's loop, unless POLYXLA_OBSERVE is off."""
+    if env.observes(env.snapshot()):
+        from polyxla_training.observe.own_loop.loop_watch import LoopWatch
+
+        replica.add_listener(LoopWatch(replica))
+
+
+@hookimpl
+def polyxla_launch_finished(summaries: Mapping[int, Sequence[Any]]) -> None:
+    """Print what replicas did that is silently wrong together: different parameters, undivided records."""
+    from polyxla_training.observe.own_loop.loop_summary import LoopSummary, problems
+
+    replicas = {
+        ordinal: one for ordinal, found in summaries.items() for one in found if isinstance(one, LoopSummary)
+    }
+    if len(replicas) > 1:
+        for problem in problems(replicas):
+            say(problem)
+
+
+@hookimpl
 def polyxla_listeners(replica: Replica, fit: Fit) -> list[object] | None:
     """Add checkpoints in every replica; progress, log files, observer and profile on ordinal 0."""
     return [*_every_replicas(replica, fit), *(_first_replicas(replica, fit) if replica.is_first else ())]
@@ -44,7 +67,7 @@ def _every_replicas(replica: Replica, fit: Fit) -> Iterator[object]:
 
 def _first_replicas(replica: Replica, fit: Fit) -> Iterator[object]:
     from polyxla_training.observe.logged_values import LoggedValues
-    from polyxla_training.observe.observer import Observer
+    from polyxla_training.observe.observer import AfterListeners, Observer
 
     options, logged_values = fit.options, LoggedValues(replica.counters())
     directory: str | Path | None = options.log_dir
@@ -63,7 +86,7 @@ def _first_replicas(replica: Replica, fit: Fit) -> Iterator[object]:
 
         say(f"logging to {options.log_dir}; view it with: tensorboard --logdir {options.log_dir}")
         yield TensorBoardListener(str(directory), fit.log_every_n_steps, logged_values)
-    yield Observer(
+    observer = Observer(
         replica,
         every_n_steps=fit.log_every_n_steps,
         log=_run_log(replica, fit, directory) if directory is not None else None,
@@ -73,6 +96,9 @@ def _first_replicas(replica: Replica, fit: Fit) -> Iterator[object]:
         on_budget=options.on_budget,
         prints_summary=options.progress,
     )
+    yield observer
+    if options.checkpoint_dir is not None and replica.world_size > 1:
+        yield AfterListeners(observer)
     if options.profile_steps is not None:
         from polyxla_training.listeners.profiling import ProfileListener
 

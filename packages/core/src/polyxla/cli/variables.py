@@ -34,6 +34,7 @@ def _own(environ: Mapping[str, str], settings: LaunchSettings) -> dict[str, Sett
         env.POLYXLA_COMPILE_CACHE: Setting(
             "on" if cache is None else cache or "off", "environment" if cache is not None else "default"
         ),
+        env.POLYXLA_OBSERVE: env.setting(environ, env.POLYXLA_OBSERVE, "on"),
     }
 
 

@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from polyxla.callsite import location, user_line
 from polyxla.console import say
 from polyxla_training.observe.compile_budget import CompileBudget
+from polyxla_training.observe.constant_factors import constant_factors
 from polyxla_training.observe.input_shapes import Signature, describe_changes, signatures
 from polyxla_training.observe.tracing.trace_schedule import is_torch_compiled
 
 if TYPE_CHECKING:
+    import torch
+
     from polyxla.contracts.counters import Counters, Counts
     from polyxla.replica.loader import Loader
 
 SAME_INPUTS = "the same inputs: another Python path or a changed constant"
+UNKNOWN_INPUTS = (
+    "another input shape (replica.loader would show it), another Python path, or a changed constant"
+)
 OTHER_REPLICA = ", or another replica of this process"
+
+
+class StepFacts(NamedTuple):
+    """What the loop tells of a step besides its batch.
+
+    Attributes:
+        optimizer: made the step; None if it is unknown.
+        optimizers: number of optimizers so far; in the second step of each, it has a state.
+        is_lagging: whether the counters show the program of the step before, and not yet this one's.
+        has_evaluated: whether the loop used another loader since the last step.
+    """
+
+    optimizer: torch.optim.Optimizer | None = None
+    optimizers: int = 1
+    is_lagging: bool = False
+    has_evaluated: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,6 +81,7 @@ class CompilationTracker:
         budget: limits the unexpected ones.
         module: the Trainer's module; None in a user's own loop.
         is_shared: whether other replicas are threads of this process, whose programs are counted too.
+        report: receives each compilation; default: print it.
 
     Attributes:
         total: number of programs compiled.
@@ -65,40 +89,75 @@ class CompilationTracker:
     """
 
     def __init__(
-        self, counters: Counters, budget: CompileBudget, module: Any, *, is_shared: bool = False
+        self,
+        counters: Counters,
+        budget: CompileBudget,
+        module: Any,
+        *,
+        is_shared: bool = False,
+        report: Callable[[Compilation], None] | None = None,
     ) -> None:
         self._counters, self._budget = counters, budget
-        self._unchanged = SAME_INPUTS + (OTHER_REPLICA if is_shared else "")
+        self._other = OTHER_REPLICA if is_shared else ""
         self._module = module
+        self._print = report or (lambda compilation: say(str(compilation)))
+        self._constant_factors: set[str] = set()
         self._steps = 0
         self._step_loader: Loader | None = None
         self._step_inputs: tuple[Signature, ...] | None = None
+        self._arrived_inputs: tuple[Signature, ...] | None = None
         self._evaluation_inputs: tuple[Signature, ...] | None = None
+        self._has_evaluated = False
         self._explained_s = counters.compile_s()
         self.total, self.seconds = 0, 0.0
 
-    def step(self, step: int, delta: Counts, loader: Loader | None, cut: str | None) -> Compilation | None:
-        """Record a finished step; print and return what it compiled. Called every step.
+    def step(
+        self,
+        step: int,
+        delta: Counts,
+        loader: Loader | None,
+        cut: str | None,
+        facts: StepFacts = StepFacts(),  # noqa: B008
+    ) -> Compilation | None:
+        """Record a finished step; report and return what it compiled. Called every step.
 
         Args:
             step: its number.
             delta: the counts since the step before.
             loader: gave its last batch.
             cut: why the step ran as several programs; None if it did not.
+            facts: the rest.
         """
         self._steps += 1
         # Remembered after every step, compiled or not: the next one is compared with it.
         before, self._step_loader = self._step_inputs, loader
-        self._step_inputs = signatures(loader.batch) if loader is not None else None
+        inputs, self._arrived_inputs = (
+            self._arrived_inputs,
+            None if loader is None else signatures(loader.batch),
+        )
+        self._step_inputs = inputs if facts.is_lagging else self._arrived_inputs
         if not delta.compiles:
             return None
-        change = describe_changes(loader.batch, before) if loader is not None and before is not None else None
+        change = None
+        if loader is not None and before is not None and self._step_inputs is not None:
+            change = describe_changes(loader.batch, before, self._step_inputs)
+        factor = self._new_constant_factor(facts.optimizer)
         # New inputs explain a compilation better than the warm-up does, and are the user's to avoid.
-        expected = self._steps <= warm_up_steps() and change is None
-        cause = _WARM_UP[self._steps - 1] if expected else change or self._unchanged
+        expected = self._steps <= warm_up_steps() * facts.optimizers and change is None
+        if expected:
+            cause = _WARM_UP[min(self._steps, len(_WARM_UP)) - 1]
+        elif facts.has_evaluated and not self._has_evaluated and change is None:
+            self._has_evaluated, expected, cause = True, True, "the first evaluation"
+        else:
+            cause = change or factor or (UNKNOWN_INPUTS if loader is None else SAME_INPUTS) + self._other
         if cut:
             cause += f"; {cut}"
         return self._record(step, delta.compiles, cause, self._line(), expected=expected)
+
+    def _new_constant_factor(self, optimizer: torch.optim.Optimizer | None) -> str | None:
+        """Return what has become a constant of the optimizer's program since the last compilation."""
+        known, self._constant_factors = self._constant_factors, set(constant_factors(optimizer))
+        return next(iter(sorted(self._constant_factors - known)), None)
 
     def _line(self) -> str | None:
         # With a module, polyxla's own loop makes the steps; the user's frame is then that of `Trainer.fit`.
@@ -113,11 +172,13 @@ class CompilationTracker:
             loader: gave the last batch: the evaluation's loader, if there was an evaluation.
         """
         if loader is None or loader is self._step_loader:
-            return self._record(step, delta.compiles, "metrics of the steps", None, expected=True)
+            return self._record(
+                step, delta.compiles, "an exchange of metrics or of a checkpoint", None, expected=True
+            )
         before, self._evaluation_inputs = self._evaluation_inputs, signatures(loader.batch)
         if before is None:
             return self._record(step, delta.compiles, "the first evaluation", None, expected=True)
-        cause = describe_changes(loader.batch, before) or self._unchanged
+        cause = describe_changes(loader.batch, before) or SAME_INPUTS + self._other
         return self._record(step, delta.compiles, f"in an evaluation, {cause}", None, expected=False)
 
     def _record(
@@ -130,7 +191,7 @@ class CompilationTracker:
         self.total += compiles
         self.seconds += compilation.seconds
         self._explained_s = now_s
-        say(str(compilation))
+        self._print(compilation)
         return compilation
 
     def spend(self, compilation: Compilation) -> None:

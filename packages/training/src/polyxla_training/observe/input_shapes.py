@@ -24,17 +24,22 @@ def _signature(leaf: Any) -> Signature:
     return (leaf.shape, leaf.dtype) if is_tensor(leaf) else (type(leaf), None)
 
 
-def describe_changes(batch: Any, before: tuple[Signature, ...]) -> str | None:
+def describe_changes(
+    batch: Any, before: tuple[Signature, ...], after: tuple[Signature, ...] | None = None
+) -> str | None:
     """Describe the inputs that changed, such as ``batch['x'] [32, 64] float32 -> [7, 64] float32``.
 
     Args:
         batch: the current inputs.
         before: the earlier inputs, as `signatures` returned them.
+        after: the later ones; default: those of `batch`, which otherwise gives their names only.
 
     Returns:
         The changes, or None if the signatures are the same.
     """
     now = {path: _signature(leaf) for path, leaf in leaves_with_paths(batch)}
+    if after is not None and len(after) == len(now):
+        now = dict(zip(now, after, strict=True))
     if len(now) != len(before):
         return f"batch of {len(before)} parts -> {len(now)}: {', '.join(now)}"
     pairs = zip(now.items(), before, strict=True)

@@ -24,6 +24,18 @@ if TYPE_CHECKING:
     from polyxla_training.observe.run_log import RunLog
 
 
+class AfterListeners:
+    """Calls `Observer.finish_listeners` in each step, for trainings whose listeners use collectives."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+
+    @hookimpl(trylast=True)
+    def polyxla_step_finished(self) -> None:
+        """Runs after all other listeners."""
+        self._observer.finish_listeners()
+
+
 class Observer:
     """Reports the cause of each compilation, the lines that make the host wait, and the throughput.
 
@@ -142,6 +154,17 @@ class Observer:
         self._logged_values.check(step, metrics)
         self._write("metrics", step=step, values=dict(metrics))
         self._report_not_finite()
+
+    @hookimpl(trylast=True)
+    def polyxla_epoch_finished(self) -> None:
+        """Report what was compiled since the last step, by an exchange of metrics or a checkpoint."""
+        self.finish_listeners()
+
+    def finish_listeners(self) -> None:
+        """Report what other listeners compiled, which would otherwise be taken for the next step's."""
+        if self._step_counters:
+            loader = self._replica.current_loader
+            self._report(self._step_counters.between_steps(self._replica.steps, loader))
 
     @hookimpl
     def polyxla_replica_stopped(self, error: BaseException | None) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from polyxla.console import say
+from polyxla_training.observe.compilations import StepFacts
 from polyxla_training.observe.tracing.trace_schedule import TraceSchedule
 
 if TYPE_CHECKING:
@@ -53,7 +54,13 @@ class StepCounters:
         """The kind of chip, if it is known."""
         return self._counters.chip
 
-    def step(self, step: int, loader: Loader | None, write: Callable[..., None]) -> Compilation | None:
+    def step(
+        self,
+        step: int,
+        loader: Loader | None,
+        write: Callable[..., None],
+        facts: StepFacts = StepFacts(),  # noqa: B008
+    ) -> Compilation | None:
         """Record a finished step: print and `write` findings, return what it compiled. Called every step."""
         # Tracing ends first and begins again last, so it never sees the work in between.
         new = self._tracing.finish_step()
@@ -64,7 +71,7 @@ class StepCounters:
         reads = self._reads_of_user(delta)
         self._user_reads += reads
         is_cut = self._is_cut(delta.executions - reads)
-        compilation = self.compilations.step(step, delta, loader, self._describe_cut(delta.executions))
+        compilation = self.compilations.step(step, delta, loader, self._describe_cut(delta.executions), facts)
         self._tracing.begin_step(reads, is_cut=is_cut)
         return compilation
 

@@ -1,0 +1,29 @@
+"""Factors of an optimizer that have become constants of its program, which was compiled again for that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from polyxla.xla.optimizer_factors import correction_is_one, decay_is_one
+
+if TYPE_CHECKING:
+    import torch
+
+_DECOUPLED = ("AdamW", "Adafactor", "Muon")
+
+
+def constant_factors(optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
+    """Yield a sentence for each factor that is 1 in float32, which torch_xla makes a constant.
+
+    `polyxla.Replica.step` keeps them inputs; a loop that calls ``optimizer.step()`` itself does not.
+    """
+    if optimizer is None:
+        return
+    name = type(optimizer).__name__
+    advice = "now 1 in float32, and so a constant of the program; replica.step(optimizer) keeps it an input"
+    for group in optimizer.param_groups:
+        if (group.get("decoupled_weight_decay") or name in _DECOUPLED) and decay_is_one(group):
+            yield f"{name}'s factor 1 - lr * weight_decay is {advice}"
+        if correction_is_one(optimizer, group):
+            yield f"{name}'s factor sqrt(1 - beta2 ** step) is {advice}"

@@ -1,0 +1,1 @@
+"""Observation of loops that users write themselves: on by default, and silent while all is well."""

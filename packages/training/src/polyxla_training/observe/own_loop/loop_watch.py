@@ -1,0 +1,128 @@
+"""The listener that watches every replica of `polyxla.launch`, unless POLYXLA_OBSERVE is off.
+
+It compares counters that torch_xla keeps anyway, once per step, and adds no execution, no transfer and no
+compilation to one. Where it finds nothing, it prints nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from polyxla.callsite import user_line
+from polyxla.console import say
+from polyxla.env import POLYXLA_OBSERVE
+from polyxla.hookspecs import hookimpl
+from polyxla_training.observe.observer import Observer
+from polyxla_training.observe.own_loop import torch_events
+from polyxla_training.observe.own_loop.loop_summary import LoopSummary
+from polyxla_training.observe.own_loop.read_datasets import ReadDatasets
+from polyxla_training.observe.own_loop.step_watch import StepWatch
+from polyxla_training.observe.own_loop.trained_parameters import TrainedParameters
+
+if TYPE_CHECKING:
+    from polyxla.replica.replica import Replica
+
+
+class LoopWatch:
+    """Watches one replica: its steps, if it is ordinal 0; and what it trains on, if there are several.
+
+    A step is a call of `polyxla.Replica.step`, or else of the first optimizer's ``step()``.
+
+    Args:
+        replica: the replica to watch, in its thread.
+    """
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._steps: StepWatch | None = None
+        self._datasets = ReadDatasets() if replica.world_size > 1 else None
+        self._parameters = TrainedParameters(replica) if replica.world_size > 1 else None
+        self._optimizer_steps = 0
+        self._first_optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+        self._latest_optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+        self._line: str | None = None
+        self._makes_steps = False
+        self._is_broken = False
+        torch_events.attach(self)
+
+    def batch_read(self, iterator: Any) -> None:
+        """Record which dataset is read."""
+        if self._datasets:
+            self._guarded(self._datasets.batch_read, iterator)
+
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record what is trained; in a loop without `Replica.step`, end a step."""
+        self._guarded(self._optimizer_stepped, optimizer)
+
+    def _guarded(self, watch: Callable[..., None], *arguments: Any) -> None:
+        """Keep a defect of the watch from ending the training that it watches."""
+        if self._is_broken:
+            return
+        try:
+            watch(*arguments)
+        except Exception as error:
+            self._is_broken = True
+            what = f"{type(error).__name__}: {error}"
+            say(f"the loop is no longer watched: {what}; {POLYXLA_OBSERVE}=off avoids it")
+
+    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer_steps += 1
+        if self._datasets and self._parameters:
+            self._datasets.step()
+            self._parameters.see(optimizer)
+        if self._optimizer_steps == 1:
+            self._begin(optimizer)
+        elif self._steps and not self._makes_steps and self._is_first(optimizer):
+            # `Replica.step` would have ended the first step: the loop calls the optimizer itself.
+            self._steps.step(self._optimizer_steps - 1, optimizer, is_lagging=True)
+        self._latest_optimizer = weakref.ref(optimizer)
+
+    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
+        self._line = user_line()
+        self._first_optimizer = weakref.ref(optimizer)
+        # The Trainer's, or the user's own.
+        hooks = self._replica.hook.polyxla_step_finished.get_hookimpls()
+        if self._replica.is_first and not any(isinstance(one.plugin, Observer) for one in hooks):
+            self._steps = StepWatch(self._replica)
+
+    def _is_first(self, optimizer: torch.optim.Optimizer) -> bool:
+        return self._first_optimizer is not None and self._first_optimizer() is optimizer
+
+    @hookimpl
+    def polyxla_step_finished(self, step: int, logged: Mapping[str, Any]) -> None:
+        """End a step of `Replica.step`."""
+        self._guarded(self._step_finished, step, logged)
+
+    def _step_finished(self, step: int, logged: Mapping[str, Any]) -> None:
+        self._makes_steps = True
+        optimizer = self._latest_optimizer() if self._latest_optimizer else None
+        if self._steps and optimizer is not None:
+            self._steps.step(step, optimizer)
+            self._steps.log(step, logged)
+
+    @hookimpl
+    def polyxla_replica_summary(self) -> LoopSummary | None:
+        """Return what the launching process compares with the other replicas."""
+        if self._steps:
+            self._guarded(self._steps.check_last)
+        found: list[LoopSummary] = []
+        self._guarded(lambda: found.extend(self._summaries()))
+        return found[0] if found else None
+
+    def _summaries(self) -> list[LoopSummary]:
+        if not self._parameters or not self._datasets or not self._optimizer_steps:
+            return []
+        parameters = self._parameters.read(self._replica.counters(), self._optimizer_steps)
+        dataset = self._datasets.trained_on(self._optimizer_steps)
+        return [LoopSummary(self._optimizer_steps, self._line, parameters, dataset)]
+
+    @hookimpl
+    def polyxla_replica_stopped(self) -> None:
+        """Leave torch as it was, also after an error."""
+        torch_events.detach()
+        if self._steps:
+            self._steps.close()
