@@ -57,7 +57,8 @@ def test_each_process_has_its_own_environment() -> None:
 
     environ = {"PYTHONPATH": os.environ["PYTHONPATH"], "GIVEN": "yes"}
     job = Job(change, (), "bare", (0,), environ, Setting(None, "default"), main=run_replica)
-    assert run_processes(job, [0], [environ]) == [(0, (None, "yes"))]
+    [result] = run_processes(job, [0], [environ])
+    assert result.value == (None, "yes")
     assert dict(os.environ) == before
 
 
@@ -194,7 +195,8 @@ def test_inline_runs_here_with_the_jobs_environment() -> None:
         Setting(None, "default"),
         main=run_replica,
     )
-    assert run_inline(job, 0) == [(0, (os.getpid(), 0, "yes"))]
+    [result] = run_inline(job, 0)
+    assert result.value == (os.getpid(), 0, "yes")
     assert dict(os.environ) == before
 
 

@@ -64,7 +64,8 @@ def test_variables_of_preloaded_modules_stay_unless_overridden(
     environs = [{**shared, "MINE": "0"}, {**shared, "MINE": "1"}]
     found = run_processes(job, [0, 1], environs, method="forkserver", preload=["setter"])
     # MINE of the first is what the server itself was started with, so the import's value is newer.
-    assert found == [(0, ("import", "import", "import")), (1, ("import", "import", "1"))]
+    values = [(one.ordinal, one.value) for one in found]
+    assert values == [(0, ("import", "import", "import")), (1, ("import", "import", "1"))]
 
 
 def test_a_fork_server_stays_for_the_next_launch_and_is_replaced_when_it_ended(

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from polyxla.callsite import own_packages
 from polyxla.console import say_once
 from polyxla.launcher.launch import launch
 from polyxla.plugins.manager import HOOKSPECS, PLUGINS, RUNTIMES, find_runtime
@@ -146,8 +147,10 @@ def _no_leaks() -> Iterator[None]:
     Other new variables are allowed: torch_xla and scikit-learn set some when they are first imported.
     """
     environ, threads = dict(os.environ), set(threading.enumerate())
-    # Otherwise a line that was printed once in another test would not be printed in this one.
+    # Otherwise a line that was printed once in another test would not be printed in this one, and the plugins
+    # that another test hides or adds would count here.
     say_once.cache_clear()
+    own_packages.cache_clear()
     yield
     watched = {*environ, *(name for name in os.environ if name.startswith("POLYXLA_"))}
     changed = {name for name in watched if environ.get(name) != os.environ.get(name)}

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from polyxla.xla.optimizer_factors import correction_is_one, decay_is_one
-
 if TYPE_CHECKING:
     import torch
 
@@ -20,6 +18,9 @@ def constant_factors(optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
     """
     if optimizer is None:
         return
+    # Here, because it imports torch, which `polyxla report` does not need.
+    from polyxla.xla.optimizer_factors import correction_is_one, decay_is_one
+
     name = type(optimizer).__name__
     advice = "now 1 in float32, and so a constant of the program; replica.step(optimizer) keeps it an input"
     for group in optimizer.param_groups:
