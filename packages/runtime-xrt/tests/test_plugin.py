@@ -6,7 +6,7 @@ import pytest
 
 from polyxla import Claim, Setting
 from polyxla_xrt import env
-from polyxla_xrt.plugin import polyxla_discover_devices
+from polyxla_xrt.plugin import polyxla_discover_devices, polyxla_variables
 
 CONFIG = "tpu_worker;0;10.39.209.42:8470"
 MAP = {env.XRT_DEVICE_MAP: "TPU:0;/job:tpu_worker/replica:0/task:0/device:TPU:0"}
@@ -104,3 +104,23 @@ def test_warnings_are_passed_on(config: str | None) -> None:
 def test_warnings_of_a_valid_configuration_are_passed_on() -> None:
     (note,) = polyxla_discover_devices({env.XRT_TPU_CONFIG: "w;0;grpc://a:1"}).notes
     assert note.startswith("XRT_TPU_CONFIG contains grpc://")
+
+
+@pytest.mark.parametrize("more", [{}, {env.TPU_NUM_DEVICES: "8"}], ids=["alone", "with-cores"])
+def test_a_misspelt_variable_alone_claims_the_job_and_refuses_it(more: dict[str, str]) -> None:
+    found = polyxla_discover_devices({"XRT_TPU_CONFG": "tpu_worker;0;10.0.0.2:8470", **more})
+    assert found.claim is Claim.CONFIGURED
+    assert found.unavailable == "XRT_TPU_CONFG is not an XRT variable"
+    assert found.fix == "Did you mean XRT_TPU_CONFIG? Unset XRT_TPU_CONFG if this job is not for a TPU node."
+
+
+def test_a_name_of_another_programs_claims_nothing() -> None:
+    found = polyxla_discover_devices({"XRT_INI_PATH": "/opt/xrt.ini"})
+    assert found.claim is Claim.NONE
+    assert found.notes == ("XRT_INI_PATH is not an XRT variable and has no effect.",)
+
+
+def test_every_variable_with_polyxlas_prefix_is_declared() -> None:
+    names = polyxla_variables()
+    assert {env.POLYXLA_XRT_ASSIGNMENT, "POLYXLA_STALL_TIMEOUT_S"} < names
+    assert all(name.startswith("POLYXLA_") for name in names)

@@ -179,6 +179,22 @@ def warnings(environ: Mapping[str, str]) -> tuple[str, ...]:
     )
 
 
+def misspelt(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return each unknown variable that resembles an XRT variable, with that one's name.
+
+    Other unknown names that begin with ``XRT_`` may be another program's: AMD's XRT library has some, too.
+    """
+    return {name: near for name in sorted(environ) if _is_unknown(name) and (near := _nearest(name))}
+
+
+def _is_unknown(name: str) -> bool:
+    return name.upper().startswith("XRT_") and name not in KNOWN
+
+
+def _nearest(name: str) -> str | None:
+    return next(iter(difflib.get_close_matches(name.upper(), sorted(KNOWN), n=1, cutoff=0.75)), None)
+
+
 def _unknown(name: str) -> str:
-    near = difflib.get_close_matches(name.upper(), sorted(KNOWN), n=1, cutoff=0.75)
-    return f"{name} is not an XRT variable and has no effect." + (f" Did you mean {near[0]}?" if near else "")
+    near = _nearest(name)
+    return f"{name} is not an XRT variable and has no effect." + (f" Did you mean {near}?" if near else "")

@@ -8,6 +8,8 @@ from typing import Any
 
 from polyxla import Claim, Discovery, Job, Replication, Setting, UsageError, hookimpl
 from polyxla.launcher.start_methods import running_fork_server
+from polyxla.plugins.unknown_variables import constants
+from polyxla_bridge import env as bridge
 from polyxla_xrt import env
 from polyxla_xrt.client.probe import check_reachable
 from polyxla_xrt.config.configuration import Configuration, read_configuration
@@ -20,15 +22,25 @@ from polyxla_xrt.plan import Place, found_devices, plan_for
 def polyxla_discover_devices(environ: Mapping[str, str]) -> Discovery:
     """Claim the environment if it holds a complete XRT configuration, valid or not."""
     reason = _reason(environ)
+    misspelt = {} if reason else env.misspelt(environ)
     bare = Discovery(
-        claim=Claim.CONFIGURED if reason else Claim.NONE,
-        reason=reason or f"{env.XRT_TPU_CONFIG} is not set",
+        claim=Claim.CONFIGURED if reason or misspelt else Claim.NONE,
+        reason=reason
+        or ", ".join(f"{name}={environ[name]}" for name in misspelt)
+        or f"{env.XRT_TPU_CONFIG} is not set",
         variables={
             name: Setting(environ[name], "environment") if name in environ else Setting(None, "default")
             for name in env.READ
             if name in env.CHOOSING or name in environ
         },
     )
+    if misspelt:
+        # The job is meant for a TPU node: it must not run on this machine's CPU instead.
+        name, near = next(iter(misspelt.items()))
+        fix = f"Did you mean {near}? Unset {name} if this job is not for a TPU node."
+        return replace(
+            bare, unavailable=f"{name} is not an XRT variable", fix=fix, notes=env.warnings(environ)
+        )
     try:
         configuration = read_configuration(environ)
     except UsageError as error:
@@ -51,6 +63,12 @@ _EXAMPLE = (
     f"Set {env.XRT_TPU_CONFIG}='tpu_worker;0;HOST:8470' for a worker at HOST, or "
     "'localservice;0;localhost:51011' for a worker that polyxla starts on this host."
 )
+
+
+@hookimpl
+def polyxla_variables() -> frozenset[str]:
+    """Name this runtime's variables, and the bridge's."""
+    return constants(env, bridge)
 
 
 @hookimpl
