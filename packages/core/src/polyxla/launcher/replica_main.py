@@ -4,40 +4,55 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 from polyxla.contracts.job import Job, ReplicaResult
+from polyxla.contracts.replication import Replication
 from polyxla.plugins.manager import PluginManager, load_plugins
 from polyxla.plugins.precision_lookup import find_precision
 from polyxla.replica.replica import Replica
 
 
 def run_replica(job: Job, place: Any) -> ReplicaResult:
-    """Run one replica of `job` and return its function's result with its ordinal.
-
-    Called by `Job.run`, in the replica's process and thread. An exception gets a note that names the replica
-    and its host.
+    """Run one replica of `job`, in its process and thread; return its function's result with its ordinal.
 
     Args:
         job: the launch.
         place: the runtime's description of the replica, passed to `polyxla_replication`.
     """
+    plugins = load_plugins(job.runtime)
+    with connected(job, place, plugins) as replication:
+        return ReplicaResult(replication.world.ordinal, call(job, replication, plugins))
+
+
+@contextlib.contextmanager
+def connected(job: Job, place: Any, plugins: PluginManager) -> Iterator[Replication]:
+    """Connect this replica to its device and to the others. An exception gets a note with its ordinal."""
     ordinal: int | None = None
     try:
-        plugins = load_plugins(job.runtime)
-        policy = find_precision(plugins, job.precision)
-        replication = plugins.hook.polyxla_replication(job=job, place=place)
+        replication: Replication = plugins.hook.polyxla_replication(job=job, place=place)
         ordinal = replication.world.ordinal
         with contextlib.closing(replication):
-            replica = Replica(replication, plugins, policy, job.runtime)
-            return ReplicaResult(ordinal, _call(job, replica, plugins))
+            yield replication
     except BaseException as error:
-        who = "a replica that could not connect" if ordinal is None else f"the replica with ordinal {ordinal}"
-        error.add_note(f"raised in {who} on {socket.gethostname()}")
+        error.add_note(f"raised in {describe(ordinal)}")
         raise
 
 
-def _call(job: Job, replica: Replica, plugins: PluginManager) -> Any:
+def describe(ordinal: int | None) -> str:
+    """Return how messages name this replica; None if it has no ordinal yet."""
+    who = "a replica that could not connect" if ordinal is None else f"the replica with ordinal {ordinal}"
+    return f"{who} on {socket.gethostname()}"
+
+
+memberships: list[tuple[Job, Replication]] = []
+"""The job of which this whole process is a replica, by ``polyxla run --each``: launches join it."""
+
+
+def call(job: Job, replication: Replication, plugins: PluginManager) -> Any:
+    """Call the job's function with a new `Replica`, and notify the listeners."""
+    replica = Replica(replication, plugins, find_precision(plugins, job.precision), job.runtime)
     failure: BaseException | None = None
     replica.seed_device(job.seed)
     plugins.hook.polyxla_replica_started(replica=replica)
