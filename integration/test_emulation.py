@@ -61,7 +61,7 @@ def _world(replica: Replica) -> tuple[int, int, int, str, list[int]]:
     return world.ordinal, world.world_size, world.process_count, replica.kind, replica.all_gather(7)
 
 
-@pytest.mark.parametrize(("devices", "processes"), [([5], 1), ([4, 5], 1), ([1, 3], 2)])
+@pytest.mark.parametrize(("devices", "processes"), [([5], 1), ([4, 5], 1), ([2, 3, 6, 7], 2)])
 def test_a_job_can_use_some_of_the_cores(
     runtime: RuntimeUnderTest, monkeypatch: pytest.MonkeyPatch, devices: list[int], processes: int
 ) -> None:

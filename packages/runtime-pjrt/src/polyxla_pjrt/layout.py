@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from polyxla import UsageError, World
 from polyxla.console import say_once
@@ -91,6 +91,15 @@ class Plan:
     def first_process(self) -> int:
         """The number of the first process that this host starts."""
         return 0
+
+    def with_own_processes(self) -> Plan:
+        """Return the plan in which each replica has a process of its own, also on an emulated v2 or v3.
+
+        Raises:
+            UsageError: that is impossible; see `polyxla_pjrt.tpu_plan.TpuPlan`.
+        """
+        layout = self.layout
+        return replace(self, layout=Layout(1, layout.processes * layout.threads, layout.hosts))
 
     def program_environment(self, cpu_count: int) -> dict[str, str]:
         """Return the variables for a program that launches the replicas, and may hold them all as threads."""
@@ -216,8 +225,10 @@ def cpu_layout(count: int, environ: Mapping[str, str], started: int | None = Non
 def tpu_layout(accelerator: AcceleratorType, devices: Sequence[int]) -> Layout:
     """Lay out replicas on devices of an emulated slice, like the slice itself where possible.
 
-    A process drives one chip, with a thread for each of its devices. Where only some chips have both of their
-    devices chosen, each device gets a process, because all processes have the same number of threads.
+    A process drives one chip, with a thread for each of its devices; a job of one device has one thread.
+
+    Raises:
+        UsageError: only one of a chip's two devices is chosen, which a TPU refuses, too.
     """
     threads = accelerator.threads_per_process
     if len(devices) == accelerator.devices:
@@ -225,7 +236,13 @@ def tpu_layout(accelerator: AcceleratorType, devices: Sequence[int]) -> Layout:
     chips = {device // threads for device in devices}
     if len(chips) * threads == len(devices):
         return Layout(threads, len(chips))
-    return Layout(processes=len(devices))
+    if len(devices) == 1:
+        return Layout()
+    raise UsageError(
+        f"the cores {list(devices)} cannot be used together: a process drives the {threads} cores of a chip",
+        where="devices",
+        fix="Take both cores of each chip, such as devices=[0, 1], or one core only.",
+    )
 
 
 def require_bridge(count: int) -> None:
