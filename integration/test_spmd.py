@@ -30,7 +30,7 @@ def loss_on_cpu() -> float:
         loss = model(data).square().mean()
         loss.backward()
         optimizer.step()
-    return float(loss)
+    return float(loss.detach())
 
 
 @pytest.mark.parametrize(

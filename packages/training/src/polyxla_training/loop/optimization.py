@@ -120,7 +120,8 @@ class Optimization:
     def _compute(self, batch: Any, index: int, valid: torch.Tensor | None) -> torch.Tensor:
         precision = self._replica.precision
         with precision.forward_context():
-            loss = precision.convert_output(self._adapter.loss(batch, index, valid))
+            converted = precision.convert_input(batch)
+            loss = precision.convert_output(self._adapter.loss(converted, index, valid))
         if self._pending == 0:
             if self._on_before_zero_grad:
                 self._on_before_zero_grad(self._optimizer)
