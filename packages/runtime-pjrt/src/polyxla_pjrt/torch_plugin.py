@@ -45,15 +45,10 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
     if environ.get(env.PJRT_DEVICE) in PREPARED.values() or any(name in environ for name in prepared):
         return {}
     is_started_by_torchrun = torchrun.process_count(environ) is not None
-    if environ.get(env.POLYXLA_EMULATE) or is_started_by_torchrun:
-        return _bridged(environ, is_started_by_torchrun)
-    if environ.get(env.PJRT_DEVICE) == "CPU" and len(discovery.requested_devices(environ)) == 1:
-        say_uncached(environ)
-    return {}
-
-
-def _bridged(environ: Mapping[str, str], is_started_by_torchrun: bool) -> dict[str, str]:
-    if not environ.get(env.POLYXLA_EMULATE) and environ.get(env.PJRT_DEVICE, "CPU") != "CPU":
+    asks_for_cpu = environ.get(env.PJRT_DEVICE, "CPU" if is_started_by_torchrun else "") == "CPU"
+    if not environ.get(env.POLYXLA_EMULATE) and not (asks_for_cpu and is_started_by_torchrun):
+        if asks_for_cpu and len(discovery.requested_devices(environ)) == 1:
+            say_uncached(environ)
         return {}
     plan = discovery.requested_plan(environ)
     if plan is None:
