@@ -247,7 +247,7 @@ from importlib.metadata import entry_points
 runtimes = [(one.name, one.dist.name) for one in entry_points(group="polyxla.runtimes")]
 assert runtimes == [("pjrt", "polyxla-runtime-pjrt")], runtimes
 commands = [one.value for one in entry_points(group="console_scripts", name="polyxla")]
-assert commands == ["polyxla.cli.app:main"], commands
+assert commands == ["polyxla.__main__:main"], commands
 """
 
 
