@@ -17,9 +17,9 @@ from polyxla import Replica
 from polyxla.env import temporary_environ
 
 if TYPE_CHECKING:
-    from polyxla.testing import RuntimeUnderTest
+    from polyxla_testing import RuntimeUnderTest
 
-pytest_plugins = ["polyxla.testing.fixtures"]
+pytest_plugins = ["polyxla_testing.fixtures"]
 
 # Tests count compilations, so they must not use the programs in the user's cache.
 os.environ["POLYXLA_COMPILE_CACHE"] = "off"

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from polyxla.testing import RuntimeUnderTest
+from polyxla_testing import RuntimeUnderTest
 from polyxla_training import check_replicas
 
 ROOT = Path(__file__).parents[1]

@@ -1,8 +1,8 @@
-"""The runtime passes the conformance suite of polyxla.testing."""
+"""The runtime passes the conformance suite of polyxla_testing."""
 
 from __future__ import annotations
 
-from polyxla.testing import RuntimeConformance
+from polyxla_testing import RuntimeConformance
 
 
 class TestRuntime(RuntimeConformance):

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from polyxla.testing import RuntimeUnderTest
 from polyxla_examples.digits import DigitsNet, datasets
+from polyxla_testing import RuntimeUnderTest
 from polyxla_training import Trainer
 
 FIELDS = ["runtime", "device", "world_size", "epochs", "steps", "test_accuracy", "seconds"]

@@ -102,7 +102,7 @@ def test_every_page_is_in_the_navigation() -> None:
 def test_the_tests_that_the_features_page_names_exist() -> None:
     directories = [ROOT / "integration", *(ROOT / "packages").glob("*/tests")]
     files = [path for directory in directories for path in directory.rglob("test_*.py")]
-    kit = (ROOT / "packages/core/src/polyxla/testing/conformance.py").read_text()
+    kit = (ROOT / "packages/testing/src/polyxla_testing/conformance.py").read_text()
     sources = kit + "".join(path.read_text() for path in files)
     named = set(re.findall(r"\btest_\w+", page("features.md"))) - {path.stem for path in files}
     assert [name for name in sorted(named) if f"def {name}(" not in sources] == []

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from polyxla import Replica
-from polyxla.testing import RuntimeUnderTest
+from polyxla_testing import RuntimeUnderTest
 
 pytestmark = pytest.mark.pjrt
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from polyxla.testing import RuntimeUnderTest
+from polyxla_testing import RuntimeUnderTest
 from polyxla_training import load
 
 WAIT_S = 240

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from polyxla import Replica, ReplicaLostError, StalledError
-from polyxla.testing import RuntimeUnderTest
+from polyxla_testing import RuntimeUnderTest
 
 PATIENCE_S = 120.0
 PROGRAMS = Path(__file__).parent / "programs"

@@ -14,7 +14,7 @@ import pytest
 from nbclient import NotebookClient
 
 from polyxla import Replica, UsageError
-from polyxla.testing import RuntimeUnderTest
+from polyxla_testing import RuntimeUnderTest
 
 SEEDS, PROGRAMS = Path(__file__).parent / "seeds", Path(__file__).parent / "programs"
 TIMEOUT_S = 300

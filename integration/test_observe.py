@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from polyxla import Replica
-from polyxla.testing import RuntimeUnderTest
+from polyxla_testing import RuntimeUnderTest
 from polyxla_training import Trainer
 from polyxla_training.observe import CompileBudgetError, Observer, read_run
 from polyxla_training.observe.report.page import render

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from polyxla import Replica
-from polyxla.testing import RuntimeUnderTest
+from polyxla_testing import RuntimeUnderTest
 from polyxla_training import Trainer
 
 HERE = Path(__file__).name

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from polyxla import Replica, UsageError
-from polyxla.testing import RuntimeUnderTest
+from polyxla_testing import RuntimeUnderTest
 from polyxla_training import Trainer
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from polyxla.testing import RuntimeConformance, RuntimeUnderTest
+from polyxla_testing import RuntimeConformance, RuntimeUnderTest
 
 SEEDS = Path(__file__).parent / "seeds"
 

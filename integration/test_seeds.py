@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from polyxla.testing import RuntimeUnderTest
+from polyxla_testing import RuntimeUnderTest
 
 SEEDS = Path(__file__).parent / "seeds"
 

@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from polyxla import Replica
-from polyxla.testing import RuntimeUnderTest
 from polyxla_sampler import BucketBatchSampler, BucketCollate
+from polyxla_testing import RuntimeUnderTest
 from polyxla_training import load, save
 
 Answers = list[dict[str, Any]]

@@ -58,9 +58,9 @@ def test_its_variable_chooses_it_and_it_trains(toy_path: str) -> None:
 
 
 def test_it_passes_the_conformance_suite(toy_path: str, tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text('pytest_plugins = ["polyxla.testing.fixtures"]\n')
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["polyxla_testing.fixtures"]\n')
     (tmp_path / "test_toy.py").write_text(
-        "from polyxla.testing import RuntimeConformance\nclass TestToy(RuntimeConformance): pass\n"
+        "from polyxla_testing import RuntimeConformance\nclass TestToy(RuntimeConformance): pass\n"
     )
     done = subprocess.run(
         [

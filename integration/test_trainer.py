@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from polyxla import Replica
-from polyxla.testing import RuntimeUnderTest
+from polyxla_testing import RuntimeUnderTest
 from polyxla_training import Trainer
 
 

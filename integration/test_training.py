@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from polyxla import UsageError
-from polyxla.testing import RuntimeUnderTest
 from polyxla_precision import BF16True
+from polyxla_testing import RuntimeUnderTest
 from polyxla_training import CheckpointFolder, Trainer
 
 

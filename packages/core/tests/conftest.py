@@ -17,9 +17,9 @@ from polyxla.launcher.replica_main import run_replica
 
 if TYPE_CHECKING:
     # pytest must be the first to import it, to rewrite its assertions.
-    from polyxla.testing import PluginInstaller
+    from polyxla_testing import PluginInstaller
 
-pytest_plugins = ["polyxla.testing.fixtures"]
+pytest_plugins = ["polyxla_testing.fixtures"]
 
 BARE_RUNTIME = Path(__file__).parent / "programs" / "bare_runtime.py"
 

@@ -13,7 +13,7 @@ import pytest
 from polyxla import callsite
 from polyxla.callsite import BACKWARD, caller, location, user_line, user_line_in_thread
 from polyxla.plugins.manager import HOOKSPECS, PLUGINS, RUNTIMES
-from polyxla.testing import PluginInstaller
+from polyxla_testing import PluginInstaller
 
 TIMEOUT_S = 30.0
 HERE = Path(__file__).name

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from polyxla.cli.app import app
 from polyxla.console import say_once
 from polyxla.plugins.manager import HOOKSPECS
-from polyxla.testing import PluginInstaller
+from polyxla_testing import PluginInstaller
 
 TIMEOUT_S = 60.0
 PROGRAMS = Path(__file__).parent / "programs"

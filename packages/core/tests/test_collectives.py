@@ -11,7 +11,7 @@ import torch
 
 from polyxla import Replica, launch
 from polyxla.contracts.replication import ReduceOp
-from polyxla.testing import PluginInstaller
+from polyxla_testing import PluginInstaller
 
 
 class _Pair(NamedTuple):

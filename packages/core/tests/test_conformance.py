@@ -1,10 +1,10 @@
-"""The fake runtime keeps every promise that polyxla.testing asks of a runtime."""
+"""The fake runtime keeps every promise that polyxla_testing asks of a runtime."""
 
 from __future__ import annotations
 
 import pytest
 
-from polyxla.testing import PluginInstaller, RuntimeConformance, RuntimeUnderTest
+from polyxla_testing import PluginInstaller, RuntimeConformance, RuntimeUnderTest
 
 
 @pytest.fixture(params=[1, 4], ids=["1-replica", "4-replicas"])

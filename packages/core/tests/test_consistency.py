@@ -10,7 +10,7 @@ import torch
 
 from polyxla import Replica, UsageError, launch
 from polyxla.contracts.precision import UnchangedPrecision
-from polyxla.testing import PluginInstaller
+from polyxla_testing import PluginInstaller
 
 
 @pytest.fixture(autouse=True)

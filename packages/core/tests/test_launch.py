@@ -15,7 +15,7 @@ import torch
 from polyxla import Job, Replica, UsageError, launch
 from polyxla.console import say_once
 from polyxla.contracts.precision import UnchangedPrecision
-from polyxla.testing import PluginInstaller
+from polyxla_testing import PluginInstaller
 
 PROGRAMS = Path(__file__).parent / "programs"
 ECHO = (PROGRAMS / "echo_runtime.py").read_text()

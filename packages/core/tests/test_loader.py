@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from polyxla import Replica, UsageError, launch
-from polyxla.testing import PluginInstaller
+from polyxla_testing import PluginInstaller
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from polyxla.plugins.manager import (
     plugin_problems,
     runtime_entries,
 )
-from polyxla.testing import PluginInstaller
+from polyxla_testing import PluginInstaller
 
 PROGRAMS = Path(__file__).parent / "programs"
 TOY = (PROGRAMS / "unclaimed_runtime.py").read_text()

@@ -15,7 +15,7 @@ import pytest
 import polyxla
 from polyxla import env, errors, hookspecs, testing
 from polyxla.cli import app
-from polyxla.testing import fake
+from polyxla_testing import fake
 
 TIMEOUT_S = 60.0
 HEAVY = ("torch", "torch_xla", "grpc", "numpy", "lightning", "tensorboard", "jax")
@@ -111,7 +111,7 @@ def test_the_parts_that_a_launch_needs_import_nothing_heavy() -> None:
 
 
 def test_the_test_kit_imports_nothing_heavy() -> None:
-    assert _imported_by("import polyxla.testing").isdisjoint(HEAVY)
+    assert _imported_by("import polyxla_testing").isdisjoint(HEAVY)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 import polyxla
 from polyxla import Replica, launch
 from polyxla.replica import random_state
-from polyxla.testing import PluginInstaller
+from polyxla_testing import PluginInstaller
 
 
 @pytest.fixture(autouse=True)

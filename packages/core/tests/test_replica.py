@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from polyxla import BrokenPluginError, Replica, UsageError, hookimpl, launch
-from polyxla.testing import PluginInstaller
+from polyxla_testing import PluginInstaller
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from polyxla import (
 )
 from polyxla.plugins.manager import RuntimeEntry, find_runtime
 from polyxla.plugins.selection import Candidate, choose, discover, discover_all, select
-from polyxla.testing import PluginInstaller
+from polyxla_testing import PluginInstaller
 
 UNASKED = Setting(None, "default")
 DEVICE = Device(0, "TOY", "toy device 0")

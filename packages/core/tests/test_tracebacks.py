@@ -14,7 +14,7 @@ import pytest
 
 from polyxla import Replica, env, launch, tracebacks
 from polyxla.pytree import map_tensors
-from polyxla.testing import PluginInstaller
+from polyxla_testing import PluginInstaller
 
 PROGRAMS = Path(__file__).parent / "programs"
 

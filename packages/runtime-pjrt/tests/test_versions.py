@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from polyxla.testing import PluginInstaller
 from polyxla_pjrt.tpu.versions import versions_problem
+from polyxla_testing import PluginInstaller
 
 
 def test_the_installed_pair_fits() -> None:

@@ -22,10 +22,10 @@ from polyxla.contracts.counters import Counters, Counts, Memory
 from polyxla_training.observe import Observer, RunLog, read_run
 
 if TYPE_CHECKING:
-    from polyxla.testing import PluginInstaller
+    from polyxla_testing import PluginInstaller
 
 # pytest rewrites the assertions in it, unless it is imported here before.
-pytest_plugins = ["polyxla.testing.fixtures"]
+pytest_plugins = ["polyxla_testing.fixtures"]
 PROGRAMS = Path(__file__).parent / "programs"
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from polyxla import UsageError
-from polyxla.testing import PluginInstaller
+from polyxla_testing import PluginInstaller
 from polyxla_training import CheckpointError, CheckpointFolder, Trainer, load, save
 
 PROGRAMS = Path(__file__).parent / "programs"

@@ -134,7 +134,7 @@ def test_data_is_prepared_in_one_process_of_each_host(
 def test_replicas_meet_again_and_again_while_data_is_prepared(
     calls: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from polyxla.testing import fake
+    from polyxla_testing import fake
 
     monkeypatch.setattr(lightning_data, "LONGEST_WAIT_S", 0.2)
     waits: list[float] = []

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from polyxla import UsageError
-from polyxla.testing import PluginInstaller
+from polyxla_testing import PluginInstaller
 from polyxla_training import Trainer
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -264,7 +264,7 @@ def test_values_of_other_types_cannot_be_logged(value: Any, kind: str) -> None:
 
 
 def test_gradients_are_reduced_once_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    from polyxla.testing import fake
+    from polyxla_testing import fake
 
     reduced: list[int] = []
     reduce_gradients = fake._FakeReplication.reduce_gradients

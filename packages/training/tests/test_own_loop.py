@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDatas
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from polyxla import Replica, UsageError, launch
-from polyxla.testing import PluginInstaller
+from polyxla_testing import PluginInstaller
 from polyxla_training.observe import Observer
 from polyxla_training.observe.own_loop import torch_events
 

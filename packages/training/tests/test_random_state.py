@@ -12,7 +12,7 @@ import torch
 
 from polyxla import Replica, launch
 from polyxla.replica.random_state import preserved_host_state
-from polyxla.testing import PluginInstaller
+from polyxla_testing import PluginInstaller
 from polyxla_training.checkpoint import load, save
 
 

@@ -17,7 +17,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from polyxla import UsageError
-from polyxla.testing import PluginInstaller
+from polyxla_testing import PluginInstaller
 from polyxla_training import ReplicaCheck, check_replicas, plugin
 from polyxla_training.replica_check import load_factory
 from polyxla_training.replica_check_runs import compare, prepare

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 LIBRARIES = sys.stdlib_module_names | {
-    *("pluggy", "numpy"),
+    *("pluggy", "numpy", "polyxla_testing"),
     *("torch", "torch_xla", "functorch", "lightning", "lightning_fabric", "pytorch_lightning"),
 }
 """Packages that may stand between the user's line and the device."""

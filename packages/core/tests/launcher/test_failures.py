@@ -26,7 +26,7 @@ from polyxla.launcher.failures import PARENT_GONE
 from polyxla.launcher.messages import Message, Setup
 from polyxla.launcher.replica_main import run_replica
 from polyxla.launcher.start_methods import spawn
-from polyxla.testing.processes import (
+from polyxla_testing.processes import (
     WAIT_S,
     is_alive,
     is_in_state,

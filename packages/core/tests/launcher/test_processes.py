@@ -20,7 +20,7 @@ from polyxla.contracts.job import ProcessMethod
 from polyxla.launcher import processes
 from polyxla.launcher.processes import run_inline, run_processes
 from polyxla.launcher.replica_main import run_replica
-from polyxla.testing.processes import (
+from polyxla_testing.processes import (
     WAIT_S,
     is_alive,
     wait_for_files,

@@ -20,7 +20,7 @@ from polyxla import Job, Replica, ReplicaLostError, Setting
 from polyxla.launcher import start_methods
 from polyxla.launcher.processes import run_processes
 from polyxla.launcher.replica_main import run_replica
-from polyxla.testing.processes import (
+from polyxla_testing.processes import (
     WAIT_S,
     wait_for_end_of,
 )

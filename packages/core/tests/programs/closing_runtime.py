@@ -3,7 +3,7 @@
 from typing import Any
 
 from polyxla import Job, hookimpl
-from polyxla.testing.fake import runtime as fake
+from polyxla_testing.fake import runtime as fake
 
 closed: list[int] = []
 polyxla_discover_devices = fake.polyxla_discover_devices

@@ -16,7 +16,7 @@ from polyxla.plugins.selection import discover
 
 if TYPE_CHECKING:
     from polyxla.replica.replica import Replica
-    from polyxla.testing.fixtures import RuntimeUnderTest
+    from polyxla_testing.fixtures import RuntimeUnderTest
 
 
 class RuntimeConformance:

@@ -47,7 +47,7 @@ MEETING_TIMEOUT_S = 30.0
 
 
 class FakeRuntime:
-    """The runtime's plugin; its entry point is ``polyxla.testing.fake:runtime``."""
+    """The runtime's plugin; its entry point is ``polyxla_testing.fake:runtime``."""
 
     @hookimpl
     def polyxla_discover_devices(self, environ: Mapping[str, str]) -> Discovery:

@@ -83,8 +83,8 @@ class PluginInstaller:
         importlib.invalidate_caches()
 
     def fake_runtime(self) -> None:
-        """Install `polyxla.testing.FakeRuntime` under the name ``fake``."""
-        self.metadata("fake-runtime", f"[{RUNTIMES}]\nfake = polyxla.testing.fake:runtime\n")
+        """Install `polyxla_testing.FakeRuntime` under the name ``fake``."""
+        self.metadata("fake-runtime", f"[{RUNTIMES}]\nfake = polyxla_testing.fake:runtime\n")
 
     def hide_others(self, keep: Collection[str] = ()) -> None:
         """Hide every installed plugin, here and in processes that the test starts.
