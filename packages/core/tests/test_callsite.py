@@ -12,7 +12,7 @@ import pytest
 
 from polyxla import callsite
 from polyxla.callsite import BACKWARD, caller, location, user_line, user_line_in_thread
-from polyxla.plugins.manager import HOOKSPECS, PLUGINS, RUNTIMES
+from polyxla.plugins.manager import HOOKSPECS, PLUGINS, RUNTIMES, load_plugins
 from polyxla_testing import PluginInstaller
 
 TIMEOUT_S = 30.0
@@ -22,10 +22,14 @@ HERE = Path(__file__).name
 @pytest.fixture(autouse=True)
 def _only_these_plugins(install_plugin: PluginInstaller) -> Iterator[None]:
     install_plugin.hide_others()
+    install_plugin("polyxla-extra", group=PLUGINS)
     install_plugin("third-party", group=PLUGINS)
     callsite.own_packages.cache_clear()
+    before = set(callsite._runtimes)
     yield
     callsite.own_packages.cache_clear()
+    callsite._runtimes.clear()
+    callsite._runtimes.update(before)
 
 
 def within(module: str, inner: Any) -> Any:
@@ -42,8 +46,9 @@ def within(module: str, inner: Any) -> Any:
         pytest.param(["torch._tensor"], HERE, id="the-user's-by-torch"),
         pytest.param(["polyxla.replica.loader"], None, id="polyxla's"),
         pytest.param(["torch._tensor", "polyxla.replica.reductions"], None, id="polyxla's-by-torch"),
-        pytest.param(["torch._tensor", "third_party.metrics"], None, id="a-plugin's-by-torch"),
-        pytest.param(["third_party.metrics", "helpers"], None, id="a-plugin's"),
+        pytest.param(["torch._tensor", "polyxla_extra.metrics"], None, id="a-plugin's-of-ours-by-torch"),
+        pytest.param(["polyxla_extra.metrics", "torch"], None, id="a-plugin's-of-ours"),
+        pytest.param(["torch._tensor", "third_party.metrics"], "third_party", id="another-plugin's-by-torch"),
         pytest.param(
             ["torch.optim.adam", "polyxla.replica.replica"], "torch.optim.adam.py:2", id="optimizer"
         ),
@@ -61,15 +66,33 @@ def test_a_read_belongs_to_the_code_that_makes_it(modules: list[str], line: str 
 
 
 def test_an_observers_frames_do_not_count_as_polyxlas() -> None:
-    call = within("torch._tensor", within("third_party.observer", caller))
+    call = within("torch._tensor", within("polyxla_extra.observer", caller))
     assert call() is None
-    call = within("torch._tensor", within("third_party.observer", lambda: caller("third_party.observer")))
+    call = within("torch._tensor", within("polyxla_extra.observer", lambda: caller("polyxla_extra.observer")))
     assert HERE in call()
 
 
-def test_a_third_partys_plugin_is_not_the_users_program() -> None:
-    call = within("polyxla.replica.loader", within("third_party.sampler", user_line))
-    assert HERE in call()
+def test_a_package_of_the_users_that_registers_a_plugin_is_the_users_program() -> None:
+    call = within("third_party.train", within("polyxla.replica.loader", user_line))
+    assert call() == "third_party.train.py:2"
+
+
+@pytest.mark.parametrize(
+    ("module", "is_runtimes"),
+    [("toy", True), ("company.tpu.plugin", True), ("company.tpu.devices", True), ("company.train", False)],
+)
+def test_only_the_package_of_the_runtime_in_use_is_machinery(module: str, is_runtimes: bool) -> None:
+    callsite.add_runtime("toy")
+    callsite.add_runtime("company.tpu.plugin")
+    found = within("polyxla.replica.loader", within(module, user_line))()
+    assert (HERE in found) == is_runtimes
+    assert (found == f"{module}.py:2") != is_runtimes
+
+
+def test_loading_a_runtime_for_a_job_makes_it_machinery(install_plugin: PluginInstaller) -> None:
+    install_plugin("toy-runtime", name="toy")
+    load_plugins("toy")
+    assert HERE in within("polyxla.replica.loader", within("toy_runtime", user_line))()
 
 
 def test_a_package_that_is_no_plugin_is_the_users_program() -> None:

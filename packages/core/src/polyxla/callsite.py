@@ -15,16 +15,30 @@ LIBRARIES = sys.stdlib_module_names | {
 }
 """Packages that may stand between the user's line and the device."""
 PLUGIN_GROUPS = ("polyxla", "polyxla.runtimes", "polyxla.hookspecs", "torch_xla.plugins")
-"""Entry-point groups of plugins, ours and third-party: their packages are not the user's program."""
+"""Entry-point groups of plugins; a package of the user's may be in them, too."""
 BACKWARD = "the backward pass"
 """Stands for a line where torch's autograd thread runs, whose stack holds no frame of the program."""
 
 
+def add_runtime(module: str) -> None:
+    """Count the package that holds a runtime's plugin module as polyxla's."""
+    _runtimes.add(f"{module.rpartition('.')[0] or module}.")
+
+
+_runtimes: set[str] = set()
+
+
 @functools.cache
 def own_packages() -> frozenset[str]:
-    """Return the import names of polyxla and of every installed plugin's top-level package."""
+    """Return the import names of polyxla's own distributions."""
     points = (point for group in PLUGIN_GROUPS for point in importlib.metadata.entry_points(group=group))
-    return frozenset({"polyxla", *(point.module.partition(".")[0] for point in points)})
+    ours = (point.module for point in points if point.dist and point.dist.name.startswith("polyxla-"))
+    return frozenset({"polyxla", *(module.partition(".")[0] for module in ours)})
+
+
+def is_polyxlas(frame: FrameType) -> bool:
+    """Return whether a frame belongs to one of polyxla's distributions or to the runtime in use."""
+    return _package(frame) in own_packages() or f"{_module(frame)}.".startswith(tuple(_runtimes))
 
 
 def caller(observer: str = "") -> str | None:
@@ -39,7 +53,7 @@ def caller(observer: str = "") -> str | None:
     behind: str | None = None
     while frame is not None and not _is_users(frame):
         module = _module(frame)
-        if module != observer and _package(frame) in own_packages():
+        if module != observer and is_polyxlas(frame):
             return behind
         if module.startswith("torch.autograd"):
             behind = BACKWARD
@@ -82,8 +96,7 @@ def _is_users(frame: FrameType) -> bool:
     # Replica processes are started with `python -c`.
     if frame.f_code.co_filename == "<string>":
         return False
-    package = _package(frame)
-    return package not in LIBRARIES and package not in own_packages()
+    return _package(frame) not in LIBRARIES and not is_polyxlas(frame)
 
 
 def _module(frame: FrameType) -> str:

@@ -6,7 +6,7 @@ import socket
 from types import FrameType, TracebackType
 
 from polyxla import env
-from polyxla.callsite import own_packages
+from polyxla.callsite import is_polyxlas
 from polyxla.errors import PolyxlaError
 
 _LAUNCH_MODULES = frozenset({"torch_xla._internal.pjrt", "torch_xla.distributed.xla_multiprocessing"})
@@ -71,7 +71,8 @@ def _folded(trace: TracebackType | None) -> TracebackType | None:
 def _is_ours(frame: FrameType) -> bool:
     name: str = frame.f_globals.get("__name__", "")
     return (
-        name.partition(".")[0] in own_packages() | {"pluggy"}
+        is_polyxlas(frame)
+        or name.partition(".")[0] == "pluggy"
         or name in _LAUNCH_MODULES
         or (name, frame.f_code.co_name) == _LAUNCH
         # Replica processes are started with `python -c`.

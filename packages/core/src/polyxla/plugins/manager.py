@@ -16,7 +16,7 @@ from typing import Any
 
 import pluggy
 
-from polyxla import hookspecs
+from polyxla import callsite, hookspecs
 from polyxla.console import say_once
 from polyxla.errors import BrokenPluginError, RuntimeNotInstalledError, UnknownRuntimeError, pip_install
 
@@ -200,7 +200,9 @@ def load_plugins(runtime: str, origin: str = "default") -> PluginManager:
     Raises:
         UsageError: the runtime cannot be loaded, or a plugin does not match the hook specs.
     """
-    manager = load_runtime(find_runtime(runtime, origin))
+    entry = find_runtime(runtime, origin)
+    manager = load_runtime(entry)
+    callsite.add_runtime(entry.points[0].module)
     for point in _entry_points(PLUGINS):
         what = f"plugin {point.name!r}"
         try:
