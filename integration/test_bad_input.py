@@ -10,17 +10,28 @@ from pathlib import Path
 
 import pytest
 
+from polyxla import env as polyxla_env
+from polyxla_bridge import env as bridge_env
+from polyxla_pjrt import env as pjrt_env
+from polyxla_xrt import env as xrt_env
+
 TIMEOUT_S = 120
 HELLO = "import polyxla\nprint(polyxla.launch(lambda replica: replica.ordinal))\n"
 
 
+ENVS = (polyxla_env, bridge_env, pjrt_env, xrt_env)
+
+
 def polyxla(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return start([sys.executable, "-m", "polyxla", *arguments], **environ)
+
+
+def start(command: list[str], **environ: str) -> subprocess.CompletedProcess[str]:
     clean = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("PJRT_", "XRT_", "POLYXLA_", "CPU_NUM_"))
     }
-    command = [sys.executable, "-m", "polyxla", *arguments]
     return subprocess.run(
         command,
         env={**clean, "POLYXLA_COMPILE_CACHE": "off", **environ},
@@ -74,6 +85,37 @@ def test_a_wrong_option_or_variable_is_an_error(
     assert text in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+def test_a_misspelt_variable_prints_a_warning_once(script: str) -> None:
+    done = polyxla("run", script, POLYXLA_DEVICE="4", PJRT_DEVICE="CPU")
+    assert (done.returncode, done.stdout) == (0, "[0]\n"), done.stderr
+    warning = "POLYXLA_DEVICE is not a variable of polyxla and has no effect. Did you mean POLYXLA_DEVICES?"
+    assert done.stderr.count(warning) == 1
+
+
+def test_variables_of_every_package_and_of_others_are_not_called_wrong(script: str) -> None:
+    variables = {name: "" for module in ENVS for name in vars(module) if name.startswith("POLYXLA_")}
+    done = polyxla(
+        "run", "--dry-run", script, PJRT_DEVICE="CPU", XLA_FLAGS="", PJRT_SELECT_DEFAULT="", **variables
+    )
+    assert done.returncode == 0
+    assert "has no effect" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "text", "code"),
+    [
+        ("POLYXLA_RUNTIM", "xrt", "Did you mean POLYXLA_RUNTIME?", 0),
+        pytest.param(
+            "XRT_TPU_CONFG", "w;0;a:1", "XRT_TPU_CONFG is not an XRT variable", 1, marks=pytest.mark.long
+        ),
+    ],
+)
+def test_a_plain_program_gets_them_too(variable: str, value: str, text: str, code: int) -> None:
+    done = start([sys.executable, "-c", "import torch_xla"], **{variable: value})
+    assert done.returncode == code
+    assert done.stderr.count(text) == 1
 
 
 def test_a_worker_that_does_not_listen_is_an_error(script: str) -> None:

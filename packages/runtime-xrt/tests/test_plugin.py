@@ -6,7 +6,7 @@ import pytest
 
 from polyxla import Claim, Setting
 from polyxla_xrt import env
-from polyxla_xrt.plugin import polyxla_discover_devices
+from polyxla_xrt.plugin import polyxla_discover_devices, polyxla_variables
 
 CONFIG = "tpu_worker;0;10.39.209.42:8470"
 MAP = {env.XRT_DEVICE_MAP: "TPU:0;/job:tpu_worker/replica:0/task:0/device:TPU:0"}
@@ -118,3 +118,9 @@ def test_a_name_of_another_programs_claims_nothing() -> None:
     found = polyxla_discover_devices({"XRT_INI_PATH": "/opt/xrt.ini"})
     assert found.claim is Claim.NONE
     assert found.notes == ("XRT_INI_PATH is not an XRT variable and has no effect.",)
+
+
+def test_every_variable_with_polyxlas_prefix_is_declared() -> None:
+    names = polyxla_variables()
+    assert {env.POLYXLA_XRT_ASSIGNMENT, "POLYXLA_STALL_TIMEOUT_S"} < names
+    assert all(name.startswith("POLYXLA_") for name in names)

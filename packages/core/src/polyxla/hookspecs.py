@@ -10,7 +10,7 @@ group ``polyxla.hookspecs``, as polyxla-training does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -58,6 +58,14 @@ def polyxla_discover_devices(environ: Mapping[str, str], accelerator: str) -> Di
     Args:
         environ: the environment to examine, instead of `os.environ`.
         accelerator: ``"auto"``, or the requested kind of device in lower case (``"cpu"``, ``"tpu"``).
+    """
+
+
+@hookspec
+def polyxla_variables() -> Collection[str]:  # type: ignore[empty-body]
+    """Return the names of this plugin's environment variables that begin with ``POLYXLA_``, read or set.
+
+    Called if such a variable is set that the core does not know. One that no plugin declares is reported.
     """
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
 from polyxla import Discovery, Job, Replication, hookimpl
 from polyxla.launcher.processes import run_inline, run_processes
 from polyxla.launcher.start_methods import running_fork_server
+from polyxla.plugins.unknown_variables import constants
 from polyxla_pjrt import discovery as pjrt
 from polyxla_pjrt import env, torchrun
 from polyxla_pjrt.launching import PRELOAD, run_job, say_uncached
@@ -18,6 +20,16 @@ from polyxla_pjrt.layout import Place
 def polyxla_discover_devices(environ: Mapping[str, str], accelerator: str) -> Discovery:
     """Find the attached TPU chips, or this machine's CPU."""
     return pjrt.discover(environ, accelerator)
+
+
+@hookimpl
+def polyxla_variables() -> frozenset[str]:
+    """Name this runtime's variables, and the bridge's."""
+    if importlib.util.find_spec("polyxla_bridge") is None:
+        return constants(env)
+    from polyxla_bridge import env as bridge
+
+    return constants(env, bridge)
 
 
 @hookimpl

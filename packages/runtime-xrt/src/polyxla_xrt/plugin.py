@@ -8,6 +8,8 @@ from typing import Any
 
 from polyxla import Claim, Discovery, Job, Replication, Setting, UsageError, hookimpl
 from polyxla.launcher.start_methods import running_fork_server
+from polyxla.plugins.unknown_variables import constants
+from polyxla_bridge import env as bridge
 from polyxla_xrt import env
 from polyxla_xrt.client.probe import check_reachable
 from polyxla_xrt.config.configuration import Configuration, read_configuration
@@ -61,6 +63,12 @@ _EXAMPLE = (
     f"Set {env.XRT_TPU_CONFIG}='tpu_worker;0;HOST:8470' for a worker at HOST, or "
     "'localservice;0;localhost:51011' for a worker that polyxla starts on this host."
 )
+
+
+@hookimpl
+def polyxla_variables() -> frozenset[str]:
+    """Name this runtime's variables, and the bridge's."""
+    return constants(env, bridge)
 
 
 @hookimpl

@@ -7,12 +7,13 @@ The runtime that the user named is used. If the user named none, the strongest
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from polyxla.contracts.discovery import Claim, Discovery
 from polyxla.env import POLYXLA_RUNTIME, Setting
 from polyxla.errors import BrokenPluginError, RuntimeUnavailableError, pip_install
 from polyxla.plugins.manager import KNOWN_RUNTIMES, RuntimeEntry, find_runtime, load_runtime, runtime_entries
+from polyxla.plugins.unknown_variables import unknown_variables
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,11 @@ def select(environ: Mapping[str, str], runtime: Setting, accelerator: str = "aut
     if runtime.value is not None:
         candidate = discover(find_runtime(runtime.value, runtime.origin), environ, accelerator)
         discovery = _usable(candidate, runtime.origin)
-        return Selection(candidate.name, runtime.origin, discovery, warnings=discovery.notes)
-    return choose(discover_all(environ, accelerator), environ)
+        chosen = Selection(candidate.name, runtime.origin, discovery, warnings=discovery.notes)
+    else:
+        chosen = choose(discover_all(environ, accelerator), environ)
+    unknown = unknown_variables(environ, chosen.runtime)
+    return replace(chosen, warnings=(*chosen.warnings, *unknown)) if unknown else chosen
 
 
 def choose(candidates: Sequence[Candidate], environ: Mapping[str, str]) -> Selection:
@@ -203,7 +207,7 @@ def _warnings(
         for name, reason in rivals.items()
     ]
     broken = [f"left out: {other.error}" for other in others if other.error]
-    # A runtime that nothing asks for may know the reason, such as a misspelt variable.
-    unclaimed = [one for one in others if one.claim is Claim.NONE]
-    notes = [note for one in (winner, *unclaimed) if one.discovery for note in one.discovery.notes]
+    # A runtime that nothing asks for, or that cannot run, may know the reason, such as a misspelt variable.
+    unused = [one for one in others if one.claim is Claim.NONE or one.why_not]
+    notes = [note for one in (winner, *unused) if one.discovery for note in one.discovery.notes]
     return (*conflicts, *broken, *notes)
