@@ -1,8 +1,9 @@
 """Touch the device before the launch, which must be refused."""
 
+import torch
 import torch_xla
 
-device = torch_xla.device()
+weights = torch.zeros(2).to("xla")
 
 
 def train(index: int) -> None:

@@ -29,12 +29,14 @@ class MNIST(nn.Module):
         return F.log_softmax(self.fc2(hidden), dim=1)
 
 
+train_loader = xu.SampleGenerator(
+    data=(torch.zeros(BATCH_SIZE, 1, 28, 28), torch.zeros(BATCH_SIZE, dtype=torch.int64)),
+    sample_count=SAMPLES // BATCH_SIZE // xr.world_size(),
+)
+
+
 def _mp_fn(index):
     device = torch_xla.device()
-    train_loader = xu.SampleGenerator(
-        data=(torch.zeros(BATCH_SIZE, 1, 28, 28), torch.zeros(BATCH_SIZE, dtype=torch.int64)),
-        sample_count=SAMPLES // BATCH_SIZE // xr.world_size(),
-    )
     mp_device_loader = pl.MpDeviceLoader(train_loader, device)
     model = MNIST().train().to(device)
     loss_fn = nn.NLLLoss()

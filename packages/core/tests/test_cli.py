@@ -357,12 +357,40 @@ class TestRun:
 
     def test_the_script_runs_with_the_choice_and_its_own_arguments(self, tmp_path: Path) -> None:
         (tmp_path / "script.py").write_text((PROGRAMS / "environment_script.py").read_text())
-        done = _polyxla("run", "--devices", "[1, 3]", "script.py", "--devices", "7", "--json")
+        done = _polyxla("run", "--devices", "[3]", "script.py", "--devices", "7", "--json")
         assert (done.returncode, done.stderr) == (0, "")
-        assert json.loads(done.stdout) == [
-            ["script.py", "--devices", "7", "--json"],
-            ["toy", "[1, 3]", "1,3"],
-        ]
+        assert json.loads(done.stdout) == [["script.py", "--devices", "7", "--json"], ["toy", "[3]", "3"]]
+
+    @pytest.mark.parametrize("end", ["", "; sys.exit()"], ids=["returns", "exits"])
+    def test_a_script_that_launches_none_of_the_replicas_asked_for_gets_a_warning(
+        self, end: str, tmp_path: Path
+    ) -> None:
+        (tmp_path / "script.py").write_text(f"import sys; print('done'){end}")
+        done = _polyxla("run", "--devices", "4", "script.py")
+        assert (done.returncode, done.stdout) == (0, "done\n")
+        assert done.stderr == (
+            "polyxla: 4 replicas were asked for, but the program ended without launching any. Launch them "
+            "in it (polyxla.launch, torch_xla.launch), or run the program in each: polyxla run --each.\n"
+        )
+
+    def test_a_script_that_launches_gets_no_warning(
+        self, tmp_path: Path, install_plugin: PluginInstaller
+    ) -> None:
+        install_plugin("echo", (PROGRAMS / "echo_runtime.py").read_text())
+        (tmp_path / "script.py").write_text("import polyxla; polyxla.launch(print)")
+        done = _polyxla("run", "--runtime", "echo", "--devices", "4", "script.py")
+        assert (done.returncode, done.stderr) == (0, "")
+
+    def test_a_misspelt_variable_is_named_once(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install_plugin: PluginInstaller
+    ) -> None:
+        install_plugin("echo", (PROGRAMS / "echo_runtime.py").read_text())
+        (tmp_path / "script.py").write_text("import polyxla; polyxla.launch(print); polyxla.launch(print)")
+        monkeypatch.setenv("POLYXLA_DEVICE", "4")
+        done = _polyxla("run", "--runtime", "echo", "script.py")
+        text = "POLYXLA_DEVICE is not a variable of polyxla and has no effect. Did you mean POLYXLA_DEVICES?"
+        assert (done.returncode, done.stderr) == (0, f"polyxla: {text}\n")
+        assert text in _document("runtimes", "--runtime", "echo", "--json")["warnings"]
 
     def test_json_is_a_line_on_standard_error(self) -> None:
         done = _polyxla("run", "--json", "script.py", "--json")

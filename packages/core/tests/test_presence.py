@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from polyxla import presence
-from polyxla.presence import Position, named, running, unequal
+from polyxla.presence import Position, count_steps, named, running, unequal
 
 
 def at(ordinal: int, steps: int | None, line: str | None = "train.py:7") -> Position:
@@ -70,8 +70,8 @@ def _forget() -> None:
 def test_listeners_get_the_start_and_the_return_but_no_return_after_an_exception() -> None:
     seen: list[Position] = []
     presence.listen(seen.append)
-    with running(2) as count_steps:
-        count_steps(lambda: 7)
+    with running(2):
+        count_steps(2, lambda: 7)
         (here,) = presence.positions()
     assert (here.ordinal, here.steps, here.has_returned) == (2, 7, False)
     assert seen == [Position(2), Position(2, 7, has_returned=True)]

@@ -28,29 +28,34 @@ class Position:
 
 
 _replicas: dict[int, Callable[[], Position]] = {}
+_step_counts: dict[int, Callable[[], int]] = {}
 _listeners: list[Callable[[Position], None]] = []
 
 
 @contextlib.contextmanager
-def running(ordinal: int) -> Iterator[Callable[[Callable[[], int]], None]]:
-    """Return a context in which the calling thread is a replica; leave it when the device has finished.
-
-    It returns a function that takes another, which returns the number of the replica's optimizer updates.
-    """
-    thread, counts = threading.get_ident(), list[Callable[[], int]]()
+def running(ordinal: int) -> Iterator[None]:
+    """Return a context in which the calling thread is a replica; leave it when the device has finished."""
+    thread = threading.get_ident()
 
     def position() -> Position:
-        steps = counts[0]() if counts else None
-        return Position(ordinal, steps, line=callsite.user_line_in_thread(thread))
+        count = _step_counts.get(ordinal)
+        return Position(ordinal, count and count(), line=callsite.user_line_in_thread(thread))
 
+    _step_counts.pop(ordinal, None)
     _replicas[ordinal] = position
     _notify(Position(ordinal))
-    yield counts.append
+    yield
     # Not after an exception, which the launching process gets instead.
     final = replace(position(), has_returned=True, line=None)
     # Also lets go of the replica's module and optimizers.
+    _step_counts.pop(ordinal, None)
     _replicas[ordinal] = lambda: final
     _notify(final)
+
+
+def count_steps(ordinal: int, count: Callable[[], int]) -> None:
+    """Take the number of a running replica's optimizer updates from `count` from now on."""
+    _step_counts[ordinal] = count
 
 
 def _notify(position: Position) -> None:
@@ -66,6 +71,7 @@ def listen(listener: Callable[[Position], None]) -> None:
 def forget() -> None:
     """Forget everything: this process is a fork of one that ran replicas itself."""
     _replicas.clear()
+    _step_counts.clear()
     _listeners.clear()
 
 

@@ -198,9 +198,32 @@ def _variables(environ: Mapping[str, str]) -> dict[str, Setting]:
     }
 
 
-def prepared_plan(environ: Mapping[str, str]) -> Plan | None:
-    """Return the plan of a plain torch_xla program in this environment; None where torch_xla decides."""
+def prepared_plan(environ: Mapping[str, str], nprocs: int | None = None) -> Plan | None:
+    """Return the plan of a plain torch_xla program in this environment; None where torch_xla decides.
+
+    Args:
+        environ: the program's environment.
+        nprocs: the ``nprocs`` of ``xmp.spawn``, if given; torch_xla itself starts one process.
+
+    Raises:
+        UsageError: the environment has another number of devices.
+    """
     kind = environ.get(env.PJRT_DEVICE)
+    if nprocs is not None:
+        return _plan_of(environ, nprocs) if nprocs != 1 and requested_kind(environ) in KINDS else None
     # torch_xla itself launches on all of a host's TPU cores, but knows nothing of a part of them.
     some_cores = kind == "TPU" and environ.get(POLYXLA_DEVICES, "auto") != "auto"
     return requested_plan(environ) if kind in ("CPU", *PREPARED.values()) or some_cores else None
+
+
+def _plan_of(environ: Mapping[str, str], nprocs: int) -> Plan | None:
+    """Return the plan of a program that asks for a number of processes, one for each replica."""
+    count = len(requested_devices(environ))
+    is_free = discover(environ, "auto").growable and environ.get(POLYXLA_DEVICES, "auto") == "auto"
+    if nprocs != count and not (is_free and nprocs > 1):
+        raise UsageError(
+            f"the program asks for {nprocs} replicas, but there are {count} devices here",
+            where=f"nprocs={nprocs}",
+            fix=f"Write nprocs={count}, or leave it out to use all of them.",
+        )
+    return requested_plan({**environ, POLYXLA_DEVICES: str(nprocs)} if is_free else environ)

@@ -9,6 +9,7 @@ device.
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -17,11 +18,14 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 
-from polyxla.env import POLYXLA_RUNTIME, snapshot, update_environ
+from polyxla.console import say_once
+from polyxla.env import POLYXLA_DEVICES, POLYXLA_RUNTIME, snapshot, update_environ
 from polyxla.launcher.processes import ProcessWork
+from polyxla.plugins.unknown_variables import unknown_variables
 from polyxla.xla import first_device_use
 from polyxla.xla.torch_xla_launch import TorchXlaLaunch, handle_launches
 from polyxla_pjrt import discovery, env, torchrun
+from polyxla_pjrt.cpu_client import TensorWatch
 from polyxla_pjrt.emulated_tpu import EmulatedTpu, register_emulated
 from polyxla_pjrt.launching import run_plan, run_process, say_uncached
 from polyxla_pjrt.layout import PREPARED, Plan
@@ -44,6 +48,10 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
     prepared = (env.POLYXLA_PJRT_LOCAL_DEVICE, env.PJRT_LOCAL_PROCESS_COUNT)
     if environ.get(env.PJRT_DEVICE) in PREPARED.values() or any(name in environ for name in prepared):
         return {}
+    if environ.get(env.RANK, "0") == "0" and multiprocessing.parent_process() is None:
+        # Once per job: not in each of torchrun's processes, and not in the program's own.
+        for warning in unknown_variables(environ, "pjrt"):
+            say_once(warning)
     is_started_by_torchrun = torchrun.process_count(environ) is not None
     asks_for_cpu = environ.get(env.PJRT_DEVICE, "CPU" if is_started_by_torchrun else "") == "CPU"
     if not environ.get(env.POLYXLA_EMULATE) and not (asks_for_cpu and is_started_by_torchrun):
@@ -59,9 +67,19 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
     return plan.program_environment(os.cpu_count() or 1)
 
 
-def _launch_plan() -> Plan | None:
+def _launch_plan(nprocs: int | None = None) -> Plan | None:
     """Return the plan of a launch in this process; None where torch_xla decides, as for an SPMD program."""
-    return None if xr.is_spmd() else discovery.prepared_plan(snapshot())
+    return None if xr.is_spmd() else discovery.prepared_plan(snapshot(), nprocs)
+
+
+def _replicas() -> int | None:
+    """Return how many replicas a launch by this process starts; None if it is one, or another runtime's."""
+    environ = snapshot()
+    is_replica = env.PJRT_LOCAL_PROCESS_COUNT in environ or torchrun.process_count(environ) is not None
+    if is_replica or discovery.requested_kind(environ) not in discovery.KINDS:
+        return None
+    plan = None if env.POLYXLA_PJRT_LOCAL_DEVICE in environ else discovery.requested_plan(environ)
+    return plan.layout.replicas if plan else 1
 
 
 def _run(plan: Plan, launched: TorchXlaLaunch) -> list[Any]:
@@ -78,10 +96,30 @@ def _join_torchrun() -> None:
         xm.set_replication(torch_xla.device(), devices)
 
 
+def _may_launch_on_cpu(environ: Mapping[str, str]) -> bool:
+    prepared = (env.POLYXLA_PJRT_LOCAL_DEVICE, env.PJRT_LOCAL_PROCESS_COUNT, env.POLYXLA_EMULATE)
+    is_on_cpu = environ.get(env.PJRT_DEVICE) in (None, "", "CPU") and not any(map(environ.get, prepared))
+    numbers = (environ.get(name) for name in (POLYXLA_DEVICES, env.CPU_NUM_DEVICES))
+    return is_on_cpu and any(number not in (None, "", "auto", "1") for number in numbers)
+
+
+def _watch() -> None:
+    """Watch for the first use of a device, also through a tensor on torch_xla's own client for the CPU."""
+    tensors = TensorWatch()
+
+    def follow() -> None:
+        _join_torchrun()
+        tensors.stop()
+
+    first_device_use.watch(_replicas, (POLYXLA_DEVICES, env.POLYXLA_EMULATE), follow)
+    if _may_launch_on_cpu(snapshot()):
+        tensors.__enter__()  # type: ignore[no-untyped-call]
+
+
 def _install() -> None:
     update_environ(prepare(snapshot()))
     handle_launches(_launch_plan, _run)
-    first_device_use.record(_join_torchrun)
+    _watch()
     if snapshot().get(env.PJRT_DEVICE) == PREPARED["TPU"]:
         register_emulated()
 

@@ -13,5 +13,5 @@ def run(plan: list[int], launched: TorchXlaLaunch) -> list[tuple[int, Any]]:
 
 
 if __name__ == "__main__":
-    handle_launches(lambda: [2, 0, 3, 1], run)
+    handle_launches(lambda _: [2, 0, 3, 1], run)
     print(pjrt.run_multiprocess(str))

@@ -7,16 +7,16 @@ If the environment describes a TPU node, torch_xla's devices are its cores, and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch_xla._internal import pjrt
-
 import polyxla.env
-from polyxla.env import POLYXLA_RUNTIME, from_environ, snapshot
+from polyxla.console import say_once
+from polyxla.env import POLYXLA_DEVICES, POLYXLA_RUNTIME, from_environ, snapshot
 from polyxla.launcher.processes import ProcessWork
 from polyxla.plugins.selection import select
+from polyxla.plugins.unknown_variables import unknown_variables
 from polyxla.xla import first_device_use, torch_xla_launch
 from polyxla_xrt import env, node
 from polyxla_xrt.config.configuration import read_configuration
@@ -29,14 +29,29 @@ from polyxla_xrt.plan import Plan, configured_plan, requested_plan
 __all__ = ["Node"]
 
 
-def prepared_plan() -> Plan | None:
-    """Return the plan of a plain torch_xla program in this environment; None if it describes no TPU node."""
+def prepared_plan(nprocs: int | None = None) -> Plan | None:
+    """Return the plan of a plain torch_xla program in this environment; None if torch_xla decides.
+
+    Args:
+        nprocs: the ``nprocs`` of ``xmp.spawn``: the number of cores, or 1, which torch_xla starts itself.
+
+    Raises:
+        UsageError: so many processes cannot share the cores.
+    """
     environ = snapshot()
-    return (
-        configured_plan(environ)
-        if wants_node(environ) and not environ.get(env.POLYXLA_XRT_ASSIGNMENT)
-        else None
-    )
+    if not wants_node(environ) or environ.get(env.POLYXLA_XRT_ASSIGNMENT):
+        return None
+    plan = configured_plan(environ)
+    if nprocs is not None:
+        configuration = replace(plan.configuration, devices_per_worker=plan.cores)
+        if process_count(configuration, nprocs) < plan.cores:
+            return None
+    return plan
+
+
+def _replicas() -> int | None:
+    plan = prepared_plan()
+    return len(plan.devices) if plan else None
 
 
 def prepare(environ: Mapping[str, str]) -> dict[str, str]:
@@ -54,7 +69,11 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
         # What names this runtime must not run on another: this raises the error of `polyxla run`.
         select(environ, from_environ(environ).runtime)
     configuration = read_configuration(environ)
-    return requested_plan(configuration, environ).program_environment() if configuration else {}
+    if configuration is None:
+        return {}
+    for warning in (*configuration.warnings, *unknown_variables(environ, "xrt")):
+        say_once(warning)
+    return requested_plan(configuration, environ).program_environment()
 
 
 def _run(plan: Plan, launched: torch_xla_launch.TorchXlaLaunch) -> list[Any]:
@@ -63,28 +82,10 @@ def _run(plan: Plan, launched: torch_xla_launch.TorchXlaLaunch) -> list[Any]:
     return run_plan(plan, work, launched.method)
 
 
-def _allow_all_processes() -> None:
-    """Make ``xmp.spawn`` accept the number of cores as its number of processes, as XRT's scripts write it."""
-    own: Callable[..., Any] = pjrt.spawn
-
-    @functools.wraps(own)
-    def spawn(
-        fn: Callable[..., Any], nprocs: int | None = None, start_method: str = "spawn", args: Any = ()
-    ) -> Any:
-        plan = prepared_plan()
-        if plan and nprocs is not None:
-            configuration = replace(plan.configuration, devices_per_worker=plan.cores)
-            nprocs = 1 if process_count(configuration, nprocs) == 1 < plan.cores else None
-        return own(fn, nprocs, start_method, args)
-
-    pjrt.spawn = spawn
-
-
 def _install() -> None:
     polyxla.env.update_environ(prepare(snapshot()))
     torch_xla_launch.handle_launches(prepared_plan, _run)
-    _allow_all_processes()
-    first_device_use.record()
+    first_device_use.watch(_replicas, (POLYXLA_DEVICES,))
     if wants_node(snapshot()):
         node.register()
 

@@ -6,48 +6,57 @@ Ctrl-C with one line. Of any other exception the program's own frames are printe
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import importlib.util
+import io
+import json
 import os
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from types import CodeType, ModuleType
 from typing import Any
 
-from polyxla import env
-from polyxla.console import end_interrupted, say
+from polyxla import env, xla
+from polyxla.console import end_interrupted, say, say_once
 from polyxla.errors import PolyxlaError, UsageError
 from polyxla.launcher.messages import RemoteTraceback
 from polyxla.plugins.manager import find_runtime, load_runtime
+from polyxla.plugins.unknown_variables import unknown_variables
 from polyxla.tracebacks import fold
 
 
 def main() -> None:
     """Run the script or ``-m`` module that the arguments name, as the module ``__main__``."""
-    del sys.argv[0]
-    module = ModuleType("__main__")
-    # Stays there after the program's end: its threads and spawned workers look up their functions here.
-    sys.modules["__main__"] = module
+    own = sys.modules["__main__"]
     try:
         # `polyxla run` has blocked it until here, where it can be reported in one line.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        _prepare()
-        code = _module(module) if sys.argv[0] == "-m" else _script(module, sys.argv[0])
-        exec(code, module.__dict__)
+        asked = _prepare()
+        try:
+            run(sys.argv[1:])
+        except SystemExit as end:
+            if not end.code:
+                _check_launched(asked)
+            raise
+        _check_launched(asked)
     except PolyxlaError as error:
-        say(f"error: {error}{_line_of(error, getattr(module, '__file__', None))}")
+        main = sys.modules["__main__"]
+        say(f"error: {error}{_line_of(error, None if main is own else getattr(main, '__file__', None))}")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         end_interrupted()
     except Exception as error:
-        _print(error)
+        print_folded(error)
         sys.exit(1)
 
 
-def _print(error: Exception) -> None:
-    if error.__traceback__:
-        # `main` above, whose module is called __main__ as the program is.
+def print_folded(error: Exception) -> None:
+    """Print an exception as Python does, without polyxla's frames."""
+    # This module is called __main__ in this process, as the program is.
+    while error.__traceback__ and error.__traceback__.tb_frame.f_code.co_filename == __file__:
         error.__traceback__ = error.__traceback__.tb_next
     fold(error)
     if sys.excepthook is sys.__excepthook__ and isinstance(error.__cause__, RemoteTraceback):
@@ -57,9 +66,35 @@ def _print(error: Exception) -> None:
         sys.excepthook(type(error), error, error.__traceback__)
 
 
-def _prepare() -> None:
-    if runtime := env.snapshot().get(env.POLYXLA_RUNTIME):
-        load_runtime(find_runtime(runtime, "default")).hook.polyxla_prepare(environ=env.snapshot())
+def run(program: Sequence[str]) -> None:
+    """Run a script, or ``-m`` and a module, with its arguments, as this process's module ``__main__``."""
+    sys.argv[:] = program
+    module = ModuleType("__main__")
+    # Stays there after the program's end: its threads and spawned workers look up their functions here.
+    sys.modules["__main__"] = module
+    code = _module(module) if sys.argv[0] == "-m" else _script(module, sys.argv[0])
+    exec(code, module.__dict__)
+
+
+def _prepare() -> int:
+    """Prepare launches, and return how many replicas the user asked for."""
+    environ = env.snapshot()
+    if runtime := environ.get(env.POLYXLA_RUNTIME):
+        load_runtime(find_runtime(runtime, "default")).hook.polyxla_prepare(environ=environ)
+        # `polyxla run` has printed them: they count as said.
+        with contextlib.redirect_stderr(io.StringIO()):
+            for warning in unknown_variables(environ, runtime):
+                say_once(warning)
+    asked = environ.get(env.POLYXLA_DEVICES, "")
+    return len(json.loads(asked)) if asked.startswith("[") else 0
+
+
+def _check_launched(asked: int) -> None:
+    if asked > 1 and not xla.has_run():
+        say(
+            f"{asked} replicas were asked for, but the program ended without launching any. Launch them "
+            "in it (polyxla.launch, torch_xla.launch), or run the program in each: polyxla run --each."
+        )
 
 
 def _replace_first_path(folder: str) -> None:

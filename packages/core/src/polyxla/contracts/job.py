@@ -43,6 +43,7 @@ class Job:
         precision: the precision policy or its name, with its origin.
         start_method: how the replicas start.
         seed: seed of the devices' random numbers: torch's seed in the launching process.
+        own_processes: whether each replica needs a process of its own, because it runs a whole program.
         main: the replica's entry point, ``main(job, place)``: `polyxla.launcher.replica_main.run_replica`.
     """
 
@@ -54,6 +55,7 @@ class Job:
     precision: Setting
     start_method: StartMethod = "auto"
     seed: int = 0
+    own_processes: bool = False
     main: Callable[[Job, Any], Any] = field(kw_only=True)
 
     @property

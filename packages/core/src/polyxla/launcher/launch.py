@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pluggy
 
-from polyxla import env
+from polyxla import env, xla
 from polyxla.console import say_once
+from polyxla.contracts.discovery import Device
 from polyxla.contracts.job import Job, ReplicaResult, StartMethod
 from polyxla.contracts.precision import Precision
-from polyxla.env import Setting
+from polyxla.env import LaunchSettings, Setting
 from polyxla.errors import UsageError
-from polyxla.launcher.replica_main import run_replica
+from polyxla.launcher.replica_main import Membership, call, memberships, run_replica
 from polyxla.plugins.device_request import pick_devices
 from polyxla.plugins.manager import load_plugins
 from polyxla.plugins.precision_lookup import find_precision
@@ -53,7 +55,7 @@ def launch(
             this process; ``"auto"`` leaves the choice to the runtime.
 
     Returns:
-        The functions' results in ordinal order.
+        The functions' results in ordinal order; in a replica of ``polyxla run --each`` or torchrun, its own.
 
     Raises:
         UsageError: the request cannot be met; nothing was started.
@@ -62,6 +64,7 @@ def launch(
         Exception: the exception that `train_fn` raised in a replica, with a note that names the replica.
     """
     _check_call(train_fn, args, start_method)
+    xla.launches.append(train_fn)
     environ = env.snapshot()
     settings = env.from_environ(
         environ,
@@ -69,6 +72,8 @@ def launch(
         devices=_given("devices", None if devices == "auto" else devices),
         precision=_given("precision", precision),
     )
+    if memberships:
+        return [_join(memberships[0], train_fn, args, settings)]
     selection = select(environ, settings.runtime, accelerator.lower())
     announce(selection)
     indices = select_devices(settings.devices, selection)
@@ -92,6 +97,23 @@ def launch(
     results = sorted(results, key=lambda result: result.ordinal)
     plugins.hook.polyxla_launch_finished(summaries={one.ordinal: one.summaries for one in results})
     return [result.value for result in results]
+
+
+def _join(replica: Membership, function: Any, args: Any, asked: LaunchSettings) -> Any:
+    """Run a launch in a process that is itself a replica, by ``polyxla run --each``; return its result."""
+    whole = replica.job
+    count = len(pick_devices(asked.devices, whole.runtime, [Device(i, "", "") for i in whole.devices]))
+    if asked.runtime.value != whole.runtime or count != len(whole.devices):
+        raise UsageError(
+            f"this process is one of {len(whole.devices)} replicas on runtime {whole.runtime!r}, which a "
+            f"launch for {count} on {asked.runtime.value!r} cannot join",
+            where="polyxla run --each",
+            fix="Leave runtime and devices out of the launch, or leave --each out.",
+        )
+    job = replace(whole, function=function, args=tuple(args), precision=asked.precision, seed=host_seed())
+    result = call(job, replica.replication, load_plugins(whole.runtime))
+    replica.summaries += result.summaries
+    return result.value
 
 
 def announce(selection: Selection) -> None:

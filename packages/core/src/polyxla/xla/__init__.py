@@ -20,3 +20,16 @@ def refuse_if_device_in_use(launcher: str) -> None:
         from polyxla.xla import first_device_use
 
         first_device_use.refuse(launcher)
+
+
+launches: list[object] = []
+"""What this process has launched."""
+
+
+def has_run() -> bool:
+    """Return whether this process has launched replicas or used a device."""
+    if launches or "torch_xla" not in sys.modules:
+        return bool(launches)
+    from polyxla.xla import first_device_use
+
+    return first_device_use.is_in_use()

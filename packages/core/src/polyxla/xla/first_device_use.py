@@ -1,62 +1,97 @@
-"""Recording where a process first used a device, so that an error can name the line.
+"""The first use of a device by a process: where it is, and whether a launch must come first.
 
 Heavy: it imports torch_xla.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import traceback
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch_xla
+import torch_xla.runtime as xr
+from torch_xla.experimental import plugins
 
+from polyxla import callsite, env
+from polyxla.console import say
 from polyxla.errors import UsageError
 
 _DEVICE_FUNCTIONS = (
-    "_xla_get_default_device",
-    "_xla_get_devices",
-    "_xla_real_devices",
-    "_xla_set_default_device",
+    *("_xla_get_all_", "_xla_get_default_device", "_xla_get_device", "_xla_get_num_processes"),
+    *("_xla_get_process_index", "_xla_get_replication_", "_xla_num_", "_xla_real_", "_xla_set_default_"),
 )
-"""The functions of torch_xla's C++ module through which a Python program first reaches a device."""
-_UNKNOWN = "an unknown line"
+"""Prefixes of the functions of torch_xla's C++ module through which Python code reaches a device. Creating a
+tensor on ``"xla"``, or moving one there, reaches it inside C++, which asks a plugin for its library."""
+_UNSEEN = "a line that created a tensor on 'xla', or moved one there, inside C++"
 
 _native: Any = torch_xla._XLAC  # type: ignore[attr-defined]
-_lines: list[str] = []
-_then: list[Callable[[], None]] = []
 
 
-def record(then: Callable[[], None] = lambda: None) -> None:
-    """Record the line that first uses a device, then call `then`.
+@dataclass(frozen=True)
+class _Runtime:
+    count: Callable[[], int | None]
+    variables: tuple[str, ...]
+    then: Callable[[], None]
 
-    Wraps functions of torch_xla until then. Several runtimes may call this; each `then` is called.
+    def asked_by(self) -> str | None:
+        environ = env.snapshot()
+        for name in self.variables:
+            if (text := environ.get(name)) and text != "auto":
+                return f"{name}={text}" + (", as --devices sets it" if name == env.POLYXLA_DEVICES else "")
+        return None
+
+
+@dataclass
+class _ProcessState:
+    runtimes: list[_Runtime] = field(default_factory=list)
+    originals: list[tuple[Any, str, Any]] = field(default_factory=list)
+    line: str | None = None
+
+
+_own = _ProcessState()
+
+
+def watch(
+    count: Callable[[], int | None], variables: tuple[str, ...], then: Callable[[], None] = lambda: None
+) -> None:
+    """Watch for the first use of a device: refuse it where replicas were asked for, or record its line.
+
+    Until then, ``xr.world_size()`` and ``xr.global_device_count()`` use none. Several runtimes may call this.
+
+    Args:
+        count: returns how many replicas a launch by this process would start, which those two then return;
+            None in a replica, or where the runtime has no part in launches.
+        variables: the variables by which a user asks for a number. If none is set, the number is what the
+            machine has, and a program may use one device without a launch.
+        then: called once a device is used.
     """
-    _then.append(then)
-    if len(_then) > 1:
+    _own.runtimes.append(_Runtime(count, variables, then))
+    if len(_own.runtimes) > 1:
         return
-    originals = {name: getattr(_native, name) for name in _DEVICE_FUNCTIONS}
+    for name in dir(_native):
+        if name.startswith(_DEVICE_FUNCTIONS):
+            _replace(_native, name, _watched)
+    for name in ("world_size", "global_device_count"):
+        _replace(xr, name, _counted)
+    # These stay, because each plugin is asked only once.
+    for plugin in plugins._plugin_registry.values():
+        _watch_plugin(plugin)
+    register = plugins.register_plugin
 
-    def recording(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def recorded(*args: Any) -> Any:
-            line = _user_line()
-            result = function(*args)
-            if _native._xla_runtime_is_initialized():
-                _lines.append(line)
-                for name, plain in originals.items():
-                    setattr(_native, name, plain)
-                for follow in _then:
-                    follow()
-            return result
+    @functools.wraps(register)
+    def register_plugin(name: str, plugin: plugins.DevicePlugin) -> None:
+        _watch_plugin(plugin)
+        register(name, plugin)
 
-        return recorded
+    plugins.register_plugin = register_plugin  # type: ignore[assignment]
 
-    for name, function in originals.items():
-        setattr(_native, name, recording(function))
+
+def is_in_use() -> bool:
+    """Return whether this process uses a device."""
+    return bool(_native._xla_runtime_is_initialized())
 
 
 def refuse(launcher: str) -> None:
@@ -65,18 +100,84 @@ def refuse(launcher: str) -> None:
     Raises:
         UsageError: the process uses a device; the error names the line that used it first.
     """
-    if _native._xla_runtime_is_initialized():
+    if is_in_use():
         raise UsageError(
             f"{launcher} was called in a process that already uses a device; "
-            f"the device was first used at {_lines[0] if _lines else _UNKNOWN}",
+            f"the device was first used at {_own.line or _UNSEEN}",
             where=launcher,
             fix="Use devices only in the function that is launched.",
         )
 
 
-def _user_line() -> str:
-    libraries = [Path(module.__file__ or "").parent for module in (torch, torch_xla)]
-    for frame in reversed(traceback.extract_stack()[:-2]):
-        if not any(Path(frame.filename).is_relative_to(library) for library in libraries):
-            return f"{frame.filename}:{frame.lineno}"
-    return _UNKNOWN
+def _replace(module: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    original = getattr(module, name)
+    _own.originals.append((module, name, original))
+    setattr(module, name, wrap(original))
+
+
+def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        before_use()
+        result = function(*args, **kwargs)
+        if not is_in_use() or not _own.originals:
+            return result
+        for module, name, original in _own.originals:
+            setattr(module, name, original)
+        _own.originals.clear()
+        for runtime in _own.runtimes:
+            runtime.then()
+        # Once more: what they set up may change the answer, such as the number of replicas.
+        return function(*args, **kwargs)
+
+    return watched
+
+
+def _counted(function: Callable[[], int]) -> Callable[[], int]:
+    @functools.wraps(function)
+    def counted() -> int:
+        # torch_xla would start its client, and no launch could follow.
+        if not is_in_use() and not xr.is_spmd():
+            # A launch reports what is wrong with its plan.
+            with contextlib.suppress(UsageError):
+                for one in _own.runtimes:
+                    if count := one.count():
+                        return count
+        return function()
+
+    return counted
+
+
+def _watch_plugin(plugin: plugins.DevicePlugin) -> None:
+    library_path = plugin.library_path
+
+    @functools.wraps(library_path)
+    def watched() -> Any:
+        before_use()
+        return library_path()
+
+    plugin.library_path = watched  # type: ignore[method-assign]
+
+
+def before_use() -> None:
+    """Record the user's line, unless a device is in use already. Called before the device is used.
+
+    Ends the program if replicas were asked for, and this process is none of them. An exception that programs
+    catch would not do: torch_xla aborts the process when it starts its client for the second time.
+    """
+    if is_in_use():
+        return
+    _own.line = callsite.user_line()
+    for one in _own.runtimes:
+        origin = None if xr.is_spmd() else one.asked_by()
+        count = one.count() if origin else None
+        if count and count > 1:
+            error = UsageError(
+                f"{count} replicas were asked for, but {_own.line or 'this process'} uses a device without "
+                "launching them",
+                where=origin,
+                fix="Use devices only in a function that torch_xla.launch or polyxla.launch starts; or run "
+                "the whole program in each replica (polyxla run --each), or in only one (--devices 1).",
+            )
+            say(f"error: {error}")
+            raise SystemExit(error.exit_code)

@@ -5,6 +5,7 @@ Heavy: imported by the plugins that torch_xla imports.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -16,10 +17,10 @@ from torch_xla._internal import pjrt
 
 from polyxla import presence
 from polyxla.tracebacks import Folded, note_replica
-from polyxla.xla import first_device_use
+from polyxla.xla import first_device_use, launches
 from polyxla.xla.main_module import Call, refuse_while_importing
 
-_LAUNCH = "torch_xla.launch"
+_LAUNCH, _SPAWN = "torch_xla.launch", "xmp.spawn"
 _PlanT = TypeVar("_PlanT")
 
 
@@ -61,7 +62,7 @@ class TorchXlaLaunch:
 
 
 def handle_launches(
-    prepared: Callable[[], _PlanT | None],
+    prepared: Callable[[int | None], _PlanT | None],
     run: Callable[[_PlanT, TorchXlaLaunch], Iterable[tuple[int, Any]]],
 ) -> None:
     """Handle the launches of plain programs from now on, if the runtime has a plan for them.
@@ -70,23 +71,54 @@ def handle_launches(
 
     Args:
         prepared: returns the runtime's plan of the replicas in this environment; None to leave the launch to
-            the previous handler.
+            the previous handler. Its argument is the ``nprocs`` of ``xmp.spawn``, or None for all replicas;
+            it raises `UsageError` if there cannot be so many.
         run: runs every replica of the plan and returns what ``call`` returned in each, in any order.
     """
     previous: Callable[..., dict[int, Any]] = pjrt.run_multiprocess
+    previous_spawn: Callable[..., Any] = pjrt.spawn
+
+    def launch(
+        plan: _PlanT, function: Callable[..., Any], args: Any, kwargs: Any, method: str
+    ) -> dict[int, Any]:
+        with Folded():
+            return dict(sorted(run(plan, _launched(function, args, kwargs, method)), key=_ordinal))
 
     def run_multiprocess(
         function: Callable[..., Any], *args: Any, start_method: str = "spawn", **kwargs: Any
     ) -> dict[int, Any]:
+        launches.append(function)
+        if _joined:
+            return {xr.global_ordinal(): function(*args, **kwargs)}
         # Before asking for the plan, which does not exist in a replica process.
         refuse_while_importing(_LAUNCH)
-        plan = prepared()
+        plan = prepared(None)
         if plan is None:
             return previous(function, *args, start_method=start_method, **kwargs)
-        with Folded():
-            return dict(sorted(run(plan, _launched(function, args, kwargs, start_method)), key=_ordinal))
+        return launch(plan, function, args, kwargs, start_method)
+
+    @functools.wraps(previous_spawn)
+    def spawn(
+        fn: Callable[..., Any], nprocs: int | None = None, start_method: str = "spawn", args: Any = ()
+    ) -> Any:
+        if nprocs is not None and not _joined:
+            refuse_while_importing(_SPAWN)
+            if (plan := prepared(nprocs)) is not None:
+                launches.append(fn)
+                launch(plan, pjrt._SpawnFn(fn, *args), (), {}, start_method)
+                return None
+        return previous_spawn(fn, None if _joined else nprocs, start_method, args)
 
     pjrt.run_multiprocess = run_multiprocess  # type: ignore[assignment]
+    pjrt.spawn = spawn
+
+
+def join() -> None:
+    """Make every launch by this process run its function here: the process is a replica already."""
+    _joined.append(True)
+
+
+_joined: list[bool] = []
 
 
 def _ordinal(numbered: tuple[int, Any]) -> int:
