@@ -75,6 +75,88 @@ def test_a_torchrun_with_another_number_of_processes_is_refused(clean_environ: d
     assert "Write torchrun --nproc-per-node 4." in done.stderr
 
 
+def test_using_a_device_without_launching_the_replicas_asked_for_ends_the_program(
+    runtime: RuntimeUnderTest,
+) -> None:
+    program = PROGRAMS / "use_without_launch.py"
+    done = runtime.run("--devices", "4", str(program))
+    assert done.returncode == 2, done.stderr
+    *caught, uncaught = [line for line in done.stderr.splitlines() if "uses a device" in line]
+    places = re.findall(r"LINE (\d+) CODE 2", done.stdout)
+    # The names come before the counts, which need no device.
+    assert done.stdout.startswith("COUNT 4 4\n")
+    assert len(places) == len(caught) == 6
+    for line, place in zip([*caught, uncaught], [*places, "26"], strict=True):
+        assert f"4 replicas were asked for, but {_shown(program)}:{place} uses a device without" in line
+        assert (
+            "(from POLYXLA_DEVICES=[0, 1, 2, 3], as --devices sets it). Use devices only in a function"
+            in line
+        )
+        assert "polyxla run --each" in line
+    assert "Traceback" not in done.stderr
+
+
+def _shown(program: Path) -> Path:
+    """Return a program's path as messages show it."""
+    return program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "count"),
+    [
+        ("POLYXLA_EMULATE", "v3-8", 8),
+        pytest.param("POLYXLA_DEVICES", "2", 2, marks=pytest.mark.long),
+    ],
+)
+def test_plain_python_ends_there_too(
+    clean_environ: dict[str, str], variable: str, value: str, count: int
+) -> None:
+    program = PROGRAMS / "touch_device.py"
+    done = run([sys.executable, str(program)], {**clean_environ, variable: value})
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = [line for line in done.stderr.splitlines() if not line.startswith("WARNING")]
+    assert line.startswith(
+        f"polyxla: error: {count} replicas were asked for, but {_shown(program)}:6 uses a device"
+    )
+    assert f"(from {variable}={value}" in line
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(1, marks=pytest.mark.long)])
+def test_a_program_can_spawn_a_number_of_cpu_replicas(clean_environ: dict[str, str], count: int) -> None:
+    command = [sys.executable, str(PROGRAMS / "spawn_replicas.py"), str(count)]
+    done = run(command, {**clean_environ, "PJRT_DEVICE": "CPU"})
+    assert done.returncode == 0, done.stderr
+    expected = [f"REPLICA {index} {count}" for index in range(count)]
+    assert sorted(done.stdout.splitlines()) == expected
+
+
+@pytest.mark.parametrize(
+    ("init_method", "emulated"),
+    [("xla://", None), pytest.param("env://", "v3-4", marks=pytest.mark.long)],
+)
+def test_a_program_runs_once_in_each_replica(
+    runtime: RuntimeUnderTest, init_method: str, emulated: str | None
+) -> None:
+    if emulated and runtime.name != "pjrt":
+        pytest.skip("only pjrt emulates")
+    environ = {"POLYXLA_EMULATE": emulated, "PJRT_DEVICE": ""} if emulated else {}
+    devices = [] if emulated else ["--devices", "2"]
+    size = 4 if emulated else 2
+    done = runtime.run("--each", *devices, str(PROGRAMS / "run_in_each.py"), init_method, **environ)
+    assert done.returncode == 0, done.stderr
+    total = sum(range(size))
+    launched = f"[({list(range(size))}, {size})]"
+    assert sorted(done.stdout.splitlines()) == [
+        f"EACH {rank} {rank} {size} {total} {total} {launched} {[rank]} {[rank]}" for rank in range(size)
+    ]
+
+
+def test_the_replica_that_fails_in_run_each_is_named(runtime: RuntimeUnderTest) -> None:
+    done = runtime.run("--each", "--devices", "2", str(PROGRAMS / "fail_in_each.py"))
+    assert done.returncode == 3
+    assert "the program exited with code 3 in the replica with ordinal 1 on " in done.stderr
+
+
 def test_two_cells_of_a_notebook_can_launch(clean_environ: dict[str, str]) -> None:
     environ = {**clean_environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
     # A kernel that sees pytest's variable does not capture what child processes print.

@@ -7,11 +7,19 @@ from pathlib import Path
 import pytest
 
 from polyxla import UsageError
+from polyxla.env import POLYXLA_DEVICES
 from polyxla_bridge.env import from_environ
 from polyxla_pjrt import env, torchrun
-from polyxla_pjrt.discovery import discover, plan_for, replica_environment, requested_devices
+from polyxla_pjrt.discovery import (
+    discover,
+    plan_for,
+    prepared_plan,
+    replica_environment,
+    requested_devices,
+)
 from polyxla_pjrt.layout import Layout, Plan, cpu_layout, tpu_layout
 from polyxla_pjrt.tpu.accelerators import AcceleratorType
+from polyxla_pjrt.tpu_plan import TpuPlan
 
 TORCHRUN = {env.TORCHELASTIC_RUN_ID: "a", env.WORLD_SIZE: "4", env.LOCAL_WORLD_SIZE: "4", env.RANK: "1"}
 
@@ -86,6 +94,66 @@ def test_processes_that_cannot_share_equally_are_refused(text: str) -> None:
         f"{text} processes cannot share 4 replicas equally (from POLYXLA_PJRT_PROCESSES={text}). "
         "Write one of 1, 2, 4, or unset it for one process per replica."
     )
+
+
+FOUR = {env.PJRT_DEVICE: "CPU_POLYXLA", POLYXLA_DEVICES: "4"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "nprocs", "layout"),
+    [
+        pytest.param({env.PJRT_DEVICE: "CPU"}, 8, Layout(processes=8), id="cpu"),
+        pytest.param(
+            {env.PJRT_DEVICE: "CPU_POLYXLA", POLYXLA_DEVICES: "4"}, 4, Layout(processes=4), id="asked"
+        ),
+        pytest.param({env.POLYXLA_EMULATE: "v3-8"}, 8, Layout(threads=2, processes=4), id="emulated"),
+        pytest.param({env.PJRT_DEVICE: "CPU"}, 1, None, id="one"),
+        pytest.param({env.PJRT_DEVICE: "TPU_XRT"}, 8, None, id="another-runtimes"),
+    ],
+)
+def test_a_program_can_name_the_number_of_replicas(
+    environ: dict[str, str], nprocs: int, layout: Layout | None
+) -> None:
+    environ = {env.PJRT_DEVICE: "TPU_POLYXLA", **environ}
+    plan = prepared_plan(environ, nprocs)
+    assert (plan.layout if plan else None) == layout
+
+
+@pytest.mark.parametrize(
+    ("environ", "nprocs", "count"),
+    [
+        pytest.param(FOUR, 8, 4, id="asked"),
+        pytest.param({env.PJRT_DEVICE: "CPU", env.CPU_NUM_DEVICES: "2"}, 8, 2, id="fixed"),
+        pytest.param({env.POLYXLA_EMULATE: "v3-8", env.PJRT_DEVICE: "TPU_POLYXLA"}, 4, 8, id="emulated"),
+    ],
+)
+def test_a_number_of_replicas_that_is_not_available_is_refused(
+    environ: dict[str, str], nprocs: int, count: int
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        prepared_plan(environ, nprocs)
+    assert str(caught.value) == (
+        f"the program asks for {nprocs} replicas, but there are {count} devices here (from nprocs={nprocs}). "
+        f"Write nprocs={count}, or leave it out to use all of them."
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "layout"),
+    [
+        (Plan("TPU", Layout(2, 4), tpu("v3-8")), Layout(1, 8)),
+        (Plan("TPU", Layout(2, 4, 4), tpu("v3-32")), Layout(1, 8, 4)),
+        (Plan("CPU", Layout(processes=2)), Layout(processes=2)),
+        (TpuPlan("TPU", Layout(1, 4)), Layout(1, 4)),
+    ],
+)
+def test_each_replica_can_have_a_process_of_its_own(plan: Plan, layout: Layout) -> None:
+    assert plan.with_own_processes().layout == layout
+
+
+def test_the_cores_of_a_real_chip_cannot_have_a_process_each() -> None:
+    with pytest.raises(UsageError, match="the 2 cores of a chip are replicas of one process"):
+        TpuPlan("TPU", Layout(2, 4)).with_own_processes()
 
 
 def test_ordinals_count_through_threads_then_processes_then_hosts() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from polyxla import UsageError, World
 from polyxla.console import say_once
@@ -91,6 +91,15 @@ class Plan:
     def first_process(self) -> int:
         """The number of the first process that this host starts."""
         return 0
+
+    def with_own_processes(self) -> Plan:
+        """Return the plan in which each replica has a process of its own, also on an emulated v2 or v3.
+
+        Raises:
+            UsageError: that is impossible; see `polyxla_pjrt.tpu_plan.TpuPlan`.
+        """
+        layout = self.layout
+        return replace(self, layout=Layout(1, layout.processes * layout.threads, layout.hosts))
 
     def program_environment(self, cpu_count: int) -> dict[str, str]:
         """Return the variables for a program that launches the replicas, and may hold them all as threads."""

@@ -54,7 +54,7 @@ def polyxla_launch(job: Job) -> list[Any]:
     if plan is None or not plan.is_bridged:
         say_uncached(job.environ)
     if plan is not None:
-        return run_job(job, plan)
+        return run_job(job, plan.with_own_processes() if job.own_processes else plan)
     if job.process_method is None:
         return run_inline(job)
     return run_processes(job, [None], [job.environ], method=job.process_method, preload=PRELOAD)

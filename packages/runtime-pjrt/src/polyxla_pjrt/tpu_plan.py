@@ -36,6 +36,21 @@ class TpuPlan(Plan):
         """The number of this host's first process in the slice."""
         return self.worker_id * self.layout.processes
 
+    def with_own_processes(self) -> TpuPlan:
+        """Return this plan if each replica has a process of its own.
+
+        Raises:
+            UsageError: the cores of a chip share a process.
+        """
+        if self.layout.threads > 1:
+            raise UsageError(
+                f"the {self.layout.threads} cores of a chip are replicas of one process, so a program cannot "
+                "run once in each",
+                where="--each",
+                fix="Launch the replicas in the program, by torch_xla.launch or polyxla.launch.",
+            )
+        return self
+
     def program_environment(self, cpu_count: int) -> dict[str, str]:
         """Return the variables for a program that launches the replicas."""
         return {env.PJRT_DEVICE: self.kind}

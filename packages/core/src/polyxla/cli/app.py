@@ -180,6 +180,7 @@ def run(
     devices: DevicesOption = None,
     precision: PrecisionOption = None,
     wait: WaitOption = None,
+    each: Annotated[bool, typer.Option("--each", help="Run the program once in every replica.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the variables and the command, and exit.")
     ] = False,
@@ -192,6 +193,7 @@ def run(
 
     The script receives the choice in its environment. Its output, signals and exit code are passed through.
     """
+    from polyxla.cli.each import run_each
     from polyxla.cli.run import make_run_plan, replace_process
 
     with plain_errors(as_json and dry_run):
@@ -203,7 +205,7 @@ def run(
             precision=_flag("--precision", precision),
             wait_s=_flag("--wait", wait),
         )
-        plan = make_run_plan(environ, settings, command)
+        plan = make_run_plan(environ, settings, command, each)
     if dry_run:
         print_json(plan.as_json()) if as_json else _show_plan(plan.as_json())
         return
@@ -211,6 +213,8 @@ def run(
         print(json.dumps(plan.as_json()), file=sys.stderr)
     else:
         announce(plan.selection)
+    if plan.each:
+        run_each(plan, environ)
     replace_process(plan, environ)
 
 

@@ -27,16 +27,18 @@ class RunPlan:
     """The choices of one ``polyxla run``.
 
     Attributes:
-        command: the program and its arguments.
+        command: Python with the module that runs the program, the program, and its arguments.
         selection: the chosen runtime and the reason.
         devices: indices of the devices.
         variables: variables to add to the environment.
+        each: whether the program runs once in every replica.
     """
 
     command: tuple[str, ...]
     selection: Selection
     devices: tuple[int, ...]
     variables: Mapping[str, str]
+    each: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as JSON-compatible values, for ``--json``."""
@@ -45,18 +47,21 @@ class RunPlan:
             "reason": self.selection.reason,
             "warnings": list(self.selection.warnings),
             "devices": list(self.devices),
+            "each": self.each,
             "environment": dict(self.variables),
             "command": list(self.command),
         }
 
 
-def make_run_plan(environ: Mapping[str, str], settings: LaunchSettings, command: Sequence[str]) -> RunPlan:
+def make_run_plan(
+    environ: Mapping[str, str], settings: LaunchSettings, program: Sequence[str], each: bool = False
+) -> RunPlan:
     """Make the plan, and check all that can be checked before the program starts.
 
     Raises:
         UsageError: the program does not exist, or the runtime, devices, precision or wait cannot be used.
     """
-    _check_program(command)
+    _check_program(program)
     _check_wait(settings.wait_s)
     selection = select(environ, settings.runtime)
     devices = select_devices(settings.devices, selection)
@@ -71,7 +76,8 @@ def make_run_plan(environ: Mapping[str, str], settings: LaunchSettings, command:
         variables[env.POLYXLA_PRECISION] = str(settings.precision.value)
     if settings.wait_s.origin != "default":
         variables[env.POLYXLA_WAIT_S] = str(settings.wait_s.value)
-    return RunPlan((sys.executable, "-m", script.__name__, *command), selection, devices, variables)
+    command = (sys.executable, "-m", script.__name__, *program)
+    return RunPlan(command, selection, devices, variables, each)
 
 
 def replace_process(plan: RunPlan, environ: Mapping[str, str]) -> NoReturn:

@@ -1,0 +1,82 @@
+"""``polyxla run --each``: run the program once in every replica, with torchrun's variables."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from polyxla import env
+from polyxla.cli import script
+from polyxla.cli.run import RunPlan
+from polyxla.console import say
+from polyxla.contracts.job import Job
+from polyxla.env import Setting
+from polyxla.errors import PolyxlaError, ReplicaLostError, UsageError
+from polyxla.launcher import replica_main
+from polyxla.launcher.messages import RemoteTraceback
+from polyxla.launcher.ports import LOCALHOST, free_ports
+from polyxla.plugins.manager import load_plugins
+
+
+def run_each(plan: RunPlan, environ: Mapping[str, str]) -> NoReturn:
+    """Run the program in every replica, wait for all, and exit with the code of the first that fails."""
+    # On several hosts, the user says where torch.distributed's store is. Some runtimes choose another port.
+    one_host = plan.selection.discovery.host_count == 1
+    store = {"MASTER_ADDR": LOCALHOST, "MASTER_PORT": str(free_ports(1)[0])} if one_host else {}
+    job = Job(
+        main=_run_program,
+        function=script.run,
+        # Without python -m polyxla.cli.script.
+        args=(plan.command[3:],),
+        runtime=plan.selection.runtime,
+        devices=plan.devices,
+        environ={**store, **environ, **plan.variables},
+        precision=Setting(None, "default"),
+        start_method="forkserver",
+        own_processes=True,
+    )
+    try:
+        load_plugins(job.runtime).hook.polyxla_launch(job=job)
+    except PolyxlaError as error:
+        say("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]))
+        sys.exit(error.exit_code)
+    except Exception as error:
+        if not isinstance(error.__cause__, RemoteTraceback):
+            raise
+        say(f"error: the program failed:{error.__cause__}")
+        sys.exit(1)
+    sys.exit(0)
+
+
+def _run_program(job: Job, place: Any) -> None:
+    """Run the program in a replica, whose process is the replica from now on."""
+    with replica_main.connected(job, place, load_plugins(job.runtime)) as replication:
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError(
+                f"runtime {job.runtime!r} puts several replicas into a process, not a program into each",
+                where="--each",
+                fix="Launch the replicas in the program, by polyxla.launch.",
+            )
+        world = replication.world
+        numbers = {"RANK": world.ordinal, "LOCAL_RANK": world.local_ordinal}
+        numbers |= {"WORLD_SIZE": world.world_size, "LOCAL_WORLD_SIZE": world.local_world_size}
+        env.update_environ({name: str(number) for name, number in numbers.items()})
+        replica_main.memberships.append((job, replication))
+        if "torch_xla" in sys.modules:
+            from polyxla.xla import torch_xla_launch
+
+            torch_xla_launch.join()
+        try:
+            job.function(*job.args)
+        except SystemExit as end:
+            if end.code in (None, 0):
+                return
+            code = end.code if isinstance(end.code, int) else 1
+            if code is not end.code:
+                print(end.code, file=sys.stderr)
+            who = replica_main.describe(world.ordinal)
+            error = ReplicaLostError(f"the program exited with code {code} in {who}")
+            error.exit_code = code
+            raise error from None

@@ -1,0 +1,127 @@
+"""`polyxla run --each`: the program runs in every replica, and a failure is reported as by a launch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from polyxla import Job, Setting, UsageError
+from polyxla.cli import each
+from polyxla.testing import PluginInstaller
+
+TIMEOUT_S = 60.0
+PROGRAMS = Path(__file__).parent / "programs"
+SCRIPT = str(PROGRAMS / "each_script.py")
+
+
+@pytest.fixture(autouse=True)
+def _bare_runtime(install_plugin: PluginInstaller) -> None:
+    """A runtime without torch, with a process for each of up to four replicas."""
+    install_plugin.hide_others()
+    install_plugin("bare", (PROGRAMS / "bare_runtime.py").read_text())
+
+
+def _each(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "polyxla", "run", "--each", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("way", ["return", pytest.param("exit-0", marks=pytest.mark.long)])
+def test_the_program_runs_in_every_replica_with_torchruns_variables(way: str) -> None:
+    done = _each("--devices", "2", SCRIPT, way, "--each")
+    assert (done.returncode, done.stderr) == (0, "")
+    first, second = sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda one: one[2][0])
+    port = first[2][-1]
+    assert port.isdecimal()
+    for rank, (name, arguments, seen, joined) in enumerate([first, second]):
+        assert (name, arguments) == ("__main__", [SCRIPT, way, "--each"])
+        assert seen == [str(rank), str(rank), "2", "2", "127.0.0.1", port]
+        # A launch joins the replicas: each process runs its own part, and gets its own result.
+        assert joined == [["joined", rank, 2, True]]
+
+
+@pytest.mark.parametrize(
+    ("way", "code", "text"),
+    [
+        pytest.param(
+            "raise",
+            1,
+            'each_script.py", line 31, in *ValueError: the reason\nraised in the replica with ordinal 1 ',
+            id="exception",
+        ),
+        pytest.param(
+            "exit-3",
+            3,
+            "polyxla: error: the program exited with code 3 in the replica with ordinal 1",
+            id="exit",
+        ),
+        pytest.param(
+            "exit-text",
+            1,
+            "the text\n*exited with code 1 in the replica with ordinal 1 on ",
+            id="text",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "killed",
+            1,
+            "polyxla: error: process 1 (pid *was ended by SIGKILL",
+            id="killed",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "other-number",
+            2,
+            "this process is one of 2 replicas on runtime 'bare', which a launch for 1 on 'bare' cannot join "
+            "(from polyxla run --each). Leave runtime and devices out of the launch, or leave --each out.",
+            id="other-number",
+        ),
+    ],
+)
+def test_a_failing_replica_is_named_and_ends_the_others(way: str, code: int, text: str) -> None:
+    begin = time.monotonic()
+    done = _each("--devices", "2", SCRIPT, way)
+    assert time.monotonic() - begin < TIMEOUT_S / 2, "the other replica sleeps longer"
+    assert done.returncode == code
+    assert all(part in done.stderr for part in text.split("*")), done.stderr
+    assert "processes.py" not in done.stderr, "the launching process's own traceback is not printed"
+
+
+def test_the_plan_says_that_the_program_runs_in_each_replica(tmp_path: Path) -> None:
+    done = _each("--devices", "2", "--dry-run", "--json", SCRIPT)
+    plan = json.loads(done.stdout)
+    assert (plan["each"], plan["devices"]) == (True, [0, 1])
+    done = _each("--devices", "1", "--json", SCRIPT, "return")
+    assert json.loads(done.stderr)["each"] is True
+    assert json.loads(done.stdout)[2][:4] == ["0", "0", "1", "1"]
+
+
+def test_replicas_that_share_a_process_are_refused() -> None:
+    job = Job(
+        print, (), "bare", (0, 1), {}, Setting(None, "default"), main=each._run_program, own_processes=True
+    )
+    errors: list[BaseException] = []
+
+    def replica() -> None:
+        try:
+            job.run(1)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=replica)
+    thread.start()
+    thread.join(TIMEOUT_S)
+    (error,) = errors
+    assert isinstance(error, UsageError)
+    assert "puts several replicas into a process" in str(error)
