@@ -13,7 +13,7 @@ import pytest
 
 from polyxla import Job, Setting, UsageError
 from polyxla.cli import each
-from polyxla.testing import PluginInstaller
+from polyxla_testing import PluginInstaller
 
 TIMEOUT_S = 60.0
 PROGRAMS = Path(__file__).parent / "programs"

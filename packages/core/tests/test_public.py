@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import polyxla
-from polyxla import env, errors, hookspecs, testing
+import polyxla_testing
+from polyxla import env, errors, hookspecs
 from polyxla.cli import app
 from polyxla_testing import fake
 
@@ -29,7 +30,7 @@ def _public(module: object) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("module", [polyxla, testing], ids=["polyxla", "testing"])
+@pytest.mark.parametrize("module", [polyxla, polyxla_testing], ids=["polyxla", "testing"])
 def test_all_is_what_is_defined_and_sorted(module: object) -> None:
     exported: list[str] = module.__all__  # type: ignore[attr-defined]
     assert exported == sorted(exported)

@@ -127,22 +127,6 @@ def timeout_s(environ: Mapping[str, str], name: str) -> float:
     return seconds
 
 
-def observes(environ: Mapping[str, str]) -> bool:
-    """Return whether loops are to be watched.
-
-    Raises:
-        UsageError: the variable is neither ``on`` nor ``off``.
-    """
-    text = environ.get(POLYXLA_OBSERVE) or "on"
-    if text not in ("on", "off"):
-        raise UsageError(
-            f"{POLYXLA_OBSERVE}={text} is neither on nor off",
-            where="the environment",
-            fix=f"Write {POLYXLA_OBSERVE}=off, or unset it.",
-        )
-    return text == "on"
-
-
 def snapshot() -> dict[str, str]:
     """Copy this process's environment, which other threads may change meanwhile."""
     # Not dict(os.environ): it raises KeyError for a variable that a thread removes after it was listed, as

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyxla import env
 from polyxla.console import say
+from polyxla.errors import UsageError
 from polyxla.hookspecs import hookimpl
 from polyxla_training.storage.location import is_url
 
@@ -33,10 +34,21 @@ def polyxla_add_commands(app: typer.Typer) -> None:
 @hookimpl
 def polyxla_replica_started(replica: Replica) -> None:
     """Watch the replica's loop, unless POLYXLA_OBSERVE is off."""
-    if env.observes(env.snapshot()):
+    if _observes(env.snapshot()):
         from polyxla_training.observe.own_loop.loop_watch import LoopWatch
 
         replica.add_listener(LoopWatch(replica))
+
+
+def _observes(environ: Mapping[str, str]) -> bool:
+    text = environ.get(env.POLYXLA_OBSERVE) or "on"
+    if text not in ("on", "off"):
+        raise UsageError(
+            f"{env.POLYXLA_OBSERVE}={text} is neither on nor off",
+            where="the environment",
+            fix=f"Write {env.POLYXLA_OBSERVE}=off, or unset it.",
+        )
+    return text == "on"
 
 
 @hookimpl

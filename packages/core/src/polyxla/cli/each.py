@@ -10,12 +10,10 @@ from typing import Any, NoReturn
 from polyxla import env
 from polyxla.cli import script
 from polyxla.cli.run import RunPlan
-from polyxla.console import say
-from polyxla.contracts.job import Job
+from polyxla.contracts.job import Job, ReplicaResult
 from polyxla.env import Setting
-from polyxla.errors import PolyxlaError, ReplicaLostError, UsageError
+from polyxla.errors import ReplicaLostError, UsageError
 from polyxla.launcher import replica_main
-from polyxla.launcher.messages import RemoteTraceback
 from polyxla.launcher.ports import LOCALHOST, free_ports
 from polyxla.plugins.manager import load_plugins
 
@@ -37,20 +35,16 @@ def run_each(plan: RunPlan, environ: Mapping[str, str]) -> NoReturn:
         start_method="forkserver",
         own_processes=True,
     )
+    plugins = load_plugins(job.runtime)
     try:
-        load_plugins(job.runtime).hook.polyxla_launch(job=job)
-    except PolyxlaError as error:
-        say("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]))
-        sys.exit(error.exit_code)
+        results: list[ReplicaResult] = plugins.hook.polyxla_launch(job=job)
     except Exception as error:
-        if not isinstance(error.__cause__, RemoteTraceback):
-            raise
-        say(f"error: the program failed:{error.__cause__}")
-        sys.exit(1)
+        script.fail(error)
+    plugins.hook.polyxla_launch_finished(summaries={one.ordinal: one.summaries for one in results})
     sys.exit(0)
 
 
-def _run_program(job: Job, place: Any) -> None:
+def _run_program(job: Job, place: Any) -> ReplicaResult:
     """Run the program in a replica, whose process is the replica from now on."""
     with replica_main.connected(job, place, load_plugins(job.runtime)) as replication:
         if threading.current_thread() is not threading.main_thread():
@@ -63,7 +57,8 @@ def _run_program(job: Job, place: Any) -> None:
         numbers = {"RANK": world.ordinal, "LOCAL_RANK": world.local_ordinal}
         numbers |= {"WORLD_SIZE": world.world_size, "LOCAL_WORLD_SIZE": world.local_world_size}
         env.update_environ({name: str(number) for name, number in numbers.items()})
-        replica_main.memberships.append((job, replication))
+        own = replica_main.Membership(job, replication)
+        replica_main.memberships.append(own)
         if "torch_xla" in sys.modules:
             from polyxla.xla import torch_xla_launch
 
@@ -71,12 +66,12 @@ def _run_program(job: Job, place: Any) -> None:
         try:
             job.function(*job.args)
         except SystemExit as end:
-            if end.code in (None, 0):
-                return
-            code = end.code if isinstance(end.code, int) else 1
-            if code is not end.code:
-                print(end.code, file=sys.stderr)
-            who = replica_main.describe(world.ordinal)
-            error = ReplicaLostError(f"the program exited with code {code} in {who}")
-            error.exit_code = code
-            raise error from None
+            if end.code not in (None, 0):
+                code = end.code if isinstance(end.code, int) else 1
+                if code is not end.code:
+                    print(end.code, file=sys.stderr)
+                who = replica_main.describe(world.ordinal)
+                error = ReplicaLostError(f"the program exited with code {code} in {who}")
+                error.exit_code = code
+                raise error from None
+        return ReplicaResult(world.ordinal, None, own.summaries)

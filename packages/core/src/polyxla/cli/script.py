@@ -17,7 +17,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from polyxla import env, xla
 from polyxla.console import end_interrupted, say, say_once
@@ -42,19 +42,18 @@ def main() -> None:
                 _check_launched(asked)
             raise
         _check_launched(asked)
-    except PolyxlaError as error:
-        main = sys.modules["__main__"]
-        say(f"error: {error}{_line_of(error, None if main is own else getattr(main, '__file__', None))}")
-        sys.exit(error.exit_code)
     except KeyboardInterrupt:
         end_interrupted()
     except Exception as error:
-        print_folded(error)
-        sys.exit(1)
+        program = sys.modules["__main__"]
+        fail(error, None if program is own else getattr(program, "__file__", None))
 
 
-def print_folded(error: Exception) -> None:
-    """Print an exception as Python does, without polyxla's frames."""
+def fail(error: Exception, path: str | None = None) -> NoReturn:
+    """End the program after an exception: print polyxla's own on one line, with its line in `path`."""
+    if isinstance(error, PolyxlaError):
+        say(f"error: {error}{_line_of(error, path)}")
+        sys.exit(error.exit_code)
     # This module is called __main__ in this process, as the program is.
     while error.__traceback__ and error.__traceback__.tb_frame.f_code.co_filename == __file__:
         error.__traceback__ = error.__traceback__.tb_next
@@ -64,6 +63,7 @@ def print_folded(error: Exception) -> None:
         sys.stderr.write(str(error.__cause__).lstrip())
     else:
         sys.excepthook(type(error), error, error.__traceback__)
+    sys.exit(1)
 
 
 def run(program: Sequence[str]) -> None:
