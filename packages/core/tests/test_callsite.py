@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from polyxla import callsite
-from polyxla.callsite import BACKWARD, caller, location, user_line, user_line_in_thread
+from polyxla.callsite import BACKWARD, caller, location, user_line
 from polyxla.plugins.manager import HOOKSPECS, PLUGINS, RUNTIMES, load_plugins
 from polyxla_testing import PluginInstaller
 
@@ -119,13 +119,13 @@ def test_a_threads_line_is_the_users_innermost() -> None:
     thread.start()
     try:
         assert begun.wait(TIMEOUT_S)
-        found = user_line_in_thread(thread.ident or 0)
+        found = user_line(thread.ident or 0)
     finally:
         done.set()
         thread.join(TIMEOUT_S)
     assert found is not None
     assert found.partition(":")[0].endswith(HERE)
-    assert user_line_in_thread(thread.ident or 0) is None, "the thread has ended"
+    assert user_line(thread.ident or 0) is None, "the thread has ended"
 
 
 def test_a_thread_without_the_users_frames_has_no_line() -> None:
@@ -133,7 +133,7 @@ def test_a_thread_without_the_users_frames_has_no_line() -> None:
     thread = threading.Thread(target=done.wait, args=(TIMEOUT_S,))
     thread.start()
     try:
-        assert user_line_in_thread(thread.ident or 0) is None
+        assert user_line(thread.ident or 0) is None
     finally:
         done.set()
         thread.join(TIMEOUT_S)

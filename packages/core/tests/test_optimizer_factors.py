@@ -12,7 +12,6 @@ import torch
 from polyxla.xla.optimizer_factors import (
     FactorTensors,
     correction_is_one,
-    decay_is_one,
     factors_as_inputs,
 )
 
@@ -20,13 +19,6 @@ from polyxla.xla.optimizer_factors import (
 def optimizer(**options: Any) -> torch.optim.AdamW:
     parameter = torch.nn.Parameter(torch.linspace(-2.0, 2.0, 50))
     return torch.optim.AdamW([parameter], **options)
-
-
-@pytest.mark.parametrize(("rate", "is_one"), [(1e-3, False), (3.1e-6, False), (2.9e-6, True), (0.0, False)])
-def test_a_decay_without_effect_in_float32_is_known(rate: float, is_one: bool) -> None:
-    [group] = optimizer(lr=rate, weight_decay=0.01).param_groups
-    assert decay_is_one(group) == is_one
-    assert rate == 0.0 or (torch.tensor(1 - rate * 0.01, dtype=torch.float32).item() == 1.0) == is_one
 
 
 @pytest.mark.parametrize("beta", [0.5, 0.9])

@@ -42,7 +42,7 @@ def _only_toy(install_plugin: PluginInstaller) -> None:
     ],
 )
 def test_a_misspelt_variable_gets_the_nearest_name(name: str, near: str | None) -> None:
-    (warning,) = unknown_variables({name: "4"}, "toy")
+    (warning,) = unknown_variables({name: "4"})
     advice = f" Did you mean {near}?" if near else ""
     assert warning == f"{name} is not a variable of polyxla and has no effect.{advice}"
 
@@ -56,7 +56,7 @@ def test_variables_of_the_core_of_plugins_and_of_others_are_not_called_wrong(
     names = {*constants(env), "POLYXLA_LISTENER_FILE", "POLYXLA_RIVAL_PORT", "POLYXLA_TOY_SPEED"}
     others = {"XLA_FLAGS", "PJRT_DEVICE", "XRT_INI_PATH", "MY_POLYXLA_X"}
     assert "POLYXLA_WAIT_S" in names
-    assert unknown_variables(dict.fromkeys(names | others, "1"), "toy") == ()
+    assert unknown_variables(dict.fromkeys(names | others, "1")) == ()
 
 
 @pytest.mark.parametrize("runtime", [Setting(None, "default"), Setting("toy", "--runtime toy")])

@@ -63,17 +63,13 @@ def caller(observer: str = "") -> str | None:
     return location(frame.f_code, frame.f_lineno) if frame else BACKWARD
 
 
-def user_line() -> str | None:
-    """Return ``file:line`` of the user's innermost frame; None if the stack has none."""
-    return _innermost_user_line(sys._getframe(1))
+def user_line(thread: int | None = None) -> str | None:
+    """Return ``file:line`` of the user's innermost frame; None if there is none.
 
-
-def user_line_in_thread(ident: int) -> str | None:
-    """Return ``file:line`` of the user's innermost frame in the thread `ident`; None if it has none."""
-    return _innermost_user_line(sys._current_frames().get(ident))
-
-
-def _innermost_user_line(frame: FrameType | None) -> str | None:
+    Args:
+        thread: a thread's identifier; default: the calling thread.
+    """
+    frame = sys._getframe(1) if thread is None else sys._current_frames().get(thread)
     while frame is not None and not _is_users(frame):
         frame = frame.f_back
     return location(frame.f_code, frame.f_lineno) if frame else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 
 INSTALL_PREFIX = "./packages/"
@@ -49,7 +50,7 @@ class UsageError(PolyxlaError):
 
     def __reduce__(self) -> tuple[object, ...]:
         # The dictionary holds the notes, which name the replica that failed.
-        return (_rebuild, (type(self), self.what, self.where, self.fix), self.__dict__)
+        return (functools.partial(type(self), where=self.where, fix=self.fix), (self.what,), self.__dict__)
 
 
 class UnknownRuntimeError(UsageError):
@@ -82,7 +83,3 @@ class StalledError(PolyxlaError):
     ``POLYXLA_STALL_TIMEOUT_S`` limits the wait for other replicas, ``POLYXLA_INPUT_TIMEOUT_S`` the wait for a
     batch. All replicas are then stopped.
     """
-
-
-def _rebuild(kind: type[UsageError], what: str, where: str | None, fix: str) -> UsageError:
-    return kind(what, where=where, fix=fix)

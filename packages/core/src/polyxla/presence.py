@@ -39,7 +39,7 @@ def running(ordinal: int) -> Iterator[None]:
 
     def position() -> Position:
         count = _step_counts.get(ordinal)
-        return Position(ordinal, count and count(), line=callsite.user_line_in_thread(thread))
+        return Position(ordinal, count and count(), line=callsite.user_line(thread))
 
     _step_counts.pop(ordinal, None)
     _replicas[ordinal] = position

@@ -38,10 +38,13 @@ def main() -> None:
         try:
             run(sys.argv[1:])
         except SystemExit as end:
-            if not end.code:
-                _check_launched(asked)
-            raise
-        _check_launched(asked)
+            if end.code:
+                raise
+        if asked > 1 and not xla.has_run():
+            say(
+                f"{asked} replicas were asked for, but the program ended without launching any. Launch them "
+                "in it (polyxla.launch, torch_xla.launch), or run the program in each: polyxla run --each."
+            )
     except KeyboardInterrupt:
         end_interrupted()
     except Exception as error:
@@ -83,18 +86,10 @@ def _prepare() -> int:
         load_runtime(find_runtime(runtime, "default")).hook.polyxla_prepare(environ=environ)
         # `polyxla run` has printed them: they count as said.
         with contextlib.redirect_stderr(io.StringIO()):
-            for warning in unknown_variables(environ, runtime):
+            for warning in unknown_variables(environ):
                 say_once(warning)
     asked = environ.get(env.POLYXLA_DEVICES, "")
     return len(json.loads(asked)) if asked.startswith("[") else 0
-
-
-def _check_launched(asked: int) -> None:
-    if asked > 1 and not xla.has_run():
-        say(
-            f"{asked} replicas were asked for, but the program ended without launching any. Launch them "
-            "in it (polyxla.launch, torch_xla.launch), or run the program in each: polyxla run --each."
-        )
 
 
 def _replace_first_path(folder: str) -> None:

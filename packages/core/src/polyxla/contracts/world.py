@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+_INDICES = {
+    "ordinal": "world_size",
+    "local_ordinal": "local_world_size",
+    "process_index": "process_count",
+    "host_index": "host_count",
+}
+_COUNTS = {"local_world_size": "world_size", "process_count": "world_size", "host_count": "process_count"}
+"""Which number limits each of the others."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -37,13 +46,14 @@ class World:
             value = getattr(self, field.name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(f"{field.name}={value!r} is not an integer")
-        _check_below("ordinal", self.ordinal, "world_size", self.world_size)
-        _check_below("local_ordinal", self.local_ordinal, "local_world_size", self.local_world_size)
-        _check_below("process_index", self.process_index, "process_count", self.process_count)
-        _check_below("host_index", self.host_index, "host_count", self.host_count)
-        _check_at_most("local_world_size", self.local_world_size, "world_size", self.world_size)
-        _check_at_most("process_count", self.process_count, "world_size", self.world_size)
-        _check_at_most("host_count", self.host_count, "process_count", self.process_count)
+        for name, limit_name in _INDICES.items():
+            value, limit = getattr(self, name), getattr(self, limit_name)
+            if not 0 <= value < limit:
+                raise ValueError(f"{name}={value} is not in 0 <= {name} < {limit_name}={limit}")
+        for name, limit_name in _COUNTS.items():
+            value, limit = getattr(self, name), getattr(self, limit_name)
+            if not 1 <= value <= limit:
+                raise ValueError(f"{name}={value} is not in 1 <= {name} <= {limit_name}={limit}")
 
     @property
     def shares_process(self) -> bool:
@@ -54,13 +64,3 @@ class World:
     def owns_process(self) -> bool:
         """Whether this is its process's first replica, which seeds and saves the process's generators."""
         return self.ordinal % (self.world_size // self.process_count) == 0
-
-
-def _check_below(name: str, value: int, limit_name: str, limit: int) -> None:
-    if not 0 <= value < limit:
-        raise ValueError(f"{name}={value} is not in 0 <= {name} < {limit_name}={limit}")
-
-
-def _check_at_most(name: str, value: int, limit_name: str, limit: int) -> None:
-    if not 1 <= value <= limit:
-        raise ValueError(f"{name}={value} is not in 1 <= {name} <= {limit_name}={limit}")

@@ -10,7 +10,7 @@ import contextlib
 import difflib
 import functools
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,26 +28,11 @@ HOOKSPECS = "polyxla.hookspecs"
 """Entry-point group of modules with further hook specs; such a module must not import heavy modules."""
 
 
-@dataclass(frozen=True)
-class KnownRuntime:
-    """A runtime of this project, which errors can name even if it is not installed.
-
-    Attributes:
-        distribution: the distribution to install.
-        variables: variables that ask for this runtime; if one is set and the runtime is missing, that is an
-            error.
-    """
-
-    distribution: str
-    variables: tuple[str, ...]
-
-
-KNOWN_RUNTIMES: Mapping[str, KnownRuntime] = {
-    "pjrt": KnownRuntime("polyxla-runtime-pjrt", ("PJRT_DEVICE",)),
-    "xrt": KnownRuntime("polyxla-runtime-xrt", ("XRT_TPU_CONFIG",)),
-}
-"""The runtimes of this project. Selection raises if one of their variables is set and the runtime is missing.
-Third-party runtimes are found by their entry points and need no row here."""
+KNOWN_RUNTIMES = {"pjrt": "polyxla-runtime-pjrt", "xrt": "polyxla-runtime-xrt"}
+"""The distributions of this project's runtimes, for errors about one that is not installed. A third party's
+runtime is found by its entry point and needs no row here."""
+ASKING = {"PJRT_DEVICE": "pjrt", "XRT_TPU_CONFIG": "xrt"}
+"""Variables that ask for one of them. If one is set and the runtime is missing, that is an error."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +86,11 @@ def find_runtime(name: str, origin: str) -> RuntimeEntry:
     if name in entries:
         return entries[name]
     installed = ", ".join(entries) or "none"
-    if known := KNOWN_RUNTIMES.get(name):
+    if distribution := KNOWN_RUNTIMES.get(name):
         raise RuntimeNotInstalledError(
             f"runtime {name!r} is not installed (installed: {installed})",
             where=origin,
-            fix=f"Install it: {pip_install(known.distribution)}",
+            fix=f"Install it: {pip_install(distribution)}",
         )
     near = difflib.get_close_matches(name.lower(), [*entries, *KNOWN_RUNTIMES], n=1)
     raise UnknownRuntimeError(

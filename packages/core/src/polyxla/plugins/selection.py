@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from polyxla.contracts.discovery import Claim, Discovery
 from polyxla.env import POLYXLA_RUNTIME, Setting
 from polyxla.errors import BrokenPluginError, RuntimeUnavailableError, pip_install
-from polyxla.plugins.manager import KNOWN_RUNTIMES, RuntimeEntry, find_runtime, load_runtime, runtime_entries
+from polyxla.plugins.manager import ASKING, RuntimeEntry, find_runtime, load_runtime, runtime_entries
 from polyxla.plugins.unknown_variables import unknown_variables
 
 
@@ -75,20 +75,17 @@ def discover(entry: RuntimeEntry, environ: Mapping[str, str], accelerator: str) 
     try:
         found = manager.hook.polyxla_discover_devices(environ=environ, accelerator=accelerator)
     except Exception as error:
-        return Candidate(entry, error=_discovery_failed(entry, error))
+        failed = BrokenPluginError(
+            f"runtime {entry.name!r} failed to discover devices: {type(error).__name__}: {error}",
+            where=entry.distribution,
+            fix="Report it to its authors: polyxla_discover_devices must return `unavailable`, not raise.",
+        )
+        return Candidate(entry, error=failed)
     if not found:
         problem = f"runtime {entry.name!r} does not implement polyxla_discover_devices"
         broken = BrokenPluginError(problem, where=entry.distribution, fix="Implement the hook.")
         return Candidate(entry, error=broken)
     return Candidate(entry, found[0])
-
-
-def _discovery_failed(entry: RuntimeEntry, error: Exception) -> BrokenPluginError:
-    return BrokenPluginError(
-        f"runtime {entry.name!r} failed to discover devices: {type(error).__name__}: {error}",
-        where=entry.distribution,
-        fix="Report it to its authors: polyxla_discover_devices must return `unavailable`, not raise.",
-    )
 
 
 def select(environ: Mapping[str, str], runtime: Setting, accelerator: str = "auto") -> Selection:
@@ -108,7 +105,7 @@ def select(environ: Mapping[str, str], runtime: Setting, accelerator: str = "aut
         chosen = Selection(candidate.name, runtime.origin, discovery, warnings=discovery.notes)
     else:
         chosen = choose(discover_all(environ, accelerator), environ)
-    unknown = unknown_variables(environ, chosen.runtime)
+    unknown = unknown_variables(environ)
     return replace(chosen, warnings=(*chosen.warnings, *unknown)) if unknown else chosen
 
 
@@ -158,8 +155,7 @@ def _find_missing(candidates: Sequence[Candidate], environ: Mapping[str, str]) -
     working = {candidate.name for candidate in candidates if not candidate.error}
     return {
         name: Setting(environ[variable], f"{variable}={environ[variable]}")
-        for name, known in KNOWN_RUNTIMES.items()
-        for variable in known.variables
+        for variable, name in ASKING.items()
         if environ.get(variable) and name not in working
     }
 

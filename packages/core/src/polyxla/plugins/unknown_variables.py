@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 from collections.abc import Mapping
 from types import ModuleType
 
 from polyxla import env
-from polyxla.errors import UsageError
-from polyxla.plugins.manager import find_runtime, load_everything, load_runtime
+from polyxla.plugins.manager import load_everything
 
 PREFIX = "POLYXLA_"
 """Prefix of polyxla's variables. Plugins that use it declare their names by the hook `polyxla_variables`."""
@@ -20,19 +18,10 @@ def constants(*modules: ModuleType) -> frozenset[str]:
     return frozenset(name for module in modules for name in vars(module) if name.startswith(PREFIX))
 
 
-def unknown_variables(environ: Mapping[str, str], runtime: str) -> tuple[str, ...]:
-    """Return a warning for each variable with the prefix that is unknown.
-
-    Args:
-        environ: the environment to examine.
-        runtime: the chosen runtime, which is asked first; other plugins are loaded if names are left.
-    """
+def unknown_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a warning for each variable with the prefix that neither the core nor a plugin declares."""
     known = set(constants(env))
     found = {name for name in environ if name.upper().startswith(PREFIX)}
-    if not found <= known:
-        with contextlib.suppress(UsageError):
-            plugins = load_runtime(find_runtime(runtime, "default"))
-            known.update(*plugins.hook.polyxla_variables())
     if not found <= known:
         known.update(*load_everything().hook.polyxla_variables())
     return tuple(_warning(name, known) for name in sorted(found - known))

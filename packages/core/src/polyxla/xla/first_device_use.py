@@ -13,11 +13,13 @@ from typing import Any
 
 import torch_xla
 import torch_xla.runtime as xr
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch_xla.experimental import plugins
 
 from polyxla import callsite, env
 from polyxla.console import say
 from polyxla.errors import UsageError
+from polyxla.xla.unsynced_steps import UnsyncedSteps
 
 _DEVICE_FUNCTIONS = (
     *("_xla_get_all_", "_xla_get_default_device", "_xla_get_device", "_xla_get_num_processes"),
@@ -76,6 +78,7 @@ def watch(
             _replace(_native, name, _watched)
     for name in ("world_size", "global_device_count"):
         _replace(xr, name, _counted)
+    register_optimizer_step_post_hook(UnsyncedSteps())
     # These stay, because each plugin is asked only once.
     for plugin in plugins._plugin_registry.values():
         _watch_plugin(plugin)

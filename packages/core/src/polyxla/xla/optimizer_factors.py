@@ -21,12 +21,6 @@ MAX_TENSORS = 64
 """Number of factors to keep on the device: more than an optimizer has groups."""
 
 
-def decay_is_one(group: dict[str, Any]) -> bool:
-    """Return whether ``1 - lr * weight_decay`` of a parameter group is 1 in float32."""
-    rate, decay = group.get("lr"), group.get("weight_decay")
-    return type(rate) is float and type(decay) is float and 0 < rate * decay <= HALF_STEP
-
-
 def correction_is_one(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
     """Return whether ``sqrt(1 - beta2 ** step)`` is 1 in float32 in the coming step of a group."""
     betas = group.get("betas")

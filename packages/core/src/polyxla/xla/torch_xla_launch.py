@@ -6,6 +6,7 @@ Heavy: imported by the plugins that torch_xla imports.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -82,7 +83,8 @@ def handle_launches(
         plan: _PlanT, function: Callable[..., Any], args: Any, kwargs: Any, method: str
     ) -> dict[int, Any]:
         with Folded():
-            return dict(sorted(run(plan, _launched(function, args, kwargs, method)), key=_ordinal))
+            results = run(plan, _launched(function, args, kwargs, method))
+        return dict(sorted(results, key=operator.itemgetter(0)))
 
     def run_multiprocess(
         function: Callable[..., Any], *args: Any, start_method: str = "spawn", **kwargs: Any
@@ -119,10 +121,6 @@ def join() -> None:
 
 
 _joined: list[bool] = []
-
-
-def _ordinal(numbered: tuple[int, Any]) -> int:
-    return numbered[0]
 
 
 def _launched(

@@ -128,4 +128,4 @@ class _Source:
 
     def line(self) -> str | None:
         """Return the user's line that the reading thread is executing; None if it executes none."""
-        return callsite.user_line_in_thread(self._thread) if self._thread is not None else None
+        return callsite.user_line(self._thread) if self._thread is not None else None

@@ -19,12 +19,15 @@ def constant_factors(optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
     if optimizer is None:
         return
     # Here, because it imports torch, which `polyxla report` does not need.
-    from polyxla.xla.optimizer_factors import correction_is_one, decay_is_one
+    from polyxla.xla.optimizer_factors import HALF_STEP, correction_is_one
 
     name = type(optimizer).__name__
     advice = "now 1 in float32, and so a constant of the program; replica.step(optimizer) keeps it an input"
     for group in optimizer.param_groups:
-        if (group.get("decoupled_weight_decay") or name in _DECOUPLED) and decay_is_one(group):
+        rate, decay = group.get("lr"), group.get("weight_decay")
+        is_decoupled = group.get("decoupled_weight_decay") or name in _DECOUPLED
+        product = rate * decay if isinstance(rate, float) and isinstance(decay, float) else 0.0
+        if is_decoupled and 0 < product <= HALF_STEP:
             yield f"{name}'s factor 1 - lr * weight_decay is {advice}"
         if correction_is_one(optimizer, group):
             yield f"{name}'s factor sqrt(1 - beta2 ** step) is {advice}"
