@@ -57,9 +57,8 @@ def test_a_loop_that_never_syncs_is_reported_while_it_runs(runtime: RuntimeUnder
     program = Path(__file__).parent / "programs" / "steps_without_sync.py"
     done = runtime.run("--devices", "1", str(program))
     assert done.returncode == 0, done.stderr
-    call = 1 + program.read_text().splitlines().index("        optimizer.step()")
     (said,) = [one for one in done.stderr.splitlines() if "without torch_xla.sync()" in one]
-    assert f"{program.name}:{call} makes optimizer steps, and none has run for 5 s" in said
+    assert f"{program.name}:19 makes optimizer steps, and none has run for 5 s" in said
 
 
 @pytest.mark.parametrize(
