@@ -1,4 +1,4 @@
-"""A loop with torch_xla.sync(), then one without, each of over 5 s: only line 19 of the second is reported."""
+"""Two loops of over 5 s, with torch_xla.sync() and without: only line 19 of the second is reported."""
 
 import time
 
