@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from polyxla import UsageError
-from polyxla_training import CheckpointFolder, Trainer
+from polyxla_training import CheckpointFolder, Trainer, commands
 from polyxla_training.observe import read_run
 from polyxla_training.stop_request import stop_file
 from polyxla_training.storage import directory_upload
@@ -127,6 +127,12 @@ def test_logs_are_in_the_store_also_of_two_runs(remote: str, capsys: pytest.Capt
     store.invalidate_cache()
     store.get(path, "copy", recursive=True)
     log = next(Path("copy").rglob("run.jsonl"))
+    assert read_run(remote) == read_run(f"{remote}/run.jsonl") == read_run(log)
+    commands.report(remote)
+    assert "wrote report.html" in capsys.readouterr().out
+    assert Path("report.html").read_text().startswith("<!doctype html>")
+    with pytest.raises(UsageError, match=f"there is no run.jsonl \\(from {remote}/none\\)"):
+        read_run(f"{remote}/none")
     assert log.read_text().count('"event": "start"') == 2, "the second run is appended"
     assert [event["step"] for event in read_run(log) if event["event"] == "step"] == [1, 2, 3, 4]
     events = sorted(Path("copy").rglob("events.*"), key=lambda path: path.stat().st_size)

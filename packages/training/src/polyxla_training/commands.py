@@ -16,12 +16,15 @@ RUNS = "runs"
 
 def report(
     run: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", help="A log_dir; default: the newest below ./runs.")
+        str | None,
+        typer.Argument(metavar="[RUN]", help="A log_dir, or its URL; default: the newest below ./runs."),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", metavar="FILE", help="Write the page to this file; default: report.html in the run."
+            "--out",
+            metavar="FILE",
+            help="Write the page to this file; default: report.html in the run, for a URL in this directory.",
         ),
     ] = None,
     as_text: Annotated[bool, typer.Option("--text", help="Print the summary only; write no page.")] = False,
@@ -33,10 +36,12 @@ def report(
     """
     from polyxla_training.observe.report.run import Run
     from polyxla_training.observe.run_log import newest_run, read_run
+    from polyxla_training.storage.location import locate
+    from polyxla_training.storage.remote_path import RemotePath
 
     with plain_errors(as_json):
-        path = run or newest_run(RUNS)
-        found = Run.of(str(path), read_run(path))
+        place = locate(run) if run else newest_run(RUNS)
+        found = Run.of(str(place), read_run(place))
         if as_json:
             print_json(found.as_json())
             return
@@ -47,7 +52,8 @@ def report(
             return
         from polyxla_training.observe.report.page import render
 
-        page = out or (path if path.is_dir() else path.parent) / "report.html"
+        folder = Path() if isinstance(place, RemotePath) else place if place.is_dir() else place.parent
+        page = out or folder / "report.html"
         page.write_text(render(found), encoding="utf-8")
         typer.echo(f"wrote {page}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyxla.errors import UsageError
+from polyxla_training.storage.location import check_location, locate
 
 if TYPE_CHECKING:
     from polyxla.replica.replica import Replica
@@ -68,23 +70,27 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read_run(run: str | Path) -> list[dict[str, Any]]:
+def read_run(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return the events of the last run in a log; a line that was cut off is left out.
 
     Args:
-        run: a run's directory, or the log itself.
+        run: a run's directory, or the log itself; a path or a URL.
 
     Raises:
-        UsageError: there is no log, or no run in it.
+        UsageError: there is no log, no run in it, or it cannot be read.
     """
-    path = Path(run) / RUN_LOG if Path(run).is_dir() else Path(run)
-    if not path.exists():
-        raise UsageError(
-            f"there is no {RUN_LOG}",
-            where=str(run),
-            fix="Pass the log_dir of a training, or the file itself.",
-        )
-    events = list(_events(path.read_text(encoding="utf-8", errors="replace")))
+    check_location(run, "the run")
+    place = locate(run)
+    is_directory = place.is_dir() if isinstance(place, Path) else not place.name.endswith(".jsonl")
+    path = place / RUN_LOG if is_directory else place
+    fix = "Pass the log_dir of a training, or the file itself."
+    try:
+        text = path.read_bytes().decode("utf-8", "replace")
+    except FileNotFoundError as error:
+        raise UsageError(f"there is no {RUN_LOG}", where=str(run), fix=fix) from error
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error}", where=str(run), fix=fix) from error
+    events = list(_events(text))
     starts = [index for index, event in enumerate(events) if event.get("event") == "start"]
     if not starts:
         raise UsageError("the file contains no run", where=str(path), fix="Train with log_dir set.")
