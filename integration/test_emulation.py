@@ -56,9 +56,11 @@ def test_a_plain_program_sees_the_emulated_tpu(
     assert layout in printed[0]
 
 
-def _world(replica: Replica) -> tuple[int, int, int, str, list[int]]:
+def _world(replica: Replica, seen: list[int]) -> tuple[int, int, int, str, list[int], int]:
+    seen.append(replica.ordinal)
     world = replica.world
-    return world.ordinal, world.world_size, world.process_count, replica.kind, replica.all_gather(7)
+    gathered = replica.all_gather(7)
+    return world.ordinal, world.world_size, world.process_count, replica.kind, gathered, len(seen)
 
 
 @pytest.mark.parametrize(("devices", "processes"), [([5], 1), ([4, 5], 1), ([2, 3, 6, 7], 2)])
@@ -67,8 +69,10 @@ def test_a_job_can_use_some_of_the_cores(
 ) -> None:
     monkeypatch.setenv("POLYXLA_EMULATE", "v3-8")
     size = len(devices)
-    assert runtime.launch(_world, devices=devices) == [
-        (ordinal, size, processes, "TPU", [7] * size) for ordinal in range(size)
+    seen: list[int] = []
+    # Replicas that are threads of one process receive the same arguments.
+    assert runtime.launch(_world, seen, devices=devices) == [
+        (ordinal, size, processes, "TPU", [7] * size, size // processes) for ordinal in range(size)
     ]
 
 

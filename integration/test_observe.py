@@ -34,6 +34,12 @@ class Net(nn.Module):
         loss: torch.Tensor = (self.layers(batch["x"]) - batch["y"]).square().mean()
         if self.habit == "item":
             self.total += loss.item()
+        if self.habit == "float":
+            self.total += float(loss.detach())
+        if self.habit == "if" and loss.detach():
+            self.total += 1
+        if self.habit == "cpu":
+            loss.detach().cpu()
         if self.habit == "tolist":
             self.total += loss.reshape(1).tolist()[0]
         if self.habit == "print":
@@ -99,6 +105,9 @@ def test_a_compilation_names_the_batch_whose_shape_changed(
     ("habit", "code", "kind", "op"),
     [
         ("item", "loss.item()", "read", "torch.Tensor.item"),
+        ("float", "float(loss", "read", "torch.Tensor.__float__"),
+        ("if", "and loss.detach()", "read", "torch.Tensor.__bool__"),
+        ("cpu", ".cpu()", "copy", "torch.Tensor.cpu"),
         ("tolist", ".tolist()", "copy", "torch.Tensor.tolist"),
         ("print", "print(loss)", "copy", "print"),
     ],
@@ -106,7 +115,9 @@ def test_a_compilation_names_the_batch_whose_shape_changed(
 def test_a_host_read_inside_a_step_is_found_with_its_line(
     runtime: RuntimeUnderTest, tmp_path: Path, habit: str, code: str, kind: str, op: str
 ) -> None:
-    events = fit(runtime, tmp_path, Net(habit), batches(11, 11, 11, 11))
+    # A size of its own: the programs of another case are not compiled again.
+    size = 20 + ["item", "float", "if", "cpu", "tolist", "print"].index(habit)
+    events = fit(runtime, tmp_path, Net(habit), batches(*[size] * 4))
     [finding] = kinds(events, "finding")
     assert (finding["kind"], finding["op"], finding["count"]) == (kind, op, 1)
     assert finding["line"].endswith(line_of(code))

@@ -25,6 +25,7 @@ ALLOWED = {
     "runtime-pjrt": {"bridge", "core"},
     "runtime-xrt": {"bridge", "core"},
     "sampler": set(),
+    "testing": {"core"},
     "training": {"core"},
 }
 NEEDS_TORCH = {"examples", "runtime-pjrt", "runtime-xrt", "sampler", "training"}

@@ -1,4 +1,4 @@
-"""A pod: one job on the cores of several workers, each driven by its own host."""
+"""Which cores a job has: all of its worker, or of several workers, each driven by its own host."""
 
 from __future__ import annotations
 
@@ -56,3 +56,14 @@ def test_two_hosts_are_one_job(run_on_pod: RunOnPod) -> None:
 
 def test_every_host_has_the_trained_parameters(run_on_pod: RunOnPod) -> None:
     assert run_on_pod("train_on_pod.py") == [["WEIGHT 2.99"], ["WEIGHT 2.99"]]
+
+
+def test_a_program_that_launches_nothing_drives_all_cores(
+    here: Host, serve: Callable[..., Served], launch: Callable[..., subprocess.Popen[str]]
+) -> None:
+    worker = serve(here, 4)
+    environ = {"XRT_TPU_CONFIG": f"tpu_worker;0;{worker.address}", "TPU_NUM_DEVICES": "4"}
+    process = launch(here, str(PROGRAMS / "use_all_devices.py"), **environ)
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, err
+    assert out == "RESULT ['xla:0', 'xla:1', 'xla:2', 'xla:3'] [6, 10, 14, 18]\n"
