@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -130,3 +131,14 @@ def test_an_unusable_directory_is_reported(tmp_path: Path, monkeypatch: pytest.M
     # Simulated, because root, as in a container, may write anywhere.
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert why_unusable(tmp_path, is_private=False) == f"{tmp_path} is not writable"
+
+
+def test_a_directory_that_is_deleted_meanwhile_is_made_again(tmp_path: Path) -> None:
+    directory = CacheDirectory(tmp_path / "programs")
+    directory.write("polyxla-a", b"one")
+    shutil.rmtree(tmp_path / "programs")
+    with pytest.raises(FileNotFoundError):
+        directory.read("polyxla-a", is_use=True)
+    directory.write("polyxla-b", b"two")
+    assert directory.read("polyxla-b", is_use=True) == b"two"
+    assert names(tmp_path / "programs") == {"polyxla-b"}

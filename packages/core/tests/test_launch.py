@@ -322,6 +322,17 @@ def polyxla_precision(name):
     assert launch(lambda replica: replica.precision.name, devices=1) == ["of the plugin"]
 
 
+def test_what_a_policy_says_of_itself_is_printed_once(fake: None, capsys: pytest.CaptureFixture[str]) -> None:
+    class Policy(UnchangedPrecision):
+        def describe(self) -> str:
+            return "16 means bfloat16"
+
+    for _ in range(2):
+        launch(_ordinal, devices=2, precision=Policy())
+    said = [line for line in capsys.readouterr().err.splitlines() if "bfloat16" in line]
+    assert said == ["polyxla: 16 means bfloat16"]
+
+
 def test_listeners_receive_a_replicas_start_and_end(fake: None, install_plugin: PluginInstaller) -> None:
     install_plugin.listener("diary", DIARY)
     launch(_ordinal, devices=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing.connection
 import os
@@ -22,6 +23,7 @@ import pytest
 from polyxla import Job, Replica, ReplicaLostError, Setting, StalledError
 from polyxla.contracts.job import ProcessMethod
 from polyxla.launcher import failures, processes
+from polyxla.launcher.child import REPLICA_THREAD
 from polyxla.launcher.failures import PARENT_GONE
 from polyxla.launcher.messages import Message, Setup
 from polyxla.launcher.replica_main import run_replica
@@ -175,6 +177,27 @@ def test_a_child_whose_parent_closes_the_pipe_leaves_with_its_own_code() -> None
     end = process.wait(time.monotonic() + WAIT_S)
     assert end is not None
     assert end.code == PARENT_GONE
+
+
+def test_a_failed_process_ends_at_once_if_others_of_its_replicas_are_threads(tmp_path: Path) -> None:
+    def fail(_: Replica) -> None:
+        atexit.register((tmp_path / "hook").touch)
+        # Stands for a replica that waits for this one in a collective.
+        threading.Thread(target=time.sleep, args=(WAIT_S,), name=f"{REPLICA_THREAD}-1", daemon=True).start()
+        raise ZeroDivisionError
+
+    ours, theirs = multiprocessing.Pipe()
+    process = spawn(theirs, os.environ)
+    theirs.close()
+    job = Job(fail, (), "bare", (0, 1), {}, Setting(None, "default"), main=run_replica)
+    ours.send(Setup(dict(os.environ), sys.path, ".", cloudpickle.dumps((job, 0))))
+    kinds = [ours.recv().kind for _ in range(3)]
+    end = process.wait(time.monotonic() + WAIT_S)
+    ours.close()
+    assert kinds == ["hello", "replica", "answer"]
+    assert end is not None
+    assert end.code == 1
+    assert not (tmp_path / "hook").exists()
 
 
 def test_replica_processes_end_with_a_killed_launching_process(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ import pytest
 from polyxla import Job, Replica, Setting, UsageError, env
 from polyxla.contracts.job import ProcessMethod
 from polyxla.launcher import processes
+from polyxla.launcher.process_handle import Process
 from polyxla.launcher.processes import run_inline, run_processes
 from polyxla.launcher.replica_main import run_replica
 from polyxla_testing.processes import (
@@ -119,6 +121,52 @@ def test_a_process_that_ignores_sigterm_is_killed(
     with pytest.raises(ZeroDivisionError):
         run_bare(ignore_or_fail, size=2, method=method)
     assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+def test_a_process_that_has_answered_may_finish_its_exit_hooks_while_others_are_ended(
+    run_bare: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    def answer_or_fail(replica: Replica) -> None:
+        def leave() -> None:
+            (tmp_path / "leaving").touch()
+            time.sleep(0.4)
+            (tmp_path / "left").touch()
+
+        if replica.ordinal == 0:
+            atexit.register(leave)
+            return
+        wait_for_files(tmp_path / "leaving")
+        # Until the launching process has read the answer, which was sent before the hook ran.
+        time.sleep(0.2)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run_bare(answer_or_fail, size=2)
+    assert (tmp_path / "left").exists()
+
+
+def test_the_first_process_which_serves_the_others_is_ended_last(
+    run_bare: Callable[..., list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    send = Process.signal
+
+    def watched(process: Process, number: signal.Signals) -> None:
+        ended.append(process.pid)
+        send(process, number)
+
+    def wait_or_fail(replica: Replica) -> None:
+        (tmp_path / f"{replica.ordinal}.part").write_text(str(os.getpid()))
+        (tmp_path / f"{replica.ordinal}.part").rename(tmp_path / f"{replica.ordinal}.pid")
+        if replica.ordinal == 2:
+            wait_for_files(tmp_path / "0.pid", tmp_path / "1.pid")
+            raise ZeroDivisionError
+        time.sleep(WAIT_S)
+
+    monkeypatch.setattr(Process, "signal", watched)
+    with pytest.raises(ZeroDivisionError):
+        run_bare(wait_or_fail, size=3)
+    assert ended == [int((tmp_path / f"{ordinal}.pid").read_text()) for ordinal in (2, 1, 0)]
 
 
 FIX = (
