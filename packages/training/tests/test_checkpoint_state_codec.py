@@ -263,6 +263,18 @@ def test_other_readers_find_the_tensors_under_their_names(tmp_path: Path) -> Non
         assert file.get_tensor("more.1").tolist() == [1.0, 2.0]
 
 
+def test_other_readers_open_a_file_with_every_dtype(tmp_path: Path) -> None:
+    state = {str(dtype): _of(dtype, 3) for dtype in STORABLE}
+    save(state, tmp_path / "state")
+    with safetensors.safe_open(tmp_path / "state", framework="pt") as file:
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert found.keys() == state.keys()
+    assert all(_bits(found[name]) == _bits(value) for name, value in state.items())
+    # A reader of the format's first versions knows neither.
+    assert found["torch.float8_e8m0fnu"].dtype is torch.uint8
+    assert found["torch.complex64"].shape == (3, 2)
+
+
 def test_a_file_that_others_wrote_is_a_flat_dict(tmp_path: Path) -> None:
     tensors = {"b": torch.arange(3, dtype=torch.uint8), "a": torch.randn(2, 2), "c": torch.tensor([1 + 2j])}
     save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})

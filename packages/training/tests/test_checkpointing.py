@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 import os
 import signal
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from polyxla import UsageError
 from polyxla_testing import PluginInstaller
 from polyxla_training import CheckpointError, CheckpointFolder, Trainer, load, save
+from polyxla_training.listeners import checkpointing
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -142,6 +146,44 @@ def test_on_sigterm_it_saves_and_then_ends(monkeypatch: pytest.MonkeyPatch) -> N
     _fit(resumed)
     assert module.seen + resumed.seen == whole.seen
     assert torch.equal(resumed.layer.weight, whole.layer.weight)
+
+
+class _Slow(_Net):
+    """Counts its steps by replica, each of which is a thread; in one of them, a signal comes."""
+
+    made: ClassVar[list[int]] = []
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        self.made.append(threading.get_ident())
+        if len(self.made) == 100:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.002)
+        inputs, targets = batch
+        return F.mse_loss(self.layer(inputs), targets)
+
+
+def test_on_sigterm_several_replicas_stop_at_the_same_step(
+    install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_plugin.listener("every-nth", (PROGRAMS / "every_nth.py").read_text())
+    _Slow.made.clear()
+    assert checkpointing.AGREE_EVERY_S == 2.0
+    monkeypatch.setattr(checkpointing, "AGREE_EVERY_S", 0.05)
+    ended: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
+    try:
+        trainer = Trainer(
+            runtime="fake", devices=4, log_dir=None, progress=False, checkpoint_dir="saved", max_epochs=1
+        )
+        trainer.fit(_Slow(), [(torch.ones(2, 3), torch.ones(2, 1))] * 1200)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    steps = Counter(_Slow.made)
+    assert ended == [signal.SIGTERM]
+    assert len(steps) == 4
+    assert len(set(steps.values())) == 1
+    assert steps[_Slow.made[0]] < 300
+    assert [entry.step for entry in CheckpointFolder("saved").entries()] == [steps[_Slow.made[0]]]
 
 
 @pytest.mark.parametrize("replicas", [2, 1], ids=["four-to-two", "four-to-one"])

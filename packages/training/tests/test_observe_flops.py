@@ -104,3 +104,12 @@ def test_recomputed_activations_are_not_counted_again() -> None:
 def test_other_functions_are_not_counted() -> None:
     assert flops(torch.add, (some(1), some(1)), {}, some(1)) == 0
     assert counted(lambda: torch.einsum("ij,jk,kl->il", some(2, 3), some(3, 4), some(4, 5))) == 0
+    assert counted(lambda: torch.tensordot(some(2, 3), some(3, 4), dims=1)) == 0
+    assert counted(lambda: F.bilinear(some(2, 3), some(2, 4), some(5, 3, 4))) == 0
+
+
+def test_a_reentrant_checkpoint_counts_as_a_forward_pass() -> None:
+    weight = torch.ones(3, 4, requires_grad=True)
+    inputs = some(2, 3).requires_grad_()
+    call = lambda: checkpoint(lambda x: x @ weight, inputs, use_reentrant=True).sum().backward()  # noqa: E731
+    assert counted(call) == 2 * 2 * 3 * 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,3 +168,31 @@ def test_the_last_step_of_a_training_is_in_the_run_log(on_fake: None, tmp_path: 
     events = kinds(read_run(tmp_path), "step")
     assert [one["step"] for one in events] == [*range(2, 23, 2), 23]
     assert [one["steps"] for one in events][-2:] == [2, 1], "the windows of the throughput"
+
+
+def documented() -> dict[str, set[str]]:
+    """Return the fields of each event that the page lists; what is in parentheses are values."""
+    page = (Path(__file__).parents[3] / "docs" / "logging-and-profiling.md").read_text()
+    rows = re.findall(r"^\| `(\w+)`[^|]*\| (.*) \|$", page, re.MULTILINE)
+    return {event: set(re.findall(r"`(\w+)`", re.sub(r"\(.*?\)", "", text))) for event, text in rows}
+
+
+def test_the_log_has_the_fields_that_the_page_lists(
+    counters: Any,
+    tmp_path: Path,
+    observed_loop: Callable[..., Any],
+    fallback_op: Callable[[Any], Any],
+    on_fake: None,
+) -> None:
+    run = observed_loop(counters, tmp_path / "loop")
+    fallback_op(torch.zeros(1))
+    counters.compiles += 1
+    run.step()
+    run.step(loss=math.nan)
+    run.evaluation(5)
+    options: Any = {"log_dir": str(tmp_path / "training"), "progress": False}
+    Trainer(runtime="fake", devices=1, **options).fit(Small(), [torch.ones(8, 4)])
+    found: dict[str, set[str]] = {}
+    for event in (*run.stop(), *read_run(tmp_path / "training")):
+        found.setdefault(event["event"], set()).update(event.keys() - {"event"})
+    assert found == documented()

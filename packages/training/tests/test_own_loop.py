@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from polyxla import Replica, UsageError, launch
 from polyxla_testing import PluginInstaller
 from polyxla_training.observe import Observer
 from polyxla_training.observe.own_loop import torch_events
+from polyxla_training.observe.own_loop.trained_parameters import TrainedParameters
 
 HERE = Path(__file__).name
 NEXT = _BaseDataLoaderIter.__next__
@@ -321,6 +324,74 @@ def test_the_first_evaluation_may_compile(counters: Any, capsys: pytest.CaptureF
                     module(batch)
 
     assert said(capsys, train, devices=1) == ""
+
+
+def test_logged_values_are_read_three_steps_later(capsys: pytest.CaptureFixture[str]) -> None:
+    def train(replica: Replica) -> None:
+        module = shared(replica)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+        for step in range(1, 56):
+            module(torch.ones(2, 4)).sum().backward()
+            replica.step(optimizer, {"loss": math.nan if step == 50 else 1.0})
+            print(f"after step {step}", file=sys.stderr)
+
+    before, _, after = said(capsys, train, devices=1).partition("polyxla: loss is nan at step 50\n")
+    assert before.endswith("after step 52\n")
+    assert after.startswith("after step 53\n")
+
+
+def test_the_first_two_steps_of_each_optimizer_may_compile(
+    counters: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(replica: Replica) -> None:
+        replica.counters = lambda: counters  # type: ignore[method-assign]
+        modules = [shared(replica), shared(replica)]
+        optimizers = [torch.optim.SGD(module.parameters(), lr=0.0) for module in modules]
+        for step in range(6):
+            modules[step % 2](torch.ones(2, 4)).sum().backward()
+            counters.compiles += step in {0, 1, 2, 3, 5}
+            replica.step(optimizers[step % 2])
+
+    lines = said(capsys, train, devices=1).splitlines()
+    assert [one.partition(" compiled")[0] for one in lines] == ["polyxla: step 6"]
+
+
+def test_of_an_updates_batches_the_last_are_compared(
+    counters: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(replica: Replica) -> None:
+        replica.counters = lambda: counters  # type: ignore[method-assign]
+        module = shared(replica)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+        sizes = (8, 8, 8, 8, 3, 8, 8, 3)
+        for number, (batch,) in enumerate(replica.loader([(torch.ones(size, 4),) for size in sizes]), 1):
+            module(batch).sum().backward()
+            if number % 2 == 0:
+                counters.compiles += number > 4
+                replica.step(optimizer)
+
+    third, fourth = said(capsys, train, devices=1).splitlines()
+    assert "step 3 compiled a program in 0.5 s: the same inputs: another Python path" in third
+    assert "step 4 compiled a program in 0.5 s: batch[0] [8, 4] float32 -> [3, 4] float32 (" in fourth
+
+
+@pytest.mark.parametrize(
+    ("sizes", "compared"),
+    [
+        pytest.param([1 << 18, 5, 7], [5, 7], id="a megabyte"),
+        pytest.param([1 << 19, 1 << 20], [1 << 19], id="one tensor that is larger"),
+        pytest.param(range(1, 20), range(1, 9), id="few tensors"),
+    ],
+)
+def test_only_the_smallest_parameters_are_read_at_the_end(sizes: list[int], compared: list[int]) -> None:
+    weights = [torch.nn.Parameter(torch.ones(size)) for size in sizes]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    replica: Any = SimpleNamespace(modules={})
+    trained = TrainedParameters(replica)
+    trained.see(torch.optim.SGD(weights))
+    samples = trained.read(None, 1)
+    assert [one.name.partition("[")[2] for one in samples] == [f"{size}]" for size in compared]
 
 
 def test_a_defect_of_the_watch_does_not_end_the_training(

@@ -276,6 +276,15 @@ def test_the_newest_run_is_reported(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "one" / "report.html").read_text().startswith("<!doctype html>")
 
 
+def test_out_writes_the_page_elsewhere(tmp_path: Path) -> None:
+    folder = write(tmp_path / "one", EVENTS)
+    done = report(str(folder), "--out", "page.html", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("wrote page.html\n")
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    assert [path.name for path in folder.iterdir()] == ["run.jsonl"]
+
+
 def test_json_is_one_document_and_writes_nothing(tmp_path: Path) -> None:
     folder = write(tmp_path / "one", EVENTS)
     document = json.loads(report(str(folder), "--json", cwd=tmp_path).stdout)
