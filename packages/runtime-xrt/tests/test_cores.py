@@ -9,6 +9,7 @@ from polyxla_xrt import env
 from polyxla_xrt.config.configuration import Configuration, read_configuration
 from polyxla_xrt.config.cores import all_cores, child_environment, child_world, process_count
 from polyxla_xrt.config.workers import WorkerId
+from polyxla_xrt.plan import plan_for
 
 NODE = {env.XRT_TPU_CONFIG: "tpu_worker;0;10.0.0.2:8470"}
 CONFIG = "|".join(f"c_w;{task};10.0.0.{task}:8470" for task in range(4))
@@ -228,3 +229,10 @@ def test_a_maps_kind_names_its_cores() -> None:
     }
     assert [core.name for core in all_cores(configuration(environ))] == ["CPU:0"]
     assert child_environment(configuration(environ), 0, 1)["XRT_MULTI_PROCESSING_DEVICE"] == "CPU:0"
+
+
+def test_a_job_of_several_hosts_uses_all_cores() -> None:
+    found = configuration(FIRST_HOST | {env.TPU_NUM_DEVICES: "2"})
+    assert plan_for(found, range(8)).cores == 2
+    with pytest.raises(UsageError, match="a job of 4 hosts must use all 8 cores, not 4 of them"):
+        plan_for(found, range(4))

@@ -4,32 +4,44 @@ from __future__ import annotations
 
 import getpass
 import json
+import logging
 import os
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from jaxlib import xla_client
+from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
 from polyxla.env import snapshot
+from polyxla_bridge.programs.executable import ArrayType
+from polyxla_xrt.client.engine import MAX_IN_FLIGHT, RemoteEngine
 from polyxla_xrt.client.lease import Lease
+from polyxla_xrt.config.assignment import Assignment
 from polyxla_xrt.errors import WorkerHeldError, WorkerRefusedError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.proto import worker_pb2_grpc
 from polyxla_xrt.protocol.worker import PROTOCOL
+from polyxla_xrt.server.worker import logs
 
 SOON_S = 10.0
 """Time within which the worker notices that a client died, in seconds."""
+
+DOUBLE = "HloModule double ENTRY main { x = f32[] parameter(0) ROOT y = f32[] add(x, x) }"
 
 Start = Callable[..., Any]
 
@@ -99,6 +111,12 @@ def test_the_status_command_prints_text_or_json(worker: Any) -> None:
     who = rf"{getpass.getuser()}@{socket.gethostname()} \(pid {os.getpid()}, .*\) since \d{{4}}-"
     assert re.search(rf"^job +{who}", text, re.MULTILINE), text
     worker.wait_until_free()
+
+
+def test_the_exit_code_of_a_status_command_without_a_worker_is_1() -> None:
+    done = polyxla("worker", "status", f"127.0.0.1:{free_port()}")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "Connection refused" in done.stderr
 
 
 def test_the_standard_health_check_answers(worker: Any) -> None:
@@ -175,6 +193,33 @@ def test_a_program_that_waits_for_a_dead_replica_ends_with_its_process(worker: A
     worker.wait_until_replaced(serving)
     serves_a_job(worker, client)
     assert "a program of the job cannot be stopped: replacing this process" in worker.log
+
+
+def test_a_limited_number_of_executions_is_in_flight(worker: Any) -> None:
+    with closing(Lease(worker.address, 1, snapshot())) as lease:
+        engine = RemoteEngine(Assignment(worker.address, lease.job, (0,), "TPU", 0, 1, 0, 1), {})
+        module = hlo_module_from_text(DOUBLE).as_serialized_hlo_module_proto()
+        program = engine.compile(module, xla_client.CompileOptions().SerializeAsString())
+        (device,) = engine.devices
+        one = engine.from_host(device, ArrayType("float32", ()), memoryview(struct.pack("<f", 21)))
+        # A worker that answers nothing for a moment.
+        os.kill(worker.serving_pid, signal.SIGSTOP)
+        try:
+            for _ in range(MAX_IN_FLIGHT):
+                (result,) = engine.execute(program, device, [one])
+            assert (MAX_IN_FLIGHT, engine.holdups) == (64, 0)
+            with ThreadPoolExecutor(1) as pool:
+                late = pool.submit(engine.execute, program, device, [one])
+                with pytest.raises(TimeoutError):
+                    late.result(0.3)
+                os.kill(worker.serving_pid, signal.SIGCONT)
+                (result,) = late.result(SOON_S)
+        finally:
+            os.kill(worker.serving_pid, signal.SIGCONT)
+        assert engine.holdups == 1
+        assert struct.unpack("<f", engine.to_host(result).result(SOON_S)) == (42.0,)
+        engine.close()
+    worker.wait_until_free()
 
 
 @pytest.mark.parametrize("key", ["", "0" * 32, "é", "x" * 1_000_000])
@@ -324,10 +369,13 @@ def test_a_protocol_violation_is_reported_to_the_client(worker: Any) -> None:
     worker.wait_until_free()
 
 
-def test_a_stopped_worker_notifies_its_clients(start_worker: Start, client: Start) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["sigterm", "ctrl-c"])
+def test_a_stopped_worker_notifies_its_clients(
+    start_worker: Start, client: Start, number: signal.Signals
+) -> None:
     worker = start_worker()
     lease, sessions = job_of_two(worker, client)
-    worker.process.terminate()
+    worker.process.send_signal(number)
     for one in (*sessions, lease):
         assert f"the worker at {worker.address} was stopped" in one.order("wait")
     assert worker.process.wait(SOON_S) == 0
@@ -448,6 +496,8 @@ def test_metrics_are_served_to_prometheus(start_worker: Start) -> None:
             lines = answer.read().decode().splitlines()
         return {name: float(value) for name, value in (line.split() for line in lines if line[0] != "#")}
 
+    names = ("cores", "cores_held", "sessions", "jobs_waiting", "array_bytes", "draining", "jobs_total")
+    assert metrics().keys() == {f"polyxla_worker_{name}" for name in names}
     assert metrics()["polyxla_worker_cores"] == 2
     assert metrics()["polyxla_worker_jobs_total"] == 0
     with closing(Lease(worker.address, 1, snapshot())):
@@ -459,6 +509,37 @@ def test_metrics_are_served_to_prometheus(start_worker: Start) -> None:
     os.kill(worker.serving_pid, signal.SIGKILL)
     worker.wait_until(lambda status: status["up_s"] < SOON_S)
     assert metrics()["polyxla_worker_jobs_total"] == 0
+
+
+def test_the_workers_environment_decides_on_its_compilation_cache(
+    start_worker: Start, client: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "programs"
+    with monkeypatch.context() as patched:
+        patched.setenv("POLYXLA_COMPILE_CACHE", str(cache))
+        worker = start_worker()
+    for _ in range(2):
+        serves_a_job(worker, client)
+    counts = rf"compilation cache: (\d+) hits, (\d+) misses \({re.escape(str(cache))}\)"
+    (_, first), (hits, second) = re.findall(counts, worker.log)
+    assert (first, second) == ("1", "0")
+    assert int(hits) > 0
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_a_line_of_the_log_has_the_event_and_its_fields() -> None:
+    event = {"holder": "root@vm (pid 7, a\nb.py)", "cores": 8}
+    fields = {"msg": "lease granted", "created": 0.0, "levelname": "INFO", "event": event}
+    record = logging.makeLogRecord(fields)
+    when, _, text = logs._Text().format(record).partition(" polyxla worker: ")
+    assert datetime.fromisoformat(when).timestamp() == 0
+    assert text == "lease granted holder=root@vm (pid 7, a\\x0ab.py) cores=8"
+    assert json.loads(logs._Json().format(record)) == {
+        "time": "1970-01-01T00:00:00.000+00:00",
+        "level": "info",
+        "event": "lease granted",
+        **event,
+    }
 
 
 @pytest.mark.parametrize("option", ["--address", "--metrics-address"])

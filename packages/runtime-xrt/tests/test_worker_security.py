@@ -17,6 +17,8 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest
+from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from polyxla.env import snapshot
 from polyxla_xrt.client.channel import ask
@@ -154,10 +156,11 @@ def test_every_call_requires_the_exact_token(guarded: Any, tmp_path: Path, heade
     metadata = (("authorization", header),)
     attach = pb.Commands(commands=[pb.Command(attach=pb.Attach(protocol=PROTOCOL))])
     with grpc.insecure_channel(guarded.address) as channel:
-        stub = worker_pb2_grpc.WorkerStub(channel)
+        stub, health = worker_pb2_grpc.WorkerStub(channel), HealthStub(channel)
         calls: list[Callable[[], Any]] = [
             lambda: stub.Status(pb.StatusRequest(), timeout=BOUND_S, metadata=metadata),
             lambda: stub.Drain(pb.DrainRequest(), timeout=BOUND_S, metadata=metadata),
+            lambda: health.Check(HealthCheckRequest(), timeout=BOUND_S, metadata=metadata),
             lambda: next(stub.Lease(pb.LeaseRequest(cores=1), timeout=BOUND_S, metadata=metadata)),
             lambda: next(stub.Session(iter([attach]), timeout=BOUND_S, metadata=metadata)),
         ]

@@ -1,0 +1,53 @@
+"""The worker `localservice`, which a job starts on its own host."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from polyxla.env import snapshot
+from polyxla.launcher.ports import free_ports
+from polyxla_xrt import env, local_service
+from polyxla_xrt.client.channel import ask
+from polyxla_xrt.client.lease import Lease
+from polyxla_xrt.config.configuration import read_configuration
+from polyxla_xrt.errors import WorkerRefusedError
+
+PATIENCE_S = 20.0
+
+
+def test_it_has_the_jobs_token_serves_later_jobs_and_exits_after_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (port,) = free_ports(1)
+    (tmp_path / "token").write_text("0123456789abcdef")
+    address = f"127.0.0.1:{port}"
+    node = {env.XRT_TPU_CONFIG: f"localservice;0;{address}", env.TPU_NUM_DEVICES: "1"}
+    environ = {**snapshot(), **node, env.POLYXLA_XRT_TOKEN_FILE: str(tmp_path / "token")}
+    configuration = read_configuration(environ)
+    assert configuration is not None
+    assert local_service.IDLE_S == 5
+    monkeypatch.setattr(local_service, "IDLE_S", 3.0)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    said: list[str] = []
+    local_service.ensure_service(configuration, environ, said.append)
+    process = local_service._started.pop()
+    try:
+        assert said == [
+            f"started a worker of 1 cores at {address} (pid {process.pid}); it ends after its last job"
+        ]
+        with pytest.raises(WorkerRefusedError, match="requires a token"):
+            ask(address, "Status", snapshot())
+        for _ in range(2):
+            local_service.ensure_service(configuration, environ, said.append)
+            with closing(Lease(address, 1, environ, wait_s=PATIENCE_S)) as lease:
+                assert lease.job
+        assert len(said) == 1, "the second job found the worker of the first"
+        assert process.wait(PATIENCE_S) == 0
+        assert "exiting: no job for 3 s" in (tmp_path / f"polyxla-worker-{port}.log").read_text()
+    finally:
+        process.kill()
+        process.wait()
