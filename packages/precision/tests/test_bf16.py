@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -100,3 +101,19 @@ def test_true_loses_small_updates_as_its_description_says() -> None:
     weights = torch.rand(10_000).add(0.1).to(BF16)
     assert torch.equal((weights.double() * (1 + 1 / 600)).to(BF16), weights)
     assert not torch.equal((weights.double() * (1 + 1 / 200)).to(BF16), weights)
+
+
+@pytest.mark.parametrize(("beta2", "shrinks"), [(0.999, False), (0.95, True)])
+def test_true_keeps_adamws_second_moment_from_shrinking(beta2: float, shrinks: bool) -> None:
+    weight = nn.Parameter(torch.ones(100, dtype=BF16))
+    optimizer = torch.optim.AdamW([weight], betas=(0.9, beta2))
+    weight.grad = torch.linspace(0.1, 2, 100).to(BF16)
+    optimizer.step()
+    before = optimizer.state[weight]["exp_avg_sq"].clone()
+    assert before.dtype == BF16
+    weight.grad = torch.zeros_like(weight)
+    for _ in range(10):
+        optimizer.step()
+    after = optimizer.state[weight]["exp_avg_sq"]
+    assert bool((after < before).all()) == shrinks
+    assert torch.equal(after, before) != shrinks

@@ -123,6 +123,16 @@ def test_resumed_runs_of_any_sizes_read_every_record_once(workers: int, stop: in
     assert sorted(got) == list(range(stop))
 
 
+def test_a_finished_epoch_resumes_with_what_drop_last_dropped() -> None:
+    loader = DataLoader(Numbers(11), batch_size=1, drop_last=True)
+    whole, resumed = shard(loader, 0, 4), shard(loader, 0, 1)
+    assert whole is not None
+    assert resumed is not None
+    assert read(whole) == [0, 4]
+    resumed.load_state_dict(whole.state_dict(2))
+    assert read(resumed) == [8, 9, 10]
+
+
 def test_streams_may_end_at_different_times() -> None:
     class Uneven(Numbers):
         def __iter__(self) -> Iterator[int]:
