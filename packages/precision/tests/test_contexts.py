@@ -62,7 +62,9 @@ def test_a_stated_dtype_is_kept(make: Callable[[], torch.Tensor], dtype: torch.d
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: torch.Tensor(2, 3), lambda: torch.tensor([1]) / torch.tensor([2])], ids=["class", "quotient"]
+    "make",
+    [lambda: torch.Tensor(2, 3), lambda: torch.tensor([1]) / torch.tensor([2])],
+    ids=["class", "quotient"],
 )
 def test_what_is_no_factory_function_keeps_torchs_default_dtype(make: Callable[[], torch.Tensor]) -> None:
     with DefaultDtype(BF16):
