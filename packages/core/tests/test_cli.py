@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from polyxla import env
 from polyxla.cli.app import app
 from polyxla.console import say_once
 from polyxla.plugins.manager import HOOKSPECS
@@ -220,6 +221,7 @@ class TestEnv:
             ("POLYXLA_WAIT_S", "0", "default", "polyxla"),
             ("POLYXLA_COMPILE_CACHE", "on", "default", "polyxla"),
             ("POLYXLA_OBSERVE", "on", "default", "polyxla"),
+            ("POLYXLA_FULL_TRACEBACK", "0", "default", "polyxla"),
             ("TOY", "8", "environment", "runtime toy"),
             ("TOY_VISIBLE", "5", "set by runtime toy", "replicas"),
         ]
@@ -231,6 +233,11 @@ class TestEnv:
         assert table[0] == ["variable", "value", "origin", "read", "by"]
         assert table[2] == ["POLYXLA_DEVICES", "auto", "default", "polyxla"]
         assert table[-1] == ["TOY_VISIBLE", "0,1,2,3,4,5,6,7", "set", "by", "runtime", "toy", "replicas"]
+
+    def test_every_variable_of_polyxla_is_listed(self) -> None:
+        rows = _document("env", "--json")["variables"]
+        listed = [row["name"] for row in rows if row["reader"] == "polyxla"]
+        assert sorted(listed) == sorted(name for name in vars(env) if name.startswith("POLYXLA_"))
 
     def test_an_error_is_shown_in_place_of_the_replicas_variables(
         self, monkeypatch: pytest.MonkeyPatch
@@ -360,6 +367,13 @@ class TestRun:
         done = _polyxla("run", "--devices", "[3]", "script.py", "--devices", "7", "--json")
         assert (done.returncode, done.stderr) == (0, "")
         assert json.loads(done.stdout) == [["script.py", "--devices", "7", "--json"], ["toy", "[3]", "3"]]
+
+    def test_the_script_keeps_the_commands_process_id(self, tmp_path: Path) -> None:
+        (tmp_path / "script.py").write_text("import os; print(os.getpid())")
+        command = [sys.executable, "-m", "polyxla", "run", "script.py"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            printed, _ = process.communicate(timeout=TIMEOUT_S)
+        assert printed == f"{process.pid}\n"
 
     @pytest.mark.parametrize("end", ["", "; sys.exit()"], ids=["returns", "exits"])
     def test_a_script_that_launches_none_of_the_replicas_asked_for_gets_a_warning(

@@ -30,6 +30,7 @@ def _bare_runtime(install_plugin: PluginInstaller) -> None:
 def _each(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "polyxla", "run", "--each", *arguments],
+        input="typed",
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -44,8 +45,9 @@ def test_the_program_runs_in_every_replica_with_torchruns_variables(way: str) ->
     first, second = sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda one: one[2][0])
     port = first[2][-1]
     assert port.isdecimal()
-    for rank, (name, arguments, seen, joined) in enumerate([first, second]):
+    for rank, (name, arguments, seen, joined, typed) in enumerate([first, second]):
         assert (name, arguments) == ("__main__", [SCRIPT, way, "--each"])
+        assert typed == "", "standard input is empty"
         assert seen == [str(rank), str(rank), "2", "2", "127.0.0.1", port]
         # A launch joins the replicas: each process runs its own part, and gets its own result.
         assert joined == [["joined", rank, 2, True]]
@@ -57,7 +59,7 @@ def test_the_program_runs_in_every_replica_with_torchruns_variables(way: str) ->
         pytest.param(
             "raise",
             1,
-            'each_script.py", line 31, in *ValueError: the reason\nraised in the replica with ordinal 1 ',
+            'each_script.py", line 32, in *ValueError: the reason\nraised in the replica with ordinal 1 ',
             id="exception",
         ),
         pytest.param(
@@ -96,6 +98,14 @@ def test_a_failing_replica_is_named_and_ends_the_others(way: str, code: int, tex
     assert done.returncode == code
     assert all(part in done.stderr for part in text.split("*")), done.stderr
     assert "processes.py" not in done.stderr, "the launching process's own traceback is not printed"
+
+
+def test_on_several_hosts_the_user_says_where_the_store_is(install_plugin: PluginInstaller) -> None:
+    code = (PROGRAMS / "bare_runtime.py").read_text()
+    install_plugin("pod", code.replace('"BARE", devices)', '"BARE", devices, host_count=2)'))
+    done = _each("--runtime", "pod", "--devices", "1", SCRIPT, "return")
+    assert done.returncode == 1
+    assert "KeyError: 'MASTER_ADDR'" in done.stderr
 
 
 def test_the_plan_says_that_the_program_runs_in_each_replica(tmp_path: Path) -> None:

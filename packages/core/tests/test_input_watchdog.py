@@ -6,10 +6,12 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 
-from polyxla import StalledError
+from polyxla import StalledError, env
+from polyxla.xla import input_watchdog
 from polyxla.xla.input_watchdog import InputWatchdog
 
 LONG_S = 30.0
@@ -49,6 +51,49 @@ def test_a_stalled_wait_is_reported_and_then_ended(
     )
     line = r"polyxla: no batch for \d s: the loader is at data\.py:7\. After 0\.8 s this is an error \(.*\)\n"
     assert re.fullmatch(line, capsys.readouterr().err)
+
+
+class _Clock:
+    """A clock that a test sets, and that knows how often it was read."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.reads = 0
+
+    def monotonic(self) -> float:
+        self.reads += 1
+        return self.now
+
+    def advance(self, now: float) -> None:
+        """Change the time, and let the watchdog look at it."""
+        self.now, before, deadline = now, self.reads, time.monotonic() + LONG_S
+        # It has printed what there is to say of one look before the next.
+        while self.reads < before + 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+
+def test_by_default_a_wait_is_reported_after_a_minute_and_is_an_error_after_half_an_hour(
+    start: Start,
+    cancelled: threading.Event,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = _Clock()
+    monkeypatch.setattr(input_watchdog, "time", SimpleNamespace(monotonic=clock.monotonic))
+    monkeypatch.setattr(input_watchdog, "TICK_S", 0.001)
+    watchdog = start(env.timeout_s({}, env.POLYXLA_INPUT_TIMEOUT_S))
+    watchdog.begin()
+    clock.advance(59.0)
+    assert capsys.readouterr().err == ""
+    clock.advance(61.0)
+    line = "polyxla: no batch for 61 s: the loader is at data.py:7. After 1800 s this is an error"
+    assert capsys.readouterr().err.startswith(line)
+    clock.advance(1799.0)
+    assert (capsys.readouterr().err, cancelled.is_set()) == ("", False)
+    clock.now = 1801.0
+    assert cancelled.wait(LONG_S)
+    assert "no batch arrived in 1800 s" in str(watchdog.error)
 
 
 def test_a_slow_loader_is_not_interrupted(start: Start, cancelled: threading.Event) -> None:

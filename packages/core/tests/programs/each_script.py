@@ -1,4 +1,4 @@
-"""One replica of `polyxla run --each`: print what it sees, launch, and end as the argument says."""
+"""One replica of `polyxla run --each`: print what it sees and reads, launch, and end as the argument says."""
 
 import json
 import os
@@ -18,8 +18,9 @@ def describe(replica: Replica, text: str) -> list[object]:
 
 pid = os.getpid()
 seen = [os.environ[name] for name in NAMES]
+document = [__name__, sys.argv, seen, launch(describe, ("joined",)), sys.stdin.read()]
 # One string: several processes write to one pipe.
-print(json.dumps([__name__, sys.argv, seen, launch(describe, ("joined",))]) + "\n", end="", flush=True)
+print(json.dumps(document) + "\n", end="", flush=True)
 if way == "exit-0":
     sys.exit(0)
 if way == "other-number":

@@ -35,6 +35,7 @@ def _own(environ: Mapping[str, str], settings: LaunchSettings) -> dict[str, Sett
             "on" if cache is None else cache or "off", "environment" if cache is not None else "default"
         ),
         env.POLYXLA_OBSERVE: env.setting(environ, env.POLYXLA_OBSERVE, "on"),
+        env.POLYXLA_FULL_TRACEBACK: env.setting(environ, env.POLYXLA_FULL_TRACEBACK, "0"),
     }
 
 
