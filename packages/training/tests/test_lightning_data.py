@@ -264,9 +264,13 @@ def test_layers_that_setup_makes_are_trained_and_a_caller_elsewhere_is_told(
     class InSetup(Late):
         def setup(self, stage: str) -> None:
             self.layer = torch.nn.Linear(1, 1)
+            self.before = self.layer.weight.item()
 
         def configure_model(self) -> None: ...
 
+    in_setup = InSetup()
+    _trainer(1).fit(in_setup, [torch.ones(2, 1)])
+    assert in_setup.layer.weight.item() == pytest.approx(in_setup.before - 0.5 * 2)
     with pytest.raises(UsageError) as caught:
         _trainer(2).fit(InSetup(), [torch.ones(2, 1)] * 2)
     assert str(caught.value) == (

@@ -154,6 +154,18 @@ def test_without_a_directory_nothing_is_written() -> None:
     assert list(Path().iterdir()) == []
 
 
+def test_without_tensorboard_nothing_is_written_by_default_and_a_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    _trainer(log_dir="auto").fit(_Net(), _data(1))
+    assert list(Path().iterdir()) == []
+    assert capsys.readouterr().err == (
+        "polyxla: TensorBoard is not installed, so nothing is logged: "
+        "pip install './packages/training[tensorboard]'\n"
+    )
+
+
 def test_without_tensorboard_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     monkeypatch.delitem(sys.modules, "polyxla_training.listeners.tensorboard", raising=False)

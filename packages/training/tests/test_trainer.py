@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 from polyxla import UsageError
 from polyxla_training import Trainer
 
+if TYPE_CHECKING:
+    from polyxla_testing import PluginInstaller
+
 pytestmark = pytest.mark.usefixtures("fake_replicas")
+
+PROGRAMS = Path(__file__).parent / "programs"
 
 
 def _trainer(devices: int = 1, **options: Any) -> Trainer:
@@ -73,6 +80,31 @@ def test_it_trains_and_the_module_returns_to_the_host(devices: int) -> None:
     assert outcome is not None
     assert (outcome.epochs, outcome.steps, outcome.world_size) == (10, 80 // devices, devices)
     assert (outcome.runtime, outcome.device) == ("fake", "FAKE")
+
+
+def test_a_seed_determines_the_random_numbers_and_the_order_of_the_records(
+    install_plugin: PluginInstaller,
+) -> None:
+    install_plugin.listener("shard", (PROGRAMS / "sampler_plugin.py").read_text())
+    records = torch.linspace(0, 1, 16)[:, None]
+
+    def run(seed: int) -> tuple[float, list[float]]:
+        order: list[float] = []
+
+        class Draws(_Net):
+            def training_step(self, batch: Any) -> torch.Tensor:
+                order.extend(batch[0][:, 0].tolist())
+                self.log("draw", torch.rand(()), on_epoch=True)
+                return super().training_step(batch)
+
+        data = DataLoader(TensorDataset(records.repeat(1, 3), records), 4, shuffle=True)
+        return _trainer(seed=seed).fit(Draws(), data)["draw"], order
+
+    first, again, other = run(3), run(3), run(4)
+    assert first == again
+    assert first[0] != other[0]
+    assert first[1] != other[1]
+    assert sorted(first[1]) == sorted(other[1]) == records[:, 0].tolist()
 
 
 @pytest.mark.parametrize(
