@@ -112,6 +112,21 @@ def test_a_process_that_runs_on_another_device_type_is_refused() -> None:
     assert "torch_xla already runs on CPU in this process, and cannot change to TPU" in done.stdout
 
 
+def test_a_fork_of_a_process_that_uses_a_device_is_refused_with_the_line(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import polyxla, torch_xla\n"
+        "torch_xla.device()\n"
+        "try: polyxla.launch(print, devices=2, start_method='fork')\n"
+        "except polyxla.UsageError as error: print(error)\n"
+    )
+    done = python(f"import runpy; runpy.run_path({str(script)!r})", PJRT_DEVICE="CPU")
+    assert done.stdout == (
+        "launch was called in a process that already uses a device; the device was first used at "
+        f"{script}:2 (from launch). Use devices only in the function that is launched.\n"
+    ), done.stderr
+
+
 @pytest.fixture
 def tpu_host(tmp_path: Path) -> tuple[Path, dict[str, str]]:
     """Return a v4 host's PCI devices, and its environment."""

@@ -6,6 +6,7 @@ import pytest
 
 from polyxla import UsageError, World
 from polyxla_xrt import env
+from polyxla_xrt.config.assignment import read_assignment
 from polyxla_xrt.config.configuration import Configuration, read_configuration
 from polyxla_xrt.config.cores import all_cores, child_environment, child_world, process_count
 from polyxla_xrt.config.workers import WorkerId
@@ -67,6 +68,36 @@ def test_a_single_process_has_no_mesh_address() -> None:
         "XRT_WORKERS": None,
         "XRT_MESH_SERVICE_ADDRESS": None,
     }
+
+
+def test_a_process_finds_its_core_no_attached_tpu_and_the_jobs_store() -> None:
+    plan = plan_for(configuration(NODE), range(8))
+    environs = plan.process_environments({"KEPT": "1"}, "10.0.0.2:8470", "the job", "10.0.0.9:8477")
+    for index, one in enumerate(environs):
+        assert (one["KEPT"], one[env.PJRT_DEVICE]) == ("1", "TPU_XRT")
+        assert one[env.XRT_MESH_SERVICE_ADDRESS] == "10.0.0.9:8477"
+        assignment = read_assignment(one)
+        assert assignment is not None
+        assert (assignment.address, assignment.job) == ("10.0.0.2:8470", "the job")
+        assert (assignment.cores, assignment.ordinal, assignment.world_size) == ((index,), index, 8)
+        assert int(one[env.XLA_THREAD_POOL_SIZE]) >= 4
+        assert (one[env.TPU_SKIP_MDS_QUERY], one[env.TPU_ACCELERATOR_TYPE]) == ("1", "v3-8")
+        assert (one[env.TPU_PROCESS_BOUNDS], one[env.TPU_CHIPS_PER_PROCESS_BOUNDS]) == ("1,1,1", "2,2,1")
+        assert (one[env.TPU_WORKER_ID], one[env.TPU_WORKER_HOSTNAMES]) == ("0", "localhost")
+    stores = {(one[env.MASTER_ADDR], one[env.MASTER_PORT]) for one in environs}
+    assert len(stores) == 1
+    assert stores.pop()[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("described", "environ"), [(NODE, {env.MASTER_PORT: "7"}), (FIRST_HOST, {})], ids=["set", "several-hosts"]
+)
+def test_a_store_that_the_user_may_choose_is_not_chosen(
+    described: dict[str, str], environ: dict[str, str]
+) -> None:
+    plan = plan_for(configuration(described), range(8 * configuration(described).hosts))
+    for one in plan.process_environments(environ, "a:1", "the job", "b:2"):
+        assert {name: one[name] for name in (env.MASTER_ADDR, env.MASTER_PORT) if name in one} == environ
 
 
 @pytest.mark.parametrize(
