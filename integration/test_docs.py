@@ -1,22 +1,38 @@
-"""The pages name every hook, variable and option, and their Python compiles."""
+"""The pages name every hook, variable and option with its default, and their Python compiles."""
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import typer
 
+import polyxla.cli.app
 import polyxla.env
 import polyxla.hookspecs
 import polyxla_bridge.env
 import polyxla_pjrt.env
 import polyxla_training.hookspecs
 import polyxla_xrt.env
+from polyxla import Replica, launch
+from polyxla.plugins.manager import load_everything
+from polyxla.plugins.selection import select
+from polyxla_pjrt.discovery import discover
+from polyxla_pjrt.tpu.metadata import MetadataClient
+from polyxla_training import Trainer, check_replicas
+from polyxla_training.lightning.hooks import PLAIN
+from polyxla_training.options import LEAST_READS, LOG_EVERY_N_STEPS
+from polyxla_xrt.config.configuration import Configuration, read_configuration
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -26,6 +42,14 @@ HOOKSPECS = [polyxla.hookspecs, polyxla_training.hookspecs]
 
 def page(name: str) -> str:
     return (ROOT / "docs" / name).read_text()
+
+
+def on_one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def default_of(function: Callable[..., Any], parameter: str) -> Any:
+    return inspect.signature(function).parameters[parameter].default
 
 
 @pytest.mark.parametrize(
@@ -40,6 +64,170 @@ def test_every_variable_is_on_the_environment_page(module: ModuleType) -> None:
     names = [name for name, value in vars(module).items() if name.isupper() and value == name]
     assert names
     assert [name for name in names if f"`{name}`" not in page("environment.md")] == []
+
+
+def node() -> Configuration:
+    found = read_configuration({"XRT_TPU_CONFIG": "tpu_worker;0;a:1"})
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("variable", "default"),
+    [
+        ("POLYXLA_START_TIMEOUT_S", polyxla.env.DEFAULT_S["POLYXLA_START_TIMEOUT_S"]),
+        ("POLYXLA_INPUT_TIMEOUT_S", polyxla.env.DEFAULT_S["POLYXLA_INPUT_TIMEOUT_S"]),
+        ("POLYXLA_WAIT_S", polyxla.env.from_environ({}).wait_s.value),
+        ("POLYXLA_DEVICES", f"`{polyxla.env.from_environ({}).devices.value}`"),
+        ("POLYXLA_STALL_TIMEOUT_S", polyxla_bridge.env.stall_timeout_s({})),
+        ("CPU_NUM_DEVICES", len(discover({}, "cpu").devices)),
+        ("TPU_NUM_DEVICES", node().devices_per_worker),
+        ("XRT_MESH_CONNECT_WAIT", node().mesh_connect_wait_s),
+        ("XRT_START_LOCAL_SERVER", int(node().may_start_service)),
+    ],
+)
+def test_a_default_on_the_environment_page_is_the_codes(variable: str, default: Any) -> None:
+    (row,) = re.findall(rf"^\| `{variable}` \|.*", page("environment.md"), re.MULTILINE)
+    found = row.split(" | ")[-1].removesuffix(" |").partition(":")[0]
+    assert found == (default if isinstance(default, str) else f"{default:g}")
+
+
+def test_the_rows_of_the_readmes_table_decide_in_their_order() -> None:
+    worker, emulated, cpu = {"XRT_TPU_CONFIG": "w;0;a:1"}, {"POLYXLA_EMULATE": "v3-8"}, {"PJRT_DEVICE": "CPU"}
+    rows: list[tuple[dict[str, str], tuple[str, str, int]]] = [
+        ({"POLYXLA_RUNTIME": "xrt", **cpu, **worker}, ("xrt", "TPU", 8)),
+        ({"POLYXLA_RUNTIME": "pjrt", **worker}, ("pjrt", "CPU", 1)),
+        ({**emulated, **worker}, ("pjrt", "TPU", 8)),
+        ({**cpu, "CPU_NUM_DEVICES": "3", **worker}, ("pjrt", "CPU", 3)),
+        (worker, ("xrt", "TPU", 8)),
+        ({}, ("pjrt", "CPU", 1)),
+    ]
+    for environ, expected in rows:
+        chosen = select(environ, polyxla.env.from_environ(environ).runtime)
+        assert (chosen.runtime, chosen.discovery.kind, len(chosen.discovery.devices)) == expected
+        assert chosen.implicit == (not environ), "only a choice without a setting is printed"
+
+
+@functools.cache
+def commands() -> dict[str, Any]:
+    """Return every command by name, as typer's own class."""
+    plugins = typer.Typer()
+    load_everything().hook.polyxla_add_commands(app=plugins)
+    apps: list[Any] = [typer.main.get_command(app) for app in (polyxla.cli.app.app, plugins)]
+    return apps[0].commands | apps[1].commands
+
+
+COMMANDS = ["check-replicas", "devices", "env", "report", "run", "runtimes", "worker"]
+
+
+def test_every_command_is_on_the_command_line_page() -> None:
+    assert sorted(commands()) == COMMANDS
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_is_on_the_command_line_page(name: str) -> None:
+    before, *sections = page("cli.md").split("\n## ")
+    (section,) = [one for one in sections if re.match(rf"`polyxla {name}\b", one)]
+    assert "Every command accepts `--json`" in before
+    for option in commands()[name].params:
+        if option.param_type_name != "option" or option.name == "as_json":
+            continue
+        (flag,) = (one for one in option.opts if one.startswith("--"))
+        assert re.search(rf"{flag}\b", section), flag
+        if name == "worker" and isinstance(option.default, str | int) and option.default:
+            (row,) = re.findall(rf"^\| `{flag}\b.*", section, re.MULTILINE)
+            assert row.split(" | ")[-1].strip("` |") == str(option.default)
+
+
+def test_the_options_of_check_replicas_have_the_defaults_on_the_page() -> None:
+    command = {one.name: one.default for one in commands()["check-replicas"].params}
+    for option, text in {"steps": "10", "devices": "4", "batch_size": "32", "tolerance": "1e-5"}.items():
+        assert command[option] == default_of(check_replicas, option) == float(text)
+        assert f"[--{option.replace('_', '-')} {text}]" in page("cli.md")
+
+
+def calls(name: str) -> list[dict[str, Any]]:
+    """Return the keyword arguments of each call of a function on the training page."""
+    blocks = re.findall(r"```python\n(.*?)```", page("training.md"), re.DOTALL)
+    return [
+        {word.arg: ast.literal_eval(word.value) for word in one.keywords if word.arg}
+        for block in blocks
+        for one in ast.walk(ast.parse(block))
+        if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute) and one.func.attr == name
+    ]
+
+
+def test_launch_has_the_arguments_and_defaults_of_the_training_page() -> None:
+    [given] = calls("launch")
+    assert given.pop("args") == ...
+    _, _, *others = inspect.signature(launch).parameters.values()
+    assert given == {one.name: one.default for one in others}
+
+
+def test_the_trainer_has_the_arguments_and_defaults_of_the_training_page() -> None:
+    [given] = calls("Trainer")
+    options = list(inspect.signature(Trainer).parameters.values())[: len(given)]
+    assert list(given) == [one.name for one in options], "in this order they need no names"
+    assert given == {one.name: one.default for one in options} | {"max_epochs": 5}
+
+
+def test_every_method_of_replica_on_the_training_page_has_the_named_arguments() -> None:
+    section = page("training.md").partition("## `Replica`")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
+    methods = dict(re.findall(r"`(\w+)\(([^`]*)\)`", " ".join(rows)))
+    assert len(methods) >= 17
+    for name, arguments in methods.items():
+        parameters = inspect.signature(getattr(Replica, name)).parameters.values()
+        optional = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
+        named = set(re.findall(r"\w+", arguments))
+        assert "..." in arguments or optional <= named, name
+
+
+def test_the_hooks_of_a_plain_module_are_on_the_training_page() -> None:
+    (paragraph,) = [one for one in page("training.md").split("\n\n") if one.startswith("The module needs")]
+    short = re.compile(r"`(on_\w+)_start` and `_end`")
+    named = re.findall(r"`(on_\w+)`", short.sub(r"`\1_start` and `\1_end`", paragraph))
+    assert set(named) - {"on_post_move_to_device"} == PLAIN
+
+
+def test_numbers_on_the_pages_are_the_codes() -> None:
+    from torch_xla.distributed.parallel_loader import ParallelLoader
+
+    assert default_of(MetadataClient, "timeout_s") == 2
+    assert "the metadata server, which has two seconds to answer" in on_one_line(page("environment.md"))
+    ahead = {
+        "loader_prefetch_size": "{} batches on the host",
+        "device_prefetch_size": "{} on the device",
+        "host_to_device_transfer_threads": "{}",
+    }
+    for option, text in ahead.items():
+        assert f"`{option}` ({text.format(default_of(ParallelLoader, option))})" in page("training.md")
+    reads = (
+        f"by default every {LOG_EVERY_N_STEPS}, or ten times in a training of fewer than "
+        f"{LOG_EVERY_N_STEPS * LEAST_READS} steps"
+    )
+    assert LEAST_READS == 10
+    assert reads in on_one_line(page("training.md"))
+
+
+@pytest.mark.parametrize(
+    "path", sorted(ROOT.glob("packages/*/pyproject.toml")), ids=lambda path: path.parent.name
+)
+def test_every_distribution_is_on_the_first_page(path: Path) -> None:
+    name = tomllib.loads(path.read_text())["project"]["name"]
+    modules = [one.name for one in path.parent.glob("src/*") if (one / "__init__.py").is_file()]
+    [module] = [f"`{one}`" for one in modules] or ["none"]
+    assert f"| `{name}` | {module} |" in page("index.md")
+
+
+def test_every_session_is_on_the_page_for_contributors() -> None:
+    noxfile, text = (ROOT / "noxfile.py").read_text(), (ROOT / "CONTRIBUTING.md").read_text()
+    sessions = re.findall(r"^@nox\.session.*\n(?:@.*\n)*def (\w+)", noxfile, re.MULTILINE)
+    assert len(sessions) >= 13
+    assert set(re.findall(r"nox -s \"?(\w+)", text)) == set(sessions)
+    (default,) = re.findall(r"^nox\.options\.sessions = (.*)", noxfile, re.MULTILINE)
+    said = [name.replace("(runtime='pjrt')", " on pjrt") for name in ast.literal_eval(default)]
+    assert f"| `nox` | {', '.join(said)} |" in text
 
 
 @pytest.mark.parametrize("path", [*PAGES, ROOT / "README.md"], ids=lambda path: path.name)
@@ -58,6 +246,7 @@ PRINTED = {
     "precision": r"\[torch\.bfloat16, torch\.bfloat16, torch\.float32, torch\.float32\]\n",
     "runtime-pjrt": r"\[\[1\.0, 1\.0\], \[1\.0, 1\.0\]\]\n",
     "runtime-xrt": r"\[\[1\.0, 1\.0\], \[1\.0, 1\.0\]\]\n",
+    "the project": r"\[[\d.e-]+\]\n",
     "sampler": r"0 \[\[2, 3\], \[7, 4\], \[8\]\]\n1 \[\[7, 3\], \[0, 4\], \[2\]\]\n910635848\n",
     "training": r"(2\.9|3\.0)\d+ (0\.9|1\.0)\d*\n",
 }
@@ -69,7 +258,8 @@ QUICK = {"precision", "sampler"}
     [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for name in sorted(PRINTED)],
 )
 def test_the_example_of_a_readme_runs(package: str, clean_environ: dict[str, str], tmp_path: Path) -> None:
-    text = (ROOT / "packages" / package / "README.md").read_text()
+    directory = ROOT if package == "the project" else ROOT / "packages" / package
+    text = (directory / "README.md").read_text()
     script = tmp_path / "example.py"
     script.write_text(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0])
     done = subprocess.run(

@@ -108,6 +108,15 @@ def test_a_package_says_where_it_comes_from(package: str) -> None:
     assert "Operating System :: POSIX :: Linux" in table["classifiers"]
 
 
+def test_the_umbrella_installs_what_its_page_says() -> None:
+    extras: dict[str, list[str]] = project("polyxla")["optional-dependencies"]
+    text = (ROOT / "packages" / "polyxla" / "README.md").read_text()
+    needs = [one.partition("==")[0] for one in project("polyxla")["dependencies"]]
+    assert sorted(needs) == sorted(re.findall(r"`(polyxla-[\w-]+)`", text.partition("```")[0]))
+    assert sorted(extras) == sorted(re.findall(r"^\| `\[(\w+)\]` \|", text, re.MULTILINE))
+    assert sorted(extras["all"]) == sorted(extras["replicas"] + extras["xrt"] + extras["report"])
+
+
 def test_each_entry_point_is_installed_once() -> None:
     for group in ("polyxla", "polyxla.hookspecs", "polyxla.runtimes"):
         declared = {
