@@ -21,6 +21,7 @@ from polyxla import UsageError
 from polyxla_testing import PluginInstaller
 from polyxla_training import CheckpointError, CheckpointFolder, Trainer, load, save
 from polyxla_training.listeners import checkpointing
+from polyxla_training.stop_request import stop_file
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -169,6 +170,9 @@ def test_on_sigterm_several_replicas_stop_at_the_same_step(
     _Slow.made.clear()
     assert checkpointing.AGREE_EVERY_S == 2.0
     monkeypatch.setattr(checkpointing, "AGREE_EVERY_S", 0.05)
+    # Only one replica is on the host that received the signal.
+    files = iter([stop_file("saved"), *map(Path, ("one", "two", "three"))])
+    monkeypatch.setattr(checkpointing, "stop_file", lambda _: next(files))
     ended: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import shutil
 import signal
@@ -121,28 +120,6 @@ def test_a_process_that_ignores_sigterm_is_killed(
     with pytest.raises(ZeroDivisionError):
         run_bare(ignore_or_fail, size=2, method=method)
     assert not is_alive(int((tmp_path / "pid").read_text()))
-
-
-def test_a_process_that_has_answered_may_finish_its_exit_hooks_while_others_are_ended(
-    run_bare: Callable[..., list[Any]], tmp_path: Path
-) -> None:
-    def answer_or_fail(replica: Replica) -> None:
-        def leave() -> None:
-            (tmp_path / "leaving").touch()
-            time.sleep(0.4)
-            (tmp_path / "left").touch()
-
-        if replica.ordinal == 0:
-            atexit.register(leave)
-            return
-        wait_for_files(tmp_path / "leaving")
-        # Until the launching process has read the answer, which was sent before the hook ran.
-        time.sleep(0.2)
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        run_bare(answer_or_fail, size=2)
-    assert (tmp_path / "left").exists()
 
 
 def test_the_first_process_which_serves_the_others_is_ended_last(
