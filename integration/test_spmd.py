@@ -56,10 +56,16 @@ def test_a_program_that_launches_nothing_has_all_devices(clean_environ: dict[str
     assert done.stdout == "RESULT ['xla:0', 'xla:1', 'xla:2', 'xla:3'] [6, 10, 14, 18]\n"
 
 
-def test_an_spmd_program_on_an_emulated_tpu_is_refused(clean_environ: dict[str, str]) -> None:
-    done = run(
-        [sys.executable, str(PROGRAMS / "train_sharded.py")], {**clean_environ, "POLYXLA_EMULATE": "v4-8"}
-    )
+@pytest.mark.parametrize(
+    "environ",
+    [{"POLYXLA_EMULATE": "v4-8"}, {"XRT_TPU_CONFIG": "tpu_worker;0;127.0.0.1:1"}],
+    ids=["emulated", "xrt"],
+)
+def test_an_spmd_program_on_the_bridge_is_refused(
+    clean_environ: dict[str, str], environ: dict[str, str]
+) -> None:
+    # On xrt before the worker is asked.
+    done = run([sys.executable, str(PROGRAMS / "train_sharded.py")], {**clean_environ, **environ})
     assert done.returncode == 1
     [*_, line] = done.stderr.splitlines()
     assert line.startswith("RuntimeError: SPMD programs (torch_xla.runtime.use_spmd) do not run on polyxla's")

@@ -174,16 +174,24 @@ def test_four_replicas_resume_as_two(runtime: RuntimeUnderTest, tmp_path: Path) 
     assert len(CheckpointFolder(tmp_path).entries()) == 3
 
 
-@pytest.mark.parametrize("steps", [(2, 4), (1, 2)])
-def test_steps_can_be_profiled(runtime: RuntimeUnderTest, tmp_path: Path, steps: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("steps", "log_dir"), [((2, 4), "here"), ((1, 2), None)])
+def test_steps_can_be_profiled(
+    runtime: RuntimeUnderTest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    steps: tuple[int, int],
+    log_dir: str | None,
+) -> None:
     # Not when this module is imported: importing torch_xla sets variables.
     from jax.profiler import ProfileData
 
     from polyxla.xla.replication import STEP_EVENT
 
+    monkeypatch.chdir(tmp_path)
     options = {"runtime": runtime.name, "devices": 1, "progress": False}
-    Trainer(log_dir=str(tmp_path), profile_steps=steps, **options).fit(Net(), data())  # type: ignore[arg-type]
+    Trainer(log_dir=log_dir, profile_steps=steps, **options).fit(Net(), data())  # type: ignore[arg-type]
     [trace] = tmp_path.rglob("*.xplane.pb")
+    assert trace.is_relative_to(tmp_path / (log_dir or "runs") / "profile")
     events = [
         event
         for plane in ProfileData.from_file(str(trace)).planes
