@@ -114,7 +114,7 @@ def commands() -> dict[str, Any]:
     plugins = typer.Typer()
     load_everything().hook.polyxla_add_commands(app=plugins)
     apps: list[Any] = [typer.main.get_command(app) for app in (polyxla.cli.app.app, plugins)]
-    return apps[0].commands | apps[1].commands
+    return {**apps[0].commands, **apps[1].commands}
 
 
 COMMANDS = ["check-replicas", "devices", "env", "report", "run", "runtimes", "worker"]

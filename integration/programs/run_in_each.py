@@ -2,6 +2,7 @@
 
 import os
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ rank = int(os.environ["RANK"])
 dist.init_process_group("xla", init_method=sys.argv[1])
 ours = torch.full((1,), float(rank), device=torch_xla.device())
 dist.all_reduce(ours)
-theirs = xm.all_reduce("sum", torch.full((1,), float(rank), device="xla"))
+theirs: Any = xm.all_reduce("sum", torch.full((1,), float(rank), device="xla"))
 torch_xla.sync()
 
 
