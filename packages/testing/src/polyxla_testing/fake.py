@@ -1,7 +1,7 @@
 """A complete runtime without XLA: replicas are threads of this process, every device is torch's CPU.
 
 The threads exchange real tensors in its collectives, so code that uses `polyxla.Replica` can be tested with
-several replicas in milliseconds.
+several replicas at little cost.
 """
 
 from __future__ import annotations
