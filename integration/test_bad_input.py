@@ -104,16 +104,17 @@ def test_variables_of_every_package_and_of_others_are_not_called_wrong(script: s
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "text", "code"),
+    ("environ", "text", "code"),
     [
-        ("POLYXLA_RUNTIM", "xrt", "Did you mean POLYXLA_RUNTIME?", 0),
+        ({"POLYXLA_DEVICE": "4", "POLYXLA_RUNTIME": "pjrt"}, "Did you mean POLYXLA_DEVICES?", 0),
+        pytest.param({"POLYXLA_RUNTIM": "xrt"}, "Did you mean POLYXLA_RUNTIME?", 0, marks=pytest.mark.long),
         pytest.param(
-            "XRT_TPU_CONFG", "w;0;a:1", "XRT_TPU_CONFG is not an XRT variable", 1, marks=pytest.mark.long
+            {"XRT_TPU_CONFG": "w;0;a:1"}, "XRT_TPU_CONFG is not an XRT variable", 1, marks=pytest.mark.long
         ),
     ],
 )
-def test_a_plain_program_gets_them_too(variable: str, value: str, text: str, code: int) -> None:
-    done = start([sys.executable, "-c", "import torch_xla"], **{variable: value})
+def test_a_plain_program_gets_them_too(environ: dict[str, str], text: str, code: int) -> None:
+    done = start([sys.executable, "-c", "import torch_xla"], **environ)
     assert done.returncode == code
     assert done.stderr.count(text) == 1
 
@@ -136,6 +137,7 @@ def test_a_script_that_does_not_exist_is_an_error() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_two_variables_that_disagree_print_a_warning(script: str) -> None:
     done = polyxla("run", script, PJRT_DEVICE="CPU", XRT_TPU_CONFIG="tpu_worker;0;10.0.0.2:8470")
     assert done.returncode == 0, done.stderr

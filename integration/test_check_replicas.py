@@ -84,7 +84,8 @@ def plain() -> nn.Module:
     return Mnist(lambda _: nn.Identity())
 
 
-@pytest.mark.parametrize("make", [plain, pytest.param(synchronized, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("make", [plain, synchronized])
 def test_the_mnist_model_trains_equally_on_several_replicas(runtime: RuntimeUnderTest, make: Any) -> None:
     result = check_replicas(make, runtime=runtime.name)
     assert result.within, str(result)

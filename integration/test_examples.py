@@ -74,8 +74,9 @@ def _run(runtime: RuntimeUnderTest, module: str, *arguments: str) -> list[str]:
 # An epoch has 44 steps: of two kills, the first is in the first epoch, the second in the second.
 @pytest.mark.parametrize(
     ("epochs", "kills"),
-    [pytest.param(2, (15, 55), id="twice", marks=pytest.mark.long), pytest.param(1, (25,), id="once")],
+    [pytest.param(2, (15, 55), id="twice"), pytest.param(1, (25,), id="once")],
 )
+@pytest.mark.long
 def test_digits_killed_in_mid_epoch_resumes_to_the_same_bits(
     runtime: RuntimeUnderTest, tmp_path: Path, epochs: int, kills: tuple[int, ...]
 ) -> None:

@@ -125,6 +125,7 @@ def test_replicas_with_more_steps_than_another_are_named_soon(
 
 
 @pytest.mark.pjrt
+@pytest.mark.long
 def test_a_plain_program_with_unequal_steps_prints_one_line(runtime: RuntimeUnderTest) -> None:
     script = PROGRAMS / "unequal_steps.py"
     done = runtime.run("--devices", "2", str(script))

@@ -105,9 +105,10 @@ def _shown(program: Path) -> Path:
     ("variable", "value", "count"),
     [
         ("POLYXLA_EMULATE", "v3-8", 8),
-        pytest.param("POLYXLA_DEVICES", "2", 2, marks=pytest.mark.long),
+        ("POLYXLA_DEVICES", "2", 2),
     ],
 )
+@pytest.mark.long
 def test_plain_python_ends_there_too(
     clean_environ: dict[str, str], variable: str, value: str, count: int
 ) -> None:
@@ -121,7 +122,8 @@ def test_plain_python_ends_there_too(
     assert f"(from {variable}={value}" in line
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [2, 1])
+@pytest.mark.long
 def test_a_program_can_spawn_a_number_of_cpu_replicas(clean_environ: dict[str, str], count: int) -> None:
     command = [sys.executable, str(PROGRAMS / "spawn_replicas.py"), str(count)]
     done = run(command, {**clean_environ, "PJRT_DEVICE": "CPU"})
@@ -151,6 +153,7 @@ def test_a_program_runs_once_in_each_replica(
     ]
 
 
+@pytest.mark.long
 def test_the_replica_that_fails_in_run_each_is_named(runtime: RuntimeUnderTest) -> None:
     done = runtime.run("--each", "--devices", "2", str(PROGRAMS / "fail_in_each.py"))
     assert done.returncode == 3

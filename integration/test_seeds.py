@@ -30,6 +30,7 @@ def test_the_single_device_mnist_script_runs(runtime: RuntimeUnderTest) -> None:
     assert numbers["last"] < numbers["first"]
 
 
+@pytest.mark.long
 def test_the_saving_script_runs(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
     done = runtime.run(str(SEEDS / "saving.py"), str(tmp_path))
     assert done.returncode == 0, done.stderr

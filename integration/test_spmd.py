@@ -58,8 +58,10 @@ def test_a_program_that_launches_nothing_has_all_devices(clean_environ: dict[str
 
 @pytest.mark.parametrize(
     "environ",
-    [{"POLYXLA_EMULATE": "v4-8"}, {"XRT_TPU_CONFIG": "tpu_worker;0;127.0.0.1:1"}],
-    ids=["emulated", "xrt"],
+    [
+        pytest.param({"POLYXLA_EMULATE": "v4-8"}, id="emulated"),
+        pytest.param({"XRT_TPU_CONFIG": "tpu_worker;0;127.0.0.1:1"}, id="xrt", marks=pytest.mark.long),
+    ],
 )
 def test_an_spmd_program_on_the_bridge_is_refused(
     clean_environ: dict[str, str], environ: dict[str, str]

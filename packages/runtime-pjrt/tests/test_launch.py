@@ -112,6 +112,7 @@ def test_a_process_that_runs_on_another_device_type_is_refused() -> None:
     assert "torch_xla already runs on CPU in this process, and cannot change to TPU" in done.stdout
 
 
+@pytest.mark.long
 def test_a_fork_of_a_process_that_uses_a_device_is_refused_with_the_line(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -48,9 +48,8 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
     prepared = (env.POLYXLA_PJRT_LOCAL_DEVICE, env.PJRT_LOCAL_PROCESS_COUNT)
     if environ.get(env.PJRT_DEVICE) in PREPARED.values() or any(name in environ for name in prepared):
         return {}
-    is_first = environ.get(env.RANK, "0") == "0" and multiprocessing.parent_process() is None
-    if is_first and not environ.get(POLYXLA_RUNTIME):
-        # Once per job: `polyxla run`, which names the runtime, has printed them.
+    if environ.get(env.RANK, "0") == "0" and multiprocessing.parent_process() is None:
+        # Once per job: not in each of torchrun's processes, and not in the program's own.
         for warning in unknown_variables(environ):
             say_once(warning)
     is_started_by_torchrun = torchrun.process_count(environ) is not None

@@ -71,7 +71,7 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
     configuration = read_configuration(environ)
     if configuration is None:
         return {}
-    for warning in (*configuration.warnings, *(() if runtime else unknown_variables(environ))):
+    for warning in (*configuration.warnings, *unknown_variables(environ)):
         say_once(warning)
     return requested_plan(configuration, environ).program_environment()
 
