@@ -190,26 +190,6 @@ def test_the_hooks_of_a_plain_module_are_on_the_training_page() -> None:
     assert set(named) - {"on_post_move_to_device"} == PLAIN
 
 
-def test_numbers_on_the_pages_are_the_codes() -> None:
-    from torch_xla.distributed.parallel_loader import ParallelLoader
-
-    assert default_of(MetadataClient, "timeout_s") == 2
-    assert "the metadata server, which has two seconds to answer" in on_one_line(page("environment.md"))
-    ahead = {
-        "loader_prefetch_size": "{} batches on the host",
-        "device_prefetch_size": "{} on the device",
-        "host_to_device_transfer_threads": "{}",
-    }
-    for option, text in ahead.items():
-        assert f"`{option}` ({text.format(default_of(ParallelLoader, option))})" in page("training.md")
-    reads = (
-        f"by default every {LOG_EVERY_N_STEPS}, or ten times in a training of fewer than "
-        f"{LOG_EVERY_N_STEPS * LEAST_READS} steps"
-    )
-    assert LEAST_READS == 10
-    assert reads in on_one_line(page("training.md"))
-
-
 @pytest.mark.parametrize(
     "path", sorted(ROOT.glob("packages/*/pyproject.toml")), ids=lambda path: path.parent.name
 )
@@ -335,6 +315,8 @@ def test_the_hooks_on_the_plugins_page_are_in_the_order_of_their_modules() -> No
 
 
 def test_the_numbers_on_the_pages_are_those_of_the_code() -> None:
+    from torch_xla.distributed.parallel_loader import ParallelLoader
+
     from polyxla.contracts.replication import Replication
     from polyxla.launcher import failures, processes
     from polyxla.xla import unsynced_steps
@@ -353,7 +335,19 @@ def test_the_numbers_on_the_pages_are_those_of_the_code() -> None:
     words: dict[float, str] = {0.5: "half a", 1: "a", 2: "two", 3: "three", 9: "nine", 10: "ten"}
     words |= {30: "half an hour", 60: "minute"}
     traced = words[trace_schedule.MAX_TRACED_STEPS - trace_schedule.FIRST_STEPS]
+    ahead = {
+        "loader_prefetch_size": "{} batches on the host",
+        "device_prefetch_size": "{} on the device",
+        "host_to_device_transfer_threads": "{}",
+    }
+    short = f"a training of fewer than {LOG_EVERY_N_STEPS * LEAST_READS} steps"
+    metadata_s = words[default_of(MetadataClient, "timeout_s")]
     written = {
+        "environment.md": [f"the metadata server, which has {metadata_s} seconds to answer"],
+        "training.md": [
+            *(f"`{one}` ({text.format(default_of(ParallelLoader, one))})" for one, text in ahead.items()),
+            f"by default every {LOG_EVERY_N_STEPS}, or {words[LEAST_READS]} times in {short}",
+        ],
         "architecture.md": [
             f"SIGTERM, and SIGKILL after {failures.STOP_GRACE_S:g} s",
             f"get {words[processes.EXIT_GRACE_S]} second to exit",
@@ -392,7 +386,7 @@ def test_the_numbers_on_the_pages_are_those_of_the_code() -> None:
             f"The token has at least {credential_files.MIN_TOKEN_CHARS} characters",
         ],
     }
-    texts = {name: " ".join(page(name).split()) for name in written}
+    texts = {name: on_one_line(page(name)) for name in written}
     missing = [text for name, expected in written.items() for text in expected if text not in texts[name]]
     assert missing == []
 

@@ -47,6 +47,13 @@ def shared(replica: Replica) -> torch.nn.Linear:
     return module
 
 
+def counted(replica: Replica, counters: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return a module and its optimizer, in a replica with these counters."""
+    replica.counters = lambda: counters  # type: ignore[method-assign]
+    module = shared(replica)
+    return module, torch.optim.SGD(module.parameters(), lr=0.0)
+
+
 def said(capsys: pytest.CaptureFixture[str], function: Callable[[Replica], Any], devices: int = 2) -> str:
     """Run the function in every replica; return what polyxla printed, but not how records are divided."""
     launch(function, runtime="fake", devices=devices)
@@ -290,9 +297,7 @@ def test_a_shape_that_changed_is_named_in_a_loop_that_steps_the_optimizer_itself
     counters: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def train(replica: Replica) -> None:
-        replica.counters = lambda: counters  # type: ignore[method-assign]
-        module = shared(replica)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+        module, optimizer = counted(replica, counters)
         shapes: list[torch.Size] = []
         for (batch,) in replica.loader([(torch.ones(n, 4),) for n in (8, 8, 8, 8, 3, 8)]):
             # The request for this batch has submitted the program of the one before.
@@ -309,9 +314,7 @@ def test_a_shape_that_changed_is_named_in_a_loop_that_steps_the_optimizer_itself
 
 def test_the_first_evaluation_may_compile(counters: Any, capsys: pytest.CaptureFixture[str]) -> None:
     def train(replica: Replica) -> None:
-        replica.counters = lambda: counters  # type: ignore[method-assign]
-        module = shared(replica)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+        module, optimizer = counted(replica, counters)
         training = replica.loader([torch.ones(2, 4)] * 4)
         evaluation = replica.loader([torch.ones(3, 4)] * 2)
         for epoch in range(3):
@@ -360,9 +363,7 @@ def test_of_an_updates_batches_the_last_are_compared(
     counters: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def train(replica: Replica) -> None:
-        replica.counters = lambda: counters  # type: ignore[method-assign]
-        module = shared(replica)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+        module, optimizer = counted(replica, counters)
         sizes = (8, 8, 8, 8, 3, 8, 8, 3)
         for number, (batch,) in enumerate(replica.loader([(torch.ones(size, 4),) for size in sizes]), 1):
             module(batch).sum().backward()

@@ -193,7 +193,6 @@ def run(
 
     The script receives the choice in its environment. Its output, signals and exit code are passed through.
     """
-    from polyxla.cli.each import run_each
     from polyxla.cli.run import make_run_plan, replace_process
 
     with plain_errors(as_json and dry_run):
@@ -214,6 +213,8 @@ def run(
     else:
         announce(plan.selection)
     if plan.each:
+        from polyxla.cli.each import run_each
+
         run_each(plan, environ)
     replace_process(plan, environ)
 

@@ -8,7 +8,6 @@ import reaches these two through the plugins.
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 
 def refuse_if_device_in_use(launcher: str) -> None:
@@ -29,5 +28,8 @@ launches: list[object] = []
 
 def has_run() -> bool:
     """Return whether this process has launched replicas or used a device."""
-    torch_xla: Any = sys.modules.get("torch_xla")
-    return bool(launches or (torch_xla and torch_xla._XLAC._xla_runtime_is_initialized()))
+    if launches or "torch_xla" not in sys.modules:
+        return bool(launches)
+    from polyxla.xla import first_device_use
+
+    return first_device_use.is_in_use()

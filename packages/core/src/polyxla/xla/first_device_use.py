@@ -165,8 +165,8 @@ def _watch_plugin(plugin: plugins.DevicePlugin) -> None:
 def before_use() -> None:
     """Record the user's line, unless a device is in use already. Called before the device is used.
 
-    Ends the program if replicas were asked for, and this process is none of them. An exception that programs
-    catch would not do: torch_xla aborts the process when it starts its client for the second time.
+    Ends the program if replicas were asked for, and this process is not one of them. An exception that
+    programs catch would not do: torch_xla aborts the process when it starts its client for the second time.
     """
     if is_in_use():
         return
