@@ -177,9 +177,9 @@ def trips() -> None:
         training = XlaTraining("convnet", BATCH, read_every)
         training.run(WARM_UP)
         # Imported by torch_xla, not the other way round.
-        from polyxla_xrt import torch_plugin
+        import polyxla_xrt.node
 
-        engine: Any = torch_plugin._here.engine  # noqa: SLF001  (only this counts)
+        engine: Any = polyxla_xrt.node._own.engine  # noqa: SLF001  (only this counts)
         before = engine.waits
         for _ in range(TURNS):
             training.run(STEPS)

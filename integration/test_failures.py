@@ -203,13 +203,12 @@ def test_a_script_without_a_main_guard_does_not_launch_forever(runtime: RuntimeU
     assert "Put the launch under: if __name__ == '__main__':" in done.stderr
 
 
-def _session(leader: int) -> list[int]:
-    """Return the ids of the living processes of a session."""
+def _of_job(mark: str) -> list[int]:
+    """Return the ids of the living processes that were started with an environment variable."""
     found = []
     for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-            if int(session) == leader and state != "Z":
+        with contextlib.suppress(OSError):
+            if entry.name.isdecimal() and mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
                 found.append(int(entry.name))
     return found
 
@@ -220,7 +219,7 @@ def test_the_end_of_the_parent_ends_all_its_processes(
 ) -> None:
     script = PROGRAMS / "wait_for_each_other.py"
     command = [sys.executable, "-m", "polyxla", "run", "--devices", "2", str(script), str(tmp_path)]
-    environ = {**os.environ, "POLYXLA_RUNTIME": runtime.name}
+    environ = {**os.environ, "POLYXLA_RUNTIME": runtime.name, "TEST_JOB": str(tmp_path)}
     with (tmp_path / "out").open("w") as out:
         parent = subprocess.Popen(
             command, cwd=tmp_path, env=environ, stdout=out, stderr=out, start_new_session=True
@@ -240,6 +239,6 @@ def test_the_end_of_the_parent_ends_all_its_processes(
         assert time.monotonic() - since < 2
         assert (tmp_path / "out").read_text().splitlines()[-1] == "polyxla: interrupted"
         deadline = since + 2
-    while left := _session(parent.pid):
+    while left := _of_job(f"TEST_JOB={tmp_path}"):
         assert time.monotonic() < deadline, f"{left} still live"
         time.sleep(0.05)

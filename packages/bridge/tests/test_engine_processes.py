@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import pytest
 
 from polyxla_bridge.engine import startup_barrier
+from polyxla_bridge.engine.coordination_service import CoordinationService
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError
 
@@ -26,6 +29,13 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def is_running(pid: str) -> bool:
+    try:
+        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 @pytest.fixture
@@ -81,7 +91,7 @@ def errors_at_barrier(job: list[BridgeSettings], timeout_s: float) -> list[BaseE
 
     def enter(number: int) -> None:
         try:
-            startup_barrier.wait_for_peers(job[number], lambda: None, timeout_s).leave(timeout_s)
+            startup_barrier.wait_for_peers(job[number], lambda _: None, timeout_s).leave(timeout_s)
         except BaseException as error:
             found[number] = error
 
@@ -113,7 +123,7 @@ def test_a_missing_process_0_is_named() -> None:
     coordinator = f"127.0.0.1:{free_port()}"
     started = time.monotonic()
     with pytest.raises(PjrtError, match=rf"nothing listened on {coordinator} within 1 s: replicas \[0\]"):
-        startup_barrier.wait_for_peers(BridgeSettings(2, 2, 1, coordinator), lambda: None, 1)
+        startup_barrier.wait_for_peers(BridgeSettings(2, 2, 1, coordinator), lambda _: None, 1)
     assert time.monotonic() - started < 5
 
 
@@ -132,7 +142,7 @@ def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         coordinator = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(PjrtError, match=f"cannot listen on {coordinator}.*in use"):
-            startup_barrier.wait_for_peers(BridgeSettings(2, 2, 0, coordinator), lambda: None, 1)
+            startup_barrier.wait_for_peers(BridgeSettings(2, 2, 0, coordinator), lambda _: None, 1)
 
 
 def test_a_foreign_connection_is_closed() -> None:
@@ -166,6 +176,32 @@ def test_process_0_stays_until_the_others_have_ended(said: Said, ends: str) -> N
 def test_a_replica_may_work_alone_for_longer_than_heartbeats_may_be_missing(said: Said, process: str) -> None:
     (alone,) = [lines for lines in said("one_works_alone", process, replicas=2, processes=2) if lines]
     assert alone == ["2.0"]
+
+
+def test_jaxlib_ends_no_process_when_process_0_is_killed(outcomes: Outcomes) -> None:
+    found = outcomes(PROGRAM, "process_0_is_killed", replicas=3, processes=3)
+    assert [code for code, _, _ in found] == [-signal.SIGKILL, 0, 0]
+    assert [lines for _, lines, _ in found[1:]] == [["alive"]] * 2
+    assert [err for _, _, err in found] == [""] * 3
+    (service,) = found[0][1]
+    deadline = time.monotonic() + TIMEOUT_S
+    while is_running(service):
+        assert time.monotonic() < deadline, "the service is left"
+        time.sleep(0.05)
+
+
+def test_a_service_that_cannot_listen_says_why() -> None:
+    service = CoordinationService("nowhere.invalid:1", 2)
+    ours, theirs = socket.socketpair()
+    try:
+        with (
+            ours,
+            theirs,
+            pytest.raises(PjrtError, match=r"cannot listen on nowhere\.invalid:1: .*server"),
+        ):
+            service.start([theirs])
+    finally:
+        service.shutdown()
 
 
 def test_a_process_that_stays_too_long_is_named(said: Said) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import signal
 import threading
 import time
 from typing import Any
@@ -13,7 +14,7 @@ from engine_helpers import OPTIONS, SETTINGS, main, module, run, say, set_flag, 
 from jax._src import xla_bridge
 from jaxlib import _jax
 
-from polyxla_bridge.engine import clients, jax_engine
+from polyxla_bridge.engine import clients, coordination_service, jax_engine
 from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.programs import compile_coordination
 
@@ -120,6 +121,21 @@ def process_0_is_last(ends: str) -> None:
     say(SETTINGS.process == 1 or time.monotonic() - started > 1)
 
 
+def process_0_is_killed() -> None:
+    engine = JaxEngine(SETTINGS)
+    executable = engine.compile(PROGRAMS["of_0"], OPTIONS)
+    value(run(engine, executable, SETTINGS.process, 1))
+    if SETTINGS.process == 0:
+        engine._clients.wait_for_all()
+        say(engine._clients._service._process.pid)
+        os.kill(os.getpid(), signal.SIGKILL)
+    engine._clients.wait_for_all()
+    # jaxlib would end this process some milliseconds after the service.
+    time.sleep(2)
+    say("alive")
+    os._exit(0)
+
+
 def one_stays_too_long() -> None:
     clients.LEAVE_TIMEOUT_S = 0.5  # type: ignore[assignment]
     engine = JaxEngine(SETTINGS)
@@ -135,8 +151,9 @@ def one_stays_too_long() -> None:
 
 
 def shorten_heartbeats() -> None:
-    for name in ("get_distributed_runtime_client", "get_distributed_runtime_service"):
-        setattr(_jax, name, functools.partial(getattr(_jax, name), heartbeat_timeout=3))
+    coordination_service.HEARTBEAT_TIMEOUT_S = 3
+    client = functools.partial(_jax.get_distributed_runtime_client, heartbeat_timeout=3)
+    _jax.get_distributed_runtime_client = client
     jax_engine.FINISH_TIMEOUT_S = 1
 
 

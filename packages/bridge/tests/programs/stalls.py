@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from concurrent.futures import Future
@@ -179,7 +180,9 @@ def process_hangs() -> None:
     engine = JaxEngine(SETTINGS)
     every = engine.compile(summing(), OPTIONS)
     if SETTINGS.process == 1:
-        time.sleep(60)
+        engine._clients.wait_for_all()
+        say("process 0 has ended")
+        os._exit(0)
     run(engine, every, 0, 1)
     time.sleep(60)
 

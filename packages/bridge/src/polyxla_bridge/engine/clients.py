@@ -7,7 +7,9 @@ across processes.
 
 from __future__ import annotations
 
+import socket
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,6 +20,7 @@ from jaxlib import _jax
 
 from polyxla_bridge import native
 from polyxla_bridge.engine import startup_barrier
+from polyxla_bridge.engine.coordination_service import CoordinationService
 from polyxla_bridge.env import BridgeSettings
 
 CONNECT_TIMEOUT_S = 120
@@ -51,16 +54,32 @@ class Clients:
             self._clients[0] = _jax.get_tfrt_cpu_client(asynchronous=False, num_devices=1)
         else:
             native.LOCKED.polyxla_drop_greetings()
-            self._peers = startup_barrier.wait_for_peers(settings, self._start_service, timeout_s)
+            self._meet(timeout_s)
             self._connect(timeout_s)
         self._shardings = {i: SingleDeviceSharding(self._device(i)) for i in self._clients}
         self.global_ids = [device.id for device in self._clients[settings.local[0]].devices()]
         self.link = self._links.get(settings.local[0])
 
-    def _start_service(self) -> None:
-        self._service = _jax.get_distributed_runtime_service(
-            self._settings.coordinator, self._settings.replicas
-        )
+    def _meet(self, timeout_s: float) -> None:
+        """Wait for all processes, and start the coordination service."""
+        settings = self._settings
+        # Replicas of a single process end with it anyway.
+        if settings.processes > 1 and settings.process == 0:
+            self._service = CoordinationService(settings.coordinator, settings.replicas)
+        try:
+            self._peers = startup_barrier.wait_for_peers(settings, self._start_service, timeout_s)
+        except BaseException:
+            if self._service is not None:
+                self._service.shutdown()
+            raise
+
+    def _start_service(self, peers: Sequence[socket.socket]) -> None:
+        if self._service is None:
+            self._service = _jax.get_distributed_runtime_service(
+                self._settings.coordinator, self._settings.replicas
+            )
+        else:
+            self._service.start(peers)
 
     def _connect(self, timeout_s: float) -> None:
         local = self._settings.local

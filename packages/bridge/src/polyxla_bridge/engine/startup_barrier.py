@@ -5,7 +5,7 @@ error that names the missing replicas.
 
 Process 0 listens on the coordinator's port. Each other process connects and sends one JSON line (its index
 and the job's size). When all have connected, process 0 starts jaxlib's service on the same port and answers
-``go``, or an error text. The connections stay open until each process leaves, so that process 0, which runs
+``go``, or an error text. The connections stay open until each process leaves, so that process 0, which ends
 the service, is the last to end.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -22,6 +22,8 @@ from polyxla_bridge.abi import Code
 from polyxla_bridge.env import POLYXLA_BRIDGE_PROCESSES, POLYXLA_BRIDGE_REPLICAS, BridgeSettings
 from polyxla_bridge.errors import PjrtError
 
+StartService = Callable[[Sequence[socket.socket]], None]
+"""Starts the service. Argument: the connections to the other processes."""
 _RETRY_S = 0.05
 """Pause between two attempts to connect, in seconds."""
 _HELLO_TIMEOUT_S = 5.0
@@ -101,7 +103,7 @@ class PeerConnections:
                 if self._settings.process == 0:
                     peer.settimeout(max(0.001, deadline - time.monotonic()))
                     peer.recv(1)
-                # Closing alone is not enough: a process that was forked from this one may hold the socke too.
+                # Closing alone is not enough: a process that was forked from this one may hold the socket.
                 peer.shutdown(socket.SHUT_RDWR)
             except TimeoutError:
                 return False
@@ -112,7 +114,7 @@ class PeerConnections:
 
 
 def wait_for_peers(
-    settings: BridgeSettings, start_service: Callable[[], None], timeout_s: float
+    settings: BridgeSettings, start_service: StartService, timeout_s: float
 ) -> PeerConnections:
     """Wait for all processes of the job.
 
@@ -132,7 +134,7 @@ def wait_for_peers(
 
 
 def _gather(
-    settings: BridgeSettings, start_service: Callable[[], None], deadline: float, timeout_s: float
+    settings: BridgeSettings, start_service: StartService, deadline: float, timeout_s: float
 ) -> dict[int, socket.socket]:
     """Run process 0's side: accept all others, start the service, answer."""
     peers: dict[int, socket.socket] = {}
@@ -143,7 +145,7 @@ def _gather(
                 peers[process] = peer
         # After the listener is closed, because the service listens on the same port; before "go", because the
         # others connect to the service as soon as they read it.
-        start_service()
+        start_service(list(peers.values()))
         for peer in peers.values():
             peer.sendall(_GO)
     except BaseException as error:
