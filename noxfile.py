@@ -45,6 +45,8 @@ TESTS_NEED = {"core": ["testing"], "runtime-pjrt": ["testing"], "training": ["sa
 RUNTIMES = ["pjrt", "xrt"]
 # These promise a range of versions, and are tested with the oldest. The others follow one torch_xla release.
 WITH_A_RANGE = ["core", "sampler", "precision", "testing", "training"]
+# A few tests take most of the time: whichever process is done first takes some of the other's.
+TWO_AT_ONCE = ["-n", "2", "--dist", "worksteal"]
 # torch 2.9's wheels are manylinux_2_28: no machine that runs them has an older glibc.
 NEWEST_GLIBC = 28
 
@@ -152,7 +154,7 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session, package: str) -> None:
     """Test one package in an environment with its own and its extras' requirements, and no others."""
     directory = with_package(session, package)
-    session.run("pytest", "-n", "2", f"{directory}/tests", junit(f"tests-{package}"), *session.posargs)
+    session.run("pytest", *TWO_AT_ONCE, f"{directory}/tests", junit(f"tests-{package}"), *session.posargs)
 
 
 @nox.session
@@ -164,7 +166,7 @@ def coverage(session: nox.Session, package: str) -> None:
     data.mkdir(parents=True, exist_ok=True)
     environ = {"COVERAGE_FILE": str(data / "data")}
     session.run("coverage", "erase", env=environ)
-    pytest = ["-m", "pytest", "-n", "2", f"{directory}/tests"]
+    pytest = ["-m", "pytest", *TWO_AT_ONCE, f"{directory}/tests"]
     session.run("coverage", "run", *pytest, *session.posargs, env=environ)
     session.run("coverage", "combine", "--quiet", env=environ)
     session.run("coverage", "report", f"--include={directory}/src/*", env=environ)
@@ -184,17 +186,8 @@ def with_package(session: nox.Session, package: str) -> str:
 def integration(session: nox.Session, runtime: str) -> None:
     """Test all packages together, installed as a user installs them, on one runtime."""
     install(session, PROJECTS, group("integration"), with_extras=["training"])
-    options = [
-        "-n",
-        "2",
-        "--dist",
-        "worksteal",
-        "--durations=10",
-        "--polyxla-runtime",
-        runtime,
-        junit(f"integration-{runtime}"),
-    ]
-    session.run("pytest", "integration", *options, *session.posargs)
+    options = ["--durations=10", "--polyxla-runtime", runtime, junit(f"integration-{runtime}")]
+    session.run("pytest", "integration", *TWO_AT_ONCE, *options, *session.posargs)
 
 
 @nox.session(venv_backend="uv", reuse_venv=False)
@@ -211,7 +204,7 @@ def minimums(session: nox.Session) -> None:
     # typer and click build the help text together, and have not always fitted.
     session.run("polyxla", "run", "--help", silent=True)
     directories = [f"packages/{package}/tests" for package in WITH_A_RANGE if package in TESTED]
-    session.run("pytest", "-n", "2", *directories, junit("minimums"), *session.posargs)
+    session.run("pytest", *TWO_AT_ONCE, *directories, junit("minimums"), *session.posargs)
 
 
 @nox.session
