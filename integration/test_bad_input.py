@@ -106,7 +106,12 @@ def test_variables_of_every_package_and_of_others_are_not_called_wrong(script: s
 @pytest.mark.parametrize(
     ("environ", "text", "code"),
     [
-        ({"POLYXLA_DEVICE": "4", "POLYXLA_RUNTIME": "pjrt"}, "Did you mean POLYXLA_DEVICES?", 0),
+        pytest.param(
+            {"POLYXLA_DEVICE": "4", "POLYXLA_RUNTIME": "pjrt"},
+            "Did you mean POLYXLA_DEVICES?",
+            0,
+            marks=pytest.mark.long,
+        ),
         pytest.param({"POLYXLA_RUNTIM": "xrt"}, "Did you mean POLYXLA_RUNTIME?", 0, marks=pytest.mark.long),
         pytest.param(
             {"XRT_TPU_CONFG": "w;0;a:1"}, "XRT_TPU_CONFG is not an XRT variable", 1, marks=pytest.mark.long

@@ -177,11 +177,11 @@ def test_a_hanging_dataset_is_an_error_with_its_line(
     runtime: RuntimeUnderTest, workers: int, account: str
 ) -> None:
     script = PROGRAMS / "hanging_dataset.py"
-    done = runtime.run("--devices", "1", str(script), str(workers), POLYXLA_INPUT_TIMEOUT_S="12")
+    done = runtime.run("--devices", "1", str(script), str(workers), POLYXLA_INPUT_TIMEOUT_S="6")
     assert done.returncode == 1, done.stderr
-    assert re.search(rf"^polyxla: no batch for \d+ s: {account}. After 12 s", done.stderr, re.MULTILINE)
+    assert re.search(rf"^polyxla: no batch for \d+ s: {account}. After 6 s", done.stderr, re.MULTILINE)
     assert re.search(
-        rf"no batch arrived in 12 s: {account}. POLYXLA_INPUT_TIMEOUT_S sets the limit.$",
+        rf"no batch arrived in 6 s: {account}. POLYXLA_INPUT_TIMEOUT_S sets the limit.$",
         done.stderr,
         re.MULTILINE,
     )

@@ -60,6 +60,7 @@ def test_a_launch_under_torchrun_joins_its_processes(clean_environ: dict[str, st
     assert done.stdout.count("RESULT [([0, 1], 2)]") == 2
 
 
+@pytest.mark.long
 def test_polyxla_run_starts_the_fork_server_before_the_script(clean_environ: dict[str, str]) -> None:
     script = PROGRAMS / "child_processes.py"
     command = [sys.executable, "-m", "polyxla", "run", "--devices", "2", str(script)]

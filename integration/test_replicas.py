@@ -22,7 +22,7 @@ class TestReplicas(RuntimeConformance):
     ("count", "processes"),
     [
         pytest.param(2, 2, marks=pytest.mark.long),
-        (4, 4),
+        pytest.param(4, 4, marks=pytest.mark.long),
         pytest.param(8, 8, marks=pytest.mark.long),
         pytest.param(2, 1, marks=pytest.mark.long),
         pytest.param(4, 1, marks=pytest.mark.long),

@@ -11,6 +11,7 @@ from polyxla_testing import RuntimeUnderTest
 SEEDS = Path(__file__).parent / "seeds"
 
 
+@pytest.mark.long
 def test_the_tensors_script_runs(runtime: RuntimeUnderTest) -> None:
     done = runtime.run(str(SEEDS / "tensors.py"))
     assert done.returncode == 0, done.stderr

@@ -50,12 +50,10 @@ def test_an_inline_replica_can_be_launched_twice_and_leaves_no_variable() -> Non
     assert done.stderr.count("polyxla: runtime pjrt: the CPU") == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("requested", "count"),
-    [
-        ({"POLYXLA_COMPILE_CACHE": "/mine"}, 1),
-        pytest.param({"POLYXLA_COMPILE_CACHE": "off"}, 0, marks=pytest.mark.long),
-    ],
+    [({"POLYXLA_COMPILE_CACHE": "/mine"}, 1), ({"POLYXLA_COMPILE_CACHE": "off"}, 0)],
 )
 def test_a_requested_compile_cache_is_reported_as_unused_with_one_replica(
     requested: dict[str, str], count: int

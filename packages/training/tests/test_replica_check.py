@@ -108,7 +108,9 @@ def _checked(make: Callable[[], nn.Module], batches: Any = None, **options: Any)
         pytest.param(Classifier, None, id="for-trainer", marks=pytest.mark.long),
         pytest.param(_lit, DataLoader(_records(), 4), id="lightning"),
         pytest.param(Plain, None, id="plain", marks=pytest.mark.long),
-        pytest.param(Plain, [torch.ones(4, 4), torch.ones(8, 4) / 2], id="uneven-batches"),
+        pytest.param(
+            Plain, [torch.ones(4, 4), torch.ones(8, 4) / 2], id="uneven-batches", marks=pytest.mark.long
+        ),
     ],
 )
 def test_several_replicas_train_like_one(make: Any, batches: Any) -> None:

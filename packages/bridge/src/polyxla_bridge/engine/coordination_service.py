@@ -114,6 +114,9 @@ def main() -> None:
             peers = _receive(pipe)
             if peers is None:
                 return
+            # jaxlib may crash where it cannot listen.
+            host, _, port = address.rpartition(":")
+            socket.create_server((host, int(port))).close()
             service = _jax.get_distributed_runtime_service(
                 address, replicas, heartbeat_timeout=heartbeat_timeout_s
             )
