@@ -22,6 +22,7 @@ import polyxla.env
 import polyxla.hookspecs
 import polyxla_bridge.env
 import polyxla_pjrt.env
+import polyxla_training.env
 import polyxla_training.hookspecs
 import polyxla_xrt.env
 from polyxla import Replica, launch
@@ -59,7 +60,9 @@ def test_every_hook_is_on_the_plugins_page(hook: str) -> None:
     assert f"`{hook}(" in page("plugins.md")
 
 
-@pytest.mark.parametrize("module", [polyxla.env, polyxla_bridge.env, polyxla_pjrt.env, polyxla_xrt.env])
+@pytest.mark.parametrize(
+    "module", [polyxla.env, polyxla_bridge.env, polyxla_pjrt.env, polyxla_training.env, polyxla_xrt.env]
+)
 def test_every_variable_is_on_the_environment_page(module: ModuleType) -> None:
     names = [name for name, value in vars(module).items() if name.isupper() and value == name]
     assert names

@@ -220,7 +220,6 @@ class TestEnv:
             ("POLYXLA_INPUT_TIMEOUT_S", "1800", "default", "polyxla"),
             ("POLYXLA_WAIT_S", "0", "default", "polyxla"),
             ("POLYXLA_COMPILE_CACHE", "on", "default", "polyxla"),
-            ("POLYXLA_OBSERVE", "on", "default", "polyxla"),
             ("POLYXLA_FULL_TRACEBACK", "0", "default", "polyxla"),
             ("TOY", "8", "environment", "runtime toy"),
             ("TOY_VISIBLE", "5", "set by runtime toy", "replicas"),

@@ -157,3 +157,13 @@ def test_a_tpu_job_runs_up_to_loading_libtpu(
     )
     with pytest.raises(RuntimeError, match=r"Failed to open .*libtpu\.so"):
         plugin.polyxla_launch(job)
+
+
+def test_no_thread_that_copies_batches_fails_unnoticed() -> None:
+    """To use JAX, several threads set and removed one variable: a thread failed, and the epoch ended."""
+    program = Path(__file__).parent / "programs" / "copying_threads.py"
+    done = python(program.read_text())
+    lost = "error: a thread of torch_xla failed (see above), and the loop did not get all batches"
+    lines = ["uses jax: False", lost, lost]
+    assert done.stdout.splitlines() == lines, done.stderr
+    assert done.stderr.count("KeyError: 'a variable'") == 2

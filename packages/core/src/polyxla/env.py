@@ -50,12 +50,6 @@ POLYXLA_FULL_TRACEBACK = "POLYXLA_FULL_TRACEBACK"
 Default: 0; the user's frames, and those of libraries that the user called.
 """
 
-POLYXLA_OBSERVE = "POLYXLA_OBSERVE"
-"""``off`` does not watch the loops of `polyxla.launch`; read by polyxla-training, which watches them.
-Default: on.
-"""
-
-
 DEFAULT_S: Mapping[str, float] = {POLYXLA_START_TIMEOUT_S: 120, POLYXLA_INPUT_TIMEOUT_S: 1800}
 """Default of each timeout variable, in seconds."""
 

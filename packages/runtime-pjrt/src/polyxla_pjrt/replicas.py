@@ -77,11 +77,10 @@ def run_replicas(replica: Callable[[Place], Any], plan: Plan, process: int) -> l
     """
     if plan.is_bridged:
         _watch(plan)
-    replica_process.prepare_to_exit()
+    replica_process.prepare(shares_gil=plan.layout.threads > 1)
     pjrt.initialize_multiprocess(process % plan.layout.processes, plan.layout.processes)
     if plan.layout.threads == 1:
         return [_on_own_device(replica, Place(plan, process, 0))]
-    replica_process.shorten_switch_interval()
     # A forked process creates torch's autograd engine again at the first use. Two threads must not do that at
     # once, and the engine has queues only for the devices that exist by then.
     torch.zeros((), requires_grad=True).backward()

@@ -52,8 +52,7 @@ def run_replica(replica: Callable[[Place], Any], place: Place) -> Any:
         place: the replica's place in the plan.
     """
     failures.describe_with(node.describe)
-    replica_process.prepare_to_exit()
-    replica_process.shorten_switch_interval()
+    replica_process.prepare(shares_gil=True)
     # The fork server may have imported torch_xla in an environment without a node.
     node.register()
     world = place.plan.world(place.process)

@@ -6,7 +6,7 @@ The functions that run in replicas are module-level, so that a runtime can send 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -119,7 +119,7 @@ def _gather(replica: Replica) -> tuple[list[Any], Any, list[float]]:
 
 
 class _Broken:
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Generator[Any]:
         import torch
 
         for _ in range(3):
@@ -128,7 +128,7 @@ class _Broken:
 
 
 def _read_broken_loader(replica: Replica) -> int:
-    return sum(1 for _ in replica._replication.upload(iter(_Broken()), {}))
+    return len(list(replica._replication.upload(iter(_Broken()), {})))
 
 
 def _fail(replica: Replica) -> None:

@@ -8,10 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyxla import env
 from polyxla.console import say
+from polyxla.env import snapshot
 from polyxla.errors import UsageError
 from polyxla.hookspecs import hookimpl
+from polyxla.plugins.unknown_variables import constants
+from polyxla_training import env
 from polyxla_training.storage.location import is_url
 
 if TYPE_CHECKING:
@@ -32,9 +34,15 @@ def polyxla_add_commands(app: typer.Typer) -> None:
 
 
 @hookimpl
+def polyxla_variables() -> frozenset[str]:
+    """Name this package's variables."""
+    return constants(env)
+
+
+@hookimpl
 def polyxla_replica_started(replica: Replica) -> None:
     """Watch the replica's loop, unless POLYXLA_OBSERVE is off."""
-    if _observes(env.snapshot()):
+    if _observes(snapshot()):
         from polyxla_training.observe.own_loop.loop_watch import LoopWatch
 
         replica.add_listener(LoopWatch(replica))

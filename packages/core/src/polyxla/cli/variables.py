@@ -24,17 +24,15 @@ def variables(environ: Mapping[str, str], settings: LaunchSettings) -> list[dict
 
 
 def _own(environ: Mapping[str, str], settings: LaunchSettings) -> dict[str, Setting]:
-    cache = environ.get(env.POLYXLA_COMPILE_CACHE)
+    text = environ.get(env.POLYXLA_COMPILE_CACHE)
+    cache = Setting("on", "default") if text is None else Setting(text or "off", "environment")
     return {
         env.POLYXLA_RUNTIME: settings.runtime,
         env.POLYXLA_DEVICES: settings.devices,
         env.POLYXLA_PRECISION: settings.precision,
         **{name: env.setting(environ, name, f"{seconds:g}") for name, seconds in env.DEFAULT_S.items()},
         env.POLYXLA_WAIT_S: settings.wait_s,
-        env.POLYXLA_COMPILE_CACHE: Setting(
-            "on" if cache is None else cache or "off", "environment" if cache is not None else "default"
-        ),
-        env.POLYXLA_OBSERVE: env.setting(environ, env.POLYXLA_OBSERVE, "on"),
+        env.POLYXLA_COMPILE_CACHE: cache,
         env.POLYXLA_FULL_TRACEBACK: env.setting(environ, env.POLYXLA_FULL_TRACEBACK, "0"),
     }
 

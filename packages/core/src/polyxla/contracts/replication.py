@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -72,7 +72,7 @@ class Replication(ABC):
         """Return the pytree `value` with every tensor on the device."""
         return map_tensors(lambda tensor: tensor.to(self.device), value)
 
-    def upload(self, batches: Iterator[Any], prefetch: Mapping[str, int]) -> Generator[Any]:
+    def upload(self, batches: Generator[Any], prefetch: Mapping[str, int]) -> Generator[Any]:
         """Iterate over `batches` with their tensors on the device; a runtime may copy ahead.
 
         An exception in `batches` is raised in place of the batch that is missing.

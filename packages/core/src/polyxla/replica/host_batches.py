@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +72,7 @@ class HostBatches:
         # Written by the runtime's thread, popped by the replica's; single dict operations need no lock.
         self._pending: dict[int, PendingBatch] = {}
 
-    def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
+    def __iter__(self) -> Generator[tuple[int, list[Any]]]:
         for number, batch in enumerate(self._batches):
             if number == 0 and self._options.transfer is None:
                 check(batch)

@@ -18,16 +18,13 @@ SWITCH_INTERVAL_S = 1e-4
 the GIL for some microseconds; with Python's default of 5 ms it would wait for the other replicas' tracing."""
 
 
-def prepare_to_exit() -> None:
-    """Make torch_xla finish its work when this process ends. Call it before a device is used."""
+def prepare(shares_gil: bool) -> None:
+    """Prepare this process, whose threads may share the GIL all the time. Call it before a device is used."""
     # A fork of the launching process has lost the registration; any other process must not have it twice.
     atexit.unregister(torch_xla._prepare_to_exit)
     atexit.register(torch_xla._prepare_to_exit)
-
-
-def shorten_switch_interval() -> None:
-    """Shorten the GIL switch interval, for replicas that are threads of this process."""
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    if shares_gil:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 def use_device(thread: int, threads: int) -> None:

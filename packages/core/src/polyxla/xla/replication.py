@@ -98,7 +98,7 @@ class XlaReplication(Replication):
         state: int = xm.get_rng_state(str(self.device))
         return state
 
-    def upload(self, batches: Iterator[Any], prefetch: Mapping[str, int]) -> Generator[Any]:
+    def upload(self, batches: Generator[Any], prefetch: Mapping[str, int]) -> Generator[Any]:
         """Iterate over `batches`, which torch_xla's threads copy ahead."""
         return upload_batches(batches, self.device, prefetch, self._input_timeout_s)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch_xla.debug import profiler
 from torch_xla.distributed.parallel_loader import MpDeviceLoader
 
 from polyxla import callsite
-from polyxla.errors import UsageError
+from polyxla.errors import PolyxlaError, UsageError
 from polyxla.xla.input_watchdog import InputWatchdog
 
 OPTIONS = ("loader_prefetch_size", "device_prefetch_size", "host_to_device_transfer_threads")
@@ -21,17 +23,24 @@ Source: `torch_xla.distributed.parallel_loader.ParallelLoader` of torch_xla 2.9.
 """
 LEAVE_S = 60.0
 """Longest wait for the reading thread when a loop is left, in seconds: the next loop may read the same."""
+LOST = "a thread of torch_xla failed (see above), and the loop did not get all batches"
 NEVER = 2**62
 """Batches per execution: torch_xla must not sync, because `polyxla.Replica` does, once per batch."""
 
 
+# torch_xla's Trace uses JAX for torchax alone, but sets and removes a variable for it at each batch that a
+# thread copies. Two threads at once fail with KeyError, and the epoch of one ends.
+_profiler: Any = profiler
+_get_jax = _profiler.maybe_get_jax
+_profiler.maybe_get_jax = lambda log=True: _get_jax(log) if "torchax" in sys.modules else None
+
+
 def upload_batches(
-    batches: Iterator[Any], device: torch.device, prefetch: Mapping[str, int], timeout_s: float
+    batches: Generator[Any], device: torch.device, prefetch: Mapping[str, int], timeout_s: float
 ) -> Generator[Any]:
     """Iterate over `batches` with their tensors on `device`; threads of torch_xla read and copy ahead.
 
-    If reading a batch fails, torch_xla ends the epoch silently; here the exception is raised in place of that
-    batch.
+    If reading a batch fails, torch_xla ends the epoch silently; here the exception takes the batch's place.
 
     Args:
         batches: read in a thread of torch_xla.
@@ -42,6 +51,7 @@ def upload_batches(
     Raises:
         UsageError: torch_xla has no option of that name.
         StalledError: a batch did not arrive in time.
+        PolyxlaError: batches that were read did not arrive.
     """
     if unknown := sorted(set(prefetch) - set(OPTIONS)):
         raise UsageError(
@@ -67,7 +77,7 @@ class _Upload:
     """One iteration through torch_xla's loader, whose threads it ends."""
 
     def __init__(
-        self, batches: Iterator[Any], device: torch.device, prefetch: Mapping[str, int], timeout_s: float
+        self, batches: Generator[Any], device: torch.device, prefetch: Mapping[str, int], timeout_s: float
     ) -> None:
         self._source = _Source(batches)
         loader: Any = MpDeviceLoader(self._source, device, batches_per_execution=NEVER, **prefetch)
@@ -82,6 +92,7 @@ class _Upload:
 
     def __iter__(self) -> Iterator[Any]:
         while (batch := self._next()) is not None:
+            self._source.waiting -= 1
             yield batch
 
     def _next(self) -> Any:
@@ -93,9 +104,9 @@ class _Upload:
         return batch
 
     def raise_failure(self) -> None:
-        """Raise what ended the reading, if it was an exception."""
-        if self._source.failure:
-            raise self._source.failure
+        """Raise what ended the epoch early, in the thread that read or in one that copied."""
+        if self._source.failure or self._source.waiting:
+            raise self._source.failure or PolyxlaError(LOST)
 
     def close(self, leave_s: float) -> None:
         """End torch_xla's threads; wait for them `leave_s` seconds at most."""
@@ -110,21 +121,27 @@ class _Source:
     """The batches as torch_xla's reading thread iterates over them: an exception ends them and is stored.
 
     Attributes:
-        failure: the exception that ended the batches; None if there was none.
+        failure: what ended the batches; None once all have been read.
+        waiting: number of batches that were read and have not arrived on the device.
     """
 
-    def __init__(self, batches: Iterator[Any]) -> None:
+    def __init__(self, batches: Generator[Any]) -> None:
         self._batches = batches
         self._thread: int | None = None
-        self.failure: BaseException | None = None
+        self.failure: BaseException | None = PolyxlaError(LOST)
+        self.waiting = 0
 
     def __iter__(self) -> Iterator[Any]:
         self._thread = threading.get_ident()
         try:
-            yield from self._batches
-        except BaseException as error:
-            # torch_xla's thread would drop the exception.
+            for batch in self._batches:
+                self.waiting += 1
+                yield batch
+            self.failure = None
+        except Exception as error:  # torch_xla's thread would drop it.
             self.failure = error
+        finally:
+            self._batches.close()
 
     def line(self) -> str | None:
         """Return the user's line that the reading thread is executing; None if it executes none."""

@@ -14,8 +14,8 @@ import torch
 
 from polyxla.callsite import user_line
 from polyxla.console import say
-from polyxla.env import POLYXLA_OBSERVE
 from polyxla.hookspecs import hookimpl
+from polyxla_training.env import POLYXLA_OBSERVE
 from polyxla_training.observe.observer import Observer
 from polyxla_training.observe.own_loop import torch_events
 from polyxla_training.observe.own_loop.loop_summary import LoopSummary
