@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -41,6 +41,12 @@ def environ_of(process: int, processes: int, replicas: int, port: int) -> dict[s
     }
 
 
+@pytest.fixture(name="free_port")
+def fixture_free_port() -> Callable[[], int]:
+    """Return the function that finds a free port, which tests cannot import."""
+    return free_port
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
@@ -60,10 +66,17 @@ def server() -> Iterator[subprocess.Popen[str]]:
 def run(server: subprocess.Popen[str], tmp_path: Path) -> Callable[..., Processes]:
     """Return a function that runs a program of programs/torch_xla in each process of a job.
 
-    A program of a few lines may be given as code instead of a file name.
+    A program of a few lines may be given as code instead of a file name. `environs` are more variables for
+    each process.
     """
 
-    def run(program: str, *arguments: str, replicas: int = 1, processes: int = 1) -> Processes:
+    def run(
+        program: str,
+        *arguments: str,
+        replicas: int = 1,
+        processes: int = 1,
+        environs: Sequence[Mapping[str, str]] = (),
+    ) -> Processes:
         is_file = program.endswith(".py")
         path = PROGRAMS / "torch_xla" / program
         port = free_port()
@@ -71,6 +84,7 @@ def run(server: subprocess.Popen[str], tmp_path: Path) -> Callable[..., Processe
         programs = []
         for process in range(processes):
             environ = environ_of(process, processes, replicas, port)
+            environ |= environs[process] if environs else {}
             programs.append(
                 {
                     "code": path.read_text() if is_file else program,

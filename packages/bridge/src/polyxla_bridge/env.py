@@ -45,6 +45,16 @@ POLYXLA_BRIDGE_KIND = "POLYXLA_BRIDGE_KIND"
 Default: ``polyxla CPU``.
 """
 
+POLYXLA_LIBTPU_HOST = "POLYXLA_LIBTPU_HOST"
+"""The chips of the played TPU host: generation and arrangement, such as ``v4:2x2x1``.
+Default: not set, and the played libtpu finds no TPU.
+"""
+
+POLYXLA_LIBTPU_DEV = "POLYXLA_LIBTPU_DEV"
+"""Directory with a file for each chip of the played TPU host; a process that uses a chip locks its file.
+Default: one for each kind of host, in the directory for temporary files.
+"""
+
 POLYXLA_STALL_TIMEOUT_S = "POLYXLA_STALL_TIMEOUT_S"
 """Longest wait of a program in its collectives for other replicas, in seconds. When it is over, the process
 reports where each of its replicas is, and ends. The time in which another replica compiles or computes does
@@ -88,6 +98,9 @@ XLA_FLAGS = "XLA_FLAGS"
 Default: not set.
 """
 
+Coordinates = tuple[int, int, int, int]
+"""The place of a TPU's device: x, y and z of its chip in the slice, and its core on the chip."""
+
 _OFF, _ON = ("off", "0", ""), ("on", "1")
 
 
@@ -109,7 +122,11 @@ class CacheOrigin(Enum):
 
 @dataclass(frozen=True)
 class BridgeSettings:
-    """The job's replicas, the part of them that this process holds, and how the engine runs them."""
+    """The job's replicas, the part of them that this process holds, and how the engine runs them.
+
+    `places` has the coordinates of this process's replicas, by which they are numbered. Without them,
+    replicas count through the processes.
+    """
 
     replicas: int = 1
     processes: int = 1
@@ -124,6 +141,7 @@ class BridgeSettings:
     cache_path: str = ""
     cache_origin: CacheOrigin = CacheOrigin.OFF
     cache_is_readonly: bool = False
+    places: tuple[Coordinates, ...] = ()
 
     @property
     def per_process(self) -> int:
@@ -132,7 +150,7 @@ class BridgeSettings:
 
     @property
     def local(self) -> tuple[int, ...]:
-        """Indices of this process's replicas."""
+        """Indices of this process's replicas, if they count through the processes."""
         return tuple(range(self.process * self.per_process, (self.process + 1) * self.per_process))
 
 
@@ -226,6 +244,11 @@ def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
         raise ValueError(f"{name}={text!r} is not an integer") from None
 
 
+def own_environ() -> Mapping[str, str]:
+    """Return the environment of this process."""
+    return os.environ
+
+
 def current() -> BridgeSettings:
     """Read the settings of this process from its own environment."""
-    return from_environ(os.environ)
+    return from_environ(own_environ())

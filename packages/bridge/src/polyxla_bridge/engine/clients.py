@@ -21,6 +21,7 @@ from jaxlib import _jax
 from polyxla_bridge import native
 from polyxla_bridge.engine import startup_barrier
 from polyxla_bridge.engine.coordination_service import CoordinationService
+from polyxla_bridge.engine.numbering import Share, Shares
 from polyxla_bridge.env import BridgeSettings
 
 CONNECT_TIMEOUT_S = 120
@@ -37,6 +38,8 @@ class Clients:
         timeout_s: longest wait for the other replicas, in seconds.
 
     Attributes:
+        shares: the replicas of each process.
+        local: this process's replicas.
         global_ids: jaxlib's device id of each replica; not 0..N-1, since each client has a block of ids.
         link: connection of the first local replica to the distributed runtime; None for a single replica.
 
@@ -50,15 +53,21 @@ class Clients:
         self._links: dict[int, Any] = {}
         self._service: Any = None
         self._peers: startup_barrier.PeerConnections | None = None
+        self.shares: Shares = {}
         if settings.replicas == 1:
+            self.shares = {0: Share((0,), settings.places)}
             self._clients[0] = _jax.get_tfrt_cpu_client(asynchronous=False, num_devices=1)
         else:
             native.LOCKED.polyxla_drop_greetings()
             self._meet(timeout_s)
             self._connect(timeout_s)
         self._shardings = {i: SingleDeviceSharding(self._device(i)) for i in self._clients}
-        self.global_ids = [device.id for device in self._clients[settings.local[0]].devices()]
-        self.link = self._links.get(settings.local[0])
+        self.global_ids = [device.id for device in self._clients[self.local[0]].devices()]
+        self.link = self._links.get(self.local[0])
+
+    @property
+    def local(self) -> tuple[int, ...]:  # noqa: D102  (see above)
+        return self.shares[self._settings.process].replicas
 
     def _meet(self, timeout_s: float) -> None:
         """Wait for all processes, and start the coordination service."""
@@ -72,6 +81,7 @@ class Clients:
             if self._service is not None:
                 self._service.shutdown()
             raise
+        self.shares = self._peers.shares
 
     def _start_service(self, peers: Sequence[socket.socket]) -> None:
         if self._service is None:
@@ -82,7 +92,7 @@ class Clients:
             self._service.start(peers)
 
     def _connect(self, timeout_s: float) -> None:
-        local = self._settings.local
+        local = self.local
         # All at once, because each client waits until every other one is connected.
         with ThreadPoolExecutor(len(local)) as pool:
             made = pool.map(lambda index: self._join(index, timeout_s), local)

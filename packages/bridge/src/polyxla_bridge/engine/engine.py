@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from polyxla_bridge.engine.futures import DeletedFuture, FutureLike
+from polyxla_bridge.env import Coordinates
 from polyxla_bridge.programs.executable import ArrayType, Executable
 
 
@@ -20,12 +21,14 @@ class EngineDevice:
         process_index: the process that drives the device.
         is_local: whether that is this process.
         kind: device kind in the device attributes.
+        place: where a TPU's device is; None on the CPU.
     """
 
     index: int
     process_index: int
     is_local: bool
     kind: str
+    place: Coordinates | None = None
 
 
 @dataclass

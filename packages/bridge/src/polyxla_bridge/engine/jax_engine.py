@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import math
 import threading
@@ -63,18 +64,16 @@ class JaxEngine(Engine):
         jax.config.update("jax_enable_x64", True)  # type: ignore[no-untyped-call]
         self.platform = settings.platform
         self.process_index = settings.process
-        self.devices = tuple(
-            EngineDevice(index, index // settings.per_process, index in settings.local, settings.kind)
-            for index in range(settings.replicas)
-        )
         self.compiles = 0
         self._settings = settings
         self._readers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="polyxla-read")
         self._clients = Clients(settings)
-        self._threads = {index: DeviceThread(index) for index in settings.local}
+        self.devices = self._devices()
+        local = self._clients.local
+        self._threads = {index: DeviceThread(index) for index in local}
         # Each replica of the machine may use an equal part of its memory.
         each = memory_accounting.machine_bytes() // settings.replicas
-        self._accounts = {index: memory_accounting.MemoryAccount(each) for index in settings.local}
+        self._accounts = {index: memory_accounting.MemoryAccount(each) for index in local}
         self._compile_locks: dict[str, threading.Lock] = {}
         self._compiled: WeakValueDictionary[str, Executable] = WeakValueDictionary()
         self.cache = cache.for_job(settings, COMPILER_OPTIONS, on_lookup)
@@ -87,6 +86,15 @@ class JaxEngine(Engine):
             self._watchdog = StallWatchdog(
                 self, self._coordinator, lambda: self._compiling > 0, settings.stall_timeout_s
             )
+
+    def _devices(self) -> tuple[EngineDevice, ...]:
+        settings = self._settings
+        devices = [
+            EngineDevice(index, process, process == settings.process, settings.kind, place)
+            for process, share in self._clients.shares.items()
+            for index, place in itertools.zip_longest(*share)
+        ]
+        return tuple(sorted(devices, key=lambda device: device.index))
 
     def compile(self, hlo_module: bytes, options: bytes) -> Executable:
         """Compile a program once for all replicas; different programs compile at the same time."""
@@ -146,7 +154,7 @@ class JaxEngine(Engine):
         # Called for its error: dynamic shapes must be refused before the compilation.
         hlo.results(hlo_module)
         module = _jax.mlir.hlo_to_stablehlo(rewrite.for_jaxlib(hlo_module, self._settings.replicas))
-        first = self._settings.local[0]
+        first = self._clients.local[0]
         native = self._clients.compile(first, module, self._options(options))
         optimized = native.hlo_modules()[0].as_serialized_hlo_module_proto()
         executable = Executable(
@@ -264,7 +272,7 @@ class JaxEngine(Engine):
         unpacked = program_file.unpack(data, self._settings.replicas)
         program = LoadedProgram(self._clients, {}, unpacked.native)
         try:
-            program.on(self._settings.local[0])
+            program.on(self._clients.local[0])
         except Exception as error:
             raise PjrtError(
                 Code.INVALID_ARGUMENT, f"jaxlib cannot load {unpacked.executable.name}: {error}"

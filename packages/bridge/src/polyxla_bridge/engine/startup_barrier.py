@@ -3,10 +3,10 @@
 jaxlib ends a process whose client cannot connect, and prints a C++ stack. This barrier fails first, with an
 error that names the missing replicas.
 
-Process 0 listens on the coordinator's port. Each other process connects and sends one JSON line (its index
-and the job's size). When all have connected, process 0 starts jaxlib's service on the same port and answers
-``go``, or an error text. The connections stay open until each process leaves, so that process 0, which ends
-the service, is the last to end.
+Process 0 listens on the coordinator's port. Each other process connects and sends one JSON line: its index,
+the job's size, and where its replicas are. When all have connected, process 0 numbers the replicas, starts
+jaxlib's service on the same port and answers ``go`` with the numbers, or an error text. The connections stay
+open until each process leaves, so that process 0, which ends the service, is the last to end.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from polyxla_bridge.abi import Code
-from polyxla_bridge.env import POLYXLA_BRIDGE_PROCESSES, POLYXLA_BRIDGE_REPLICAS, BridgeSettings
+from polyxla_bridge.engine import numbering
+from polyxla_bridge.engine.numbering import Share, Shares
+from polyxla_bridge.env import POLYXLA_BRIDGE_PROCESSES, POLYXLA_BRIDGE_REPLICAS, BridgeSettings, Coordinates
 from polyxla_bridge.errors import PjrtError
 
 StartService = Callable[[Sequence[socket.socket]], None]
@@ -28,7 +30,7 @@ _RETRY_S = 0.05
 """Pause between two attempts to connect, in seconds."""
 _HELLO_TIMEOUT_S = 5.0
 """Longest wait for the JSON line of a new connection, in seconds; a foreign program never sends one."""
-_GO, _READY = b"go\n", b"."
+_GO, _READY = b"go ", b"."
 _KEEPALIVE = (
     ((socket.SOL_SOCKET, socket.SO_KEEPALIVE), 1),
     ((socket.IPPROTO_TCP, socket.TCP_KEEPIDLE), 20),
@@ -44,9 +46,14 @@ class PeerConnections:
     Args:
         settings: of this process.
         peers: connections by process index; process 0 has all of them, the others only the one to process 0.
+        shares: the replicas of each process.
+
+    Attributes:
+        shares: the same.
     """
 
-    def __init__(self, settings: BridgeSettings, peers: dict[int, socket.socket]) -> None:
+    def __init__(self, settings: BridgeSettings, peers: dict[int, socket.socket], shares: Shares) -> None:
+        self.shares = shares
         self._settings = settings
         self._peers = peers
 
@@ -125,35 +132,40 @@ def wait_for_peers(
         timeout_s: longest wait, in seconds.
 
     Raises:
-        PjrtError: a process did not connect in time, or was started for a job of another size.
+        PjrtError: a process did not connect in time, or was started for a job of another size, or the
+            coordinates of the replicas contradict each other.
     """
     deadline = time.monotonic() + timeout_s
     if settings.process:
-        return PeerConnections(settings, {0: _join(settings, deadline, timeout_s)})
-    return PeerConnections(settings, _gather(settings, start_service, deadline, timeout_s))
+        peer, shares = _join(settings, deadline, timeout_s)
+        return PeerConnections(settings, {0: peer}, shares)
+    return PeerConnections(settings, *_gather(settings, start_service, deadline, timeout_s))
 
 
 def _gather(
     settings: BridgeSettings, start_service: StartService, deadline: float, timeout_s: float
-) -> dict[int, socket.socket]:
-    """Run process 0's side: accept all others, start the service, answer."""
+) -> tuple[dict[int, socket.socket], Shares]:
+    """Run process 0's side: accept all others, number the replicas, start the service, answer."""
     peers: dict[int, socket.socket] = {}
+    places = {0: list(settings.places)}
     try:
         with _listen(settings) as listener:
             while len(peers) < settings.processes - 1:
-                process, peer = _accept(listener, settings, deadline, set(peers), timeout_s)
-                peers[process] = peer
+                hello, peer = _accept(listener, settings, deadline, set(peers), timeout_s)
+                peers[hello.process] = peer
+                places[hello.process] = hello.places
+        shares = numbering.by_coordinates(places) if settings.places else numbering.by_process(settings)
         # After the listener is closed, because the service listens on the same port; before "go", because the
         # others connect to the service as soon as they read it.
         start_service(list(peers.values()))
         for peer in peers.values():
-            peer.sendall(_GO)
+            peer.sendall(_GO + json.dumps(list(shares.items())).encode() + b"\n")
     except BaseException as error:
         for peer in peers.values():
             with suppress(OSError), peer:
                 peer.sendall(f"{error}\n".encode())
         raise
-    return peers
+    return peers, shares
 
 
 def _listen(settings: BridgeSettings) -> socket.socket:
@@ -174,8 +186,8 @@ def _accept(
     deadline: float,
     connected: set[int],
     timeout_s: float,
-) -> tuple[int, socket.socket]:
-    """Return index and connection of the next process."""
+) -> tuple[_Hello, socket.socket]:
+    """Return what the next process sent, and its connection."""
     while (remaining_s := deadline - time.monotonic()) > 0:
         listener.settimeout(remaining_s)
         try:
@@ -184,19 +196,19 @@ def _accept(
             break
         peer.settimeout(_HELLO_TIMEOUT_S)
         hello = _read_hello(peer)
-        if hello is None or hello["process"] in connected:
+        if hello is None or hello.process in connected:
             peer.close()
             continue
-        if hello["job"] != _job_size(settings):
+        if hello.job != _job_size(settings):
             text = (
-                f"process {hello['process']} expects a job of {hello['job']}, process 0 one of "
+                f"process {hello.process} expects a job of {hello.job}, process 0 one of "
                 f"{_job_size(settings)}: {POLYXLA_BRIDGE_REPLICAS} and {POLYXLA_BRIDGE_PROCESSES} must be "
                 "the same in all processes"
             )
             peer.sendall(f"{text}\n".encode())
             peer.close()
             raise PjrtError(Code.INVALID_ARGUMENT, text)
-        return hello["process"], peer
+        return hello, peer
     missing = sorted(set(range(1, settings.processes)) - connected)
     raise PjrtError(
         Code.DEADLINE_EXCEEDED,
@@ -205,6 +217,8 @@ def _accept(
 
 
 def _named(processes: list[int], settings: BridgeSettings) -> str:
+    if settings.places:
+        return f"processes {processes} of {settings.processes}"
     replicas = [one * settings.per_process + i for one in processes for i in range(settings.per_process)]
     return f"replicas {replicas} (processes {processes} of {settings.processes})"
 
@@ -213,13 +227,26 @@ def _job_size(settings: BridgeSettings) -> dict[str, int]:
     return {"replicas": settings.replicas, "processes": settings.processes}
 
 
-def _read_hello(peer: socket.socket) -> dict[str, Any] | None:
+class _Hello(NamedTuple):
+    """What a process sends first."""
+
+    process: int
+    job: dict[str, int]
+    places: list[Coordinates]
+
+
+def _read_hello(peer: socket.socket) -> _Hello | None:
     """Return what a new connection sent; None if it is not a process of ours."""
     try:
-        hello = json.loads(_line(peer))
-        return {"process": int(hello["process"]), "job": dict(hello["job"])}
+        process, job, places = json.loads(_line(peer))
+        return _Hello(int(process), dict(job), [_coordinates(place) for place in places])
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+def _coordinates(place: Any) -> Coordinates:
+    x, y, z, core = map(int, place)
+    return x, y, z, core
 
 
 def _line(peer: socket.socket) -> bytes:
@@ -227,10 +254,10 @@ def _line(peer: socket.socket) -> bytes:
         return file.readline(1 << 16)
 
 
-def _join(settings: BridgeSettings, deadline: float, timeout_s: float) -> socket.socket:
+def _join(settings: BridgeSettings, deadline: float, timeout_s: float) -> tuple[socket.socket, Shares]:
     """Run the side of a process other than 0: connect, send the hello, wait for the answer."""
     peer = _connect(settings, deadline, timeout_s)
-    hello = {"process": settings.process, "job": _job_size(settings)}
+    hello = _Hello(settings.process, _job_size(settings), list(settings.places))
     try:
         peer.sendall(json.dumps(hello).encode() + b"\n")
         # Process 0 has the same deadline, and needs a moment more to send which processes are missing.
@@ -238,12 +265,15 @@ def _join(settings: BridgeSettings, deadline: float, timeout_s: float) -> socket
         answer = _line(peer)
     except OSError as error:
         answer = f"process 0, at {settings.coordinator}, did not answer: {error}".encode()
-    if answer != _GO:
+    if not answer.startswith(_GO):
         peer.close()
         reason = answer.decode(errors="replace").strip()
         text = reason or f"process 0, at {settings.coordinator}, ended before all replicas had connected"
         raise PjrtError(Code.UNAVAILABLE, text)
-    return peer
+    return peer, {
+        process: Share(tuple(replicas), tuple(_coordinates(place) for place in places))
+        for process, (replicas, places) in json.loads(answer.removeprefix(_GO))
+    }
 
 
 def _connect(settings: BridgeSettings, deadline: float, timeout_s: float) -> socket.socket:

@@ -1,5 +1,15 @@
-/* The function that torch_xla looks up in the library, and the table that it returns. Python fills the table. */
+/* The function that a framework looks up in the library, and the table that it returns. Python fills the table:
+ * before the library is opened, or, where it stands in for libtpu, when it is opened. */
 #include <stddef.h>
+
+/* Of Python's stable ABI. Weak, because a program without Python may open the library, too. Declared here,
+ * because the library is built once for all versions of Python. */
+__attribute__((weak)) int PyGILState_Ensure(void);
+__attribute__((weak)) void PyGILState_Release(int state);
+__attribute__((weak)) void *PyImport_ImportModule(const char *name);
+__attribute__((weak)) void *PyObject_CallMethod(void *object, const char *name, const char *format, ...);
+__attribute__((weak)) void PyErr_Print(void);
+__attribute__((weak)) void Py_DecRef(void *object);
 
 static const void *api;
 
@@ -11,4 +21,18 @@ void *polyxla_nothing(void *args) {
   return NULL;
 }
 
-const void *GetPjrtApi(void) { return api; }
+/* Let Python fill the table as a played libtpu. */
+static void play_libtpu(void) {
+  int state = PyGILState_Ensure();
+  void *module = PyImport_ImportModule("polyxla_bridge.libtpu");
+  void *answer = module == NULL ? NULL : PyObject_CallMethod(module, "open_library", NULL);
+  if (answer == NULL) PyErr_Print();
+  Py_DecRef(answer);
+  Py_DecRef(module);
+  PyGILState_Release(state);
+}
+
+const void *GetPjrtApi(void) {
+  if (api == NULL && PyGILState_Ensure != NULL) play_libtpu();
+  return api;
+}

@@ -105,7 +105,8 @@ def description_process_index(bridge: Bridge, args: Any) -> None:
 
 @call("DeviceDescription_Attributes")
 def description_attributes(bridge: Bridge, args: Any) -> None:
-    args.attributes, args.num_attributes = None, 0
+    attributes = bridge.handles[args.device_description].attributes
+    args.attributes, args.num_attributes = address(attributes), len(attributes)
 
 
 @call("DeviceDescription_Kind")

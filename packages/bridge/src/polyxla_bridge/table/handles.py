@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from polyxla_bridge.abi import DTYPES, Code, Record
+from polyxla_bridge.abi import DTYPES, Code, NamedValue, NamedValueType, Record
 from polyxla_bridge.engine.engine import Buffer, Engine, EngineDevice
 from polyxla_bridge.engine.futures import FutureLike, completion_of
 from polyxla_bridge.errors import PjrtError, as_pjrt_error
@@ -70,6 +70,26 @@ class DeviceHandle:
         self.device = device
         self.handle = handles.new(self)
         self.itself = array([self.handle])
+        self.attributes = _attributes(device)
+
+
+def _attributes(device: EngineDevice) -> Any:
+    """Return the attributes of a device as a C array, which is empty on the CPU.
+
+    Source: the names and types are libtpu's; ``jax.Device`` shows both.
+    """
+    if device.place is None:
+        return (NamedValue * 0)()
+    *chip, core = device.place
+    coordinates = array(chip, ctypes.c_int64)
+    # It lives as long as the process, as a device does.
+    _ALIVE.append(coordinates)
+    size, kinds = ctypes.sizeof(NamedValue), NamedValueType
+    coords = NamedValue(struct_size=size, name=b"coords", name_size=6, type=kinds.INT64_LIST, value_size=3)
+    coords.int64_array_value = address(coordinates)
+    on_chip = NamedValue(struct_size=size, name=b"core_on_chip", name_size=12, type=kinds.INT64, value_size=1)
+    on_chip.int64_value = core
+    return (NamedValue * 2)(coords, on_chip)
 
 
 class ArrayTypes:

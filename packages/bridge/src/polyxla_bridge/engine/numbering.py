@@ -1,0 +1,69 @@
+"""The number of each replica: its index in the job, torch_xla's ordinal.
+
+On the CPU, replicas count through the processes. A TPU's count through the coordinates of the chips,
+whichever process drives a chip.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from polyxla_bridge.abi import Code
+from polyxla_bridge.env import BridgeSettings, Coordinates
+from polyxla_bridge.errors import PjrtError
+
+
+class Share(NamedTuple):
+    """The replicas of one process.
+
+    Attributes:
+        replicas: their indices.
+        places: where each is; empty on the CPU.
+    """
+
+    replicas: tuple[int, ...]
+    places: tuple[Coordinates, ...] = ()
+
+
+Shares = dict[int, Share]
+"""The replicas of each process, by process."""
+
+
+def by_process(settings: BridgeSettings) -> Shares:
+    """Number the replicas in the order of their processes."""
+    each = settings.per_process
+    return {one: Share(tuple(range(one * each, (one + 1) * each))) for one in range(settings.processes)}
+
+
+def by_coordinates(places: Mapping[int, Sequence[Coordinates]]) -> Shares:
+    """Number the replicas in the order of their coordinates: z, then y, then x, then the core of the chip.
+
+    Args:
+        places: where the replicas of each process are, in the order of the process's devices.
+
+    Raises:
+        PjrtError: two replicas are at the same place, because the bounds are not those of the chips.
+
+    Source: ``jax.devices()`` of a v4-32, https://github.com/huggingface/transformers/issues/20252; the first
+        words of the error are libtpu's.
+    """
+    every = sorted((place for of_one in places.values() for place in of_one), key=_order)
+    if twice := [place for place, following in itertools.pairwise(every) if place == following]:
+        x, y, z, _ = twice[0]
+        raise PjrtError(
+            Code.INVALID_ARGUMENT,
+            f"duplicate coordinate assignment: two of the chips in use are at {x},{y},{z}, so they do not "
+            "form the box that TPU_PROCESS_BOUNDS and TPU_CHIPS_PER_PROCESS_BOUNDS describe",
+        )
+    numbers = {place: number for number, place in enumerate(every)}
+    return {
+        process: Share(tuple(numbers[place] for place in of_one), tuple(of_one))
+        for process, of_one in places.items()
+    }
+
+
+def _order(place: Coordinates) -> Coordinates:
+    x, y, z, core = place
+    return z, y, x, core

@@ -1,0 +1,19 @@
+"""A played libtpu, which stands behind ``TPU_LIBRARY_PATH`` on a machine without TPUs.
+
+It does what libtpu does before it computes: it reads the variables that describe the slice, takes the chips
+and the port for its process, numbers the devices by their coordinates, and refuses what libtpu refuses. Then
+it computes on the CPU. `POLYXLA_LIBTPU_HOST` describes the chips of the host. Everything else comes from the
+variables that libtpu itself reads, so the code between a program and libtpu is what runs on a TPU.
+
+Importing this package starts nothing and imports neither jax nor numpy.
+"""
+
+from __future__ import annotations
+
+
+def open_library() -> None:
+    """Fill the library's function table. The library calls this when a framework opens it."""
+    from polyxla_bridge.libtpu.client import make_engine
+    from polyxla_bridge.torch_xla_plugin import activate
+
+    activate(make_engine)

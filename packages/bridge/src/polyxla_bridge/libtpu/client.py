@@ -1,0 +1,59 @@
+"""From the variables of a process to its engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from polyxla_bridge import env
+from polyxla_bridge.env import BridgeSettings
+from polyxla_bridge.libtpu.claims import claim
+from polyxla_bridge.libtpu.host import Host
+from polyxla_bridge.libtpu.topology import Topology
+
+if TYPE_CHECKING:
+    from polyxla_bridge.engine.engine import Engine
+
+
+def make_engine() -> Engine:
+    """Take the chips of this process, meet the slice's other processes, and start the engine.
+
+    Raises:
+        PjrtError: the variables contradict each other or the chips, another process has one of the chips, or
+            a process does not come.
+    """
+    from polyxla_bridge.engine.jax_engine import JaxEngine
+
+    environ = env.own_environ()
+    host = Host.read(environ)
+    topology = Topology.read(environ, host)
+    claim(topology, host)
+    return JaxEngine(settings(topology, host, env.from_environ(environ)))
+
+
+def settings(topology: Topology, host: Host, base: BridgeSettings) -> BridgeSettings:
+    """Return the settings of this process's engine.
+
+    Args:
+        topology: the slice, as this process's variables describe it.
+        host: its chips.
+        base: what has nothing to do with TPUs.
+    """
+    places = topology.places(host)
+    return dataclasses.replace(
+        base,
+        replicas=len(topology.addresses) * len(places),
+        processes=len(topology.addresses),
+        process=topology.task,
+        places=places,
+        coordinator=_reachable(topology.addresses[0]),
+        host=_reachable(topology.addresses[topology.task]).rpartition(":")[0],
+        platform="TPU",
+        kind=host.generation.kind,
+    )
+
+
+def _reachable(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    # gloo needs an address, and "localhost" may resolve to IPv6's first.
+    return f"{BridgeSettings.host if host == 'localhost' else host}:{port}"

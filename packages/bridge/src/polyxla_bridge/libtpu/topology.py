@@ -1,0 +1,130 @@
+"""What the variables tell libtpu of the slice and of this process, and where its devices are."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from polyxla_bridge.abi import Code
+from polyxla_bridge.env import Coordinates
+from polyxla_bridge.errors import PjrtError
+from polyxla_bridge.libtpu.host import Host, Shape
+
+BOUNDS = ("TPU_PROCESS_BOUNDS", "TPU_HOST_BOUNDS")
+"""The processes of the slice in each direction; the first that is set. Default: ``1,1,1``."""
+CHIPS = ("TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_CHIPS_PER_HOST_BOUNDS")
+"""The chips of a process in each direction. Default: those of the host."""
+VISIBLE = ("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES")
+"""The chips of this process, by their numbers on the host. Default: all."""
+TASK = ("CLOUD_TPU_TASK_ID", "TPU_WORKER_ID")
+"""The number of this process. Default: 0."""
+ADDRESSES = ("TPU_PROCESS_ADDRESSES",)
+"""``host:port`` of every process, by number."""
+PORT = ("TPU_PROCESS_PORT",)
+"""The port of this process. Default: 8476."""
+
+DEFAULT_ADDRESS = "localhost:8476"
+"""Source: torch_xla 2.9.0, whose processes count from this port."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The slice as the variables of one of its processes describe it.
+
+    Attributes:
+        processes: in each direction.
+        chips: of one process, in each direction.
+        task: number of this process.
+        visible: this process's chips, by their numbers on the host.
+        addresses: ``host:port`` of each process.
+
+    Source: the precedence of the names is that in libtpu's log (``TPU_LOG_DIR``, libtpu 0.0.21).
+    """
+
+    processes: Shape
+    chips: Shape
+    task: int
+    visible: tuple[int, ...]
+    addresses: tuple[str, ...]
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str], host: Host) -> Topology:
+        """Read the variables of this process.
+
+        Raises:
+            PjrtError: they are invalid, or contradict each other.
+        """
+        processes = _shape(environ, BOUNDS, (1, 1, 1))
+        chips = _shape(environ, CHIPS, host.shape)
+        visible = _numbers(environ, VISIBLE, range(host.chips))
+        count = math.prod(processes)
+        (task,) = _numbers(environ, TASK, [0]) if count > 1 else (0,)
+        addresses = tuple(_first(environ, ADDRESSES, DEFAULT_ADDRESS)[1].split(","))
+        read = cls(processes, chips, task, visible, addresses if count > 1 else addresses[:1])
+        read._check(environ, host)
+        return read
+
+    def _check(self, environ: Mapping[str, str], host: Host) -> None:
+        each = math.prod(self.chips)
+        if len(self.visible) != each or max(self.visible) >= host.chips:
+            raise _refused(environ, VISIBLE, f"the {each} of {host.chips} chips that {CHIPS[0]} describes")
+        if len(self.addresses) != math.prod(self.processes):
+            raise _refused(environ, ADDRESSES, f"the addresses of {math.prod(self.processes)} processes")
+        if self.task >= len(self.addresses):
+            raise _refused(environ, TASK, f"one of {len(self.addresses)} processes")
+        if _first(environ, PORT, self.port)[1] != self.port:
+            raise _refused(environ, PORT, f"the port in {self.addresses[self.task]}, its own address")
+
+    @property
+    def port(self) -> str:
+        """The port of this process."""
+        return self.addresses[self.task].rpartition(":")[2]
+
+    def places(self, host: Host) -> tuple[Coordinates, ...]:
+        """Return where the devices of this process are: all cores of one chip, then those of the next.
+
+        A chip that is not part of the box that the bounds describe is counted as if the box were repeated
+        there. Then it has the coordinates of another chip, and the job is refused.
+        """
+        size = [many * each for many, each in zip(self.processes, self.chips, strict=True)]
+        origin = self._origin(host, size)
+        places = []
+        for chip in self.visible:
+            at = zip(origin, host.position(chip), size, strict=True)
+            x, y, z = ((first + step) % end for first, step, end in at)
+            places += [(x, y, z, core) for core in range(host.generation.cores)]
+        return tuple(places)
+
+    def _origin(self, host: Host, size: list[int]) -> list[int]:
+        """Return the coordinates of this host's first chip. Hosts count along x first."""
+        hosts = [max(1, all_ // here) for all_, here in zip(size, host.shape, strict=True)]
+        number = self.task * math.prod(self.chips) // host.chips
+        x, rest = number % hosts[0], number // hosts[0]
+        position = (x, rest % hosts[1], rest // hosts[1])
+        return [step * here for step, here in zip(position, host.shape, strict=True)]
+
+
+def _first(environ: Mapping[str, str], names: tuple[str, ...], default: str) -> tuple[str, str]:
+    """Return the first of the variables that is set, and its value."""
+    return next(((name, environ[name]) for name in names if environ.get(name)), (names[0], default))
+
+
+def _numbers(environ: Mapping[str, str], names: tuple[str, ...], default: Iterable[int]) -> tuple[int, ...]:
+    text = _first(environ, names, ",".join(map(str, default)))[1]
+    if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", text, re.ASCII):
+        raise _refused(environ, names, "numbers")
+    return tuple(int(one) for one in text.split(","))
+
+
+def _shape(environ: Mapping[str, str], names: tuple[str, ...], default: Shape) -> Shape:
+    numbers = _numbers(environ, names, default)
+    if len(numbers) != 3 or 0 in numbers:
+        raise _refused(environ, names, "three positive numbers")
+    return numbers[0], numbers[1], numbers[2]
+
+
+def _refused(environ: Mapping[str, str], names: tuple[str, ...], expected: str) -> PjrtError:
+    name, value = _first(environ, names, "")
+    return PjrtError(Code.INVALID_ARGUMENT, f"{name}={value} is not {expected}")

@@ -1,0 +1,88 @@
+"""The played libtpu behind torch_xla's own TPU plugin, opened by processes that prepare nothing."""
+
+from __future__ import annotations
+
+import ast
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyxla_bridge import native
+
+Run = Callable[..., Any]
+SliceOf = Callable[[str, str, list[int]], list[dict[str, str]]]
+
+
+@pytest.fixture
+def slice_of(free_port: Callable[[], int], tmp_path: Path) -> SliceOf:
+    """Return a function that returns the variables of processes that drive one chip each."""
+    return lambda chips, bounds, visible: _slice(
+        chips, bounds, tmp_path, visible, [free_port() for _ in visible]
+    )
+
+
+def _slice(chips: str, bounds: str, dev: Path, visible: list[int], ports: list[int]) -> list[dict[str, str]]:
+    return [
+        {
+            "PJRT_DEVICE": "TPU",
+            "TPU_LIBRARY_PATH": str(native.PATH),
+            "POLYXLA_LIBTPU_HOST": chips,
+            "POLYXLA_LIBTPU_DEV": str(dev),
+            # torch_xla asks for these itself. libtpu reads the type from the metadata server.
+            "TPU_SKIP_MDS_QUERY": "1",
+            "TPU_ACCELERATOR_TYPE": f"{chips.partition(':')[0]}-8",
+            "TPU_WORKER_HOSTNAMES": "localhost",
+            "TPU_PROCESS_BOUNDS": bounds,
+            "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
+            "TPU_VISIBLE_CHIPS": str(chip),
+            "CLOUD_TPU_TASK_ID": str(task),
+            "TPU_PROCESS_ADDRESSES": ",".join(f"localhost:{port}" for port in ports),
+            "TPU_PROCESS_PORT": str(ports[task]),
+        }
+        for task, chip in enumerate(visible)
+    ]
+
+
+def test_torch_xla_trains_on_a_played_v4(run: Run, slice_of: SliceOf) -> None:
+    environs = slice_of("v4:2x2x1", "2,2,1", [0, 1, 2, 3])
+    done = run("played_tpu.py", replicas=4, processes=4, environs=environs)
+    assert [one.returncode for one in done] == [0] * 4, [one.stderr[-2000:] for one in done]
+    lines = [one.stdout.splitlines() for one in done]
+    assert [line[0] for line in lines] == [f"TPU {task} 4" for task in range(4)]
+    places = [
+        ("TPU:0", [0, 0, 0], 0),
+        ("TPU:1", [1, 0, 0], 0),
+        ("TPU:2", [0, 1, 0], 0),
+        ("TPU:3", [1, 1, 0], 0),
+    ]
+    assert [ast.literal_eval(line[1]) for line in lines] == [places] * 4
+    assert [line[2] for line in lines] == [f"[({ordinal}, [6.0, 6.0])]" for ordinal in (0, 2, 1, 3)]
+    assert [one.stderr for one in done] == [""] * 4
+
+
+def test_a_chip_of_a_played_v3_is_two_devices(run: Run, slice_of: SliceOf) -> None:
+    (done,) = run("played_tpu.py", environs=slice_of("v3:2x2x1", "1,1,1", [3]))
+    assert done.returncode == 0, done.stderr[-2000:]
+    counts, places, sums = done.stdout.splitlines()
+    assert (counts, sums) == ("TPU 0 2", "[(0, [1.0, 1.0]), (1, [1.0, 1.0])]")
+    assert ast.literal_eval(places) == [("TPU:0", [0, 0, 0], 0), ("TPU:1", [0, 0, 0], 1)]
+
+
+def test_a_wrong_box_is_refused_in_every_process(run: Run, slice_of: SliceOf) -> None:
+    done = run("played_tpu.py", replicas=2, processes=2, environs=slice_of("v4:2x2x1", "2,1,1", [0, 1]))
+    assert [one.returncode for one in done] == [1, 1]
+    assert all("duplicate coordinate assignment: two of the chips in use" in one.stderr for one in done), done
+
+
+def test_a_chip_in_use_is_refused_with_its_process(run: Run, slice_of: SliceOf, tmp_path: Path) -> None:
+    with (tmp_path / "accel2").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        held.write(str(os.getpid()))
+        held.flush()
+        (done,) = run("played_tpu.py", environs=slice_of("v4:2x2x1", "1,1,1", [2]))
+    assert done.returncode == 1
+    assert f"The TPU is already in use by process with pid {os.getpid()}." in done.stderr

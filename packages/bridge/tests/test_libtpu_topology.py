@@ -1,0 +1,136 @@
+"""The played libtpu's reading of the variables: who drives which devices, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from polyxla_bridge.engine import numbering
+from polyxla_bridge.errors import PjrtError
+from polyxla_bridge.libtpu.claims import claim
+from polyxla_bridge.libtpu.host import Host
+from polyxla_bridge.libtpu.topology import Topology
+
+
+def host(text: str) -> Host:
+    return Host.read({"POLYXLA_LIBTPU_HOST": text})
+
+
+def one_chip_each(bounds: str, processes: int, per_host: int = 4) -> list[dict[str, str]]:
+    """Return the variables of a slice's processes, each of which drives one chip."""
+    addresses = ",".join(f"localhost:{8476 + task}" for task in range(processes))
+    return [
+        {
+            "TPU_PROCESS_BOUNDS": bounds,
+            "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
+            "TPU_VISIBLE_CHIPS": str(task % per_host),
+            "CLOUD_TPU_TASK_ID": str(task),
+            "TPU_PROCESS_ADDRESSES": addresses,
+            "TPU_PROCESS_PORT": str(8476 + task),
+        }
+        for task in range(processes)
+    ]
+
+
+def numbers(here: Host, environs: list[dict[str, str]]) -> list[tuple[int, ...]]:
+    """Return the replicas of each process."""
+    places = {task: Topology.read(one, here).places(here) for task, one in enumerate(environs)}
+    return [share.replicas for share in numbering.by_coordinates(places).values()]
+
+
+@pytest.mark.parametrize(
+    ("chips", "bounds", "expected"),
+    [
+        pytest.param("v4:2x2x1", "2,2,1", [(0,), (2,), (1,), (3,)], id="v4-8"),
+        pytest.param("v5e:2x2x1", "2,2,1", [(0,), (1,), (2,), (3,)], id="v5e-4"),
+        pytest.param("v3:2x2x1", "2,2,1", [(0, 1), (4, 5), (2, 3), (6, 7)], id="v3-8"),
+        pytest.param("v4:2x2x1", "2,2,2", [(i,) for i in (0, 2, 1, 3, 4, 6, 5, 7)], id="v4-16"),
+    ],
+)
+def test_replicas_are_numbered_by_the_coordinates_of_their_chips(
+    chips: str, bounds: str, expected: list[tuple[int, ...]]
+) -> None:
+    assert numbers(host(chips), one_chip_each(bounds, len(expected))) == expected
+
+
+def test_a_host_of_a_cube_has_replicas_of_two_rows() -> None:
+    cube = one_chip_each("4,4,4", 64)
+    assert sorted(sum(numbers(host("v4:2x2x1"), cube)[:4], ())) == [0, 1, 4, 5]
+
+
+def test_without_variables_a_process_drives_the_whole_host() -> None:
+    here = host("v5e:2x4x1")
+    assert numbers(here, [{}]) == [tuple(range(8))]
+    assert Topology.read({}, here).places(here)[:3] == ((0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("chips", "bounds", "is_a_box"),
+    [("v4:2x2x1", "1,2,1", True), ("v4:2x2x1", "2,1,1", False), ("v5e:2x2x1", "2,1,1", True)],
+)
+def test_two_chips_need_the_bounds_in_which_they_are_neighbours(
+    chips: str, bounds: str, is_a_box: bool
+) -> None:
+    for environs in (
+        one_chip_each(bounds, 2),
+        [{"TPU_VISIBLE_CHIPS": "0,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": bounds}],
+    ):
+        if is_a_box:
+            assert sorted(sum(numbers(host(chips), environs), ())) == [0, 1]
+        else:
+            with pytest.raises(PjrtError, match=r"duplicate coordinate assignment: .* at 0,0,0"):
+                numbers(host(chips), environs)
+
+
+def test_names_of_processes_come_before_names_of_hosts() -> None:
+    here = host("v4:2x2x1")
+    both = {
+        "TPU_PROCESS_BOUNDS": "1,1,1",
+        "TPU_HOST_BOUNDS": "9,9,9",
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
+        "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1",
+        "TPU_VISIBLE_CHIPS": "3",
+        "TPU_VISIBLE_DEVICES": "0",
+    }
+    assert Topology.read(both, here).visible == (3,)
+    hosts_only = {
+        name: value for name, value in both.items() if "PROCESS" not in name and "CHIPS" not in name
+    }
+    with pytest.raises(PjrtError, match="TPU_PROCESS_ADDRESSES= is not the addresses of 729 processes"):
+        Topology.read(hosts_only | {"TPU_CHIPS_PER_HOST_BOUNDS": "1,1,1"}, here)
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"TPU_VISIBLE_CHIPS": "0,1"}, "TPU_VISIBLE_CHIPS=0,1 is not the 1 of 4 chips"),
+        ({"TPU_VISIBLE_CHIPS": "4"}, "TPU_VISIBLE_CHIPS=4 is not the 1 of 4 chips"),
+        ({"TPU_VISIBLE_CHIPS": "first"}, "TPU_VISIBLE_CHIPS=first is not numbers"),
+        ({"TPU_PROCESS_BOUNDS": "2,2"}, "TPU_PROCESS_BOUNDS=2,2 is not three positive numbers"),
+        ({"TPU_PROCESS_BOUNDS": "2,2,0"}, "TPU_PROCESS_BOUNDS=2,2,0 is not three positive numbers"),
+        ({"TPU_PROCESS_ADDRESSES": "a:1,b:2"}, "TPU_PROCESS_ADDRESSES=a:1,b:2 is not the addresses of 4"),
+        ({"CLOUD_TPU_TASK_ID": "4"}, "CLOUD_TPU_TASK_ID=4 is not one of 4 processes"),
+        ({"TPU_PROCESS_PORT": "1"}, "TPU_PROCESS_PORT=1 is not the port in localhost:8476, its own address"),
+    ],
+)
+def test_variables_that_contradict_each_other_are_refused(changed: dict[str, str], expected: str) -> None:
+    with pytest.raises(PjrtError, match=f"^{expected}"):
+        Topology.read(one_chip_each("2,2,1", 4)[0] | changed, host("v4:2x2x1"))
+
+
+@pytest.mark.parametrize("text", ["", "v4", "v9:2x2x1", "v4:2x2"])
+def test_a_host_that_is_not_described_has_no_tpu(text: str) -> None:
+    with pytest.raises(
+        PjrtError, match=f"POLYXLA_LIBTPU_HOST='{text}' does not describe the chips of a host"
+    ):
+        host(text)
+
+
+def test_a_chip_belongs_to_one_process(tmp_path: Path) -> None:
+    here = Host(host("v4:2x2x1").generation, (2, 2, 1), tmp_path)
+    alone = {"TPU_PROCESS_BOUNDS": "1,1,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1"}
+    claim(Topology.read(alone | {"TPU_VISIBLE_CHIPS": "1"}, here), here)
+    claim(Topology.read(alone | {"TPU_VISIBLE_CHIPS": "2"}, here), here)
+    with pytest.raises(PjrtError, match=r"The TPU is already in use by process with pid \d+\. .*accel1"):
+        claim(Topology.read(alone | {"TPU_VISIBLE_CHIPS": "1"}, here), here)
