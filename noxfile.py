@@ -47,6 +47,8 @@ RUNTIMES = ["pjrt", "xrt"]
 WITH_A_RANGE = ["core", "sampler", "precision", "testing", "training"]
 # A few tests take most of the time: whichever process is done first takes some of the other's.
 TWO_AT_ONCE = ["-n", "2", "--dist", "worksteal"]
+# Their slow tests share what one process makes; two would make it twice.
+ONE_AT_A_TIME = ["precision"]
 # torch 2.9's wheels are manylinux_2_28: no machine that runs them has an older glibc.
 NEWEST_GLIBC = 28
 
@@ -154,7 +156,8 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session, package: str) -> None:
     """Test one package in an environment with its own and its extras' requirements, and no others."""
     directory = with_package(session, package)
-    session.run("pytest", *TWO_AT_ONCE, f"{directory}/tests", junit(f"tests-{package}"), *session.posargs)
+    options = [] if package in ONE_AT_A_TIME else TWO_AT_ONCE
+    session.run("pytest", *options, f"{directory}/tests", junit(f"tests-{package}"), *session.posargs)
 
 
 @nox.session

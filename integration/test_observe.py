@@ -221,6 +221,7 @@ def _gather(replica: Replica) -> list[Any]:
 
 
 @pytest.mark.pjrt
+@pytest.mark.long
 def test_collectives_are_right_while_steps_are_traced(runtime: RuntimeUnderTest) -> None:
     results = runtime.launch(_gather, devices=2)
     assert results[0][0] > 0, "a tracer counts tolist() as a copy"
