@@ -138,8 +138,8 @@ class _Source:
                 self.waiting += 1
                 yield batch
             self.failure = None
-        except Exception as error:  # torch_xla's thread would drop it.
-            self.failure = error
+        except BaseException as error:  # torch_xla's thread would drop it.
+            self.failure = self.failure if isinstance(error, GeneratorExit) else error
         finally:
             self._batches.close()
 
