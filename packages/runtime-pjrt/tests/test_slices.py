@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from polyxla.errors import UsageError
-from polyxla_pjrt.tpu.accelerators import Bounds
+from polyxla_pjrt.tpu.accelerators import Bounds, Shape
 from polyxla_pjrt.tpu.metadata import (
     MetadataClient,
     MetadataError,
     MetadataKeyError,
     MetadataUnreachableError,
 )
-from polyxla_pjrt.tpu.slices import TpuSlice, read_slice, read_visible_chips
+from polyxla_pjrt.tpu.slices import TpuSlice, read_slice
 
 V3_8 = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v3-8"}
 V4_16 = {
@@ -21,6 +21,16 @@ V4_16 = {
     "TPU_WORKER_ID": "1",
     "TPU_WORKER_HOSTNAMES": "a,b",
 }
+
+
+BOARD: Shape = (2, 2, 1)
+EIGHT: Shape = (2, 4, 1)
+ORDER = [
+    "TPU_PROCESS_BOUNDS",
+    "TPU_HOST_BOUNDS",
+    "TPU_CHIPS_PER_PROCESS_BOUNDS",
+    "TPU_CHIPS_PER_HOST_BOUNDS",
+]
 
 
 class Metadata(MetadataClient):
@@ -58,11 +68,13 @@ def from_environ(environ: dict[str, str]) -> TpuSlice:
     return found
 
 
-def from_metadata(tpu_env: dict[str, str], endpoints: str | None = None) -> TpuSlice:
+def from_metadata(
+    tpu_env: dict[str, str], endpoints: str | None = None, environ: dict[str, str] | None = None
+) -> TpuSlice:
     attributes = {"tpu_env": "\n".join(f"{key}: '{value}'" for key, value in tpu_env.items())}
     if endpoints is not None:
         attributes["worker_network_endpoints"] = endpoints
-    found = read_slice({}, Metadata(**attributes))
+    found = read_slice(environ or {}, Metadata(**attributes))
     assert found is not None
     assert found.origin == "metadata server"
     return found
@@ -261,15 +273,81 @@ def test_visible_chips_go_with_bounds_of_the_same_number() -> None:
     assert found.bounds == Bounds((1, 1, 1), (1, 2, 1))
 
 
+GOOGLE = {
+    "TPU_VISIBLE_CHIPS": "0",
+    "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
+    "TPU_PROCESS_BOUNDS": "1,1,1",
+}
+RAY = {"TPU_VISIBLE_CHIPS": "0,1", "TPU_CHIPS_PER_HOST_BOUNDS": "1,2,1", "TPU_HOST_BOUNDS": "1,1,1"}
+KAGGLE = {"TPU_PROCESS_BOUNDS": "1,1,1", "TPU_CHIPS_PER_HOST_BOUNDS": "2,4,1", "TPU_WORKER_ID": "0"}
+V4_8 = {"ACCELERATOR_TYPE": "v4-8", "HOST_BOUNDS": "1,1,1", "CHIPS_PER_HOST_BOUNDS": "2,2,1"}
+V5E_8 = {"ACCELERATOR_TYPE": "v5litepod-8", "HOST_BOUNDS": "1,1,1", "CHIPS_PER_HOST_BOUNDS": "2,4,1"}
+
+
+# variables, metadata, the part's chips in each direction, the chips, what is ignored
 @pytest.mark.parametrize(
-    ("text", "chips"), [(None, None), ("", None), ("0", (0,)), ("3, 1", (3, 1)), ("0,1,2,3", (0, 1, 2, 3))]
+    ("variables", "tpu_env", "shape", "chips", "ignored"),
+    [
+        (GOOGLE, V4_8, (1, 1, 1), (0,), ()),
+        (RAY, V4_8, (1, 2, 1), (0, 1), ()),
+        (KAGGLE, V5E_8, (2, 4, 1), None, ("TPU_WORKER_ID",)),
+        ({"TPU_VISIBLE_CHIPS": "3"}, V4_8, (1, 1, 1), (3,), ()),
+        ({"TPU_VISIBLE_DEVICES": "2,3"}, V4_8, (1, 2, 1), (2, 3), ()),
+        ({"TPU_VISIBLE_CHIPS": "4,5,6,7"}, V5E_8, (2, 2, 1), (4, 5, 6, 7), ()),
+        ({"TPU_CHIPS_PER_HOST_BOUNDS": "2,1,1"}, V4_8, (2, 1, 1), (0, 2), ()),
+        (
+            {**GOOGLE, "TPU_HOST_BOUNDS": "1,1,1", "TPU_ACCELERATOR_TYPE": "v4-8"},
+            {"ACCELERATOR_TYPE": "v3-8"},
+            (1, 1, 1),
+            (0,),
+            ("TPU_ACCELERATOR_TYPE", "TPU_HOST_BOUNDS"),
+        ),
+    ],
+    ids=["Google", "Ray", "Kaggle", "chip", "devices", "v5e", "bounds alone", "ignored"],
 )
-def test_visible_chips_are_read_as_numbers(text: str | None, chips: tuple[int, ...] | None) -> None:
-    assert read_visible_chips({} if text is None else {"TPU_VISIBLE_CHIPS": text}, 4) == chips
+def test_variables_select_a_part_of_the_host_that_metadata_describes(
+    variables: dict[str, str],
+    tpu_env: dict[str, str],
+    shape: Shape,
+    chips: tuple[int, ...] | None,
+    ignored: tuple[str, ...],
+) -> None:
+    found = from_metadata(tpu_env, environ=variables)
+    assert found.accelerator.name == tpu_env["ACCELERATOR_TYPE"]
+    assert found.bounds == found.accelerator.bounds == Bounds((1, 1, 1), shape)
+    assert (found.visible_chips, found.ignored) == (chips, ignored)
+    assert found.host == (EIGHT if tpu_env is V5E_8 else BOARD)
+    assert (found.worker_id, found.hostnames) == (0, ("localhost",))
 
 
-@pytest.mark.parametrize("text", ["4", "-1", "a", "0,0", "0,", "0;1", "1.0", "9" * 5000])
-def test_visible_chips_that_the_host_does_not_have_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="0 to 3") as caught:
-        read_visible_chips({"TPU_VISIBLE_CHIPS": text}, 4)
-    assert caught.value.where == f"TPU_VISIBLE_CHIPS={text}"
+V4_16_WORKER_1 = {"ACCELERATOR_TYPE": "v4-16", "HOST_BOUNDS": "1,1,2", "WORKER_ID": "1"}
+TWO_HOSTS = "a:1:10.0.0.1,b:2:10.0.0.2"
+
+
+@pytest.mark.parametrize("variables", [GOOGLE, {"TPU_PROCESS_BOUNDS": "1,1,1"}], ids=["chip", "host"])
+def test_one_host_of_a_slice_can_be_used_alone(variables: dict[str, str]) -> None:
+    found = from_metadata(V4_16_WORKER_1, TWO_HOSTS, environ=variables)
+    assert (found.worker_id, found.hostnames, found.bounds.host_count) == (0, ("localhost",), 1)
+    assert found.accelerator.devices == (1 if variables is GOOGLE else 4)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"TPU_HOST_BOUNDS": "1,1,2", "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1"},
+        {"TPU_CHIPS_PER_HOST_BOUNDS": "1,1,1"},
+        {"TPU_PROCESS_BOUNDS": "2,2,2", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1"},
+    ],
+    ids=["none", "GKE", "chips only", "torch_xla"],
+)
+def test_a_slice_of_several_hosts_stays_as_metadata_describes_it(variables: dict[str, str]) -> None:
+    found = from_metadata(V4_16_WORKER_1, TWO_HOSTS, environ=variables)
+    assert (found.worker_id, found.hostnames) == (1, ("10.0.0.1", "10.0.0.2"))
+    assert found.bounds == Bounds((1, 1, 2), (2, 2, 1))
+    assert (found.visible_chips, found.ignored) == (None, tuple(sorted(variables, key=ORDER.index)))
+
+
+def test_some_chips_of_a_slice_of_several_hosts_are_refused() -> None:
+    with pytest.raises(UsageError, match="2 of this host's chips are selected, but the bounds contain 4"):
+        from_metadata(V4_16_WORKER_1, TWO_HOSTS, environ={"TPU_VISIBLE_CHIPS": "0,1"})

@@ -64,8 +64,11 @@ TPU_PROCESS_PORT = "TPU_PROCESS_PORT"
 
 TPU_VISIBLE_CHIPS = "TPU_VISIBLE_CHIPS"
 """The chips of this host to use, comma separated, from 0. Given: the only chip of a process.
-Default: all of them.
+Default: all of them, or as many as the bounds contain.
 """
+
+TPU_VISIBLE_DEVICES = "TPU_VISIBLE_DEVICES"
+"""The older name of `TPU_VISIBLE_CHIPS`, read where that one is unset."""
 
 GCE_METADATA_HOST = "GCE_METADATA_HOST"
 """The address of the metadata server, ``host`` or ``host:port``; google-auth reads the same variable.
@@ -146,6 +149,7 @@ READ = (
     TPU_WORKER_ID,
     TPU_WORKER_HOSTNAMES,
     TPU_VISIBLE_CHIPS,
+    TPU_VISIBLE_DEVICES,
     TPU_LIBRARY_PATH,
     GCE_METADATA_HOST,
 )

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from polyxla.errors import UsageError
 from polyxla_pjrt import env
-from polyxla_pjrt.tpu.accelerators import AcceleratorType, Bounds, parse_shape
+from polyxla_pjrt.tpu import parts
+from polyxla_pjrt.tpu.accelerators import AcceleratorType, Bounds, Shape, parse_shape
 from polyxla_pjrt.tpu.metadata import MetadataClient, MetadataKeyError, MetadataUnreachableError
+from polyxla_pjrt.tpu.parts import Value, from_variables
 from polyxla_pjrt.tpu.topology import check_workers, join, no_such_worker
 
 Origin = Literal["environment", "metadata server"]
 
 _DESCRIPTION = (
     env.TPU_ACCELERATOR_TYPE,
-    env.TPU_PROCESS_BOUNDS,
-    env.TPU_HOST_BOUNDS,
-    env.TPU_CHIPS_PER_PROCESS_BOUNDS,
-    env.TPU_CHIPS_PER_HOST_BOUNDS,
+    *parts.HOSTS,
+    *parts.CHIPS,
     env.CLOUD_TPU_TASK_ID,
     env.TPU_WORKER_ID,
     env.TPU_WORKER_HOSTNAMES,
@@ -29,13 +30,14 @@ _DESCRIPTION = (
 
 @dataclass(frozen=True)
 class TpuSlice:
-    """A TPU slice as one of its hosts sees it.
+    """A TPU slice as one of its hosts sees it, or the part of a host that variables select.
 
     Attributes:
-        accelerator: its type, with this slice's own arrangement as its bounds.
+        accelerator: its type, with `bounds` as its bounds.
         worker_id: this host's number, ``0 <= worker_id < bounds.host_count``.
         hostnames: all hosts in the order of their worker ids.
-        bounds: how its hosts and chips are arranged.
+        bounds: how its hosts and chips are arranged; those of the part if variables select one.
+        host: how all chips of this host are arranged, selected or not.
         origin: the source of the description.
         visible_chips: the chips of this host to use, if a variable selects them; else None.
         ignored: variables that are set and describe a slice, but were not read.
@@ -45,6 +47,7 @@ class TpuSlice:
     worker_id: int
     hostnames: tuple[str, ...]
     bounds: Bounds
+    host: Shape
     origin: Origin
     visible_chips: tuple[int, ...] | None = None
     ignored: tuple[str, ...] = ()
@@ -71,47 +74,15 @@ def read_slice(environ: Mapping[str, str], metadata: MetadataClient) -> TpuSlice
     return _from_environ(environ) if environ.get(env.TPU_ACCELERATOR_TYPE) else None
 
 
-def read_visible_chips(environ: Mapping[str, str], chip_count: int) -> tuple[int, ...] | None:
-    """Read the chips of this host to use; None if no variable selects them.
-
-    Args:
-        environ: the environment to read.
-        chip_count: number of chips of this host.
-
-    Raises:
-        UsageError: the variable does not list different chips of this host.
-    """
-    text = environ.get(env.TPU_VISIBLE_CHIPS)
-    if not text:
-        return None
-    parts = [part.strip() for part in text.split(",")]
-    chips = tuple(int(part) for part in parts if part.isdecimal() and len(part) < 6)
-    if len(chips) != len(parts) or len(set(chips)) != len(parts) or max(chips) >= chip_count:
-        numbers = "0" if chip_count == 1 else f"0 to {chip_count - 1}"
-        raise UsageError(
-            f"this host's chips have the numbers {numbers}, but {text!r} lists others",
-            where=f"{env.TPU_VISIBLE_CHIPS}={text}",
-            fix="Name each chip to use once, comma separated, or unset it to use all.",
-        )
-    return chips
-
-
-class _Value(NamedTuple):
-    """A value as text, and its source."""
-
-    text: str
-    where: str
-
-
 @dataclass(frozen=True)
 class _Description:
     """A source's description of the slice; None for each value that is missing."""
 
-    accelerator: _Value | None
-    hosts: _Value | None
-    chips_per_host: _Value | None
-    worker_id: _Value | None
-    hostnames: _Value | None
+    accelerator: Value | None
+    hosts: Value | None
+    chips_per_host: Value | None
+    worker_id: Value | None
+    hostnames: Value | None
 
 
 def _skips_metadata(environ: Mapping[str, str]) -> bool:
@@ -126,16 +97,12 @@ def _skips_metadata(environ: Mapping[str, str]) -> bool:
 
 
 def _from_environ(environ: Mapping[str, str]) -> TpuSlice:
-    def value(*names: str) -> _Value | None:
-        present = (name for name in names if environ.get(name))
-        return next((_Value(environ[name], f"{name}={environ[name]}") for name in present), None)
-
     described = _Description(
-        accelerator=value(env.TPU_ACCELERATOR_TYPE),
-        hosts=value(env.TPU_PROCESS_BOUNDS, env.TPU_HOST_BOUNDS),
-        chips_per_host=value(env.TPU_CHIPS_PER_PROCESS_BOUNDS, env.TPU_CHIPS_PER_HOST_BOUNDS),
-        worker_id=value(env.CLOUD_TPU_TASK_ID, env.TPU_WORKER_ID),
-        hostnames=value(env.TPU_WORKER_HOSTNAMES),
+        accelerator=from_variables(environ, env.TPU_ACCELERATOR_TYPE),
+        hosts=from_variables(environ, *parts.HOSTS),
+        chips_per_host=from_variables(environ, *parts.CHIPS),
+        worker_id=from_variables(environ, env.CLOUD_TPU_TASK_ID, env.TPU_WORKER_ID),
+        hostnames=from_variables(environ, env.TPU_WORKER_HOSTNAMES),
     )
     return _make_slice(described, "environment", environ)
 
@@ -150,10 +117,10 @@ def _from_metadata(metadata: MetadataClient) -> _Description | None:
     except (MetadataUnreachableError, MetadataKeyError):
         return None
 
-    def value(*keys: str) -> _Value | None:
+    def value(*keys: str) -> Value | None:
         present = (key for key in keys if tpu_env.get(key))
         return next(
-            (_Value(tpu_env[key], f"{key} in the metadata server's tpu-env") for key in present), None
+            (Value(tpu_env[key], f"{key} in the metadata server's tpu-env") for key in present), None
         )
 
     return _Description(
@@ -165,16 +132,16 @@ def _from_metadata(metadata: MetadataClient) -> _Description | None:
     )
 
 
-def _attribute(metadata: MetadataClient, key: str) -> _Value:
-    return _Value(metadata.attribute(key), f"the metadata server's {key}")
+def _attribute(metadata: MetadataClient, key: str) -> Value:
+    return Value(metadata.attribute(key), f"the metadata server's {key}")
 
 
-def _endpoints(metadata: MetadataClient) -> _Value | None:
+def _endpoints(metadata: MetadataClient) -> Value | None:
     try:
         addresses = metadata.worker_addresses()
     except MetadataKeyError:
         return None
-    return _Value(",".join(addresses), "the metadata server's worker-network-endpoints")
+    return Value(",".join(addresses), "the metadata server's worker-network-endpoints")
 
 
 def _make_slice(described: _Description, origin: Origin, environ: Mapping[str, str]) -> TpuSlice:
@@ -186,19 +153,27 @@ def _make_slice(described: _Description, origin: Origin, environ: Mapping[str, s
             "to ask the metadata server.",
         )
     accelerator = AcceleratorType.parse(*described.accelerator)
-    bounds = _bounds(accelerator, described, origin)
-    hostnames = _hostnames(bounds, described)
-    worker_id = _worker_id(bounds, described)
+    whole = _bounds(accelerator, described, origin)
+    hostnames = _hostnames(whole, described)
+    worker_id = _worker_id(whole, described)
     named = described.hostnames.where if described.hostnames else f"{env.TPU_WORKER_HOSTNAMES} is unset"
-    check_workers(bounds, worker_id, hostnames, where=named)
+    check_workers(whole, worker_id, hostnames, where=named)
+    host = whole.chips_per_host
+    if origin == "environment":
+        # The variables may describe a part of the host: its type gives the number of its chips.
+        host = max(host, accelerator.bounds.chips_per_host, key=math.prod)
+    part = parts.read_part(environ, accelerator.generation, whole, host)
+    is_alone = part.bounds.host_count < whole.host_count
+    given = [name for name in _DESCRIPTION if environ.get(name)] if origin != "environment" else []
     return TpuSlice(
-        accelerator=dataclasses.replace(accelerator, bounds=bounds),
-        worker_id=worker_id,
-        hostnames=hostnames,
-        bounds=bounds,
+        accelerator=dataclasses.replace(accelerator, bounds=part.bounds),
+        worker_id=0 if is_alone else worker_id,
+        hostnames=("localhost",) if is_alone else hostnames,
+        bounds=part.bounds,
+        host=host,
         origin=origin,
-        visible_chips=_visible_chips(environ, accelerator, bounds),
-        ignored=tuple(name for name in _DESCRIPTION if environ.get(name)) if origin != "environment" else (),
+        visible_chips=part.chips,
+        ignored=tuple(name for name in given if name not in part.variables),
     )
 
 
@@ -240,18 +215,3 @@ def _worker_id(bounds: Bounds, described: _Description) -> int:
         raise no_such_worker(text, bounds.host_count, described.worker_id.where)
     return int(text)
 
-
-def _visible_chips(
-    environ: Mapping[str, str], accelerator: AcceleratorType, bounds: Bounds
-) -> tuple[int, ...] | None:
-    """Read the chips to use. A host may have more chips than the bounds: its type gives the number."""
-    here = bounds.chips_per_host_count
-    chips = read_visible_chips(environ, max(here, accelerator.chips_per_host))
-    if chips is not None and len(chips) != here:
-        raise UsageError(
-            f"{len(chips)} of this host's chips are selected, but the bounds contain {here}",
-            where=f"{env.TPU_VISIBLE_CHIPS}={environ[env.TPU_VISIBLE_CHIPS]}",
-            fix=f"Unset it and choose with devices=[i], or set {env.TPU_PROCESS_BOUNDS} and "
-            f"{env.TPU_CHIPS_PER_PROCESS_BOUNDS} to the arrangement of those chips, such as 1,1,1 for one.",
-        )
-    return chips
