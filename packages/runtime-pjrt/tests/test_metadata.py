@@ -143,7 +143,12 @@ def test_tpu_env_is_a_mapping_of_texts(client: MetadataClient) -> None:
         ("w-0:11:10.164.0.7,w-1:12:10.164.0.8", ("10.164.0.7", "10.164.0.8")),
         ("unknown:unknown:10.130.0.6\n", ("10.130.0.6",)),
         ("a:1:10.0.0.1:8470, b:2:10.0.0.2:8470", ("10.0.0.1", "10.0.0.2")),
-        ("a:1:fd00::1,b:2:fd00::2", ("fd00::1", "fd00::2")),
+        ("w-0:1:fd00::1,w-1:2:fd00::2", ("fd00::1", "fd00::2")),
+        ("a:1:host-1,b:2:host-2", ("host-1", "host-2")),
+        ("t1v-n-0a1b-w-0, t1v-n-0a1b-w-1", ("t1v-n-0a1b-w-0", "t1v-n-0a1b-w-1")),
+        ("10.0.0.1,10.0.0.2", ("10.0.0.1", "10.0.0.2")),
+        ("host.internal:8470", ("host.internal",)),
+        ("fd00::1,fd00::2", ("fd00::1", "fd00::2")),
     ],
 )
 def test_worker_addresses_are_read_from_the_endpoints(
@@ -153,10 +158,10 @@ def test_worker_addresses_are_read_from_the_endpoints(
     assert client.worker_addresses() == addresses
 
 
-@pytest.mark.parametrize("text", ["", "10.0.0.1", "a:1:10.0.0.1,", "a:1:"])
+@pytest.mark.parametrize("text", ["", "10.0.0.1,", "a:1:10.0.0.1,", "a:1:", "just words", ":8470"])
 def test_endpoints_of_another_form_are_refused(client: MetadataClient, server: Server, text: str) -> None:
     server.attributes["worker-network-endpoints"] = text
-    with pytest.raises(MetadataError, match="not a list of name:uid:address"):
+    with pytest.raises(MetadataError, match="not a list of name:uid:address, or of hosts"):
         client.worker_addresses()
 
 

@@ -1,7 +1,8 @@
 """A client for Google Cloud's metadata server, which describes a TPU VM's slice.
 
 Source: "About VM metadata", Compute Engine documentation, for paths and headers; torch_xla 2.9.0 for
-    the attributes ``tpu-env`` and ``worker-network-endpoints`` and their formats.
+    the attributes ``tpu-env`` and ``worker-network-endpoints`` and their formats. Newer TPU VMs list only the
+    hosts in the latter.
 """
 
 from __future__ import annotations
@@ -105,16 +106,16 @@ class MetadataClient:
         return {str(key): "" if value is None else str(value) for key, value in values.items()}
 
     def worker_addresses(self) -> tuple[str, ...]:
-        """Return the addresses of the slice's hosts in the order of their worker ids.
+        """Return the addresses or names of the slice's hosts in the order of their worker ids.
 
         Raises:
-            MetadataError: as in `attribute`, or the attribute ``worker-network-endpoints`` does not have the
-                form ``name:uid:address,...``.
+            MetadataError: as in `attribute`, or the attribute ``worker-network-endpoints`` has neither the
+                form ``name:uid:address,...`` nor ``host,...``.
         """
         entries = self.attribute("worker-network-endpoints").strip().split(",")
-        addresses = tuple(_address(entry) for entry in entries)
+        addresses = tuple(_address(entry.strip()) for entry in entries)
         if not all(addresses):
-            raise self._unusable("worker-network-endpoints", "is not a list of name:uid:address")
+            raise self._unusable("worker-network-endpoints", "is not a list of name:uid:address, or of hosts")
         return addresses
 
     def _ask(self, key: str) -> None:
@@ -225,9 +226,21 @@ class _Call:
 
 
 def _address(entry: str) -> str:
-    """Return the address in ``name:uid:address``, without anything that follows an IPv4 address."""
-    *_, rest = entry.strip().split(":", 2) if entry.count(":") >= 2 else [""]
+    """Return the host in ``name:uid:address`` or ``host``, without its port; empty if there is none."""
+    if _is_address(entry):
+        return entry
+    *_, host = entry.split(":", 2) if entry.count(":") >= 2 else [entry]
+    if _is_address(host):
+        return host
+    # A port may follow a name or an IPv4 address.
+    host = host.split(":")[0]
+    return host if re.fullmatch(r"[\w.-]+", host, re.ASCII) else ""
+
+
+def _is_address(text: str) -> bool:
+    """Return whether a text is an IP address."""
     try:
-        return str(ipaddress.ip_address(rest))
+        ipaddress.ip_address(text)
     except ValueError:
-        return rest.split(":")[0]
+        return False
+    return True
