@@ -1,0 +1,100 @@
+"""The processes that have this host's TPU chips open, for the error of a TPU that is in use.
+
+Like lsof, from the kernel's list of each process's open files. Nothing is opened or locked, and nothing is
+ended.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+"""Where Linux lists processes."""
+DEV = Path("/dev")
+"""Where Linux lists devices."""
+LOCK_FILE = Path("/tmp/libtpu_lockfile")  # noqa: S108
+"""What libtpu holds locked while a process uses the chips. The file itself stays behind and means nothing.
+
+Source: libtpu's own message, which names it when the TPU is in use.
+"""
+
+_CHIP = re.compile(r"accel\d+|accel/accel\d+|vfio/\d+", re.ASCII)
+"""A chip's file in ``/dev``: ``accel0``, or the number of its IOMMU group. Source: tpu-info, Ray."""
+_COMMAND_LENGTH = 120
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that has chips, or libtpu's lock file, open.
+
+    Attributes:
+        pid: its number.
+        command: its command line, shortened.
+        files: what it has open.
+    """
+
+    pid: int
+    command: str
+    files: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"process {self.pid} ({self.command}) has {', '.join(self.files)} open"
+
+
+def find_holders(
+    *, but: Iterable[int] = (), proc: Path = PROC, dev: Path = DEV, lock_file: Path = LOCK_FILE
+) -> tuple[Holder, ...]:
+    """List the processes that have this host's chips open, by their numbers.
+
+    Never raises: a process that ends meanwhile, or belongs to another user, is left out.
+
+    Args:
+        but: processes to leave out, such as the replicas of a job; the calling process always is.
+        proc: where the kernel lists processes.
+        dev: where the chips' files are.
+        lock_file: libtpu's.
+    """
+    left_out = {os.getpid(), *but}
+    pids = sorted(int(name) for name in _names(proc) if name.isdecimal())
+    found = (
+        Holder(pid, _command(proc / str(pid)), files)
+        for pid in pids
+        if pid not in left_out and (files := _open_files(proc / str(pid), dev, lock_file))
+    )
+    return tuple(found)
+
+
+def _open_files(process: Path, dev: Path, lock_file: Path) -> tuple[str, ...]:
+    links = {_target(process / "fd" / name) for name in _names(process / "fd")}
+    return tuple(sorted(link for link in links if link == str(lock_file) or _is_chip(link, dev)))
+
+
+def _is_chip(link: str, dev: Path) -> bool:
+    return link.startswith(f"{dev}/") and _CHIP.fullmatch(link.removeprefix(f"{dev}/")) is not None
+
+
+def _command(process: Path) -> str:
+    try:
+        words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        words = []
+    command = " ".join(words).strip() or "unknown command"
+    return command if len(command) <= _COMMAND_LENGTH else f"{command[: _COMMAND_LENGTH - 3]}..."
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return [entry.name for entry in directory.iterdir()]
+    except OSError:
+        return []
+
+
+def _target(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except OSError:
+        return ""
