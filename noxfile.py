@@ -61,7 +61,8 @@ def group(name: str) -> tuple[str, ...]:
 def extras_of(package: str) -> dict[str, list[str]]:
     """Return the requirements of each of a package's extras."""
     extras: dict[str, list[str]] = PROJECTS[package].get("optional-dependencies", {})
-    return extras
+    # libtpu is for machines with a TPU.
+    return {extra: required for extra, required in extras.items() if extra != "tpu"}
 
 
 def with_siblings(packages: Iterable[str], with_extras: Collection[str] = ()) -> list[str]:

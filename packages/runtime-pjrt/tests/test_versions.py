@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
+from packaging.markers import Marker
 
-from polyxla_pjrt.tpu.versions import versions_problem
+from polyxla_pjrt.tpu.versions import RIGHT_LIBTPU, libtpu_fix, libtpu_problem, versions_problem
 from polyxla_testing import PluginInstaller
 
 
@@ -49,3 +53,43 @@ def test_the_command_line_prints_what_to_install(install_plugin: PluginInstaller
 def test_a_missing_torch_xla_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.path", [])
     assert versions_problem() == "torch and torch_xla is not installed"
+
+
+@pytest.mark.parametrize("version", ["0.0.21", "0.0.21.1", "0.0.21.dev20250813+nightly"])
+def test_the_libtpu_that_torch_xla_was_built_with_fits(install_plugin: PluginInstaller, version: str) -> None:
+    install_plugin.metadata("libtpu", version=version)
+    assert libtpu_problem({}) is None
+
+
+@pytest.mark.parametrize("version", ["0.0.52", "0.0.2", "0.0.20", "0.1.21"])
+def test_another_libtpu_is_named_with_the_right_one(install_plugin: PluginInstaller, version: str) -> None:
+    install_plugin.metadata("libtpu", version=version)
+    install_plugin.metadata("torch_xla", version="2.9.0")
+    found = libtpu_problem({})
+    assert found is not None
+    assert f"libtpu {version} does not fit torch_xla 2.9.0, which was built with libtpu 0.0.21:" in found
+    assert libtpu_fix() == "Install it: pip install './packages/runtime-pjrt[tpu]'"
+    assert libtpu_problem({"TPU_LIBRARY_PATH": "other.so"}) is None
+
+
+def test_a_libtpu_without_metadata_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", [])
+    assert libtpu_problem({}) is None
+
+
+def test_torch_xla_itself_asks_for_this_libtpu() -> None:
+    requirements = importlib.metadata.requires("torch_xla") or []
+    (libtpu,) = (one for one in requirements if one.startswith("libtpu"))
+    assert libtpu.partition(";")[0].strip() == f"libtpu=={RIGHT_LIBTPU}"
+
+
+def test_the_extra_installs_a_libtpu_that_fits_for_every_python() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    versions = {}
+    for requirement in project["optional-dependencies"]["tpu"]:
+        libtpu, _, condition = requirement.partition(";")
+        for python in ("3.11", "3.12", "3.13"):
+            if Marker(condition).evaluate({"python_version": python}):
+                versions[python] = libtpu.strip()
+    # 0.0.21 has no wheel for Python 3.13.
+    assert versions == {"3.11": "libtpu==0.0.21", "3.12": "libtpu==0.0.21", "3.13": "libtpu==0.0.21.1"}

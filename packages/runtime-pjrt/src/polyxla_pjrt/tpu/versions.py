@@ -1,12 +1,24 @@
-"""A check that the installed torch and torch_xla fit together, without importing either.
+"""Checks that the installed torch, torch_xla and libtpu fit together, without importing any of them.
 
 torch_xla is built against one minor release of torch. With another release, `import torch_xla` fails in the
-dynamic linker with an undefined symbol, an error that does not name the cause.
+dynamic linker with an undefined symbol, an error that does not name the cause. A libtpu of another release
+loads, and fails when the first program runs.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Mapping
+
+from polyxla.errors import pip_install
+from polyxla_pjrt import env
+
+RIGHT_LIBTPU = "0.0.21"
+"""The release of libtpu that torch_xla 2.9.0 was built with; 0.0.21.1 is the same for later Pythons.
+
+Source: ``setup.py`` of torch_xla 2.9.0. It speaks PJRT API 0.75; libtpu 0.0.52 speaks 0.115, and refuses its
+options with "Unexpected PJRT_ExecuteOptions size".
+"""
 
 RIGHT_PAIR = "pip install 'torch==2.9.1' 'torch_xla==2.9.0'"
 """The command that installs a tested pair. torch_xla 2.9.0 is the last release of torch_xla."""
@@ -26,6 +38,29 @@ def versions_problem() -> str | None:
             f"torch_xla {_minor(torch_xla)} loads only with torch {_minor(torch_xla)}"
         )
     return None
+
+
+def libtpu_problem(environ: Mapping[str, str]) -> str | None:
+    """Return why torch_xla cannot compute with the installed libtpu; None if it can, or if it is not known.
+
+    A library that ``TPU_LIBRARY_PATH`` names is not checked, and neither is one without metadata.
+    """
+    installed = _version("libtpu")
+    if environ.get(env.TPU_LIBRARY_PATH) or installed is None or _release(installed) == RIGHT_LIBTPU:
+        return None
+    return (
+        f"libtpu {installed} does not fit torch_xla {_version('torch_xla')}, which was built with libtpu "
+        f"{RIGHT_LIBTPU}: another release may load, but fails when the first program runs"
+    )
+
+
+def libtpu_fix() -> str:
+    """Return the advice that goes with a missing libtpu, or with one that does not fit."""
+    return f"Install it: {pip_install('polyxla-runtime-pjrt[tpu]')}"
+
+
+def _release(version: str) -> str:
+    return ".".join(version.split(".")[:3])
 
 
 def _version(distribution: str) -> str | None:
