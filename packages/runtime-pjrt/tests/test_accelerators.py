@@ -58,6 +58,14 @@ TABLE = [
     ("v6e-64", "v6e", 64, 16, 4, 1, 64, (4, 4, 1), (2, 2, 1)),
     ("v6e-128", "v6e", 128, 32, 4, 1, 128, (4, 8, 1), (2, 2, 1)),
     ("v6e-256", "v6e", 256, 64, 4, 1, 256, (8, 8, 1), (2, 2, 1)),
+    # The bounds of tpu7x are those in the tests of GKE's device plugin.
+    ("tpu7x-2", "v7x", 1, 1, 1, 2, 2, (1, 1, 1), (1, 1, 1)),
+    ("tpu7x-8", "v7x", 4, 1, 4, 2, 8, (1, 1, 1), (2, 2, 1)),
+    ("tpu7x-16", "v7x", 8, 2, 4, 2, 16, (1, 1, 2), (2, 2, 1)),
+    ("tpu7x-64", "v7x", 32, 8, 4, 2, 64, (1, 2, 4), (2, 2, 1)),
+    ("tpu7x-128", "v7x", 64, 16, 4, 2, 128, (2, 2, 4), (2, 2, 1)),
+    ("tpu7x-13824", "v7x", 6912, 1728, 4, 2, 13824, (6, 12, 24), (2, 2, 1)),
+    ("tpu7x-18432", "v7x", 9216, 2304, 4, 2, 18432, (8, 12, 24), (2, 2, 1)),
 ]
 
 
@@ -87,13 +95,13 @@ def test_a_type_has_its_numbers_of_cores_chips_and_hosts(
 
 
 @pytest.mark.parametrize(
-    ("generation", "cores"), [("v2", 2), ("v3", 2), ("v4", 2), ("v5e", 1), ("v5p", 2), ("v6e", 1)]
+    ("generation", "cores"), [("v2", 2), ("v3", 2), ("v4", 2), ("v5e", 1), ("v5p", 2), ("v6e", 1), ("v7x", 2)]
 )
 def test_each_generation_has_its_cores_per_chip(generation: str, cores: int) -> None:
     assert AcceleratorType.parse(f"{generation}-8", "here").cores_per_chip == cores
 
 
-# Shapes in chips, from the tables of "TPU v4" and "TPU v5p" and from xpk's list of v5p types.
+# Shapes in chips, from the tables of "TPU v4" and "TPU v5p" and from xpk's list of v5p and tpu7x types.
 @pytest.mark.parametrize(
     ("chips", "shape"),
     [
@@ -117,6 +125,8 @@ def test_each_generation_has_its_cores_per_chip(generation: str, cores: int) -> 
         (4096, (16, 16, 16)),
         (5184, (12, 12, 36)),
         (6144, (16, 16, 24)),
+        (8192, (16, 16, 32)),
+        (8960, (16, 20, 28)),
     ],
 )
 def test_the_default_shape_is_nearest_to_a_cube(chips: int, shape: tuple[int, int, int]) -> None:
@@ -148,7 +158,8 @@ def test_both_spellings_of_v5e_are_read(text: str) -> None:
         ("v6e-0", "v6e-1"),
         ("v5lite-8", "v5litepod-8"),
         ("v3_8", "v3-8"),
-        ("tpu7x-8", "v2, v3, v4"),
+        ("tpu7x-4", "tpu7x-2 and tpu7x-8"),
+        ("tpu9-8", "v2, v3, v4"),
         ("v4", "v4-8"),
         ("", "v3-8"),
         ("v4--8", "v4-8"),
@@ -161,6 +172,11 @@ def test_the_error_for_an_unknown_type_lists_the_nearest(text: str, advice: str)
         AcceleratorType.parse(text, "TPU_ACCELERATOR_TYPE=x")
     assert advice in caught.value.fix
     assert caught.value.where == "TPU_ACCELERATOR_TYPE=x"
+
+
+@pytest.mark.parametrize("text", ["tpu7x-16", "v7x-16", "TPU7x-16"])
+def test_both_spellings_of_tpu7x_are_read(text: str) -> None:
+    assert AcceleratorType.parse(text, "here").name == "tpu7x-16"
 
 
 def test_bounds_count_hosts_and_chips() -> None:

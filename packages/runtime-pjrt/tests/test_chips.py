@@ -39,7 +39,7 @@ def root(tmp_path: Path) -> Path:
         ("0x0063", "0x0000", "v5e"),
         ("0x006f", "0x0000", "v6e"),
         ("0x006F", "0x0000", "v6e"),
-        ("0x0076", "0x0000", "tpu7x"),
+        ("0x0076", "0x0000", "v7x"),
     ],
 )
 def test_pci_ids_identify_the_generation(

@@ -21,4 +21,5 @@ def test_an_unknown_chip_has_no_utilization(kind: str | None) -> None:
 def test_every_generation_is_known_under_libtpus_names_too() -> None:
     assert chip_peak("TPU v5 lite") is CHIP_PEAKS["TPU v5e"]
     assert chip_peak("TPU v6 lite") is CHIP_PEAKS["TPU v6e"]
+    assert chip_peak("TPU7x") is CHIP_PEAKS["TPU v7x"]
     assert all(chip_peak(name) for name in CHIP_PEAKS)

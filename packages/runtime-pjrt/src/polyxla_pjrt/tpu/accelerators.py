@@ -64,12 +64,14 @@ class Generation:
         largest: the largest number after the dash.
         counts_y_first: whether the chips of a host are numbered along y first; otherwise along x. None if
             that is not known.
+        bounds_count_devices: whether the bounds of processes have a fourth number, the devices of a chip.
 
-    Source: the pages "TPU v2" to "TPU v6e" of the Cloud TPU documentation; for devices per chip,
-        ``num_logical_cores_per_chip`` of torch_xla 2.9.0. For the order, the bounds that go with chips 0 and 1:
-        1,2,1 in the example by JAX's developers that pytorch/xla#7714 links, in
-        ``ray._private.accelerators.tpu``, and measured by others on a v4 and a v5p-8; 2,1,1 measured on a
-        v5litepod-4, where libtpu refuses 1,2,1 ("duplicate coordinate assignment").
+    Source: the pages "TPU v2" to "TPU7x" of the Cloud TPU documentation; for devices per chip up to v6e,
+        ``num_logical_cores_per_chip`` of torch_xla 2.9.0, for the fourth number its ``configure_topology``.
+        For the order, the bounds that go with chips 0 and 1: 1,2,1 in the example by JAX's developers that
+        pytorch/xla#7714 links, in ``ray._private.accelerators.tpu``, measured by others on a v4 and a v5p-8,
+        and for tpu7x in the tests of GKE's device plugin; 2,1,1 measured on a v5litepod-4, where libtpu
+        refuses 1,2,1 ("duplicate coordinate assignment").
     """
 
     name: str
@@ -79,6 +81,7 @@ class Generation:
     counts_cores: bool
     largest: int
     counts_y_first: bool | None
+    bounds_count_devices: bool = False
 
 
 GENERATIONS = {
@@ -88,10 +91,13 @@ GENERATIONS = {
     "v5e": Generation("v5e", "v5litepod", 1, 1, False, 256, counts_y_first=False),
     "v5p": Generation("v5p", "v5p", 2, 1, True, 12288, counts_y_first=True),
     "v6e": Generation("v6e", "v6e", 1, 1, False, 256, counts_y_first=None),
+    "v7x": Generation("v7x", "tpu7x", 2, 2, True, 18432, counts_y_first=True, bounds_count_devices=True),
 }
 """Every generation, by its short name.
 
-Source: Cloud TPU documentation. A v4 pod has 4096 chips; the largest v5p slice has 6144.
+Source: Cloud TPU documentation. A v4 pod has 4096 chips; the largest v5p slice has 6144, the largest of tpu7x
+9216. The number of tpu7x counts cores, two a chip, in xpk (``get_tpu_system_characteristics_map``) and in
+GKE's device plugin, where 4x4x4 chips are a tpu7x-128; metadata servers spell the type v7x-128.
 """
 
 _BY_PREFIX = {g.prefix: g for g in GENERATIONS.values()} | GENERATIONS
@@ -129,10 +135,10 @@ bounds then show it.
 Source: the tables of supported configurations in "TPU v5e" and "TPU v6e", Cloud TPU documentation.
 """
 
-_BELOW_A_CUBE: dict[int, Shape] = {4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)}
-"""v4 and v5p slices of less than a cube of 4x4x4 chips, by number of chips.
+_BELOW_A_CUBE: dict[int, Shape] = {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)}
+"""v4, v5p and tpu7x slices of less than a cube of 4x4x4 chips, by number of chips; only tpu7x comes with one.
 
-Source: "TPU v4" and "TPU v5p", Cloud TPU documentation; 2x2x4 also in "TPU types and topologies".
+Source: "TPU v4", "TPU v5p" and "TPU7x", Cloud TPU documentation; 2x2x4 also in "TPU types and topologies".
 """
 
 
@@ -144,8 +150,8 @@ class AcceleratorType:
         name: the type as Google Cloud spells it (``v5litepod-8``, also where ``v5e-8`` was asked for).
         generation: the short name, a key of `GENERATIONS`.
         count: the number after the dash.
-        bounds: the default arrangement of its hosts and chips. v4 and v5p slices with the same number of
-            chips come in several shapes: the bounds that a slice reports take precedence.
+        bounds: the default arrangement of its hosts and chips. v4, v5p and tpu7x slices with the same number
+            of chips come in several shapes: the bounds that a slice reports take precedence.
     """
 
     name: str
@@ -175,7 +181,7 @@ class AcceleratorType:
 
     @property
     def cores_per_chip(self) -> int:
-        """TensorCores on a chip; the two of a v4 or v5p chip are one device."""
+        """TensorCores on a chip; the two of a v4 or v5p chip are one device, those of tpu7x are two."""
         return GENERATIONS[self.generation].cores_per_chip
 
     @property
@@ -207,13 +213,14 @@ class AcceleratorType:
 def sizes(generation: str) -> tuple[int, ...]:
     """List the numbers that can follow the dash in a type of this generation, smallest first.
 
-    Source: Cloud TPU documentation; from a cube of 64 chips on, v4 and v5p come in whole cubes.
+    Source: Cloud TPU documentation; from a cube of 64 chips on, v4, v5p and tpu7x come in whole cubes.
     """
     if generation in _V2_V3_HOSTS:
         return tuple(_V2_V3_HOSTS[generation])
     if not GENERATIONS[generation].counts_cores:
         return tuple(_FLAT)
-    return (8, 16, 32, 64, *range(128, GENERATIONS[generation].largest + 1, 128))
+    single = (2,) if generation == "v7x" else ()
+    return (*single, 8, 16, 32, 64, *range(128, GENERATIONS[generation].largest + 1, 128))
 
 
 def _bounds(generation: Generation, count: int) -> Bounds:
@@ -222,18 +229,20 @@ def _bounds(generation: Generation, count: int) -> Bounds:
     if not generation.counts_cores:
         return _FLAT[count]
     x, y, z = most_cubic(count // generation.cores_per_chip)
+    if (x, y, z) == (1, 1, 1):
+        return _FLAT[1]
     return Bounds((x // 2, y // 2, z), _BOARD)
 
 
 def most_cubic(chips: int) -> Shape:
-    """Return the default arrangement of the chips of a v4 or v5p slice.
+    """Return the default arrangement of the chips of a v4, v5p or tpu7x slice.
 
     Args:
-        chips: 4, 8, 16, 32 or a multiple of 64.
+        chips: 1, 4, 8, 16, 32 or a multiple of 64.
 
     Source: "TPU types and topologies", Cloud TPU documentation: the default is the shape nearest to a
         cube, each side a multiple of 4 from 64 chips on. It agrees with all shapes in the tables of
-        "TPU v4" and "TPU v5p", and with all v4 and v5p types in xpk.
+        "TPU v4" and "TPU v5p", and with all v4, v5p and tpu7x types in xpk.
     """
     if chips in _BELOW_A_CUBE:
         return _BELOW_A_CUBE[chips]

@@ -22,7 +22,7 @@ GENERATION_BY_DEVICE: dict[str, str | None] = {
     "0x0062": "v5p",
     "0x0063": "v5e",
     "0x006f": "v6e",
-    "0x0076": "tpu7x",
+    "0x0076": "v7x",
 }
 """Generation by PCI device id. v2 and v3 share 0x0027; 0x0056 has no public name.
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from polyxla.errors import DevicesError, UsageError
 from polyxla_pjrt import env
-from polyxla_pjrt.tpu.accelerators import AcceleratorType, Bounds, Shape
+from polyxla_pjrt.tpu.accelerators import GENERATIONS, AcceleratorType, Bounds, Shape
 
 BASE_PORT = 8476
 """The port of a host's first process; the others follow. Source: torch_xla 2.9.0."""
@@ -54,8 +54,11 @@ def process_environments(
     _check_processes(accelerator, here, local_processes)
     chips = _check_chips(here, chips)
     _check_ports(base_port, here)
+    processes = [*bounds.chips]
+    if GENERATIONS[accelerator.generation].bounds_count_devices:
+        processes.append(accelerator.threads_per_process)
     shared = {
-        env.TPU_PROCESS_BOUNDS: join(bounds.chips),
+        env.TPU_PROCESS_BOUNDS: join(processes),
         env.TPU_CHIPS_PER_PROCESS_BOUNDS: join(_ONE),
         env.TPU_PROCESS_ADDRESSES: ",".join(process_addresses(hostnames, here, base_port)),
     }

@@ -32,10 +32,11 @@ CHIP_PEAKS = {
     "TPU v5e": ChipPeak(197 * TERA, 1),
     "TPU v5p": ChipPeak(459 * TERA, 1),
     "TPU v6e": ChipPeak(918 * TERA, 1),
+    "TPU v7x": ChipPeak(2307 * TERA, 2),
 }
 """Every generation by its name.
 
-Source: "peak compute per chip" in the pages "TPU v2" to "TPU v6e" of the Cloud TPU documentation. The page
+Source: "peak compute per chip" in the pages "TPU v2" to "TPU7x" of the Cloud TPU documentation. The page
 "TPU v2" says 46 in one place, and 45 in the table of the system architecture; this is the lower one.
 """
 _SPELLINGS = {
@@ -43,6 +44,7 @@ _SPELLINGS = {
     "TPU v5litepod": "TPU v5e",
     "TPU v5": "TPU v5p",
     "TPU v6 lite": "TPU v6e",
+    "TPU7x": "TPU v7x",
 }
 """Source: ``device_kind`` of libtpu's devices, as JAX's ``jax/experimental/mosaic`` tests them."""
 
