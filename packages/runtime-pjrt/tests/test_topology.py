@@ -155,6 +155,24 @@ def test_chosen_chips_are_spread_over_the_processes() -> None:
     assert {v["TPU_PROCESS_BOUNDS"] for v in found} == {"1,2,1"}
 
 
+@pytest.mark.parametrize(("one", "other"), [([0, 1], [2, 3]), ([0, 2], [1, 3]), ([0], [1, 3]), ([3, 1], [0])])
+def test_jobs_on_different_chips_of_a_host_have_different_ports(one: list[int], other: list[int]) -> None:
+    def ports(chips: list[int]) -> list[str]:
+        bounds = Bounds((1, 1, 1), (1, len(chips), 1))
+        found = process_environments(accelerator("v4-8"), bounds=bounds, chips=chips)
+        own = [variables["TPU_PROCESS_PORT"] for variables in found]
+        assert {v["TPU_PROCESS_ADDRESSES"] for v in found} == {",".join(f"localhost:{port}" for port in own)}
+        return own
+
+    assert ports(one) == [str(8476 + chip) for chip in one]
+    assert not set(ports(one)) & set(ports(other))
+
+
+def test_the_ports_of_several_hosts_do_not_depend_on_the_chips() -> None:
+    found = process_environments(accelerator("v4-16"), worker_id=1, hostnames=["a", "b"], chips=[3, 2, 1, 0])
+    assert [v["TPU_PROCESS_PORT"] for v in found] == ["8476", "8477", "8478", "8479"]
+
+
 @pytest.mark.parametrize(
     ("hostnames", "addresses"),
     [
@@ -164,7 +182,7 @@ def test_chosen_chips_are_spread_over_the_processes() -> None:
     ],
 )
 def test_addresses_follow_the_worker_ids(hostnames: list[str], addresses: list[str]) -> None:
-    assert process_addresses(hostnames, 2, 8476) == addresses
+    assert process_addresses(hostnames, [8476, 8477]) == addresses
 
 
 @pytest.mark.parametrize(
@@ -212,8 +230,8 @@ def test_a_core_that_the_host_does_not_have_is_refused(name: str, core: int) -> 
         ({"chips": [0, 1, 2]}, "each of 4 processes needs a chip of its own"),
         ({"chips": [0, 1, 2, 2]}, "each of 4 processes"),
         ({"chips": [-1, 1, 2, 3]}, "each of 4 processes"),
-        ({"base_port": 65533}, "the 4 ports from 65533 do not exist"),
-        ({"base_port": 0}, "the 4 ports from 0 do not exist"),
+        ({"base_port": 65533}, "the ports from 65533 to 65536 do not exist.* from 1 to 65532"),
+        ({"base_port": 0}, "the ports from 0 to 3 do not exist"),
     ],
 )
 def test_contradicting_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:

@@ -40,7 +40,8 @@ def process_environments(
         bounds: the slice's arrangement; None for the default one of its type.
         local_processes: the number of processes of this host, to be checked.
         chips: the chip that each process opens; None for 0, 1, 2, ...
-        base_port: the first of as many free ports as a host has processes, the same on every host.
+        base_port: the port of the first process, the same on every host. The others follow; on a single host
+            each chip has its own port, so that jobs on other chips of the host do not need the same ones.
 
     Returns:
         One mapping per local process, in the order of their task ids.
@@ -53,19 +54,20 @@ def process_environments(
     check_workers(bounds, worker_id, hostnames)
     _check_processes(accelerator, here, local_processes)
     chips = _check_chips(here, chips)
-    _check_ports(base_port, here)
+    ports = [base_port + step for step in (chips if bounds.host_count == 1 else range(here))]
+    _check_ports(base_port, max(ports))
     processes = [*bounds.chips]
     if GENERATIONS[accelerator.generation].bounds_count_devices:
         processes.append(accelerator.threads_per_process)
     shared = {
         env.TPU_PROCESS_BOUNDS: join(processes),
         env.TPU_CHIPS_PER_PROCESS_BOUNDS: join(_ONE),
-        env.TPU_PROCESS_ADDRESSES: ",".join(process_addresses(hostnames, here, base_port)),
+        env.TPU_PROCESS_ADDRESSES: ",".join(process_addresses(hostnames, ports)),
     }
     first = worker_id * here
     return tuple(
-        shared | _own(task_id=first + rank, port=base_port + rank, chip=chip)
-        for rank, chip in enumerate(chips)
+        shared | _own(task_id=first + rank, port=port, chip=chip)
+        for rank, (port, chip) in enumerate(zip(ports, chips, strict=True))
     )
 
 
@@ -109,13 +111,13 @@ def single_core_environment(
     return alone | _own(task_id=0, port=base_port + chip, chip=chip), local_index
 
 
-def process_addresses(hostnames: Sequence[str], processes_per_host: int, base_port: int) -> list[str]:
+def process_addresses(hostnames: Sequence[str], ports: Sequence[int]) -> list[str]:
     """List ``host:port`` of every process of the slice in the order of their task ids.
 
-    The only host of a slice is always ``localhost``: its name need not resolve.
+    Each host has a process at each of the ports. The only host of a slice is always ``localhost``: its name
+    need not resolve.
     """
     names = [_in_address(name) for name in hostnames] if len(hostnames) > 1 else ["localhost"]
-    ports = range(base_port, base_port + processes_per_host)
     return [f"{name}:{port}" for name in names for port in ports]
 
 
@@ -192,12 +194,12 @@ def _check_chips(here: int, chips: Sequence[int] | None) -> Sequence[int]:
     return chips
 
 
-def _check_ports(base_port: int, here: int) -> None:
-    if not 0 < base_port <= 65536 - here:
+def _check_ports(base_port: int, last: int) -> None:
+    if base_port < 1 or last > 65535:
         raise UsageError(
-            f"the {here} ports from {base_port} do not exist",
+            f"the ports from {base_port} to {last} do not exist",
             where=f"base_port={base_port}",
-            fix=f"Choose a number from 1 to {65536 - here}.",
+            fix=f"Choose a number from 1 to {65535 - last + base_port}.",
         )
 
 
