@@ -351,3 +351,29 @@ def test_a_slice_of_several_hosts_stays_as_metadata_describes_it(variables: dict
 def test_some_chips_of_a_slice_of_several_hosts_are_refused() -> None:
     with pytest.raises(UsageError, match="2 of this host's chips are selected, but the bounds contain 4"):
         from_metadata(V4_16_WORKER_1, TWO_HOSTS, environ={"TPU_VISIBLE_CHIPS": "0,1"})
+
+
+@pytest.mark.parametrize(
+    ("variables", "where"),
+    [
+        ({"MEGASCALE_NUM_SLICES": "2"}, "MEGASCALE_NUM_SLICES=2"),
+        ({"MEGASCALE_COORDINATOR_ADDRESS": "a:8080"}, "MEGASCALE_COORDINATOR_ADDRESS=a:8080"),
+        (
+            {"MEGASCALE_NUM_SLICES": "4", "MEGASCALE_COORDINATOR_ADDRESS": "a:8080"},
+            "MEGASCALE_NUM_SLICES=4",
+        ),
+    ],
+)
+def test_a_job_on_several_slices_is_refused(variables: dict[str, str], where: str) -> None:
+    with pytest.raises(UsageError, match=r"several TPU slices \(multislice\) is not supported") as caught:
+        read_slice(V3_8 | variables, SILENT)
+    assert caught.value.where == where
+    with pytest.raises(UsageError, match="multislice") as caught:
+        from_metadata(V4_8 | variables)
+    assert caught.value.where == f"{where} in the metadata server's tpu-env"
+
+
+def test_a_single_slice_may_have_the_variables_of_several() -> None:
+    single = {"MEGASCALE_NUM_SLICES": "1", "MEGASCALE_COORDINATOR_ADDRESS": "a:8080"}
+    assert from_environ(V3_8 | single) == from_environ(V3_8)
+    assert from_metadata(V4_8 | single) == from_metadata(V4_8)

@@ -56,6 +56,16 @@ TPU_WORKER_HOSTNAMES = "TPU_WORKER_HOSTNAMES"
 Default: ``localhost`` on a slice of one host; a larger slice needs it.
 """
 
+MEGASCALE_NUM_SLICES = "MEGASCALE_NUM_SLICES"
+"""Number of slices of a job on several (multislice), which this runtime refuses.
+Default: 1.
+"""
+
+MEGASCALE_COORDINATOR_ADDRESS = "MEGASCALE_COORDINATOR_ADDRESS"
+"""Where the slices of such a job meet; without `MEGASCALE_NUM_SLICES` it is refused too.
+Default: unset.
+"""
+
 TPU_PROCESS_ADDRESSES = "TPU_PROCESS_ADDRESSES"
 """Given: ``host:port`` of every process of the slice, comma separated, in the order of their task ids."""
 
@@ -148,6 +158,8 @@ READ = (
     CLOUD_TPU_TASK_ID,
     TPU_WORKER_ID,
     TPU_WORKER_HOSTNAMES,
+    MEGASCALE_NUM_SLICES,
+    MEGASCALE_COORDINATOR_ADDRESS,
     TPU_VISIBLE_CHIPS,
     TPU_VISIBLE_DEVICES,
     TPU_LIBRARY_PATH,

@@ -63,15 +63,40 @@ def read_slice(environ: Mapping[str, str], metadata: MetadataClient) -> TpuSlice
         The slice; None if neither describes one.
 
     Raises:
-        UsageError: a value is missing or invalid, or contradicts another.
+        UsageError: a value is missing or invalid, or contradicts another, or the job has several slices.
         MetadataError: the metadata server's answer cannot be used.
     """
+    refuse_multislice(environ)
     if _skips_metadata(environ):
         return _from_environ(environ)
     described = _from_metadata(metadata)
     if described is not None:
         return _make_slice(described, "metadata server", environ)
     return _from_environ(environ) if environ.get(env.TPU_ACCELERATOR_TYPE) else None
+
+
+def refuse_multislice(values: Mapping[str, str], source: str = "") -> None:
+    """Refuse a job on several slices, which would otherwise end in an internal error of libtpu.
+
+    Args:
+        values: the environment, or the description of a slice.
+        source: where the values are from, for the error; empty for the environment.
+
+    Raises:
+        UsageError: the values are those of such a job.
+
+    Source: ``jax._src.clusters.cloud_tpu_cluster`` looks for the variables in the environment, then in the
+        metadata server's ``tpu-env``. The number may be 1.
+    """
+    count = values.get(env.MEGASCALE_NUM_SLICES, "").strip()
+    name = env.MEGASCALE_NUM_SLICES if count else env.MEGASCALE_COORDINATOR_ADDRESS
+    if values.get(name) and count != "1":
+        how = f"described by variables and {env.TPU_SKIP_MDS_QUERY}=1" if source else f"without {name}"
+        raise UsageError(
+            "a job on several TPU slices (multislice) is not supported",
+            where=f"{name}={values[name]}{source}",
+            fix=f"Start a job of its own on each slice, {how}.",
+        )
 
 
 @dataclass(frozen=True)
@@ -116,12 +141,11 @@ def _from_metadata(metadata: MetadataClient) -> _Description | None:
         tpu_env = metadata.tpu_env()
     except (MetadataUnreachableError, MetadataKeyError):
         return None
+    refuse_multislice(tpu_env, " in the metadata server's tpu-env")
 
     def value(*keys: str) -> Value | None:
         present = (key for key in keys if tpu_env.get(key))
-        return next(
-            (Value(tpu_env[key], f"{key} in the metadata server's tpu-env") for key in present), None
-        )
+        return next((Value(tpu_env[key], f"{key} in the metadata server's tpu-env") for key in present), None)
 
     return _Description(
         accelerator=value("ACCELERATOR_TYPE") or _attribute(metadata, "accelerator-type"),
@@ -214,4 +238,3 @@ def _worker_id(bounds: Bounds, described: _Description) -> int:
     if not text.isdecimal() or len(text) > 6 or int(text) >= bounds.host_count:
         raise no_such_worker(text, bounds.host_count, described.worker_id.where)
     return int(text)
-
