@@ -1,7 +1,8 @@
 """The part of a host that variables select, so that several jobs can share the host.
 
 Google's examples, Ray and others set the numbers of the chips, and their arrangement as a slice of its own.
-For the arrangement libtpu prefers the names of processes to those of hosts, and both to the metadata server.
+For the arrangement libtpu prefers the names of processes to those of hosts, and both to the metadata server;
+for the numbers it prefers the name of chips to that of devices.
 
 Source: the precedence in libtpu's log (``TPU_LOG_DIR``, libtpu 0.0.21).
 """
