@@ -72,6 +72,8 @@ def test_fake_replicas_are_threads_of_this_process(runtime: RuntimeUnderTest) ->
 def test_a_test_that_leaves_something_behind_fails(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text((PROGRAMS / "leaking_conftest.py").read_text())
     (tmp_path / "test_leaks.py").write_text((PROGRAMS / "leaking_tests.py").read_text())
+    # Otherwise the settings of this repository count, if the directory for temporary files is in it.
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "."],
         cwd=tmp_path,
