@@ -306,6 +306,13 @@ def abi(session: nox.Session) -> None:
 
 
 @nox.session
+def libtpu(session: nox.Session) -> None:
+    """Compare the variables of TPU processes with what the real libtpu reads, which needs no TPU."""
+    install(session, ["bridge", "runtime-pjrt"], ["libtpu"])
+    session.run("python", ".ci/variables.py")
+
+
+@nox.session
 def proto(session: nox.Session) -> None:
     """Generate the code of all .proto files with the oldest tools supported; fail if the code has changed."""
     needs = (re.fullmatch(r"grpcio>=([\d.]+),.*", one) for one in PROJECTS["runtime-xrt"]["dependencies"])
