@@ -10,6 +10,7 @@ exit code 1 when there are any.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import re
 import subprocess
 import sys
@@ -83,10 +84,10 @@ def read_by_libtpu(variables: Mapping[str, str]) -> dict[str, str]:
 
 def library_path() -> str:
     """Return the path of the installed libtpu."""
-    import libtpu
-
-    path: str = libtpu.get_library_path()
-    return path
+    found = importlib.util.find_spec("libtpu")
+    if found is None or found.origin is None:
+        sys.exit("libtpu is not installed")
+    return str(Path(found.origin).with_name("libtpu.so"))
 
 
 def processes() -> Iterator[tuple[str, dict[str, str], dict[str, str]]]:
