@@ -141,7 +141,7 @@ def test_a_missing_libtpu_is_named(v4_host: Path, monkeypatch: pytest.MonkeyPatc
     environ = {env.TPU_SKIP_MDS_QUERY: "1", env.TPU_ACCELERATOR_TYPE: "v4-8"}
     found = discover(environ, "auto", v4_host)
     assert found.unavailable == "TPU chips are attached, but libtpu is not installed"
-    assert "torch_xla[tpu]==2.9.0" in found.fix
+    assert "pip install './packages/runtime-pjrt[tpu]'" in found.fix
 
 
 def test_an_undescribed_slice_names_the_variables_to_set(v4_host: Path) -> None:

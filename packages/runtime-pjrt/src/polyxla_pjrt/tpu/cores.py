@@ -14,13 +14,15 @@ from polyxla_pjrt.tpu.chips import AttachedChip
 from polyxla_pjrt.tpu.metadata import MetadataClient
 from polyxla_pjrt.tpu.slices import TpuSlice, read_slice
 from polyxla_pjrt.tpu.topology import single_core_environment
+from polyxla_pjrt.tpu.versions import libtpu_fix, libtpu_problem
 
 
 def with_devices(bare: Discovery, environ: Mapping[str, str], chips: tuple[AttachedChip, ...]) -> Discovery:
     """Complete a discovery with the cores of this host.
 
     Raises:
-        UsageError: no TPU is attached, libtpu is missing, or the slice's topology cannot be read.
+        UsageError: no TPU is attached, libtpu is missing or does not fit torch_xla, or the slice's topology
+            cannot be read.
     """
     if not chips:
         raise UsageError(
@@ -28,10 +30,9 @@ def with_devices(bare: Discovery, environ: Mapping[str, str], chips: tuple[Attac
             fix=f"Run on a TPU VM, or set {env.PJRT_DEVICE}=CPU to train on this machine's CPU.",
         )
     if not _has_libtpu(environ):
-        raise UsageError(
-            "TPU chips are attached, but libtpu is not installed",
-            fix="Install it: pip install 'torch_xla[tpu]==2.9.0'",
-        )
+        raise UsageError("TPU chips are attached, but libtpu is not installed", fix=libtpu_fix())
+    if problem := libtpu_problem(environ):
+        raise UsageError(problem, fix=libtpu_fix())
     tpu_slice = this_slice(environ)
     variables = {
         **bare.variables,

@@ -1,8 +1,8 @@
 """Checks that the installed torch, torch_xla and libtpu fit together, without importing any of them.
 
 torch_xla is built against one minor release of torch. With another release, `import torch_xla` fails in the
-dynamic linker with an undefined symbol, an error that does not name the cause. A libtpu of another release
-loads, and fails when the first program runs.
+dynamic linker with an undefined symbol, an error that does not name the cause. A libtpu with another PJRT API
+loads, and may fail when the first program runs.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from polyxla.errors import pip_install
 from polyxla_pjrt import env
 
 RIGHT_LIBTPU = "0.0.21"
-"""The release of libtpu that torch_xla 2.9.0 was built with; 0.0.21.1 is the same for later Pythons.
+"""The release of libtpu that torch_xla 2.9.0 was built with. Source: its ``setup.py``."""
 
-Source: ``setup.py`` of torch_xla 2.9.0. It speaks PJRT API 0.75; libtpu 0.0.52 speaks 0.115, and refuses its
-options with "Unexpected PJRT_ExecuteOptions size".
+FITTING_LIBTPU = (RIGHT_LIBTPU, "0.0.22", "0.0.23")
+"""The releases that speak PJRT API 0.75, as torch_xla 2.9.0 does, with their patches such as 0.0.21.1.
+
+Source: the function tables of the libraries. 0.0.20 has 0.73, 0.0.24 has 0.78. 0.0.52, with 0.115, loads, and
+then refuses the first execution: "Unexpected PJRT_ExecuteOptions size".
 """
 
 RIGHT_PAIR = "pip install 'torch==2.9.1' 'torch_xla==2.9.0'"
@@ -46,11 +49,11 @@ def libtpu_problem(environ: Mapping[str, str]) -> str | None:
     A library that ``TPU_LIBRARY_PATH`` names is not checked, and neither is one without metadata.
     """
     installed = _version("libtpu")
-    if environ.get(env.TPU_LIBRARY_PATH) or installed is None or _release(installed) == RIGHT_LIBTPU:
+    if environ.get(env.TPU_LIBRARY_PATH) or installed is None or _release(installed) in FITTING_LIBTPU:
         return None
     return (
         f"libtpu {installed} does not fit torch_xla {_version('torch_xla')}, which was built with libtpu "
-        f"{RIGHT_LIBTPU}: another release may load, but fails when the first program runs"
+        f"{RIGHT_LIBTPU}: another one may load, and then fail when the first program runs"
     )
 
 
