@@ -184,7 +184,7 @@ def test_a_program_of_another_version_or_job_is_refused(
     engine: JaxEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executable = adding(engine)
-    with pytest.raises(PjrtError, match="adding was made with num_replicas 1, and this is num_replicas 2"):
+    with pytest.raises(PjrtError, match="adding was made for 1 devices, and this job has 2"):
         program_file.unpack(engine.serialize(executable), 2)
     monkeypatch.setattr(program_file, "VERSION", 0)
     old = engine.serialize(executable)

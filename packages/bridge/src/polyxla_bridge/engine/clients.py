@@ -124,11 +124,13 @@ class Clients:
 
     def compile(self, index: int, module: Any, options: Any) -> Any:
         """Compile for all replicas, and load on one."""
-        return self._clients[index].compile_and_load(module, self._list(index), options)
+        devices = self._list(index, options.num_partitions)
+        return self._clients[index].compile_and_load(module, devices, options)
 
-    def load(self, index: int, data: bytes) -> Any:
+    def load(self, index: int, data: bytes, num_partitions: int) -> Any:
         """Load on one replica the bytes that `serialize` returned in any process."""
-        return self._clients[index].deserialize_executable(data, self._list(index), None)
+        devices = self._list(index, num_partitions)
+        return self._clients[index].deserialize_executable(data, devices, None)
 
     def serialize(self, index: int, loaded: Any) -> bytes:
         """Return a program in jaxlib's format."""
@@ -141,8 +143,11 @@ class Clients:
         device = self._device(index)
         return _jax.batched_device_put(aval, self._shardings[index], [host], [device], force_copy=True)
 
-    def _list(self, index: int) -> Any:
-        return _jax.DeviceList((self._device(index),))
+    def _list(self, index: int, num_partitions: int) -> Any:
+        """Return the devices of a program, which jaxlib's arrays of its results name."""
+        # Partitions make one array together. An array of replicas is each replica's own.
+        every = self._clients[index].devices()
+        return _jax.DeviceList(tuple(every) if num_partitions > 1 else (self._device(index),))
 
     def wait_for_all(self) -> None:
         """Wait until no process needs the others any more."""
@@ -176,12 +181,16 @@ class LoadedProgram:
 
     Args:
         clients: the clients of this process.
+        num_partitions: number of its partitions.
         loaded: the program by replica, as far as it is loaded already.
         data: the program in jaxlib's format; required if `loaded` is empty.
     """
 
-    def __init__(self, clients: Clients, loaded: dict[int, Any], data: bytes | None = None) -> None:
+    def __init__(
+        self, clients: Clients, num_partitions: int, loaded: dict[int, Any], data: bytes | None = None
+    ) -> None:
         self._clients = clients
+        self._num_partitions = num_partitions
         self._loaded = loaded
         self._data = data
         self._lock = threading.Lock()
@@ -192,7 +201,7 @@ class LoadedProgram:
         if index not in self._loaded:
             with self._lock:
                 if index not in self._loaded:
-                    self._loaded[index] = self._clients.load(index, self._bytes())
+                    self._loaded[index] = self._clients.load(index, self._bytes(), self._num_partitions)
         return self._loaded[index]
 
     def data(self) -> bytes:

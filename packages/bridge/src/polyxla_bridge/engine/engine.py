@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from polyxla_bridge.abi import Code
 from polyxla_bridge.engine.futures import DeletedFuture, FutureLike
 from polyxla_bridge.env import Coordinates
+from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs.executable import ArrayType, Executable
 
 
@@ -126,6 +128,23 @@ class Engine(ABC):
             arguments: its arguments, all on that device.
             keep: indices of arguments that must not be donated.
         """
+
+    def execute_partitioned(
+        self,
+        executable: Executable,
+        arguments: Sequence[Sequence[Buffer]],
+        keep: frozenset[int] = frozenset(),
+    ) -> list[list[Buffer]]:
+        """Queue a partitioned program on all local devices, and return the buffers of each one's results.
+
+        Like `execute` in everything else. An engine without partitioned programs need not implement it.
+
+        Args:
+            executable: the program.
+            arguments: the arguments of each local device, by index of the device.
+            keep: indices of arguments that must not be donated.
+        """
+        raise PjrtError(Code.UNIMPLEMENTED, f"{type(self).__name__} runs no partitioned programs")
 
     @abstractmethod
     def from_host(self, device: EngineDevice, type_: ArrayType, data: memoryview) -> Buffer:

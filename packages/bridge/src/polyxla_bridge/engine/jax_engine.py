@@ -8,6 +8,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 from weakref import WeakValueDictionary
@@ -27,6 +28,7 @@ from polyxla_bridge.engine.futures import (
     FutureLike,
     GroupedFuture,
     complete,
+    completion_of,
     set_values,
     then,
 )
@@ -79,6 +81,8 @@ class JaxEngine(Engine):
         self.cache = cache.for_job(settings, COMPILER_OPTIONS, on_lookup)
         self._compiling = 0
         self._lock = threading.Lock()
+        # Held while one execution is queued on several devices.
+        self._order = threading.Lock()
         self._coordinator: CompileCoordinator | None = None
         self._watchdog: StallWatchdog | None = None
         if settings.replicas > 1:
@@ -153,19 +157,25 @@ class JaxEngine(Engine):
             self.compiles += 1
         # Called for its error: dynamic shapes must be refused before the compilation.
         hlo.results(hlo_module)
-        module = _jax.mlir.hlo_to_stablehlo(rewrite.for_jaxlib(hlo_module, self._settings.replicas))
+        compile_options = self._options(options)
+        partitions = compile_options.num_partitions
+        # The partitioner adds collectives in forms that the client knows.
+        is_rewritten = partitions == 1
+        code = rewrite.for_jaxlib(hlo_module, self._settings.replicas) if is_rewritten else hlo_module
+        module = _jax.mlir.hlo_to_stablehlo(code)
         first = self._clients.local[0]
-        native = self._clients.compile(first, module, self._options(options))
+        native = self._clients.compile(first, module, compile_options)
         optimized = native.hlo_modules()[0].as_serialized_hlo_module_proto()
         executable = Executable(
             name=hlo.module_name(hlo_module),
             outputs=tuple(ArrayType(dtype, dims) for dtype, dims in hlo.results(optimized)),
-            num_replicas=self._settings.replicas,
+            num_replicas=compile_options.num_replicas,
             optimized_hlo=optimized,
             code_size_bytes=native.size_of_generated_code_in_bytes(),
             fingerprint=fingerprint,
+            num_partitions=partitions,
         )
-        return self._attach(executable, LoadedProgram(self._clients, {first: native}))
+        return self._attach(executable, LoadedProgram(self._clients, partitions, {first: native}))
 
     def _attach(self, executable: Executable, program: LoadedProgram) -> Executable:
         executable.native["program"] = program
@@ -176,10 +186,17 @@ class JaxEngine(Engine):
 
     def _options(self, data: bytes) -> Any:
         options = xla_client.CompileOptions.ParseFromString(data)
-        options.num_replicas = self._settings.replicas
+        partitions = options.num_partitions
+        if partitions > 1 and self._settings.processes > 1:
+            raise PjrtError(
+                Code.UNIMPLEMENTED,
+                f"a partitioned program (SPMD) needs all devices in one process, and this job has "
+                f"{self._settings.processes} processes",
+            )
+        options.num_replicas = self._settings.replicas // partitions
         # The program numbers devices 0..N-1; jaxlib gives each client a block of ids.
-        assignment = np.array(self._clients.global_ids, dtype=np.int32)[:, None]
-        options.device_assignment = xla_client.DeviceAssignment.create(assignment)
+        ids = np.array(self._clients.global_ids, dtype=np.int32)
+        options.device_assignment = xla_client.DeviceAssignment.create(ids.reshape(-1, partitions))
         # A flag that the user sets takes precedence.
         options.env_option_overrides = [
             (name, value) for name, value in COMPILER_OPTIONS.items() if name not in self._settings.xla_flags
@@ -194,6 +211,38 @@ class JaxEngine(Engine):
         keep: frozenset[int] = frozenset(),
     ) -> list[Buffer]:
         """Queue one execution on the device's thread."""
+        if executable.num_partitions > 1:
+            raise PjrtError(
+                Code.UNIMPLEMENTED,
+                f"{executable.name} is partitioned (SPMD): one device alone cannot execute it",
+            )
+        return self._queue(executable, device, arguments, keep)
+
+    def execute_partitioned(
+        self,
+        executable: Executable,
+        arguments: Sequence[Sequence[Buffer]],
+        keep: frozenset[int] = frozenset(),
+    ) -> list[list[Buffer]]:
+        """Queue one execution on the thread of each local device."""
+        inputs = {completion_of(one.value) for row in arguments for one in row}
+        local = [device for device in self.devices if device.is_local]
+        # In the same order on each device: two programs that meet in different orders would wait forever.
+        with self._order:
+            return [
+                self._queue(executable, device, row, keep, inputs)
+                for device, row in zip(local, arguments, strict=True)
+            ]
+
+    def _queue(
+        self,
+        executable: Executable,
+        device: EngineDevice,
+        arguments: Sequence[Buffer],
+        keep: frozenset[int],
+        inputs: AbstractSet[FutureLike] = frozenset(),
+    ) -> list[Buffer]:
+        """Queue one execution on one device, which waits for the inputs of the other devices, too."""
         done: Future[None] = Future()
         results = [GroupedFuture(done) for _ in executable.outputs]
         outputs = [Buffer(type_, device, one) for type_, one in zip(executable.outputs, results, strict=True)]
@@ -201,9 +250,14 @@ class JaxEngine(Engine):
         values = [argument.value for argument in arguments]
         # The program would donate these; `_run` makes jaxlib copy them.
         protected = executable.native["donated"] & keep
-        self._threads[device.index].put(
-            done, lambda: set_values(results, self._run(executable, device.index, values, protected))
-        )
+
+        def run() -> None:
+            # If another device cannot run its part, this one would wait for it in a collective.
+            for one in inputs:
+                one.result()
+            set_values(results, self._run(executable, device.index, values, protected))
+
+        self._threads[device.index].put(done, run)
         for number in executable.native["donated"] - keep:
             arguments[number].give_up("was donated to a program")
         return outputs
@@ -268,9 +322,9 @@ class JaxEngine(Engine):
         return program_file.pack(executable, executable.native["program"].data())
 
     def deserialize(self, data: bytes) -> Executable:
-        """Load what `serialize` returned, in any process of a job with as many replicas."""
+        """Load what `serialize` returned, in any process of a job with as many devices."""
         unpacked = program_file.unpack(data, self._settings.replicas)
-        program = LoadedProgram(self._clients, {}, unpacked.native)
+        program = LoadedProgram(self._clients, unpacked.executable.num_partitions, {}, unpacked.native)
         try:
             program.on(self._clients.local[0])
         except Exception as error:

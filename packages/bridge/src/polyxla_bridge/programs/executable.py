@@ -25,11 +25,12 @@ class Executable:
 
     Attributes:
         name: name of the HLO module.
-        outputs: types of the results.
+        outputs: types of the results on one device.
         num_replicas: number of replicas the program was compiled for.
         optimized_hlo: the optimised program, a serialised HloModuleProto.
         code_size_bytes: size of the generated code.
         fingerprint: equal for equal programs and options.
+        num_partitions: number of devices that compute one replica of the program together.
         native: objects that the engine attaches.
     """
 
@@ -39,4 +40,5 @@ class Executable:
     optimized_hlo: bytes
     code_size_bytes: int
     fingerprint: str
+    num_partitions: int = 1
     native: dict[str, Any] = field(default_factory=dict)

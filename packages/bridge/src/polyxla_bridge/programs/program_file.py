@@ -16,7 +16,7 @@ from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs.executable import ArrayType, Executable
 
-VERSION = 1
+VERSION = 2
 """Version of this layout; other versions are refused."""
 _MAGIC = b"polyxla program\n"
 _LENGTH = struct.Struct("<Q")
@@ -44,6 +44,7 @@ def pack(executable: Executable, native: bytes) -> bytes:
         "name": executable.name,
         "outputs": [(one.dtype, one.dims) for one in executable.outputs],
         "num_replicas": executable.num_replicas,
+        "num_partitions": executable.num_partitions,
         "code_size_bytes": executable.code_size_bytes,
         "fingerprint": executable.fingerprint,
         "optimized_hlo_bytes": len(executable.optimized_hlo),
@@ -53,12 +54,12 @@ def pack(executable: Executable, native: bytes) -> bytes:
     return whole + hashlib.sha256(whole).digest()
 
 
-def unpack(data: bytes, num_replicas: int) -> UnpackedProgram:
+def unpack(data: bytes, num_devices: int) -> UnpackedProgram:
     """Read what `pack` returned.
 
     Args:
         data: the bytes.
-        num_replicas: number of replicas in this job; the program must be compiled for as many.
+        num_devices: number of devices in this job; the program must be compiled for as many.
 
     Raises:
         PjrtError: the bytes are not such a program, are damaged, or are for another version or job.
@@ -71,7 +72,7 @@ def unpack(data: bytes, num_replicas: int) -> UnpackedProgram:
     start = len(_MAGIC) + _LENGTH.size
     (length,) = _LENGTH.unpack(whole[len(_MAGIC) : start])
     header = json.loads(bytes(whole[start : start + length]))
-    _check(header, num_replicas)
+    _check(header, num_devices)
     middle = start + length + header["optimized_hlo_bytes"]
     executable = Executable(
         name=header["name"],
@@ -80,16 +81,20 @@ def unpack(data: bytes, num_replicas: int) -> UnpackedProgram:
         optimized_hlo=bytes(whole[start + length : middle]),
         code_size_bytes=header["code_size_bytes"],
         fingerprint=header["fingerprint"],
+        num_partitions=header["num_partitions"],
     )
     return UnpackedProgram(executable, bytes(whole[middle:]))
 
 
-def _check(header: dict[str, Any], num_replicas: int) -> None:
+def _check(header: dict[str, Any], num_devices: int) -> None:
     name = header.get("name", "unnamed")
-    expected = {"version": VERSION, "jaxlib": version("jaxlib"), "num_replicas": num_replicas}
+    expected = {"version": VERSION, "jaxlib": version("jaxlib")}
     for key, value in expected.items():
         if header[key] != value:
             raise _refused(f"{name} was made with {key} {header[key]}, and this is {key} {value}")
+    made_for = header["num_replicas"] * header["num_partitions"]
+    if made_for != num_devices:
+        raise _refused(f"{name} was made for {made_for} devices, and this job has {num_devices}")
 
 
 def _refused(reason: str) -> PjrtError:
