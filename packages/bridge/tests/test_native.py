@@ -222,6 +222,11 @@ def test_results_are_ready_when_the_engine_is_and_deleted_when_torch_xla_destroy
     wait_until(lambda: call.engine.deleted == buffers)
 
 
+def test_a_device_of_this_process_is_known(call: Caller) -> None:
+    assert call("Device_IsAddressable", device=call.device).is_addressable
+    assert not call("Device_IsAddressable", device=call.device + 16).is_addressable
+
+
 def test_destroying_null_is_harmless(call: Caller) -> None:
     call("Buffer_Destroy", buffer=None)
     call("Event_Destroy", event=None)

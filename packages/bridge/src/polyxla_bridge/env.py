@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -242,6 +243,16 @@ def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
         return int(text)
     except ValueError:
         raise ValueError(f"{name}={text!r} is not an integer") from None
+
+
+@contextmanager
+def as_under_spmd() -> Iterator[None]:
+    """Let torch_xla's C++ code, which reads the environment, act as after ``use_spmd()``."""
+    os.environ["XLA_USE_SPMD"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["XLA_USE_SPMD"]
 
 
 def own_environ() -> Mapping[str, str]:

@@ -35,7 +35,13 @@ UNFINISHED = 4
 
 
 class EnginePlugin(DevicePlugin):
-    """A torch_xla plugin for the engine that `make_engine` returns."""
+    """A torch_xla plugin for the engine that `make_engine` returns.
+
+    Attributes:
+        runs_spmd: whether the engine runs partitioned programs (SPMD).
+    """
+
+    runs_spmd = False
 
     def make_engine(self) -> Engine:
         """Start the engine; called once, when torch_xla creates its client."""
@@ -45,11 +51,12 @@ class EnginePlugin(DevicePlugin):
         """Fill the function table and return the path of the library.
 
         Raises:
-            RuntimeError: the program is partitioned (SPMD).
+            RuntimeError: the program is partitioned, and the engine runs no such programs.
         """
         from polyxla_bridge import native
 
-        _refuse_spmd()
+        if not self.runs_spmd:
+            _refuse_spmd()
         activate(self.make_engine)
         return str(native.PATH)
 
@@ -68,6 +75,8 @@ def _count_lookup(is_hit: bool) -> None:
 
 class CpuPlugin(EnginePlugin):
     """Replicas on this machine's CPU, through jaxlib."""
+
+    runs_spmd = True
 
     def make_engine(self) -> Engine:
         """Start jaxlib's clients for this process's replicas."""
@@ -93,8 +102,12 @@ def _refuse_spmd() -> None:
 
 
 _NO_SPMD = (
-    "SPMD programs (torch_xla.runtime.use_spmd) do not run on polyxla's bridge, which emulates TPUs too; run "
-    "them on torch_xla's own CPU devices: PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 python SCRIPT"
+    "SPMD programs (torch_xla.runtime.use_spmd) do not run on these devices, each of which runs programs of "
+    "its own; run them on an emulated TPU: POLYXLA_EMULATE=v4-8 python SCRIPT"
+)
+_LATE_SPMD = (
+    "torch_xla.runtime.use_spmd() was called after the first tensor was moved to a device: torch_xla would "
+    "crash at the next one; call it at the beginning of the program"
 )
 _active = threading.Lock()
 _log = logging.getLogger("polyxla.bridge")
@@ -148,27 +161,78 @@ def activate(make_engine: Callable[[], Engine]) -> None:
         gc.freeze()
 
     _wait_without_gil()
+    _prepare("_xla_force_spmd_device", _refuse_late_spmd)
     # `leave` calls torch_xla's exit function itself: run later, it would find the engine closed.
     atexit.unregister(torch_xla._prepare_to_exit)
     atexit.register(leave)
 
 
 def _wait_without_gil() -> None:
-    """Make functions compiled by torch.compile (``openxla``) wait for their device without the GIL.
+    """Make torch_xla's functions that wait with the GIL held find what they wait for already done.
 
-    torch_xla holds the GIL while it waits for the previous step, which needs the GIL to start.
+    They wait for the start of the step before, or compute a tensor themselves. In both cases another thread
+    executes a program, for which it needs the GIL.
     """
-    from torch_xla.core import xla_model
+    # Compiled by torch.compile (``openxla``).
+    _prepare("_run_cached_graph", lambda *_: _wait_for_step())
+    _prepare("_xla_mark_sharding", lambda tensor, _: _compute_copy(tensor))
+    for name in ("_get_local_shards", "_get_local_shard_replica_and_indices"):
+        _prepare(name, _compute)
+
+
+def _prepare(name: str, prepare: Callable[..., None]) -> None:
+    """Replace a function of torch_xla by one that first passes its arguments to `prepare`."""
+    native_part: Any = torch_xla._XLAC  # type: ignore[attr-defined]
+    function = getattr(native_part, name)
+
+    @functools.wraps(function)
+    def prepared(*args: Any) -> Any:
+        prepare(*args)
+        return function(*args)
+
+    setattr(native_part, name, prepared)
+
+
+def _refuse_late_spmd() -> None:
+    """Refuse ``use_spmd()`` where torch_xla 2.9.0 would end the process (signal 11) at the next tensor.
+
+    torch_xla chooses its devices once, when the first is used: one for all, or one for each.
+    """
+    import torch
 
     native_part: Any = torch_xla._XLAC  # type: ignore[attr-defined]
-    run = native_part._run_cached_graph
+    # If no device is used yet, the choice is made here.
+    with env.as_under_spmd():
+        described = native_part._get_xla_tensor_debug_info(torch.empty(0, device="xla:0"))
+    if "Device: SPMD:0" not in described:
+        raise RuntimeError(_LATE_SPMD)
 
-    @functools.wraps(run)
-    def run_cached_graph(*args: Any) -> Any:
-        xla_model.wait_device_ops(xla_model.xla_real_devices([torch_xla.device()]))
-        return run(*args)
 
-    native_part._run_cached_graph = run_cached_graph
+def _wait_for_step() -> None:
+    """Wait until the last step has started on this replica's device; under SPMD, on all devices."""
+    from torch_xla import runtime
+    from torch_xla.core import xla_model
+
+    here = [] if runtime.is_spmd() else xla_model.xla_real_devices([torch_xla.device()])
+    xla_model.wait_device_ops(here)
+
+
+def _compute_copy(tensor: Any) -> None:
+    """Compute a tensor that is a copy of another one, as ``copy.deepcopy`` makes it.
+
+    One whose data is still on the host is not sent to the devices here, since torch_xla will send its shards;
+    and one that is yet to be computed stays so, since torch_xla only makes a note of its sharding.
+    """
+    native_part: Any = torch_xla._XLAC  # type: ignore[attr-defined]
+    (is_pending,) = native_part._check_tensor_need_materialization([tensor])
+    if not is_pending and "Tensor on host: None" in native_part._get_xla_tensor_debug_info(tensor):
+        _compute([tensor])
+
+
+def _compute(tensors: Any) -> None:
+    """Compute tensors, and wait until they are."""
+    native_part: Any = torch_xla._XLAC  # type: ignore[attr-defined]
+    native_part._xla_sync_multi(list(tensors), [], True, False)
 
 
 def _end(code: int) -> None:

@@ -30,6 +30,7 @@ LOCKED.polyxla_take.restype = c_bool
 UNLOCKED.polyxla_free.argtypes = [c_void_p]
 LOCKED.polyxla_drop.argtypes = [c_void_p]
 LOCKED.polyxla_delete.argtypes = [c_void_p]
+LOCKED.polyxla_set_local.argtypes = [c_void_p, c_size_t]
 
 PROFILER = ctypes.addressof(c_char.in_dll(UNLOCKED, "polyxla_profiler"))
 """Address of the profiler extension of PJRT's function table."""

@@ -288,9 +288,3 @@ Error *PJRT_Buffer_ReadyEvent(PJRT_Buffer_ReadyEvent_Args *args) {
   args->event = polyxla_event_share(((Buffer *)args->buffer)->ready);
   return NULL;
 }
-
-/* torch_xla calls it for every BufferFromHostBuffer, so it must not wait for Python either. */
-Error *PJRT_Device_DefaultMemory(PJRT_Device_DefaultMemory_Args *args) {
-  args->memory = args->device;
-  return NULL;
-}

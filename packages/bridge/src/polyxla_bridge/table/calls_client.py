@@ -133,11 +133,6 @@ def device_get_description(bridge: Bridge, args: Any) -> None:
     args.device_description = args.device
 
 
-@call("Device_IsAddressable")
-def device_is_addressable(bridge: Bridge, args: Any) -> None:
-    args.is_addressable = bridge.handles[args.device].device.is_local
-
-
 @call("Device_LocalHardwareId")
 def device_local_hardware_id(bridge: Bridge, args: Any) -> None:
     args.local_hardware_id = bridge.handles[args.device].device.index

@@ -8,6 +8,7 @@ from typing import Any
 
 from polyxla_bridge import abi, native
 from polyxla_bridge.abi import Code
+from polyxla_bridge.engine.engine import Buffer
 from polyxla_bridge.engine.futures import CompletedFuture
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs import hlo
@@ -88,7 +89,7 @@ def executable_num_replicas(bridge: Bridge, args: Any) -> None:
 
 @call("Executable_NumPartitions")
 def executable_num_partitions(bridge: Bridge, args: Any) -> None:
-    args.num_partitions = 1
+    args.num_partitions = bridge.handles[args.executable].num_partitions
 
 
 @call("Executable_NumOutputs")
@@ -157,32 +158,58 @@ def executable_get_cost_analysis(bridge: Bridge, args: Any) -> None:
 @call("LoadedExecutable_Execute")
 def loaded_execute(bridge: Bridge, args: Any) -> None:
     executable = bridge.handles[args.executable]
-    if args.num_devices != 1:
-        raise PjrtError(
-            Code.UNIMPLEMENTED,
-            f"one execution on {args.num_devices} devices is not supported: each replica executes by itself",
-        )
+    places = _places(bridge, executable, args)
     # The arguments may still be in C's queue.
     bridge.drain()
-    place = args.execute_device or bridge.local[0].handle
-    (row,) = read_array(args.argument_lists, 1, ctypes.c_void_p)
-    arguments = read_array(row, args.num_args, ctypes.c_void_p)
+    rows = [
+        read_array(row, args.num_args, ctypes.c_void_p)
+        for row in read_array(args.argument_lists, len(places), ctypes.c_void_p)
+    ]
+    buffers = [[bridge.buffer(one) for one in row] for row in rows]
+    if executable.num_partitions > 1:
+        results = bridge.engine.execute_partitioned(executable, buffers, _kept(args))
+    else:
+        device = bridge.handles[places[0]].device
+        results = [bridge.engine.execute(executable, device, buffers[0], _kept(args))]
+    for row, used in zip(rows, buffers, strict=True):
+        _delete_donated(row, used)
+    lists = read_array(args.output_lists, len(places), ctypes.c_void_p)
+    for place, outputs, where in zip(places, results, lists, strict=True):
+        handles = bridge.make_buffers(place, outputs, _outputs(executable))
+        ctypes.memmove(where, handles, len(outputs) * ctypes.sizeof(ctypes.c_void_p))
+    if args.device_complete_events:
+        events = (ctypes.c_void_p * len(places)).from_address(args.device_complete_events)
+        events[:] = [bridge.event(one[0].value if one else CompletedFuture()) for one in results]
+
+
+def _places(bridge: Bridge, executable: Executable, args: Any) -> list[int]:
+    """Return the handles of the devices that one execution uses."""
+    if executable.num_partitions > 1:
+        places = [one.handle for one in bridge.local]
+    else:
+        places = [args.execute_device or bridge.local[0].handle]
+    if args.num_devices != len(places):
+        raise PjrtError(
+            Code.UNIMPLEMENTED,
+            f"one execution of {executable.name} on {args.num_devices} devices is not supported: it was "
+            f"compiled for {executable.num_replicas} replicas of {executable.num_partitions} partitions, of "
+            f"which this process executes {len(places)} at once",
+        )
+    return places
+
+
+def _kept(args: Any) -> frozenset[int]:
+    """Return which arguments must not be donated."""
     options = abi.ExecuteOptions.from_address(args.options)
-    keep = read_array(
-        options.non_donatable_input_indices, options.num_non_donatable_input_indices, ctypes.c_int64
-    )
-    buffers = [bridge.buffer(one) for one in arguments]
-    outputs = bridge.engine.execute(executable, bridge.handles[place].device, buffers, frozenset(keep))
-    # Donated arguments: torch_xla asks C whether a buffer is deleted.
-    for handle, buffer in zip(arguments, buffers, strict=True):
+    count = options.num_non_donatable_input_indices
+    return frozenset(read_array(options.non_donatable_input_indices, count, ctypes.c_int64))
+
+
+def _delete_donated(handles: Sequence[int], buffers: Sequence[Buffer]) -> None:
+    """Delete the buffers that a program took for its results: torch_xla asks C whether they are deleted."""
+    for handle, buffer in zip(handles, buffers, strict=True):
         if buffer.is_deleted:
             native.LOCKED.polyxla_delete(handle)
-    handles = bridge.make_buffers(place, outputs, _outputs(executable))
-    (out,) = read_array(args.output_lists, 1, ctypes.c_void_p)
-    ctypes.memmove(out, handles, len(outputs) * ctypes.sizeof(ctypes.c_void_p))
-    if args.device_complete_events:
-        done = outputs[0].value if outputs else CompletedFuture()
-        (ctypes.c_void_p * 1).from_address(args.device_complete_events)[0] = bridge.event(done)
 
 
 @call("Executable_Serialize")

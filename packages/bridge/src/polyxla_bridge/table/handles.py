@@ -145,6 +145,7 @@ class Bridge:
                 self.local = [one for one in self.devices if one.device.is_local]
                 self.device_array = array([one.handle for one in self.devices])
                 self.local_array = array([one.handle for one in self.local])
+                LOCKED.polyxla_set_local(self.local_array, len(self.local))
                 self._drain_thread.start()
 
     def finish(self, timeout_s: float) -> bool:

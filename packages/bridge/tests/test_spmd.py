@@ -1,0 +1,203 @@
+"""SPMD: one process with all devices, which compute one partitioned program."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jaxlib import xla_client
+from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
+
+from polyxla_bridge.abi import Code
+from polyxla_bridge.engine.device_thread import DeviceThread
+from polyxla_bridge.engine.engine import Buffer
+from polyxla_bridge.engine.jax_engine import JaxEngine
+from polyxla_bridge.env import BridgeSettings
+from polyxla_bridge.errors import PjrtError
+from polyxla_bridge.programs import program_file
+from polyxla_bridge.programs.executable import ArrayType, Executable
+
+TIMEOUT_S = 60
+Printed = Callable[..., list[list[str]]]
+Run = Callable[..., list[subprocess.CompletedProcess[str]]]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shards"),
+    [
+        ("data", "{(4, 1, 8, 8)} {(8, 144)}"),
+        ("model", "{(16, 1, 8, 8)} {(2, 144)}"),
+        ("both", "{(8, 1, 8, 8)} {(4, 144)}"),
+    ],
+)
+def test_training_computes_what_one_device_computes(printed: Printed, mesh: str, shards: str) -> None:
+    (lines,) = printed("spmd_training.py", mesh, replicas=4)
+    assert lines == ["True True True True True", "True", shards]
+
+
+@pytest.mark.parametrize(("mesh", "shards"), [("fsdp", "{(12, 16)}"), ("fsdp+model", "{(24, 16)}")])
+def test_fsdp_computes_what_one_device_computes(printed: Printed, mesh: str, shards: str) -> None:
+    (lines,) = printed("spmd_fsdp.py", mesh, replicas=4)
+    assert lines == ["True True True True", f"{shards} (48, 16)"]
+
+
+def test_tensors_under_spmd(printed: Printed) -> None:
+    (lines,) = printed("spmd_tensors.py", replicas=4)
+    assert lines == [
+        "32.0 512.0",
+        "32.0 16.0",
+        "{replicated} 32.0",
+        "[[0.0, 2.0, 4.0, 6.0], [8.0, 10.0, 12.0, 14.0], [16.0, 18.0, 20.0, 22.0], [24.0, 26.0, 28.0, 30.0]]",
+        "[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0]",
+        "[1024, 1024, 1024, 1024]",
+    ]
+
+
+def test_spmd_after_a_tensor_exists_is_refused(run: Run) -> None:
+    # torch_xla 2.9.0 gets a signal 11 at the next tensor, on its own devices, too.
+    code = """
+import torch
+import torch_xla.runtime as xr
+x = torch.ones(2).to("xla")
+try:
+    xr.use_spmd()
+except RuntimeError as error:
+    print(error)
+print(xr.is_spmd(), (x + 1).sum().item())
+"""
+    (done,) = run(code, replicas=4)
+    error, is_spmd = done.stdout.splitlines()
+    assert error.startswith("torch_xla.runtime.use_spmd() was called after the first tensor was moved")
+    assert (done.returncode, is_spmd) == (0, "False 4.0"), done.stderr
+
+
+def test_the_cache_keeps_partitioned_programs_apart(run: Run, tmp_path: Path) -> None:
+    environs = [{"POLYXLA_COMPILE_CACHE": str(tmp_path)}]
+    found = []
+    for how in ("plain", "partitioned") * 2:
+        (done,) = run("spmd_cached.py", how, replicas=4, environs=environs)
+        assert (done.returncode, done.stderr) == (0, "")
+        found.append(done.stdout.split())
+    compiles = [int(one[1]) for one in found]
+    assert [one[0] for one in found] == ["2.0"] * 4
+    assert [one[2] for one in found] == ["0", "0", str(compiles[0]), str(compiles[1])]
+    assert min(compiles[:2]) > 0
+    assert compiles[2:] == [0, 0]
+
+
+def test_spmd_in_several_processes_is_refused_by_an_exception(run: Run) -> None:
+    code = """
+import torch
+import torch_xla.runtime as xr
+xr.use_spmd()
+try:
+    (torch.ones(2, device="xla") + 1).cpu()
+except Exception as error:
+    print(error)
+"""
+    for done in run(code, replicas=2, processes=2):
+        assert "needs all devices in one process, and this job has 2 processes" in done.stdout, done.stderr
+        assert done.returncode == 0
+
+
+PARTS = """HloModule parts, num_partitions=4
+add { a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }
+ENTRY main { x = f32[8] parameter(0), sharding={devices=[4]<=[4]}
+  zero = f32[] constant(0)
+  s = f32[] reduce(x, zero), dimensions={0}, to_apply=add, sharding={replicated}
+  y = f32[8] multiply(x, x), sharding={devices=[4]<=[4]}
+  ROOT t = (f32[], f32[8]) tuple(s, y), sharding={{replicated}, {devices=[4]<=[4]}} }"""
+
+
+def options() -> bytes:
+    options = xla_client.CompileOptions()
+    options.num_partitions = 4
+    options.executable_build_options.use_spmd_partitioning = True
+    data: bytes = options.SerializeAsString()
+    return data
+
+
+@pytest.fixture
+def engine(free_port: Callable[[], int]) -> Iterator[JaxEngine]:
+    engine = JaxEngine(BridgeSettings(4, 1, 0, f"127.0.0.1:{free_port()}"))
+    yield engine
+    engine.close()
+
+
+def parts(engine: JaxEngine) -> Executable:
+    return engine.compile(hlo_module_from_text(PARTS).as_serialized_hlo_module_proto(), options())
+
+
+def upload(engine: JaxEngine, start: float = 0) -> list[list[Buffer]]:
+    """Return the arguments of each device: two numbers, which count through the devices."""
+    rows = []
+    for device in engine.devices:
+        host = np.array([0, 1], np.float32) + start + 2 * device.index
+        rows.append([engine.from_host(device, ArrayType("float32", (2,)), host.view(np.uint8).data)])
+    return rows
+
+
+def download(engine: JaxEngine, buffer: Buffer) -> list[float]:
+    data = engine.to_host(buffer).result(TIMEOUT_S)
+    found: list[float] = np.frombuffer(data, np.float32).tolist()
+    return found
+
+
+def test_a_partitioned_program_computes_on_all_devices(engine: JaxEngine) -> None:
+    executable = parts(engine)
+    assert (executable.num_replicas, executable.num_partitions) == (1, 4)
+    assert executable.outputs == (ArrayType("float32", ()), ArrayType("float32", (2,)))
+    assert executable.native["collectives"] == ("all-reduce",)
+    results = engine.execute_partitioned(executable, upload(engine))
+    assert [download(engine, total) for total, _ in results] == [[28]] * 4
+    assert [download(engine, part) for _, part in results] == [[0, 1], [4, 9], [16, 25], [36, 49]]
+
+
+def test_an_argument_that_failed_on_one_device_fails_on_all(engine: JaxEngine) -> None:
+    executable, rows = parts(engine), upload(engine)
+    broken: Future[Any] = Future()
+    broken.set_exception(PjrtError(Code.RESOURCE_EXHAUSTED, "no memory on device 2"))
+    rows[2] = [Buffer(rows[2][0].type, engine.devices[2], broken)]
+    for total, _ in engine.execute_partitioned(executable, rows):
+        with pytest.raises(PjrtError, match="no memory on device 2"):
+            download(engine, total)
+    # The devices still work.
+    results = engine.execute_partitioned(executable, upload(engine))
+    assert [download(engine, total) for total, _ in results] == [[28]] * 4
+
+
+def test_programs_of_several_threads_meet_in_one_order(
+    engine: JaxEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executable, put = parts(engine), DeviceThread.put
+
+    def put_later(thread: DeviceThread, done: Future[Any], task: Callable[[], Any]) -> None:
+        # The other threads run meanwhile.
+        time.sleep(0.001)
+        put(thread, done, task)
+
+    monkeypatch.setattr(DeviceThread, "put", put_later)
+    with ThreadPoolExecutor(4) as pool:
+        sums = list(pool.map(lambda start: sum_of(engine, executable, start), range(40)))
+    assert sums == [28.0 + 8 * start for start in range(40)]
+
+
+def sum_of(engine: JaxEngine, executable: Executable, start: int) -> float:
+    results = engine.execute_partitioned(executable, upload(engine, start))
+    return download(engine, results[0][0])[0]
+
+
+def test_a_partitioned_program_can_be_serialised(engine: JaxEngine) -> None:
+    original = parts(engine)
+    back = engine.deserialize(engine.serialize(original))
+    assert (back.num_partitions, back.outputs) == (4, original.outputs)
+    results = engine.execute_partitioned(back, upload(engine))
+    assert [download(engine, total) for total, _ in results] == [[28]] * 4
+    with pytest.raises(PjrtError, match="parts was made for 4 devices, and this job has 1"):
+        program_file.unpack(engine.serialize(original), 1)
