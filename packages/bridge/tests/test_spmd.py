@@ -106,6 +106,19 @@ except Exception as error:
         assert done.returncode == 0
 
 
+def test_parameters_in_a_tuple_are_refused_and_never_the_default(run: Run) -> None:
+    # jaxlib 0.10.2 ends the process when it serialises such a program.
+    environs = [{"XLA_PARAMETER_WRAPPING_THREADSHOLD": "1"}]
+    (done,) = run("spmd_fsdp.py", "fsdp", replicas=4, environs=environs)
+    assert done.returncode == 1
+    assert "because of XLA_PARAMETER_WRAPPING_THREADSHOLD; unset that variable" in done.stderr
+    (done,) = run(
+        "import os, torch; torch.ones(1, device='xla').cpu()\n"
+        "print(os.environ['XLA_PARAMETER_WRAPPING_THREADSHOLD'])"
+    )
+    assert int(done.stdout) > 1e9
+
+
 PARTS = """HloModule parts, num_partitions=4
 add { a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }
 ENTRY main { x = f32[8] parameter(0), sharding={devices=[4]<=[4]}

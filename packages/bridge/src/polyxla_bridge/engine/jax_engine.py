@@ -159,6 +159,12 @@ class JaxEngine(Engine):
         hlo.results(hlo_module)
         compile_options = self._options(options)
         partitions = compile_options.num_partitions
+        if partitions > 1 and hlo.has_tuple_parameter(hlo_module):
+            raise PjrtError(
+                Code.UNIMPLEMENTED,
+                f"{hlo.module_name(hlo_module)} is partitioned (SPMD), and its parameters are packed into a "
+                "tuple, because of XLA_PARAMETER_WRAPPING_THREADSHOLD; unset that variable",
+            )
         # The partitioner adds collectives in forms that the client knows.
         is_rewritten = partitions == 1
         code = rewrite.for_jaxlib(hlo_module, self._settings.replicas) if is_rewritten else hlo_module
