@@ -72,6 +72,19 @@ def test_a_thread_that_frees_tensors_does_not_block_the_step(printed: Printed) -
     assert lines == ["done"]
 
 
+def test_torch_xla_may_read_with_the_gil_held(printed: Printed) -> None:
+    code = """
+import torch
+import torch_xla
+x = torch.arange(4.0).to("xla")
+torch_xla.sync()
+context = torch_xla._XLAC.lowering.LoweringContext("mine")
+context.build([x + 1])
+print([one.tolist() for one in context.parameter_id_tensor_mapping().values() if one.dim()])
+"""
+    assert printed(code) == [["[[0.0, 1.0, 2.0, 3.0]]"]]
+
+
 def test_programs_end_while_their_devices_still_work(run: Run) -> None:
     (done,) = run("early_ends.py")
     assert done.stdout == f"{[0, 1, 2] * 2}\n", done.stderr

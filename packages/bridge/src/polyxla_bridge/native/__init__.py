@@ -31,6 +31,8 @@ UNLOCKED.polyxla_free.argtypes = [c_void_p]
 LOCKED.polyxla_drop.argtypes = [c_void_p]
 LOCKED.polyxla_delete.argtypes = [c_void_p]
 LOCKED.polyxla_set_local.argtypes = [c_void_p, c_size_t]
+LOCKED.polyxla_set_read.argtypes = [c_void_p]
+LOCKED.polyxla_reader_has_gil.restype = c_bool
 
 PROFILER = ctypes.addressof(c_char.in_dll(UNLOCKED, "polyxla_profiler"))
 """Address of the profiler extension of PJRT's function table."""
