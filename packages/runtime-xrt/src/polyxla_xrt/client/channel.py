@@ -22,6 +22,10 @@ from polyxla_xrt.protocol import bulk_encoding
 from polyxla_xrt.protocol.channel_options import CLIENT_OPTIONS
 from polyxla_xrt.protocol.worker import OPTIONS, PROTOCOL, SERVICE
 
+_REPLACED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+"""What a call gets while the worker's process is replaced: nobody listens, or the old process stops with the
+call in its hands."""
+
 
 class WorkerChannel:
     """A channel to a worker. Create it after any fork; it is thread-safe.
@@ -88,7 +92,7 @@ class WorkerChannel:
             try:
                 reply: pb.StatusReply = self.call(call, request, timeout=left)
             except grpc.RpcError as error:
-                if error.code() is grpc.StatusCode.UNAVAILABLE and time.monotonic() + RETRY_S < deadline:
+                if error.code() in _REPLACED and time.monotonic() + RETRY_S < deadline:
                     time.sleep(RETRY_S)
                     continue
                 raise self.explain(error) from None
