@@ -135,7 +135,7 @@ def test_a_program_can_spawn_a_number_of_cpu_replicas(clean_environ: dict[str, s
 
 @pytest.mark.parametrize(
     ("init_method", "emulated"),
-    [("xla://", None), pytest.param("env://", "v3-8", marks=pytest.mark.long)],
+    [("xla://", None), pytest.param("env://", "v4-8", marks=pytest.mark.long)],
 )
 def test_a_program_runs_once_in_each_replica(
     runtime: RuntimeUnderTest, init_method: str, emulated: str | None
@@ -144,7 +144,7 @@ def test_a_program_runs_once_in_each_replica(
         pytest.skip("only pjrt emulates")
     environ = {"POLYXLA_EMULATE": emulated, "PJRT_DEVICE": ""} if emulated else {}
     devices = [] if emulated else ["--devices", "2"]
-    size = 8 if emulated else 2
+    size = 4 if emulated else 2
     done = runtime.run("--each", *devices, str(PROGRAMS / "run_in_each.py"), init_method, **environ)
     assert done.returncode == 0, done.stderr
     total = sum(range(size))

@@ -19,11 +19,6 @@ def test_the_default_is_one_replica() -> None:
     assert (settings.platform, settings.kind, settings.stall_timeout_s) == ("CPU", "polyxla CPU", 300)
 
 
-def test_platform_and_kind_can_be_set() -> None:
-    settings = from_environ(environ(platform="TPU", kind="TPU v3"))
-    assert (settings.platform, settings.kind) == ("TPU", "TPU v3")
-
-
 def test_the_stall_timeout_is_read_in_seconds() -> None:
     assert from_environ({env.POLYXLA_STALL_TIMEOUT_S: "1.5"}).stall_timeout_s == 1.5
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ast
-import fcntl
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from polyxla_bridge import native
+from polyxla_bridge import LIBRARY
 
 Run = Callable[..., Any]
 SliceOf = Callable[[str, str, list[int]], list[dict[str, str]]]
@@ -29,7 +29,7 @@ def _slice(chips: str, bounds: str, dev: Path, visible: list[int], ports: list[i
     return [
         {
             "PJRT_DEVICE": "TPU",
-            "TPU_LIBRARY_PATH": str(native.PATH),
+            "TPU_LIBRARY_PATH": str(LIBRARY),
             "POLYXLA_LIBTPU_HOST": chips,
             "POLYXLA_LIBTPU_DEV": str(dev),
             # torch_xla asks for these itself. libtpu reads the type from the metadata server.
@@ -78,11 +78,11 @@ def test_a_wrong_box_is_refused_in_every_process(run: Run, slice_of: SliceOf) ->
     assert all("duplicate coordinate assignment: two of the chips in use" in one.stderr for one in done), done
 
 
-def test_a_chip_in_use_is_refused_with_its_process(run: Run, slice_of: SliceOf, tmp_path: Path) -> None:
-    with (tmp_path / "accel2").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        held.write(str(os.getpid()))
-        held.flush()
-        (done,) = run("played_tpu.py", environs=slice_of("v4:2x2x1", "1,1,1", [2]))
+def test_a_chip_in_use_is_refused_with_its_process(run: Run, slice_of: SliceOf) -> None:
+    (environ,) = slice_of("v4:2x2x1", "1,1,1", [2])
+    with socket.socket(socket.AF_UNIX) as held:
+        held.bind(f"\0polyxla-libtpu/{environ['POLYXLA_LIBTPU_DEV']}/accel2")
+        held.listen()
+        (done,) = run("played_tpu.py", environs=[environ])
     assert done.returncode == 1
     assert f"The TPU is already in use by process with pid {os.getpid()}." in done.stderr

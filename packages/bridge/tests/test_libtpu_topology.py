@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
+from contextlib import ExitStack
 
 import pytest
 
 from polyxla_bridge.engine import numbering
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.libtpu.claims import claim
+from polyxla_bridge.libtpu import claims
 from polyxla_bridge.libtpu.host import Host
 from polyxla_bridge.libtpu.topology import Topology
 
@@ -127,10 +128,15 @@ def test_a_host_that_is_not_described_has_no_tpu(text: str) -> None:
         host(text)
 
 
-def test_a_chip_belongs_to_one_process(tmp_path: Path) -> None:
-    here = Host(host("v4:2x2x1").generation, (2, 2, 1), tmp_path)
+def test_a_chip_belongs_to_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    generation = host("v4:2x2x1").generation
+    here, other = Host(generation, (2, 2, 1), "here"), Host(generation, (2, 2, 1), "other")
     alone = {"TPU_PROCESS_BOUNDS": "1,1,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1"}
-    claim(Topology.read(alone | {"TPU_VISIBLE_CHIPS": "1"}, here), here)
-    claim(Topology.read(alone | {"TPU_VISIBLE_CHIPS": "2"}, here), here)
-    with pytest.raises(PjrtError, match=r"The TPU is already in use by process with pid \d+\. .*accel1"):
-        claim(Topology.read(alone | {"TPU_VISIBLE_CHIPS": "1"}, here), here)
+    with ExitStack() as held:
+        monkeypatch.setattr(claims, "_held", held)
+        claims.claim(Topology.read(alone | {"TPU_VISIBLE_CHIPS": "1"}, here), here)
+        claims.claim(Topology.read(alone | {"TPU_VISIBLE_CHIPS": "2"}, here), here)
+        claims.claim(Topology.read(alone | {"TPU_VISIBLE_CHIPS": "1"}, other), other)
+        in_use = rf"The TPU is already in use by process with pid {os.getpid()}\. .*accel1"
+        with pytest.raises(PjrtError, match=in_use):
+            claims.claim(Topology.read(alone | {"TPU_VISIBLE_CHIPS": "1"}, here), here)

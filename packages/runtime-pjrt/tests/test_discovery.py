@@ -207,10 +207,10 @@ V4_32 = {env.TPU_ACCELERATOR_TYPE: "v4-32", env.TPU_WORKER_ID: "2", env.TPU_WORK
     ("described", "devices", "layout", "first", "bounds", "chips"),
     [
         ({env.TPU_ACCELERATOR_TYPE: "v4-8"}, (0, 1, 2, 3), Layout(1, 4), 0, "2,2,1", "0123"),
-        ({env.TPU_ACCELERATOR_TYPE: "v4-8"}, (2, 3), Layout(1, 2), 0, "2,1,1", "23"),
-        ({env.TPU_ACCELERATOR_TYPE: "v4-8"}, (1, 3), Layout(1, 2), 0, "1,2,1", "13"),
+        ({env.TPU_ACCELERATOR_TYPE: "v4-8"}, (2, 3), Layout(1, 2), 0, "1,2,1", "23"),
+        ({env.TPU_ACCELERATOR_TYPE: "v4-8"}, (1, 3), Layout(1, 2), 0, "2,1,1", "13"),
         ({env.TPU_ACCELERATOR_TYPE: "v3-8"}, tuple(range(8)), Layout(2, 4), 0, "2,2,1", "0123"),
-        ({env.TPU_ACCELERATOR_TYPE: "v3-8"}, (4, 5, 6, 7), Layout(2, 2), 0, "2,1,1", "23"),
+        ({env.TPU_ACCELERATOR_TYPE: "v3-8"}, (4, 5, 6, 7), Layout(2, 2), 0, "1,2,1", "23"),
         (V4_32, (0, 1, 2, 3), Layout(1, 4, 4), 8, "2,2,4", "0123"),
     ],
 )
@@ -228,7 +228,7 @@ def test_several_tpu_cores_get_a_process_for_each_chip(
     assert {(one[env.PJRT_DEVICE], one["KEPT"], one[env.TPU_SKIP_MDS_QUERY]) for one in environs} == {
         ("TPU", "1", "1")
     }
-    assert plan.program_environment(2) == {env.PJRT_DEVICE: "TPU"}
+    assert plan.program_environment({}, 2) == {env.PJRT_DEVICE: "TPU"}
 
 
 @pytest.mark.parametrize(
@@ -236,12 +236,12 @@ def test_several_tpu_cores_get_a_process_for_each_chip(
     [
         ({env.TPU_ACCELERATOR_TYPE: "v4-8"}, (0, 3), "not neighbours that form a box"),
         ({env.TPU_ACCELERATOR_TYPE: "v4-8"}, (0, 1, 2), "not neighbours that form a box"),
-        ({env.TPU_ACCELERATOR_TYPE: "v3-8"}, (1, 2), "take both or none"),
+        ({env.TPU_ACCELERATOR_TYPE: "v3-8"}, (1, 2), "a process drives the 2 cores of a chip"),
         (V4_32, (0, 1), "4 hosts must use all their chips"),
         (
-            {env.TPU_ACCELERATOR_TYPE: "v4-8", "TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "4"},
+            {env.TPU_ACCELERATOR_TYPE: "v4-8", "TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2"},
             (0, 1, 2, 3),
-            "torchrun has started this process",
+            "torchrun has started 2 processes, but 4 replicas here are 4 processes x 1 threads",
         ),
     ],
 )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from polyxla import UsageError
 from polyxla.env import POLYXLA_DEVICES
-from polyxla_bridge.env import from_environ
+from polyxla_bridge.env import POLYXLA_LIBTPU_DEV, POLYXLA_LIBTPU_HOST, from_environ
 from polyxla_pjrt import env, torchrun
 from polyxla_pjrt.discovery import (
     discover,
@@ -17,15 +18,17 @@ from polyxla_pjrt.discovery import (
     replica_environment,
     requested_devices,
 )
-from polyxla_pjrt.layout import Layout, Plan, cpu_layout, tpu_layout
-from polyxla_pjrt.tpu.accelerators import AcceleratorType
-from polyxla_pjrt.tpu_plan import TpuPlan
+from polyxla_pjrt.layout import Layout, Plan, cpu_layout
+from polyxla_pjrt.tpu.played import PlayedTpu
+from polyxla_pjrt.tpu_plan import TpuPlan, plan_cores
 
 TORCHRUN = {env.TORCHELASTIC_RUN_ID: "a", env.WORLD_SIZE: "4", env.LOCAL_WORLD_SIZE: "4", env.RANK: "1"}
 
 
-def tpu(name: str) -> AcceleratorType:
-    return AcceleratorType.parse(name, "the test")
+def tpu_plan(name: str, devices: Sequence[int] = (), **environ: str) -> TpuPlan:
+    """Plan a job on some devices of an emulated TPU, or on all."""
+    environ = {env.POLYXLA_EMULATE: name, **environ}
+    return plan_cores(environ, tuple(devices) or requested_devices(environ))
 
 
 @pytest.mark.parametrize(
@@ -42,28 +45,27 @@ def tpu(name: str) -> AcceleratorType:
     ],
 )
 def test_all_devices_of_a_slice_get_the_layout_of_a_tpu(name: str, layout: Layout) -> None:
-    accelerator = tpu(name)
-    assert tpu_layout(accelerator, range(accelerator.devices)) == layout
-    assert layout.replicas == accelerator.devices
+    plan = tpu_plan(name)
+    assert plan.layout == layout
+    assert plan.processes_here == range(layout.process_count)
 
 
 @pytest.mark.parametrize(
     ("name", "devices", "layout"),
     [
-        ("v3-8", [5], Layout()),
         ("v3-8", [0, 1], Layout(threads=2)),
         ("v3-8", [4, 5, 6, 7], Layout(threads=2, processes=2)),
         ("v4-8", [0, 2], Layout(processes=2)),
     ],
 )
 def test_some_devices_of_a_slice_get_a_layout(name: str, devices: list[int], layout: Layout) -> None:
-    assert tpu_layout(tpu(name), devices) == layout
+    assert tpu_plan(name, devices).layout == layout
 
 
 @pytest.mark.parametrize("devices", [[1, 3], [0, 1, 2]])
 def test_one_of_a_chips_two_cores_beside_other_chips_is_refused(devices: list[int]) -> None:
     with pytest.raises(UsageError) as caught:
-        tpu_layout(tpu("v3-8"), devices)
+        tpu_plan("v3-8", devices)
     assert str(caught.value) == (
         f"the cores {devices} cannot be used together: a process drives the 2 cores of a chip "
         "(from devices). Take both cores of each chip, such as devices=[0, 1], or one core only."
@@ -114,7 +116,7 @@ FOUR = {env.PJRT_DEVICE: "CPU_POLYXLA", POLYXLA_DEVICES: "4"}
 def test_a_program_can_name_the_number_of_replicas(
     environ: dict[str, str], nprocs: int, layout: Layout | None
 ) -> None:
-    environ = {env.PJRT_DEVICE: "TPU_POLYXLA", **environ}
+    environ = {env.PJRT_DEVICE: "TPU", **environ}
     plan = prepared_plan(environ, nprocs)
     assert (plan.layout if plan else None) == layout
 
@@ -124,7 +126,7 @@ def test_a_program_can_name_the_number_of_replicas(
     [
         pytest.param(FOUR, 8, 4, id="asked"),
         pytest.param({env.PJRT_DEVICE: "CPU", env.CPU_NUM_DEVICES: "2"}, 8, 2, id="fixed"),
-        pytest.param({env.POLYXLA_EMULATE: "v3-8", env.PJRT_DEVICE: "TPU_POLYXLA"}, 4, 8, id="emulated"),
+        pytest.param({env.POLYXLA_EMULATE: "v3-8", env.PJRT_DEVICE: "TPU"}, 4, 8, id="emulated"),
     ],
 )
 def test_a_number_of_replicas_that_is_not_available_is_refused(
@@ -141,19 +143,18 @@ def test_a_number_of_replicas_that_is_not_available_is_refused(
 @pytest.mark.parametrize(
     ("plan", "layout"),
     [
-        (Plan("TPU", Layout(2, 4), tpu("v3-8")), Layout(1, 8)),
-        (Plan("TPU", Layout(2, 4, 4), tpu("v3-32")), Layout(1, 8, 4)),
-        (Plan("CPU", Layout(processes=2)), Layout(processes=2)),
-        (TpuPlan("TPU", Layout(1, 4)), Layout(1, 4)),
+        (Plan(Layout(processes=2)), Layout(processes=2)),
+        (Plan(Layout(2, 3)), Layout(1, 6)),
+        (tpu_plan("v4-8"), Layout(1, 4)),
     ],
 )
 def test_each_replica_can_have_a_process_of_its_own(plan: Plan, layout: Layout) -> None:
     assert plan.with_own_processes().layout == layout
 
 
-def test_the_cores_of_a_real_chip_cannot_have_a_process_each() -> None:
+def test_the_cores_of_a_chip_cannot_have_a_process_each() -> None:
     with pytest.raises(UsageError, match="the 2 cores of a chip are replicas of one process"):
-        TpuPlan("TPU", Layout(2, 4)).with_own_processes()
+        tpu_plan("v3-8").with_own_processes()
 
 
 def test_ordinals_count_through_threads_then_processes_then_hosts() -> None:
@@ -169,22 +170,62 @@ def test_ordinals_count_through_threads_then_processes_then_hosts() -> None:
 
 
 def test_each_process_gets_its_share_and_one_coordinator() -> None:
-    plan = Plan("TPU", Layout(threads=1, processes=4, hosts=2), tpu("v4-16"))
-    environs = plan.process_environments({"KEPT": "yes"}, cpu_count=2)
+    environs = Plan(Layout(threads=2, processes=2)).process_environments({"KEPT": "yes"}, cpu_count=2)
     shares = [from_environ(one) for one in environs]
-    assert [share.local for share in shares] == [(index,) for index in range(8)]
-    assert len({share.coordinator for share in shares}) == 1
-    assert len({one[env.MASTER_PORT] for one in environs}) == 1
-    assert {(share.platform, share.kind) for share in shares} == {("TPU", "TPU v4")}
-    assert [one[env.PJRT_LOCAL_PROCESS_RANK] for one in environs] == ["0", "1", "2", "3"] * 2
-    assert [one[env.TPU_WORKER_ID] for one in environs] == ["0"] * 4 + ["1"] * 4
-    assert [one[env.CLOUD_TPU_TASK_ID] for one in environs] == [str(index) for index in range(8)]
-    assert {one[env.TPU_SKIP_MDS_QUERY] for one in environs} == {"1"}
+    assert [share.local for share in shares] == [(0, 1), (2, 3)]
+    assert (
+        len({share.coordinator for share in shares}) == len({one[env.MASTER_PORT] for one in environs}) == 1
+    )
+    assert [one[env.PJRT_LOCAL_PROCESS_RANK] for one in environs] == ["0", "1"]
     assert {one["KEPT"] for one in environs} == {"yes"}
 
 
+def test_a_launch_plays_all_hosts_of_a_tpu() -> None:
+    environs = tpu_plan("v4-16").process_environments({"KEPT": "yes"}, cpu_count=2)
+    assert [one[env.PJRT_LOCAL_PROCESS_RANK] for one in environs] == ["0", "1", "2", "3"] * 2
+    assert [one[env.POLYXLA_EMULATE_HOST] for one in environs] == ["0"] * 4 + ["1"] * 4
+    assert [one[env.CLOUD_TPU_TASK_ID] for one in environs] == [str(index) for index in range(8)]
+    assert {one[env.TPU_PROCESS_BOUNDS] for one in environs} == {"2,2,2"}
+    assert {one[env.TPU_SKIP_MDS_QUERY] for one in environs} == {"1"}
+    assert {one[POLYXLA_LIBTPU_HOST] for one in environs} == {"v4:2x2x1"}
+    assert len({one[POLYXLA_LIBTPU_DEV] for one in environs}) == 2, "each host has its own chips"
+    (addresses,) = {one[env.TPU_PROCESS_ADDRESSES] for one in environs}
+    assert len(set(addresses.split(","))) == 8
+    ports = [address.rpartition(":")[2] for address in addresses.split(",")]
+    assert ports == [one[env.TPU_PROCESS_PORT] for one in environs] == ["8476", "8477", "8478", "8479"] * 2
+    assert {one["KEPT"] for one in environs} == {"yes"}
+
+
+def test_a_launch_can_play_one_host_of_a_tpu() -> None:
+    plan = tpu_plan("v4-16", POLYXLA_EMULATE_HOST="1", TPU_WORKER_HOSTNAMES="127.1.1.1,127.1.1.2")
+    assert (plan.layout, plan.processes_here) == (Layout(1, 4, 2), range(4, 8))
+    environs = plan.process_environments({}, cpu_count=2)
+    assert [one[env.CLOUD_TPU_TASK_ID] for one in environs] == ["4", "5", "6", "7"]
+    (addresses,) = {one[env.TPU_PROCESS_ADDRESSES] for one in environs}
+    assert [one.partition(":")[0] for one in addresses.split(",")] == ["127.1.1.1"] * 4 + ["127.1.1.2"] * 4
+
+
+@pytest.mark.parametrize("text", ["2", "-1", "one"])
+def test_a_host_that_the_emulated_tpu_lacks_is_refused(text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        PlayedTpu.read({env.POLYXLA_EMULATE: "v4-16", env.POLYXLA_EMULATE_HOST: text})
+    assert str(caught.value) == (
+        f"the hosts of a v4-16 have the numbers 0 to 1 (from POLYXLA_EMULATE_HOST={text}). Write one of them"
+        ", or unset POLYXLA_EMULATE_HOST to play all hosts in one launch."
+    )
+
+
+def test_launches_of_one_program_share_the_chips_of_its_host() -> None:
+    plan = tpu_plan("v4-8")
+    program = plan.program_environment({}, 2)
+    environs = plan.process_environments(program, 2) + plan.process_environments(program, 2)
+    assert {one[POLYXLA_LIBTPU_DEV] for one in environs} == {program[POLYXLA_LIBTPU_DEV]}
+    assert len({one[env.TPU_PROCESS_ADDRESSES] for one in environs}) == 2
+    assert plan.program_environment({}, 2)[POLYXLA_LIBTPU_DEV] != program[POLYXLA_LIBTPU_DEV]
+
+
 def test_two_launches_use_different_ports() -> None:
-    plan = Plan("CPU", Layout(processes=2))
+    plan = Plan(Layout(processes=2))
     (one, _), (other, _) = plan.process_environments({}, 2), plan.process_environments({}, 2)
     assert one["POLYXLA_BRIDGE_COORDINATOR"] != other["POLYXLA_BRIDGE_COORDINATOR"]
 
@@ -196,7 +237,7 @@ def test_two_launches_use_different_ports() -> None:
 def test_thread_pools_hold_every_waiting_replica_and_share_the_cores(
     layout: Layout, waiting: int, compute: int
 ) -> None:
-    environs = Plan("CPU", layout).process_environments({}, cpu_count=3)[0]
+    environs = Plan(layout).process_environments({}, cpu_count=3)[0]
     assert int(environs[env.XLA_THREAD_POOL_SIZE]) >= waiting
     assert int(environs[env.NPROC]) == compute
 
@@ -206,19 +247,20 @@ def test_an_emulated_tpu_is_discovered_as_one(tmp_path: Path) -> None:
     found = discover(environ, "auto", tmp_path)
     assert (found.kind, found.topology, found.host_count, len(found.devices)) == ("TPU", "v3-8", 1, 8)
     assert found.reason == "POLYXLA_EMULATE=v3-8"
-    assert found.devices[7].name == "emulated core 7 of a v3-8"
+    assert found.devices[7].name == "emulated v3-8 chip 3 core 1"
     assert discover(environ, "tpu", tmp_path).unavailable is None
     prepared = environ | replica_environment(environ, found, (0, 1))
-    assert prepared[env.PJRT_DEVICE] == "TPU_POLYXLA"
+    assert prepared[env.PJRT_DEVICE] == "TPU"
     # The launch in the script reads the environment that `polyxla run` has prepared.
     again = discover(prepared, "auto", tmp_path)
     assert (again.kind, len(again.devices)) == ("TPU", 8)
     plan = plan_for(prepared, again.kind, (0, 1))
-    assert plan == Plan("TPU", Layout(threads=2), tpu("v3-8"))
+    assert plan is not None
+    assert (plan.kind, plan.layout, plan.is_bridged) == ("TPU", Layout(threads=2), True)
 
 
-def test_one_emulated_core_is_bridged_and_one_cpu_is_not() -> None:
-    assert plan_for({env.POLYXLA_EMULATE: "v4-8"}, "TPU", (2,)) == Plan("TPU", Layout(), tpu("v4-8"))
+def test_one_core_needs_no_plan() -> None:
+    assert plan_for({env.POLYXLA_EMULATE: "v4-8"}, "TPU", (2,)) is None
     assert plan_for({}, "CPU", (0,)) is None
 
 
@@ -230,7 +272,7 @@ def test_a_program_for_several_cpu_devices_keeps_the_client_of_torch_xla(
     prepared = environ | replica_environment(environ, found, (0, 1, 2, 3))
     assert prepared == {env.PJRT_DEVICE: "CPU", env.CPU_NUM_DEVICES: count}
     # The launch in the program reads what `polyxla run` has prepared.
-    assert plan_for(prepared, "CPU", (0, 1, 2, 3)) == Plan("CPU", Layout(processes=4))
+    assert plan_for(prepared, "CPU", (0, 1, 2, 3)) == Plan(Layout(processes=4))
 
 
 @pytest.mark.parametrize(
@@ -252,9 +294,9 @@ def test_an_emulation_of_an_unknown_type_or_beside_the_cpu_is_refused(
 
 def test_processes_of_torchrun_are_the_replicas() -> None:
     assert requested_devices(TORCHRUN) == (0, 1, 2, 3)
-    assert plan_for(TORCHRUN, "CPU", (0, 1, 2, 3)) == Plan("CPU", Layout(processes=4))
+    assert plan_for(TORCHRUN, "CPU", (0, 1, 2, 3)) == Plan(Layout(processes=4))
     # Two threads in each of its four.
-    assert plan_for(TORCHRUN, "CPU", tuple(range(8))) == Plan("CPU", Layout(threads=2, processes=4))
+    assert plan_for(TORCHRUN, "CPU", tuple(range(8))) == Plan(Layout(threads=2, processes=4))
 
 
 @pytest.mark.parametrize(

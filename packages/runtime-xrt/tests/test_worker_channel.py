@@ -13,7 +13,7 @@ from polyxla_xrt.proto import worker_pb2_grpc
 from polyxla_xrt.protocol.worker import PROTOCOL
 
 
-class ReplacedWorker(worker_pb2_grpc.WorkerServicer):  # type: ignore[misc]
+class ReplacedWorker(worker_pb2_grpc.WorkerServicer):
     """A worker whose process is replaced while it has the first call."""
 
     calls = 0

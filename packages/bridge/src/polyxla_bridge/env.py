@@ -36,24 +36,14 @@ POLYXLA_BRIDGE_HOST = "POLYXLA_BRIDGE_HOST"
 Default: ``127.0.0.1``, which is enough when all processes run on one host.
 """
 
-POLYXLA_BRIDGE_PLATFORM = "POLYXLA_BRIDGE_PLATFORM"
-"""Platform name reported to torch_xla; an emulated TPU reports ``TPU``.
-Default: ``CPU``.
-"""
-
-POLYXLA_BRIDGE_KIND = "POLYXLA_BRIDGE_KIND"
-"""Device kind in the device attributes, for example ``TPU v3``.
-Default: ``polyxla CPU``.
-"""
-
 POLYXLA_LIBTPU_HOST = "POLYXLA_LIBTPU_HOST"
 """The chips of the played TPU host: generation and arrangement, such as ``v4:2x2x1``.
 Default: not set, and the played libtpu finds no TPU.
 """
 
 POLYXLA_LIBTPU_DEV = "POLYXLA_LIBTPU_DEV"
-"""Directory with a file for each chip of the played TPU host; a process that uses a chip locks its file.
-Default: one for each kind of host, in the directory for temporary files.
+"""The name of the played TPU host's devices: of processes with the same name, one at a time uses a chip.
+Default: empty, the name of the only played host of this machine.
 """
 
 POLYXLA_STALL_TIMEOUT_S = "POLYXLA_STALL_TIMEOUT_S"
@@ -168,8 +158,6 @@ def from_environ(environ: Mapping[str, str]) -> BridgeSettings:
         process=_integer(environ, POLYXLA_BRIDGE_PROCESS, BridgeSettings.process),
         coordinator=environ.get(POLYXLA_BRIDGE_COORDINATOR, ""),
         host=environ.get(POLYXLA_BRIDGE_HOST, BridgeSettings.host),
-        platform=environ.get(POLYXLA_BRIDGE_PLATFORM, BridgeSettings.platform),
-        kind=environ.get(POLYXLA_BRIDGE_KIND, BridgeSettings.kind),
         stall_timeout_s=stall_timeout_s(environ),
         xla_flags=environ.get(XLA_FLAGS, ""),
         nproc=environ.get(NPROC, ""),

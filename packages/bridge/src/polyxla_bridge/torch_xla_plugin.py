@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch_xla
 from torch_xla.experimental.plugins import DevicePlugin
 
-from polyxla_bridge import env
+from polyxla_bridge import LIBRARY, env
 from polyxla_bridge.errors import as_pjrt_error
 
 if TYPE_CHECKING:
@@ -53,12 +53,10 @@ class EnginePlugin(DevicePlugin):
         Raises:
             RuntimeError: the program is partitioned, and the engine runs no such programs.
         """
-        from polyxla_bridge import native
-
         if not self.runs_spmd:
             _refuse_spmd()
         activate(self.make_engine)
-        return str(native.PATH)
+        return str(LIBRARY)
 
     def configure_single_process(self) -> None:
         """Change nothing: the launcher has set the environment."""
@@ -68,7 +66,8 @@ CACHE_COUNTERS = ("polyxla.ProgramCacheHit", "polyxla.ProgramCacheMiss")
 """torch_xla counters of the compilation cache's hits and misses. They do not exist if there is no cache."""
 
 
-def _count_lookup(is_hit: bool) -> None:
+def count_lookup(is_hit: bool) -> None:
+    """Count a hit or a miss of the compilation cache."""
     native_part: Any = torch_xla._XLAC  # type: ignore[attr-defined]
     native_part._xla_increment_counter(CACHE_COUNTERS[0 if is_hit else 1], 1)
 
@@ -82,7 +81,7 @@ class CpuPlugin(EnginePlugin):
         """Start jaxlib's clients for this process's replicas."""
         from polyxla_bridge.engine.jax_engine import JaxEngine
 
-        return JaxEngine(env.current(), _count_lookup)
+        return JaxEngine(env.current(), count_lookup)
 
     def physical_chip_count(self) -> int:
         """Return the number of processes that torch_xla starts."""

@@ -15,10 +15,10 @@ from polyxla import Claim, Device, Discovery, Setting, UsageError
 from polyxla.env import POLYXLA_DEVICES, from_environ
 from polyxla.plugins.device_request import pick_devices
 from polyxla_pjrt import env, torchrun, tpu_plan
-from polyxla_pjrt.layout import PREPARED, Plan, cpu_layout, require_bridge, tpu_layout
+from polyxla_pjrt.layout import BRIDGED_CPU, Plan, cpu_layout, require_bridge
 from polyxla_pjrt.tpu import cores
-from polyxla_pjrt.tpu.accelerators import AcceleratorType
 from polyxla_pjrt.tpu.chips import PCI_ROOT, AttachedChip, attached_chips
+from polyxla_pjrt.tpu.played import PlayedTpu
 from polyxla_pjrt.tpu.versions import RIGHT_PAIR, versions_problem
 
 KINDS = ("CPU", "TPU")
@@ -33,15 +33,12 @@ def discover(environ: Mapping[str, str], accelerator: str, pci_root: Path = PCI_
         accelerator: ``"auto"``, or the required kind of device.
         pci_root: the directory where the kernel lists PCI devices.
     """
-    chips = attached_chips(pci_root)
-    claim, reason, kind = _claim(environ, accelerator, chips)
+    claim, reason, kind = _claim(environ, accelerator, pci_root)
     bare = Discovery(claim, reason, kind, variables=_variables(environ))
     try:
         _check_request(environ, accelerator, kind)
-        if emulated := emulated_type(environ):
-            return _emulate(bare, emulated)
         if kind == "TPU":
-            return cores.with_devices(bare, environ, chips)
+            return cores.with_devices(bare, environ, _chips(environ, pci_root))
         # Without a fixed number, a launch gets as many devices as it requests.
         return replace(bare, devices=_cpus(environ), growable=not environ.get(env.CPU_NUM_DEVICES))
     except UsageError as error:
@@ -57,33 +54,26 @@ def replica_environment(
         UsageError: these TPU cores cannot be used together, or the bridge is missing.
     """
     if plan := plan_for(environ, discovery.kind, devices):
-        if plan.kind == "TPU":
-            return plan.program_environment(os.cpu_count() or 1)
-        # The program keeps torch_xla's own client: it may be an SPMD program, which launches nothing.
-        return {
-            env.PJRT_DEVICE: "CPU",
-            env.CPU_NUM_DEVICES: environ.get(env.CPU_NUM_DEVICES) or str(len(devices)),
-        }
+        return plan.program_environment(environ, os.cpu_count() or 1)
     if discovery.kind == "TPU":
         return cores.core_environment(environ, devices[0])
     return {env.PJRT_DEVICE: "CPU", env.POLYXLA_PJRT_LOCAL_DEVICE: str(devices[0])}
 
 
 def plan_for(environ: Mapping[str, str], kind: str, devices: tuple[int, ...]) -> Plan | None:
-    """Return where several replicas will run; None for one replica on torch_xla's own client.
+    """Return where several replicas will run; None for one replica.
 
     Raises:
         UsageError: these devices cannot be used together, or the bridge is not installed.
     """
-    emulated = emulated_type(environ)
-    if emulated is None and kind == "TPU":
-        return tpu_plan.plan_cores(environ, devices) if len(devices) > 1 else None
     started = torchrun.process_count(environ)
-    if emulated is None and len(devices) == 1 and started in (None, 1):
+    if len(devices) == 1 and (kind == "TPU" or started in (None, 1)):
         return None
-    require_bridge(len(devices))
-    layout = tpu_layout(emulated, devices) if emulated else cpu_layout(len(devices), environ, started)
-    plan = Plan("TPU" if emulated else "CPU", layout, emulated)
+    if kind == "TPU":
+        plan: Plan = tpu_plan.plan_cores(environ, devices)
+    else:
+        require_bridge(len(devices))
+        plan = Plan(cpu_layout(len(devices), environ, started))
     torchrun.check(plan, environ)
     return plan
 
@@ -94,7 +84,7 @@ def requested_devices(environ: Mapping[str, str]) -> tuple[int, ...]:
     Raises:
         UsageError: they do not exist, or the environment is wrong.
     """
-    return _requested(environ)[1]
+    return requested(environ)[1]
 
 
 def requested_plan(environ: Mapping[str, str]) -> Plan | None:
@@ -103,49 +93,40 @@ def requested_plan(environ: Mapping[str, str]) -> Plan | None:
     Raises:
         UsageError: the environment requests something that cannot run.
     """
-    return plan_for(environ, *_requested(environ))
+    found, devices = requested(environ)
+    return plan_for(environ, found.kind, devices)
 
 
-def _requested(environ: Mapping[str, str]) -> tuple[str, tuple[int, ...]]:
+def requested(environ: Mapping[str, str]) -> tuple[Discovery, tuple[int, ...]]:
+    """Return what is here, and the devices of it that the environment requests.
+
+    Raises:
+        UsageError: they do not exist, or the environment is wrong.
+    """
     found = discover(environ, "auto")
     if found.unavailable:
         raise UsageError(found.unavailable, fix=found.fix)
-    return found.kind, pick_devices(from_environ(environ).devices, "pjrt", found.devices, found.growable)
+    return found, pick_devices(from_environ(environ).devices, "pjrt", found.devices, found.growable)
 
 
 def requested_kind(environ: Mapping[str, str]) -> str:
-    """Return the kind of device in ``PJRT_DEVICE``, which `polyxla run` may have set to the bridge's."""
+    """Return the kind of device in ``PJRT_DEVICE``, which torchrun's processes may have for the bridge's."""
     kind = environ.get(env.PJRT_DEVICE, "")
-    return {prepared: plain for plain, prepared in PREPARED.items()}.get(kind, kind)
+    return "CPU" if kind == BRIDGED_CPU else kind
 
 
-def emulated_type(environ: Mapping[str, str]) -> AcceleratorType | None:
-    """Return the type of the TPU to emulate, if any.
-
-    Raises:
-        UsageError: the type is unknown.
-    """
-    text = environ.get(env.POLYXLA_EMULATE)
-    return AcceleratorType.parse(text, f"{env.POLYXLA_EMULATE}={text}") if text else None
+def _chips(environ: Mapping[str, str], pci_root: Path) -> tuple[AttachedChip, ...]:
+    """Return the TPU chips of this host, which may be a played one."""
+    played = PlayedTpu.read(environ)
+    return played.chips if played else attached_chips(pci_root)
 
 
-def _emulate(bare: Discovery, accelerator: AcceleratorType) -> Discovery:
-    cores = range(accelerator.devices)
-    return replace(
-        bare,
-        devices=tuple(Device(i, "TPU", f"emulated core {i} of a {accelerator.name}") for i in cores),
-        host_count=accelerator.hosts,
-        topology=accelerator.name,
-    )
-
-
-def _claim(
-    environ: Mapping[str, str], accelerator: str, chips: tuple[AttachedChip, ...]
-) -> tuple[Claim, str, str]:
+def _claim(environ: Mapping[str, str], accelerator: str, pci_root: Path) -> tuple[Claim, str, str]:
     if text := environ.get(env.POLYXLA_EMULATE):
         return Claim.EXPLICIT, f"{env.POLYXLA_EMULATE}={text}", "TPU"
     if kind := requested_kind(environ):
         return Claim.EXPLICIT, f"{env.PJRT_DEVICE}={kind}", kind
+    chips = attached_chips(pci_root)
     if chips and accelerator in ("auto", "tpu"):
         return Claim.ATTACHED, f"{len(chips)} TPU chip(s) attached", "TPU"
     if accelerator == "auto":
@@ -208,12 +189,10 @@ def prepared_plan(environ: Mapping[str, str], nprocs: int | None = None) -> Plan
     Raises:
         UsageError: the environment has another number of devices.
     """
-    kind = environ.get(env.PJRT_DEVICE)
-    if nprocs is not None:
-        return _plan_of(environ, nprocs) if nprocs != 1 and requested_kind(environ) in KINDS else None
-    # torch_xla itself launches on all of a host's TPU cores, but knows nothing of a part of them.
-    some_cores = kind == "TPU" and environ.get(POLYXLA_DEVICES, "auto") != "auto"
-    return requested_plan(environ) if kind in ("CPU", *PREPARED.values()) or some_cores else None
+    kind = requested_kind(environ) or ("TPU" if attached_chips() else "")
+    if kind not in KINDS or nprocs == 1:
+        return None
+    return requested_plan(environ) if nprocs is None else _plan_of(environ, nprocs)
 
 
 def _plan_of(environ: Mapping[str, str], nprocs: int) -> Plan | None:

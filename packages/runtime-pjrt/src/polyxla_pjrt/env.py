@@ -95,6 +95,12 @@ POLYXLA_EMULATE = "POLYXLA_EMULATE"
 Default: unset.
 """
 
+POLYXLA_EMULATE_HOST = "POLYXLA_EMULATE_HOST"
+"""The number of the only host of the emulated TPU that this launch plays, from 0; the other hosts' launches
+play theirs.
+Default: unset; one launch plays all hosts.
+"""
+
 POLYXLA_PJRT_PROCESSES = "POLYXLA_PJRT_PROCESSES"
 """Number of processes that share the CPU replicas equally; the replicas of one process are threads.
 Default: the number of replicas.
@@ -123,6 +129,9 @@ LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
 RANK = "RANK"
 """This process's number among those that torchrun has started."""
 
+LOCAL_RANK = "LOCAL_RANK"
+"""This process's number among those that torchrun has started on this host."""
+
 TORCHELASTIC_RUN_ID = "TORCHELASTIC_RUN_ID"
 """Set by torchrun in the processes it starts.
 Default: unset.
@@ -148,6 +157,7 @@ READ = (
     PJRT_DEVICE,
     CPU_NUM_DEVICES,
     POLYXLA_EMULATE,
+    POLYXLA_EMULATE_HOST,
     POLYXLA_PJRT_PROCESSES,
     TPU_SKIP_MDS_QUERY,
     TPU_ACCELERATOR_TYPE,

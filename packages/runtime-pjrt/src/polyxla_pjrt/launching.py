@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from polyxla.env import POLYXLA_COMPILE_CACHE
 from polyxla.launcher.processes import ProcessWork, run_processes
 from polyxla.xla import refuse_if_device_in_use
 from polyxla_pjrt import torchrun
-from polyxla_pjrt.layout import Place, Plan, say_emulated
+from polyxla_pjrt.layout import Place, Plan
 
 _BRIDGE = ("polyxla_bridge.engine.jax_engine",) if importlib.util.find_spec("polyxla_bridge") else ()
 PRELOAD = ("polyxla_pjrt.replicas", *_BRIDGE)
@@ -35,11 +36,24 @@ def run_job(job: Job, plan: Plan) -> list[Any]:
             fix="Leave start_method out.",
         )
     method = job.process_method or "forkserver"
-    if method == "fork":
-        # Only a fork inherits this process's devices; the other methods start fresh.
+    if method == "fork" or (plan.kind == "TPU" and _holds_chips()):
+        # A fork inherits this process's devices. A TPU's chips belong to one process at a time.
         refuse_if_device_in_use("launch")
     main = functools.partial(run_process, job.run, plan)
     return run_plan(plan, ProcessWork(main, job.function, job.args, job.environ), method)
+
+
+def _holds_chips() -> bool:
+    """Return whether this process has opened TPU chips. Does not import torch_xla."""
+    if "torch_xla" not in sys.modules:
+        return False
+    import torch
+    from torch_xla.core import xla_model
+
+    from polyxla.xla import first_device_use
+
+    device = torch.device("xla:0")
+    return first_device_use.is_in_use() and xla_model.xla_real_devices([device])[0].startswith("TPU")
 
 
 def run_process(replica: Callable[[Place], Any], plan: Plan, process: int) -> list[Any]:
@@ -54,13 +68,11 @@ def run_plan(plan: Plan, work: ProcessWork, method: ProcessMethod) -> list[Any]:
 
     In a process that torchrun started, run the replicas of this process and return theirs.
     """
-    say_emulated(plan)
+    plan.say()
     if torchrun.process_count(work.environ) is not None:
         return torchrun.run_here(work.run, plan, work.environ)
     environs = plan.process_environments(work.environ, os.cpu_count() or 1)
-    first = plan.first_process
-    processes = range(first, first + len(environs))
-    results = run_processes(work, processes, environs, method=method, preload=PRELOAD)
+    results = run_processes(work, plan.processes_here, environs, method=method, preload=PRELOAD)
     return [result for of_process in results for result in of_process]
 
 

@@ -6,23 +6,20 @@ Pure functions: no environment and no files; the search for a free port is the e
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from polyxla import UsageError, World
-from polyxla.console import say_once
 from polyxla.errors import pip_install
 from polyxla.launcher.ports import LOCALHOST, free_ports
 from polyxla_pjrt import env
-from polyxla_pjrt.tpu.accelerators import AcceleratorType
-from polyxla_pjrt.tpu.topology import join
 
 THREADS_PER_REPLICA = 4
 """Threads that torch_xla's pool must have for each replica of a process. Executions wait in the pool for each
 other: a pool full of waiting ones never starts the one they wait for."""
-PREPARED = {"CPU": "CPU_POLYXLA", "TPU": "TPU_POLYXLA"}
-"""The values of ``PJRT_DEVICE`` that choose the bridge. torch_xla's Python reads them up to the first
-underscore, so the device keeps its usual name."""
+BRIDGED_CPU = "CPU_POLYXLA"
+"""The value of ``PJRT_DEVICE`` that chooses the bridge. torch_xla's Python reads it up to the underscore, so
+the device keeps its usual name."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ class Layout:
     Attributes:
         threads: replicas in each process.
         processes: processes on each host.
-        hosts: number of hosts; emulated ones are all this machine.
+        hosts: number of hosts; played ones may all be this machine.
     """
 
     threads: int = 1
@@ -70,21 +67,22 @@ class Layout:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where the replicas of a job run: on the bridge; `polyxla_pjrt.tpu_plan.TpuPlan` is for TPU cores.
+    """Where the replicas of a job run: on the CPU; `polyxla_pjrt.tpu_plan.TpuPlan` is for TPU cores.
 
     Attributes:
-        kind: the name of the devices, ``CPU`` or ``TPU``.
         layout: how replicas are spread over processes and threads.
-        accelerator: the emulated TPU; None on the CPU.
     """
 
-    kind: str
     layout: Layout
-    accelerator: AcceleratorType | None = None
+
+    @property
+    def kind(self) -> str:
+        """The name of the devices."""
+        return "CPU"
 
     @property
     def is_bridged(self) -> bool:
-        """Whether the replicas run on the bridge; otherwise they run on torch_xla's own client."""
+        """Whether the replicas compute on the bridge; otherwise they do on TPU chips."""
         return True
 
     @property
@@ -92,81 +90,94 @@ class Plan:
         """The number of the first process that this host starts."""
         return 0
 
+    @property
+    def processes_here(self) -> range:
+        """The numbers of the processes that this host starts."""
+        return range(self.first_process, self.first_process + self.layout.processes)
+
+    def say(self) -> None:
+        """Print what the user should know before the replicas start."""
+
     def with_own_processes(self) -> Plan:
-        """Return the plan in which each replica has a process of its own, also on an emulated v2 or v3.
+        """Return the plan in which each replica has a process of its own.
 
         Raises:
             UsageError: that is impossible; see `polyxla_pjrt.tpu_plan.TpuPlan`.
         """
-        layout = self.layout
-        return replace(self, layout=Layout(1, layout.processes * layout.threads, layout.hosts))
+        return Plan(Layout(1, self.layout.replicas))
 
-    def program_environment(self, cpu_count: int) -> dict[str, str]:
-        """Return the variables for a program that launches the replicas, and may hold them all as threads."""
-        coordinator = _coordinator_variable(free_ports(1)[0])
-        return self._bridge_variables(Layout(threads=self.layout.replicas), 0, cpu_count, coordinator)
+    def program_environment(self, environ: Mapping[str, str], cpu_count: int) -> dict[str, str]:
+        """Return the variables, over `environ`, for a program that launches the replicas."""
+        # The program keeps torch_xla's own client: it may be an SPMD program, which launches nothing.
+        return {
+            env.PJRT_DEVICE: self.kind,
+            env.CPU_NUM_DEVICES: environ.get(env.CPU_NUM_DEVICES) or str(self.layout.replicas),
+        }
 
-    def process_environments(self, environ: Mapping[str, str], cpu_count: int) -> list[dict[str, str]]:
-        """Return the complete environment of each process, over `environ`. Chooses free ports."""
+    def meeting(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Choose what all processes share, such as where they meet: variables over `environ`."""
+        from polyxla_bridge import env as bridge
+
         coordinator, store = free_ports(2)
         # The store is torch.distributed's; torch_xla would choose the same port for all jobs of a machine.
-        ports = _coordinator_variable(coordinator) | {env.MASTER_ADDR: LOCALHOST, env.MASTER_PORT: str(store)}
+        return {
+            bridge.POLYXLA_BRIDGE_COORDINATOR: f"{LOCALHOST}:{coordinator}",
+            env.MASTER_ADDR: LOCALHOST,
+            env.MASTER_PORT: str(store),
+        }
+
+    def process_environments(self, environ: Mapping[str, str], cpu_count: int) -> list[dict[str, str]]:
+        """Return the complete environment of each process that this host starts, over `environ`."""
+        meeting = self.meeting(environ)
         return [
-            {**environ, **self.process_environment(process, cpu_count, ports)}
-            for process in range(self.layout.process_count)
+            {**environ, **self.process_environment(process, cpu_count, meeting)}
+            for process in self.processes_here
         ]
 
-    def process_environment(self, process: int, cpu_count: int, ports: Mapping[str, str]) -> dict[str, str]:
+    def process_environment(self, process: int, cpu_count: int, meeting: Mapping[str, str]) -> dict[str, str]:
         """Return the variables of one process.
 
         Args:
             process: its number among all processes.
             cpu_count: cores of this machine, which the processes share.
-            ports: the variables with the addresses where the processes connect.
+            meeting: what `meeting` has returned in one of the processes.
         """
-        host, rank = divmod(process, self.layout.processes)
-        local = {
-            env.PJRT_LOCAL_PROCESS_RANK: str(rank),
+        return {
+            **self._bridge_variables(process, cpu_count),
+            **self._local_variables(process),
+            **meeting,
+        }
+
+    def _local_variables(self, process: int) -> dict[str, str]:
+        """Return what torch_xla's own launch tells a process of its host."""
+        return {
+            env.PJRT_LOCAL_PROCESS_RANK: str(process % self.layout.processes),
             env.PJRT_LOCAL_PROCESS_COUNT: str(self.layout.processes),
         }
-        bridge = self._bridge_variables(self.layout, process, cpu_count, ports)
-        return bridge | local | self._slice_variables(host, process)
 
-    def _bridge_variables(
-        self, layout: Layout, process: int, cpu_count: int, ports: Mapping[str, str]
-    ) -> dict[str, str]:
+    def _bridge_variables(self, process: int, cpu_count: int) -> dict[str, str]:
         from polyxla_bridge import env as bridge
 
-        # Each replica has its own pools, and more threads than cores only slow each other down.
-        compute = max(1, cpu_count // layout.replicas)
-        waiting = THREADS_PER_REPLICA * layout.threads
-        kind = f"TPU {self.accelerator.generation}" if self.accelerator else "polyxla CPU"
         return {
-            **ports,
-            env.PJRT_DEVICE: PREPARED[self.kind],
-            env.NPROC: str(compute),
-            env.XLA_THREAD_POOL_SIZE: str(max(cpu_count, waiting)),
-            bridge.POLYXLA_BRIDGE_REPLICAS: str(layout.replicas),
-            bridge.POLYXLA_BRIDGE_PROCESSES: str(layout.process_count),
+            env.PJRT_DEVICE: BRIDGED_CPU,
+            **thread_pools(self.layout, cpu_count),
+            bridge.POLYXLA_BRIDGE_REPLICAS: str(self.layout.replicas),
+            bridge.POLYXLA_BRIDGE_PROCESSES: str(self.layout.process_count),
             bridge.POLYXLA_BRIDGE_PROCESS: str(process),
-            bridge.POLYXLA_BRIDGE_PLATFORM: self.kind,
-            bridge.POLYXLA_BRIDGE_KIND: kind,
-        } | self._slice_variables(0, 0)
-
-    def _slice_variables(self, host: int, process: int) -> dict[str, str]:
-        """Return the description of the emulated slice, so that nothing asks the metadata server."""
-        if self.accelerator is None:
-            return {}
-        names = ",".join(["localhost"] * self.layout.hosts)
-        return {
-            env.TPU_SKIP_MDS_QUERY: "1",
-            env.TPU_ACCELERATOR_TYPE: self.accelerator.name,
-            env.TPU_PROCESS_BOUNDS: join(self.accelerator.bounds.hosts),
-            env.TPU_CHIPS_PER_PROCESS_BOUNDS: join(self.accelerator.bounds.chips_per_host),
-            env.TPU_WORKER_ID: str(host),
-            env.TPU_WORKER_HOSTNAMES: names,
-            env.CLOUD_TPU_TASK_ID: str(process),
         }
+
+
+def thread_pools(layout: Layout, cpu_count: int) -> dict[str, str]:
+    """Return the sizes of the thread pools of a process whose replicas compute on the CPU.
+
+    Args:
+        layout: of all replicas on this machine.
+        cpu_count: cores of this machine.
+    """
+    # Each replica has its own pools, and more threads than cores only slow each other down.
+    compute = max(1, cpu_count // layout.replicas)
+    waiting = THREADS_PER_REPLICA * layout.threads
+    return {env.NPROC: str(compute), env.XLA_THREAD_POOL_SIZE: str(max(cpu_count, waiting))}
 
 
 @dataclass(frozen=True)
@@ -182,21 +193,6 @@ class Place:
     plan: Plan
     process: int
     thread: int
-
-
-def say_emulated(plan: Plan) -> None:
-    """Print once that a TPU is emulated, if the plan emulates one."""
-    if plan.accelerator:
-        say_once(
-            f"emulating a {plan.accelerator.name} on this machine's CPU: {plan.layout.replicas} replicas, "
-            f"{plan.layout}; names and layout are a TPU's, numbers and speed the CPU's"
-        )
-
-
-def _coordinator_variable(port: int) -> dict[str, str]:
-    from polyxla_bridge import env as bridge
-
-    return {bridge.POLYXLA_BRIDGE_COORDINATOR: f"{LOCALHOST}:{port}"}
 
 
 def cpu_layout(count: int, environ: Mapping[str, str], started: int | None = None) -> Layout:
@@ -220,29 +216,6 @@ def cpu_layout(count: int, environ: Mapping[str, str], started: int | None = Non
             fix=f"Write one of {', '.join(divisors)}, or unset it for one process per replica.",
         )
     return Layout(threads=count // processes, processes=processes)
-
-
-def tpu_layout(accelerator: AcceleratorType, devices: Sequence[int]) -> Layout:
-    """Lay out replicas on devices of an emulated slice, like the slice itself where possible.
-
-    A process drives one chip, with a thread for each of its devices; a job of one device has one thread.
-
-    Raises:
-        UsageError: only one of a chip's two devices is chosen, which a TPU refuses, too.
-    """
-    threads = accelerator.threads_per_process
-    if len(devices) == accelerator.devices:
-        return Layout(threads, accelerator.chips_per_host, accelerator.hosts)
-    chips = {device // threads for device in devices}
-    if len(chips) * threads == len(devices):
-        return Layout(threads, len(chips))
-    if len(devices) == 1:
-        return Layout()
-    raise UsageError(
-        f"the cores {list(devices)} cannot be used together: a process drives the {threads} cores of a chip",
-        where="devices",
-        fix="Take both cores of each chip, such as devices=[0, 1], or one core only.",
-    )
 
 
 def require_bridge(count: int) -> None:

@@ -13,7 +13,8 @@ from polyxla.plugins.unknown_variables import constants
 from polyxla_pjrt import discovery as pjrt
 from polyxla_pjrt import env, torchrun
 from polyxla_pjrt.launching import PRELOAD, run_job, say_uncached
-from polyxla_pjrt.layout import Place
+from polyxla_pjrt.layout import Layout, Place
+from polyxla_pjrt.tpu.played import PlayedTpu
 
 
 @hookimpl
@@ -51,10 +52,14 @@ def polyxla_prepare(environ: Mapping[str, str]) -> None:
 def polyxla_launch(job: Job) -> list[Any]:
     """Run one replica in this process, or in a fresh one on request; run several in fresh processes."""
     plan = pjrt.plan_for(job.environ, pjrt.requested_kind(job.environ), job.devices)
-    if plan is None or not plan.is_bridged:
-        say_uncached(job.environ)
     if plan is not None:
+        if not plan.is_bridged:
+            say_uncached(job.environ)
         return run_job(job, plan.with_own_processes() if job.own_processes else plan)
+    if played := PlayedTpu.read(job.environ):
+        played.say(1, str(Layout()))
+    else:
+        say_uncached(job.environ)
     if job.process_method is None:
         return run_inline(job)
     return run_processes(job, [None], [job.environ], method=job.process_method, preload=PRELOAD)

@@ -26,7 +26,6 @@ from polyxla.launcher import failures
 from polyxla.launcher.child import REPLICA_THREAD
 from polyxla.xla import replica_process
 from polyxla.xla.replication import CollectiveReplication
-from polyxla_pjrt.emulated_tpu import register_emulated
 from polyxla_pjrt.layout import Place, Plan
 
 
@@ -60,7 +59,7 @@ class MultiReplication(CollectiveReplication):
 def _world(place: Place) -> World:
     """Return this replica's place in the world, by which data and devices are divided among replicas."""
     world = place.plan.layout.world(place.process, place.thread)
-    if not place.plan.is_bridged:
+    if place.plan.kind == "TPU":
         # libtpu numbers processes by the coordinates of their chips, not in the order of their start.
         world = replace(world, ordinal=xr.global_ordinal(), process_index=xr.process_index())
     actual = (xr.global_ordinal(), xr.global_device_count())
@@ -103,9 +102,6 @@ def _watch(plan: Plan) -> None:
     presence.listen(
         lambda position: stall_watchdog.retire(position.ordinal) if position.has_returned else None
     )
-    if plan.kind == "TPU":
-        # The fork server may have imported torch_xla for a launch on the CPU.
-        register_emulated()
 
 
 def _on_own_device(replica: Callable[[Place], Any], place: Place) -> Any:

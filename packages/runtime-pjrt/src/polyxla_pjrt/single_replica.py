@@ -9,14 +9,19 @@ import torch
 from polyxla import UsageError, World
 from polyxla.contracts.replication import ReduceOp
 from polyxla.xla.replication import XlaReplication
+from polyxla_pjrt.tpu.played import PlayedTpu
 
 
 class SingleReplication(XlaReplication):
-    """The only replica of its job, on torch_xla's own client: every collective is the identity."""
+    """The only replica of its job, also on a played TPU: every collective is the identity."""
 
     def __init__(self, kind: str, local_index: int, environ: Mapping[str, str]) -> None:
         super().__init__(kind, local_index, environ)
         self.world = World()
+        if PlayedTpu.read(environ):
+            from polyxla_bridge.torch_xla_plugin import CACHE_COUNTERS
+
+            self.cache_counters = CACHE_COUNTERS
         self._check_autograd()
 
     def _check_autograd(self) -> None:

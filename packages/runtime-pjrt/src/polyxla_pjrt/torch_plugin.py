@@ -17,6 +17,7 @@ from typing import Any
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
+from torch_xla.experimental import plugins
 
 from polyxla.console import say_once
 from polyxla.env import POLYXLA_DEVICES, POLYXLA_RUNTIME, snapshot, update_environ
@@ -26,12 +27,15 @@ from polyxla.xla import first_device_use
 from polyxla.xla.torch_xla_launch import TorchXlaLaunch, handle_launches
 from polyxla_pjrt import discovery, env, torchrun
 from polyxla_pjrt.cpu_client import TensorWatch
-from polyxla_pjrt.emulated_tpu import EmulatedTpu, register_emulated
+from polyxla_pjrt.host_answers import answer
 from polyxla_pjrt.launching import run_plan, run_process, say_uncached
-from polyxla_pjrt.layout import PREPARED, Plan
+from polyxla_pjrt.layout import BRIDGED_CPU, Layout, Plan
+from polyxla_pjrt.tpu.chips import attached_chips
+from polyxla_pjrt.tpu.played import PlayedTpu
 
-# The entry point names the class in this module, so that loading it runs `_install` as well.
-__all__ = ["EmulatedTpu"]
+
+class NoDevice(plugins.DevicePlugin):
+    """An entry in torch_xla's registry of plugins, by which torch_xla imports this module. Never opened."""
 
 
 def prepare(environ: Mapping[str, str]) -> dict[str, str]:
@@ -46,25 +50,30 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
         return {}
     # Variables that a launcher has set, for the bridge or for one replica, stay as they are.
     prepared = (env.POLYXLA_PJRT_LOCAL_DEVICE, env.PJRT_LOCAL_PROCESS_COUNT)
-    if environ.get(env.PJRT_DEVICE) in PREPARED.values() or any(name in environ for name in prepared):
+    if environ.get(env.PJRT_DEVICE) == BRIDGED_CPU or any(name in environ for name in prepared):
         return {}
     if environ.get(env.RANK, "0") == "0" and multiprocessing.parent_process() is None:
         # Once per job: not in each of torchrun's processes, and not in the program's own.
         for warning in unknown_variables(environ):
             say_once(warning)
+    if PlayedTpu.read(environ):
+        return _prepare_played(environ)
     is_started_by_torchrun = torchrun.process_count(environ) is not None
-    asks_for_cpu = environ.get(env.PJRT_DEVICE, "CPU" if is_started_by_torchrun else "") == "CPU"
-    if not environ.get(env.POLYXLA_EMULATE) and not (asks_for_cpu and is_started_by_torchrun):
-        if asks_for_cpu and len(discovery.requested_devices(environ)) == 1:
-            say_uncached(environ)
+    by_default = "CPU" if is_started_by_torchrun and not attached_chips() else ""
+    if environ.get(env.PJRT_DEVICE, by_default) != "CPU":
         return {}
     plan = discovery.requested_plan(environ)
     if plan is None:
         say_uncached(environ)
-        return {}
-    if is_started_by_torchrun:
+    return torchrun.environment(plan, environ, os.cpu_count() or 1) if plan and is_started_by_torchrun else {}
+
+
+def _prepare_played(environ: Mapping[str, str]) -> dict[str, str]:
+    found, devices = discovery.requested(environ)
+    plan = discovery.plan_for(environ, found.kind, devices)
+    if plan and torchrun.process_count(environ) is not None:
         return torchrun.environment(plan, environ, os.cpu_count() or 1)
-    return plan.program_environment(os.cpu_count() or 1)
+    return discovery.replica_environment(environ, found, devices)
 
 
 def _launch_plan(nprocs: int | None = None) -> Plan | None:
@@ -91,9 +100,18 @@ def _run(plan: Plan, launched: TorchXlaLaunch) -> list[Any]:
 def _join_torchrun() -> None:
     """Set up replication in a process that torchrun started, which torch_xla leaves to the script."""
     environ = snapshot()
-    if torchrun.process_count(environ) is not None and environ.get(env.PJRT_DEVICE) in PREPARED.values():
+    is_prepared = environ.get(env.PJRT_DEVICE) == BRIDGED_CPU or env.POLYXLA_EMULATE in environ
+    if torchrun.process_count(environ) is not None and is_prepared:
         devices: Any = xm.get_xla_supported_devices()
         xm.set_replication(torch_xla.device(), devices)
+
+
+def _say_played() -> None:
+    """Print that the TPU is emulated, in a program that uses it without a launch."""
+    environ = snapshot()
+    if (played := PlayedTpu.read(environ)) and env.PJRT_LOCAL_PROCESS_COUNT not in environ:
+        plan = discovery.requested_plan(environ)
+        played.say(plan.layout.replicas if plan else 1, str(plan.layout if plan else Layout()))
 
 
 def _may_launch_on_cpu(environ: Mapping[str, str]) -> bool:
@@ -108,6 +126,7 @@ def _watch() -> None:
     tensors = TensorWatch()
 
     def follow() -> None:
+        _say_played()
         _join_torchrun()
         tensors.stop()
 
@@ -117,11 +136,10 @@ def _watch() -> None:
 
 
 def _install() -> None:
+    answer()
     update_environ(prepare(snapshot()))
     handle_launches(_launch_plan, _run)
     _watch()
-    if snapshot().get(env.PJRT_DEVICE) == PREPARED["TPU"]:
-        register_emulated()
 
 
 _install()

@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 import datetime as dt
-import functools
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
 import polyxla.env
 from polyxla import UsageError
-from polyxla.launcher.ports import LOCALHOST, free_ports
 from polyxla_pjrt import env
 from polyxla_pjrt.layout import Plan
 
 MEET_TIMEOUT_S = 120
 """Longest wait for all of torchrun's processes to connect, in seconds."""
-_KEY = "polyxla/coordinator"
+_KEY = "polyxla/meeting"
+_meetings: dict[str, dict[str, str]] = {}
+"""Where the processes of each run of torchrun meet. A second launch in this process uses the same devices."""
 
 
 def process_count(environ: Mapping[str, str]) -> int | None:
-    """Return the number of processes that torchrun has started; None without torchrun.
-
-    Raises:
-        UsageError: the processes run on several hosts.
-    """
-    if not environ.get(env.TORCHELASTIC_RUN_ID):
-        return None
-    count = int(environ[env.WORLD_SIZE])
-    if environ.get(env.LOCAL_WORLD_SIZE, str(count)) != str(count):
-        raise UsageError(
-            f"torchrun has started {environ[env.LOCAL_WORLD_SIZE]} of {count} processes on this host, but "
-            "replicas on the CPU must all be on one",
-            where=f"{env.WORLD_SIZE}={count}",
-            fix="Write torchrun --nnodes 1.",
-        )
-    return count
+    """Return the number of processes that torchrun has started on all hosts; None without torchrun."""
+    return int(environ[env.WORLD_SIZE]) if environ.get(env.TORCHELASTIC_RUN_ID) else None
 
 
 def check(plan: Plan, environ: Mapping[str, str]) -> None:
@@ -45,12 +32,22 @@ def check(plan: Plan, environ: Mapping[str, str]) -> None:
         UsageError: it has started another number.
     """
     started = process_count(environ)
-    if started is not None and started != plan.layout.process_count:
+    if started is None:
+        return
+    here = int(environ.get(env.LOCAL_WORLD_SIZE, started))
+    if plan.kind == "CPU" and here != started:
+        raise UsageError(
+            f"torchrun has started {here} of {started} processes on this host, but replicas on the CPU must "
+            "all be on one",
+            where=f"{env.WORLD_SIZE}={started}",
+            fix="Write torchrun --nnodes 1.",
+        )
+    if (started, here) != (plan.layout.process_count, len(plan.processes_here)):
         raise UsageError(
             f"torchrun has started {started} processes, but {plan.layout.replicas} replicas here are "
             f"{plan.layout}",
             where=f"{env.WORLD_SIZE}={started}",
-            fix=f"Write torchrun --nproc-per-node {plan.layout.process_count}.",
+            fix=f"Write torchrun --nproc-per-node {len(plan.processes_here)}.",
         )
 
 
@@ -60,18 +57,12 @@ def environment(plan: Plan, environ: Mapping[str, str], cpu_count: int) -> dict[
     Raises:
         UsageError: torchrun's store cannot be reached, or process 0 did not write to it in time.
     """
-    from polyxla_bridge import env as bridge
-
-    rank = int(environ[env.RANK])
-    address, port = environ[env.MASTER_ADDR], environ[env.MASTER_PORT]
-    addresses = {
-        bridge.POLYXLA_BRIDGE_COORDINATOR: _coordinator(
-            rank, address, int(port), environ[env.TORCHELASTIC_RUN_ID]
-        ),
-        env.MASTER_ADDR: address,
-        env.MASTER_PORT: port,
-    }
-    return plan.process_environment(rank, cpu_count, addresses)
+    run_id = environ[env.TORCHELASTIC_RUN_ID]
+    if run_id not in _meetings:
+        _meetings[run_id] = _agree(plan, environ)
+    store = {name: environ[name] for name in (env.MASTER_ADDR, env.MASTER_PORT)}
+    process = plan.processes_here[int(environ.get(env.LOCAL_RANK, environ[env.RANK]))]
+    return plan.process_environment(process, cpu_count, {**_meetings[run_id], **store})
 
 
 def run_here(run: Any, plan: Plan, environ: Mapping[str, str]) -> list[Any]:
@@ -88,20 +79,22 @@ def run_here(run: Any, plan: Plan, environ: Mapping[str, str]) -> list[Any]:
     return results
 
 
-@functools.cache
-def _coordinator(rank: int, address: str, port: int, run_id: str) -> str:
-    """Agree on the address of the coordinator of jaxlib's clients, through torchrun's own store."""
+def _agree(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
+    """Agree on where the processes meet, through torchrun's own store."""
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+    address, port = environ[env.MASTER_ADDR], environ[env.MASTER_PORT]
     timeout = dt.timedelta(seconds=MEET_TIMEOUT_S)
     try:
-        store = PrefixStore(run_id, TCPStore(address, port, is_master=False, timeout=timeout))
-        if rank == 0:
-            store.set(_KEY, f"{LOCALHOST}:{free_ports(1)[0]}")
-        return str(store.get(_KEY).decode())
+        agents = TCPStore(address, int(port), is_master=False, timeout=timeout)
+        store = PrefixStore(environ[env.TORCHELASTIC_RUN_ID], agents)
+        if environ[env.RANK] == "0":
+            store.set(_KEY, json.dumps(plan.meeting(environ)))
+        meeting: dict[str, str] = json.loads(store.get(_KEY))
     except Exception as error:
         raise UsageError(
-            f"torchrun's processes cannot agree on the coordinator's address: {error}",
+            f"torchrun's processes cannot agree on where they meet: {error}",
             where=f"{env.MASTER_ADDR}={address}, {env.MASTER_PORT}={port}",
             fix="Leave TORCHELASTIC_USE_AGENT_STORE as torchrun sets it, so that torchrun hosts the store.",
         ) from error
+    return meeting

@@ -6,35 +6,60 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from polyxla import UsageError
-from polyxla_pjrt import env, torchrun
-from polyxla_pjrt.layout import Layout, Plan
-from polyxla_pjrt.tpu.accelerators import Bounds, Shape
+from polyxla.launcher.ports import LOCALHOST, free_ports
+from polyxla_pjrt import env
+from polyxla_pjrt.layout import Layout, Plan, thread_pools
+from polyxla_pjrt.tpu.accelerators import Bounds
+from polyxla_pjrt.tpu.boxes import box
 from polyxla_pjrt.tpu.cores import host_core, skip_metadata, this_slice
+from polyxla_pjrt.tpu.played import POLYXLA_LIBTPU_DEV, PlayedTpu, free_addresses
 from polyxla_pjrt.tpu.slices import TpuSlice
-from polyxla_pjrt.tpu.topology import process_environments
+from polyxla_pjrt.tpu.topology import join, process_environments
 
 
 @dataclass(frozen=True)
 class TpuPlan(Plan):
-    """Where the replicas of a job run on this host's TPU cores; the slice's other hosts launch their own.
+    """Where the replicas of a job run on TPU cores; the slice's other hosts launch their own.
 
     Attributes:
-        variables: the description of the slice, and the chip, for each process of this host.
-        worker_id: this host's number in the slice.
+        tpu_slice: the slice, or the part of this host that the job uses.
+        chips: the chip of each process of a host, by its number there.
+        played: the TPU that this machine plays; None on a real one.
     """
 
-    variables: tuple[Mapping[str, str], ...] = ()
-    worker_id: int = 0
+    tpu_slice: TpuSlice
+    chips: tuple[int, ...]
+    played: PlayedTpu | None = None
+
+    @property
+    def kind(self) -> str:
+        """The name of the devices."""
+        return "TPU"
 
     @property
     def is_bridged(self) -> bool:
-        """False: torch_xla drives TPUs itself."""
-        return False
+        """Whether the TPU is a played one; torch_xla drives both in the same way."""
+        return self.played is not None
+
+    @property
+    def plays_all_hosts(self) -> bool:
+        """Whether this launch starts the processes of several hosts."""
+        return self.played is not None and self.played.host is None and self.layout.hosts > 1
 
     @property
     def first_process(self) -> int:
         """The number of this host's first process in the slice."""
-        return self.worker_id * self.layout.processes
+        return self.tpu_slice.worker_id * self.layout.processes
+
+    @property
+    def processes_here(self) -> range:
+        """The numbers of the processes that this launch starts."""
+        return range(self.layout.process_count) if self.plays_all_hosts else super().processes_here
+
+    def say(self) -> None:
+        """Print once that the TPU is emulated, if it is."""
+        if self.played:
+            self.played.say(self.layout.replicas, str(self.layout))
 
     def with_own_processes(self) -> TpuPlan:
         """Return this plan if each replica has a process of its own.
@@ -51,85 +76,101 @@ class TpuPlan(Plan):
             )
         return self
 
-    def program_environment(self, cpu_count: int) -> dict[str, str]:
-        """Return the variables for a program that launches the replicas."""
-        return {env.PJRT_DEVICE: self.kind}
+    def program_environment(self, environ: Mapping[str, str], cpu_count: int) -> dict[str, str]:
+        """Return the variables, over `environ`, for a program that launches the replicas.
 
-    def process_environments(self, environ: Mapping[str, str], cpu_count: int) -> list[dict[str, str]]:
-        """Return the complete environment of each process of this host, over `environ`."""
-        shared = {env.PJRT_DEVICE: self.kind, env.PJRT_LOCAL_PROCESS_COUNT: str(len(self.variables))}
-        return [
-            {**environ, **shared, **own, env.PJRT_LOCAL_PROCESS_RANK: str(rank)}
-            for rank, own in enumerate(self.variables)
-        ]
+        It may use the devices itself: then all chips of its host belong to its process.
+        """
+        device = {env.PJRT_DEVICE: self.kind}
+        if self.played is None:
+            return device
+        pools = thread_pools(Layout(self.layout.replicas), cpu_count)
+        return device | pools | self.played.library_environment(self.played.devices(environ))
+
+    def meeting(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return where the slice's processes meet; played hosts get addresses of this machine."""
+        own = self._own_environments(self.tpu_slice.worker_id)
+        if self.played is None:
+            return {env.TPU_PROCESS_ADDRESSES: own[0][env.TPU_PROCESS_ADDRESSES]}
+        devices = {POLYXLA_LIBTPU_DEV: self.played.devices(environ)}
+        hostnames = self.tpu_slice.hostnames
+        if self.played.host is None:
+            hostnames = tuple(free_addresses(self.layout.hosts))
+            # torch_xla would choose the same port of this machine for torch.distributed's store of every job.
+            devices |= {env.MASTER_ADDR: LOCALHOST, env.MASTER_PORT: str(free_ports(1)[0])}
+        addresses = (f"{name}:{one[env.TPU_PROCESS_PORT]}" for name in hostnames for one in own)
+        return {env.TPU_PROCESS_ADDRESSES: ",".join(addresses), **devices}
+
+    def process_environment(self, process: int, cpu_count: int, meeting: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables of one process: those that libtpu reads, and those of torch_xla's launch."""
+        host, rank = divmod(process, self.layout.processes)
+        return {
+            env.PJRT_DEVICE: self.kind,
+            **self._local_variables(process),
+            **self._own_environments(host)[rank],
+            **skip_metadata(self.tpu_slice),
+            **meeting,
+            **self._played_environment(host, cpu_count, meeting),
+        }
+
+    def _own_environments(self, host: int) -> tuple[dict[str, str], ...]:
+        """Return what libtpu reads in each process of a host."""
+        return process_environments(
+            self.tpu_slice.accelerator,
+            worker_id=host,
+            hostnames=self.tpu_slice.hostnames,
+            bounds=self.tpu_slice.bounds,
+            chips=self.chips,
+        )
+
+    def _played_environment(self, host: int, cpu_count: int, meeting: Mapping[str, str]) -> dict[str, str]:
+        if self.played is None:
+            return {}
+        pools, devices = thread_pools(self.layout, cpu_count), meeting[POLYXLA_LIBTPU_DEV]
+        if not self.plays_all_hosts:
+            return pools | self.played.library_environment(devices)
+        own = {env.POLYXLA_EMULATE_HOST: str(host)}
+        return pools | own | self.played.library_environment(f"{devices}-{host}")
 
 
 def plan_cores(environ: Mapping[str, str], devices: tuple[int, ...]) -> TpuPlan:
     """Plan a job on several of this host's cores: a process for each chip, a thread for each core.
 
     Raises:
-        UsageError: these cores cannot be used together, or torchrun has started this process.
+        UsageError: these cores cannot be used together.
     """
-    if torchrun.process_count(environ) is not None:
+    tpu_slice, played = this_slice(environ), PlayedTpu.read(environ)
+    threads, hosts = tpu_slice.accelerator.threads_per_process, tpu_slice.bounds.host_count
+    here = tpu_slice.bounds.chips_per_host_count
+    if played and hosts > 1 and played.host is None and len(devices) == here * hosts * threads:
+        # All hosts of a played TPU.
+        devices = devices[: here * threads]
+    chips = tuple(sorted({host_core(tpu_slice, device) // threads for device in devices}))
+    if len(chips) * threads != len(devices):
         raise UsageError(
-            "torchrun has started this process, and a launch on TPU cores starts the processes itself",
-            where=f"devices={list(devices)}",
-            fix="Start the script once on each host, with python or polyxla run.",
+            f"the cores {list(devices)} cannot be used together: a process drives the {threads} cores of a "
+            "chip",
+            where="devices",
+            fix="Take both cores of each chip, such as devices=[0, 1], or one core only.",
         )
-    tpu_slice = this_slice(environ)
-    threads = tpu_slice.accelerator.threads_per_process
-    chips = sorted({host_core(tpu_slice, device) // threads for device in devices})
-    if len(chips) != tpu_slice.bounds.chips_per_host_count:
+    if len(chips) != here:
         bounds = _box(tpu_slice, chips)
         tpu_slice = replace(tpu_slice, bounds=bounds, worker_id=0, hostnames=("localhost",))
-    if len(chips) * threads != len(devices):
-        raise _not_together(devices, f"one process drives the {threads} cores of a chip: take both or none")
-    variables = process_environments(
-        tpu_slice.accelerator,
-        worker_id=tpu_slice.worker_id,
-        hostnames=tpu_slice.hostnames,
-        bounds=tpu_slice.bounds,
-        chips=chips,
-    )
-    return TpuPlan(
-        "TPU",
-        Layout(threads, len(chips), tpu_slice.bounds.host_count),
-        variables=tuple(one | skip_metadata(tpu_slice) for one in variables),
-        worker_id=tpu_slice.worker_id,
-    )
+    layout = Layout(threads, len(chips), tpu_slice.bounds.host_count)
+    return TpuPlan(layout, tpu_slice, chips, played)
 
 
-def _box(tpu_slice: TpuSlice, chips: list[int]) -> Bounds:
-    """Return the bounds of some chips of a host, which must form a box.
+def _box(tpu_slice: TpuSlice, chips: Sequence[int]) -> Bounds:
+    """Return the bounds of some chips of a host.
 
     Raises:
-        UsageError: they form none, or the slice has other hosts, which would wait for the other chips.
+        UsageError: they form no box, or the slice has other hosts, which would wait for the other chips.
     """
     if tpu_slice.bounds.host_count > 1:
-        raise _not_together(
-            chips, f"the slice's {tpu_slice.bounds.host_count} hosts must use all their chips"
+        raise UsageError(
+            f"the TPU chips {join(chips)} cannot be used together: the slice's {tpu_slice.bounds.host_count} "
+            "hosts must use all their chips",
+            where="devices",
+            fix="Leave devices out to use all of them, or write devices=[i] for one core.",
         )
-    coordinates = [_coordinates(chip, tpu_slice.bounds.chips_per_host) for chip in chips]
-    corners = [(min(line), max(line)) for line in zip(*coordinates, strict=True)]
-    x, y, z = (last - first + 1 for first, last in corners)
-    if x * y * z != len(chips):
-        raise _not_together(chips, "they are not neighbours that form a box")
-    return Bounds((1, 1, 1), (x, y, z))
-
-
-def _coordinates(chip: int, shape: Shape) -> Shape:
-    """Return a chip's coordinates on its host; chips count along x first.
-
-    Source: in torch_xla 2.9.0 the process with the n-th task id opens chip n, and libtpu counts task ids so.
-    """
-    rest, x = divmod(chip, shape[0])
-    z, y = divmod(rest, shape[1])
-    return x, y, z
-
-
-def _not_together(which: Sequence[int], why: str) -> UsageError:
-    return UsageError(
-        f"the TPU chips {list(which)} cannot be used together: {why}",
-        where="devices",
-        fix="Leave devices out to use all of them, or write devices=[i] for one core.",
-    )
+    return box(tpu_slice.accelerator.generation, tpu_slice.host, chips)

@@ -14,6 +14,6 @@ from __future__ import annotations
 def open_library() -> None:
     """Fill the library's function table. The library calls this when a framework opens it."""
     from polyxla_bridge.libtpu.client import make_engine
-    from polyxla_bridge.torch_xla_plugin import activate
+    from polyxla_bridge.torch_xla_plugin import activate, count_lookup
 
-    activate(make_engine)
+    activate(lambda: make_engine(count_lookup))

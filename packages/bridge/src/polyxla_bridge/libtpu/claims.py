@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import socket
+import struct
 from contextlib import ExitStack
-from pathlib import Path
 
 from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
@@ -14,7 +12,10 @@ from polyxla_bridge.libtpu.host import Host
 from polyxla_bridge.libtpu.topology import Topology
 
 _held = ExitStack()
-"""Open files and sockets. The kernel closes them when the process ends, however it ends."""
+"""Open sockets. The kernel closes them when the process ends, however it ends."""
+_ANSWER_TIMEOUT_S = 5.0
+_PEER = struct.Struct("3i")
+"""The answer to ``SO_PEERCRED``: the process, user and group of the other end. Source: unix(7)."""
 
 
 def claim(topology: Topology, host: Host) -> None:
@@ -25,33 +26,45 @@ def claim(topology: Topology, host: Host) -> None:
     Raises:
         PjrtError: another process has one of the chips, or the port.
     """
-    host.dev.mkdir(parents=True, exist_ok=True)
     for chip in topology.visible:
-        _lock(host.dev / f"accel{chip}")
+        _take(f"\0polyxla-libtpu/{host.dev}/accel{chip}")
     if topology.task:
-        _listen(int(topology.port))
+        _listen(topology.addresses[topology.task])
 
 
-def _lock(path: Path) -> None:
-    file = _held.enter_context(path.open("a+"))
+def _take(address: str) -> None:
+    """Take a chip. Its abstract socket is no file, and belongs to one process at a time."""
+    chip = socket.socket(socket.AF_UNIX)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = path.read_text().strip()
+        chip.bind(address)
+    except OSError:
+        chip.close()
         raise PjrtError(
             Code.ABORTED,
-            f"The TPU is already in use by process with pid {holder}. Not attempting to load libtpu.so in "
-            f"this process. ({path})",
+            f"The TPU is already in use by process with pid {_holder(address)}. Not attempting to load "
+            f"libtpu.so in this process. ({address.rpartition('/')[2]})",
         ) from None
-    file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()
+    chip.listen()
+    _held.enter_context(chip)
 
 
-def _listen(port: int) -> None:
+def _holder(address: str) -> int | str:
+    with socket.socket(socket.AF_UNIX) as asking:
+        try:
+            asking.settimeout(_ANSWER_TIMEOUT_S)
+            asking.connect(address)
+            process, _, _ = _PEER.unpack(asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        except OSError:
+            # It has ended in the meantime.
+            return "unknown"
+    return int(process)
+
+
+def _listen(address: str) -> None:
+    host, _, port = address.rpartition(":")
     try:
-        _held.enter_context(socket.create_server(("", port)))
+        _held.enter_context(socket.create_server((host, int(port))))
     except OSError as error:
         raise PjrtError(
-            Code.UNAVAILABLE, f"the port {port} of this process cannot be taken: {error.strerror}"
+            Code.UNAVAILABLE, f"this process cannot listen on its own address {address}: {error.strerror}"
         ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from polyxla_bridge import env
@@ -15,8 +16,11 @@ if TYPE_CHECKING:
     from polyxla_bridge.engine.engine import Engine
 
 
-def make_engine() -> Engine:
+def make_engine(on_lookup: Callable[[bool], None]) -> Engine:
     """Take the chips of this process, meet the slice's other processes, and start the engine.
+
+    Args:
+        on_lookup: called after each look into the cache of compiled programs, with whether it was a hit.
 
     Raises:
         PjrtError: the variables contradict each other or the chips, another process has one of the chips, or
@@ -28,7 +32,7 @@ def make_engine() -> Engine:
     host = Host.read(environ)
     topology = Topology.read(environ, host)
     claim(topology, host)
-    return JaxEngine(settings(topology, host, env.from_environ(environ)))
+    return JaxEngine(settings(topology, host, env.from_environ(environ)), on_lookup)
 
 
 def settings(topology: Topology, host: Host, base: BridgeSettings) -> BridgeSettings:

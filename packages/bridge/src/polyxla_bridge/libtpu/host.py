@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from polyxla_bridge.abi import Code
 from polyxla_bridge.env import POLYXLA_LIBTPU_DEV, POLYXLA_LIBTPU_HOST
@@ -40,12 +38,13 @@ GENERATIONS = {
     "v5e": Generation("TPU v5 lite", 1, counts_y_first=False),
     "v5p": Generation("TPU v5", 1, counts_y_first=True),
     "v6e": Generation("TPU v6 lite", 1, counts_y_first=False),
+    "v7x": Generation("TPU7x", 2, counts_y_first=True),
 }
 """By short name.
 
 Source: for the kinds, ``jax.Device.device_kind``. For the order, the bounds that go with chips 0 and 1: 1,2,1
-in ``ray._private.accelerators.tpu``, but 2,1,1 on v5e. That of v6e is not documented; its boards are arranged
-like v5e's.
+in ``ray._private.accelerators.tpu``, and for v7x in GKE's device plugin, but 2,1,1 on v5e. That of v6e is not
+documented; its boards are arranged like v5e's.
 """
 
 
@@ -56,12 +55,12 @@ class Host:
     Attributes:
         generation: of the chips.
         shape: how they are arranged.
-        dev: the directory with a file for each chip, which the process that uses the chip holds locked.
+        dev: the name of this host's devices; processes with the same name share the chips.
     """
 
     generation: Generation
     shape: Shape
-    dev: Path
+    dev: str
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Host:
@@ -79,8 +78,8 @@ class Host:
                 f"{POLYXLA_LIBTPU_HOST}={text!r} does not describe the chips of a host, such as v4:2x2x1; "
                 "POLYXLA_EMULATE=v4-8 sets it",
             )
-        dev = environ.get(POLYXLA_LIBTPU_DEV) or f"{tempfile.gettempdir()}/polyxla-tpu-{text}"
-        return cls(generation, (int(match[2]), int(match[3]), int(match[4])), Path(dev))
+        shape = (int(match[2]), int(match[3]), int(match[4]))
+        return cls(generation, shape, environ.get(POLYXLA_LIBTPU_DEV, ""))
 
     @property
     def chips(self) -> int:

@@ -56,8 +56,8 @@ class Topology:
         Raises:
             PjrtError: they are invalid, or contradict each other.
         """
-        processes = _shape(environ, BOUNDS, (1, 1, 1))
-        chips = _shape(environ, CHIPS, host.shape)
+        processes = _shape(environ, BOUNDS, (1, 1, 1), host.generation.cores)
+        chips = _shape(environ, CHIPS, host.shape, 1)
         visible = _numbers(environ, VISIBLE, range(host.chips))
         count = math.prod(processes)
         (task,) = _numbers(environ, TASK, [0]) if count > 1 else (0,)
@@ -118,9 +118,10 @@ def _numbers(environ: Mapping[str, str], names: tuple[str, ...], default: Iterab
     return tuple(int(one) for one in text.split(","))
 
 
-def _shape(environ: Mapping[str, str], names: tuple[str, ...], default: Shape) -> Shape:
+def _shape(environ: Mapping[str, str], names: tuple[str, ...], default: Shape, fourth: int) -> Shape:
+    """Read a shape. It may have a fourth number: that of the devices of a chip, which says nothing new."""
     numbers = _numbers(environ, names, default)
-    if len(numbers) != 3 or 0 in numbers:
+    if len(numbers) not in (3, 4) or 0 in numbers or numbers[3:] not in ((), (fourth,)):
         raise _refused(environ, names, "three positive numbers")
     return numbers[0], numbers[1], numbers[2]
 

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, c_bool, c_char, c_char_p, c_int, c_size_t, c_void_p
-from pathlib import Path
 
-from polyxla_bridge import abi
+from polyxla_bridge import LIBRARY, abi
 
-PATH = Path(__file__).with_name("library.so")
-"""Built with the package by hatch_build.py; torch_xla opens the same file."""
-
-UNLOCKED = ctypes.CDLL(str(PATH))
-LOCKED = ctypes.PyDLL(str(PATH))
+UNLOCKED = ctypes.CDLL(str(LIBRARY))
+LOCKED = ctypes.PyDLL(str(LIBRARY))
 
 LOCKED.polyxla_set_api.argtypes = [c_void_p]
 LOCKED.polyxla_error.argtypes = [c_int, c_char_p, c_size_t]

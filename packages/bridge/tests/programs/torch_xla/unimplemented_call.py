@@ -4,10 +4,10 @@ import ctypes
 
 import torch
 
-from polyxla_bridge import abi, native
+from polyxla_bridge import LIBRARY, abi
 
 torch.ones(1, device="xla")
-library = ctypes.CDLL(str(native.PATH))
+library = ctypes.CDLL(str(LIBRARY))
 library.GetPjrtApi.restype = ctypes.c_void_p
 api = abi.Api.from_address(library.GetPjrtApi())
 error = abi.CALLBACKS["Client_DmaMap"](api.Client_DmaMap)(ctypes.byref(abi.ARGS["Client_DmaMap"]()))

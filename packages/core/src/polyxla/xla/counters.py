@@ -9,8 +9,6 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
-from torch_xla._internal.tpu import TpuPlugin
-from torch_xla.experimental import plugins
 
 from polyxla.contracts.counters import Counters, Counts, Memory
 
@@ -40,8 +38,8 @@ class XlaCounters(Counters):
         self._device = device
         self._cache_counters = cache_counters
         self._has_memory = True
-        # The devices of other plugins, emulated or remote, may call themselves TPU as well.
-        if xr.device_type() == "TPU" and isinstance(plugins.default(), TpuPlugin):
+        # A runtime with a cache of its own plays its TPUs, or reaches them from afar.
+        if xr.device_type() == "TPU" and cache_counters is None:
             self.chip = str(_native._xla_device_kind(str(device)))
 
     def counts(self) -> Counts:

@@ -12,9 +12,17 @@ from polyxla_pjrt import env
 from polyxla_pjrt.tpu.accelerators import AcceleratorType
 from polyxla_pjrt.tpu.chips import AttachedChip
 from polyxla_pjrt.tpu.metadata import MetadataClient
+from polyxla_pjrt.tpu.played import PlayedTpu
 from polyxla_pjrt.tpu.slices import TpuSlice, read_slice
 from polyxla_pjrt.tpu.topology import single_core_environment
 from polyxla_pjrt.tpu.versions import libtpu_fix, libtpu_problem
+
+_GIVEN_TO_PROCESSES = (
+    env.TPU_PROCESS_BOUNDS,
+    env.TPU_CHIPS_PER_PROCESS_BOUNDS,
+    env.TPU_VISIBLE_CHIPS,
+    env.CLOUD_TPU_TASK_ID,
+)
 
 
 def with_devices(bare: Discovery, environ: Mapping[str, str], chips: tuple[AttachedChip, ...]) -> Discovery:
@@ -29,10 +37,11 @@ def with_devices(bare: Discovery, environ: Mapping[str, str], chips: tuple[Attac
             "no TPU chip is attached to this machine",
             fix=f"Run on a TPU VM, or set {env.PJRT_DEVICE}=CPU to train on this machine's CPU.",
         )
-    if not _has_libtpu(environ):
-        raise UsageError("TPU chips are attached, but libtpu is not installed", fix=libtpu_fix())
-    if problem := libtpu_problem(environ):
-        raise UsageError(problem, fix=libtpu_fix())
+    played = PlayedTpu.read(environ)
+    if played:
+        played.require_library()
+    else:
+        _check_libtpu(environ)
     tpu_slice = this_slice(environ)
     variables = {
         **bare.variables,
@@ -40,12 +49,19 @@ def with_devices(bare: Discovery, environ: Mapping[str, str], chips: tuple[Attac
     }
     return replace(
         bare,
-        devices=_cores(tpu_slice, chips),
+        devices=_cores(environ, tpu_slice, chips, played),
         host_count=tpu_slice.accelerator.hosts,
         topology=tpu_slice.accelerator.name,
         variables=variables,
         notes=tuple(f"{name} has no effect: the metadata server is asked" for name in tpu_slice.ignored),
     )
+
+
+def _check_libtpu(environ: Mapping[str, str]) -> None:
+    if not _has_libtpu(environ):
+        raise UsageError("TPU chips are attached, but libtpu is not installed", fix=libtpu_fix())
+    if problem := libtpu_problem(environ):
+        raise UsageError(problem, fix=libtpu_fix())
 
 
 def core_environment(environ: Mapping[str, str], device: int) -> dict[str, str]:
@@ -57,7 +73,7 @@ def core_environment(environ: Mapping[str, str], device: int) -> dict[str, str]:
     if prepared := environ.get(env.POLYXLA_PJRT_DEVICE):
         _check_same(int(prepared), device)
         return {}
-    tpu_slice = this_slice(environ)
+    tpu_slice, played = this_slice(environ), PlayedTpu.read(environ)
     # The default bounds of the type: the slice's own may have fewer chips than the host.
     accelerator = AcceleratorType.parse(tpu_slice.accelerator.name, tpu_slice.origin)
     variables, local_device = single_core_environment(host_core(tpu_slice, device), accelerator)
@@ -65,6 +81,7 @@ def core_environment(environ: Mapping[str, str], device: int) -> dict[str, str]:
         env.PJRT_DEVICE: "TPU",
         **variables,
         **skip_metadata(tpu_slice),
+        **(played.library_environment(played.devices(environ)) if played else {}),
         env.POLYXLA_PJRT_DEVICE: str(device),
         env.POLYXLA_PJRT_LOCAL_DEVICE: str(local_device),
     }
@@ -76,6 +93,11 @@ def this_slice(environ: Mapping[str, str]) -> TpuSlice:
     Raises:
         UsageError: neither the environment nor the metadata server describes it.
     """
+    if env.PJRT_LOCAL_PROCESS_COUNT in environ or env.POLYXLA_PJRT_DEVICE in environ:
+        # A launch has prepared this process: these variables describe its part of the host.
+        environ = {name: value for name, value in environ.items() if name not in _GIVEN_TO_PROCESSES}
+    if played := PlayedTpu.read(environ):
+        environ = played.describe(environ)
     tpu_slice = read_slice(environ, _metadata(environ.get(env.GCE_METADATA_HOST)))
     if tpu_slice is None:
         raise UsageError(
@@ -113,13 +135,27 @@ def _metadata(host: str | None) -> MetadataClient:
     return MetadataClient.from_environ({env.GCE_METADATA_HOST: host} if host else {})
 
 
-def _cores(tpu_slice: TpuSlice, chips: tuple[AttachedChip, ...]) -> tuple[Device, ...]:
+def _cores(
+    environ: Mapping[str, str],
+    tpu_slice: TpuSlice,
+    chips: tuple[AttachedChip, ...],
+    played: PlayedTpu | None,
+) -> tuple[Device, ...]:
     visible = range(len(chips)) if tpu_slice.visible_chips is None else tpu_slice.visible_chips
-    cores = [(chip, core) for chip in visible for core in range(tpu_slice.accelerator.threads_per_process)]
-    return tuple(
-        Device(index, "TPU", f"{tpu_slice.accelerator.name} chip {chip} core {core}", tpu_slice.worker_id)
-        for index, (chip, core) in enumerate(cores)
+    hosts = played.hosts_here if played else 1
+    kind = f"emulated {tpu_slice.accelerator.name}" if played else tpu_slice.accelerator.name
+    cores = [
+        (host, chip, core)
+        for host in range(tpu_slice.worker_id, tpu_slice.worker_id + hosts)
+        for chip in visible
+        for core in range(tpu_slice.accelerator.threads_per_process)
+    ]
+    devices = (
+        Device(index, "TPU", f"{kind} chip {chip} core {core}", host)
+        for index, (host, chip, core) in enumerate(cores)
     )
+    prepared = environ.get(env.POLYXLA_PJRT_DEVICE)
+    return tuple(one for one in devices if prepared in (None, str(one.index)))
 
 
 def _has_libtpu(environ: Mapping[str, str]) -> bool:

@@ -1,0 +1,155 @@
+"""The TPU that `POLYXLA_EMULATE` plays on this machine: what its hosts answer, from its type.
+
+Behind the answers stands the bridge's played libtpu. Everything between `polyxla run` and the first call of
+libtpu is the code that runs on a TPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import socket
+from collections.abc import Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from ipaddress import IPv4Address
+
+from polyxla import UsageError
+from polyxla.console import say_once
+from polyxla.errors import pip_install
+from polyxla_pjrt import env
+from polyxla_pjrt.tpu.accelerators import AcceleratorType
+from polyxla_pjrt.tpu.chips import AttachedChip
+from polyxla_pjrt.tpu.topology import BASE_PORT
+
+POLYXLA_LIBTPU_HOST, POLYXLA_LIBTPU_DEV = "POLYXLA_LIBTPU_HOST", "POLYXLA_LIBTPU_DEV"
+"""Described in ``polyxla_bridge.env``; the bridge need not be installed to look for them."""
+_ATTEMPTS = 100
+
+
+@dataclass(frozen=True)
+class PlayedTpu:
+    """A TPU that this machine plays.
+
+    Attributes:
+        accelerator: its type.
+        host: the number of the only host that is played here; None where one launch plays all hosts.
+    """
+
+    accelerator: AcceleratorType
+    host: int | None = None
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> PlayedTpu | None:
+        """Read which TPU to play, if any.
+
+        Raises:
+            UsageError: there is no such type or host.
+        """
+        text = environ.get(env.POLYXLA_EMULATE)
+        if not text:
+            return None
+        accelerator = AcceleratorType.parse(text, f"{env.POLYXLA_EMULATE}={text}")
+        return cls(accelerator, _host(environ.get(env.POLYXLA_EMULATE_HOST), accelerator))
+
+    @property
+    def hosts_here(self) -> int:
+        """The number of hosts that one launch plays."""
+        return self.accelerator.hosts if self.host is None else 1
+
+    @property
+    def chips(self) -> tuple[AttachedChip, ...]:
+        """The chips of one host, as the kernel would list them."""
+        here = range(self.accelerator.chips_per_host)
+        return tuple(AttachedChip(self.accelerator.generation, f"0000:00:{chip + 4:02x}.0") for chip in here)
+
+    def describe(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of a host of this TPU: variables describe the slice, as on GKE.
+
+        Args:
+            environ: of this process. Variables in it may choose a part of the host, as on a TPU.
+        """
+        names = _addresses("127.0.0.1", self.accelerator.hosts)
+        return {
+            env.TPU_WORKER_HOSTNAMES: ",".join(names) if len(names) > 1 else "localhost",
+            **environ,
+            env.TPU_SKIP_MDS_QUERY: "1",
+            env.TPU_ACCELERATOR_TYPE: self.accelerator.name,
+            env.TPU_WORKER_ID: str(self.host or 0),
+        }
+
+    def require_library(self) -> None:
+        """Check that the played libtpu is installed.
+
+        Raises:
+            UsageError: it is missing.
+        """
+        if importlib.util.find_spec("polyxla_bridge") is None:
+            raise UsageError(
+                "an emulated TPU needs polyxla-bridge, which is not installed",
+                where=f"{env.POLYXLA_EMULATE}={self.accelerator.name}",
+                fix=f"Install it ({pip_install('polyxla-bridge')}), or unset {env.POLYXLA_EMULATE}.",
+            )
+
+    def devices(self, environ: Mapping[str, str]) -> str:
+        """Return the name that the chips of this process's host have in `environ`, or a new one.
+
+        Processes with the same name share the chips: two of them cannot use the same one at the same time.
+        """
+        return environ.get(POLYXLA_LIBTPU_DEV) or f"{random.SystemRandom().getrandbits(64):016x}"
+
+    def library_environment(self, devices: str) -> dict[str, str]:
+        """Return the variables by which a process finds the played libtpu, and by which that finds its chips.
+
+        Args:
+            devices: the name of the chips of the process's host.
+        """
+        import polyxla_bridge
+
+        shape = "x".join(map(str, self.accelerator.bounds.chips_per_host))
+        return {
+            env.TPU_LIBRARY_PATH: str(polyxla_bridge.LIBRARY),
+            POLYXLA_LIBTPU_HOST: f"{self.accelerator.generation}:{shape}",
+            POLYXLA_LIBTPU_DEV: devices,
+        }
+
+    def say(self, replicas: int, layout: str) -> None:
+        """Print once that a TPU is emulated."""
+        host = "" if self.host is None else f", host {self.host}"
+        say_once(
+            f"emulating a {self.accelerator.name}{host} on this machine's CPU: {replicas} replicas, {layout}"
+            "; names and layout are a TPU's, numbers and speed the CPU's"
+        )
+
+
+def _host(text: str | None, accelerator: AcceleratorType) -> int | None:
+    if not text:
+        return None
+    if text.isascii() and text.isdecimal() and int(text) < accelerator.hosts:
+        return int(text)
+    numbers = "0" if accelerator.hosts == 1 else f"0 to {accelerator.hosts - 1}"
+    raise UsageError(
+        f"the hosts of a {accelerator.name} have the numbers {numbers}",
+        where=f"{env.POLYXLA_EMULATE_HOST}={text}",
+        fix=f"Write one of them, or unset {env.POLYXLA_EMULATE_HOST} to play all hosts in one launch.",
+    )
+
+
+def free_addresses(count: int) -> list[str]:
+    """Return addresses for the played hosts of one job; on them libtpu's usual ports are free.
+
+    Linux gives a machine all of 127.0.0.0/8, so that several jobs can have those ports at the same time.
+
+    Raises:
+        OSError: none is free.
+    """
+    chosen = random.SystemRandom()
+    for _ in range(_ATTEMPTS):
+        first = f"127.{chosen.randint(1, 250)}.{chosen.randint(1, 254)}.1"
+        with suppress(OSError), closing(socket.create_server((first, BASE_PORT))):
+            return _addresses(first, count)
+    raise OSError(f"port {BASE_PORT} is not free on any of {_ATTEMPTS} addresses of this machine")
+
+
+def _addresses(first: str, count: int) -> list[str]:
+    return [str(IPv4Address(first) + number) for number in range(count)]
