@@ -1,4 +1,4 @@
-"""SPMD: one process with all devices, which compute one partitioned program."""
+"""SPMD: one process with all devices, or several with their shares, compute one partitioned program."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from polyxla_bridge.abi import Code
 from polyxla_bridge.engine.device_thread import DeviceThread
 from polyxla_bridge.engine.engine import Buffer
 from polyxla_bridge.engine.jax_engine import JaxEngine
+from polyxla_bridge.engine.stall_watchdog import STALLED
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs import program_file
@@ -29,22 +30,30 @@ Run = Callable[..., list[subprocess.CompletedProcess[str]]]
 
 
 @pytest.mark.parametrize(
-    ("mesh", "shards"),
+    ("mesh", "shards", "processes"),
     [
-        ("data", "{(4, 1, 8, 8)} {(8, 144)}"),
-        ("model", "{(16, 1, 8, 8)} {(2, 144)}"),
-        ("both", "{(8, 1, 8, 8)} {(4, 144)}"),
+        ("data", "{(4, 1, 8, 8)} {(8, 144)}", 1),
+        ("model", "{(16, 1, 8, 8)} {(2, 144)}", 1),
+        ("both", "{(8, 1, 8, 8)} {(4, 144)}", 1),
+        ("both", "{(8, 1, 8, 8)} {(4, 144)}", 2),
     ],
 )
-def test_training_computes_what_one_device_computes(printed: Printed, mesh: str, shards: str) -> None:
-    (lines,) = printed("spmd_training.py", mesh, replicas=4)
-    assert lines == ["True True True True True", "True", shards]
+def test_training_computes_what_one_device_computes(
+    printed: Printed, mesh: str, shards: str, processes: int
+) -> None:
+    found = printed("spmd_training.py", mesh, replicas=4, processes=processes)
+    assert found == [["True True True True True", "True", shards]] * processes
 
 
-@pytest.mark.parametrize(("mesh", "shards"), [("fsdp", "{(12, 16)}"), ("fsdp+model", "{(24, 16)}")])
-def test_fsdp_computes_what_one_device_computes(printed: Printed, mesh: str, shards: str) -> None:
-    (lines,) = printed("spmd_fsdp.py", mesh, replicas=4)
-    assert lines == ["True True True True", f"{shards} (48, 16)"]
+@pytest.mark.parametrize(
+    ("mesh", "shards", "processes"),
+    [("fsdp", "{(12, 16)}", 1), ("fsdp+model", "{(24, 16)}", 1), ("fsdp", "{(12, 16)}", 2)],
+)
+def test_fsdp_computes_what_one_device_computes(
+    printed: Printed, mesh: str, shards: str, processes: int
+) -> None:
+    found = printed("spmd_fsdp.py", mesh, replicas=4, processes=processes)
+    assert found == [["True True True True", f"{shards} (48, 16)"]] * processes
 
 
 def test_tensors_under_spmd(printed: Printed) -> None:
@@ -91,19 +100,26 @@ def test_the_cache_keeps_partitioned_programs_apart(run: Run, tmp_path: Path) ->
     assert compiles[2:] == [0, 0]
 
 
-def test_spmd_in_several_processes_is_refused_by_an_exception(run: Run) -> None:
+def test_a_process_that_leaves_a_partitioned_program_is_a_stall(run: Run) -> None:
     code = """
+import os
+import sys
+import numpy as np
 import torch
+import torch_xla.distributed.spmd.xla_sharding as xs
 import torch_xla.runtime as xr
 xr.use_spmd()
-try:
-    (torch.ones(2, device="xla") + 1).cpu()
-except Exception as error:
-    print(error)
+x = torch.arange(4.0).to("xla")
+xs.mark_sharding(x, xs.Mesh(np.arange(4), (4,), ("all",)), ("all",))
+print(x.sum().item())
+if os.environ["POLYXLA_BRIDGE_PROCESS"] == "0":
+    print((x + 1).sum().item())
 """
-    for done in run(code, replicas=2, processes=2):
-        assert "needs all devices in one process, and this job has 2 processes" in done.stdout, done.stderr
-        assert done.returncode == 0
+    environs = [{"POLYXLA_STALL_TIMEOUT_S": "4"}] * 2
+    (waits, leaves) = run(code, replicas=4, processes=2, environs=environs)
+    assert (waits.stdout, leaves.stdout) == ("6.0\n", "6.0\n"), (waits.stderr, leaves.stderr)
+    assert waits.returncode == STALLED
+    assert "a replica is stuck" in waits.stderr
 
 
 def test_parameters_in_a_tuple_are_refused_and_never_the_default(run: Run) -> None:

@@ -193,12 +193,6 @@ class JaxEngine(Engine):
     def _options(self, data: bytes) -> Any:
         options = xla_client.CompileOptions.ParseFromString(data)
         partitions = options.num_partitions
-        if partitions > 1 and self._settings.processes > 1:
-            raise PjrtError(
-                Code.UNIMPLEMENTED,
-                f"a partitioned program (SPMD) needs all devices in one process, and this job has "
-                f"{self._settings.processes} processes",
-            )
         options.num_replicas = self._settings.replicas // partitions
         # The program numbers devices 0..N-1; jaxlib gives each client a block of ids.
         ids = np.array(self._clients.global_ids, dtype=np.int32)
