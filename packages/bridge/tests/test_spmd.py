@@ -122,19 +122,6 @@ if os.environ["POLYXLA_BRIDGE_PROCESS"] == "0":
     assert "a replica is stuck" in waits.stderr
 
 
-def test_parameters_in_a_tuple_are_refused_and_never_the_default(run: Run) -> None:
-    # jaxlib 0.10.2 ends the process when it serialises such a program.
-    environs = [{"XLA_PARAMETER_WRAPPING_THREADSHOLD": "1"}]
-    (done,) = run("spmd_fsdp.py", "fsdp", replicas=4, environs=environs)
-    assert done.returncode == 1
-    assert "because of XLA_PARAMETER_WRAPPING_THREADSHOLD; unset that variable" in done.stderr
-    (done,) = run(
-        "import os, torch; torch.ones(1, device='xla').cpu()\n"
-        "print(os.environ['XLA_PARAMETER_WRAPPING_THREADSHOLD'])"
-    )
-    assert int(done.stdout) > 1e9
-
-
 PARTS = """HloModule parts, num_partitions=4
 add { a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }
 ENTRY main { x = f32[8] parameter(0), sharding={devices=[4]<=[4]}
@@ -215,6 +202,40 @@ def test_programs_of_several_threads_meet_in_one_order(
     with ThreadPoolExecutor(4) as pool:
         sums = list(pool.map(lambda start: sum_of(engine, executable, start), range(40)))
     assert sums == [28.0 + 8 * start for start in range(40)]
+
+
+def test_unequal_parts_are_compiled_for_each_device(engine: JaxEngine) -> None:
+    # jaxlib 0.10.2 ends the process when it serialises such a program.
+    text = PARTS.replace("f32[8]", "f32[6]")
+    executable = engine.compile(hlo_module_from_text(text).as_serialized_hlo_module_proto(), options())
+    results = engine.execute_partitioned(executable, upload(engine))
+    # Two of the eight numbers are padding.
+    assert [download(engine, total) for total, _ in results] == [[15]] * 4
+    assert [download(engine, part) for _, part in results][:3] == [[0, 1], [4, 9], [16, 25]]
+    with pytest.raises(PjrtError, match="jaxlib cannot load parts"):
+        engine.deserialize(engine.serialize(executable))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_tensors_with_unequal_parts(run: Run, processes: int) -> None:
+    code = """
+import numpy as np
+import torch
+import torch_xla
+import torch_xla.distributed.spmd.xla_sharding as xs
+import torch_xla.runtime as xr
+xr.use_spmd()
+mesh = xs.Mesh(np.arange(4), (4,), ("all",))
+x = torch.arange(6.0).to("xla")
+xs.mark_sharding(x, mesh, ("all",))
+y, z = x * 2, x.sum()
+xs.mark_sharding(y, mesh, ("all",))
+torch_xla.sync()
+print(y.cpu().tolist(), z.item())
+"""
+    for done in run(code, replicas=4, processes=processes):
+        assert done.stdout == "[0.0, 2.0, 4.0, 6.0, 8.0, 10.0] 15.0\n", done.stderr
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def sum_of(engine: JaxEngine, executable: Executable, start: int) -> float:

@@ -233,15 +233,6 @@ def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
         raise ValueError(f"{name}={text!r} is not an integer") from None
 
 
-def keep_parameters_apart() -> None:
-    """Let torch_xla pass every parameter of a program by itself, unless the user has set the variable.
-
-    It packs those of a program that has 3200 into a tuple, which a TPU needs. jaxlib 0.10.2 ends the process
-    when it serialises a partitioned program with a tuple.
-    """
-    os.environ.setdefault("XLA_PARAMETER_WRAPPING_THREADSHOLD", str(1 << 30))
-
-
 @contextmanager
 def as_under_spmd() -> Iterator[None]:
     """Let torch_xla's C++ code, which reads the environment, act as after ``use_spmd()``."""

@@ -129,7 +129,6 @@ def activate(make_engine: Callable[[], Engine]) -> None:
     from polyxla_bridge.table.handles import Bridge
     from polyxla_bridge.table.table import Table
 
-    env.keep_parameters_apart()
     # wait_device_ops releases the GIL while it waits; torch_xla._prepare_to_exit does not.
     bridge = Bridge(make_engine, xla_model.wait_device_ops)
     table = Table(bridge)

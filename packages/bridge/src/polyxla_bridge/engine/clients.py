@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -184,13 +184,24 @@ class LoadedProgram:
         num_partitions: number of its partitions.
         loaded: the program by replica, as far as it is loaded already.
         data: the program in jaxlib's format; required if `loaded` is empty.
+        compile_on: compiles the program for a replica, if jaxlib cannot serialise it.
+
+    Attributes:
+        is_serializable: whether the program can be stored and sent.
     """
 
     def __init__(
-        self, clients: Clients, num_partitions: int, loaded: dict[int, Any], data: bytes | None = None
+        self,
+        clients: Clients,
+        num_partitions: int,
+        loaded: dict[int, Any],
+        data: bytes | None = None,
+        compile_on: Callable[[int], Any] | None = None,
     ) -> None:
+        self.is_serializable = compile_on is None
         self._clients = clients
         self._num_partitions = num_partitions
+        self._compile_on = compile_on or self._load_on
         self._loaded = loaded
         self._data = data
         self._lock = threading.Lock()
@@ -201,13 +212,16 @@ class LoadedProgram:
         if index not in self._loaded:
             with self._lock:
                 if index not in self._loaded:
-                    self._loaded[index] = self._clients.load(index, self._bytes(), self._num_partitions)
+                    self._loaded[index] = self._compile_on(index)
         return self._loaded[index]
 
+    def _load_on(self, index: int) -> Any:
+        return self._clients.load(index, self._bytes(), self._num_partitions)
+
     def data(self) -> bytes:
-        """Return the program in jaxlib's format."""
+        """Return the program in jaxlib's format; nothing if it cannot be serialised."""
         with self._lock:
-            return self._bytes()
+            return self._bytes() if self.is_serializable else b""
 
     def _bytes(self) -> bytes:
         if self._data is not None:

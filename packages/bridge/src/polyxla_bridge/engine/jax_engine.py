@@ -118,17 +118,19 @@ class JaxEngine(Engine):
             return self._load_or_compile(fingerprint, hlo_module, options)[0]
         if not coordinator.claim(fingerprint):
             published = coordinator.wait(fingerprint)
-            if published:
+            if published and published.data:
                 executable = self.deserialize(published.data)
                 # Processes may have separate cache directories, and another one may claim it in the next job.
                 self.cache.save(fingerprint, lambda: published.data, is_replaced=False)
                 self.cache.count(is_hit=published.is_hit)
                 return executable
-            # The heartbeat of the process that claimed it stopped. Compiling twice is better than never.
+            # The heartbeat of the process that claimed it stopped, or the program cannot be sent. Compiling
+            # twice is better than never.
             return self._load_or_compile(fingerprint, hlo_module, options)[0]
         try:
             executable, is_hit = self._load_or_compile(fingerprint, hlo_module, options)
-            coordinator.publish(fingerprint, Published(self.serialize(executable), is_hit))
+            data = self.serialize(executable) if executable.native["program"].is_serializable else b""
+            coordinator.publish(fingerprint, Published(data, is_hit))
         except BaseException as error:
             coordinator.fail(fingerprint, error)
             raise
@@ -146,7 +148,8 @@ class JaxEngine(Engine):
             if cached is not None:
                 return cached, True
             compiled = self._compile(fingerprint, hlo_module, options)
-            self.cache.save(fingerprint, lambda: self.serialize(compiled))
+            if compiled.native["program"].is_serializable:
+                self.cache.save(fingerprint, lambda: self.serialize(compiled))
             return compiled, False
         finally:
             with self._lock:
@@ -159,12 +162,6 @@ class JaxEngine(Engine):
         hlo.results(hlo_module)
         compile_options = self._options(options)
         partitions = compile_options.num_partitions
-        if partitions > 1 and hlo.has_tuple_parameter(hlo_module):
-            raise PjrtError(
-                Code.UNIMPLEMENTED,
-                f"{hlo.module_name(hlo_module)} is partitioned (SPMD), and its parameters are packed into a "
-                "tuple, because of XLA_PARAMETER_WRAPPING_THREADSHOLD; unset that variable",
-            )
         # The partitioner adds collectives in forms that the client knows.
         is_rewritten = partitions == 1
         code = rewrite.for_jaxlib(hlo_module, self._settings.replicas) if is_rewritten else hlo_module
@@ -181,7 +178,18 @@ class JaxEngine(Engine):
             fingerprint=fingerprint,
             num_partitions=partitions,
         )
-        return self._attach(executable, LoadedProgram(self._clients, partitions, {first: native}))
+        return self._attach(executable, self._loaded(hlo_module, module, compile_options, native))
+
+    def _loaded(self, hlo_module: bytes, module: Any, options: Any, native: Any) -> LoadedProgram:
+        """Return the program that `native` is on the first replica."""
+        first = self._clients.local[0]
+        if options.num_partitions == 1 or _has_equal_parts(hlo_module, native):
+            return LoadedProgram(self._clients, options.num_partitions, {first: native})
+
+        def compile_on(index: int) -> Any:
+            return self._clients.compile(index, module, options)
+
+        return LoadedProgram(self._clients, options.num_partitions, {first: native}, compile_on=compile_on)
 
     def _attach(self, executable: Executable, program: LoadedProgram) -> Executable:
         executable.native["program"] = program
@@ -379,6 +387,25 @@ class JaxEngine(Engine):
         for thread in self._threads.values():
             thread.close(0 if late else FINISH_TIMEOUT_S)
         self._clients.close()
+
+
+def _has_equal_parts(hlo_module: bytes, native: Any) -> bool:
+    """Return whether the partitions' shares of each argument and result are equal.
+
+    If they are not, jaxlib 0.10.2 ends the process when it serialises the program.
+    """
+    for arrays, shardings in (
+        (hlo.parameters(hlo_module), native.get_parameter_shardings()),
+        (hlo.results(hlo_module), native.get_output_shardings()),
+    ):
+        if shardings and len(shardings) != len(arrays):
+            return False
+        for (_, dims), sharding in zip(arrays, shardings or (), strict=False):
+            # A last count without a dimension is of devices that have the same part.
+            counts = sharding.tile_assignment_dimensions
+            if any(size % count for size, count in zip(dims, counts, strict=False)):
+                return False
+    return True
 
 
 def _bytes(host: np.ndarray[Any, Any]) -> memoryview:

@@ -94,11 +94,6 @@ def results(hlo: bytes) -> list[tuple[str, tuple[int, ...]]]:
     return [(_PRIMITIVES[array.element_type], tuple(array.dimensions)) for array in arrays]
 
 
-def has_tuple_parameter(hlo: bytes) -> bool:
-    """Return whether a serialised HloModuleProto takes arguments that are packed into a tuple."""
-    return any(one.element_type == TUPLE for one in parse_module(hlo).host_program_shape.parameters)
-
-
 def parameters(hlo: bytes) -> list[tuple[str, tuple[int, ...]]]:
     """Return dtype and dimensions of each argument that a serialised HloModuleProto takes."""
     arrays = _flat(parse_module(hlo).host_program_shape.parameters)
