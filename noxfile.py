@@ -313,6 +313,13 @@ def libtpu(session: nox.Session) -> None:
 
 
 @nox.session
+def upstream(session: nox.Session) -> None:
+    """Run torch_xla's own list of TPU tests on an emulated TPU; the argument is a checkout of torch_xla."""
+    install(session, ["bridge", "runtime-pjrt"], group("upstream"))
+    session.run("python", ".ci/upstream.py", *session.posargs)
+
+
+@nox.session
 def proto(session: nox.Session) -> None:
     """Generate the code of all .proto files with the oldest tools supported; fail if the code has changed."""
     needs = (re.fullmatch(r"grpcio>=([\d.]+),.*", one) for one in PROJECTS["runtime-xrt"]["dependencies"])

@@ -213,11 +213,18 @@ def _of_job(mark: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed-parent"])
+@pytest.mark.parametrize(
+    ("number", "program"),
+    [
+        pytest.param(signal.SIGINT, "wait_for_each_other.py", id="ctrl-c"),
+        pytest.param(signal.SIGKILL, "wait_for_each_other.py", id="killed-parent"),
+        pytest.param(signal.SIGKILL, "hold_gil.py", id="stuck-replicas", marks=pytest.mark.pjrt),
+    ],
+)
 def test_the_end_of_the_parent_ends_all_its_processes(
-    runtime: RuntimeUnderTest, tmp_path: Path, number: signal.Signals
+    runtime: RuntimeUnderTest, tmp_path: Path, number: signal.Signals, program: str
 ) -> None:
-    script = PROGRAMS / "wait_for_each_other.py"
+    script = PROGRAMS / program
     command = [sys.executable, "-m", "polyxla", "run", "--devices", "2", str(script), str(tmp_path)]
     environ = {**os.environ, "POLYXLA_RUNTIME": runtime.name, "TEST_JOB": str(tmp_path)}
     with (tmp_path / "out").open("w") as out:

@@ -102,25 +102,26 @@ def _shown(program: Path) -> Path:
     return program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "count"),
-    [
-        ("POLYXLA_EMULATE", "v3-8", 8),
-        ("POLYXLA_DEVICES", "2", 2),
-    ],
-)
 @pytest.mark.long
-def test_plain_python_ends_there_too(
-    clean_environ: dict[str, str], variable: str, value: str, count: int
-) -> None:
+def test_plain_python_ends_there_too(clean_environ: dict[str, str]) -> None:
     program = PROGRAMS / "touch_device.py"
-    done = run([sys.executable, str(program)], {**clean_environ, variable: value})
+    done = run([sys.executable, str(program)], {**clean_environ, "POLYXLA_DEVICES": "2"})
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = [line for line in done.stderr.splitlines() if not line.startswith("WARNING")]
     assert line.startswith(
-        f"polyxla: error: {count} replicas were asked for, but {_shown(program)}:6 uses a device"
+        f"polyxla: error: 2 replicas were asked for, but {_shown(program)}:6 uses a device"
     )
-    assert f"(from {variable}={value}" in line
+    assert "(from POLYXLA_DEVICES=2" in line
+
+
+def test_a_program_may_use_a_tpu_host_without_a_launch(clean_environ: dict[str, str]) -> None:
+    # As on a TPU VM, where it sees all chips of its host.
+    done = run(
+        [sys.executable, str(PROGRAMS / "use_all_devices.py")], {**clean_environ, "POLYXLA_EMULATE": "v4-8"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "RESULT ['xla:0', 'xla:1', 'xla:2', 'xla:3'] [6, 10, 14, 18]\n"
+    assert "emulating a v4-8 on this machine's CPU: 4 devices, and no replicas launched; names" in done.stderr
 
 
 @pytest.mark.parametrize("count", [2, 1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
 
 import pytest
 
@@ -132,11 +131,15 @@ def test_a_chip_belongs_to_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     generation = host("v4:2x2x1").generation
     here, other = Host(generation, (2, 2, 1), "here"), Host(generation, (2, 2, 1), "other")
     alone = {"TPU_PROCESS_BOUNDS": "1,1,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1"}
-    with ExitStack() as held:
-        monkeypatch.setattr(claims, "_held", held)
+    held: list[int] = []
+    monkeypatch.setattr(claims, "_held", held)
+    try:
         claims.claim(Topology.read(alone | {"TPU_VISIBLE_CHIPS": "1"}, here), here)
         claims.claim(Topology.read(alone | {"TPU_VISIBLE_CHIPS": "2"}, here), here)
         claims.claim(Topology.read(alone | {"TPU_VISIBLE_CHIPS": "1"}, other), other)
         in_use = rf"The TPU is already in use by process with pid {os.getpid()}\. .*accel1"
         with pytest.raises(PjrtError, match=in_use):
             claims.claim(Topology.read(alone | {"TPU_VISIBLE_CHIPS": "1"}, here), here)
+    finally:
+        for descriptor in held:
+            os.close(descriptor)

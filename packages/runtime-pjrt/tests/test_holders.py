@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from polyxla_pjrt.tpu.holders import Holder, find_holders
+from polyxla_pjrt.tpu.holders import Holder, find_holders, named
 
 HOLD = "import sys; files = [open(path) for path in sys.argv[1:]]; print('open', flush=True); input()"
 
@@ -112,3 +112,20 @@ def test_a_long_command_is_shortened(dev: Path, tmp_path: Path) -> None:
 def test_the_calling_process_is_never_named(dev: Path) -> None:
     with (dev / "accel0").open():
         assert os.getpid() not in [one.pid for one in find(dev)]
+
+
+@pytest.mark.parametrize("text", ["The TPU is already in use by process with pid 1.", "Couldn't open device"])
+def test_the_error_of_a_tpu_in_use_names_who_has_it_open(dev: Path, hold: Hold, text: str) -> None:
+    holder = hold(dev / "accel0")
+    with pytest.raises(RuntimeError, match=text) as caught, named(dev=dev):
+        raise RuntimeError(text)
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"process {holder.pid} (")
+    assert note.endswith(f") has {dev}/accel0 open")
+
+
+def test_other_errors_name_nobody(dev: Path, hold: Hold) -> None:
+    hold(dev / "accel0")
+    with pytest.raises(RuntimeError, match="no memory") as caught, named(dev=dev):
+        raise RuntimeError("no memory")
+    assert not hasattr(caught.value, "__notes__")

@@ -121,7 +121,7 @@ def test_a_fork_of_a_process_that_uses_a_device_is_refused_with_the_line(tmp_pat
     )
     done = python(f"import runpy; runpy.run_path({str(script)!r})", PJRT_DEVICE="CPU")
     assert done.stdout == (
-        "launch was called in a process that already uses a device; the device was first used at "
+        "launch was called in a process that already uses a device, initialized at "
         f"{script}:2 (from launch). Use devices only in the function that is launched.\n"
     ), done.stderr
 

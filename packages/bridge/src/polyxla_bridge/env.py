@@ -116,7 +116,7 @@ class BridgeSettings:
     """The job's replicas, the part of them that this process holds, and how the engine runs them.
 
     `places` has the coordinates of this process's replicas, by which they are numbered. Without them,
-    replicas count through the processes.
+    replicas count through the processes. `cores` is the number of TensorCores that a device is made of.
     """
 
     replicas: int = 1
@@ -133,6 +133,7 @@ class BridgeSettings:
     cache_origin: CacheOrigin = CacheOrigin.OFF
     cache_is_readonly: bool = False
     places: tuple[Coordinates, ...] = ()
+    cores: int = 1
 
     @property
     def per_process(self) -> int:

@@ -190,7 +190,8 @@ def prepared_plan(environ: Mapping[str, str], nprocs: int | None = None) -> Plan
         UsageError: the environment has another number of devices.
     """
     kind = requested_kind(environ) or ("TPU" if attached_chips() else "")
-    if kind not in KINDS or nprocs == 1:
+    # With these bounds the program has chosen which chips a process drives.
+    if kind not in KINDS or nprocs == 1 or (kind == "TPU" and environ.get(env.TPU_PROCESS_BOUNDS)):
         return None
     return requested_plan(environ) if nprocs is None else _plan_of(environ, nprocs)
 

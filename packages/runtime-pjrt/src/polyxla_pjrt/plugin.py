@@ -13,7 +13,7 @@ from polyxla.plugins.unknown_variables import constants
 from polyxla_pjrt import discovery as pjrt
 from polyxla_pjrt import env, torchrun
 from polyxla_pjrt.launching import PRELOAD, run_job, say_uncached
-from polyxla_pjrt.layout import Layout, Place
+from polyxla_pjrt.layout import Place
 from polyxla_pjrt.tpu.played import PlayedTpu
 
 
@@ -57,7 +57,7 @@ def polyxla_launch(job: Job) -> list[Any]:
             say_uncached(job.environ)
         return run_job(job, plan.with_own_processes() if job.own_processes else plan)
     if played := PlayedTpu.read(job.environ):
-        played.say(1, str(Layout()))
+        played.say("1 replica")
     else:
         say_uncached(job.environ)
     if job.process_method is None:

@@ -7,8 +7,10 @@ process's only replica is the main thread.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import queue
+import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,11 +24,17 @@ from torch_xla._internal import pjrt
 from torch_xla.core import dynamo_bridge
 
 from polyxla import UsageError, World, presence
+from polyxla.env import snapshot
 from polyxla.launcher import failures
 from polyxla.launcher.child import REPLICA_THREAD
 from polyxla.xla import replica_process
 from polyxla.xla.replication import CollectiveReplication
+from polyxla_pjrt import torchrun
 from polyxla_pjrt.layout import Place, Plan
+from polyxla_pjrt.tpu import holders
+
+_PR_SET_PDEATHSIG = 1
+"""Source: ``linux/prctl.h``."""
 
 
 class MultiReplication(CollectiveReplication):
@@ -74,10 +82,13 @@ def run_replicas(replica: Callable[[Place], Any], plan: Plan, process: int) -> l
     Raises the first exception of a replica at once: the other replicas may wait for that one in a collective
     forever. They end with the process.
     """
+    if torchrun.process_count(snapshot()) is None:
+        _end_with_parent()
     if plan.is_bridged:
         _watch(plan)
     replica_process.prepare(shares_gil=plan.layout.threads > 1)
-    pjrt.initialize_multiprocess(process % plan.layout.processes, plan.layout.processes)
+    with holders.named():
+        pjrt.initialize_multiprocess(process % plan.layout.processes, plan.layout.processes)
     if plan.layout.threads == 1:
         return [_on_own_device(replica, Place(plan, process, 0))]
     # A forked process creates torch's autograd engine again at the first use. Two threads must not do that at
@@ -92,6 +103,14 @@ def run_replicas(replica: Callable[[Place], Any], plan: Plan, process: int) -> l
             for i in range(plan.layout.threads)
         ]
     )
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end this process when its parent ends.
+
+    C++ code that hangs with the GIL held would live on, and keep its TPU chip.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _watch(plan: Plan) -> None:

@@ -9,6 +9,7 @@ import torch
 from polyxla import UsageError, World
 from polyxla.contracts.replication import ReduceOp
 from polyxla.xla.replication import XlaReplication
+from polyxla_pjrt.tpu import holders
 from polyxla_pjrt.tpu.played import PlayedTpu
 
 
@@ -16,7 +17,8 @@ class SingleReplication(XlaReplication):
     """The only replica of its job, also on a played TPU: every collective is the identity."""
 
     def __init__(self, kind: str, local_index: int, environ: Mapping[str, str]) -> None:
-        super().__init__(kind, local_index, environ)
+        with holders.named():
+            super().__init__(kind, local_index, environ)
         self.world = World()
         if PlayedTpu.read(environ):
             from polyxla_bridge.torch_xla_plugin import CACHE_COUNTERS

@@ -29,7 +29,7 @@ from polyxla_pjrt import discovery, env, torchrun
 from polyxla_pjrt.cpu_client import TensorWatch
 from polyxla_pjrt.host_answers import answer
 from polyxla_pjrt.launching import run_plan, run_process, say_uncached
-from polyxla_pjrt.layout import BRIDGED_CPU, Layout, Plan
+from polyxla_pjrt.layout import BRIDGED_CPU, Plan
 from polyxla_pjrt.tpu.chips import attached_chips
 from polyxla_pjrt.tpu.played import PlayedTpu
 
@@ -109,9 +109,11 @@ def _join_torchrun() -> None:
 def _say_played() -> None:
     """Print that the TPU is emulated, in a program that uses it without a launch."""
     environ = snapshot()
-    if (played := PlayedTpu.read(environ)) and env.PJRT_LOCAL_PROCESS_COUNT not in environ:
-        plan = discovery.requested_plan(environ)
-        played.say(plan.layout.replicas if plan else 1, str(plan.layout if plan else Layout()))
+    played = PlayedTpu.read(environ)
+    if played and env.PJRT_LOCAL_PROCESS_COUNT not in environ and env.POLYXLA_PJRT_DEVICE not in environ:
+        played.say(
+            f"{len(played.chips) * played.accelerator.threads_per_process} devices, and no replicas launched"
+        )
 
 
 def _may_launch_on_cpu(environ: Mapping[str, str]) -> bool:
@@ -130,7 +132,7 @@ def _watch() -> None:
         _join_torchrun()
         tensors.stop()
 
-    first_device_use.watch(_replicas, (POLYXLA_DEVICES, env.POLYXLA_EMULATE), follow)
+    first_device_use.watch(_replicas, (POLYXLA_DEVICES,), follow)
     if _may_launch_on_cpu(snapshot()):
         tensors.__enter__()  # type: ignore[no-untyped-call]
 

@@ -59,7 +59,7 @@ class TpuPlan(Plan):
     def say(self) -> None:
         """Print once that the TPU is emulated, if it is."""
         if self.played:
-            self.played.say(self.layout.replicas, str(self.layout))
+            self.played.say(f"{self.layout.replicas} replicas, {self.layout}")
 
     def with_own_processes(self) -> TpuPlan:
         """Return this plan if each replica has a process of its own.

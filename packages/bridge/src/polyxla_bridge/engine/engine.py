@@ -24,6 +24,7 @@ class EngineDevice:
         is_local: whether that is this process.
         kind: device kind in the device attributes.
         place: where a TPU's device is; None on the CPU.
+        cores: number of TensorCores that it is made of.
     """
 
     index: int
@@ -31,6 +32,7 @@ class EngineDevice:
     is_local: bool
     kind: str
     place: Coordinates | None = None
+    cores: int = 1
 
 
 @dataclass
@@ -153,6 +155,14 @@ class Engine(ABC):
     @abstractmethod
     def to_host(self, buffer: Buffer) -> Future[memoryview]:
         """Return the future of a buffer's bytes, dense and row-major."""
+
+    def address(self, buffer: Buffer) -> int:
+        """Return where a buffer's bytes are in this process's memory, once it is computed.
+
+        Raises:
+            PjrtError: they are not in this process.
+        """
+        raise PjrtError(Code.UNIMPLEMENTED, f"the arrays of {type(self).__name__} are in another process")
 
     @abstractmethod
     def copy(self, buffer: Buffer, device: EngineDevice) -> Buffer:

@@ -94,7 +94,7 @@ class JaxEngine(Engine):
     def _devices(self) -> tuple[EngineDevice, ...]:
         settings = self._settings
         devices = [
-            EngineDevice(index, process, process == settings.process, settings.kind, place)
+            EngineDevice(index, process, process == settings.process, settings.kind, place, settings.cores)
             for process, share in self._clients.shares.items()
             for index, place in itertools.zip_longest(*share)
         ]
@@ -303,6 +303,12 @@ class JaxEngine(Engine):
     def to_host(self, buffer: Buffer) -> Future[memoryview]:
         """Read the buffer as soon as it is computed."""
         return self._read(buffer, _bytes)
+
+    def address(self, buffer: Buffer) -> int:
+        """Return jaxlib's own address of the array."""
+        found: Future[int] = Future()
+        then(buffer.value, lambda array: found.set_result(array.unsafe_buffer_pointer()), found)
+        return found.result()
 
     def copy(self, buffer: Buffer, device: EngineDevice) -> Buffer:
         """Copy through the host, since the clients share no memory."""

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import socket
 import struct
-from contextlib import ExitStack
 
 from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.libtpu.host import Host
 from polyxla_bridge.libtpu.topology import Topology
 
-_held = ExitStack()
-"""Open sockets. The kernel closes them when the process ends, however it ends."""
+_held: list[int] = []
+"""File descriptors of sockets. The kernel closes them when the process ends, however it ends."""
 _ANSWER_TIMEOUT_S = 5.0
 _PEER = struct.Struct("3i")
 """The answer to ``SO_PEERCRED``: the process, user and group of the other end. Source: unix(7)."""
@@ -45,7 +44,7 @@ def _take(address: str) -> None:
             f"libtpu.so in this process. ({address.rpartition('/')[2]})",
         ) from None
     chip.listen()
-    _held.enter_context(chip)
+    _held.append(chip.detach())
 
 
 def _holder(address: str) -> int | str:
@@ -63,7 +62,7 @@ def _holder(address: str) -> int | str:
 def _listen(address: str) -> None:
     host, _, port = address.rpartition(":")
     try:
-        _held.enter_context(socket.create_server((host, int(port))))
+        _held.append(socket.create_server((host, int(port))).detach())
     except OSError as error:
         raise PjrtError(
             Code.UNAVAILABLE, f"this process cannot listen on its own address {address}: {error.strerror}"

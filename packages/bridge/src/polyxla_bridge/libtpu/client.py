@@ -54,6 +54,7 @@ def settings(topology: Topology, host: Host, base: BridgeSettings) -> BridgeSett
         host=_reachable(topology.addresses[topology.task]).rpartition(":")[0],
         platform="TPU",
         kind=host.generation.kind,
+        cores=host.generation.tensor_cores,
     )
 
 

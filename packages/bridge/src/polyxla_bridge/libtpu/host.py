@@ -23,22 +23,24 @@ class Generation:
     Attributes:
         kind: the device kind.
         cores: devices of a chip.
+        tensor_cores: TensorCores of a device.
         counts_y_first: whether the chips of a host count along y first; otherwise along x.
     """
 
     kind: str
     cores: int
+    tensor_cores: int
     counts_y_first: bool
 
 
 GENERATIONS = {
-    "v2": Generation("TPU v2", 2, counts_y_first=True),
-    "v3": Generation("TPU v3", 2, counts_y_first=True),
-    "v4": Generation("TPU v4", 1, counts_y_first=True),
-    "v5e": Generation("TPU v5 lite", 1, counts_y_first=False),
-    "v5p": Generation("TPU v5", 1, counts_y_first=True),
-    "v6e": Generation("TPU v6 lite", 1, counts_y_first=False),
-    "v7x": Generation("TPU7x", 2, counts_y_first=True),
+    "v2": Generation("TPU v2", 2, 1, counts_y_first=True),
+    "v3": Generation("TPU v3", 2, 1, counts_y_first=True),
+    "v4": Generation("TPU v4", 1, 2, counts_y_first=True),
+    "v5e": Generation("TPU v5 lite", 1, 1, counts_y_first=False),
+    "v5p": Generation("TPU v5", 1, 2, counts_y_first=True),
+    "v6e": Generation("TPU v6 lite", 1, 1, counts_y_first=False),
+    "v7x": Generation("TPU7x", 2, 1, counts_y_first=True),
 }
 """By short name.
 

@@ -60,6 +60,9 @@ class Topology:
         chips = _shape(environ, CHIPS, host.shape, 1)
         visible = _numbers(environ, VISIBLE, range(host.chips))
         count = math.prod(processes)
+        if count == 1 and len(visible) == host.chips:
+            # Source: test_xla_devices_single_process_all_chips in torch_xla 2.9.0, test/pjrt.
+            chips = host.shape
         (task,) = _numbers(environ, TASK, [0]) if count > 1 else (0,)
         addresses = tuple(_first(environ, ADDRESSES, DEFAULT_ADDRESS)[1].split(","))
         read = cls(processes, chips, task, visible, addresses if count > 1 else addresses[:1])

@@ -30,6 +30,12 @@ def _copy(bridge: Bridge, buffer: int, place: int) -> int:
     return handle
 
 
+@call("Buffer_UnsafePointer")
+def buffer_unsafe_pointer(bridge: Bridge, args: Any) -> None:
+    bridge.drain()
+    args.buffer_pointer = bridge.engine.address(bridge.buffer(args.buffer))
+
+
 @call("Buffer_ToHostBuffer")
 def buffer_to_host_buffer(bridge: Bridge, args: Any) -> None:
     bridge.drain()

@@ -84,12 +84,17 @@ def _attributes(device: EngineDevice) -> Any:
     coordinates = array(chip, ctypes.c_int64)
     # It lives as long as the process, as a device does.
     _ALIVE.append(coordinates)
-    size, kinds = ctypes.sizeof(NamedValue), NamedValueType
-    coords = NamedValue(struct_size=size, name=b"coords", name_size=6, type=kinds.INT64_LIST, value_size=3)
+    coords = _attribute(b"coords", NamedValueType.INT64_LIST, len(chip))
     coords.int64_array_value = address(coordinates)
-    on_chip = NamedValue(struct_size=size, name=b"core_on_chip", name_size=12, type=kinds.INT64, value_size=1)
-    on_chip.int64_value = core
-    return (NamedValue * 2)(coords, on_chip)
+    on_chip, cores = (_attribute(name, NamedValueType.INT64, 1) for name in (b"core_on_chip", b"num_cores"))
+    on_chip.int64_value, cores.int64_value = core, device.cores
+    return (NamedValue * 3)(coords, on_chip, cores)
+
+
+def _attribute(name: bytes, kind: int, size: int) -> NamedValue:
+    return NamedValue(
+        struct_size=ctypes.sizeof(NamedValue), name=name, name_size=len(name), type=kind, value_size=size
+    )
 
 
 class ArrayTypes:

@@ -38,7 +38,7 @@ class XlaCounters(Counters):
         self._device = device
         self._cache_counters = cache_counters
         self._has_memory = True
-        # A runtime with a cache of its own plays its TPUs, or reaches them from afar.
+        # With a cache of its own, a runtime plays its TPUs or reaches them from afar.
         if xr.device_type() == "TPU" and cache_counters is None:
             self.chip = str(_native._xla_device_kind(str(device)))
 

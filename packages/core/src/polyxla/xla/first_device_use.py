@@ -18,7 +18,7 @@ from torch_xla.experimental import plugins
 
 from polyxla import callsite, env
 from polyxla.console import say
-from polyxla.errors import UsageError
+from polyxla.errors import DeviceInUseError, UsageError
 from polyxla.xla.unsynced_steps import UnsyncedSteps
 
 _DEVICE_FUNCTIONS = (
@@ -101,15 +101,12 @@ def refuse(launcher: str) -> None:
     """Refuse to launch from a process that already uses a device; a TPU's chips would refuse later.
 
     Raises:
-        UsageError: the process uses a device; the error names the line that used it first.
+        DeviceInUseError: the process uses a device; the error names the line that used it first.
     """
     if is_in_use():
-        raise UsageError(
-            f"{launcher} was called in a process that already uses a device; "
-            f"the device was first used at {_own.line or _UNSEEN}",
-            where=launcher,
-            fix="Use devices only in the function that is launched.",
-        )
+        line = _own.line or _UNSEEN
+        what = f"{launcher} was called in a process that already uses a device, initialized at {line}"
+        raise DeviceInUseError(what, where=launcher, fix="Use devices only in the function that is launched.")
 
 
 def _replace(module: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,8 @@ Source: libtpu's own message, which names it when the TPU is in use.
 _CHIP = re.compile(r"accel\d+|accel/accel\d+|vfio/\d+", re.ASCII)
 """A chip's file in ``/dev``: ``accel0``, or the number of its IOMMU group. Source: tpu-info, Ray."""
 _COMMAND_LENGTH = 120
+_IN_USE = ("already in use", "Couldn't open")
+"""What libtpu's errors contain if another process has the chips. Source: libtpu 0.0.21."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,29 @@ class Holder:
 
     def __str__(self) -> str:
         return f"process {self.pid} ({self.command}) has {', '.join(self.files)} open"
+
+
+@contextmanager
+def named(*, dev: Path = DEV) -> Iterator[None]:
+    """Add the processes that have the chips open to an error of a TPU that is in use.
+
+    Processes with the parent of this one are left out: they are the other replicas of its job.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if any(text in str(error) for text in _IN_USE):
+            parent = os.getppid()
+            for holder in find_holders(but=[parent, *_children(PROC / str(parent))], dev=dev):
+                error.add_note(str(holder))
+        raise
+
+
+def _children(process: Path) -> list[int]:
+    try:
+        return [int(pid) for pid in (process / "task" / process.name / "children").read_text().split()]
+    except OSError:
+        return []
 
 
 def find_holders(

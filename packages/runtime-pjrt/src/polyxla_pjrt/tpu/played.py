@@ -113,12 +113,12 @@ class PlayedTpu:
             POLYXLA_LIBTPU_DEV: devices,
         }
 
-    def say(self, replicas: int, layout: str) -> None:
-        """Print once that a TPU is emulated."""
+    def say(self, used_as: str) -> None:
+        """Print once that a TPU is emulated, and what of it the program uses."""
         host = "" if self.host is None else f", host {self.host}"
         say_once(
-            f"emulating a {self.accelerator.name}{host} on this machine's CPU: {replicas} replicas, {layout}"
-            "; names and layout are a TPU's, numbers and speed the CPU's"
+            f"emulating a {self.accelerator.name}{host} on this machine's CPU: {used_as}; names and layout "
+            "are a TPU's, numbers and speed the CPU's"
         )
 
 
