@@ -23,10 +23,10 @@ TASK = ("CLOUD_TPU_TASK_ID", "TPU_WORKER_ID")
 ADDRESSES = ("TPU_PROCESS_ADDRESSES",)
 """``host:port`` of every process, by number."""
 PORT = ("TPU_PROCESS_PORT",)
-"""The port of this process. Default: 8476."""
+"""The port of this process. Default: that of its address."""
 
-DEFAULT_ADDRESS = "localhost:8476"
-"""Source: torch_xla 2.9.0, whose processes count from this port."""
+DEFAULT_ADDRESS = "localhost:8471"
+"""Source: libtpu's log (``TPU_LOG_DIR``, libtpu 0.0.21)."""
 
 
 @dataclass(frozen=True)
