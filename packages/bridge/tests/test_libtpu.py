@@ -61,13 +61,15 @@ def test_torch_xla_trains_on_a_played_v4(run: Run, slice_of: SliceOf) -> None:
     ]
     assert [ast.literal_eval(line[1]) for line in lines] == [places] * 4
     assert [line[2] for line in lines] == [f"[({ordinal}, [6.0, 6.0])]" for ordinal in (0, 2, 1, 3)]
+    assert [line[3] for line in lines] == ["32"] * 4, "GiB"
     assert [one.stderr for one in done] == [""] * 4
 
 
 def test_a_chip_of_a_played_v3_is_two_devices(run: Run, slice_of: SliceOf) -> None:
     (done,) = run("played_tpu.py", environs=slice_of("v3:2x2x1", "1,1,1", [3]))
     assert done.returncode == 0, done.stderr[-2000:]
-    counts, places, sums = done.stdout.splitlines()
+    counts, places, sums, memory_gib = done.stdout.splitlines()
+    assert memory_gib == "16"
     assert (counts, sums) == ("TPU 0 2", "[(0, [1.0, 1.0]), (1, [1.0, 1.0])]")
     assert ast.literal_eval(places) == [("TPU:0", [0, 0, 0], 0), ("TPU:1", [0, 0, 0], 1)]
 

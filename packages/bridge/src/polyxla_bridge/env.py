@@ -116,7 +116,8 @@ class BridgeSettings:
     """The job's replicas, the part of them that this process holds, and how the engine runs them.
 
     `places` has the coordinates of this process's replicas, by which they are numbered. Without them,
-    replicas count through the processes. `cores` is the number of TensorCores that a device is made of.
+    replicas count through the processes. `cores` is the number of TensorCores that a device is made of, and
+    `memory_bytes` its memory; 0 is a share of the machine's.
     """
 
     replicas: int = 1
@@ -134,6 +135,7 @@ class BridgeSettings:
     cache_is_readonly: bool = False
     places: tuple[Coordinates, ...] = ()
     cores: int = 1
+    memory_bytes: int = 0
 
     @property
     def per_process(self) -> int:

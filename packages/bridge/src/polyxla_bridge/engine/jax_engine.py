@@ -74,7 +74,7 @@ class JaxEngine(Engine):
         local = self._clients.local
         self._threads = {index: DeviceThread(index) for index in local}
         # Each replica of the machine may use an equal part of its memory.
-        each = memory_accounting.machine_bytes() // settings.replicas
+        each = settings.memory_bytes or memory_accounting.machine_bytes() // settings.replicas
         self._accounts = {index: memory_accounting.MemoryAccount(each) for index in local}
         self._compile_locks: dict[str, threading.Lock] = {}
         self._compiled: WeakValueDictionary[str, Executable] = WeakValueDictionary()

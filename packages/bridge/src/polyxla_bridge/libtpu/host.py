@@ -24,29 +24,32 @@ class Generation:
         kind: the device kind.
         cores: devices of a chip.
         tensor_cores: TensorCores of a device.
+        memory_gib: memory of a device, in GiB.
         counts_y_first: whether the chips of a host count along y first; otherwise along x.
     """
 
     kind: str
     cores: int
     tensor_cores: int
+    memory_gib: int
     counts_y_first: bool
 
 
 GENERATIONS = {
-    "v2": Generation("TPU v2", 2, 1, counts_y_first=True),
-    "v3": Generation("TPU v3", 2, 1, counts_y_first=True),
-    "v4": Generation("TPU v4", 1, 2, counts_y_first=True),
-    "v5e": Generation("TPU v5 lite", 1, 1, counts_y_first=False),
-    "v5p": Generation("TPU v5", 1, 2, counts_y_first=True),
-    "v6e": Generation("TPU v6 lite", 1, 1, counts_y_first=False),
-    "v7x": Generation("TPU7x", 2, 1, counts_y_first=True),
+    "v2": Generation("TPU v2", 2, 1, 8, counts_y_first=True),
+    "v3": Generation("TPU v3", 2, 1, 16, counts_y_first=True),
+    "v4": Generation("TPU v4", 1, 2, 32, counts_y_first=True),
+    "v5e": Generation("TPU v5 lite", 1, 1, 16, counts_y_first=False),
+    "v5p": Generation("TPU v5", 1, 2, 95, counts_y_first=True),
+    "v6e": Generation("TPU v6 lite", 1, 1, 32, counts_y_first=False),
+    "v7x": Generation("TPU7x", 2, 1, 96, counts_y_first=True),
 }
 """By short name.
 
 Source: for the kinds, ``jax.Device.device_kind``. For the order, the bounds that go with chips 0 and 1: 1,2,1
 in ``ray._private.accelerators.tpu``, and for v7x in GKE's device plugin, but 2,1,1 on v5e. That of v6e is not
-documented; its boards are arranged like v5e's.
+documented; its boards are arranged like v5e's. For the memory, the pages "TPU v2" to "TPU7x" of the Cloud TPU
+documentation, of which libtpu keeps a small part for itself.
 """
 
 
