@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -177,6 +180,49 @@ def test_a_prepared_process_keeps_its_core(v3_host: Path) -> None:
         UsageError, match="this process was prepared for device 5, but the code requests device 2"
     ):
         replica_environment(environ, again, (2,))
+
+
+class MetadataOfAV4(BaseHTTPRequestHandler):
+    """What Google's metadata server answers on a v4-8."""
+
+    def do_GET(self) -> None:
+        answers = {
+            "tpu-env": "ACCELERATOR_TYPE: 'v4-8'\nTPU_PROCESS_BOUNDS: '1,1,1'\n"
+            "TPU_CHIPS_PER_PROCESS_BOUNDS: '2,2,1'\nWORKER_ID: '0'\n",
+            "worker-network-endpoints": "a:1:10.0.0.2",
+        }
+        answer = answers.get(self.path.rpartition("/")[2], "").encode()
+        self.send_response(200 if answer else 404)
+        self.send_header("Metadata-Flavor", "Google")
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def metadata_host() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), MetadataOfAV4) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join(timeout=10)
+
+
+@pytest.mark.parametrize("device", [0, 2])
+def test_a_program_prepared_for_a_chip_finds_that_one(v4_host: Path, metadata_host: str, device: int) -> None:
+    # On a TPU VM, where the metadata server goes on to describe all chips.
+    environ = {env.GCE_METADATA_HOST: metadata_host, env.TPU_LIBRARY_PATH: "libtpu.so"}
+    found = discover(environ, "auto", v4_host)
+    assert [one.index for one in found.devices] == [0, 1, 2, 3], found.unavailable
+    environ |= replica_environment(environ, found, (device,))
+    assert environ[env.TPU_VISIBLE_CHIPS] == str(device)
+    again = discover(environ, "auto", v4_host)
+    assert [one.index for one in again.devices] == [device], again.unavailable
+    assert replica_environment(environ, again, (device,)) == {}
 
 
 def test_replicas_without_the_bridge_are_refused(laptop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
