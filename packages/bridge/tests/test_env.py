@@ -19,6 +19,13 @@ def test_the_default_is_one_replica() -> None:
     assert (settings.platform, settings.kind, settings.stall_timeout_s) == ("CPU", "polyxla CPU", 300)
 
 
+def test_dynamic_shapes_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match="XLA_EXPERIMENTAL=nonzero:nms: jaxlib's CPU client compiles no programs"
+    ):
+        from_environ({env.XLA_EXPERIMENTAL: "nonzero:nms"})
+
+
 def test_the_stall_timeout_is_read_in_seconds() -> None:
     assert from_environ({env.POLYXLA_STALL_TIMEOUT_S: "1.5"}).stall_timeout_s == 1.5
 

@@ -89,6 +89,11 @@ XLA_FLAGS = "XLA_FLAGS"
 Default: not set.
 """
 
+XLA_EXPERIMENTAL = "XLA_EXPERIMENTAL"
+"""torch_xla's operations with dynamic shapes, such as ``nonzero``. The bridge refuses them.
+Default: not set.
+"""
+
 Coordinates = tuple[int, int, int, int]
 """The place of a TPU's device: x, y and z of its chip in the slice, and its core on the chip."""
 
@@ -154,6 +159,12 @@ def from_environ(environ: Mapping[str, str]) -> BridgeSettings:
     Raises:
         ValueError: a value is invalid, or the values contradict each other.
     """
+    if operations := environ.get(XLA_EXPERIMENTAL):
+        # torch_xla would wait for such shapes with the GIL held, and executions need the GIL.
+        raise ValueError(
+            f"{XLA_EXPERIMENTAL}={operations}: jaxlib's CPU client compiles no programs with dynamic shapes; "
+            f"unset {XLA_EXPERIMENTAL}, or run on a TPU"
+        )
     cache_origin, cache_path = _cache(environ)
     settings = BridgeSettings(
         replicas=_integer(environ, POLYXLA_BRIDGE_REPLICAS, BridgeSettings.replicas),
