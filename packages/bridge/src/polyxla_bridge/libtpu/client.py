@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -50,13 +51,22 @@ def settings(topology: Topology, host: Host, base: BridgeSettings) -> BridgeSett
         processes=len(topology.addresses),
         process=topology.task,
         places=places,
-        coordinator=_reachable(topology.addresses[0]),
+        coordinator=_meeting(topology),
         host=_reachable(topology.addresses[topology.task]).rpartition(":")[0],
         platform="TPU",
         kind=host.generation.kind,
         cores=host.generation.tensor_cores,
         memory_bytes=host.generation.memory_gib << 30,
     )
+
+
+def _meeting(topology: Topology) -> str:
+    """Return where the clients of all devices meet."""
+    if len(topology.addresses) > 1:
+        return _reachable(topology.addresses[0])
+    # Nobody else needs to know it, and other jobs of this machine may use the same address.
+    with socket.create_server((BridgeSettings.host, 0)) as probe:
+        return f"{BridgeSettings.host}:{probe.getsockname()[1]}"
 
 
 def _reachable(address: str) -> str:
