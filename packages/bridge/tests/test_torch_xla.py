@@ -61,6 +61,11 @@ def test_an_unimplemented_function_is_named(run: Run) -> None:
     assert "PJRT_Client_DmaMap is not implemented by polyxla-bridge" in done.stdout, done.stderr
 
 
+def test_a_program_ends_when_its_last_step_has(run: Run) -> None:
+    (done,) = run("end_while_computing.py")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_tensor_can_be_read_at_its_address(run: Run) -> None:
     (done,) = run("read_by_address.py")
     assert done.stdout == "[1, 2, 3, 4, 5]\n", done.stderr

@@ -26,7 +26,7 @@ from polyxla_bridge.errors import as_pjrt_error
 if TYPE_CHECKING:
     from polyxla_bridge.engine.engine import Engine
 
-FINISH_TIMEOUT_S = 60
+FINISH_TIMEOUT_S = 60.0
 """Longest wait for the devices to finish when the program ends, in seconds."""
 FAILED = 1
 """Exit code of a process whose last step failed after the program had ended."""
@@ -144,7 +144,7 @@ def activate(make_engine: Callable[[], Engine]) -> None:
             _log.exception("a step that was still running when the program ended has failed")
             _end(FAILED)
         if not is_finished:
-            late = f"the devices had not finished {FINISH_TIMEOUT_S} s after the end of the program"
+            late = f"the devices had not finished {FINISH_TIMEOUT_S:g} s after the end of the program"
             sys.stderr.write(f"polyxla: {late}; the process ends without waiting any longer\n")
             _end(UNFINISHED)
         torch_xla._prepare_to_exit()

@@ -8,7 +8,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 from polyxla_bridge.abi import DTYPES, Code, NamedValue, NamedValueType, Record
@@ -157,7 +157,7 @@ class Bridge:
         """Wait for the remaining work of torch_xla, then of the devices; return whether all is done.
 
         Args:
-            timeout_s: longest wait for each of the two, in seconds.
+            timeout_s: longest wait for each of the two, in seconds, while no device computes by itself.
 
         Raises:
             RuntimeError: an execution failed; raised by torch_xla.
@@ -165,11 +165,19 @@ class Bridge:
         if self._engine is None:
             return True
         UNLOCKED.polyxla_stop()
-        try:
-            self._torch_xla_done.result(timeout_s)
-        except TimeoutError:
-            return False
-        return self._engine.finish(timeout_s)
+        while wait([self._torch_xla_done], timeout_s).not_done:
+            if not self._is_computing(self._engine):
+                return False
+        self._torch_xla_done.result()
+        while not self._engine.finish(timeout_s):
+            if not self._is_computing(self._engine):
+                return False
+        return True
+
+    @staticmethod
+    def _is_computing(engine: Engine) -> bool:
+        """Return whether a device runs a program that needs no other device: it will end, however late."""
+        return any(one.program and not one.collectives for one in engine.activities())
 
     def close(self) -> None:
         """Close the engine; a second call does nothing."""

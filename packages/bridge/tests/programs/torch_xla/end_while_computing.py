@@ -1,0 +1,12 @@
+"""Ends while its last step still computes, for longer than the end of a program waits for an idle device."""
+
+import torch
+import torch_xla
+
+from polyxla_bridge import torch_xla_plugin
+
+torch_xla_plugin.FINISH_TIMEOUT_S = 0.05
+matrix = torch.rand(1500, 1500, device="xla")
+for _ in range(30):
+    matrix = matrix @ matrix / 1000
+torch_xla.sync()
