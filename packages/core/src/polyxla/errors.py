@@ -73,10 +73,6 @@ class DevicesError(UsageError):
     """``devices=`` requests devices that this machine does not have."""
 
 
-class DeviceInUseError(UsageError, RuntimeError):
-    """A launch in a process that already uses a device; torch_xla raises RuntimeError there."""
-
-
 class ReplicaLostError(PolyxlaError):
     """A replica's process ended without a result: it was killed, crashed or ran out of memory."""
 

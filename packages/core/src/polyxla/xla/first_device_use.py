@@ -18,7 +18,7 @@ from torch_xla.experimental import plugins
 
 from polyxla import callsite, env
 from polyxla.console import say
-from polyxla.errors import DeviceInUseError, UsageError
+from polyxla.errors import UsageError
 from polyxla.xla.unsynced_steps import UnsyncedSteps
 
 _DEVICE_FUNCTIONS = (
@@ -30,6 +30,10 @@ tensor on ``"xla"``, or moving one there, reaches it inside C++, which asks a pl
 _UNSEEN = "a line that created a tensor on 'xla', or moved one there, inside C++"
 
 _native: Any = torch_xla._XLAC  # type: ignore[attr-defined]
+
+
+class DeviceInUseError(UsageError, RuntimeError):
+    """A launch in a process that already uses a device; torch_xla raises RuntimeError there."""
 
 
 @dataclass(frozen=True)
