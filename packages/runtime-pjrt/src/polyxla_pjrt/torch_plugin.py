@@ -31,6 +31,7 @@ from polyxla_pjrt.host_answers import answer
 from polyxla_pjrt.launching import run_plan, run_process, say_uncached
 from polyxla_pjrt.layout import BRIDGED_CPU, Plan
 from polyxla_pjrt.tpu.chips import attached_chips
+from polyxla_pjrt.tpu.cores import is_prepared
 from polyxla_pjrt.tpu.played import PlayedTpu
 
 
@@ -100,8 +101,8 @@ def _run(plan: Plan, launched: TorchXlaLaunch) -> list[Any]:
 def _join_torchrun() -> None:
     """Set up replication in a process that torchrun started, which torch_xla leaves to the script."""
     environ = snapshot()
-    is_prepared = environ.get(env.PJRT_DEVICE) == BRIDGED_CPU or env.POLYXLA_EMULATE in environ
-    if torchrun.process_count(environ) is not None and is_prepared:
+    is_ours = environ.get(env.PJRT_DEVICE) == BRIDGED_CPU or env.POLYXLA_EMULATE in environ
+    if torchrun.process_count(environ) is not None and is_ours:
         devices: Any = xm.get_xla_supported_devices()
         xm.set_replication(torch_xla.device(), devices)
 
@@ -110,7 +111,7 @@ def _say_played() -> None:
     """Print that the TPU is emulated, in a program that uses it without a launch."""
     environ = snapshot()
     played = PlayedTpu.read(environ)
-    if played and env.PJRT_LOCAL_PROCESS_COUNT not in environ and env.POLYXLA_PJRT_DEVICE not in environ:
+    if played and not is_prepared(environ):
         played.say(
             f"{len(played.chips) * played.accelerator.threads_per_process} devices, and no replicas launched"
         )

@@ -61,8 +61,12 @@ def environment(plan: Plan, environ: Mapping[str, str], cpu_count: int) -> dict[
     if run_id not in _meetings:
         _meetings[run_id] = _agree(plan, environ)
     store = {name: environ[name] for name in (env.MASTER_ADDR, env.MASTER_PORT)}
-    process = plan.processes_here[int(environ.get(env.LOCAL_RANK, environ[env.RANK]))]
-    return plan.process_environment(process, cpu_count, {**_meetings[run_id], **store})
+    return plan.process_environment(_process(plan, environ), cpu_count, {**_meetings[run_id], **store})
+
+
+def _process(plan: Plan, environ: Mapping[str, str]) -> int:
+    """Return this process's number in the plan; torchrun may number the hosts of a TPU in another order."""
+    return plan.processes_here[int(environ.get(env.LOCAL_RANK, environ[env.RANK]))]
 
 
 def run_here(run: Any, plan: Plan, environ: Mapping[str, str]) -> list[Any]:
@@ -75,7 +79,7 @@ def run_here(run: Any, plan: Plan, environ: Mapping[str, str]) -> list[Any]:
     """
     whole = {**environ, **environment(plan, environ, os.cpu_count() or 1)}
     with polyxla.env.temporary_environ(whole):
-        results: list[Any] = run(int(environ[env.RANK]))
+        results: list[Any] = run(_process(plan, environ))
     return results
 
 

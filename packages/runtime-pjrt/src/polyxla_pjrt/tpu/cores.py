@@ -93,8 +93,8 @@ def this_slice(environ: Mapping[str, str]) -> TpuSlice:
     Raises:
         UsageError: neither the environment nor the metadata server describes it.
     """
-    if env.PJRT_LOCAL_PROCESS_COUNT in environ or env.POLYXLA_PJRT_DEVICE in environ:
-        # A launch has prepared this process: these variables describe its part of the host.
+    if is_prepared(environ):
+        # These variables describe the process's part of the host.
         environ = {name: value for name, value in environ.items() if name not in _GIVEN_TO_PROCESSES}
     if played := PlayedTpu.read(environ):
         environ = played.describe(environ)
@@ -106,6 +106,11 @@ def this_slice(environ: Mapping[str, str]) -> TpuSlice:
             fix=f"Set {env.TPU_SKIP_MDS_QUERY}=1 and {env.TPU_ACCELERATOR_TYPE}=v4-8 (your type).",
         )
     return tpu_slice
+
+
+def is_prepared(environ: Mapping[str, str]) -> bool:
+    """Return whether a launch has prepared this process for some of the host's chips."""
+    return env.PJRT_LOCAL_PROCESS_COUNT in environ or env.POLYXLA_PJRT_DEVICE in environ
 
 
 def host_core(tpu_slice: TpuSlice, device: int) -> int:
