@@ -95,6 +95,22 @@ print([one.tolist() for one in context.parameter_id_tensor_mapping().values() if
     assert printed(code) == [["[[0.0, 1.0, 2.0, 3.0]]"]]
 
 
+def test_torch_may_read_a_number_with_the_gil_held(printed: Printed) -> None:
+    code = """
+import torch
+import torch_xla.debug.metrics as met
+x = torch.arange(4.0, device="xla")
+i = torch.tensor(1, device="xla") + 1
+print(x[i].item(), torch.full((2,), x[i]).tolist(), torch.add(x, 1, alpha=i).tolist())
+x[i] = 7
+print(x.tolist(), bool(i == 2))
+print(met.counter_value("aten::_local_scalar_dense"), met.counter_value("xla::_to_cpu"))
+"""
+    assert printed(code) == [
+        ["2.0 [2.0, 2.0] [2.0, 3.0, 4.0, 5.0]", "[0.0, 1.0, 7.0, 3.0] True", "7 7"],
+    ]
+
+
 def test_programs_end_while_their_devices_still_work(run: Run) -> None:
     (done,) = run("early_ends.py")
     assert done.stdout == f"{[0, 1, 2] * 2}\n", done.stderr

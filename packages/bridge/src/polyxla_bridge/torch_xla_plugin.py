@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import functools
 import gc
 import logging
 import os
@@ -125,7 +124,7 @@ def activate(make_engine: Callable[[], Engine]) -> None:
         return
     from torch_xla.core import xla_model
 
-    from polyxla_bridge import native
+    from polyxla_bridge import native, torch_xla_gil
     from polyxla_bridge.table.handles import Bridge
     from polyxla_bridge.table.table import Table
 
@@ -159,37 +158,11 @@ def activate(make_engine: Callable[[], Engine]) -> None:
         # clients that no longer exist.
         gc.freeze()
 
-    _wait_without_gil()
-    _prepare("_xla_force_spmd_device", _refuse_late_spmd)
+    torch_xla_gil.wait_without_gil()
+    torch_xla_gil.call_before("_xla_force_spmd_device", _refuse_late_spmd)
     # `leave` calls torch_xla's exit function itself: run later, it would find the engine closed.
     atexit.unregister(torch_xla._prepare_to_exit)
     atexit.register(leave)
-
-
-def _wait_without_gil() -> None:
-    """Make torch_xla's functions that wait with the GIL held find what they wait for already done.
-
-    They wait for the start of the step before, or compute a tensor themselves. In both cases another thread
-    executes a program, for which it needs the GIL.
-    """
-    # Compiled by torch.compile (``openxla``).
-    _prepare("_run_cached_graph", lambda *_: _wait_for_step())
-    _prepare("_xla_mark_sharding", lambda tensor, _: _compute_copy(tensor))
-    for name in ("_get_local_shards", "_get_local_shard_replica_and_indices"):
-        _prepare(name, _compute)
-
-
-def _prepare(name: str, prepare: Callable[..., None]) -> None:
-    """Replace a function of torch_xla by one that first passes its arguments to `prepare`."""
-    native_part: Any = torch_xla._XLAC  # type: ignore[attr-defined]
-    function = getattr(native_part, name)
-
-    @functools.wraps(function)
-    def prepared(*args: Any) -> Any:
-        prepare(*args)
-        return function(*args)
-
-    setattr(native_part, name, prepared)
 
 
 def _refuse_late_spmd() -> None:
@@ -205,33 +178,6 @@ def _refuse_late_spmd() -> None:
         described = native_part._get_xla_tensor_debug_info(torch.empty(0, device="xla:0"))
     if "Device: SPMD:0" not in described:
         raise RuntimeError(_LATE_SPMD)
-
-
-def _wait_for_step() -> None:
-    """Wait until the last step has started on this replica's device; under SPMD, on all devices."""
-    from torch_xla import runtime
-    from torch_xla.core import xla_model
-
-    here = [] if runtime.is_spmd() else xla_model.xla_real_devices([torch_xla.device()])
-    xla_model.wait_device_ops(here)
-
-
-def _compute_copy(tensor: Any) -> None:
-    """Compute a tensor that is a copy of another one, as ``copy.deepcopy`` makes it.
-
-    One whose data is still on the host is not sent to the devices here, since torch_xla will send its shards;
-    and one that is yet to be computed stays so, since torch_xla only makes a note of its sharding.
-    """
-    native_part: Any = torch_xla._XLAC  # type: ignore[attr-defined]
-    (is_pending,) = native_part._check_tensor_need_materialization([tensor])
-    if not is_pending and "Tensor on host: None" in native_part._get_xla_tensor_debug_info(tensor):
-        _compute([tensor])
-
-
-def _compute(tensors: Any) -> None:
-    """Compute tensors, and wait until they are."""
-    native_part: Any = torch_xla._XLAC  # type: ignore[attr-defined]
-    native_part._xla_sync_multi(list(tensors), [], True, False)
 
 
 def _end(code: int) -> None:
