@@ -180,6 +180,9 @@ def test_each_process_gets_its_share_and_one_coordinator() -> None:
     assert {one["KEPT"] for one in environs} == {"yes"}
 
 
+ON_HOST_1 = {"POLYXLA_EMULATE_HOST": "1", "TPU_WORKER_HOSTNAMES": "127.1.1.1,127.1.1.2"}
+
+
 def test_a_launch_plays_all_hosts_of_a_tpu() -> None:
     environs = tpu_plan("v4-16").process_environments({"KEPT": "yes"}, cpu_count=2)
     assert [one[env.PJRT_LOCAL_PROCESS_RANK] for one in environs] == ["0", "1", "2", "3"] * 2
@@ -197,7 +200,7 @@ def test_a_launch_plays_all_hosts_of_a_tpu() -> None:
 
 
 def test_a_launch_can_play_one_host_of_a_tpu() -> None:
-    plan = tpu_plan("v4-16", POLYXLA_EMULATE_HOST="1", TPU_WORKER_HOSTNAMES="127.1.1.1,127.1.1.2")
+    plan = tpu_plan("v4-16", **ON_HOST_1)
     assert (plan.layout, plan.processes_here) == (Layout(1, 4, 2), range(4, 8))
     environs = plan.process_environments({}, cpu_count=2)
     assert [one[env.CLOUD_TPU_TASK_ID] for one in environs] == ["4", "5", "6", "7"]
@@ -222,6 +225,21 @@ def test_launches_of_one_program_share_the_chips_of_its_host() -> None:
     assert {one[POLYXLA_LIBTPU_DEV] for one in environs} == {program[POLYXLA_LIBTPU_DEV]}
     assert len({one[env.TPU_PROCESS_ADDRESSES] for one in environs}) == 2
     assert plan.program_environment({}, 2)[POLYXLA_LIBTPU_DEV] != program[POLYXLA_LIBTPU_DEV]
+
+
+def test_hosts_that_meet_have_their_own_chips() -> None:
+    # Under torchrun one process chooses for those of all hosts.
+    second = tpu_plan("v4-16", **ON_HOST_1)
+    first = tpu_plan("v4-16", **{**ON_HOST_1, "POLYXLA_EMULATE_HOST": "0"})
+    program = second.program_environment({}, 2)
+    meeting = second.meeting(program)
+    chips = {
+        plan.process_environment(process, 2, meeting)[POLYXLA_LIBTPU_DEV]
+        for plan in (first, second)
+        for process in plan.processes_here
+    }
+    assert len(chips) == 2
+    assert program[POLYXLA_LIBTPU_DEV] in chips
 
 
 def test_two_launches_use_different_ports() -> None:

@@ -85,7 +85,8 @@ class TpuPlan(Plan):
         if self.played is None:
             return device
         pools = thread_pools(Layout(self.layout.replicas), cpu_count)
-        return device | pools | self.played.library_environment(self.played.devices(environ))
+        devices = self._chips_of(self.tpu_slice.worker_id, self.played.devices(environ))
+        return device | pools | self.played.library_environment(devices)
 
     def meeting(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Return where the slice's processes meet; played hosts get addresses of this machine."""
@@ -126,11 +127,13 @@ class TpuPlan(Plan):
     def _played_environment(self, host: int, cpu_count: int, meeting: Mapping[str, str]) -> dict[str, str]:
         if self.played is None:
             return {}
-        pools, devices = thread_pools(self.layout, cpu_count), meeting[POLYXLA_LIBTPU_DEV]
-        if not self.plays_all_hosts:
-            return pools | self.played.library_environment(devices)
-        own = {env.POLYXLA_EMULATE_HOST: str(host)}
-        return pools | own | self.played.library_environment(f"{devices}-{host}")
+        devices = self._chips_of(host, meeting[POLYXLA_LIBTPU_DEV])
+        own = {env.POLYXLA_EMULATE_HOST: str(host)} if self.plays_all_hosts else {}
+        return thread_pools(self.layout, cpu_count) | own | self.played.library_environment(devices)
+
+    def _chips_of(self, host: int, devices: str) -> str:
+        """Return the name of a host's chips, from the job's; under torchrun, that may be another host's."""
+        return f"{devices.partition('-')[0]}-{host}" if self.layout.hosts > 1 else devices
 
 
 def plan_cores(environ: Mapping[str, str], devices: tuple[int, ...]) -> TpuPlan:
