@@ -121,7 +121,13 @@ def test_a_program_may_use_a_tpu_host_without_a_launch(clean_environ: dict[str, 
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "RESULT ['xla:0', 'xla:1', 'xla:2', 'xla:3'] [6, 10, 14, 18]\n"
-    assert "emulating a v4-8 on this machine's CPU: 4 devices, and no replicas launched; names" in done.stderr
+    assert (
+        "emulating a v4-8 on this machine's CPU: 4 devices, and no replicas launched (to train" in done.stderr
+    )
+    assert (
+        "write torch_xla.launch(train) or polyxla.launch(train), or run the script by polyxla run --each)"
+        in done.stderr
+    )
 
 
 @pytest.mark.parametrize("count", [2, 1])

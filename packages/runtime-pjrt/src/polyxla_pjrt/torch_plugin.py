@@ -112,9 +112,16 @@ def _say_played() -> None:
     environ = snapshot()
     played = PlayedTpu.read(environ)
     if played and not is_prepared(environ):
-        played.say(
-            f"{len(played.chips) * played.accelerator.threads_per_process} devices, and no replicas launched"
-        )
+        count = len(played.chips) * played.accelerator.threads_per_process
+        played.say(f"{count} devices, " + ("one SPMD program" if xr.is_spmd() else _unlaunched(played)))
+
+
+def _unlaunched(played: PlayedTpu) -> str:
+    """Say that a program uses a TPU without a launch, and how to launch a replica on each device."""
+    fix = "to train on all of them, write torch_xla.launch(train) or polyxla.launch(train)"
+    # The cores of a chip share a process.
+    each = ", or run the script by polyxla run --each" if played.accelerator.threads_per_process == 1 else ""
+    return f"and no replicas launched ({fix}{each})"
 
 
 def _may_launch_on_cpu(environ: Mapping[str, str]) -> bool:
