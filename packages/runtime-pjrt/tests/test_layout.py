@@ -180,7 +180,10 @@ def test_each_process_gets_its_share_and_one_coordinator() -> None:
     assert {one["KEPT"] for one in environs} == {"yes"}
 
 
-ON_HOST_1 = {"POLYXLA_EMULATE_HOST": "1", "TPU_WORKER_HOSTNAMES": "127.1.1.1,127.1.1.2"}
+def pod_plan(host: int) -> TpuPlan:
+    """Plan a job on one host of an emulated pod."""
+    addresses = "127.1.1.1,127.1.1.2"
+    return tpu_plan("v4-16", POLYXLA_EMULATE_HOST=str(host), TPU_WORKER_HOSTNAMES=addresses)
 
 
 def test_a_launch_plays_all_hosts_of_a_tpu() -> None:
@@ -200,7 +203,7 @@ def test_a_launch_plays_all_hosts_of_a_tpu() -> None:
 
 
 def test_a_launch_can_play_one_host_of_a_tpu() -> None:
-    plan = tpu_plan("v4-16", **ON_HOST_1)
+    plan = pod_plan(1)
     assert (plan.layout, plan.processes_here) == (Layout(1, 4, 2), range(4, 8))
     environs = plan.process_environments({}, cpu_count=2)
     assert [one[env.CLOUD_TPU_TASK_ID] for one in environs] == ["4", "5", "6", "7"]
@@ -229,8 +232,7 @@ def test_launches_of_one_program_share_the_chips_of_its_host() -> None:
 
 def test_hosts_that_meet_have_their_own_chips() -> None:
     # Under torchrun one process chooses for those of all hosts.
-    second = tpu_plan("v4-16", **ON_HOST_1)
-    first = tpu_plan("v4-16", **{**ON_HOST_1, "POLYXLA_EMULATE_HOST": "0"})
+    first, second = pod_plan(0), pod_plan(1)
     program = second.program_environment({}, 2)
     meeting = second.meeting(program)
     chips = {
