@@ -45,6 +45,14 @@ def test_training_computes_what_one_device_computes(
     assert found == [["True True True True True", "True", shards]] * processes
 
 
+def test_arguments_may_be_packed_into_a_tuple(run: Run) -> None:
+    """As torch_xla packs those of a program that has 3200."""
+    packed = [{"XLA_PARAMETER_WRAPPING_THREADSHOLD": "1"}]
+    (done,) = run("spmd_training.py", "data", replicas=4, environs=packed)
+    lines = ["True True True True True", "True", "{(4, 1, 8, 8)} {(8, 144)}"]
+    assert done.stdout.splitlines() == lines, done.stderr[-3000:]
+
+
 @pytest.mark.parametrize(
     ("mesh", "shards", "processes"),
     [("fsdp", "{(12, 16)}", 1), ("fsdp+model", "{(24, 16)}", 1), ("fsdp", "{(12, 16)}", 2)],

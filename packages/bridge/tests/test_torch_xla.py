@@ -31,6 +31,21 @@ def test_memory_of_tensors_is_freed(printed: Printed) -> None:
     assert lines == ["True"]
 
 
+def test_a_step_reuses_the_memory_of_the_arrays_that_it_replaces(printed: Printed) -> None:
+    code = """
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+x = torch.zeros(1 << 20, device="xla")
+torch_xla.sync()
+for _ in range(3):
+    x += 1
+    torch_xla.sync()
+print(x.sum().item() / (1 << 20), xm.get_memory_info("xla:0")["peak_bytes_used"] >> 20)
+"""
+    assert printed(code) == [["3.0 4"]]
+
+
 def test_an_exception_keeps_its_exit_code_and_text(run: Run) -> None:
     (done,) = run("import torch\nx = torch.ones(2, device='xla') + 1\nraise SystemExit(7)")
     assert done.returncode == 7

@@ -35,7 +35,7 @@ from polyxla_bridge.engine.futures import (
 from polyxla_bridge.engine.stall_watchdog import StallWatchdog
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.programs import cache, hlo, program_file, rewrite
+from polyxla_bridge.programs import arguments, cache, hlo, program_file, rewrite
 from polyxla_bridge.programs.compile_coordination import CompileCoordinator, Published
 from polyxla_bridge.programs.executable import ArrayType, Executable
 
@@ -162,9 +162,10 @@ class JaxEngine(Engine):
         hlo.results(hlo_module)
         compile_options = self._options(options)
         partitions = compile_options.num_partitions
+        code = arguments.for_jaxlib(hlo_module, is_partitioned=partitions > 1)
         # The partitioner adds collectives in forms that the client knows.
-        is_rewritten = partitions == 1
-        code = rewrite.for_jaxlib(hlo_module, self._settings.replicas) if is_rewritten else hlo_module
+        if partitions == 1:
+            code = rewrite.for_jaxlib(code, self._settings.replicas)
         module = _jax.mlir.hlo_to_stablehlo(code)
         first = self._clients.local[0]
         native = self._clients.compile(first, module, compile_options)
@@ -202,6 +203,8 @@ class JaxEngine(Engine):
         options = xla_client.CompileOptions.ParseFromString(data)
         partitions = options.num_partitions
         options.num_replicas = self._settings.replicas // partitions
+        # `arguments` has unpacked the tuple.
+        options.parameter_is_tupled_arguments = False
         # The program numbers devices 0..N-1; jaxlib gives each client a block of ids.
         ids = np.array(self._clients.global_ids, dtype=np.int32)
         options.device_assignment = xla_client.DeviceAssignment.create(ids.reshape(-1, partitions))

@@ -115,6 +115,12 @@ def size_bytes(shape: ShapeProto) -> int:
     return math.prod(shape.dimensions) * width(dtype)
 
 
+def is_same_array(one: ShapeProto, other: ShapeProto) -> bool:
+    """Return whether both are arrays of the same dtype and dimensions."""
+    arrays = ((shape.element_type, *shape.dimensions) for shape in (one, other))
+    return one.element_type in _PRIMITIVES and len(set(arrays)) == 1
+
+
 def donated(hlo: bytes) -> frozenset[int]:
     """Return the indices of the parameters whose memory the results reuse."""
     return frozenset(one.parameter_number for one in parse_module(hlo).input_output_alias.entries)

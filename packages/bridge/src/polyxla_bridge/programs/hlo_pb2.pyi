@@ -18,12 +18,14 @@ class ShapeProto(_message.Message):
     def __init__(self, element_type: _Optional[int] = ..., dimensions: _Optional[_Iterable[int]] = ..., tuple_shapes: _Optional[_Iterable[_Union[ShapeProto, _Mapping]]] = ..., is_dynamic_dimension: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class ProgramShapeProto(_message.Message):
-    __slots__ = ("parameters", "result")
+    __slots__ = ("parameters", "result", "parameter_names")
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
+    PARAMETER_NAMES_FIELD_NUMBER: _ClassVar[int]
     parameters: _containers.RepeatedCompositeFieldContainer[ShapeProto]
     result: ShapeProto
-    def __init__(self, parameters: _Optional[_Iterable[_Union[ShapeProto, _Mapping]]] = ..., result: _Optional[_Union[ShapeProto, _Mapping]] = ...) -> None: ...
+    parameter_names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, parameters: _Optional[_Iterable[_Union[ShapeProto, _Mapping]]] = ..., result: _Optional[_Union[ShapeProto, _Mapping]] = ..., parameter_names: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ReplicaGroup(_message.Message):
     __slots__ = ("replica_ids",)
@@ -37,8 +39,14 @@ class CollectiveDeviceListProto(_message.Message):
     replica_groups: _containers.RepeatedCompositeFieldContainer[ReplicaGroup]
     def __init__(self, replica_groups: _Optional[_Iterable[_Union[ReplicaGroup, _Mapping]]] = ...) -> None: ...
 
+class OpSharding(_message.Message):
+    __slots__ = ("tuple_shardings",)
+    TUPLE_SHARDINGS_FIELD_NUMBER: _ClassVar[int]
+    tuple_shardings: _containers.RepeatedCompositeFieldContainer[OpSharding]
+    def __init__(self, tuple_shardings: _Optional[_Iterable[_Union[OpSharding, _Mapping]]] = ...) -> None: ...
+
 class HloInstructionProto(_message.Message):
-    __slots__ = ("name", "opcode", "shape", "metadata", "tuple_index", "dimensions", "slice_dimensions", "channel_id", "id", "operand_ids", "called_computation_ids", "replica_groups", "collective_device_list")
+    __slots__ = ("name", "opcode", "shape", "metadata", "parameter_number", "tuple_index", "dimensions", "slice_dimensions", "channel_id", "id", "operand_ids", "called_computation_ids", "sharding", "replica_groups", "collective_device_list")
     class SliceDimensions(_message.Message):
         __slots__ = ("start", "limit", "stride")
         START_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +60,7 @@ class HloInstructionProto(_message.Message):
     OPCODE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
+    PARAMETER_NUMBER_FIELD_NUMBER: _ClassVar[int]
     TUPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     SLICE_DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -59,12 +68,14 @@ class HloInstructionProto(_message.Message):
     ID_FIELD_NUMBER: _ClassVar[int]
     OPERAND_IDS_FIELD_NUMBER: _ClassVar[int]
     CALLED_COMPUTATION_IDS_FIELD_NUMBER: _ClassVar[int]
+    SHARDING_FIELD_NUMBER: _ClassVar[int]
     REPLICA_GROUPS_FIELD_NUMBER: _ClassVar[int]
     COLLECTIVE_DEVICE_LIST_FIELD_NUMBER: _ClassVar[int]
     name: str
     opcode: str
     shape: ShapeProto
     metadata: bytes
+    parameter_number: int
     tuple_index: int
     dimensions: _containers.RepeatedScalarFieldContainer[int]
     slice_dimensions: _containers.RepeatedCompositeFieldContainer[HloInstructionProto.SliceDimensions]
@@ -72,42 +83,68 @@ class HloInstructionProto(_message.Message):
     id: int
     operand_ids: _containers.RepeatedScalarFieldContainer[int]
     called_computation_ids: _containers.RepeatedScalarFieldContainer[int]
+    sharding: OpSharding
     replica_groups: _containers.RepeatedCompositeFieldContainer[ReplicaGroup]
     collective_device_list: CollectiveDeviceListProto
-    def __init__(self, name: _Optional[str] = ..., opcode: _Optional[str] = ..., shape: _Optional[_Union[ShapeProto, _Mapping]] = ..., metadata: _Optional[bytes] = ..., tuple_index: _Optional[int] = ..., dimensions: _Optional[_Iterable[int]] = ..., slice_dimensions: _Optional[_Iterable[_Union[HloInstructionProto.SliceDimensions, _Mapping]]] = ..., channel_id: _Optional[int] = ..., id: _Optional[int] = ..., operand_ids: _Optional[_Iterable[int]] = ..., called_computation_ids: _Optional[_Iterable[int]] = ..., replica_groups: _Optional[_Iterable[_Union[ReplicaGroup, _Mapping]]] = ..., collective_device_list: _Optional[_Union[CollectiveDeviceListProto, _Mapping]] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., opcode: _Optional[str] = ..., shape: _Optional[_Union[ShapeProto, _Mapping]] = ..., metadata: _Optional[bytes] = ..., parameter_number: _Optional[int] = ..., tuple_index: _Optional[int] = ..., dimensions: _Optional[_Iterable[int]] = ..., slice_dimensions: _Optional[_Iterable[_Union[HloInstructionProto.SliceDimensions, _Mapping]]] = ..., channel_id: _Optional[int] = ..., id: _Optional[int] = ..., operand_ids: _Optional[_Iterable[int]] = ..., called_computation_ids: _Optional[_Iterable[int]] = ..., sharding: _Optional[_Union[OpSharding, _Mapping]] = ..., replica_groups: _Optional[_Iterable[_Union[ReplicaGroup, _Mapping]]] = ..., collective_device_list: _Optional[_Union[CollectiveDeviceListProto, _Mapping]] = ...) -> None: ...
 
 class HloComputationProto(_message.Message):
-    __slots__ = ("instructions", "id", "root_id")
+    __slots__ = ("instructions", "program_shape", "id", "root_id")
     INSTRUCTIONS_FIELD_NUMBER: _ClassVar[int]
+    PROGRAM_SHAPE_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     ROOT_ID_FIELD_NUMBER: _ClassVar[int]
     instructions: _containers.RepeatedCompositeFieldContainer[HloInstructionProto]
+    program_shape: ProgramShapeProto
     id: int
     root_id: int
-    def __init__(self, instructions: _Optional[_Iterable[_Union[HloInstructionProto, _Mapping]]] = ..., id: _Optional[int] = ..., root_id: _Optional[int] = ...) -> None: ...
+    def __init__(self, instructions: _Optional[_Iterable[_Union[HloInstructionProto, _Mapping]]] = ..., program_shape: _Optional[_Union[ProgramShapeProto, _Mapping]] = ..., id: _Optional[int] = ..., root_id: _Optional[int] = ...) -> None: ...
 
 class HloInputOutputAliasProto(_message.Message):
     __slots__ = ("entries",)
     class AliasEntryProto(_message.Message):
-        __slots__ = ("parameter_number",)
+        __slots__ = ("output_shape_index", "parameter_number", "parameter_shape_index", "kind")
+        OUTPUT_SHAPE_INDEX_FIELD_NUMBER: _ClassVar[int]
         PARAMETER_NUMBER_FIELD_NUMBER: _ClassVar[int]
+        PARAMETER_SHAPE_INDEX_FIELD_NUMBER: _ClassVar[int]
+        KIND_FIELD_NUMBER: _ClassVar[int]
+        output_shape_index: _containers.RepeatedScalarFieldContainer[int]
         parameter_number: int
-        def __init__(self, parameter_number: _Optional[int] = ...) -> None: ...
+        parameter_shape_index: _containers.RepeatedScalarFieldContainer[int]
+        kind: int
+        def __init__(self, output_shape_index: _Optional[_Iterable[int]] = ..., parameter_number: _Optional[int] = ..., parameter_shape_index: _Optional[_Iterable[int]] = ..., kind: _Optional[int] = ...) -> None: ...
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
     entries: _containers.RepeatedCompositeFieldContainer[HloInputOutputAliasProto.AliasEntryProto]
     def __init__(self, entries: _Optional[_Iterable[_Union[HloInputOutputAliasProto.AliasEntryProto, _Mapping]]] = ...) -> None: ...
 
+class HloBufferDonorProto(_message.Message):
+    __slots__ = ("entries",)
+    class BufferDonorEntryProto(_message.Message):
+        __slots__ = ("parameter_number", "parameter_shape_index")
+        PARAMETER_NUMBER_FIELD_NUMBER: _ClassVar[int]
+        PARAMETER_SHAPE_INDEX_FIELD_NUMBER: _ClassVar[int]
+        parameter_number: int
+        parameter_shape_index: _containers.RepeatedScalarFieldContainer[int]
+        def __init__(self, parameter_number: _Optional[int] = ..., parameter_shape_index: _Optional[_Iterable[int]] = ...) -> None: ...
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    entries: _containers.RepeatedCompositeFieldContainer[HloBufferDonorProto.BufferDonorEntryProto]
+    def __init__(self, entries: _Optional[_Iterable[_Union[HloBufferDonorProto.BufferDonorEntryProto, _Mapping]]] = ...) -> None: ...
+
 class HloModuleProto(_message.Message):
-    __slots__ = ("name", "computations", "host_program_shape", "input_output_alias")
+    __slots__ = ("name", "computations", "host_program_shape", "entry_computation_id", "input_output_alias", "buffer_donor")
     NAME_FIELD_NUMBER: _ClassVar[int]
     COMPUTATIONS_FIELD_NUMBER: _ClassVar[int]
     HOST_PROGRAM_SHAPE_FIELD_NUMBER: _ClassVar[int]
+    ENTRY_COMPUTATION_ID_FIELD_NUMBER: _ClassVar[int]
     INPUT_OUTPUT_ALIAS_FIELD_NUMBER: _ClassVar[int]
+    BUFFER_DONOR_FIELD_NUMBER: _ClassVar[int]
     name: str
     computations: _containers.RepeatedCompositeFieldContainer[HloComputationProto]
     host_program_shape: ProgramShapeProto
+    entry_computation_id: int
     input_output_alias: HloInputOutputAliasProto
-    def __init__(self, name: _Optional[str] = ..., computations: _Optional[_Iterable[_Union[HloComputationProto, _Mapping]]] = ..., host_program_shape: _Optional[_Union[ProgramShapeProto, _Mapping]] = ..., input_output_alias: _Optional[_Union[HloInputOutputAliasProto, _Mapping]] = ...) -> None: ...
+    buffer_donor: HloBufferDonorProto
+    def __init__(self, name: _Optional[str] = ..., computations: _Optional[_Iterable[_Union[HloComputationProto, _Mapping]]] = ..., host_program_shape: _Optional[_Union[ProgramShapeProto, _Mapping]] = ..., entry_computation_id: _Optional[int] = ..., input_output_alias: _Optional[_Union[HloInputOutputAliasProto, _Mapping]] = ..., buffer_donor: _Optional[_Union[HloBufferDonorProto, _Mapping]] = ...) -> None: ...
 
 class HloModuleConfigProto(_message.Message):
     __slots__ = ("entry_computation_layout",)

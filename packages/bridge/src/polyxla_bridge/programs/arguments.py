@@ -1,0 +1,99 @@
+"""Rewriting of how a program takes its arguments, for jaxlib, which knows fewer ways than torch_xla."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polyxla_bridge.programs import hlo
+from polyxla_bridge.programs.hlo_pb2 import HloComputationProto as Computation
+from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
+from polyxla_bridge.programs.hlo_pb2 import HloModuleProto as Module
+from polyxla_bridge.programs.hlo_pb2 import ShapeProto as Shape
+
+MAY_ALIAS = 1
+"""An argument that is copied where it must not be overwritten. Source: Kind in xla/service/hlo.proto."""
+
+
+def for_jaxlib(module: bytes, *, is_partitioned: bool) -> bytes:
+    """Rewrite a serialised HloModuleProto for jaxlib.
+
+    - A tuple of all arguments becomes one parameter for each. torch_xla packs 3200 arguments and more, and
+      writes a layout for the tuple, which jaxlib refuses.
+    - An argument that may be overwritten (a buffer donor) is paired with a result of its shape: StableHLO
+      has no buffer donors. Not in a partitioned program: a device's parts of the two may differ in shape.
+
+    Args:
+        module: the program.
+        is_partitioned: whether several devices compute it together.
+
+    Returns:
+        The rewritten program; `module` itself if nothing had to change.
+    """
+    parsed = hlo.parse_module(module)
+    is_changed = _unpack(parsed)
+    if not is_partitioned:
+        is_changed = _pair_donors(parsed) or is_changed
+    return parsed.SerializeToString() if is_changed else module
+
+
+def _unpack(parsed: Module) -> bool:
+    """Turn the elements of the only parameter, a tuple, into parameters; return whether there was one."""
+    shapes = parsed.host_program_shape.parameters
+    if len(shapes) != 1 or shapes[0].element_type != hlo.TUPLE:
+        return False
+    (entry,) = (one for one in parsed.computations if one.id == parsed.entry_computation_id)
+    (packed,) = (one for one in entry.instructions if one.opcode == "parameter")
+    elements = [one for one in entry.instructions if packed.id in one.operand_ids]
+    if sorted(one.tuple_index for one in elements) != list(range(len(shapes[0].tuple_shapes))):
+        return False
+    for element in elements:
+        _make_parameter(element, packed)
+    kept = [one for one in entry.instructions if one.id != packed.id]
+    del entry.instructions[:]
+    entry.instructions.extend(kept)
+    _set_parameters(parsed, entry, sorted(elements, key=lambda one: one.parameter_number))
+    given_up: list[Any] = [*parsed.buffer_donor.entries, *parsed.input_output_alias.entries]
+    for given in given_up:
+        (given.parameter_number,) = given.parameter_shape_index
+        del given.parameter_shape_index[:]
+    return True
+
+
+def _make_parameter(element: Instruction, packed: Instruction) -> None:
+    """Turn an instruction that takes an element of the tuple into a parameter."""
+    element.opcode, element.parameter_number = "parameter", element.tuple_index
+    if packed.sharding.tuple_shardings:
+        element.sharding.CopyFrom(packed.sharding.tuple_shardings[element.tuple_index])
+    element.ClearField("tuple_index")
+    del element.operand_ids[:]
+
+
+def _set_parameters(parsed: Module, entry: Computation, parameters: list[Instruction]) -> None:
+    for shape in (parsed.host_program_shape, entry.program_shape):
+        del shape.parameters[:]
+        shape.parameters.extend(one.shape for one in parameters)
+        shape.parameter_names[:] = [one.name for one in parameters]
+
+
+def _pair_donors(parsed: Module) -> bool:
+    """Let each donor's memory become that of a result; return whether there is such a pair.
+
+    Source: the idea is that of XLA's pass OptimizeInputOutputBufferAlias.
+    """
+    parameters, entries = parsed.host_program_shape.parameters, parsed.input_output_alias.entries
+    taken = [tuple(one.output_shape_index) for one in entries]
+    free = {index: shape for index, shape in _results(parsed).items() if index not in taken}
+    paired = {one.parameter_number for one in entries}
+    for number in [one.parameter_number for one in parsed.buffer_donor.entries]:
+        fits = [index for index, shape in free.items() if hlo.is_same_array(parameters[number], shape)]
+        if fits and number not in paired:
+            del free[fits[0]]
+            entries.add(output_shape_index=fits[0], parameter_number=number, kind=MAY_ALIAS)
+    return len(entries) > len(taken)
+
+
+def _results(parsed: Module) -> dict[tuple[int, ...], Shape]:
+    """Return the shape of each result by its index in StableHLO, where a single one is no tuple."""
+    result = parsed.host_program_shape.result
+    shapes = result.tuple_shapes or [result]
+    return {(i,) if len(shapes) > 1 else (): shape for i, shape in enumerate(shapes)}
