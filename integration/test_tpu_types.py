@@ -1,0 +1,120 @@
+"""Programs on each type of TPU, and on a pod whose hosts are started one by one."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.pjrt, pytest.mark.timeout(700)]
+
+ROOT = Path(__file__).parents[1]
+PROGRAMS = ROOT / "integration" / "programs"
+TIMEOUT_S = 600
+DIGITS = ("-m", "polyxla", "run", "-m", "polyxla_examples.digits", "--json")
+CHECK = ("-m", "polyxla", "check-replicas", "--json", "integration.test_check_replicas:plain", "--devices")
+REPLICAS = {"v4-8": 4}
+POD = {"POLYXLA_EMULATE": "v4-16"}
+"""Two hosts with four replicas each."""
+
+each_type = pytest.mark.parametrize("kind", REPLICAS)
+RunOnHosts = Callable[..., list[str]]
+
+
+@pytest.fixture
+def run_on_host(clean_environ: dict[str, str]) -> Callable[..., str]:
+    """Run Python with these arguments on the only host of a type, and return what it printed."""
+
+    def run(kind: str, *command: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *command],
+            env={**clean_environ, "POLYXLA_EMULATE": kind},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def run_on_pod(clean_environ: dict[str, str]) -> RunOnHosts:
+    """Run Python with each of these arguments on one host of `POD`, and return what each host printed."""
+    first = f"127.77.{os.getpid() % 250}"
+    pod = {**clean_environ, **POD, "TPU_WORKER_HOSTNAMES": f"{first}.1,{first}.2"}
+
+    def run(*commands: tuple[str, ...]) -> list[str]:
+        hosts = [
+            subprocess.Popen(
+                [sys.executable, *command],
+                env={**pod, "POLYXLA_EMULATE_HOST": str(host)},
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for host, command in enumerate(commands)
+        ]
+        try:
+            outputs = [host.communicate(timeout=TIMEOUT_S) for host in hosts]
+        finally:
+            for host in hosts:
+                host.terminate()
+        assert [host.returncode for host in hosts] == [0, 0], outputs
+        return [printed for printed, _ in outputs]
+
+    return run
+
+
+def _last(output: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return document
+
+
+def _check_digits(output: str, replicas: int) -> None:
+    result = _last(output)
+    steps = result["epochs"] * (math.ceil(1437 / replicas) // 32)
+    found = {name: result[name] for name in ("device", "world_size", "steps")}
+    assert found == {"device": "TPU", "world_size": replicas, "steps": steps}
+    assert result["test_accuracy"] >= 0.97
+
+
+@each_type
+def test_digits_reaches_its_accuracy_on_each_type(run_on_host: Callable[..., str], kind: str) -> None:
+    _check_digits(run_on_host(kind, *DIGITS), REPLICAS[kind])
+
+
+@each_type
+def test_all_replicas_train_like_one_on_each_type(run_on_host: Callable[..., str], kind: str) -> None:
+    report = json.loads(run_on_host(kind, *CHECK, str(REPLICAS[kind])))
+    assert (report["devices"], report["within"]) == (REPLICAS[kind], True)
+
+
+@pytest.mark.long
+def test_torchrun_may_number_the_hosts_of_a_pod_in_another_order(run_on_pod: RunOnHosts) -> None:
+    from polyxla.launcher.ports import free_ports
+
+    options = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=4", "--master-addr=127.0.0.1"]
+    options.append(f"--master-port={free_ports(1)[0]}")
+    program = str(PROGRAMS / "describe_torchrun.py")
+    # The TPU's first host is torchrun's second.
+    commands = [(*options, f"--node-rank={node}", program) for node in (1, 0)]
+    for host, printed in enumerate(run_on_pod(*commands)):
+        found = sorted(line.split()[1:] for line in printed.splitlines() if line.startswith("DESCRIBED"))
+        # Ordinals count through the coordinates, x first; the chips of a host count along y first.
+        expected = [
+            ((1 - host) * 4 + rank, rank, 4 * host + ordinal, rank, 4 * host + rank, host, 28)
+            for rank, ordinal in enumerate((0, 2, 1, 3))
+        ]
+        assert found == [[str(number) for number in numbers] for numbers in expected]
