@@ -183,6 +183,18 @@ def test_a_partitioned_program_computes_on_all_devices(engine: JaxEngine) -> Non
     assert [download(engine, part) for _, part in results] == [[0, 1], [4, 9], [16, 25], [36, 49]]
 
 
+def test_a_batch_norm_is_split_over_the_devices(engine: JaxEngine) -> None:
+    text = """HloModule norm, num_partitions=4
+    ENTRY main { x = f32[8,2] parameter(0), sharding={devices=[4,1]<=[4]}
+      scale = f32[2] parameter(1), sharding={replicated} offset = f32[2] parameter(2), sharding={replicated}
+      ROOT n = (f32[8,2], f32[2], f32[2]) batch-norm-training(x, scale, offset), epsilon=0, feature_index=1,
+        sharding={{devices=[4,1]<=[4]}, {replicated}, {replicated}} }"""
+    executable = engine.compile(hlo_module_from_text(text).as_serialized_hlo_module_proto(), options())
+    # XLA's partitioner would gather the whole array on each device.
+    assert executable.native["collectives"] == ("all-reduce",)
+    assert executable.outputs[0] == ArrayType("float32", (2, 2))
+
+
 def test_an_argument_that_failed_on_one_device_fails_on_all(engine: JaxEngine) -> None:
     executable, rows = parts(engine), upload(engine)
     broken: Future[Any] = Future()

@@ -19,7 +19,7 @@ import numpy as np
 from jaxlib import _jax, xla_client
 
 from polyxla_bridge.abi import Code
-from polyxla_bridge.engine import memory_accounting
+from polyxla_bridge.engine import batch_norm, memory_accounting
 from polyxla_bridge.engine.clients import Clients, LoadedProgram
 from polyxla_bridge.engine.device_thread import DeviceThread
 from polyxla_bridge.engine.engine import Buffer, DeviceActivity, Engine, EngineDevice
@@ -163,8 +163,10 @@ class JaxEngine(Engine):
         compile_options = self._options(options)
         partitions = compile_options.num_partitions
         code = arguments.for_jaxlib(hlo_module, is_partitioned=partitions > 1)
-        # The partitioner adds collectives in forms that the client knows.
-        if partitions == 1:
+        if partitions > 1:
+            # The partitioner adds collectives in forms that the client knows.
+            code = batch_norm.expand(code)
+        else:
             code = rewrite.for_jaxlib(code, self._settings.replicas)
         module = _jax.mlir.hlo_to_stablehlo(code)
         first = self._clients.local[0]

@@ -91,13 +91,18 @@ def results(hlo: bytes) -> list[tuple[str, tuple[int, ...]]]:
                 f"{module.name} has an array whose size {tuple(array.dimensions)} is only an upper bound: "
                 "dynamic shapes are not supported; give the array a fixed shape, by padding or with a mask",
             )
-    return [(_PRIMITIVES[array.element_type], tuple(array.dimensions)) for array in arrays]
+    return [array_type(array) for array in arrays]
 
 
 def parameters(hlo: bytes) -> list[tuple[str, tuple[int, ...]]]:
     """Return dtype and dimensions of each argument that a serialised HloModuleProto takes."""
     arrays = _flat(parse_module(hlo).host_program_shape.parameters)
-    return [(_PRIMITIVES[array.element_type], tuple(array.dimensions)) for array in arrays]
+    return [array_type(array) for array in arrays]
+
+
+def array_type(shape: ShapeProto) -> tuple[str, tuple[int, ...]]:
+    """Return dtype and dimensions of an array."""
+    return _PRIMITIVES[shape.element_type], tuple(shape.dimensions)
 
 
 def _flat(shapes: Iterable[ShapeProto]) -> list[ShapeProto]:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!polyxla_bridge/programs/hlo.proto\x12\x12polyxla.bridge.hlo\"\x8a\x01\n\nShapeProto\x12\x14\n\x0c\x65lement_type\x18\x02 \x01(\x05\x12\x12\n\ndimensions\x18\x03 \x03(\x03\x12\x34\n\x0ctuple_shapes\x18\x04 \x03(\x0b\x32\x1e.polyxla.bridge.hlo.ShapeProto\x12\x1c\n\x14is_dynamic_dimension\x18\x06 \x03(\x08\"\x90\x01\n\x11ProgramShapeProto\x12\x32\n\nparameters\x18\x01 \x03(\x0b\x32\x1e.polyxla.bridge.hlo.ShapeProto\x12.\n\x06result\x18\x02 \x01(\x0b\x32\x1e.polyxla.bridge.hlo.ShapeProto\x12\x17\n\x0fparameter_names\x18\x03 \x03(\t\"#\n\x0cReplicaGroup\x12\x13\n\x0breplica_ids\x18\x01 \x03(\x03\"U\n\x19\x43ollectiveDeviceListProto\x12\x38\n\x0ereplica_groups\x18\x01 \x03(\x0b\x32 .polyxla.bridge.hlo.ReplicaGroup\"E\n\nOpSharding\x12\x37\n\x0ftuple_shardings\x18\x05 \x03(\x0b\x32\x1e.polyxla.bridge.hlo.OpSharding\"\xdb\x04\n\x13HloInstructionProto\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06opcode\x18\x02 \x01(\t\x12-\n\x05shape\x18\x03 \x01(\x0b\x32\x1e.polyxla.bridge.hlo.ShapeProto\x12\x10\n\x08metadata\x18\x07 \x01(\x0c\x12\x18\n\x10parameter_number\x18\t \x01(\x03\x12\x13\n\x0btuple_index\x18\r \x01(\x03\x12\x12\n\ndimensions\x18\x0e \x03(\x03\x12Q\n\x10slice_dimensions\x18\x11 \x03(\x0b\x32\x37.polyxla.bridge.hlo.HloInstructionProto.SliceDimensions\x12\x12\n\nchannel_id\x18\x1a \x01(\x03\x12\n\n\x02id\x18# \x01(\x03\x12\x13\n\x0boperand_ids\x18$ \x03(\x03\x12\x1e\n\x16\x63\x61lled_computation_ids\x18& \x03(\x03\x12\x30\n\x08sharding\x18( \x01(\x0b\x32\x1e.polyxla.bridge.hlo.OpSharding\x12\x38\n\x0ereplica_groups\x18\x31 \x03(\x0b\x32 .polyxla.bridge.hlo.ReplicaGroup\x12M\n\x16\x63ollective_device_list\x18W \x01(\x0b\x32-.polyxla.bridge.hlo.CollectiveDeviceListProto\x1a?\n\x0fSliceDimensions\x12\r\n\x05start\x18\x01 \x01(\x03\x12\r\n\x05limit\x18\x02 \x01(\x03\x12\x0e\n\x06stride\x18\x03 \x01(\x03\"\xaf\x01\n\x13HloComputationProto\x12=\n\x0cinstructions\x18\x02 \x03(\x0b\x32\'.polyxla.bridge.hlo.HloInstructionProto\x12<\n\rprogram_shape\x18\x04 \x01(\x0b\x32%.polyxla.bridge.hlo.ProgramShapeProto\x12\n\n\x02id\x18\x05 \x01(\x03\x12\x0f\n\x07root_id\x18\x06 \x01(\x03\"\xdf\x01\n\x18HloInputOutputAliasProto\x12M\n\x07\x65ntries\x18\x01 \x03(\x0b\x32<.polyxla.bridge.hlo.HloInputOutputAliasProto.AliasEntryProto\x1at\n\x0f\x41liasEntryProto\x12\x1a\n\x12output_shape_index\x18\x01 \x03(\x03\x12\x18\n\x10parameter_number\x18\x02 \x01(\x03\x12\x1d\n\x15parameter_shape_index\x18\x03 \x03(\x03\x12\x0c\n\x04kind\x18\x04 \x01(\x05\"\xb7\x01\n\x13HloBufferDonorProto\x12N\n\x07\x65ntries\x18\x01 \x03(\x0b\x32=.polyxla.bridge.hlo.HloBufferDonorProto.BufferDonorEntryProto\x1aP\n\x15\x42ufferDonorEntryProto\x12\x18\n\x10parameter_number\x18\x01 \x01(\x03\x12\x1d\n\x15parameter_shape_index\x18\x02 \x03(\x03\"\xc7\x02\n\x0eHloModuleProto\x12\x0c\n\x04name\x18\x01 \x01(\t\x12=\n\x0c\x63omputations\x18\x03 \x03(\x0b\x32\'.polyxla.bridge.hlo.HloComputationProto\x12\x41\n\x12host_program_shape\x18\x04 \x01(\x0b\x32%.polyxla.bridge.hlo.ProgramShapeProto\x12\x1c\n\x14\x65ntry_computation_id\x18\x06 \x01(\x03\x12H\n\x12input_output_alias\x18\x08 \x01(\x0b\x32,.polyxla.bridge.hlo.HloInputOutputAliasProto\x12=\n\x0c\x62uffer_donor\x18\x12 \x01(\x0b\x32\'.polyxla.bridge.hlo.HloBufferDonorProto\"_\n\x14HloModuleConfigProto\x12G\n\x18\x65ntry_computation_layout\x18\x01 \x01(\x0b\x32%.polyxla.bridge.hlo.ProgramShapeProto\"\x8c\x01\n\x18HloModuleProtoWithConfig\x12\x36\n\nhlo_module\x18\x01 \x01(\x0b\x32\".polyxla.bridge.hlo.HloModuleProto\x12\x38\n\x06\x63onfig\x18\x02 \x01(\x0b\x32(.polyxla.bridge.hlo.HloModuleConfigProto')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!polyxla_bridge/programs/hlo.proto\x12\x12polyxla.bridge.hlo\"\x8a\x01\n\nShapeProto\x12\x14\n\x0c\x65lement_type\x18\x02 \x01(\x05\x12\x12\n\ndimensions\x18\x03 \x03(\x03\x12\x34\n\x0ctuple_shapes\x18\x04 \x03(\x0b\x32\x1e.polyxla.bridge.hlo.ShapeProto\x12\x1c\n\x14is_dynamic_dimension\x18\x06 \x03(\x08\"\x90\x01\n\x11ProgramShapeProto\x12\x32\n\nparameters\x18\x01 \x03(\x0b\x32\x1e.polyxla.bridge.hlo.ShapeProto\x12.\n\x06result\x18\x02 \x01(\x0b\x32\x1e.polyxla.bridge.hlo.ShapeProto\x12\x17\n\x0fparameter_names\x18\x03 \x03(\t\"#\n\x0cReplicaGroup\x12\x13\n\x0breplica_ids\x18\x01 \x03(\x03\"U\n\x19\x43ollectiveDeviceListProto\x12\x38\n\x0ereplica_groups\x18\x01 \x03(\x0b\x32 .polyxla.bridge.hlo.ReplicaGroup\"E\n\nOpSharding\x12\x37\n\x0ftuple_shardings\x18\x05 \x03(\x0b\x32\x1e.polyxla.bridge.hlo.OpSharding\"\x83\x05\n\x13HloInstructionProto\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06opcode\x18\x02 \x01(\t\x12-\n\x05shape\x18\x03 \x01(\x0b\x32\x1e.polyxla.bridge.hlo.ShapeProto\x12\x10\n\x08metadata\x18\x07 \x01(\x0c\x12\x18\n\x10parameter_number\x18\t \x01(\x03\x12\x13\n\x0btuple_index\x18\r \x01(\x03\x12\x12\n\ndimensions\x18\x0e \x03(\x03\x12Q\n\x10slice_dimensions\x18\x11 \x03(\x0b\x32\x37.polyxla.bridge.hlo.HloInstructionProto.SliceDimensions\x12\x0f\n\x07\x65psilon\x18\x18 \x01(\x02\x12\x15\n\rfeature_index\x18\x19 \x01(\x03\x12\x12\n\nchannel_id\x18\x1a \x01(\x03\x12\n\n\x02id\x18# \x01(\x03\x12\x13\n\x0boperand_ids\x18$ \x03(\x03\x12\x1e\n\x16\x63\x61lled_computation_ids\x18& \x03(\x03\x12\x30\n\x08sharding\x18( \x01(\x0b\x32\x1e.polyxla.bridge.hlo.OpSharding\x12\x38\n\x0ereplica_groups\x18\x31 \x03(\x0b\x32 .polyxla.bridge.hlo.ReplicaGroup\x12M\n\x16\x63ollective_device_list\x18W \x01(\x0b\x32-.polyxla.bridge.hlo.CollectiveDeviceListProto\x1a?\n\x0fSliceDimensions\x12\r\n\x05start\x18\x01 \x01(\x03\x12\r\n\x05limit\x18\x02 \x01(\x03\x12\x0e\n\x06stride\x18\x03 \x01(\x03\"\xbd\x01\n\x13HloComputationProto\x12\x0c\n\x04name\x18\x01 \x01(\t\x12=\n\x0cinstructions\x18\x02 \x03(\x0b\x32\'.polyxla.bridge.hlo.HloInstructionProto\x12<\n\rprogram_shape\x18\x04 \x01(\x0b\x32%.polyxla.bridge.hlo.ProgramShapeProto\x12\n\n\x02id\x18\x05 \x01(\x03\x12\x0f\n\x07root_id\x18\x06 \x01(\x03\"\xdf\x01\n\x18HloInputOutputAliasProto\x12M\n\x07\x65ntries\x18\x01 \x03(\x0b\x32<.polyxla.bridge.hlo.HloInputOutputAliasProto.AliasEntryProto\x1at\n\x0f\x41liasEntryProto\x12\x1a\n\x12output_shape_index\x18\x01 \x03(\x03\x12\x18\n\x10parameter_number\x18\x02 \x01(\x03\x12\x1d\n\x15parameter_shape_index\x18\x03 \x03(\x03\x12\x0c\n\x04kind\x18\x04 \x01(\x05\"\xb7\x01\n\x13HloBufferDonorProto\x12N\n\x07\x65ntries\x18\x01 \x03(\x0b\x32=.polyxla.bridge.hlo.HloBufferDonorProto.BufferDonorEntryProto\x1aP\n\x15\x42ufferDonorEntryProto\x12\x18\n\x10parameter_number\x18\x01 \x01(\x03\x12\x1d\n\x15parameter_shape_index\x18\x02 \x03(\x03\"\xc7\x02\n\x0eHloModuleProto\x12\x0c\n\x04name\x18\x01 \x01(\t\x12=\n\x0c\x63omputations\x18\x03 \x03(\x0b\x32\'.polyxla.bridge.hlo.HloComputationProto\x12\x41\n\x12host_program_shape\x18\x04 \x01(\x0b\x32%.polyxla.bridge.hlo.ProgramShapeProto\x12\x1c\n\x14\x65ntry_computation_id\x18\x06 \x01(\x03\x12H\n\x12input_output_alias\x18\x08 \x01(\x0b\x32,.polyxla.bridge.hlo.HloInputOutputAliasProto\x12=\n\x0c\x62uffer_donor\x18\x12 \x01(\x0b\x32\'.polyxla.bridge.hlo.HloBufferDonorProto\"_\n\x14HloModuleConfigProto\x12G\n\x18\x65ntry_computation_layout\x18\x01 \x01(\x0b\x32%.polyxla.bridge.hlo.ProgramShapeProto\"\x8c\x01\n\x18HloModuleProtoWithConfig\x12\x36\n\nhlo_module\x18\x01 \x01(\x0b\x32\".polyxla.bridge.hlo.HloModuleProto\x12\x38\n\x06\x63onfig\x18\x02 \x01(\x0b\x32(.polyxla.bridge.hlo.HloModuleConfigProto')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,23 +42,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPSHARDING']._serialized_start=469
   _globals['_OPSHARDING']._serialized_end=538
   _globals['_HLOINSTRUCTIONPROTO']._serialized_start=541
-  _globals['_HLOINSTRUCTIONPROTO']._serialized_end=1144
-  _globals['_HLOINSTRUCTIONPROTO_SLICEDIMENSIONS']._serialized_start=1081
-  _globals['_HLOINSTRUCTIONPROTO_SLICEDIMENSIONS']._serialized_end=1144
-  _globals['_HLOCOMPUTATIONPROTO']._serialized_start=1147
-  _globals['_HLOCOMPUTATIONPROTO']._serialized_end=1322
-  _globals['_HLOINPUTOUTPUTALIASPROTO']._serialized_start=1325
-  _globals['_HLOINPUTOUTPUTALIASPROTO']._serialized_end=1548
-  _globals['_HLOINPUTOUTPUTALIASPROTO_ALIASENTRYPROTO']._serialized_start=1432
-  _globals['_HLOINPUTOUTPUTALIASPROTO_ALIASENTRYPROTO']._serialized_end=1548
-  _globals['_HLOBUFFERDONORPROTO']._serialized_start=1551
-  _globals['_HLOBUFFERDONORPROTO']._serialized_end=1734
-  _globals['_HLOBUFFERDONORPROTO_BUFFERDONORENTRYPROTO']._serialized_start=1654
-  _globals['_HLOBUFFERDONORPROTO_BUFFERDONORENTRYPROTO']._serialized_end=1734
-  _globals['_HLOMODULEPROTO']._serialized_start=1737
-  _globals['_HLOMODULEPROTO']._serialized_end=2064
-  _globals['_HLOMODULECONFIGPROTO']._serialized_start=2066
-  _globals['_HLOMODULECONFIGPROTO']._serialized_end=2161
-  _globals['_HLOMODULEPROTOWITHCONFIG']._serialized_start=2164
-  _globals['_HLOMODULEPROTOWITHCONFIG']._serialized_end=2304
+  _globals['_HLOINSTRUCTIONPROTO']._serialized_end=1184
+  _globals['_HLOINSTRUCTIONPROTO_SLICEDIMENSIONS']._serialized_start=1121
+  _globals['_HLOINSTRUCTIONPROTO_SLICEDIMENSIONS']._serialized_end=1184
+  _globals['_HLOCOMPUTATIONPROTO']._serialized_start=1187
+  _globals['_HLOCOMPUTATIONPROTO']._serialized_end=1376
+  _globals['_HLOINPUTOUTPUTALIASPROTO']._serialized_start=1379
+  _globals['_HLOINPUTOUTPUTALIASPROTO']._serialized_end=1602
+  _globals['_HLOINPUTOUTPUTALIASPROTO_ALIASENTRYPROTO']._serialized_start=1486
+  _globals['_HLOINPUTOUTPUTALIASPROTO_ALIASENTRYPROTO']._serialized_end=1602
+  _globals['_HLOBUFFERDONORPROTO']._serialized_start=1605
+  _globals['_HLOBUFFERDONORPROTO']._serialized_end=1788
+  _globals['_HLOBUFFERDONORPROTO_BUFFERDONORENTRYPROTO']._serialized_start=1708
+  _globals['_HLOBUFFERDONORPROTO_BUFFERDONORENTRYPROTO']._serialized_end=1788
+  _globals['_HLOMODULEPROTO']._serialized_start=1791
+  _globals['_HLOMODULEPROTO']._serialized_end=2118
+  _globals['_HLOMODULECONFIGPROTO']._serialized_start=2120
+  _globals['_HLOMODULECONFIGPROTO']._serialized_end=2215
+  _globals['_HLOMODULEPROTOWITHCONFIG']._serialized_start=2218
+  _globals['_HLOMODULEPROTOWITHCONFIG']._serialized_end=2358
 # @@protoc_insertion_point(module_scope)

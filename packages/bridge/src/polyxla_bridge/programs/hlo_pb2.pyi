@@ -46,7 +46,7 @@ class OpSharding(_message.Message):
     def __init__(self, tuple_shardings: _Optional[_Iterable[_Union[OpSharding, _Mapping]]] = ...) -> None: ...
 
 class HloInstructionProto(_message.Message):
-    __slots__ = ("name", "opcode", "shape", "metadata", "parameter_number", "tuple_index", "dimensions", "slice_dimensions", "channel_id", "id", "operand_ids", "called_computation_ids", "sharding", "replica_groups", "collective_device_list")
+    __slots__ = ("name", "opcode", "shape", "metadata", "parameter_number", "tuple_index", "dimensions", "slice_dimensions", "epsilon", "feature_index", "channel_id", "id", "operand_ids", "called_computation_ids", "sharding", "replica_groups", "collective_device_list")
     class SliceDimensions(_message.Message):
         __slots__ = ("start", "limit", "stride")
         START_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +64,8 @@ class HloInstructionProto(_message.Message):
     TUPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     SLICE_DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    EPSILON_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_INDEX_FIELD_NUMBER: _ClassVar[int]
     CHANNEL_ID_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     OPERAND_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +81,8 @@ class HloInstructionProto(_message.Message):
     tuple_index: int
     dimensions: _containers.RepeatedScalarFieldContainer[int]
     slice_dimensions: _containers.RepeatedCompositeFieldContainer[HloInstructionProto.SliceDimensions]
+    epsilon: float
+    feature_index: int
     channel_id: int
     id: int
     operand_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -86,19 +90,21 @@ class HloInstructionProto(_message.Message):
     sharding: OpSharding
     replica_groups: _containers.RepeatedCompositeFieldContainer[ReplicaGroup]
     collective_device_list: CollectiveDeviceListProto
-    def __init__(self, name: _Optional[str] = ..., opcode: _Optional[str] = ..., shape: _Optional[_Union[ShapeProto, _Mapping]] = ..., metadata: _Optional[bytes] = ..., parameter_number: _Optional[int] = ..., tuple_index: _Optional[int] = ..., dimensions: _Optional[_Iterable[int]] = ..., slice_dimensions: _Optional[_Iterable[_Union[HloInstructionProto.SliceDimensions, _Mapping]]] = ..., channel_id: _Optional[int] = ..., id: _Optional[int] = ..., operand_ids: _Optional[_Iterable[int]] = ..., called_computation_ids: _Optional[_Iterable[int]] = ..., sharding: _Optional[_Union[OpSharding, _Mapping]] = ..., replica_groups: _Optional[_Iterable[_Union[ReplicaGroup, _Mapping]]] = ..., collective_device_list: _Optional[_Union[CollectiveDeviceListProto, _Mapping]] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., opcode: _Optional[str] = ..., shape: _Optional[_Union[ShapeProto, _Mapping]] = ..., metadata: _Optional[bytes] = ..., parameter_number: _Optional[int] = ..., tuple_index: _Optional[int] = ..., dimensions: _Optional[_Iterable[int]] = ..., slice_dimensions: _Optional[_Iterable[_Union[HloInstructionProto.SliceDimensions, _Mapping]]] = ..., epsilon: _Optional[float] = ..., feature_index: _Optional[int] = ..., channel_id: _Optional[int] = ..., id: _Optional[int] = ..., operand_ids: _Optional[_Iterable[int]] = ..., called_computation_ids: _Optional[_Iterable[int]] = ..., sharding: _Optional[_Union[OpSharding, _Mapping]] = ..., replica_groups: _Optional[_Iterable[_Union[ReplicaGroup, _Mapping]]] = ..., collective_device_list: _Optional[_Union[CollectiveDeviceListProto, _Mapping]] = ...) -> None: ...
 
 class HloComputationProto(_message.Message):
-    __slots__ = ("instructions", "program_shape", "id", "root_id")
+    __slots__ = ("name", "instructions", "program_shape", "id", "root_id")
+    NAME_FIELD_NUMBER: _ClassVar[int]
     INSTRUCTIONS_FIELD_NUMBER: _ClassVar[int]
     PROGRAM_SHAPE_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     ROOT_ID_FIELD_NUMBER: _ClassVar[int]
+    name: str
     instructions: _containers.RepeatedCompositeFieldContainer[HloInstructionProto]
     program_shape: ProgramShapeProto
     id: int
     root_id: int
-    def __init__(self, instructions: _Optional[_Iterable[_Union[HloInstructionProto, _Mapping]]] = ..., program_shape: _Optional[_Union[ProgramShapeProto, _Mapping]] = ..., id: _Optional[int] = ..., root_id: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., instructions: _Optional[_Iterable[_Union[HloInstructionProto, _Mapping]]] = ..., program_shape: _Optional[_Union[ProgramShapeProto, _Mapping]] = ..., id: _Optional[int] = ..., root_id: _Optional[int] = ...) -> None: ...
 
 class HloInputOutputAliasProto(_message.Message):
     __slots__ = ("entries",)

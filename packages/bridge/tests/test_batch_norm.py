@@ -1,0 +1,93 @@
+"""Batch norm without XLA's batch norm instructions, compared with what XLA computes by them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from jaxlib import _jax, xla_client
+from jaxlib._hlo import HloModule, hlo_module_from_text  # type: ignore[import-not-found]
+
+from polyxla_bridge.engine import batch_norm
+
+SHAPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16), "f64": np.dtype(np.float64)}
+KINDS = {
+    "batch-norm-training": ("x, scale, offset", "(T[S], T[F], T[F])"),
+    "batch-norm-inference": ("x, scale, offset, mean, variance", "T[S]"),
+    "batch-norm-grad": ("x, scale, mean, variance, other", "(T[S], T[F], T[F])"),
+}
+
+
+def program(kind: str, dtype: str, dims: tuple[int, ...], feature: int, twice: bool = False) -> bytes:
+    """Return a program with one batch norm, or with another one of its result."""
+    operands, result = KINDS[kind]
+    how = f"epsilon=0.01, feature_index={feature}"
+    first = f"n = R {kind}({operands}), {how}"
+    last = first.replace("n =", "ROOT n =")
+    if twice:
+        normalized = "n" if kind == "batch-norm-inference" else "get-tuple-element(n), index=0"
+        normalized = f"m = T[S] {normalized}" if "get" in normalized else f"m = T[S] copy({normalized})"
+        last = f"{first} {normalized} ROOT r = R {kind}({operands.replace('x,', 'm,')}), {how}"
+    text = f"""HloModule norm
+    ENTRY main {{ x = T[S] parameter(0) scale = T[F] parameter(1) offset = T[F] parameter(2)
+      mean = T[F] parameter(3) variance = T[F] parameter(4) other = T[S] parameter(5)
+      {last} }}"""
+    text = text.replace("R ", f"{result} ").replace("T[", f"{dtype}[")
+    text = text.replace("[S]", str(list(dims)).replace(" ", "")).replace("[F]", f"[{dims[feature]}]")
+    data: bytes = hlo_module_from_text(text).as_serialized_hlo_module_proto()
+    return data
+
+
+def computed(data: bytes, arguments: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+    client = jax.devices("cpu")[0].client
+    devices = _jax.DeviceList((jax.devices("cpu")[0],))
+    module = _jax.mlir.hlo_to_stablehlo(data)
+    loaded = client.compile_and_load(module, devices, xla_client.CompileOptions())
+    results = loaded.execute_sharded([jax.device_put(one) for one in arguments])
+    return [np.asarray(parts[0]) for parts in results.disassemble_into_single_device_arrays()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("dtype", "dims", "feature"),
+    [
+        ("f32", (6, 3, 4, 5), 1),
+        ("f32", (1, 8, 5), 1),
+        ("f32", (7, 4), 0),
+        ("f64", (5, 4), 1),
+        ("bf16", (6, 4), 1),
+    ],
+)
+@pytest.mark.parametrize("twice", [False, True])
+def test_the_expansion_computes_what_the_instruction_does(
+    kind: str, dtype: str, dims: tuple[int, ...], feature: int, twice: bool
+) -> None:
+    data = program(kind, dtype, dims, feature, twice)
+    with jax.enable_x64(True):
+        expanded = batch_norm.expand(data)
+    text = HloModule.from_serialized_hlo_module_proto(expanded).to_string()
+    assert " batch-norm" not in text
+    assert " call(" not in text, "the partitioner does not look into calls"
+
+    numbers = np.random.default_rng(0)
+    shapes = [dims, *[(dims[feature],)] * 4, dims]
+    arguments = [(numbers.random(shape) + 0.5).astype(SHAPES[dtype]) for shape in shapes]
+    with jax.enable_x64(True):
+        expected, found = computed(data, arguments), computed(expanded, arguments)
+    assert len(expected) == len(found) == (1 if kind == "batch-norm-inference" else 3)
+    precision = {"f64": 1e-9, "f32": 1e-4, "bf16": 0.06}[dtype]
+    for one, other in zip(expected, found, strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(
+            other.astype(np.float64), one.astype(np.float64), rtol=precision, atol=precision
+        )
+
+
+def test_a_program_without_batch_norms_stays_as_it_is() -> None:
+    data: bytes = hlo_module_from_text(
+        "HloModule plain ENTRY main { x = f32[2] parameter(0) ROOT y = f32[2] add(x, x) }"
+    ).as_serialized_hlo_module_proto()
+    assert batch_norm.expand(data) is data
