@@ -1,6 +1,6 @@
 """Cost of replicas on the bridge, compared with torch_xla's CPU client and DistributedDataParallel.
 
-    nox -s bench -- replicas [step] [scaling] [start] [compile] [memory] [--json]
+    nox -s bench -- replicas [step] [scaling] [start] [spmd] [compile] [memory] [--json]
 
 Contestants take turns in short rounds, so that other load on the machine affects all of them equally. A
 speed is that of the best round, with the CPU time of a thousand samples beside it; a time is the best of
@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from harness import HOST, NATIVE, Contestant, Usage, contest, do, main, resident_bytes, row, used
-from trainings import BATCH, DdpTraining, XlaTraining, serve
+from trainings import BATCH, DdpTraining, SpmdTraining, XlaTraining, serve
 
 REPLICAS = 4
 STARTS = 2
@@ -26,6 +26,8 @@ STEPS = 2000
 SETTLED = 200
 """Memory must not grow after this step."""
 GIB = 1 << 30
+EMULATED = {"POLYXLA_EMULATE": "v4-8"}
+"""Four chips: four processes of a replica each, or one process with four devices."""
 
 
 # The contestants: each replica connects to the benchmark's process and runs steps on request.
@@ -43,6 +45,10 @@ def bridged(model: str, batch: int, port: int) -> None:
 
 def _in_replica(model: str, batch: int, port: int, replica: Any) -> None:
     serve(XlaTraining(model, batch), port)
+
+
+def partitioned(model: str, batch: int, port: int) -> None:
+    serve(SpmdTraining(model, batch), port)
 
 
 def ddp(model: str, batch: int, port: int) -> None:
@@ -184,6 +190,16 @@ def measure_scaling() -> None:
                 row(f"{name} / DDP", ours, parallel, ours.best / parallel.best, at_least=of_ddp)
 
 
+def measure_spmd() -> None:
+    """Compare one program that is partitioned over four devices with four replicas, for as many samples."""
+    for model in ("convnet", "block"):
+        with contest(
+            partial(Contestant, partitioned, model, BATCH * REPLICAS, 1, EMULATED),
+            partial(Contestant, bridged, model, BATCH, REPLICAS, EMULATED),
+        ) as (ours, peer):
+            row(f"spmd: {model}, 4 devices / 4 replicas", ours, peer, ours.best / peer.best, at_least=0.8)
+
+
 def measure_start() -> None:
     """Measure the time from the command to the end of the first step of all replicas."""
     ways = {
@@ -235,6 +251,7 @@ def measure_memory() -> None:
 PARTS = {
     "step": measure_step,
     "scaling": measure_scaling,
+    "spmd": measure_spmd,
     "start": measure_start,
     "compile": measure_compile,
     "memory": measure_memory,

@@ -116,9 +116,13 @@ class Training:
         inputs, target = self.batches[self.steps % POOL]
         self.steps += 1
         self.optimizer.zero_grad()
-        loss = self.loss(self.model(inputs.to(self.device)), target.to(self.device))
+        loss = self.loss(self.model(self.upload(inputs)), self.upload(target))
         loss.backward()
         return loss
+
+    def upload(self, tensor: Any) -> Any:
+        """Copy a tensor of a batch to the device."""
+        return tensor.to(self.device)
 
 
 class XlaTraining(Training):
@@ -147,6 +151,32 @@ class XlaTraining(Training):
             if self.read_every and self.steps % self.read_every == 0:
                 loss.item()
         xm.wait_device_ops()
+
+
+class SpmdTraining(XlaTraining):
+    """Trains on all devices of this process by one partitioned program, each with a part of the batch.
+
+    Args:
+        model: one of `MODELS`.
+        batch: samples of all devices in each step.
+    """
+
+    def __init__(self, model: str, batch: int) -> None:
+        import numpy as np
+        import torch_xla.runtime as xr
+        from torch_xla.distributed import spmd
+
+        xr.use_spmd()
+        devices = xr.global_runtime_device_count()
+        self.mesh = spmd.Mesh(np.arange(devices), (devices,), ("data",))
+        super().__init__(model, batch)
+
+    def upload(self, tensor: Any) -> Any:
+        from torch_xla.distributed import spmd
+
+        uploaded = tensor.to(self.device)
+        spmd.mark_sharding(uploaded, self.mesh, ("data", *[None] * (tensor.dim() - 1)))
+        return uploaded
 
 
 class DdpTraining(Training):
