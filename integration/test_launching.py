@@ -45,6 +45,13 @@ def test_plain_python_starts_the_number_of_replicas_in_the_environment(clean_env
     assert sums(done.stdout) == [("0", "2", "1.0"), ("1", "2", "1.0")]
 
 
+def test_a_replica_imports_the_script_before_it_opens_a_device(clean_environ: dict[str, str]) -> None:
+    environ = {**clean_environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
+    done = run([sys.executable, str(PROGRAMS / "enable_plugins.py")], environ)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["ORDINAL 0", "ORDINAL 1"]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("device", ["CPU", None])
 def test_each_process_of_torchrun_is_a_replica(clean_environ: dict[str, str], device: str | None) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import multiprocessing.spawn
 import pickle
-import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from polyxla.errors import UsageError
@@ -18,14 +17,18 @@ class Call:
     """A call of a function of the main module, made in a replica process.
 
     The process imports the main module again under another name, so that objects created at import (locks,
-    settings, random seeds) exist in every process. Functions of a notebook are pickled by value.
+    settings, random seeds) exist in every process. It does so when it unpickles the call, before it opens a
+    device, because the module may register plugins. Functions of a notebook are pickled by value.
 
     Attributes:
-        call: function, arguments and keyword arguments; pickled if there is a main module to import.
-        main: multiprocessing's preparation data, by which the process imports the main module.
+        call: function, arguments and keyword arguments.
+        pickled: these, pickled for a process that has imported the main module.
+        main: multiprocessing's preparation data, by which the process imports the main module; None if it
+            need not.
     """
 
     call: Any
+    pickled: bytes = b""
     main: dict[str, Any] | None = None
 
     @classmethod
@@ -35,24 +38,25 @@ class Call:
         if not data.keys() & set(_MAIN):
             return cls(call)
         names = (*_MAIN, "sys_argv", "dir", "orig_dir")
-        return cls(pickle.dumps(call), {name: data[name] for name in names if name in data})
+        return cls(call, pickle.dumps(call), {name: data[name] for name in names if name in data})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Import the main module where the call is unpickled."""
+        return (Call, (self.call,)) if self.main is None else (_loaded, (self.pickled, self.main))
 
     def __call__(self, place: Any) -> Any:
         """Make the call in a replica; `place` is ignored."""
-        # The first replica of a process imports the main module for all of them.
-        with _own.lock:
-            if _own.call is None:
-                _own.call = self._loaded()
-        function, args, kwargs = _own.call
+        function, args, kwargs = self.call
         return function(*args, **kwargs)
 
-    def _loaded(self) -> Any:
-        if self.main is None:
-            return self.call
-        _own.is_importing = True
-        multiprocessing.spawn.prepare(self.main)
-        _own.is_importing = False
-        return pickle.loads(self.call)
+
+def _loaded(pickled: bytes, main: dict[str, Any]) -> Call:
+    _importing.append(True)
+    try:
+        multiprocessing.spawn.prepare(main)
+        return Call(pickle.loads(pickled))
+    finally:
+        _importing.clear()
 
 
 def refuse_while_importing(launcher: str) -> None:
@@ -61,7 +65,7 @@ def refuse_while_importing(launcher: str) -> None:
     Raises:
         UsageError: this process is importing the script.
     """
-    if _own.is_importing:
+    if _importing:
         raise UsageError(
             "a replica's process imports the script again, and the script launches replicas again",
             where=launcher,
@@ -69,11 +73,5 @@ def refuse_while_importing(launcher: str) -> None:
         )
 
 
-@dataclass
-class _ProcessState:
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    is_importing: bool = False
-    call: Any = None
-
-
-_own = _ProcessState()
+_importing: list[bool] = []
+"""Not empty while this process imports the script."""
