@@ -307,9 +307,10 @@ def abi(session: nox.Session) -> None:
 
 @nox.session
 def libtpu(session: nox.Session) -> None:
-    """Compare the variables of TPU processes with what the real libtpu reads, which needs no TPU."""
-    install(session, ["bridge", "runtime-pjrt"], ["libtpu"])
+    """Compare the variables of TPU processes with what the real libtpu reads; test `polyxla fits`. No TPU."""
+    install(session, ["bridge", "runtime-pjrt"], ["libtpu", *group("test")])
     session.run("python", ".ci/variables.py")
+    session.run("pytest", "packages/runtime-pjrt/tests/test_fits_libtpu.py", *session.posargs)
 
 
 @nox.session

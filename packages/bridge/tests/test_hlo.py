@@ -9,6 +9,7 @@ from jaxlib._hlo import HloModule, hlo_module_from_text  # type: ignore[import-n
 
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs import hlo, rewrite
+from polyxla_bridge.programs.hlo_pb2 import OpMetadata
 
 ADD = "add { a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }"
 
@@ -148,3 +149,35 @@ def test_small_operands_of_an_all_reduce_are_packed(shapes: tuple[str, ...], bec
     text = written(rewrite.for_jaxlib(data, 2))
     assert reduced(text) == becomes
     assert hlo.results(rewrite.for_jaxlib(data, 2)) == hlo.results(data)
+
+
+def test_programs_that_differ_in_numbers_only_have_the_same_structure() -> None:
+    def of(constant: int, operation: str, padding: str) -> bytes:
+        return hlo.structure(
+            module(f"""HloModule one
+            ENTRY main {{ x = f32[2] parameter(0) k = f32[2] constant({{{constant}, 0}})
+              s = f32[2] {operation}(x, k) z = f32[] constant(0)
+              ROOT r = f32[4] pad(s, z), padding={padding} }}""")
+        )
+
+    assert of(1, "add", "2_0") == of(2, "add", "1_1")
+    assert of(1, "add", "2_0") != of(1, "multiply", "2_0")
+
+
+def test_the_stack_of_an_instruction_begins_with_its_innermost_frame() -> None:
+    data = hlo.parse_module(module("HloModule one ENTRY main { ROOT x = f32[2] parameter(0) }"))
+    index = data.stack_frame_index
+    index.file_names.extend(["train.py", "linear.py"])
+    index.file_locations.add(file_name_id=1, line=33)
+    index.file_locations.add(file_name_id=2, line=7)
+    index.stack_frames.add(file_location_id=1)
+    index.stack_frames.add(file_location_id=2, parent_frame_id=1)
+    (instruction,) = data.computations[0].instructions
+    assert hlo.stacks(data.SerializeToString()) == {}
+    instruction.metadata = OpMetadata(stack_frame_id=2).SerializeToString()
+    assert hlo.stacks(data.SerializeToString()) == {instruction.name: [("linear.py", 7), ("train.py", 33)]}
+
+
+def test_the_total_size_is_that_of_all_results() -> None:
+    data = module("HloModule one ENTRY main { x = f32[2] parameter(0) ROOT r = f32[2] add(x, x) }")
+    assert hlo.total_bytes(data) == 16

@@ -46,6 +46,12 @@ POLYXLA_LIBTPU_DEV = "POLYXLA_LIBTPU_DEV"
 Default: empty, the name of the only played host of this machine.
 """
 
+POLYXLA_LIBTPU_PROGRAMS = "POLYXLA_LIBTPU_PROGRAMS"
+"""Directory in which the played libtpu records each program that it is asked to compile, its compile options,
+and a log of executions. It then computes small programs only: results of the others are zeros.
+Default: not set; nothing is recorded and everything is computed.
+"""
+
 POLYXLA_STALL_TIMEOUT_S = "POLYXLA_STALL_TIMEOUT_S"
 """Longest wait of a program in its collectives for other replicas, in seconds. When it is over, the process
 reports where each of its replicas is, and ends. The time in which another replica compiles or computes does
@@ -122,7 +128,8 @@ class BridgeSettings:
 
     `places` has the coordinates of this process's replicas, by which they are numbered. Without them,
     replicas count through the processes. `cores` is the number of TensorCores that a device is made of, and
-    `memory_bytes` its memory; 0 is a share of the machine's.
+    `memory_bytes` its memory; 0 is a share of the machine's. Programs are recorded in the directory
+    `programs_path`; if that is empty, nowhere.
     """
 
     replicas: int = 1
@@ -141,6 +148,7 @@ class BridgeSettings:
     places: tuple[Coordinates, ...] = ()
     cores: int = 1
     memory_bytes: int = 0
+    programs_path: str = ""
 
     @property
     def per_process(self) -> int:
@@ -179,6 +187,7 @@ def from_environ(environ: Mapping[str, str]) -> BridgeSettings:
         cache_origin=cache_origin,
         cache_is_readonly=cache_origin is CacheOrigin.PROGRAM
         and environ.get(XLA_PERSISTENT_CACHE_READ_ONLY, "").lower() not in ("", "0", "false"),
+        programs_path=environ.get(POLYXLA_LIBTPU_PROGRAMS, ""),
     )
     _check(settings)
     return settings

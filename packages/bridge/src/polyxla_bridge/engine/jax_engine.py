@@ -297,7 +297,7 @@ class JaxEngine(Engine):
 
     def from_host(self, device: EngineDevice, type_: ArrayType, data: memoryview) -> Buffer:
         """Copy before returning, since the caller may reuse its memory."""
-        host = np.frombuffer(data, _numpy_dtype(type_.dtype), math.prod(type_.dims)).reshape(type_.dims)
+        host = np.frombuffer(data, numpy_dtype(type_.dtype), math.prod(type_.dims)).reshape(type_.dims)
         return Buffer(type_, device, CompletedFuture(self._put(device.index, host)))
 
     def _put(self, index: int, host: np.ndarray[Any, Any]) -> Any:
@@ -424,5 +424,6 @@ def _bytes(host: np.ndarray[Any, Any]) -> memoryview:
     return memoryview(np.ascontiguousarray(host).reshape(-1).view(np.uint8).data)
 
 
-def _numpy_dtype(name: str) -> Any:
+def numpy_dtype(name: str) -> Any:
+    """Return numpy's dtype of this name, or ml_dtypes'."""
     return np.dtype(getattr(ml_dtypes, name)) if hasattr(ml_dtypes, name) else np.dtype(name)

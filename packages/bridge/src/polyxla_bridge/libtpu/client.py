@@ -28,12 +28,14 @@ def make_engine(on_lookup: Callable[[bool], None]) -> Engine:
             a process does not come.
     """
     from polyxla_bridge.engine.jax_engine import JaxEngine
+    from polyxla_bridge.engine.recording_engine import RecordingEngine
 
     environ = env.own_environ()
     host = Host.read(environ)
     topology = Topology.read(environ, host)
     claim(topology, host)
-    return JaxEngine(settings(topology, host, env.from_environ(environ)), on_lookup)
+    chosen = settings(topology, host, env.from_environ(environ))
+    return (RecordingEngine if chosen.programs_path else JaxEngine)(chosen, on_lookup)
 
 
 def settings(topology: Topology, host: Host, base: BridgeSettings) -> BridgeSettings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Iterator
 
@@ -11,6 +12,7 @@ from polyxla_bridge.programs.hlo_pb2 import (
     HloInstructionProto,
     HloModuleProto,
     HloModuleProtoWithConfig,
+    OpMetadata,
     ShapeProto,
 )
 
@@ -124,6 +126,42 @@ def is_same_array(one: ShapeProto, other: ShapeProto) -> bool:
     """Return whether both are arrays of the same dtype and dimensions."""
     arrays = ((shape.element_type, *shape.dimensions) for shape in (one, other))
     return one.element_type in _PRIMITIVES and len(set(arrays)) == 1
+
+
+def total_bytes(hlo: bytes) -> int:
+    """Return the total size of what the instructions of a serialised HloModuleProto result in."""
+    return sum(size_bytes(instruction.shape) for instruction in _instructions(hlo))
+
+
+def structure(hlo: bytes) -> bytes:
+    """Return a digest of the opcodes, shapes and operands in a serialised HloModuleProto.
+
+    Programs of replicas that differ in their numbers only, such as the place of their share, have the same.
+    """
+    digest = hashlib.sha256()
+    for one in _instructions(hlo):
+        digest.update(repr((one.opcode, one.operand_ids[:], one.called_computation_ids[:])).encode())
+        digest.update(one.shape.SerializePartialToString(deterministic=True))
+    return digest.digest()
+
+
+def stacks(hlo: bytes) -> dict[str, list[tuple[str, int]]]:
+    """Return the Python stack that made each instruction of a serialised HloModuleProto.
+
+    The innermost frame comes first. Frames are files and lines. Instructions without one are left out; all
+    are, unless torch_xla had ``XLA_HLO_DEBUG`` and ``XLA_IR_DEBUG``.
+    """
+    index = parse_module(hlo).stack_frame_index
+
+    def frames(number: int) -> Iterator[tuple[str, int]]:
+        while number:
+            frame = index.stack_frames[number - 1]
+            place = index.file_locations[frame.file_location_id - 1]
+            yield index.file_names[place.file_name_id - 1], place.line
+            number = frame.parent_frame_id
+
+    found = {one.name: OpMetadata.FromString(one.metadata).stack_frame_id for one in _instructions(hlo)}
+    return {name: list(frames(number)) for name, number in found.items() if number}
 
 
 def donated(hlo: bytes) -> frozenset[int]:

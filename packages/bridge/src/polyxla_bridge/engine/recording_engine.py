@@ -1,0 +1,108 @@
+"""`RecordingEngine`: records the programs of a job, and computes only the small ones. Imports jax."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxlib import xla_client
+
+from polyxla_bridge.abi import width
+from polyxla_bridge.engine.engine import Buffer, EngineDevice
+from polyxla_bridge.engine.futures import CompletedFuture, FutureLike
+from polyxla_bridge.engine.jax_engine import JaxEngine, numpy_dtype
+from polyxla_bridge.env import BridgeSettings
+from polyxla_bridge.programs import hlo
+from polyxla_bridge.programs.executable import ArrayType, Executable
+from polyxla_bridge.programs.recording import ProgramRecorder
+
+LARGE_BYTES = 64 << 20
+"""Size of a large array, and of all arrays of a large program together: the programs that frameworks use to
+agree and to exchange objects are smaller, and so are the training steps of small models."""
+
+
+class RecordingEngine(JaxEngine):
+    """Records the programs that it is asked to compile, and computes those that a CPU computes quickly.
+
+    Large programs are not executed: their results are zeros that take no memory, and so are large arrays from
+    the host. They are not compiled either, except partitioned ones: the compiler chooses the shapes of the
+    parts. So a job can be studied that no CPU could compute, with the control flow of a real one.
+
+    Args:
+        settings: as for `JaxEngine`; programs are recorded in ``settings.programs_path``.
+        on_lookup: as for `JaxEngine`.
+    """
+
+    def __init__(self, settings: BridgeSettings, on_lookup: Callable[[bool], None] | None = None) -> None:
+        # First, because the clients meet before anything is compiled: then each process has a log.
+        self._recorder = ProgramRecorder(Path(settings.programs_path), settings.process)
+        super().__init__(settings, on_lookup)
+
+    def compile(self, hlo_module: bytes, options: bytes) -> Executable:
+        """Record the program; compile it if it will be computed."""
+        fingerprint = hashlib.sha256(hlo_module + options).hexdigest()
+        self._recorder.compiled(fingerprint, hlo_module, options)
+        is_large = hlo.total_bytes(hlo_module) > LARGE_BYTES
+        partitions = xla_client.CompileOptions.ParseFromString(options).num_partitions
+        if is_large and partitions == 1:
+            return self._uncompiled(fingerprint, hlo_module)
+        executable = super().compile(hlo_module, options)
+        executable.native["is_computed"] = not is_large
+        return executable
+
+    def _uncompiled(self, fingerprint: str, hlo_module: bytes) -> Executable:
+        executable = Executable(
+            name=hlo.module_name(hlo_module),
+            outputs=tuple(ArrayType(dtype, dims) for dtype, dims in hlo.results(hlo_module)),
+            num_replicas=len(self.devices),
+            optimized_hlo=hlo_module,
+            code_size_bytes=0,
+            fingerprint=fingerprint,
+        )
+        executable.native |= {"donated": hlo.donated(hlo_module), "is_computed": False}
+        return executable
+
+    def _queue(self, executable: Executable, device: EngineDevice, *arguments: Any) -> list[Buffer]:
+        self._recorder.executed(executable.fingerprint, device.index)
+        return super()._queue(executable, device, *arguments)
+
+    def _run(
+        self, executable: Executable, index: int, values: list[FutureLike], protected: frozenset[int]
+    ) -> list[Any]:
+        arguments = [value.result() for value in values]
+        if not executable.native["is_computed"]:
+            return [Zeros(type_) for type_ in executable.outputs]
+        present = [self._present(array, index) for array in arguments]
+        return super()._run(executable, index, [CompletedFuture(array) for array in present], protected)
+
+    def _present(self, array: Any, index: int) -> Any:
+        return self._put(index, np.asarray(array)) if isinstance(array, Zeros) else array
+
+    def from_host(self, device: EngineDevice, type_: ArrayType, data: memoryview) -> Buffer:
+        """Drop the data of a large array."""
+        if math.prod(type_.dims) * width(type_.dtype) > LARGE_BYTES:
+            return Buffer(type_, device, CompletedFuture(Zeros(type_)))
+        return super().from_host(device, type_, data)
+
+    def close(self) -> None:
+        """Close the log, too."""
+        super().close()
+        self._recorder.close()
+
+
+class Zeros:
+    """An array of zeros that takes no memory.
+
+    Args:
+        type_: its type.
+    """
+
+    def __init__(self, type_: ArrayType) -> None:
+        self._type = type_
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return np.broadcast_to(np.zeros((), numpy_dtype(self._type.dtype)), self._type.dims)

@@ -1,0 +1,1 @@
+"""``polyxla fits``: whether a program fits a TPU, found out without one."""

@@ -1,0 +1,131 @@
+"""Running a script on the played TPU until it asks for no new programs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from polyxla import PolyxlaError
+from polyxla.env import POLYXLA_DEVICES, POLYXLA_RUNTIME
+from polyxla_bridge.env import POLYXLA_LIBTPU_PROGRAMS
+from polyxla_pjrt import env
+from polyxla_pjrt.fits.chips import Target
+from polyxla_pjrt.fits.collected import CollectedProgram, Logs, programs
+from polyxla_pjrt.fits.progress import Progress
+
+TICK_S = 0.5
+GRACE_S = 10.0
+"""Time for the script's processes to end after SIGTERM, in seconds, before they are killed."""
+SHOWN_LINES = 20
+
+
+class ScriptFailedError(PolyxlaError):
+    """The script failed on the played TPU, took too long, or sent no program to it."""
+
+
+@dataclass(frozen=True)
+class EmulatedRun:
+    """A run of a script on the played TPU.
+
+    Attributes:
+        command: the script and its arguments, or ``-m``, a module and its arguments.
+        target: the TPU.
+        steps: how many steps in a row must bring no new program; 0 runs the script to its end.
+        timeout_s: longest run, in seconds.
+    """
+
+    command: Sequence[str]
+    target: Target
+    steps: int
+    timeout_s: float
+
+    def collect(
+        self, directory: Path, environ: Mapping[str, str], progress: Progress
+    ) -> list[CollectedProgram]:
+        """Run the script, and return its programs.
+
+        Args:
+            directory: an empty or new one, for programs and the script's output.
+            environ: of this process.
+            progress: shows what the run is doing.
+
+        Raises:
+            ScriptFailedError: the script failed, did not end in time, or used no device.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        logs, output = Logs(directory), directory / "output"
+        started = time.monotonic()
+        with output.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "polyxla", "run", *self.command],
+                env=self._environ(environ, directory),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                while process.poll() is None:
+                    logs.read()
+                    if self.steps and logs.repeats >= self.steps:
+                        break
+                    if time.monotonic() - started > self.timeout_s:
+                        raise ScriptFailedError(
+                            f"the script has not ended, nor repeated its programs {self.steps} times, in "
+                            f"{self.timeout_s:g} s (--timeout). {_tail(output)}"
+                        )
+                    progress.detail(
+                        f"{len(logs.stacks)} programs, and {logs.repeats} steps without a new one"
+                    )
+                    time.sleep(TICK_S)
+            finally:
+                end_group(process)
+        logs.read()
+        self._check(process.returncode, logs, output)
+        return programs(directory, logs)
+
+    def _check(self, code: int, logs: Logs, output: Path) -> None:
+        is_stopped = self.steps and logs.repeats >= self.steps
+        if code and not is_stopped:
+            raise ScriptFailedError(f"the script failed on the played TPU, with code {code}. {_tail(output)}")
+        if not logs.stacks:
+            raise ScriptFailedError(f"the script has used no device of the played TPU. {_tail(output)}")
+
+    def _environ(self, environ: Mapping[str, str], directory: Path) -> dict[str, str]:
+        # Variables that choose other devices would contradict --on.
+        kept = {
+            name: value
+            for name, value in environ.items()
+            if name not in (POLYXLA_RUNTIME, POLYXLA_DEVICES, env.PJRT_DEVICE) and not name.startswith("XRT_")
+        }
+        return {
+            **kept,
+            env.POLYXLA_EMULATE: self.target.accelerator.name,
+            POLYXLA_LIBTPU_PROGRAMS: str(directory),
+            # The lines of operations go into the programs. Source: torch_xla's documentation, "Troubleshoot".
+            "XLA_HLO_DEBUG": "1",
+            "XLA_IR_DEBUG": "1",
+        }
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it has started, which are a process group of their own."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(GRACE_S)
+
+
+def _tail(output: Path) -> str:
+    lines = output.read_text(errors="replace").splitlines()[-SHOWN_LINES:]
+    return "Its last lines:\n  " + "\n  ".join(lines) if lines else "It has printed nothing."

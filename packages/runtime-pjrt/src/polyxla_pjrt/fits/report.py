@@ -1,0 +1,168 @@
+"""The result of ``polyxla fits``, as text for 80 columns and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from polyxla_pjrt.fits.chips import Target
+from polyxla_pjrt.fits.collected import CollectedProgram
+from polyxla_pjrt.fits.compiling import Outcome
+from polyxla_pjrt.fits.source_lines import operation_line
+
+SMALL_BYTES = 1 << 20
+"""Programs that need less HBM are counted, not listed."""
+COLUMNS = ("HBM", "args", "outputs", "temps", "code", "FLOPs", "bytes", "at least", "compile")
+WIDTH = 8
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A program and what libtpu made of it."""
+
+    program: CollectedProgram
+    outcome: Outcome
+
+    @property
+    def where(self) -> str:
+        """Where the program comes from."""
+        return self.program.line or "no line of the script"
+
+    def problem(self, target: Target) -> str | None:
+        """Return why the program does not run on the TPU, in a sentence; None if it does."""
+        if self.outcome.cost is not None:
+            return None
+        error = self.outcome.error
+        if self.outcome.is_too_large:
+            return f"{self.where}: {too_large(error, target)}"
+        operation = failed_operation(error)
+        line = operation_line(self.program.hlo.read_bytes(), operation) if operation else None
+        of = f" ({operation}{f' at {line}' if line else ''})" if operation else ""
+        return f"{self.where}: libtpu does not compile the program{of}: {error.strip().splitlines()[0]}"
+
+    def as_json(self, target: Target) -> dict[str, Any]:
+        """Return it as JSON-compatible values."""
+        cost = self.outcome.cost
+        return {
+            "line": self.program.line,
+            "name": self.program.name,
+            "executions": self.program.executions,
+            "variants": self.program.variants,
+            "fits": cost is not None,
+            "hbm_bytes": cost.total_bytes if cost else None,
+            **(dataclasses.asdict(cost) if cost else {}),
+            "estimate_s": target.estimate_s(cost) if cost else None,
+            "compile_s": round(self.outcome.seconds, 3),
+            "problem": self.problem(target),
+            "is_too_large": self.outcome.is_too_large,
+        }
+
+
+def as_json(target: Target, version: str, programs: Sequence[Checked]) -> dict[str, Any]:
+    """Return the result as JSON-compatible values; ``variants`` counts replicas' programs that are alike."""
+    return {
+        "accelerator": target.accelerator.name,
+        "devices": target.accelerator.devices,
+        "hbm_bytes": target.memory_bytes,
+        "libtpu": version,
+        "fits": all(one.outcome.cost for one in programs),
+        "programs": [one.as_json(target) for one in programs],
+    }
+
+
+def as_text(target: Target, version: str, programs: Sequence[Checked]) -> Iterator[str]:
+    """Yield the lines of the result."""
+    kind = target.accelerator
+    devices = f"{kind.devices} device{'s' if kind.devices > 1 else ''}"
+    memory = binary(target.memory_bytes)
+    yield f"{kind.name}: {devices} with {memory} of HBM each (compiled by libtpu {version})"
+    compiled = [one for one in programs if one.outcome.cost is not None]
+    small = [one for one in compiled if one.outcome.cost and one.outcome.cost.total_bytes < SMALL_BYTES]
+    if large := [one for one in compiled if one not in small]:
+        yield _row(COLUMNS)
+    for one in large:
+        times = "once" if one.program.executions == 1 else f"{one.program.executions} times"
+        yield f"{one.where}, executed {times}"
+        yield _row(_cells(one, target))
+    if small:
+        seconds = sum(one.outcome.seconds for one in small)
+        yield f"{len(small)} programs of less than {binary(SMALL_BYTES)} each, compiled in {seconds:.1f} s"
+    for one in programs:
+        if problem := one.problem(target):
+            yield problem
+    if len(compiled) == len(programs):
+        most = max((one.outcome.cost.total_bytes for one in programs if one.outcome.cost), default=0)
+        yield f"fits: the largest program needs {binary(most)} of {memory}"
+
+
+def _cells(one: Checked, target: Target) -> list[str]:
+    cost = one.outcome.cost
+    assert cost is not None
+    estimate = target.estimate_s(cost)
+    return [
+        binary(cost.total_bytes),
+        binary(cost.argument_bytes),
+        binary(cost.output_bytes - cost.alias_bytes),
+        binary(cost.temporary_bytes),
+        binary(cost.code_bytes),
+        decimal(cost.flops),
+        decimal(cost.accessed_bytes),
+        "?" if estimate is None else _time(estimate),
+        f"{one.outcome.seconds:.1f}s",
+    ]
+
+
+def _time(seconds: float) -> str:
+    factor, unit = (1e6, "us") if seconds < 1e-3 else (1e3, "ms") if seconds < 1 else (1, "s")
+    return f"{factor * seconds:.3g}{unit}"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return " ".join(f"{cell:>{WIDTH}}" for cell in cells)
+
+
+def binary(count: float) -> str:
+    """Return a number of bytes in three digits and a binary unit."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1000:
+            return f"{count:.3g}{unit}"
+        count /= 1024
+    return f"{count:.3g}GiB" if count < 1000 else f"{count:.0f}GiB"
+
+
+def decimal(count: float | None) -> str:
+    """Return a number in three digits and a decimal unit; ``?`` if it is not known."""
+    if count is None:
+        return "?"
+    for unit in ("", "K", "M", "G"):
+        if count < 999.5:
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g}T" if count < 999.5 else f"{count:.0f}T"
+
+
+def too_large(error: str, target: Target) -> str:
+    """Return what needs too much HBM, in a sentence.
+
+    Source: libtpu 0.0.21 names the first array that is larger than the HBM, or lists the program's arrays.
+    """
+    if match := re.search(r"Allocation \(size=(\d+)\) .*?\[shape = '(\w+\[[\d,]*\])", error):
+        return (
+            f"an array of the program, {match[2]}, needs {binary(int(match[1]))} of HBM, and a device has "
+            f"{binary(target.memory_bytes)}"
+        )
+    used = re.search(r"Used ([\d.]+[KMG]) of ([\d.]+[KMG]) hbm", error)
+    if used is None:
+        return f"the program needs more HBM than a device has ({binary(target.memory_bytes)})"
+    largest = re.search(r"\b1\. Size: ([\d.]+[KMG])\s+(?:Operator: .*?\s+)?Shape: (\w+\[[\d,]*\])", error)
+    of = f"; its largest array, {largest[2]}, needs {largest[1]}iB" if largest else ""
+    return f"the program needs {used[1]}iB of HBM, and a device has {used[2]}iB for programs{of}"
+
+
+def failed_operation(error: str) -> str | None:
+    """Return the instruction that an error of libtpu names, such as ``reduce-scatter.33``; None if none."""
+    match = re.search(r"%([\w.-]+) = ", error)
+    return match[1] if match else None

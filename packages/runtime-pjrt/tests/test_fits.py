@@ -1,0 +1,217 @@
+"""The pure parts of ``polyxla fits``, and its errors where libtpu is missing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from polyxla import UsageError
+from polyxla_bridge.libtpu.host import GENERATIONS
+from polyxla_pjrt.fits import report
+from polyxla_pjrt.fits.batch_size import largest_fitting, with_batch_size
+from polyxla_pjrt.fits.chips import PEAKS, Target
+from polyxla_pjrt.fits.collected import CollectedProgram, Logs
+from polyxla_pjrt.fits.compiling import Outcome, fatal_line
+from polyxla_pjrt.fits.plugin_api import Cost
+from polyxla_pjrt.fits.report import Checked
+from polyxla_pjrt.fits.source_lines import innermost_user_line
+
+COST = Cost(1 << 30, 3 << 30, 1 << 30, 2 << 30, 1 << 20, flops=197e12, accessed_bytes=400e9)
+V5E = Target.parse("v5e-8")
+OUT_OF_MEMORY = """XLA:TPU compile permanent error. Ran out of memory in memory space hbm. \
+Used 17.34G of 15.75G hbm. Exceeded hbm capacity by 1.60G.
+
+  Largest program allocations in hbm:
+
+  1. Size: 11.44G
+     Operator: op_type="aten__addmm" op_name="aten__addmm" source_file="linear.py" source_line=134
+     Shape: f32[3000000,1024]{1,0:T(8,128)}
+     Unpadded size: 11.44G
+"""
+TOO_LARGE_AN_ARRAY = """Allocation (size=40960000000) would exceed memory (size=17179869184) :: \
+#allocation48 [shape = 'f32[10000000,1024]{1,0:T(8,128)}', space=hbm, size = 0xffffffffffffffff]"""
+"""Two messages of libtpu 0.0.21."""
+
+
+def checked(outcome: Outcome, tmp_path: Path) -> Checked:
+    files = tmp_path / "program.hlo", tmp_path / "program.options"
+    for file in files:
+        file.touch()
+    return Checked(CollectedProgram("f", "SyncTensorsGraph.1", "train.py:7", 10, 1, *files), outcome)
+
+
+@pytest.mark.parametrize(
+    ("kind", "topology"),
+    [
+        ("v3-8", "v3:2x2x1"),
+        ("v4-8", "v4:2x2x1"),
+        ("v4-32", "v4:2x2x4"),
+        ("v5e-1", "v5e:1x1"),
+        ("v5e-8", "v5e:2x4"),
+        ("v5p-8", "v5p:2x2x1"),
+        ("v6e-8", "v6e:2x4"),
+    ],
+)
+def test_a_type_has_a_topology(kind: str, topology: str) -> None:
+    assert Target.parse(kind).topology == topology
+
+
+def test_the_cores_of_a_v4_chip_are_one_device() -> None:
+    assert Target.parse("v4-16").options == {
+        "chips_per_host_bounds": (2, 2, 1),
+        "chip_config_name": "megacore",
+    }
+    assert Target.parse("v5p-8").options == {"chips_per_host_bounds": (2, 2, 1)}
+
+
+def test_a_type_that_libtpu_does_not_know_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"does not compile for a tpu7x-8 \(from --on tpu7x-8\)"):
+        Target.parse("tpu7x-8")
+    assert set(GENERATIONS) - set(PEAKS) == {"v7x"}
+
+
+def test_the_shortest_time_is_that_of_the_operations_or_of_the_memory() -> None:
+    assert V5E.estimate_s(COST) == pytest.approx(1.0)
+    assert V5E.estimate_s(Cost(0, 0, 0, 0, 0, 1e12, 1600e9)) == pytest.approx(2.0)
+    assert V5E.estimate_s(Cost(0, 0, 0, 0, 0, None, 1e9)) is None
+    # The two cores of a v3 chip share its peak.
+    assert Target.parse("v3-8").estimate_s(Cost(0, 0, 0, 0, 0, 123e12, 0)) == pytest.approx(2.0)
+
+
+def test_donated_memory_counts_once() -> None:
+    assert COST.total_bytes == (1 + 3 - 1 + 2) * 2**30 + 2**20
+
+
+def test_the_text_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:
+    lines = list(report.as_text(V5E, "0.0.21", [checked(Outcome(12.3, COST), tmp_path)]))
+    assert lines == [
+        "v5litepod-8: 8 devices with 16GiB of HBM each (compiled by libtpu 0.0.21)",
+        "     HBM     args  outputs    temps     code    FLOPs    bytes at least  compile",
+        "train.py:7, executed 10 times",
+        "    5GiB     1GiB     2GiB     2GiB     1MiB     197T     400G       1s    12.3s",
+        "fits: the largest program needs 5GiB of 16GiB",
+    ]
+    assert max(map(len, lines)) <= 80
+
+
+def test_the_json_has_the_numbers_of_each_program(tmp_path: Path) -> None:
+    document = report.as_json(V5E, "0.0.21", [checked(Outcome(12.3, COST), tmp_path)])
+    assert json.loads(json.dumps(document)) == document
+    assert (document["fits"], document["hbm_bytes"], document["devices"]) == (True, 16 << 30, 8)
+    (program,) = document["programs"]
+    assert (program["line"], program["hbm_bytes"], program["flops"]) == (
+        "train.py:7",
+        COST.total_bytes,
+        197e12,
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (
+            OUT_OF_MEMORY,
+            (
+                "the program needs 17.34GiB of HBM, and a device has 15.75GiB for programs; its largest "
+                "array, f32[3000000,1024], needs 11.44GiB"
+            ),
+        ),
+        (
+            TOO_LARGE_AN_ARRAY,
+            "an array of the program, f32[10000000,1024], needs 38.1GiB of HBM, and a device has 16GiB",
+        ),
+        ("another text", "the program needs more HBM than a device has (16GiB)"),
+    ],
+)
+def test_a_program_that_is_too_large_is_one_sentence(error: str, expected: str, tmp_path: Path) -> None:
+    assert (
+        checked(Outcome(1.0, error=error, is_too_large=True), tmp_path).problem(V5E)
+        == f"train.py:7: {expected}"
+    )
+
+
+def test_an_operation_that_does_not_compile_is_named(tmp_path: Path) -> None:
+    error = (
+        "RET_CHECK failure (hlo_verifier.cc:623) shard_count == 8, %reduce-scatter.33 = f32[1]{0} reduce-s"
+    )
+    problem = checked(Outcome(1.0, error=error), tmp_path).problem(V5E)
+    assert problem == f"train.py:7: libtpu does not compile the program (reduce-scatter.33): {error}"
+
+
+def test_the_reason_of_an_abort_is_found_in_the_log() -> None:
+    log = (
+        "E1123 05:22:07.693441 10092 coredump_hook.cc:301] RAW: Remote crash data gathering hook invoked.\n"
+        "F1123 05:22:07.685228 10092 statusor.cc:89] Attempting to fetch value\n    @ 0x7f12 (unknown)\n"
+    )
+    assert fatal_line(log) == "Attempting to fetch value"
+    assert fatal_line("one\nlast") == "last"
+    assert fatal_line("") == "it printed nothing"
+
+
+@pytest.mark.parametrize("largest", [0, 1, 3, 8, 16, 24, 1000, 1024])
+@pytest.mark.parametrize("first", [1, 8, 100, 4096])
+def test_the_search_finds_the_largest_batch(largest: int, first: int) -> None:
+    tried: list[int] = []
+
+    def fits(size: int) -> bool:
+        tried.append(size)
+        return size <= largest
+
+    assert largest_fitting(fits, first) == largest
+    assert len(tried) == len(set(tried)) <= 24
+    assert tried[0] == first - first % 8 or first == 1
+
+
+def test_the_batch_size_replaces_its_place() -> None:
+    assert with_batch_size(["train.py", "--batch-size={}", "{}"], 8) == ["train.py", "--batch-size=8", "8"]
+
+
+def test_a_line_that_is_still_being_written_is_read_later(tmp_path: Path) -> None:
+    log = tmp_path / "0.log"
+    compiled = json.dumps({"compiled": "one", "stack": [["train.py", 7]]}) + "\n"
+    executed = json.dumps({"executed": "one", "device": 0}) + "\n"
+    log.write_text(compiled + executed + executed[:9])
+    logs = Logs(tmp_path)
+    logs.read()
+    assert logs.repeats == 1
+    log.write_text(compiled + executed + executed)
+    logs.read()
+    assert logs.repeats == 2
+    log.write_text(compiled + executed + executed + compiled.replace("one", "two"))
+    logs.read()
+    assert logs.repeats == 0
+    assert list(logs.stacks) == ["one", "two"]
+
+
+def test_the_slowest_process_decides_when_there_are_no_new_programs(tmp_path: Path) -> None:
+    executed = json.dumps({"executed": "one", "device": 0}) + "\n"
+    for process, times in enumerate((5, 3)):
+        (tmp_path / f"{process}.log").write_text(executed * times)
+    logs = Logs(tmp_path)
+    logs.read()
+    assert logs.repeats == 3
+
+
+def test_the_line_of_the_script_is_the_first_outside_of_libraries() -> None:
+    import torch
+
+    stack = [(torch.__file__, 1), (subprocess.__file__, 2), ("<string>", 3), ("/elsewhere/train.py", 4)]
+    assert innermost_user_line(stack) == "/elsewhere/train.py:4"
+    assert innermost_user_line(stack[:3]) is None
+
+
+def test_without_libtpu_the_error_has_the_pip_line() -> None:
+    # Nothing else can be found there, so this works where libtpu is installed, too.
+    code = (
+        "import importlib.util, sys; found = importlib.util.find_spec;"
+        "importlib.util.find_spec = lambda name, *rest: None if name == 'libtpu' else found(name, *rest);"
+        "from polyxla.__main__ import main; sys.exit(main())"
+    )
+    command = [sys.executable, "-c", code, "fits", "train.py", "--on", "v5e-8", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "pip install './packages/runtime-pjrt[tpu]'" in json.loads(done.stdout)["error"]

@@ -1,0 +1,143 @@
+"""``polyxla fits`` with the real libtpu, which compiles without a TPU: ``nox -s libtpu``."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jaxlib import xla_client
+from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
+
+from polyxla_bridge.programs import hlo
+from polyxla_pjrt.fits.chips import Target
+from polyxla_pjrt.fits.collected import CollectedProgram
+from polyxla_pjrt.fits.compiling import CompileFailedError, CompileProcess, Outcome
+
+FOUND = importlib.util.find_spec("libtpu")
+pytestmark = pytest.mark.skipif(FOUND is None, reason="libtpu is not installed; nox -s libtpu installs it")
+TIMEOUT_S = 120
+SCRIPT = """
+import sys, torch, torch_xla
+weights = torch.ones(64, 1024, device="xla")
+while True:
+    images = torch.rand(int(sys.argv[1]), 64, device="xla")
+    weights = weights - (images @ weights).sin().sum()
+    torch_xla.sync()
+"""
+
+
+def library() -> Path:
+    assert FOUND is not None
+    assert FOUND.origin is not None
+    return Path(FOUND.origin).with_name("libtpu.so")
+
+
+def module(text: str) -> bytes:
+    """Return a serialised HloModuleProto with the 32-bit ids of libtpu's time."""
+    data = hlo.parse_module(hlo_module_from_text(text).as_serialized_hlo_module_proto())
+    for computation in data.computations:
+        for one in computation.instructions:
+            one.id = short(one.id)
+            one.operand_ids[:] = map(short, one.operand_ids)
+        computation.root_id = short(computation.root_id)
+    return data.SerializeToString()
+
+
+def short(number: int) -> int:
+    # The upper half is the computation's number.
+    return (number >> 32) * 1000 + number % (1 << 32) + 1
+
+
+def compiled(kind: str, code: bytes, tmp_path: Path, replicas: int = 1, path: Path | None = None) -> Outcome:
+    options = xla_client.CompileOptions()
+    options.num_replicas = replicas
+    devices = np.arange(replicas, dtype=np.int32)[:, None]
+    options.device_assignment = xla_client.DeviceAssignment.create(devices)
+    files = tmp_path / "program.hlo", tmp_path / "program.options"
+    files[0].write_bytes(code)
+    files[1].write_bytes(options.SerializeAsString())
+    program = CollectedProgram("f", "one", None, 1, 1, *files)
+    with CompileProcess(path or library(), Target.parse(kind), os.environ) as process:
+        return process.compile(program, TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    "kind", ["v2-8", "v3-8", "v4-8", "v5e-1", "v5e-8", "v5e-16", "v5p-8", "v6e-8", "v4-32"]
+)
+def test_a_program_compiles_for_each_generation(kind: str, tmp_path: Path) -> None:
+    replicas = Target.parse(kind).accelerator.devices
+    outcome = compiled(
+        kind,
+        module(f"""HloModule sum, replica_count={replicas}
+        add {{ a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }}
+        ENTRY main {{ x = f32[1024,1024] parameter(0)
+          y = f32[1024,1024] dot(x, x), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+          ROOT r = f32[1024,1024] all-reduce(y), replica_groups={{}}, to_apply=add }}"""),
+        tmp_path,
+        replicas,
+    )
+    assert outcome.cost is not None, outcome.error
+    assert outcome.cost.argument_bytes == outcome.cost.output_bytes == 1024 * 1024 * 4
+    assert outcome.cost.flops is not None
+    assert outcome.cost.flops >= 2 * 1024**3
+    assert outcome.cost.accessed_bytes is not None
+
+
+def test_an_array_larger_than_the_memory_is_too_large(tmp_path: Path) -> None:
+    text = "HloModule one ENTRY main { x = f32[5000000000] parameter(0) ROOT r = f32[5000000000] negate(x) }"
+    outcome = compiled("v5e-1", module(text), tmp_path)
+    assert outcome.is_too_large, outcome.error
+    assert outcome.cost is None
+
+
+def test_an_abort_of_libtpu_is_a_sentence_and_the_next_program_compiles(tmp_path: Path) -> None:
+    text = """HloModule one
+        twice { a = f32[2] parameter(0) ROOT s = f32[2] add(a, a) }
+        ENTRY main { x = f32[2] parameter(0) ROOT r = f32[2] call(x), to_apply=twice }"""
+    # libtpu ends its process at the 64-bit ids that jaxlib writes.
+    aborted = compiled("v5e-1", hlo_module_from_text(text).as_serialized_hlo_module_proto(), tmp_path)
+    assert aborted.error.startswith("libtpu's process was ended by SIGABRT: Check failed: unique_id_")
+    assert compiled("v5e-1", module(text), tmp_path).cost is not None
+
+
+def test_a_library_that_is_not_libtpu_is_one_error(tmp_path: Path) -> None:
+    text = "HloModule one ENTRY main { ROOT x = f32[2] parameter(0) }"
+    with pytest.raises(CompileFailedError, match=r"libtpu cannot compile for v5e:1x1: .*no_libtpu"):
+        compiled("v5e-1", module(text), tmp_path, path=tmp_path / "no_libtpu.so")
+
+
+def fits(script: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    command = [sys.executable, "-m", "polyxla", "fits", str(script), *arguments, "--on", "v5e-1", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_a_batch_too_large_for_the_memory_is_found_and_named(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    code, document = fits(script, "10000000")
+    assert code == 3
+    assert document["fits"] is False
+    (program,) = [one for one in document["programs"] if one["is_too_large"]]
+    assert "of HBM, and a device has 1" in program["problem"]
+    assert "train.py:7" in program["problem"]
+
+
+def test_a_batch_that_fits_has_its_numbers(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    code, document = fits(script, "1024")
+    assert (code, document["fits"], document["devices"]) == (0, True, 1)
+    program = max(document["programs"], key=lambda one: one["executions"])
+    assert program["line"].endswith("train.py:7")
+    assert program["hbm_bytes"] > 0
+    assert program["flops"] >= 2 * 1024 * 64 * 1024
+    assert program["estimate_s"] > 0
