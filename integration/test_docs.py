@@ -26,6 +26,7 @@ import polyxla_training.env
 import polyxla_training.hookspecs
 import polyxla_xrt.env
 from polyxla import Replica, launch
+from polyxla.cli.variables import variables
 from polyxla.plugins.manager import load_everything
 from polyxla.plugins.selection import select
 from polyxla_pjrt.discovery import discover
@@ -67,6 +68,15 @@ def test_every_variable_is_on_the_environment_page(module: ModuleType) -> None:
     names = [name for name, value in vars(module).items() if name.isupper() and value == name]
     assert names
     assert [name for name in names if f"`{name}`" not in page("environment.md")] == []
+
+
+def test_polyxla_env_lists_every_variable_in_the_sources() -> None:
+    environ: dict[str, str] = {}
+    listed = {row["name"] for row in variables(environ, polyxla.env.from_environ(environ))}
+    sources = [path.read_text() for path in (ROOT / "packages").glob("*/src/**/*.py")]
+    quoted = {name for text in sources for name in re.findall(r'"(POLYXLA_[A-Z_]*[A-Z])"', text)}
+    assert len(quoted) > 20
+    assert quoted - listed == set()
 
 
 def node() -> Configuration:

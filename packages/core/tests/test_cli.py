@@ -212,12 +212,14 @@ class TestEnv:
         monkeypatch.setenv("POLYXLA_START_TIMEOUT_S", "9")
         monkeypatch.delenv("POLYXLA_COMPILE_CACHE", raising=False)
         rows = _document("env", "--runtime", "toy", "--json")["variables"]
-        assert [tuple(row[key] for key in ("name", "value", "origin", "reader")) for row in rows] == [
+        cells = [tuple(row[key] for key in ("name", "value", "origin", "reader")) for row in rows]
+        assert [row for row in cells if row[-1] != "plugins"] == [
             ("POLYXLA_RUNTIME", "toy", "--runtime toy", "polyxla"),
             ("POLYXLA_DEVICES", "[5]", "environment", "polyxla"),
             ("POLYXLA_PRECISION", None, "default", "polyxla"),
             ("POLYXLA_START_TIMEOUT_S", "9", "environment", "polyxla"),
             ("POLYXLA_INPUT_TIMEOUT_S", "1800", "default", "polyxla"),
+            ("POLYXLA_STALL_TIMEOUT_S", "300", "default", "polyxla"),
             ("POLYXLA_WAIT_S", "0", "default", "polyxla"),
             ("POLYXLA_COMPILE_CACHE", "on", "default", "polyxla"),
             ("POLYXLA_FULL_TRACEBACK", "0", "default", "polyxla"),

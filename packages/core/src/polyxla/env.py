@@ -35,6 +35,11 @@ POLYXLA_INPUT_TIMEOUT_S = "POLYXLA_INPUT_TIMEOUT_S"
 Default: 1800.
 """
 
+POLYXLA_STALL_TIMEOUT_S = "POLYXLA_STALL_TIMEOUT_S"
+"""Longest wait of a replica for others, in seconds; ``inf`` waits without limit.
+Default: 300.
+"""
+
 POLYXLA_WAIT_S = "POLYXLA_WAIT_S"
 """Longest wait for devices that another job is using, in seconds; ``polyxla run --wait`` sets it.
 Default: 0; busy devices are an error that names the job.
@@ -50,7 +55,11 @@ POLYXLA_FULL_TRACEBACK = "POLYXLA_FULL_TRACEBACK"
 Default: 0; the user's frames, and those of libraries that the user called.
 """
 
-DEFAULT_S: Mapping[str, float] = {POLYXLA_START_TIMEOUT_S: 120, POLYXLA_INPUT_TIMEOUT_S: 1800}
+DEFAULT_S: Mapping[str, float] = {
+    POLYXLA_START_TIMEOUT_S: 120,
+    POLYXLA_INPUT_TIMEOUT_S: 1800,
+    POLYXLA_STALL_TIMEOUT_S: 300,
+}
 """Default of each timeout variable, in seconds."""
 
 
@@ -112,7 +121,7 @@ def timeout_s(environ: Mapping[str, str], name: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds < float("inf"):
+    if not 0 < seconds < float("inf") and (name, seconds) != (POLYXLA_STALL_TIMEOUT_S, float("inf")):
         raise UsageError(
             f"{name}={text} is not a positive number of seconds",
             where="the environment",

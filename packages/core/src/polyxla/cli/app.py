@@ -206,7 +206,8 @@ def run(
         )
         plan = make_run_plan(environ, settings, command, each)
     if dry_run:
-        print_json(plan.as_json()) if as_json else _show_plan(plan.as_json())
+        lines = [*(f"{name}={value}" for name, value in plan.variables.items()), " ".join(plan.command)]
+        print_json(plan.as_json()) if as_json else typer.echo("\n".join(lines))
         return
     if as_json:
         print(json.dumps(plan.as_json()), file=sys.stderr)
@@ -217,12 +218,6 @@ def run(
 
         run_each(plan, environ)
     replace_process(plan, environ)
-
-
-def _show_plan(plan: dict[str, Any]) -> None:
-    for name, value in plan["environment"].items():
-        typer.echo(f"{name}={value}")
-    typer.echo(" ".join(plan["command"]))
 
 
 def _flag(name: str, value: str | None) -> Setting | None:

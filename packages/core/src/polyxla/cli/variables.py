@@ -9,17 +9,20 @@ from polyxla import env
 from polyxla.env import LaunchSettings, Setting
 from polyxla.errors import UsageError
 from polyxla.launcher.launch import child_environment, select_devices
-from polyxla.plugins.manager import load_plugins
+from polyxla.plugins.manager import load_everything, load_plugins
 from polyxla.plugins.selection import discover_all, select
 
 
 def variables(environ: Mapping[str, str], settings: LaunchSettings) -> list[dict[str, Any]]:
-    """Return polyxla's variables, each runtime's, and those that the chosen runtime sets for replicas."""
+    """Return polyxla's variables, each runtime's and plugin's, and those that replicas would receive."""
     rows = [_row(name, setting, "polyxla") for name, setting in _own(environ, settings).items()]
     for candidate in discover_all(environ):
         if candidate.discovery:
             found = candidate.discovery.variables.items()
             rows += [_row(name, setting, f"runtime {candidate.name}") for name, setting in found]
+    listed = {row["name"] for row in rows}
+    others = sorted(set().union(*load_everything().hook.polyxla_variables()) - listed)
+    rows += [_row(name, env.setting(environ, name, None), "plugins") for name in others]
     return rows + _to_be_set(environ, settings)
 
 

@@ -169,12 +169,12 @@ def defer_to_launcher() -> None:
 
 
 def stacks() -> str:
-    """Return the Python stack of every other thread of this process."""
+    """Return the Python stack of each thread of this process that is not the launcher's or a watchdog's."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"thread {names.get(number, number)}:\n{''.join(traceback.format_stack(frame)).rstrip()}"
         for number, frame in sys._current_frames().items()
-        if number != threading.get_ident()
+        if not names.get(number, "").startswith(("polyxla-parent", "polyxla-watch"))
     )
 
 
@@ -268,19 +268,6 @@ def find_death(processes: Iterable[ReplicaProcess]) -> ReplicaLostError | None:
             except (EOFError, OSError):
                 return lost([one])
     return None
-
-
-def never_answered(process: ReplicaProcess, timeout_s: float, variable: str) -> ReplicaLostError:
-    """Return the error for a process that did not send its first message in time.
-
-    Args:
-        process: the process.
-        timeout_s: how long it had, in seconds.
-        variable: the environment variable that sets the limit.
-    """
-    return ReplicaLostError(
-        f"{process} did not answer within {timeout_s:g} s of its start; {variable} sets the limit"
-    )
 
 
 def stalled(processes: Sequence[ReplicaProcess], first: ReplicaProcess, text: str) -> StalledError:

@@ -110,17 +110,14 @@ def pickles(value: Any) -> bool:
     return True
 
 
-def _results(value: Any) -> list[Any]:
-    """Return what the replicas of a process returned: one, or several in threads."""
-    numbered = value if isinstance(value, list) else [value]
-    return [one.value for one in numbered if isinstance(one, ReplicaResult)]
-
-
 def _in_words(answer: Returned | Raised, error: Exception) -> Raised:
     if isinstance(answer, Raised):
         text = "".join(traceback.format_exception_only(answer.error)).strip()
         return Raised(ReplicaFailedError(text), answer.traceback)
-    culprit = next((one for one in _results(answer.value) if not pickles(one)), answer.value)
+    # One result, or several of replicas in threads.
+    results = answer.value if isinstance(answer.value, list) else [answer.value]
+    values = [one.value for one in results if isinstance(one, ReplicaResult)]
+    culprit = next((one for one in values if not pickles(one)), answer.value)
     refusal = UsageError(
         f"the function's result ({type(culprit).__name__}) cannot be sent back: {error}",
         where="launch",

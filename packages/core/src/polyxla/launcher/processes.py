@@ -26,7 +26,7 @@ import cloudpickle
 
 from polyxla import env
 from polyxla.contracts.job import Job, ProcessMethod
-from polyxla.errors import UsageError
+from polyxla.errors import ReplicaLostError, UsageError
 from polyxla.launcher import failures
 from polyxla.launcher.child import serve_forked
 from polyxla.launcher.failures import STOP_GRACE_S, ReplicaProcess
@@ -185,7 +185,10 @@ def _named_parts(work: Work) -> list[tuple[str, Any]]:
 def _greet(child: ReplicaProcess, setup: Setup, timeout_s: float) -> None:
     try:
         if not child.pipe.poll(timeout_s):
-            raise failures.never_answered(child, timeout_s, env.POLYXLA_START_TIMEOUT_S)
+            raise ReplicaLostError(
+                f"{child} did not answer within {timeout_s:g} s of its start; {env.POLYXLA_START_TIMEOUT_S} "
+                "sets the limit"
+            )
         child.pipe.recv()
         child.pipe.send(setup)
     except (EOFError, OSError):
