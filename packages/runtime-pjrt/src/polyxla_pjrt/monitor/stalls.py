@@ -1,0 +1,115 @@
+"""Deciding whether replicas of a TPU wait for one that does not come.
+
+A replica is *in its device* while that has work of it, and *elsewhere* while it has none. A TPU does not
+say which of its programs wait for other replicas. But a replica whose device has worked on one program for
+the whole timeout, while another replica has been elsewhere for as long, waits for that one. While all are in
+their devices, they compute or compile, however long that takes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from polyxla import presence
+from polyxla.env import POLYXLA_STALL_TIMEOUT_S
+
+FRESH_S = 5.0
+"""For so long a replica's last account counts, in seconds. A process that holds the GIL, as some compilations
+do, sends none: nothing is known of it."""
+
+
+@dataclass(frozen=True)
+class Account:
+    """What one replica does.
+
+    Attributes:
+        in_device: whether its device has work.
+        seconds: for how long that has been so without a program ending.
+        line: ``file:line`` of the user's innermost frame, if there is one.
+        has_returned: whether its function has returned.
+    """
+
+    in_device: bool
+    seconds: float = 0.0
+    line: str | None = None
+    has_returned: bool = False
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Replicas that wait for others.
+
+    Attributes:
+        waiting: the ordinals of those in their devices.
+        text: where they and the others are; the first line says it all.
+    """
+
+    waiting: tuple[int, ...]
+    text: str
+
+
+class Accounts:
+    """The last account of each replica, as far as one has arrived.
+
+    Args:
+        timeout_s: longest wait of a replica for others, in seconds.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._last: dict[int, tuple[float, Account]] = {}
+
+    def add(self, ordinal: int, account: Account) -> None:
+        """Take an account that has just arrived."""
+        self._last[ordinal] = time.monotonic(), account
+
+    @property
+    def returned(self) -> list[int]:
+        """The ordinals of the replicas that have returned."""
+        return [ordinal for ordinal, (_, account) in self._last.items() if account.has_returned]
+
+    def stall(self) -> Stall | None:
+        """Return which replicas wait for which, if the timeout is over."""
+        current = {ordinal: self._current(*last) for ordinal, last in sorted(self._last.items())}
+        waiting = {ordinal: one for ordinal, one in current.items() if one and one.in_device}
+        missing = {i: one for i, one in current.items() if one and not one.in_device and self._is_late(one)}
+        if not missing or not any(self._is_late(one) for one in waiting.values()):
+            return None
+        return Stall(tuple(waiting), self._describe(waiting, missing))
+
+    def _is_late(self, one: Account) -> bool:
+        return one.seconds >= self._timeout_s
+
+    def _current(self, arrived: float, account: Account) -> Account | None:
+        """Return an account as of now; None if it is too old. One that has returned sends no other."""
+        age_s = time.monotonic() - arrived
+        if account.has_returned:
+            return Account(False, age_s, has_returned=True)
+        return account if age_s < FRESH_S else None
+
+    def _describe(self, waiting: Mapping[int, Account], missing: Mapping[int, Account]) -> str:
+        returned = [ordinal for ordinal, one in missing.items() if one.has_returned]
+        elsewhere = {ordinal: one for ordinal, one in missing.items() if not one.has_returned}
+        parts = [f"{_subject(ordinals, 'waits', 'wait')} at {line}" for line, ordinals in _by_line(waiting)]
+        parts += [f"{presence.named(returned)} returned"] if returned else []
+        parts += [
+            f"{_subject(ordinals, 'is', 'are')} at {line}, with no work for the device"
+            for line, ordinals in _by_line(elsewhere)
+        ]
+        return (
+            f"{'; '.join(parts)}\nAll replicas must take part in each step. They may wait for each other for "
+            f"{POLYXLA_STALL_TIMEOUT_S}={self._timeout_s:g} seconds."
+        )
+
+
+def _by_line(accounts: Mapping[int, Account]) -> Iterable[tuple[str, list[int]]]:
+    grouped: dict[str, list[int]] = {}
+    for ordinal, one in accounts.items():
+        grouped.setdefault(one.line or "the end of its function", []).append(ordinal)
+    return grouped.items()
+
+
+def _subject(ordinals: list[int], singular: str, plural: str) -> str:
+    return f"{presence.named(ordinals)} {singular if len(ordinals) == 1 else plural}"
