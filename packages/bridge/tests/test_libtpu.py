@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,21 @@ def test_a_chip_of_a_played_v3_is_two_devices(run: Run, slice_of: SliceOf) -> No
     assert memory_gib == "16"
     assert (counts, sums) == ("TPU 0 2", "[(0, [1.0, 1.0]), (1, [1.0, 1.0])]")
     assert ast.literal_eval(places) == [("TPU:0", [0, 0, 0], 0), ("TPU:1", [0, 0, 0], 1)]
+
+
+@pytest.mark.parametrize(("handler", "code"), [("SIG_DFL", -15), ("SIG_IGN", 0)])
+def test_sigterm_prints_a_stack_unless_the_process_handles_it(handler: str, code: int) -> None:
+    program = (
+        "import os, signal\n"
+        "from polyxla_bridge.libtpu.client import _print_stack_at_sigterm\n"
+        f"signal.signal(signal.SIGTERM, signal.{handler})\n"
+        "_print_stack_at_sigterm()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code
+    assert ("most recent call first" in done.stderr) == (code != 0)
 
 
 def test_a_wrong_box_is_refused_in_every_process(run: Run, slice_of: SliceOf) -> None:

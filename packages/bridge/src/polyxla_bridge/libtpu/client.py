@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import faulthandler
+import signal
 import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -30,12 +33,27 @@ def make_engine(on_lookup: Callable[[bool], None]) -> Engine:
     from polyxla_bridge.engine.jax_engine import JaxEngine
     from polyxla_bridge.engine.recording_engine import RecordingEngine
 
+    _print_stack_at_sigterm()
     environ = env.own_environ()
     host = Host.read(environ)
     topology = Topology.read(environ, host)
     claim(topology, host)
     chosen = settings(topology, host, env.from_environ(environ))
     return (RecordingEngine if chosen.programs_path else JaxEngine)(chosen, on_lookup)
+
+
+def _print_stack_at_sigterm() -> None:
+    """Print this process's stack when SIGTERM ends it, unless it has a handler of its own.
+
+    Source: libtpu 0.0.21 does so from the initialization of its plugin, with a stack of C++.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    # The only question in C is this exchange.
+    if before := libc.signal(signal.SIGTERM, None):
+        libc.signal(signal.SIGTERM, before)
+    else:
+        faulthandler.register(signal.SIGTERM, file=2, chain=True)
 
 
 def settings(topology: Topology, host: Host, base: BridgeSettings) -> BridgeSettings:
