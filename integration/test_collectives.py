@@ -429,6 +429,23 @@ def test_every_collective_gives_the_right_result(everywhere: Callable[..., list[
     _check(everywhere, CASES)
 
 
+def _gather_many_sizes(replica: Replica) -> list[int]:
+    import torch_xla.debug.metrics as met
+
+    compiled = []
+    for size in range(140, 148):
+        assert replica.all_gather("x" * size) == ["x" * size] * replica.world_size
+        compiled.append(met.counter_value("UncachedCompile"))
+    return compiled
+
+
+@pytest.mark.pjrt
+@pytest.mark.parametrize("everywhere", [pytest.param((2, 2), id="processes")], indirect=True)
+def test_objects_of_similar_size_share_one_program(everywhere: Callable[..., list[Any]]) -> None:
+    # The first two times, for the program and for the state that it leaves.
+    assert all(len(set(compiled[2:])) == 1 for compiled in everywhere(_gather_many_sizes))
+
+
 def _check(everywhere: Callable[..., list[Any]], cases: dict[str, Case]) -> None:
     results = everywhere(_run_cases, [*cases])
     wrong = {

@@ -159,6 +159,17 @@ def test_a_tpu_job_runs_up_to_loading_libtpu(
         plugin.polyxla_launch(job)
 
 
+@pytest.mark.parametrize(("on_chips", "expected"), [(True, "False"), (False, "True")])
+def test_a_process_on_tpu_chips_does_not_import_jax(on_chips: bool, expected: str) -> None:
+    done = python(
+        "import importlib, sys\n"
+        "from polyxla_pjrt.launching import preload\n"
+        f"for name in preload(on_chips={on_chips}): importlib.import_module(name)\n"
+        "print('jax' in sys.modules)\n"
+    )
+    assert done.stdout == f"{expected}\n", done.stderr
+
+
 def test_no_thread_that_copies_batches_fails_unnoticed() -> None:
     """To use JAX, several threads set and removed one variable: a thread failed, and the epoch ended."""
     program = Path(__file__).parent / "programs" / "copying_threads.py"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -17,10 +18,19 @@ from polyxla.launcher.processes import ProcessWork, run_processes
 from polyxla.xla import refuse_if_device_in_use
 from polyxla_pjrt import torchrun
 from polyxla_pjrt.layout import Place, Plan
+from polyxla_pjrt.monitor.launches import monitored
 
-_BRIDGE = ("polyxla_bridge.engine.jax_engine",) if importlib.util.find_spec("polyxla_bridge") else ()
-PRELOAD = ("polyxla_pjrt.replicas", *_BRIDGE)
-"""Modules that the fork server imports; importing them starts nothing. One list, hence one fork server."""
+_REPLICAS, _BRIDGE = "polyxla_pjrt.replicas", "polyxla_bridge.engine.jax_engine"
+
+
+def preload(on_chips: bool) -> tuple[str, ...]:
+    """Return the modules that the fork server imports; importing them starts nothing.
+
+    Args:
+        on_chips: whether the replicas compute on TPU chips, which need no bridge, and hence no JAX.
+    """
+    has_bridge = importlib.util.find_spec("polyxla_bridge") is not None
+    return (_REPLICAS, _BRIDGE) if has_bridge and not on_chips else (_REPLICAS,)
 
 
 def run_job(job: Job, plan: Plan) -> list[Any]:
@@ -71,8 +81,13 @@ def run_plan(plan: Plan, work: ProcessWork, method: ProcessMethod) -> list[Any]:
     plan.say()
     if torchrun.process_count(work.environ) is not None:
         return torchrun.run_here(work.run, plan, work.environ)
-    environs = plan.process_environments(work.environ, os.cpu_count() or 1)
-    results = run_processes(work, plan.processes_here, environs, method=method, preload=PRELOAD)
+    modules = preload(on_chips=not plan.is_bridged)
+    with contextlib.ExitStack() as stack:
+        environs = plan.process_environments(work.environ, os.cpu_count() or 1)
+        if plan.launching_hosts:
+            variables = stack.enter_context(monitored(plan.launching_hosts, plan.own_host, work.environ))
+            environs = [environ | variables for environ in environs]
+        results = run_processes(work, plan.processes_here, environs, method=method, preload=modules)
     return [result for of_process in results for result in of_process]
 
 

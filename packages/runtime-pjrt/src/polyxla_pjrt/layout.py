@@ -95,6 +95,16 @@ class Plan:
         """The numbers of the processes that this host starts."""
         return range(self.first_process, self.first_process + self.layout.processes)
 
+    @property
+    def launching_hosts(self) -> tuple[str, ...]:
+        """The hosts whose launches monitor each other; none for CPU replicas, which the bridge monitors."""
+        return ()
+
+    @property
+    def own_host(self) -> int:
+        """The number of this host among them."""
+        return 0
+
     def say(self) -> None:
         """Print what the user should know before the replicas start."""
 

@@ -12,7 +12,7 @@ from polyxla.launcher.start_methods import running_fork_server
 from polyxla.plugins.unknown_variables import constants
 from polyxla_pjrt import discovery as pjrt
 from polyxla_pjrt import env, torchrun
-from polyxla_pjrt.launching import PRELOAD, run_job, say_uncached
+from polyxla_pjrt.launching import preload, run_job, say_uncached
 from polyxla_pjrt.layout import Place
 from polyxla_pjrt.tpu.played import PlayedTpu
 
@@ -44,25 +44,29 @@ def polyxla_environment(
 @hookimpl
 def polyxla_prepare(environ: Mapping[str, str]) -> None:
     """Start the fork server, which imports torch_xla while the program does."""
-    if pjrt.requested_plan(environ) and torchrun.process_count(environ) is None:
-        running_fork_server(environ, PRELOAD)
+    plan = pjrt.requested_plan(environ)
+    if plan and torchrun.process_count(environ) is None:
+        running_fork_server(environ, preload(on_chips=not plan.is_bridged))
 
 
 @hookimpl
 def polyxla_launch(job: Job) -> list[Any]:
     """Run one replica in this process, or in a fresh one on request; run several in fresh processes."""
-    plan = pjrt.plan_for(job.environ, pjrt.requested_kind(job.environ), job.devices)
+    kind = pjrt.requested_kind(job.environ)
+    plan = pjrt.plan_for(job.environ, kind, job.devices)
     if plan is not None:
         if not plan.is_bridged:
             say_uncached(job.environ)
         return run_job(job, plan.with_own_processes() if job.own_processes else plan)
-    if played := PlayedTpu.read(job.environ):
+    played = PlayedTpu.read(job.environ)
+    if played:
         played.say("1 replica")
     else:
         say_uncached(job.environ)
     if job.process_method is None:
         return run_inline(job)
-    return run_processes(job, [None], [job.environ], method=job.process_method, preload=PRELOAD)
+    modules = preload(on_chips=kind == "TPU" and not played)
+    return run_processes(job, [None], [job.environ], method=job.process_method, preload=modules)
 
 
 @hookimpl

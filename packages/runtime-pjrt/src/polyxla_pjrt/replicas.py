@@ -7,12 +7,13 @@ process's only replica is the main thread.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import queue
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,8 +32,10 @@ from polyxla.xla import replica_process
 from polyxla.xla.replication import CollectiveReplication
 from polyxla_pjrt import torchrun
 from polyxla_pjrt.layout import Place, Plan
+from polyxla_pjrt.monitor.replica_watch import watch_replicas
 from polyxla_pjrt.tpu import holders
 
+_LENGTH_BYTES = 8
 _PR_SET_PDEATHSIG = 1
 """Source: ``linux/prctl.h``."""
 
@@ -60,8 +63,21 @@ class MultiReplication(CollectiveReplication):
                 where="replicas",
                 fix="Leave replicas out: all of them must take part.",
             )
-        payloads: list[bytes] = xm.rendezvous(tag, payload)
-        return payloads
+        return [_without_padding(one) for one in xm.rendezvous(tag, _padded(payload))]
+
+
+def _padded(payload: bytes) -> bytes:
+    """Return a payload with its length, padded to a power of two: each new size compiles a program."""
+    if not payload:
+        # A barrier's; torch_xla exchanges nothing but the sizes.
+        return payload
+    sized = len(payload).to_bytes(_LENGTH_BYTES, "big") + payload
+    return sized.ljust(1 << (len(sized) - 1).bit_length(), b"\0")
+
+
+def _without_padding(padded: bytes) -> bytes:
+    end = _LENGTH_BYTES + int.from_bytes(padded[:_LENGTH_BYTES], "big")
+    return padded[_LENGTH_BYTES:end]
 
 
 def _world(place: Place) -> World:
@@ -86,8 +102,9 @@ def run_replicas(replica: Callable[[Place], Any], plan: Plan, process: int) -> l
         _end_with_parent()
     if plan.is_bridged:
         _watch(plan)
+    watch_replicas(snapshot())
     replica_process.prepare(shares_gil=plan.layout.threads > 1)
-    with holders.named():
+    with holders.named(), _sigterm_ends_quietly():
         pjrt.initialize_multiprocess(process % plan.layout.processes, plan.layout.processes)
     if plan.layout.threads == 1:
         return [_on_own_device(replica, Place(plan, process, 0))]
@@ -111,6 +128,22 @@ def _end_with_parent() -> None:
     C++ code that hangs with the GIL held would live on, and keep its TPU chip.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def _sigterm_ends_quietly() -> Iterator[None]:
+    """Keep libtpu, which starts in the context, from printing its stack at a SIGTERM of the launcher.
+
+    libtpu 0.0.21 sets a handler of its own when it is initialized, in place of the default only. A
+    handler in C ends the process even while the main thread is in C++.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    before = libc.signal(signal.SIGTERM, ctypes.cast(libc._exit, ctypes.c_void_p))
+    try:
+        yield
+    finally:
+        libc.signal(signal.SIGTERM, before)
 
 
 def _watch(plan: Plan) -> None:

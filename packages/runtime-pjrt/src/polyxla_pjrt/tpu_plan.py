@@ -56,6 +56,16 @@ class TpuPlan(Plan):
         """The numbers of the processes that this launch starts."""
         return range(self.layout.process_count) if self.plays_all_hosts else super().processes_here
 
+    @property
+    def launching_hosts(self) -> tuple[str, ...]:
+        """The hosts of the slice; one if this launch plays all of them."""
+        return self.tpu_slice.hostnames[:1] if self.plays_all_hosts else self.tpu_slice.hostnames
+
+    @property
+    def own_host(self) -> int:
+        """The number of this host in the slice."""
+        return self.tpu_slice.worker_id
+
     def say(self) -> None:
         """Print once that the TPU is emulated, if it is."""
         if self.played:
