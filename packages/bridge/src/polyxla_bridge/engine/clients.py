@@ -59,6 +59,7 @@ class Clients:
             self._clients[0] = _jax.get_tfrt_cpu_client(asynchronous=False, num_devices=1)
         else:
             native.LOCKED.polyxla_drop_greetings()
+            native.LOCKED.polyxla_let_gloo_nap()
             self._meet(timeout_s)
             self._connect(timeout_s)
         self._shardings = {i: SingleDeviceSharding(self._device(i)) for i in self._clients}

@@ -1,0 +1,98 @@
+/* Naps for the threads in which gloo, which jaxlib contains, waits for its sockets.
+ *
+ * A replica may send its part of a collective before the other replica runs that far. The receiver's thread then
+ * has nowhere to put the data and leaves it in the socket, and epoll reports the same socket again, at once and
+ * until the replica has come. That takes a core from the replicas that still compute: where four share two cores,
+ * a third of all CPU time. A thread that gets the same answer again and again takes a nap instead.
+ *
+ * Source: gloo/transport/tcp, Loop::run and Pair::read, where a message for which there is no buffer yet stays in
+ * the socket.
+ */
+#define _GNU_SOURCE
+#include <elf.h>
+#include <link.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+static const char LIBRARY[] = "libjax_common.so";
+static const char FUNCTION[] = "epoll_wait";
+
+/* A thread that reads something takes longer than IDLE_NS until it asks again, or gets other sockets. */
+enum { IDLE_NS = 20000, ANSWERS = 4, NAP_NS = 100000 };
+
+static atomic_long naps;
+
+static int64_t now_ns(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
+
+/* Waits like epoll_wait, but returns only after a nap if the same answer comes for the fifth time in a row. */
+int polyxla_epoll_wait(int epoll, struct epoll_event *events, int size, int timeout_ms) {
+  static _Thread_local struct epoll_event last;
+  static _Thread_local int last_count, repeated;
+  static _Thread_local int64_t returned_ns;
+
+  bool is_idle = now_ns() - returned_ns < IDLE_NS;
+  int count = epoll_wait(epoll, events, size, timeout_ms);
+  if (count <= 0) {
+    repeated = 0;
+    return count;
+  }
+  bool is_same = count == last_count && events[0].events == last.events && events[0].data.u64 == last.data.u64;
+  repeated = is_idle && is_same ? repeated + 1 : 0;
+  last = events[0];
+  last_count = count;
+  if (repeated >= ANSWERS) {
+    nanosleep(&(struct timespec){.tv_nsec = NAP_NS}, NULL);
+    atomic_fetch_add(&naps, 1);
+  }
+  returned_ns = now_ns();
+  return count;
+}
+
+/* Makes one library call polyxla_epoll_wait: writes its address to where the dynamic linker puts epoll_wait's. */
+static int replace(struct dl_phdr_info *library, size_t size, void *unused) {
+  (void)size, (void)unused;
+  if (strstr(library->dlpi_name, LIBRARY) == NULL) return 0;
+  const ElfW(Dyn) *dynamic = NULL;
+  for (int i = 0; i < library->dlpi_phnum; i++)
+    if (library->dlpi_phdr[i].p_type == PT_DYNAMIC)
+      dynamic = (const ElfW(Dyn) *)(library->dlpi_addr + library->dlpi_phdr[i].p_vaddr);
+  if (dynamic == NULL) return 1;
+  const ElfW(Rela) *slots = NULL;
+  const ElfW(Sym) *symbols = NULL;
+  const char *names = NULL;
+  size_t slots_size = 0;
+  for (; dynamic->d_tag != DT_NULL; dynamic++) {
+    /* glibc has added the library's address already. */
+    if (dynamic->d_tag == DT_JMPREL) slots = (const ElfW(Rela) *)dynamic->d_un.d_ptr;
+    if (dynamic->d_tag == DT_PLTRELSZ) slots_size = dynamic->d_un.d_val;
+    if (dynamic->d_tag == DT_SYMTAB) symbols = (const ElfW(Sym) *)dynamic->d_un.d_ptr;
+    if (dynamic->d_tag == DT_STRTAB) names = (const char *)dynamic->d_un.d_ptr;
+  }
+  if (slots == NULL || symbols == NULL || names == NULL) return 1;
+  for (size_t i = 0; i < slots_size / sizeof *slots; i++) {
+    if (strcmp(names + symbols[ELF64_R_SYM(slots[i].r_info)].st_name, FUNCTION) != 0) continue;
+    void **slot = (void **)(library->dlpi_addr + slots[i].r_offset);
+    uintptr_t page_size = sysconf(_SC_PAGESIZE);
+    void *page = (void *)((uintptr_t)slot & ~(page_size - 1));
+    /* A library may be linked so that the linker's table is read-only once it is loaded. */
+    if (mprotect(page, page_size, PROT_READ | PROT_WRITE) == 0)
+      atomic_store((_Atomic(void *) *)slot, (void *)polyxla_epoll_wait);
+  }
+  return 1;
+}
+
+/* Lets gloo's threads nap. A second call changes nothing, and so does a jaxlib that is linked in another way. */
+void polyxla_let_gloo_nap(void) { dl_iterate_phdr(replace, NULL); }
+
+/* The number of naps so far. */
+long polyxla_naps(void) { return atomic_load(&naps); }
