@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
+from jaxlib import _jax
 from jaxlib._hlo import HloModule, hlo_module_from_text  # type: ignore[import-not-found]
 
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.programs import hlo, rewrite
+from polyxla_bridge.programs import hlo, rewrite, stablehlo
 from polyxla_bridge.programs.hlo_pb2 import OpMetadata
 
 ADD = "add { a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }"
@@ -108,6 +109,15 @@ def test_results_of_one_array_of_a_tuple_and_of_none() -> None:
 
 NESTED = """HloModule two
 ENTRY main { x = s32[3] parameter(0) y = u8[2] parameter(1) ROOT t = (s32[3], u8[2]) tuple(x, y) }"""
+
+
+def test_stablehlo_is_read_as_text_and_as_a_portable_artifact() -> None:
+    text = b"""module @doubling { func.func public @main(%x: tensor<2xf32>) -> tensor<2xf32> {
+      %y = stablehlo.add %x, %x : tensor<2xf32> return %y : tensor<2xf32> } }"""
+    portable = _jax.mlir.serialize_portable_artifact(text, "1.9.0")
+    for program in (text, portable):
+        data = stablehlo.to_hlo(program)
+        assert (hlo.module_name(data), hlo.results(data)) == ("doubling", [("float32", (2,))])
 
 
 def test_dynamic_shapes_are_refused() -> None:

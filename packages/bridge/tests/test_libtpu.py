@@ -91,6 +91,20 @@ def test_sigterm_prints_a_stack_unless_the_process_handles_it(handler: str, code
     assert ("most recent call first" in done.stderr) == (code != 0)
 
 
+def test_jax_computes_on_a_played_v4_beside_torch_xla(run: Run, slice_of: SliceOf) -> None:
+    (environ,) = slice_of("v4:2x2x1", "1,1,1", [0])
+    whole = {"TPU_VISIBLE_CHIPS": "0,1,2,3", "JAX_FORCE_TPU_INIT": "1"}
+    (done,) = run("jax_computes.py", environs=[environ | whole])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines() == [
+        "2.0",
+        "[TPU:0, TPU:1, TPU:2, TPU:3] 36.0",
+        "[0. 3. 6. 9.] {TPU:1}",
+        "28.0 4",
+        "4.0",
+    ]
+
+
 def test_a_wrong_box_is_refused_in_every_process(run: Run, slice_of: SliceOf) -> None:
     done = run("played_tpu.py", replicas=2, processes=2, environs=slice_of("v4:2x2x1", "2,1,1", [0, 1]))
     assert [one.returncode for one in done] == [1, 1]

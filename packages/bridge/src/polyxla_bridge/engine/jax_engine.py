@@ -160,16 +160,18 @@ class JaxEngine(Engine):
             self.compiles += 1
         # Called for its error: dynamic shapes must be refused before the compilation.
         hlo.results(hlo_module)
-        compile_options = self._options(options)
+        compile_options = xla_client.CompileOptions.ParseFromString(options)
+        device = self._only_device(compile_options)
+        self._complete(compile_options, device)
         partitions = compile_options.num_partitions
         code = arguments.for_jaxlib(hlo_module, is_partitioned=partitions > 1)
         if partitions > 1:
             # The partitioner adds collectives in forms that the client knows.
             code = batch_norm.expand(code)
         else:
-            code = rewrite.for_jaxlib(code, self._settings.replicas)
+            code = rewrite.for_jaxlib(code, compile_options.num_replicas)
         module = _jax.mlir.hlo_to_stablehlo(code)
-        first = self._clients.local[0]
+        first = self._first(device)
         native = self._clients.compile(first, module, compile_options)
         optimized = native.hlo_modules()[0].as_serialized_hlo_module_proto()
         executable = Executable(
@@ -180,12 +182,15 @@ class JaxEngine(Engine):
             code_size_bytes=native.size_of_generated_code_in_bytes(),
             fingerprint=fingerprint,
             num_partitions=partitions,
+            device=device,
         )
-        return self._attach(executable, self._loaded(hlo_module, module, compile_options, native))
+        return self._attach(executable, self._loaded(hlo_module, module, compile_options, native, device))
 
-    def _loaded(self, hlo_module: bytes, module: Any, options: Any, native: Any) -> LoadedProgram:
+    def _loaded(
+        self, hlo_module: bytes, module: Any, options: Any, native: Any, device: int | None
+    ) -> LoadedProgram:
         """Return the program that `native` is on the first replica."""
-        first = self._clients.local[0]
+        first = self._first(device)
         if options.num_partitions == 1 or _has_equal_parts(hlo_module, native):
             return LoadedProgram(self._clients, options.num_partitions, {first: native})
 
@@ -201,20 +206,43 @@ class JaxEngine(Engine):
         executable.native["groups"] = hlo.groups(executable.optimized_hlo)
         return executable
 
-    def _options(self, data: bytes) -> Any:
-        options = xla_client.CompileOptions.ParseFromString(data)
+    def _only_device(self, options: Any) -> int | None:
+        """Return the device for which JAX and TorchTPU compile; None for all, for which torch_xla does.
+
+        Raises:
+            PjrtError: the program is for another number of devices.
+        """
+        assignment = options.device_assignment
+        numbers = hlo.assigned_devices(assignment.serialize()) if assignment is not None else ()
+        if len(numbers) in (0, self._settings.replicas):
+            return None
+        if len(numbers) > 1 or numbers[0] not in self._clients.local:
+            raise PjrtError(
+                Code.UNIMPLEMENTED,
+                f"a program for the devices {list(numbers)} is not supported, only for one device of this "
+                f"process or for all {self._settings.replicas}",
+            )
+        return numbers[0]
+
+    def _first(self, device: int | None) -> int:
+        """Return the local replica on which a program is loaded first."""
+        return self._clients.local[0] if device is None else device
+
+    def _complete(self, options: Any, device: int | None) -> None:
+        """Write the devices and this engine's own options into a program's options."""
         partitions = options.num_partitions
-        options.num_replicas = self._settings.replicas // partitions
+        options.num_replicas = (self._settings.replicas if device is None else 1) // partitions
         # `arguments` has unpacked the tuple.
         options.parameter_is_tupled_arguments = False
         # The program numbers devices 0..N-1; jaxlib gives each client a block of ids.
         ids = np.array(self._clients.global_ids, dtype=np.int32)
+        if device is not None:
+            ids = ids[[device]]
         options.device_assignment = xla_client.DeviceAssignment.create(ids.reshape(-1, partitions))
         # A flag that the user sets takes precedence.
         options.env_option_overrides = [
             (name, value) for name, value in COMPILER_OPTIONS.items() if name not in self._settings.xla_flags
         ]
-        return options
 
     def execute(
         self,
@@ -345,7 +373,7 @@ class JaxEngine(Engine):
         unpacked = program_file.unpack(data, self._settings.replicas)
         program = LoadedProgram(self._clients, unpacked.executable.num_partitions, {}, unpacked.native)
         try:
-            program.on(self._clients.local[0])
+            program.on(self._first(unpacked.executable.device))
         except Exception as error:
             raise PjrtError(
                 Code.INVALID_ARGUMENT, f"jaxlib cannot load {unpacked.executable.name}: {error}"

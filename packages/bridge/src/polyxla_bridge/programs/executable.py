@@ -31,6 +31,7 @@ class Executable:
         code_size_bytes: size of the generated code.
         fingerprint: equal for equal programs and options.
         num_partitions: number of devices that compute one replica of the program together.
+        device: index of the only device that runs it; None if all of the job's do.
         native: objects that the engine attaches.
     """
 
@@ -41,4 +42,5 @@ class Executable:
     code_size_bytes: int
     fingerprint: str
     num_partitions: int = 1
+    device: int | None = None
     native: dict[str, Any] = field(default_factory=dict)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from polyxla_bridge.abi import Code, width
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs.hlo_pb2 import (
+    DeviceAssignmentProto,
     HloInstructionProto,
     HloModuleProto,
     HloModuleProtoWithConfig,
@@ -120,6 +121,13 @@ def size_bytes(shape: ShapeProto) -> int:
     """Return the size of an array of this shape; 0 if the shape is not an array's."""
     dtype = _PRIMITIVES.get(shape.element_type, "token")
     return math.prod(shape.dimensions) * width(dtype)
+
+
+def assigned_devices(assignment: bytes) -> tuple[int, ...]:
+    """Return the devices of a serialised DeviceAssignmentProto, by partition."""
+    parsed = DeviceAssignmentProto()
+    parsed.ParseFromString(assignment)
+    return tuple(number for one in parsed.computation_devices for number in one.replica_device_ids)
 
 
 def is_same_array(one: ShapeProto, other: ShapeProto) -> bool:

@@ -184,6 +184,17 @@ class HloModuleProto(_message.Message):
     buffer_donor: HloBufferDonorProto
     def __init__(self, name: _Optional[str] = ..., computations: _Optional[_Iterable[_Union[HloComputationProto, _Mapping]]] = ..., host_program_shape: _Optional[_Union[ProgramShapeProto, _Mapping]] = ..., entry_computation_id: _Optional[int] = ..., input_output_alias: _Optional[_Union[HloInputOutputAliasProto, _Mapping]] = ..., stack_frame_index: _Optional[_Union[StackFrameIndexProto, _Mapping]] = ..., buffer_donor: _Optional[_Union[HloBufferDonorProto, _Mapping]] = ...) -> None: ...
 
+class DeviceAssignmentProto(_message.Message):
+    __slots__ = ("computation_devices",)
+    class ComputationDevice(_message.Message):
+        __slots__ = ("replica_device_ids",)
+        REPLICA_DEVICE_IDS_FIELD_NUMBER: _ClassVar[int]
+        replica_device_ids: _containers.RepeatedScalarFieldContainer[int]
+        def __init__(self, replica_device_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    COMPUTATION_DEVICES_FIELD_NUMBER: _ClassVar[int]
+    computation_devices: _containers.RepeatedCompositeFieldContainer[DeviceAssignmentProto.ComputationDevice]
+    def __init__(self, computation_devices: _Optional[_Iterable[_Union[DeviceAssignmentProto.ComputationDevice, _Mapping]]] = ...) -> None: ...
+
 class HloModuleConfigProto(_message.Message):
     __slots__ = ("entry_computation_layout",)
     ENTRY_COMPUTATION_LAYOUT_FIELD_NUMBER: _ClassVar[int]

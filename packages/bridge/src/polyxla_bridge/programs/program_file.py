@@ -16,7 +16,7 @@ from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs.executable import ArrayType, Executable
 
-VERSION = 2
+VERSION = 3
 """Version of this layout; other versions are refused."""
 _MAGIC = b"polyxla program\n"
 _LENGTH = struct.Struct("<Q")
@@ -45,6 +45,7 @@ def pack(executable: Executable, native: bytes) -> bytes:
         "outputs": [(one.dtype, one.dims) for one in executable.outputs],
         "num_replicas": executable.num_replicas,
         "num_partitions": executable.num_partitions,
+        "device": executable.device,
         "code_size_bytes": executable.code_size_bytes,
         "fingerprint": executable.fingerprint,
         "optimized_hlo_bytes": len(executable.optimized_hlo),
@@ -82,6 +83,7 @@ def unpack(data: bytes, num_devices: int) -> UnpackedProgram:
         code_size_bytes=header["code_size_bytes"],
         fingerprint=header["fingerprint"],
         num_partitions=header["num_partitions"],
+        device=header["device"],
     )
     return UnpackedProgram(executable, bytes(whole[middle:]))
 
@@ -93,7 +95,7 @@ def _check(header: dict[str, Any], num_devices: int) -> None:
         if header[key] != value:
             raise _refused(f"{name} was made with {key} {header[key]}, and this is {key} {value}")
     made_for = header["num_replicas"] * header["num_partitions"]
-    if made_for != num_devices:
+    if header["device"] is None and made_for != num_devices:
         raise _refused(f"{name} was made for {made_for} devices, and this job has {num_devices}")
 
 

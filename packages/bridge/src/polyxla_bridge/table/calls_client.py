@@ -28,12 +28,16 @@ def plugin_attributes(bridge: Bridge, args: Any) -> None:
 def client_create(bridge: Bridge, args: Any) -> None:
     bridge.start()
     args.client = bridge.handles.new(bridge)
+    bridge.clients.add(args.client)
 
 
 @call("Client_Destroy")
 def client_destroy(bridge: Bridge, args: Any) -> None:
     bridge.handles.drop(args.client)
-    bridge.close()
+    bridge.clients.discard(args.client)
+    # torch_xla and JAX may share the devices, each with a client of its own.
+    if not bridge.clients:
+        bridge.close()
 
 
 @call("Client_PlatformName")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from polyxla_bridge import abi, native
@@ -11,24 +11,24 @@ from polyxla_bridge.abi import Code
 from polyxla_bridge.engine.engine import Buffer
 from polyxla_bridge.engine.futures import CompletedFuture
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.programs import hlo
+from polyxla_bridge.programs import hlo, stablehlo
 from polyxla_bridge.programs.executable import ArrayType, Executable
 from polyxla_bridge.table.calls_client import MEMORY_KIND
 from polyxla_bridge.table.handles import ArrayTypes, Bridge, address, array, call, read_array, text
 
-PROGRAM_FORMAT = "hlo"
-"""The program format that torch_xla sends: a serialised HloModuleProto."""
+READERS: dict[str, Callable[[bytes], bytes]] = {"hlo": bytes, "mlir": stablehlo.to_hlo}
+"""By format, what turns a program into a serialised HloModuleProto. torch_xla sends ``hlo``, JAX and TorchTPU
+send ``mlir``."""
 
 
 @call("Client_Compile")
 def client_compile(bridge: Bridge, args: Any) -> None:
     program = abi.Program.from_address(args.program)
     format_ = ctypes.string_at(program.format, program.format_size).decode()
-    if format_ != PROGRAM_FORMAT:
-        raise PjrtError(
-            Code.UNIMPLEMENTED, f"programs in format {format_!r} are not supported, only {PROGRAM_FORMAT!r}"
-        )
-    code = ctypes.string_at(program.code, program.code_size)
+    if format_ not in READERS:
+        known = " and ".join(map(repr, READERS))
+        raise PjrtError(Code.UNIMPLEMENTED, f"programs in format {format_!r} are not supported, only {known}")
+    code = READERS[format_](ctypes.string_at(program.code, program.code_size))
     options = ctypes.string_at(args.compile_options, args.compile_options_size)
     args.executable = bridge.handles.new(bridge.engine.compile(code, options))
 
@@ -61,8 +61,10 @@ def loaded_is_deleted(bridge: Bridge, args: Any) -> None:
 
 @call("LoadedExecutable_AddressableDevices")
 def loaded_addressable_devices(bridge: Bridge, args: Any) -> None:
-    args.addressable_devices = address(bridge.local_array)
-    args.num_addressable_devices = len(bridge.local)
+    device = bridge.handles[args.executable].device
+    args.addressable_devices, args.num_addressable_devices = address(bridge.local_array), len(bridge.local)
+    if device is not None:
+        args.addressable_devices, args.num_addressable_devices = address(bridge.devices[device].itself), 1
 
 
 @call("LoadedExecutable_Fingerprint")
@@ -186,6 +188,8 @@ def _places(bridge: Bridge, executable: Executable, args: Any) -> list[int]:
     """Return the handles of the devices that one execution uses."""
     if executable.num_partitions > 1:
         places = [one.handle for one in bridge.local]
+    elif executable.device is not None:
+        places = [bridge.devices[executable.device].handle]
     else:
         places = [args.execute_device or bridge.local[0].handle]
     if args.num_devices != len(places):

@@ -121,6 +121,7 @@ class Bridge:
 
     def __init__(self, make_engine: Callable[[], Engine], wait_for_torch_xla: Callable[[], None]) -> None:
         self.handles = Handles()
+        self.clients: set[int] = set()
         self.devices: list[DeviceHandle] = []
         self.local: list[DeviceHandle] = []
         self._buffers: dict[int, Buffer] = {}
