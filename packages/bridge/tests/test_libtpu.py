@@ -111,6 +111,14 @@ def test_a_wrong_box_is_refused_in_every_process(run: Run, slice_of: SliceOf) ->
     assert all("duplicate coordinate assignment: two of the chips in use" in one.stderr for one in done), done
 
 
+def test_a_played_libtpu_that_cannot_start_says_why(run: Run, slice_of: SliceOf) -> None:
+    code = "import sys, torch; sys.modules['polyxla_bridge.libtpu'] = None; torch.ones(2, device='xla')"
+    (done,) = run(code, environs=slice_of("v4:2x2x1", "1,1,1", [0]))
+    assert done.returncode == 1
+    assert "ModuleNotFoundError: import of polyxla_bridge.libtpu halted" in done.stderr
+    assert "polyxla: the played libtpu could not start, see the error above" in done.stderr
+
+
 def test_a_chip_in_use_is_refused_with_its_process(run: Run, slice_of: SliceOf) -> None:
     (environ,) = slice_of("v4:2x2x1", "1,1,1", [2])
     with socket.socket(socket.AF_UNIX) as held:

@@ -1,6 +1,8 @@
 /* The function that a framework looks up in the library, and the table that it returns. Python fills the table:
  * before the library is opened, or, where it stands in for libtpu, when it is opened. */
 #include <stddef.h>
+#include <stdio.h>
+#include <unistd.h>
 
 /* Of Python's stable ABI. Weak, because a program without Python may open the library, too. Declared here,
  * because the library is built once for all versions of Python. */
@@ -26,7 +28,12 @@ static void play_libtpu(void) {
   int state = PyGILState_Ensure();
   void *module = PyImport_ImportModule("polyxla_bridge.libtpu");
   void *answer = module == NULL ? NULL : PyObject_CallMethod(module, "open_library", NULL);
-  if (answer == NULL) PyErr_Print();
+  if (answer == NULL) {
+    PyErr_Print();
+    /* A framework that got no table would crash. */
+    fputs("polyxla: the played libtpu could not start, see the error above; the process ends\n", stderr);
+    _exit(1);
+  }
   Py_DecRef(answer);
   Py_DecRef(module);
   PyGILState_Release(state);
