@@ -191,7 +191,19 @@ def integration(session: nox.Session, runtime: str) -> None:
     """Test all packages together, installed as a user installs them, on one runtime."""
     install(session, PROJECTS, group("integration"), with_extras=["training"])
     options = ["--durations=10", "--polyxla-runtime", runtime, junit(f"integration-{runtime}")]
+    # Those need other libraries: `clients` runs them.
+    options.append("--ignore=integration/clients")
     session.run("pytest", "integration", *TWO_AT_ONCE, *options, *session.posargs)
+
+
+@nox.session
+def clients(session: nox.Session) -> None:
+    """Train with Lightning, Accelerate and transformers on emulated TPUs; takes a quarter of an hour."""
+    install(session, ["bridge", "runtime-pjrt", "testing"], group("clients"))
+    # The tests of one library together: they compare with the same run on the CPU.
+    together = ["-n", "2", "--dist", "loadgroup"]
+    options = ["--durations=10", "--polyxla-runtime", "pjrt", junit("clients")]
+    session.run("pytest", "integration/clients", *together, *options, *session.posargs)
 
 
 @nox.session(venv_backend="uv", reuse_venv=False)
