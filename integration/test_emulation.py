@@ -150,15 +150,6 @@ def test_a_job_can_use_some_of_the_cores(
 
 
 @pytest.mark.long
-def test_digits_trains_on_eight_emulated_cores(runtime: RuntimeUnderTest) -> None:
-    done = runtime.run("-m", "polyxla_examples.digits", "--json", POLYXLA_EMULATE="v3-8")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert (result["world_size"], result["device"]) == (8, "TPU")
-    assert result["test_accuracy"] >= 0.97
-
-
-@pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_replicas_in_threads_train_reliably_on_a_busy_machine(runtime: RuntimeUnderTest) -> None:
     """Twenty times: threads share their process's environment, and one in three runs failed for it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,18 +14,21 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.pjrt, pytest.mark.timeout(700)]
+pytestmark = [pytest.mark.pjrt, pytest.mark.timeout(3000)]
 
 ROOT = Path(__file__).parents[1]
-PROGRAMS = ROOT / "integration" / "programs"
+SEEDS, PROGRAMS = ROOT / "integration" / "seeds", ROOT / "integration" / "programs"
 TIMEOUT_S = 600
+"""Longest run of one program, of which a test has up to five."""
 DIGITS = ("-m", "polyxla", "run", "-m", "polyxla_examples.digits", "--json")
 CHECK = ("-m", "polyxla", "check-replicas", "--json", "integration.test_check_replicas:plain", "--devices")
-REPLICAS = {"v4-8": 4}
+REPLICAS = {"v4-8": 4, "v2-8": 8, "v3-8": 8, "v5e-8": 8, "v6e-8": 8, "tpu7x-8": 8}
 POD = {"POLYXLA_EMULATE": "v4-16"}
 """Two hosts with four replicas each."""
 
-each_type = pytest.mark.parametrize("kind", REPLICAS)
+each_type = pytest.mark.parametrize(
+    "kind", ["v4-8", *(pytest.param(kind, marks=pytest.mark.long) for kind in REPLICAS if kind != "v4-8")]
+)
 RunOnHosts = Callable[..., list[str]]
 
 
@@ -99,6 +103,57 @@ def test_digits_reaches_its_accuracy_on_each_type(run_on_host: Callable[..., str
 def test_all_replicas_train_like_one_on_each_type(run_on_host: Callable[..., str], kind: str) -> None:
     report = json.loads(run_on_host(kind, *CHECK, str(REPLICAS[kind])))
     assert (report["devices"], report["within"]) == (REPLICAS[kind], True)
+
+
+@pytest.mark.long
+@each_type
+def test_the_seeds_run_on_each_type(run_on_host: Callable[..., str], kind: str, tmp_path: Path) -> None:
+    size = REPLICAS[kind]
+    printed = run_on_host(kind, str(SEEDS / "tensors.py"))
+    assert "devices do not mix: True" in printed
+    assert "hardware TPU" in printed
+    assert "saved and loaded both ways" in run_on_host(kind, str(SEEDS / "saving.py"), str(tmp_path))
+    assert "steps 20 " in run_on_host(kind, str(SEEDS / "mnist_single.py"), "2560")
+    _check_all_reduce(run_on_host(kind, str(SEEDS / "all_reduce.py")), range(size), size)
+    _check_mnist(run_on_host(kind, str(SEEDS / "mnist_multi.py"), str(1280 * size)), range(size))
+
+
+def _check_all_reduce(output: str, ordinals: range, size: int) -> None:
+    found = sorted(re.findall(r"ordinal (\d+) of (\d+) sum ([\d.]+)", output))
+    assert found == [(str(one), str(size), f"{sum(range(size)):.1f}") for one in ordinals]
+
+
+def _check_mnist(output: str, ordinals: range) -> None:
+    found = re.findall(r"ordinal (\d+) steps (\d+) first (\S+) last (\S+)", output)
+    assert sorted(int(ordinal) for ordinal, *_ in found) == list(ordinals)
+    for _, steps, first, last in found:
+        assert steps == "10"
+        # All images and labels are equal, so the loss can only fall.
+        assert float(last) < float(first)
+
+
+@pytest.mark.long
+def test_digits_reaches_its_accuracy_on_a_pod(run_on_pod: RunOnHosts) -> None:
+    for printed in run_on_pod(DIGITS, DIGITS):
+        _check_digits(printed, 8)
+
+
+@pytest.mark.long
+def test_the_replicas_of_a_pod_train_like_one(run_on_pod: RunOnHosts) -> None:
+    for printed in run_on_pod((*CHECK, "8"), (*CHECK, "8")):
+        report = json.loads(printed)
+        assert (report["devices"], report["within"]) == (8, True)
+
+
+@pytest.mark.long
+def test_the_seeds_run_on_a_pod(run_on_pod: RunOnHosts) -> None:
+    ordinals = range(4), range(4, 8)
+    reduce = (str(SEEDS / "all_reduce.py"),)
+    for printed, here in zip(run_on_pod(reduce, reduce), ordinals, strict=True):
+        _check_all_reduce(printed, here, 8)
+    mnist = (str(SEEDS / "mnist_multi.py"), "10240")
+    for printed, here in zip(run_on_pod(mnist, mnist), ordinals, strict=True):
+        _check_mnist(printed, here)
 
 
 @pytest.mark.long
