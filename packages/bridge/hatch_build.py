@@ -72,10 +72,8 @@ def header(path: Path) -> str:
     abi = runpy.run_path(str(path))
     structs = {name: abi[name] for name in ("Tiled", "MemoryLayout", "Record")}
     structs |= {f"PJRT_{name}_Args": args for name, args in abi["ARGS"].items()}
-    structs |= abi["PROFILER"]
     names = {struct: name for name, struct in structs.items()}
     codes = {name: code for name, code in vars(abi["Code"]).items() if name.isupper()}
-    codes["PJRT_Extension_Type_Profiler"] = abi["EXTENSION_TYPE_PROFILER"]
     widths = ", ".join(f'{{"{name}", {abi["width"](name)}}}' for name in abi["DTYPES"])
     lines = [f"typedef struct {{ {' '.join(members(one, names))} }} {name};" for name, one in structs.items()]
     lines.append(f"enum {{ {', '.join(f'{name} = {code}' for name, code in codes.items())} }};")

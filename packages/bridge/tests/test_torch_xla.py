@@ -65,10 +65,9 @@ def test_an_engine_that_cannot_be_closed_is_reported_in_one_line(run: Run, error
     assert (done.returncode, done.stdout, done.stderr) == (4, "4.0\n", f"polyxla: {text}\n")
 
 
-def test_a_profile_can_be_taken(printed: Printed, tmp_path: Path) -> None:
+def test_a_profile_has_the_operations_of_the_devices(printed: Printed, tmp_path: Path) -> None:
     (lines,) = printed("profiled.py", str(tmp_path))
-    assert lines == ["4.0"]
-    assert len(list(tmp_path.rglob("*.xplane.pb"))) == 1
+    assert lines == ["262144.0", "True", "/device:CUSTOM:polyxla /host:CPU /host:metadata"]
 
 
 def test_an_unimplemented_function_is_named(run: Run) -> None:

@@ -303,26 +303,28 @@ def _plain(name: str, *fields: tuple[str, Any]) -> type[Structure]:
 
 _BASE = _plain("ExtensionBase", *_fields("struct_size:n type:i next:p"))
 
+ProfilerExtension = _plain(
+    "ProfilerExtension", ("base", _BASE), *_fields("profiler_api:p traceme_context_id:q")
+)
+ProfilerApi = _plain(
+    "ProfilerApi",
+    *_fields(
+        "struct_size:n priv:p error_destroy:p error_message:p error_get_code:p create:p destroy:p "
+        "start:p stop:p collect_data:p"
+    ),
+)
+ProfilerCreate = _plain("ProfilerCreate", *_fields("struct_size:n options:p options_size:n profiler:p"))
+ProfilerCollectData = _plain(
+    "ProfilerCollectData", *_fields("struct_size:n profiler:p buffer:p buffer_size_in_bytes:n")
+)
 PROFILER: dict[str, type[Structure]] = {
     "PJRT_Extension_Base": _BASE,
-    "PJRT_Profiler_Extension": _plain(
-        "ProfilerExtension", ("base", _BASE), *_fields("profiler_api:p traceme_context_id:q")
-    ),
-    "PLUGIN_Profiler_Api": _plain(
-        "ProfilerApi",
-        *_fields(
-            "struct_size:n priv:p error_destroy:p error_message:p error_get_code:p create:p destroy:p "
-            "start:p stop:p collect_data:p"
-        ),
-    ),
-    "PLUGIN_Profiler_Create_Args": _plain(
-        "ProfilerCreate", *_fields("struct_size:n options:p options_size:n profiler:p")
-    ),
-    "PLUGIN_Profiler_CollectData_Args": _plain(
-        "ProfilerCollectData", *_fields("struct_size:n profiler:p buffer:p buffer_size_in_bytes:n")
-    ),
+    "PJRT_Profiler_Extension": ProfilerExtension,
+    "PLUGIN_Profiler_Api": ProfilerApi,
+    "PLUGIN_Profiler_Create_Args": ProfilerCreate,
+    "PLUGIN_Profiler_CollectData_Args": ProfilerCollectData,
 }
-"""Structs that profiler.c fills, by their names in C."""
+"""The structs of the profiler extension, by their names in C."""
 
 OnReady = ctypes.CFUNCTYPE(None, c_void_p, c_void_p)
 """The callback of `Event_OnReady`: called with an error (or null) and ``user_arg``."""

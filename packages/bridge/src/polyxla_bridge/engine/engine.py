@@ -192,6 +192,13 @@ class Engine(ABC):
         """Return what each local device is doing; empty if the engine does not know."""
         return []
 
+    def start_profile(self) -> None:  # noqa: B027  (an engine may have no operations in this process)
+        """Start to record the operations of the local devices."""
+
+    def stop_profile(self) -> bytes:
+        """Stop recording; return the profile as a serialised XSpace, empty by default."""
+        return b""
+
     def retire(self, index: int) -> None:  # noqa: B027  (an engine without a watchdog needs none)
         """Publish that a local device will run no more programs, once its queued work is done."""
 

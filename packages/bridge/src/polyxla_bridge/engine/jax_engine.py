@@ -32,6 +32,7 @@ from polyxla_bridge.engine.futures import (
     set_values,
     then,
 )
+from polyxla_bridge.engine.profile import Profile
 from polyxla_bridge.engine.stall_watchdog import StallWatchdog
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError
@@ -80,6 +81,7 @@ class JaxEngine(Engine):
         self._compiled: WeakValueDictionary[str, Executable] = WeakValueDictionary()
         self.cache = cache.for_job(settings, COMPILER_OPTIONS, on_lookup)
         self._compiling = 0
+        self._profile: Profile | None = None
         self._lock = threading.Lock()
         # Held while one execution is queued on several devices.
         self._order = threading.Lock()
@@ -383,6 +385,15 @@ class JaxEngine(Engine):
     def memory_stats(self, device: EngineDevice) -> Mapping[str, int]:
         """Return the memory of the device's live arrays."""
         return self._accounts[device.index].stats()
+
+    def start_profile(self) -> None:
+        """Record what jaxlib runs in this process."""
+        self._profile = Profile()
+
+    def stop_profile(self) -> bytes:
+        """Return what jaxlib has run."""
+        profile, self._profile = self._profile, None
+        return profile.stop() if profile else b""
 
     def activities(self) -> list[DeviceActivity]:
         """Return what each local replica is doing."""

@@ -7,7 +7,7 @@ it through `LOCKED`, which holds the GIL, if it is faster than releasing the GIL
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_bool, c_char, c_char_p, c_int, c_long, c_size_t, c_void_p
+from ctypes import POINTER, c_bool, c_char_p, c_int, c_long, c_size_t, c_void_p
 
 from polyxla_bridge import LIBRARY, abi
 
@@ -30,9 +30,6 @@ LOCKED.polyxla_set_local.argtypes = [c_void_p, c_size_t]
 LOCKED.polyxla_set_read.argtypes = [c_void_p]
 LOCKED.polyxla_reader_has_gil.restype = c_bool
 LOCKED.polyxla_naps.restype = c_long
-
-PROFILER = ctypes.addressof(c_char.in_dll(UNLOCKED, "polyxla_profiler"))
-"""Address of the profiler extension of PJRT's function table."""
 
 
 def address(name: str) -> int | None:

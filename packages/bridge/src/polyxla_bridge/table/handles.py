@@ -137,6 +137,11 @@ class Bridge:
         )
 
     @property
+    def is_started(self) -> bool:
+        """Whether the engine has started, and is not closed."""
+        return self._engine is not None
+
+    @property
     def engine(self) -> Engine:
         """The engine. Call `start` first."""
         assert self._engine is not None

@@ -11,6 +11,7 @@ from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.table import calls_buffer, calls_client, calls_executable
 from polyxla_bridge.table.handles import CALLS, Bridge, Call
+from polyxla_bridge.table.profiler import Profiler
 
 _log = logging.getLogger("polyxla.bridge")
 _IMPLEMENTED = (calls_buffer, calls_client, calls_executable)
@@ -25,7 +26,8 @@ class Table:
     """
 
     def __init__(self, bridge: Bridge) -> None:
-        self.api = abi.Api(struct_size=ctypes.sizeof(abi.Api), extension_start=native.PROFILER)
+        self._profiler = Profiler(bridge)
+        self.api = abi.Api(struct_size=ctypes.sizeof(abi.Api), extension_start=self._profiler.address)
         self.api.pjrt_api_version = abi.ApiVersion(
             struct_size=ctypes.sizeof(abi.ApiVersion), major_version=abi.MAJOR, minor_version=abi.MINOR
         )
@@ -48,6 +50,7 @@ class Table:
         """
         for name in self._in_python:
             setattr(self.api, name, native.address("polyxla_nothing"))
+        self._profiler.silence()
 
 
 def _guarded(bridge: Bridge, name: str) -> Any:

@@ -1,10 +1,22 @@
-"""Writes a profile to the directory on the command line."""
+"""Writes a profile to the directory on the command line, and prints the operations in it."""
 
 import sys
+from pathlib import Path
 
 import torch
+import torch_xla
 import torch_xla.debug.profiler as xp
+from jax.profiler import ProfileData
 
+from polyxla_bridge.engine.profile import OPERATIONS
+
+x = torch.ones(64, 64, device="xla")
+torch_xla.sync()
 xp.start_trace(sys.argv[1])
-print((torch.ones(2, device="xla") + 1).sum().item())
+print((x @ x).sum().item())
 xp.stop_trace()
+(path,) = Path(sys.argv[1]).rglob("*.xplane.pb")
+planes = list(ProfileData.from_file(str(path)).planes)
+lines = [line for plane in planes if plane.name == OPERATIONS for line in plane.lines]
+print(any(event.name.startswith("dot") for line in lines for event in line.events))
+print(*sorted(plane.name for plane in planes if plane.name.startswith("/")))
