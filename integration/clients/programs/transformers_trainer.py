@@ -4,6 +4,7 @@ import argparse
 import copy
 import json
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 from transformers import (
@@ -19,6 +20,11 @@ if is_torch_xla_available():
     import accelerate_mends  # noqa: F401
     import torch_xla.distributed.xla_multiprocessing as xmp
     import torch_xla.runtime as xr
+
+    # The Trainer allows torch.load these types while it resumes, and torch keeps such permissions for all threads:
+    # of two replicas that are threads (v2, v3), the first to be done would take the other's away.
+    types = [np._core.multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32))]
+    torch.serialization.add_safe_globals(types)
 
 GLOBAL_BATCH, LENGTH, MARKS, TOKENS = 64, 12, 4, 20
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,11 @@ from polyxla_pjrt.fits import report
 from polyxla_pjrt.fits.batch_size import largest_fitting, with_batch_size
 from polyxla_pjrt.fits.chips import PEAKS, Target
 from polyxla_pjrt.fits.collected import CollectedProgram, Logs
+from polyxla_pjrt.fits.command import Work
 from polyxla_pjrt.fits.compiling import Outcome, fatal_line
+from polyxla_pjrt.fits.emulated_run import ScriptFailedError
 from polyxla_pjrt.fits.plugin_api import Cost
+from polyxla_pjrt.fits.progress import Progress
 from polyxla_pjrt.fits.report import Checked
 from polyxla_pjrt.fits.source_lines import innermost_user_line
 
@@ -164,6 +168,22 @@ def test_the_search_finds_the_largest_batch(largest: int, first: int) -> None:
     assert largest_fitting(fits, first) == largest
     assert len(tried) == len(set(tried)) <= 24
     assert tried[0] == first - first % 8 or first == 1
+
+
+def test_the_search_names_what_fitted_before_the_script_failed() -> None:
+    class SmallData(Work):
+        def check(self, command: Sequence[str], *, stops_when_too_large: bool = False) -> list[Checked]:
+            if int(command[-1]) > 20:
+                raise ScriptFailedError("the script failed: 20 records")
+            return []
+
+    work = SmallData(Target.parse("v5e-1"), Path(), "0.0.21", 10, 0.0, {}, Progress())
+    with pytest.raises(
+        ScriptFailedError, match=r"^batch size 16 fits; batch size 32: the script failed: 20 records$"
+    ):
+        work.find_batch(["train.py", "{}"], 8)
+    with pytest.raises(ScriptFailedError, match=r"^batch size 24: the script failed: 20 records$"):
+        work.find_batch(["train.py", "{}"], 24)
 
 
 def test_the_batch_size_replaces_its_place() -> None:

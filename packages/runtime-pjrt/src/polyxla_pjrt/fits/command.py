@@ -76,6 +76,10 @@ def fits(
         raise typer.Exit(_report(work, checked, largest, as_json))
 
 
+def _all_fit(programs: Sequence[Checked]) -> bool:
+    return all(one.outcome.cost for one in programs)
+
+
 def _report(work: Work, checked: Sequence[Checked], largest: int | None, as_json: bool) -> int:
     """Print the result, and return the exit code."""
     from polyxla_pjrt.fits import report
@@ -90,7 +94,7 @@ def _report(work: Work, checked: Sequence[Checked], largest: int | None, as_json
             typer.echo(f"largest batch that fits: {largest}" if largest else "no batch fits, not even 1")
     if any(one.outcome.is_too_large for one in checked):
         return TOO_LARGE
-    return 0 if all(one.outcome.cost for one in checked) else 1
+    return 0 if _all_fit(checked) else 1
 
 
 @dataclass(frozen=True)
@@ -168,8 +172,12 @@ class Work:
 
         Raises:
             UsageError: the command has no place for the batch size.
+            ScriptFailedError: the script failed with a batch size; the largest that fitted before is named.
             CannotCompileError: a program does not compile, for another reason than its size.
+            TimeLimitError: the time is over; the largest batch size that fitted before is named.
         """
+        from polyxla_pjrt.fits.emulated_run import ScriptFailedError
+
         if not any(PLACE in argument for argument in command):
             raise UsageError(
                 f"the script's arguments do not contain {PLACE}, which stands for the batch size",
@@ -179,7 +187,12 @@ class Work:
         tried: dict[int, list[Checked]] = {}
 
         def is_fitting(size: int) -> bool:
-            tried[size] = self.check(with_batch_size(command, size), stops_when_too_large=True)
+            try:
+                tried[size] = self.check(with_batch_size(command, size), stops_when_too_large=True)
+            except (ScriptFailedError, TimeLimitError) as error:
+                fitted = max((one for one, programs in tried.items() if _all_fit(programs)), default=0)
+                known = f"batch size {fitted} fits; " if fitted else ""
+                raise type(error)(f"{known}batch size {size}: {error}") from error
             problems = [one for one in tried[size] if one.outcome.cost is None]
             is_too_large = any(one.outcome.is_too_large for one in problems)
             if problems and not is_too_large:
