@@ -19,6 +19,7 @@ from torch_xla.experimental import plugins
 from polyxla import callsite, env
 from polyxla.console import say
 from polyxla.errors import UsageError
+from polyxla.xla import main_module
 from polyxla.xla.unsynced_steps import UnsyncedSteps
 
 _DEVICE_FUNCTIONS = (
@@ -142,6 +143,8 @@ def _counted(function: Callable[[], int]) -> Callable[[], int]:
     def counted() -> int:
         # torch_xla would start its client, and no launch could follow.
         if not is_in_use() and not xr.is_spmd():
+            if main_module.importing:
+                return main_module.importing[0]
             # A launch reports what is wrong with its plan.
             with contextlib.suppress(UsageError):
                 for one in _own.runtimes:

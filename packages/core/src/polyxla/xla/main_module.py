@@ -25,24 +25,27 @@ class Call:
         pickled: these, pickled for a process that has imported the main module.
         main: multiprocessing's preparation data, by which the process imports the main module; None if it
             need not.
+        replicas: number of replicas of the launch, which the main module may ask for.
     """
 
     call: Any
     pickled: bytes = b""
     main: dict[str, Any] | None = None
+    replicas: int = 1
 
     @classmethod
-    def for_new_process(cls, *call: Any) -> Call:
+    def for_new_process(cls, *call: Any, replicas: int) -> Call:
         """Prepare a call for a process that shares nothing with this one."""
         data = multiprocessing.spawn.get_preparation_data("polyxla")
         if not data.keys() & set(_MAIN):
             return cls(call)
         names = (*_MAIN, "sys_argv", "dir", "orig_dir")
-        return cls(call, pickle.dumps(call), {name: data[name] for name in names if name in data})
+        return cls(call, pickle.dumps(call), {name: data[name] for name in names if name in data}, replicas)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Import the main module where the call is unpickled."""
-        return (Call, (self.call,)) if self.main is None else (_loaded, (self.pickled, self.main))
+        arguments = (self.pickled, self.main, self.replicas)
+        return (Call, (self.call,)) if self.main is None else (_loaded, arguments)
 
     def __call__(self, place: Any) -> Any:
         """Make the call in a replica; `place` is ignored."""
@@ -50,13 +53,13 @@ class Call:
         return function(*args, **kwargs)
 
 
-def _loaded(pickled: bytes, main: dict[str, Any]) -> Call:
-    _importing.append(True)
+def _loaded(pickled: bytes, main: dict[str, Any], replicas: int) -> Call:
+    importing.append(replicas)
     try:
         multiprocessing.spawn.prepare(main)
         return Call(pickle.loads(pickled))
     finally:
-        _importing.clear()
+        importing.clear()
 
 
 def refuse_while_importing(launcher: str) -> None:
@@ -65,7 +68,7 @@ def refuse_while_importing(launcher: str) -> None:
     Raises:
         UsageError: this process is importing the script.
     """
-    if _importing:
+    if importing:
         raise UsageError(
             "a replica's process imports the script again, and the script launches replicas again",
             where=launcher,
@@ -73,5 +76,5 @@ def refuse_while_importing(launcher: str) -> None:
         )
 
 
-_importing: list[bool] = []
-"""Not empty while this process imports the script."""
+importing: list[int] = []
+"""The number of replicas while this process imports the script; empty at other times."""

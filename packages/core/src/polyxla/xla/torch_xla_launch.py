@@ -80,10 +80,10 @@ def handle_launches(
     previous_spawn: Callable[..., Any] = pjrt.spawn
 
     def launch(
-        plan: _PlanT, function: Callable[..., Any], args: Any, kwargs: Any, method: str
+        plan: _PlanT, function: Callable[..., Any], args: Any, kwargs: Any, method: str, nprocs: int | None
     ) -> dict[int, Any]:
         with Folded():
-            results = run(plan, _launched(function, args, kwargs, method))
+            results = run(plan, _launched(function, args, kwargs, method, nprocs))
         return dict(sorted(results, key=operator.itemgetter(0)))
 
     def run_multiprocess(
@@ -97,7 +97,7 @@ def handle_launches(
         plan = prepared(None)
         if plan is None:
             return previous(function, *args, start_method=start_method, **kwargs)
-        return launch(plan, function, args, kwargs, start_method)
+        return launch(plan, function, args, kwargs, start_method, None)
 
     @functools.wraps(previous_spawn)
     def spawn(
@@ -107,7 +107,7 @@ def handle_launches(
             refuse_while_importing(_SPAWN)
             if (plan := prepared(nprocs)) is not None:
                 launches.append(fn)
-                launch(plan, pjrt._SpawnFn(fn, *args), (), {}, start_method)
+                launch(plan, pjrt._SpawnFn(fn, *args), (), {}, start_method, nprocs)
                 return None
         return previous_spawn(fn, None if _joined else nprocs, start_method, args)
 
@@ -124,7 +124,7 @@ _joined: list[bool] = []
 
 
 def _launched(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], start_method: str
+    function: Callable[..., Any], args: Any, kwargs: Any, start_method: str, nprocs: int | None
 ) -> TorchXlaLaunch:
     """Return the launch; all methods but ``fork`` import the main module in each process.
 
@@ -134,5 +134,6 @@ def _launched(
     first_device_use.refuse(_LAUNCH)
     if start_method == "fork":
         return TorchXlaLaunch(NumberedCall(Call((function, args, kwargs))), function, args, "fork")
-    call = NumberedCall(Call.for_new_process(function, args, kwargs))
-    return TorchXlaLaunch(call, function, args, "forkserver")
+    # No device is in use: this is the number of replicas that a launch starts.
+    call = Call.for_new_process(function, args, kwargs, replicas=nprocs or xr.world_size())
+    return TorchXlaLaunch(NumberedCall(call), function, args, "forkserver")
