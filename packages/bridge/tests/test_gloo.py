@@ -1,4 +1,4 @@
-"""Naps of gloo's threads: one whose socket has data that nobody asked for yet does not keep a core busy."""
+"""Naps of gloo's threads: one that gets the same answer again and again does not keep a core busy."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -31,25 +32,18 @@ def engine(free_port: Callable[[], int]) -> Iterator[JaxEngine]:
     engine.close()
 
 
-def test_gloo_naps_while_a_replica_is_late(engine: JaxEngine) -> None:
+def test_gloo_waits_by_the_function_that_naps(engine: JaxEngine) -> None:
     module = hlo_module_from_text(SUM).as_serialized_hlo_module_proto()
     executable = engine.compile(module, xla_client.CompileOptions().SerializeAsString())
-
-    def start(index: int) -> Callable[[], float]:
+    results = []
+    before = native.LOCKED.polyxla_waits()
+    for index, device in enumerate(engine.devices):
         data = np.array([index + 1], np.float32).view(np.uint8).data
-        argument = engine.from_host(engine.devices[index], ArrayType("float32", ()), data)
-        (result,) = engine.execute(executable, engine.devices[index], [argument])
-        host = engine.to_host(result)
-        return lambda: float(np.frombuffer(host.result(TIMEOUT_S), np.float32)[0])
-
-    # The first time, gloo also connects the replicas.
-    assert [one() for one in [start(0), start(1)]] == [3, 3]
-    before = native.LOCKED.polyxla_naps()
-    early = start(0)
-    time.sleep(0.5)
-    late = start(1)
-    assert (early(), late()) == (3, 3)
-    assert native.LOCKED.polyxla_naps() > before
+        argument = engine.from_host(device, ArrayType("float32", ()), data)
+        results += engine.execute(executable, device, [argument])
+    hosts = [engine.to_host(one).result(TIMEOUT_S) for one in results]
+    assert [np.frombuffer(host, np.float32)[0] for host in hosts] == [3, 3]
+    assert native.LOCKED.polyxla_waits() > before
 
 
 class Event(ctypes.Structure):
@@ -76,6 +70,25 @@ def test_only_a_thread_that_reads_nothing_naps(is_read: bool) -> None:
                 time.sleep(0.0001)
         naps = native.LOCKED.polyxla_naps() - before
     assert naps == 0 if is_read else naps > 32
+
+
+def send_later(end: socket.socket) -> None:
+    time.sleep(0.002)
+    end.send(b"x")
+
+
+def test_a_thread_that_waits_for_each_message_does_not_nap() -> None:
+    wait = native.UNLOCKED.polyxla_epoll_wait
+    events, before = (Event * 8)(), native.LOCKED.polyxla_naps()
+    ours, others = socket.socketpair()
+    with ours, others, select.epoll() as epoll, ThreadPoolExecutor(1) as sender:
+        epoll.register(ours, select.EPOLLIN)
+        for _ in range(16):
+            sent = sender.submit(send_later, others)
+            assert wait(epoll.fileno(), events, len(events), 1000) == 1
+            ours.recv(1)
+            sent.result()
+    assert native.LOCKED.polyxla_naps() == before
 
 
 def test_a_wait_without_an_event_ends_with_its_timeout() -> None:

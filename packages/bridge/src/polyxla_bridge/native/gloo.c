@@ -1,12 +1,11 @@
 /* Naps for the threads in which gloo, which jaxlib contains, waits for its sockets.
  *
- * A replica may send its part of a collective before the other replica runs that far. The receiver's thread then
- * has nowhere to put the data and leaves it in the socket, and epoll reports the same socket again, at once and
- * until the replica has come. That takes a core from the replicas that still compute: where four share two cores,
- * a third of all CPU time. A thread that gets the same answer again and again takes a nap instead.
+ * Such a thread leaves a message in its socket while another thread uses the connection, and epoll reports the same
+ * socket again, at once and until that thread is done. Where replicas are more than cores, it is often not even
+ * running: four replicas on two cores spent a third of their CPU time on asking. A thread that gets the same answer
+ * again and again takes a nap instead.
  *
- * Source: gloo/transport/tcp, Loop::run and Pair::read, where a message for which there is no buffer yet stays in
- * the socket.
+ * Source: gloo/transport/tcp, Loop::run and Pair::handleEvents, which only tries to lock the pair.
  */
 #define _GNU_SOURCE
 #include <elf.h>
@@ -23,10 +22,11 @@
 static const char LIBRARY[] = "libjax_common.so";
 static const char FUNCTION[] = "epoll_wait";
 
-/* A thread that reads something takes longer than IDLE_NS until it asks again, or gets other sockets. */
+/* A thread that reads something takes longer than IDLE_NS until it asks again, or waits as long for the answer, or
+ * gets other sockets. */
 enum { IDLE_NS = 20000, ANSWERS = 4, NAP_NS = 100000 };
 
-static atomic_long naps;
+static atomic_long waits, naps;
 
 static int64_t now_ns(void) {
   struct timespec now;
@@ -34,18 +34,20 @@ static int64_t now_ns(void) {
   return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
 }
 
-/* Waits like epoll_wait, but returns only after a nap if the same answer comes for the fifth time in a row. */
+/* Waits like epoll_wait, but returns only after a nap if the same answer comes at once for the fifth time. */
 int polyxla_epoll_wait(int epoll, struct epoll_event *events, int size, int timeout_ms) {
   static _Thread_local struct epoll_event last;
   static _Thread_local int last_count, repeated;
   static _Thread_local int64_t returned_ns;
 
-  bool is_idle = now_ns() - returned_ns < IDLE_NS;
+  atomic_fetch_add(&waits, 1);
+  int64_t asked_ns = now_ns();
   int count = epoll_wait(epoll, events, size, timeout_ms);
   if (count <= 0) {
     repeated = 0;
     return count;
   }
+  bool is_idle = asked_ns - returned_ns < IDLE_NS && now_ns() - asked_ns < IDLE_NS;
   bool is_same = count == last_count && events[0].events == last.events && events[0].data.u64 == last.data.u64;
   repeated = is_idle && is_same ? repeated + 1 : 0;
   last = events[0];
@@ -94,5 +96,6 @@ static int replace(struct dl_phdr_info *library, size_t size, void *unused) {
 /* Lets gloo's threads nap. A second call changes nothing, and so does a jaxlib that is linked in another way. */
 void polyxla_let_gloo_nap(void) { dl_iterate_phdr(replace, NULL); }
 
-/* The number of naps so far. */
+/* The numbers of waits and of naps so far. */
+long polyxla_waits(void) { return atomic_load(&waits); }
 long polyxla_naps(void) { return atomic_load(&naps); }
