@@ -150,6 +150,7 @@ def types(session: nox.Session) -> None:
             session.run("mypy", *parts)
     checks = [str(path) for path in sorted(Path(".ci").glob("*.py")) if path.name != "abi.py"]
     session.run("mypy", "integration", "noxfile.py", *checks)
+    session.run("mypy", "benchmarks", env={"MYPYPATH": "benchmarks"})
 
 
 @nox.session

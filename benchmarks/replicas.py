@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import resource
 import time
 from functools import partial
@@ -26,6 +25,8 @@ STEPS = 2000
 SETTLED = 200
 """Memory must not grow after this step."""
 GIB = 1 << 30
+ONE_BRIDGED = {"POLYXLA_EMULATE": "v5e-1"}
+"""One chip, so that a program without a launch computes on the bridge."""
 EMULATED = {"POLYXLA_EMULATE": "v4-8"}
 """Four chips: four processes of a replica each, or one process with four devices."""
 
@@ -52,11 +53,11 @@ def partitioned(model: str, batch: int, port: int) -> None:
 
 
 def ddp(model: str, batch: int, port: int) -> None:
-    import torch.multiprocessing
+    from torch.multiprocessing.spawn import spawn
 
     from polyxla.launcher.ports import free_ports
 
-    torch.multiprocessing.spawn(_be_ddp, (model, batch, port, free_ports(1)[0]), REPLICAS)
+    spawn(_be_ddp, (model, batch, port, free_ports(1)[0]), REPLICAS)
 
 
 def _be_ddp(rank: int, model: str, batch: int, port: int, store: int) -> None:
@@ -76,9 +77,9 @@ def one_step(rank: int) -> None:
 
 
 def bare_spawn(processes: int) -> None:
-    import torch.multiprocessing
+    from torch.multiprocessing.spawn import spawn
 
-    torch.multiprocessing.spawn(one_step, (), processes)
+    spawn(one_step, (), processes)
 
 
 def launch_once(processes: int) -> None:
@@ -158,17 +159,10 @@ def threads(count: int) -> dict[str, str]:
     return processes(count) | {"POLYXLA_PJRT_PROCESSES": "1"}
 
 
-def one_bridged() -> dict[str, str]:
-    """Return the variables for one replica on the bridge."""
-    from polyxla_pjrt.layout import Layout, Plan
-
-    return Plan("CPU", Layout()).program_environment(os.cpu_count() or 1)
-
-
 def measure_step() -> None:
     """Compare one replica on the bridge with torch_xla's client."""
     with contest(
-        partial(Contestant, native, "convnet", BATCH, 1, one_bridged()),
+        partial(Contestant, native, "convnet", BATCH, 1, ONE_BRIDGED),
         partial(Contestant, native, "convnet", BATCH, 1, NATIVE),
     ) as (ours, peer):
         row("step: 1 replica / native", ours, peer, ours.best / peer.best, at_least=0.95)
@@ -203,25 +197,27 @@ def measure_spmd() -> None:
 def measure_start() -> None:
     """Measure the time from the command to the end of the first step of all replicas."""
     ways = {
-        "4": (launch_once, REPLICAS),
-        "8": (launch_once, 2 * REPLICAS),
-        "bare": (bare_spawn, REPLICAS),
+        "4": (launch_once, REPLICAS, NATIVE),
+        "8": (launch_once, 2 * REPLICAS, NATIVE),
+        "emulated": (launch_once, 2 * REPLICAS, {"POLYXLA_EMULATE": "v3-8"}),
+        "bare": (bare_spawn, REPLICAS, NATIVE),
     }
     took: dict[str, list[Usage]] = {name: [] for name in ways}
     for _ in range(STARTS):
-        for name, (function, count) in ways.items():
-            took[name].append(used(do(function, count), NATIVE))
+        for name, (function, count, environ) in ways.items():
+            took[name].append(used(do(function, count), environ))
     best = {name: min(found, key=lambda one: one.wall_s) for name, found in took.items()}
-    four, eight, bare = (best[name] for name in ways)
+    four, eight, emulated, bare = (best[name] for name in ways)
     row("start: 4 processes / bare spawn of 4", four, bare, four.wall_s / bare.wall_s, at_most=0.55)
     row("start: 8 processes / 4", eight, four, eight.wall_s / four.wall_s, at_most=1.3)
+    row("start: a played v3-8 / 8 processes", emulated, eight, emulated.wall_s / eight.wall_s, at_most=1.1)
 
 
 def measure_compile() -> None:
     """Measure the compile time of the slowest replica: one compiles, and the others wait for it."""
     runs: dict[str, list[float]] = {"one": [], "four": []}
     for _ in range(STARTS):
-        runs["one"].append(sum(json.loads(used(do(compile_once), one_bridged()).output)))
+        runs["one"].append(sum(json.loads(used(do(compile_once), ONE_BRIDGED).output)))
         runs["four"].append(max(json.loads(used(do(compile_once), processes(REPLICAS)).output)))
     one, four = (min(runs[name]) for name in ("one", "four"))
     row("compile: 4 replicas / 1", f"{four:.2f} s", f"{one:.2f} s", four / one, at_most=1.3)
@@ -229,16 +225,14 @@ def measure_compile() -> None:
 
 def measure_memory() -> None:
     """Measure how memory grows over the steps, and how many copies a transfer makes."""
-    seen = json.loads(used(do(memory), one_bridged()).output)
+    seen = json.loads(used(do(memory), ONE_BRIDGED).output)
     resident, buffers = zip(*seen, strict=True)
     most, least = max(resident), resident[0]
     case = f"memory: resident after {STEPS} steps / {SETTLED}"
     row(case, f"{most >> 20} MiB", f"{least >> 20} MiB", most / least, at_most=1.03)
     most, least = max(buffers), min(buffers)
     row("memory: live buffers, most / least", most, least, most / least, at_most=1.0)
-    for way, extra in zip(
-        ("to", "from"), json.loads(used(do(round_trip), one_bridged()).output), strict=True
-    ):
+    for way, extra in zip(("to", "from"), json.loads(used(do(round_trip), ONE_BRIDGED).output), strict=True):
         row(
             f"memory: extra copies of 1 GiB {way} device",
             f"{extra >> 20} MiB",

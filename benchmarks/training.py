@@ -230,7 +230,9 @@ def draw(name: str, records: int, count: int, shards: int) -> None:
     from torch.utils.data import DataLoader
 
     list(sampler(name, shards, shards))
-    batches = DataLoader(range(records), INDEX_BATCH, sampler=sampler(name, records, shards)).batch_sampler  # type: ignore[arg-type,var-annotated]
+    order = sampler(name, records, shards)
+    loader: DataLoader[int] = DataLoader(range(records), INDEX_BATCH, sampler=order)  # type: ignore[arg-type]
+    batches: Any = loader.batch_sampler
     whole_s = later_s = 0.0
     drawn = 0
     while drawn < count:
@@ -330,7 +332,8 @@ def main() -> None:
     """Print the requested tables; in a process that this started, run one function instead."""
     if sys.argv[1:2] == ["--do"]:
         name, *arguments = json.loads(sys.argv[2])
-        {"begin": begin, "traced": traced, "draw": draw}[name](*arguments)
+        functions: dict[str, Callable[..., None]] = {"begin": begin, "traced": traced, "draw": draw}
+        functions[name](*arguments)
         return
     names = [name for name in sys.argv[1:] if name not in {JSON, QUICK}] or list(PARTS)
     if unknown := [name for name in names if name not in PARTS]:

@@ -172,10 +172,10 @@ class SpmdTraining(XlaTraining):
         super().__init__(model, batch)
 
     def upload(self, tensor: Any) -> Any:
-        from torch_xla.distributed import spmd
+        from torch_xla.distributed.spmd.xla_sharding import mark_sharding
 
         uploaded = tensor.to(self.device)
-        spmd.mark_sharding(uploaded, self.mesh, ("data", *[None] * (tensor.dim() - 1)))
+        mark_sharding(uploaded, self.mesh, ("data", *[None] * (tensor.dim() - 1)))
         return uploaded
 
 

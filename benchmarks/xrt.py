@@ -166,7 +166,8 @@ def _first_step(replica: Any) -> float:
     loss.backward()
     xm.optimizer_step(optimizer)
     torch_xla.sync()
-    xm.all_reduce(xm.REDUCE_SUM, loss.detach()).item()
+    total: Any = xm.all_reduce(xm.REDUCE_SUM, loss.detach())
+    total.item()
     return time.monotonic()
 
 
@@ -286,7 +287,8 @@ def jobs(address: str, supervisor: int) -> None:
     from jaxlib import xla_client
 
     lowered = jax.jit(lambda x: x * 2 + 1).lower(np.ones(1024, np.float32))
-    program = lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
+    computation: Any = lowered.compiler_ir("hlo")
+    program = computation.as_serialized_hlo_module_proto()
     options = xla_client.CompileOptions().SerializeAsString()
     process, seen = serving_process(supervisor), []
     for number in range(1, LATE + 1):
@@ -306,7 +308,7 @@ def _do_job(address: str, program: bytes, options: bytes) -> None:
     with engine_of(address) as engine:
         (device,) = engine.devices
         executable = engine.compile(program, options)
-        ones = memoryview(np.ones(1024, np.float32)).cast("B")
+        ones = np.ones(1024, np.float32).data.cast("B")
         argument = engine.from_host(device, ArrayType("float32", (1024,)), ones)
         (result,) = engine.execute(executable, device, [argument])
         assert np.frombuffer(engine.to_host(result).result(), np.float32)[0] == 3
@@ -322,7 +324,7 @@ def measure_step() -> None:
         contest(
             partial(Contestant, replicas.native, "convnet", BATCH, 1, node(address, 1)),
             partial(Contestant, replicas.native, "convnet", BATCH, 1, NATIVE),
-            partial(Contestant, replicas.native, "convnet", BATCH, 1, replicas.one_bridged()),
+            partial(Contestant, replicas.native, "convnet", BATCH, 1, replicas.ONE_BRIDGED),
         ) as (ours, native, bridged),
     ):
         row("step: 1 core / native", ours, native, ours.beside(native), at_least=0.90)

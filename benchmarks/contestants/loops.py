@@ -216,7 +216,7 @@ def _train(network: nn.Module, loader: Iterable[Any]) -> None:
 
 def lightning(turns: Turns, loader: Iterable[Any]) -> None:
     """Train with Lightning; its XLA strategy for one device needs a TPU, so it is patched to see one."""
-    from lightning.fabric.accelerators import XLAAccelerator
+    from lightning.fabric.accelerators.xla import XLAAccelerator
     from lightning.pytorch import LightningModule, Trainer
 
     class LightningNetwork(LightningModule):
@@ -230,10 +230,18 @@ def lightning(turns: Turns, loader: Iterable[Any]) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return self.network.configure_optimizers()
 
-    XLAAccelerator.is_available = staticmethod(lambda: True)
-    XLAAccelerator.auto_device_count = staticmethod(lambda: 1)
-    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    its = Trainer(accelerator="tpu", devices=1, max_epochs=1, **dict.fromkeys(off, False))
+    answers: dict[str, Callable[[], Any]] = {"is_available": lambda: True, "auto_device_count": lambda: 1}
+    for question, answer in answers.items():
+        setattr(XLAAccelerator, question, staticmethod(answer))
+    its = Trainer(
+        accelerator="tpu",
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     its.fit(LightningNetwork(), loader)
 
 
@@ -262,5 +270,6 @@ LOOPS = {
 
 
 if __name__ == "__main__":
-    its_turns = Turns(*map(int, sys.argv[2:]))
+    port, blocks, steps = map(int, sys.argv[2:])
+    its_turns = Turns(port, blocks, steps)
     LOOPS[sys.argv[1]](its_turns, data(its_turns.batches))
