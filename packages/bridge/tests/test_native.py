@@ -228,25 +228,6 @@ def test_results_are_ready_when_the_engine_is_and_deleted_when_torch_xla_destroy
     wait_until(lambda: call.engine.deleted == buffers)
 
 
-@pytest.mark.parametrize("holds_gil", [True, False])
-def test_a_reader_that_holds_the_gil_gets_the_bytes_before_the_call_returns(
-    call: Caller, holds_gil: bool
-) -> None:
-    made = call.put(b"abc", [3])
-    target, args = ctypes.create_string_buffer(3), abi.ARGS["Buffer_ToHostBuffer"]()
-    args.src, args.dst, args.dst_size = made.buffer, ctypes.addressof(target), 3
-    kind = ctypes.PYFUNCTYPE if holds_gil else ctypes.CFUNCTYPE
-    read = kind(ctypes.c_void_p, ctypes.POINTER(type(args)))(call.table.api.Buffer_ToHostBuffer)
-    assert read(args) is None
-    is_ready = call("Event_IsReady", event=args.event).is_ready
-    assert (is_ready, target.raw) == (holds_gil, b"abc" if holds_gil else bytes(3))
-    call("Event_Await", event=args.event)
-    assert target.raw == b"abc"
-    for event in (args.event, made.done_with_host_buffer):
-        call("Event_Destroy", event=event)
-    call("Buffer_Destroy", buffer=made.buffer)
-
-
 def test_a_device_of_this_process_is_known(call: Caller) -> None:
     assert call("Device_IsAddressable", device=call.device).is_addressable
     assert not call("Device_IsAddressable", device=call.device + 16).is_addressable

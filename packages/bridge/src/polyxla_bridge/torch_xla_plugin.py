@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import gc
 import logging
 import os
@@ -124,7 +125,7 @@ def activate(make_engine: Callable[[], Engine]) -> None:
         return
     from torch_xla.core import xla_model
 
-    from polyxla_bridge import native, torch_xla_gil
+    from polyxla_bridge import native
     from polyxla_bridge.table.handles import Bridge
     from polyxla_bridge.table.table import Table
 
@@ -158,8 +159,8 @@ def activate(make_engine: Callable[[], Engine]) -> None:
         # clients that no longer exist.
         gc.freeze()
 
-    torch_xla_gil.wait_without_gil()
-    torch_xla_gil.call_before("_xla_force_spmd_device", _refuse_late_spmd)
+    native.LOCKED.polyxla_wait_without_gil()
+    _refuse_late_spmd()
     # `leave` calls torch_xla's exit function itself: run later, it would find the engine closed.
     atexit.unregister(torch_xla._prepare_to_exit)
     atexit.register(leave)
@@ -173,11 +174,18 @@ def _refuse_late_spmd() -> None:
     import torch
 
     native_part: Any = torch_xla._XLAC  # type: ignore[attr-defined]
-    # If no device is used yet, the choice is made here.
-    with env.as_under_spmd():
-        described = native_part._get_xla_tensor_debug_info(torch.empty(0, device="xla:0"))
-    if "Device: SPMD:0" not in described:
-        raise RuntimeError(_LATE_SPMD)
+    force = native_part._xla_force_spmd_device
+
+    @functools.wraps(force)
+    def force_in_time() -> None:
+        # If no device is used yet, the choice is made here.
+        with env.as_under_spmd():
+            described = native_part._get_xla_tensor_debug_info(torch.empty(0, device="xla:0"))
+        if "Device: SPMD:0" not in described:
+            raise RuntimeError(_LATE_SPMD)
+        force()
+
+    native_part._xla_force_spmd_device = force_in_time
 
 
 def _end(code: int) -> None:

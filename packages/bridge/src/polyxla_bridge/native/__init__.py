@@ -27,8 +27,7 @@ UNLOCKED.polyxla_free.argtypes = [c_void_p]
 LOCKED.polyxla_drop.argtypes = [c_void_p]
 LOCKED.polyxla_delete.argtypes = [c_void_p]
 LOCKED.polyxla_set_local.argtypes = [c_void_p, c_size_t]
-LOCKED.polyxla_set_read.argtypes = [c_void_p]
-LOCKED.polyxla_reader_has_gil.restype = c_bool
+LOCKED.polyxla_wait_without_gil.restype = c_bool
 LOCKED.polyxla_waits.restype = c_long
 LOCKED.polyxla_naps.restype = c_long
 

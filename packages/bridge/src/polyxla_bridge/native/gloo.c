@@ -8,16 +8,13 @@
  * Source: gloo/transport/tcp, Loop::run and Pair::handleEvents, which only tries to lock the pair.
  */
 #define _GNU_SOURCE
-#include <elf.h>
-#include <link.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
-#include <string.h>
 #include <sys/epoll.h>
-#include <sys/mman.h>
 #include <time.h>
-#include <unistd.h>
+
+#include "linkage.h"
 
 static const char LIBRARY[] = "libjax_common.so";
 static const char FUNCTION[] = "epoll_wait";
@@ -60,41 +57,11 @@ int polyxla_epoll_wait(int epoll, struct epoll_event *events, int size, int time
   return count;
 }
 
-/* Makes one library call polyxla_epoll_wait: writes its address to where the dynamic linker puts epoll_wait's. */
-static int replace(struct dl_phdr_info *library, size_t size, void *unused) {
-  (void)size, (void)unused;
-  if (strstr(library->dlpi_name, LIBRARY) == NULL) return 0;
-  const ElfW(Dyn) *dynamic = NULL;
-  for (int i = 0; i < library->dlpi_phnum; i++)
-    if (library->dlpi_phdr[i].p_type == PT_DYNAMIC)
-      dynamic = (const ElfW(Dyn) *)(library->dlpi_addr + library->dlpi_phdr[i].p_vaddr);
-  if (dynamic == NULL) return 1;
-  const ElfW(Rela) *slots = NULL;
-  const ElfW(Sym) *symbols = NULL;
-  const char *names = NULL;
-  size_t slots_size = 0;
-  for (; dynamic->d_tag != DT_NULL; dynamic++) {
-    /* glibc has added the library's address already. */
-    if (dynamic->d_tag == DT_JMPREL) slots = (const ElfW(Rela) *)dynamic->d_un.d_ptr;
-    if (dynamic->d_tag == DT_PLTRELSZ) slots_size = dynamic->d_un.d_val;
-    if (dynamic->d_tag == DT_SYMTAB) symbols = (const ElfW(Sym) *)dynamic->d_un.d_ptr;
-    if (dynamic->d_tag == DT_STRTAB) names = (const char *)dynamic->d_un.d_ptr;
-  }
-  if (slots == NULL || symbols == NULL || names == NULL) return 1;
-  for (size_t i = 0; i < slots_size / sizeof *slots; i++) {
-    if (strcmp(names + symbols[ELF64_R_SYM(slots[i].r_info)].st_name, FUNCTION) != 0) continue;
-    void **slot = (void **)(library->dlpi_addr + slots[i].r_offset);
-    uintptr_t page_size = sysconf(_SC_PAGESIZE);
-    void *page = (void *)((uintptr_t)slot & ~(page_size - 1));
-    /* A library may be linked so that the linker's table is read-only once it is loaded. */
-    if (mprotect(page, page_size, PROT_READ | PROT_WRITE) == 0)
-      atomic_store((_Atomic(void *) *)slot, (void *)polyxla_epoll_wait);
-  }
-  return 1;
-}
-
 /* Lets gloo's threads nap. A second call changes nothing, and so does a jaxlib that is linked in another way. */
-void polyxla_let_gloo_nap(void) { dl_iterate_phdr(replace, NULL); }
+void polyxla_let_gloo_nap(void) {
+  void *original;
+  polyxla_replace(LIBRARY, FUNCTION, (void *)polyxla_epoll_wait, &original);
+}
 
 /* The numbers of waits and of naps so far. */
 long polyxla_waits(void) { return atomic_load(&waits); }

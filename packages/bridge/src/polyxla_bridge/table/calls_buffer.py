@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import math
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Any
 
-from polyxla_bridge import abi, native
+from polyxla_bridge import abi
 from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.table.handles import ArrayTypes, Bridge, call
@@ -49,11 +49,7 @@ def buffer_to_host_buffer(bridge: Bridge, args: Any) -> None:
             Code.INVALID_ARGUMENT,
             f"the array has {length} bytes, which do not fit into a buffer of {args.dst_size}",
         )
-    done = _read_into(bridge.engine.to_host(buffer), args.dst, length)
-    # torch_xla would wait for the event with the GIL held, and the engine's threads for the GIL.
-    if native.LOCKED.polyxla_reader_has_gil():
-        wait([done])
-    args.event = bridge.event(done)
+    args.event = bridge.event(_read_into(bridge.engine.to_host(buffer), args.dst, length))
 
 
 def _read_into(source: Future[memoryview], destination: int, length: int) -> Future[None]:

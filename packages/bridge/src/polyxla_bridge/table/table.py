@@ -38,8 +38,6 @@ class Table:
                 self._in_python[name] = abi.CALLBACKS[name](_guarded(bridge, name))
                 address = ctypes.cast(self._in_python[name], ctypes.c_void_p).value
             setattr(self.api, name, address)
-        native.LOCKED.polyxla_set_read(self.api.Buffer_ToHostBuffer)
-        self.api.Buffer_ToHostBuffer = native.address("polyxla_read")
         # Never freed, because C++ calls the table even after Python has freed all objects.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 

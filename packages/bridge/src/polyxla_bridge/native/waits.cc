@@ -1,0 +1,87 @@
+/* Waits of torch_xla without the GIL. In many places torch_xla waits with the GIL held: for an array that it reads,
+ * for the start of the step before. The threads that bring what it waits for need the GIL. So the functions in which
+ * it waits give the GIL up meanwhile.
+ *
+ * Source: the functions that torch_xla 2.9.0 and torch's lazy executor, which it extends, call and that wait. absl,
+ * which torch_xla contains, waits in futex.
+ */
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+
+#include "linkage.h"
+
+typedef struct _ts PyThreadState;
+
+extern "C" {
+/* Of Python's C API. Weak, because a program without Python may open the library, too. */
+__attribute__((weak)) int Py_IsInitialized(void);
+__attribute__((weak)) int PyGILState_Check(void);
+__attribute__((weak)) PyThreadState *PyEval_SaveThread(void);
+__attribute__((weak)) void PyEval_RestoreThread(PyThreadState *);
+}
+
+namespace {
+
+constexpr char TORCH[] = "libtorch_cpu.so", TORCH_XLA[] = "_XLAC.";
+
+/* While it exists, this thread does not have the GIL. */
+class WithoutGil {
+ public:
+  WithoutGil() {
+    if (PyEval_SaveThread != nullptr && Py_IsInitialized() && PyGILState_Check()) had_ = PyEval_SaveThread();
+  }
+  /* Also when the wait ends by an exception. */
+  ~WithoutGil() {
+    if (had_ == nullptr) return;
+    int kept = errno;
+    PyEval_RestoreThread(had_);
+    errno = kept;
+  }
+
+ private:
+  PyThreadState *had_ = nullptr;
+};
+
+/* A method without arguments and result that waits. */
+typedef void Wait(void *self);
+
+Wait *wait_for_arrays, *wait_for_own_arrays, *lock_device, *wait_for_device;
+
+template <Wait **wait>
+void without_gil(void *self) {
+  WithoutGil without_gil;
+  (*wait)(self);
+}
+
+long syscall_without_gil(long number, long a, long b, long c, long d, long e, long f) {
+  if (number != SYS_futex) return syscall(number, a, b, c, d, e, f);
+  int operation = b & FUTEX_CMD_MASK;
+  if (operation != FUTEX_WAIT && operation != FUTEX_WAIT_BITSET) return syscall(number, a, b, c, d, e, f);
+  WithoutGil without_gil;
+  return syscall(number, a, b, c, d, e, f);
+}
+
+template <typename Function>
+bool replace(const char *library, const char *name, Function *replacement, Function **original) {
+  /* Python loads its modules with all their functions: the original is never the linker's search for it. */
+  return polyxla_replace(library, name, reinterpret_cast<void *>(replacement), reinterpret_cast<void **>(original));
+}
+
+}  // namespace
+
+/* Makes torch_xla wait without the GIL from now on; returns whether it does in each of the functions. Call it once,
+ * after torch_xla is loaded. */
+extern "C" bool polyxla_wait_without_gil(void) {
+  long (*original_syscall)(long, long, long, long, long, long, long);
+  const char *all_arrays = "_ZN5torch4lazy9MultiWait4WaitEv";
+  return replace(TORCH, all_arrays, without_gil<&wait_for_arrays>, &wait_for_arrays) &&
+         replace(TORCH_XLA, all_arrays, without_gil<&wait_for_own_arrays>, &wait_for_own_arrays) &&
+         replace(TORCH, "_ZN5torch4lazy17LazyGraphExecutor12DeviceLocker4LockEv", without_gil<&lock_device>,
+                 &lock_device) &&
+         replace(TORCH, "_ZN5torch4lazy17LazyGraphExecutor12DeviceLocker7BarrierEv", without_gil<&wait_for_device>,
+                 &wait_for_device) &&
+         replace(TORCH_XLA, "syscall", syscall_without_gil, &original_syscall);
+}
