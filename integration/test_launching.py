@@ -127,7 +127,7 @@ def test_a_program_may_use_a_tpu_host_without_a_launch(clean_environ: dict[str, 
         [sys.executable, str(PROGRAMS / "use_all_devices.py")], {**clean_environ, "POLYXLA_EMULATE": "v4-8"}
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "RESULT ['xla:0', 'xla:1', 'xla:2', 'xla:3'] [6, 10, 14, 18]\n"
+    assert done.stdout == "RESULT ['xla:0', 'xla:1', 'xla:2', 'xla:3'] [6, 10, 14, 18] [1, 1]\n"
     assert (
         "emulating a v4-8 on this machine's CPU: 4 devices, and no replicas launched (to train" in done.stderr
     )

@@ -54,7 +54,7 @@ def test_an_spmd_program_trains_on_all_devices(
 def test_a_program_that_launches_nothing_has_all_devices(clean_environ: dict[str, str]) -> None:
     done = run([sys.executable, str(PROGRAMS / "use_all_devices.py")], {**clean_environ, **CPU})
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "RESULT ['xla:0', 'xla:1', 'xla:2', 'xla:3'] [6, 10, 14, 18]\n"
+    assert done.stdout == "RESULT ['xla:0', 'xla:1', 'xla:2', 'xla:3'] [6, 10, 14, 18] [1, 1]\n"
 
 
 @pytest.mark.long

@@ -66,4 +66,4 @@ def test_a_program_that_launches_nothing_drives_all_cores(
     process = launch(here, str(PROGRAMS / "use_all_devices.py"), **environ)
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
-    assert out == "RESULT ['xla:0', 'xla:1', 'xla:2', 'xla:3'] [6, 10, 14, 18]\n"
+    assert out == "RESULT ['xla:0', 'xla:1', 'xla:2', 'xla:3'] [6, 10, 14, 18] [1, 1]\n"

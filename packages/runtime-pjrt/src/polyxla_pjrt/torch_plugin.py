@@ -140,7 +140,7 @@ def _watch() -> None:
         _join_torchrun()
         tensors.stop()
 
-    first_device_use.watch(_replicas, (POLYXLA_DEVICES,), follow)
+    first_device_use.watch(_replicas, follow)
     if _may_launch_on_cpu(snapshot()):
         tensors.__enter__()  # type: ignore[no-untyped-call]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import polyxla.env
 from polyxla.console import say_once
-from polyxla.env import POLYXLA_DEVICES, POLYXLA_RUNTIME, from_environ, snapshot
+from polyxla.env import POLYXLA_RUNTIME, from_environ, snapshot
 from polyxla.launcher.processes import ProcessWork
 from polyxla.plugins.selection import select
 from polyxla.plugins.unknown_variables import unknown_variables
@@ -85,7 +85,7 @@ def _run(plan: Plan, launched: torch_xla_launch.TorchXlaLaunch) -> list[Any]:
 def _install() -> None:
     polyxla.env.update_environ(prepare(snapshot()))
     torch_xla_launch.handle_launches(prepared_plan, _run)
-    first_device_use.watch(_replicas, (POLYXLA_DEVICES,))
+    first_device_use.watch(_replicas)
     if wants_node(snapshot()):
         node.register()
 

@@ -185,8 +185,7 @@ def run(
         bool, typer.Option("--dry-run", help="Print the variables and the command, and exit.")
     ] = False,
     as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Print the choice as JSON; without --dry-run, on standard error."),
+        bool, typer.Option("--json", help="Print the choice as JSON; without --dry-run, on standard error.")
     ] = False,
 ) -> None:
     """Run an unmodified torch_xla script on the chosen runtime.

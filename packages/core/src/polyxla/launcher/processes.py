@@ -136,10 +136,7 @@ def run_processes(
 
 
 def _fork(
-    work: Work,
-    places: Sequence[Any],
-    environs: Sequence[Mapping[str, str]],
-    children: list[ReplicaProcess],
+    work: Work, places: Sequence[Any], environs: Sequence[Mapping[str, str]], children: list[ReplicaProcess]
 ) -> None:
     # Each fork would otherwise write the buffered output once more.
     sys.stdout.flush()

@@ -40,15 +40,7 @@ class DeviceInUseError(UsageError, RuntimeError):
 @dataclass(frozen=True)
 class _Runtime:
     count: Callable[[], int | None]
-    variables: tuple[str, ...]
     then: Callable[[], None]
-
-    def asked_by(self) -> str | None:
-        environ = env.snapshot()
-        for name in self.variables:
-            if (text := environ.get(name)) and text != "auto":
-                return f"{name}={text}" + (", as --devices sets it" if name == env.POLYXLA_DEVICES else "")
-        return None
 
 
 @dataclass
@@ -61,21 +53,17 @@ class _ProcessState:
 _own = _ProcessState()
 
 
-def watch(
-    count: Callable[[], int | None], variables: tuple[str, ...], then: Callable[[], None] = lambda: None
-) -> None:
+def watch(count: Callable[[], int | None], then: Callable[[], None] = lambda: None) -> None:
     """Watch for the first use of a device: refuse it where replicas were asked for, or record its line.
 
     Until then, ``xr.world_size()`` and ``xr.global_device_count()`` use none. Several runtimes may call this.
 
     Args:
-        count: returns how many replicas a launch by this process would start, which those two then return;
-            None in a replica, or where the runtime has no part in launches.
-        variables: the variables by which a user asks for a number. If none is set, the number is what the
-            machine has, and a program may use one device without a launch.
+        count: returns how many replicas a launch by this process would start, which those two then return (or
+            1, in a script without a launch); None in a replica, or where the runtime has no part in launches.
         then: called once a device is used.
     """
-    _own.runtimes.append(_Runtime(count, variables, then))
+    _own.runtimes.append(_Runtime(count, then))
     if len(_own.runtimes) > 1:
         return
     for name in dir(_native):
@@ -149,10 +137,18 @@ def _counted(function: Callable[[], int]) -> Callable[[], int]:
             with contextlib.suppress(UsageError):
                 for one in _own.runtimes:
                     if count := one.count():
-                        return count
+                        # A program that launches nothing is alone, however many devices it has.
+                        is_asked = function.__name__ != "world_size" or _asked_by()
+                        return count if is_asked or main_module.may_launch() else 1
         return function()
 
     return counted
+
+
+def _asked_by() -> str | None:
+    """Return how the user asked for a number of replicas; None if it is the number that the machine has."""
+    text = env.snapshot().get(env.POLYXLA_DEVICES)
+    return f"{env.POLYXLA_DEVICES}={text}, as --devices sets it" if text and text != "auto" else None
 
 
 def _watch_plugin(plugin: plugins.DevicePlugin) -> None:
@@ -175,10 +171,9 @@ def before_use() -> None:
     if is_in_use():
         return
     _own.line = callsite.user_line()
-    for one in _own.runtimes:
-        origin = None if xr.is_spmd() else one.asked_by()
-        count = one.count() if origin else None
-        if count and count > 1:
+    origin = None if xr.is_spmd() else _asked_by()
+    for one in _own.runtimes if origin else ():
+        if (count := one.count() or 1) > 1:
             error = UsageError(
                 f"{count} replicas were asked for, but {_own.line or 'this process'} uses a device without "
                 "launching them",

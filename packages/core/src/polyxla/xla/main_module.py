@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import linecache
 import multiprocessing.spawn
 import pickle
+import re
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +77,12 @@ def refuse_while_importing(launcher: str) -> None:
             where=launcher,
             fix="Put the launch under: if __name__ == '__main__':",
         )
+
+
+def may_launch() -> bool:
+    """Return whether the script has the call of a launch; True if there is no script, as in a notebook."""
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    return path is None or bool(re.search(r"\b(launch|spawn|Trainer)\(", "".join(linecache.getlines(path))))
 
 
 importing: list[int] = []
