@@ -140,7 +140,7 @@ def test_digits_reaches_its_accuracy_on_a_pod(run_on_pod: RunOnHosts) -> None:
 
 @pytest.mark.long
 def test_the_replicas_of_a_pod_train_like_one(run_on_pod: RunOnHosts) -> None:
-    for printed in run_on_pod((*CHECK, "8"), (*CHECK, "8")):
+    for printed in run_on_pod((*CHECK, "4"), (*CHECK, "4")):
         report = json.loads(printed)
         assert (report["devices"], report["within"]) == (8, True)
 

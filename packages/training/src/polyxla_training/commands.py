@@ -61,7 +61,7 @@ def report(
 def check_replicas(
     factory: Annotated[str, typer.Argument(metavar="MODULE:ATTRIBUTE", show_default=False)],
     steps: Annotated[int, typer.Option(help="Number of optimizer updates in each run.")] = 10,
-    devices: Annotated[int, typer.Option(help="Number of replicas to compare with one.")] = 4,
+    devices: Annotated[int, typer.Option(help="Number of replicas on this host to compare with one.")] = 4,
     batch_size: Annotated[int, typer.Option(help="Records in a batch, over all replicas.")] = 32,
     tolerance: Annotated[float, typer.Option(help="Largest relative difference that passes.")] = 1e-5,
     runtime: RuntimeOption = None,

@@ -95,7 +95,7 @@ def check_replicas(
             random batches in the shape of its ``example_input_array``. Of a DataLoader, the dataset's records
             are taken in their order, `batch_size` at a time; batches of other iterables are used unchanged.
         steps: number of optimizer updates in each run.
-        devices: number of replicas to compare with one.
+        devices: number of replicas to compare with one; in a job of several hosts, those of each host.
         batch_size: number of records in a batch, over all replicas.
         tolerance: the largest relative difference that counts as equal.
         runtime: the name of a runtime; default: chosen from the environment.
@@ -110,9 +110,9 @@ def check_replicas(
 
     workload = prepare(make_module, batches, steps, devices, batch_size)
     # Not in this process: a device that is opened here would block the launch of several replicas.
-    [alone] = launch(train, (workload,), devices=1, runtime=runtime, start_method="forkserver")
-    together = launch(train, (workload,), devices=devices, runtime=runtime)
-    return ReplicaCheck(devices, steps, tolerance, compare(alone, together), workload.warnings)
+    [(_, alone)] = launch(train, (workload,), devices=1, runtime=runtime, start_method="forkserver")
+    sizes, together = zip(*launch(train, (workload,), devices=devices, runtime=runtime), strict=True)
+    return ReplicaCheck(sizes[0], steps, tolerance, compare(alone, together), workload.warnings)
 
 
 def load_factory(name: str) -> Callable[[], torch.nn.Module]:

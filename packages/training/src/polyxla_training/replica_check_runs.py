@@ -158,8 +158,14 @@ def _differ_by_design(module: nn.Module) -> Iterator[str]:
         yield f"not comparable: {', '.join(dropouts)} drops at random; set its probability to 0 for the check"
 
 
-def train(replica: Replica, workload: Workload) -> dict[str, Tensor]:
-    """Train on this replica's share of each batch; return the parameters on the host."""
+def train(replica: Replica, workload: Workload) -> tuple[int, dict[str, Tensor]]:
+    """Train on this replica's share of each batch; return the world size, and the parameters on the host.
+
+    Raises:
+        UsageError: a batch cannot be divided: on several hosts there are more replicas than one has devices.
+    """
+    for batch in workload.batches:
+        _check_divides(batch, replica.world_size)
     # A copy, because replicas that are threads all receive the same module.
     module = replica.setup(copy.deepcopy(workload.module)).train()
     accumulator = MetricAccumulator(replica)
@@ -178,7 +184,7 @@ def train(replica: Replica, workload: Workload) -> dict[str, Tensor]:
     finally:
         adapter.release()
     move_module(module, torch.device("cpu"))
-    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+    return replica.world_size, {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
 def _configures(module: nn.Module) -> bool:
