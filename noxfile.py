@@ -321,7 +321,7 @@ def abi(session: nox.Session) -> None:
 @nox.session
 def libtpu(session: nox.Session) -> None:
     """Compare the variables of TPU processes with what the real libtpu reads; test `polyxla fits`. No TPU."""
-    install(session, ["bridge", "runtime-pjrt"], ["libtpu", *group("test")])
+    install(session, ["bridge", "runtime-pjrt", "testing"], ["libtpu", *group("test")])
     session.run("python", ".ci/variables.py")
     session.run("pytest", "packages/runtime-pjrt/tests/test_fits_libtpu.py", *session.posargs)
 

@@ -4,7 +4,7 @@ Usage: python .ci/upstream.py CHECKOUT [NAME ...]
 
 CHECKOUT is a working copy of https://github.com/pytorch/xla at the tag of the installed torch_xla. The list
 is its test/tpu/run_tests.sh; NAMEs choose the files whose path contains one. upstream.toml names those that
-fail, and why. Fails if another file fails, if one of them passes, or if a process aborts.
+fail or are not run, and why. Fails if another file fails, if one of them passes, or if a process aborts.
 """
 
 from __future__ import annotations
@@ -84,15 +84,18 @@ def run(test: Test, root: Path, logs: Path) -> tuple[str, float]:
 def main(checkout: str, *names: str) -> int:
     """Run the list and print a table; return the exit code."""
     root = Path(checkout, "test").resolve()
-    reasons = tomllib.loads(Path(__file__).with_name("upstream.toml").read_text())["failing"]
+    known = tomllib.loads(Path(__file__).with_name("upstream.toml").read_text())
     logs = Path(tempfile.mkdtemp(prefix="polyxla-upstream-"))
     tests = read_list((root / "tpu" / "run_tests.sh").read_text())
     chosen = [test for test in tests if not names or any(name in str(test) for name in names)]
     problems, passed = [], 0
     print(f"{len(chosen)} of {len(tests)} files; their output is in {logs}", flush=True)
     for test in chosen:
+        if reason := known["not run"].get(str(test)):
+            print(f"{'not run':24}    -    {test}  {reason}", flush=True)
+            continue
         ended, seconds = run(test, root, logs)
-        reason = reasons.get(str(test), "")
+        reason = known["failing"].get(str(test), "")
         passed += ended == "passed"
         print(f"{ended:24} {seconds:5.0f} s  {test}  {reason}", flush=True)
         if (ended == "passed") == bool(reason) or ended not in ("passed", "failed"):
