@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -136,6 +137,16 @@ def test_a_program_that_is_too_large_is_one_sentence(error: str, expected: str, 
         checked(Outcome(1.0, error=error, is_too_large=True), tmp_path).problem(V5E)
         == f"train.py:7: {expected}"
     )
+
+
+def test_a_program_that_compiles_may_be_too_large(tmp_path: Path) -> None:
+    large = dataclasses.replace(COST, output_bytes=COST.alias_bytes + (20 << 30))
+    found = [checked(Outcome(1.0, large, is_too_large=True), tmp_path)]
+    *_, last = report.as_text(V5E, "0.0.21", found)
+    needs = f"the program needs {report.binary(large.total_bytes)} of HBM, and a device has 16GiB"
+    arguments = report.binary(COST.argument_bytes)
+    assert last == f"train.py:7: {needs}: its arguments need {arguments}, its results 20GiB more"
+    assert report.as_json(V5E, "0.0.21", found)["fits"] is False
 
 
 def test_an_operation_that_does_not_compile_is_named(tmp_path: Path) -> None:

@@ -28,7 +28,15 @@ import sys, torch, torch_xla
 weights = torch.ones(64, 1024, device="xla")
 while True:
     images = torch.rand(int(sys.argv[1]), 64, device="xla")
-    weights = weights - (images @ weights).sin().sum()
+    hidden = images @ weights
+    weights = weights - hidden.sin().sum()
+    torch_xla.sync()
+"""
+
+RECORDS_OF_64_MIB = """
+import sys, torch, torch_xla
+while True:
+    images = torch.rand(int(sys.argv[1]), 1 << 24, device="xla")
     torch_xla.sync()
 """
 
@@ -127,8 +135,15 @@ def test_a_batch_too_large_for_the_memory_is_found_and_named(tmp_path: Path) -> 
     assert code == 3
     assert document["fits"] is False
     (program,) = [one for one in document["programs"] if one["is_too_large"]]
-    assert "of HBM, and a device has 1" in program["problem"]
-    assert "train.py:7" in program["problem"]
+    assert "train.py:8: the program needs 40.5GiB of HBM, and a device has 16GiB" in program["problem"]
+
+
+def test_the_largest_batch_is_found(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(RECORDS_OF_64_MIB)
+    code, document = fits(script, "{}", "--find-batch", "128")
+    # 256 records alone fill the 16 GiB.
+    assert (code, document["fits"], document["largest_batch"]) == (0, True, 248)
 
 
 def test_a_batch_that_fits_has_its_numbers(tmp_path: Path) -> None:
@@ -137,7 +152,7 @@ def test_a_batch_that_fits_has_its_numbers(tmp_path: Path) -> None:
     code, document = fits(script, "1024")
     assert (code, document["fits"], document["devices"]) == (0, True, 1)
     program = max(document["programs"], key=lambda one: one["executions"])
-    assert program["line"].endswith("train.py:7")
+    assert program["line"].endswith("train.py:8")
     assert program["hbm_bytes"] > 0
     assert program["flops"] >= 2 * 1024 * 64 * 1024
     assert program["estimate_s"] > 0

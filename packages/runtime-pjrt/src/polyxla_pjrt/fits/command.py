@@ -77,7 +77,7 @@ def fits(
 
 
 def _all_fit(programs: Sequence[Checked]) -> bool:
-    return all(one.outcome.cost for one in programs)
+    return all(one.outcome.fits for one in programs)
 
 
 def _report(work: Work, checked: Sequence[Checked], largest: int | None, as_json: bool) -> int:
@@ -193,7 +193,7 @@ class Work:
                 fitted = max((one for one, programs in tried.items() if _all_fit(programs)), default=0)
                 known = f"batch size {fitted} fits; " if fitted else ""
                 raise type(error)(f"{known}batch size {size}: {error}") from error
-            problems = [one for one in tried[size] if one.outcome.cost is None]
+            problems = [one for one in tried[size] if not one.outcome.fits]
             is_too_large = any(one.outcome.is_too_large for one in problems)
             if problems and not is_too_large:
                 raise CannotCompileError(f"batch size {size}: {problems[0].problem(self.target)}")

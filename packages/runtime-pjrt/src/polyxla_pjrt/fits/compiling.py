@@ -35,13 +35,19 @@ class Outcome:
         seconds: for which libtpu has compiled.
         cost: what the program needs; None if it did not compile.
         error: why it did not compile, in libtpu's words.
-        is_too_large: whether it needs more HBM than a device has.
+        is_too_large: whether it needs more HBM than a device has. libtpu compiles such a program if only its
+            results are too large.
     """
 
     seconds: float
     cost: Cost | None = None
     error: str = ""
     is_too_large: bool = False
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device can run the program."""
+        return self.cost is not None and not self.is_too_large
 
 
 class CompileFailedError(PolyxlaError):
@@ -58,6 +64,7 @@ class CompileProcess:
     """
 
     def __init__(self, library: Path, target: Target, environ: Mapping[str, str]) -> None:
+        self._memory_bytes = target.memory_bytes
         arguments = [str(library), target.topology, json.dumps(target.options)]
         self._command = [sys.executable, "-m", compile_process.__name__, *arguments]
         # libtpu would look for the TPU of this machine, and ask the metadata server.
@@ -104,7 +111,8 @@ class CompileProcess:
                 error=answer["error"],
                 is_too_large=answer["code"] == Code.RESOURCE_EXHAUSTED,
             )
-        return Outcome(answer["seconds"], Cost(**answer["cost"]))
+        cost = Cost(**answer["cost"])
+        return Outcome(answer["seconds"], cost, is_too_large=cost.total_bytes > self._memory_bytes)
 
     def _start(self) -> None:
         self._errors.truncate(0)

@@ -11,6 +11,7 @@ from typing import Any
 from polyxla_pjrt.fits.chips import Target
 from polyxla_pjrt.fits.collected import CollectedProgram
 from polyxla_pjrt.fits.compiling import Outcome
+from polyxla_pjrt.fits.plugin_api import Cost
 from polyxla_pjrt.fits.source_lines import operation_line
 
 SMALL_BYTES = 1 << 20
@@ -33,11 +34,11 @@ class Checked:
 
     def problem(self, target: Target) -> str | None:
         """Return why the program does not run on the TPU, in a sentence; None if it does."""
-        if self.outcome.cost is not None:
+        if self.outcome.fits:
             return None
         error = self.outcome.error
         if self.outcome.is_too_large:
-            return f"{self.where}: {too_large(error, target)}"
+            return f"{self.where}: {too_large(error, target, self.outcome.cost)}"
         operation = failed_operation(error)
         line = operation_line(self.program.hlo.read_bytes(), operation) if operation else None
         of = f" ({operation}{f' at {line}' if line else ''})" if operation else ""
@@ -51,7 +52,7 @@ class Checked:
             "name": self.program.name,
             "executions": self.program.executions,
             "variants": self.program.variants,
-            "fits": cost is not None,
+            "fits": self.outcome.fits,
             "hbm_bytes": cost.total_bytes if cost else None,
             **(dataclasses.asdict(cost) if cost else {}),
             "estimate_s": target.estimate_s(cost) if cost else None,
@@ -68,7 +69,7 @@ def as_json(target: Target, version: str, programs: Sequence[Checked]) -> dict[s
         "devices": target.accelerator.devices,
         "hbm_bytes": target.memory_bytes,
         "libtpu": version,
-        "fits": all(one.outcome.cost for one in programs),
+        "fits": all(one.outcome.fits for one in programs),
         "programs": [one.as_json(target) for one in programs],
     }
 
@@ -93,7 +94,7 @@ def as_text(target: Target, version: str, programs: Sequence[Checked]) -> Iterat
     for one in programs:
         if problem := one.problem(target):
             yield problem
-    if len(compiled) == len(programs):
+    if all(one.outcome.fits for one in programs):
         most = max((one.outcome.cost.total_bytes for one in programs if one.outcome.cost), default=0)
         yield f"fits: the largest program needs {binary(most)} of {memory}"
 
@@ -144,11 +145,17 @@ def decimal(count: float | None) -> str:
     return f"{count:.3g}T" if count < 999.5 else f"{count:.0f}T"
 
 
-def too_large(error: str, target: Target) -> str:
+def too_large(error: str, target: Target, cost: Cost | None = None) -> str:
     """Return what needs too much HBM, in a sentence.
 
     Source: libtpu 0.0.21 names the first array that is larger than the HBM, or lists the program's arrays.
     """
+    if cost is not None:
+        return (
+            f"the program needs {binary(cost.total_bytes)} of HBM, and a device has "
+            f"{binary(target.memory_bytes)}: its arguments need {binary(cost.argument_bytes)}, its results "
+            f"{binary(cost.output_bytes - cost.alias_bytes)} more"
+        )
     if match := re.search(r"Allocation \(size=(\d+)\) .*?\[shape = '(\w+\[[\d,]*\])", error):
         return (
             f"an array of the program, {match[2]}, needs {binary(int(match[1]))} of HBM, and a device has "
