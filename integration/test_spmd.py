@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from polyxla.launcher.ports import free_ports
+
 pytestmark = pytest.mark.pjrt
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -17,6 +19,12 @@ CPU = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}
 
 def run(command: list[str], environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
+
+
+def worker(cores: int) -> dict[str, str]:
+    """Return the variables of a TPU node that the program starts on this machine."""
+    address = f"localhost:{free_ports(1)[0]}"
+    return {"XRT_TPU_CONFIG": f"localservice;0;{address}", "TPU_NUM_DEVICES": str(cores)}
 
 
 def loss_on_cpu() -> float:
@@ -33,6 +41,13 @@ def loss_on_cpu() -> float:
     return float(loss.detach())
 
 
+def check_training(done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode == 0, done.stderr
+    marker, count, loss = done.stdout.split()
+    assert (marker, count) == ("RESULT", "4")
+    assert float(loss) == pytest.approx(loss_on_cpu(), abs=1e-5)
+
+
 @pytest.mark.parametrize(
     ("command", "environ"),
     [
@@ -44,11 +59,11 @@ def loss_on_cpu() -> float:
 def test_an_spmd_program_trains_on_all_devices(
     clean_environ: dict[str, str], command: list[str], environ: dict[str, str]
 ) -> None:
-    done = run([*command, str(PROGRAMS / "train_sharded.py")], {**clean_environ, **environ})
-    assert done.returncode == 0, done.stderr
-    marker, count, loss = done.stdout.split()
-    assert (marker, count) == ("RESULT", "4")
-    assert float(loss) == pytest.approx(loss_on_cpu(), abs=1e-5)
+    check_training(run([*command, str(PROGRAMS / "train_sharded.py")], {**clean_environ, **environ}))
+
+
+def test_an_spmd_program_trains_on_all_cores_of_a_worker(clean_environ: dict[str, str]) -> None:
+    check_training(run([sys.executable, str(PROGRAMS / "train_sharded.py")], {**clean_environ, **worker(4)}))
 
 
 def test_a_program_that_launches_nothing_has_all_devices(clean_environ: dict[str, str]) -> None:
@@ -57,12 +72,26 @@ def test_a_program_that_launches_nothing_has_all_devices(clean_environ: dict[str
     assert done.stdout == "RESULT ['xla:0', 'xla:1', 'xla:2', 'xla:3'] [6, 10, 14, 18] [1, 1]\n"
 
 
-@pytest.mark.long
-def test_an_spmd_program_on_a_tpu_node_is_refused(clean_environ: dict[str, str]) -> None:
-    # Before the worker is asked.
-    environ = {**clean_environ, "XRT_TPU_CONFIG": "tpu_worker;0;127.0.0.1:1"}
-    done = run([sys.executable, str(PROGRAMS / "train_sharded.py")], environ)
+def test_an_spmd_program_on_several_workers_is_refused(clean_environ: dict[str, str]) -> None:
+    # Before a worker is asked. Each host would train on its own, without a word.
+    workers = "|".join(f"tpu_worker;{task};127.0.0.1:{task + 1}" for task in range(2))
+    environ = {**clean_environ, "XRT_TPU_CONFIG": workers, "XRT_LOCAL_WORKER": "tpu_worker:0"}
+    mesh = {"XRT_MESH_SERVICE_ADDRESS": "127.0.0.1:1", "XRT_SHARD_WORLD_SIZE": "2"}
+    done = run([sys.executable, str(PROGRAMS / "train_sharded.py")], {**environ, **mesh})
     assert done.returncode == 1
     [*_, line] = done.stderr.splitlines()
-    assert line.startswith("RuntimeError: SPMD programs (torch_xla.runtime.use_spmd) do not run on these")
-    assert line.endswith("run them on an emulated TPU: POLYXLA_EMULATE=v4-8 python SCRIPT")
+    assert line.startswith("RuntimeError: SPMD programs (torch_xla.runtime.use_spmd) do not run here")
+    assert "do not run here: this job has 2 workers, and each host drives only its own; run an" in line
+
+
+@pytest.mark.long
+def test_spmd_in_a_replica_of_a_worker_is_refused(clean_environ: dict[str, str]) -> None:
+    done = run([sys.executable, str(PROGRAMS / "spmd_in_replica.py")], {**clean_environ, **worker(2)})
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert line.startswith(
+            "REFUSED SPMD programs (torch_xla.runtime.use_spmd) do not run here: a replica"
+        )
+        assert line.endswith("has one core; run an SPMD program without launching replicas, by python SCRIPT")

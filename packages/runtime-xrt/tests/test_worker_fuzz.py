@@ -118,7 +118,9 @@ class Storm:
         first = self._number(RESULTS)
         self._arrays.append(first)
         count = 1 if self.chance.random() < 0.6 else self.chance.randrange(40)
-        request = pb.Execute(sequence=sequence, program=self._some(self._programs), first_result=first)
+        request = pb.Execute(
+            sequence=sequence, program=self._some(self._programs), cores=[0], first_result=first
+        )
         request.arguments.extend(self._some(self._arrays) for _ in range(count))
         request.keep.extend(self.chance.choice((0, 7, 2**32 - 1)) for _ in range(self.chance.randrange(3)))
         return [pb.Command(execute=request)]
@@ -154,7 +156,9 @@ def misuses(chance: random.Random) -> Iterator[list[bytes]]:
         [pb.Command(upload=pb.Upload(type=pb.ArrayType(dtype="uint8", dims=[2**62] * 400_000)))],
         [pb.Command(upload=pb.Upload(type=pb.ArrayType(dtype="uint8", dims=[2**62] * 60)))],
         [pb.Command(upload=pb.Upload(type=pb.ArrayType(dtype="uint8", dims=[-1])))],
-        [pb.Command(execute=pb.Execute(core=7))],
+        [pb.Command(execute=pb.Execute(cores=[7]))],
+        [pb.Command(execute=pb.Execute())],
+        [pb.Command(execute=pb.Execute(cores=[0] * 3, arguments=[5] * 4))],
         [pb.Command(stats=pb.Stats(core=2**32 - 1))],
         [pb.Command(copy=pb.Copy(core=1))],
         [pb.Command(compile=pb.Compile(request=5)), pb.Command(compile=pb.Compile(request=6))],
@@ -321,7 +325,7 @@ def assert_serves(address: str) -> None:
             yield pb.Commands(commands=[pb.Command(attach=attach)])
             yield pb.Commands(commands=commands)
             assert compiled.wait(DEADLINE_S)
-            run = pb.Execute(sequence=1, program=2, arguments=[1], first_result=3)
+            run = pb.Execute(sequence=1, program=2, cores=[0], arguments=[1], first_result=3)
             read = pb.Download(request=4, array=3)
             yield pb.Commands(commands=[pb.Command(execute=run), pb.Command(download=read)])
             assert done.wait(DEADLINE_S)

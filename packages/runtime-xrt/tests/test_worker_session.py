@@ -12,6 +12,7 @@ import pytest
 from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
+from polyxla.launcher.ports import free_ports
 from polyxla_bridge.abi import Code
 from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.env import BridgeSettings
@@ -38,7 +39,7 @@ ENTRY main { x = f32[4] parameter(0) y = f32[4] negate(x) z = s32[] constant(7)
 class Peer:
     """A session, and the answers that it sent."""
 
-    def __init__(self, engine: JaxEngine) -> None:
+    def __init__(self, engine: JaxEngine, cores: Sequence[int] = (0,)) -> None:
         self.budget = MemoryBudget(LIMIT, "ann@here")
         self.broken: list[str] = []
         self._parts: dict[int, list[pb.Part]] = {}
@@ -46,7 +47,7 @@ class Peer:
         self._changed = threading.Condition()
         self._pool = ThreadPoolExecutor(2)
         self.session = Session(
-            engine, [0], self.budget, self._pool, self._record, lambda name, _: self.broken.append(name)
+            engine, cores, self.budget, self._pool, self._record, lambda name, _: self.broken.append(name)
         )
         self._sequence = 0
 
@@ -83,16 +84,23 @@ class Peer:
     def full(self, array: int, value: float) -> None:
         self.upload(array, np.full(COUNT, value, np.float32).tobytes())
 
-    def compiled(self, request: int, text: str) -> pb.Program:
+    def compiled(self, request: int, text: str, options: bytes = OPTIONS) -> pb.Program:
         module = hlo_module_from_text(text).as_serialized_hlo_module_proto()
-        self.do(compile=pb.Compile(request=request, options=OPTIONS, hlo=module, ends=True))
+        self.do(compile=pb.Compile(request=request, options=options, hlo=module, ends=True))
         data, failure = self.part(request)
         assert not failure.message
         return pb.Program.FromString(data)
 
-    def execute(self, program: int, arguments: Sequence[int], first: int, keep: Sequence[int] = ()) -> int:
+    def execute(
+        self,
+        program: int,
+        arguments: Sequence[int],
+        first: int,
+        keep: Sequence[int] = (),
+        cores: Sequence[int] = (0,),
+    ) -> int:
         self._sequence += 1
-        request = pb.Execute(sequence=self._sequence, program=program, first_result=first)
+        request = pb.Execute(sequence=self._sequence, program=program, cores=cores, first_result=first)
         request.arguments.extend(arguments)
         request.keep.extend(keep)
         self.do(execute=request)
@@ -333,7 +341,9 @@ EXECUTE = pb.Command(execute=pb.Execute(sequence=1))
         ([piece(data=b"1234", ends=True)] * 2, "array 1 already exists"),
         ([piece(data=b"123"), EXECUTE], "execute came before the rest of array 1"),
         ([piece(core=1)], r"core 1 is not one of this session's, \[0\]"),
-        ([pb.Command(execute=pb.Execute(core=9))], r"core 9 is not one of this session's, \[0\]"),
+        ([pb.Command(execute=pb.Execute(cores=[0, 9]))], r"core 9 is not one of this session's, \[0\]"),
+        ([pb.Command(execute=pb.Execute())], "an execution on 0 cores"),
+        ([pb.Command(execute=pb.Execute(cores=[0, 0], arguments=[1]))], "on 2 cores cannot have 1 arguments"),
         ([pb.Command(stats=pb.Stats(core=9))], r"core 9 is not one of this session's, \[0\]"),
         ([piece(data=b"1234", ends=True), pb.Command(copy=pb.Copy(array=1))], "array 1 already exists"),
         ([pb.Command(compile=pb.Compile(request=1)), EXECUTE], "came before the rest of a program"),
@@ -390,3 +400,104 @@ def test_no_more_answers_are_sent_to_a_client_that_has_gone(engine: JaxEngine) -
         session.close()
     assert isinstance(answers, Answers)
     assert answers.sent == 1
+
+
+# Partitioned programs (SPMD), on an engine of two replicas.
+
+PARTS = """HloModule parts, num_partitions=2, input_output_alias={ {1}: (0, {}, must-alias) }
+add { a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }
+ENTRY main { x = f32[8] parameter(0), sharding={devices=[2]<=[2]}
+  zero = f32[] constant(0)
+  s = f32[] reduce(x, zero), dimensions={0}, to_apply=add, sharding={replicated}
+  y = f32[8] multiply(x, x), sharding={devices=[2]<=[2]}
+  ROOT t = (f32[], f32[8]) tuple(s, y), sharding={{replicated}, {devices=[2]<=[2]}} }"""
+Connect = Callable[..., Peer]
+
+
+def in_two_parts() -> bytes:
+    options = xla_client.CompileOptions()
+    options.num_partitions = 2
+    options.executable_build_options.use_spmd_partitioning = True
+    data: bytes = options.SerializeAsString()
+    return data
+
+
+@pytest.fixture(scope="module")
+def engine_of_two() -> Iterator[JaxEngine]:
+    engine = JaxEngine(BridgeSettings(2, 1, 0, f"127.0.0.1:{free_ports(1)[0]}"))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def connect(engine_of_two: JaxEngine) -> Iterator[Connect]:
+    """Return a function that begins a session with these cores, one half of an array on each."""
+    peers = []
+
+    def begin(*cores: int) -> Peer:
+        peers.append(peer := Peer(engine_of_two, cores))
+        for number, core in enumerate(cores, 1):
+            half = np.arange(4, dtype=np.float32) + 4 * core
+            type_ = pb.ArrayType(dtype="float32", dims=[4])
+            peer.do(upload=pb.Upload(array=number, type=type_, core=core, data=half.tobytes(), ends=True))
+        program = peer.compiled(5, PARTS, in_two_parts())
+        assert (program.replicas, program.partitions) == (1, 2)
+        return peer
+
+    yield begin
+    for peer in peers:
+        peer.close()
+        assert peer.budget.held_bytes == 0
+
+
+def halves(peer: Peer, *arrays: int) -> list[list[float]]:
+    found = [peer.download(array) for array in arrays]
+    assert not any(failure.message for _, failure in found)
+    return [np.frombuffer(data, np.float32).tolist() for data, _ in found]
+
+
+def test_one_execution_computes_the_parts_of_all_cores(connect: Connect) -> None:
+    peer = connect(0, 1)
+    assert not peer.ran(peer.execute(5, [1, 2], 10, cores=[0, 1])).message
+    assert halves(peer, 10, 11, 12, 13) == [[28], [0, 1, 4, 9], [28], [16, 25, 36, 49]]
+    # The halves were donated.
+    assert peer.budget.held_bytes == 2 * (4 + 16)
+    assert "donated" in peer.download(1)[1].message
+
+
+def test_a_kept_argument_is_not_donated(connect: Connect) -> None:
+    peer = connect(0, 1)
+    assert not peer.ran(peer.execute(5, [1, 2], 10, keep=[0], cores=[0, 1])).message
+    assert halves(peer, 1, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("cores", [[0], [1, 0], [0, 0]])
+def test_a_partitioned_program_needs_all_cores_in_their_order(connect: Connect, cores: list[int]) -> None:
+    peer = connect(0, 1)
+    failure = peer.ran(peer.execute(5, [1, 2], 10, cores=cores))
+    assert failure.code == Code.INVALID_ARGUMENT
+    assert failure.message == f"parts has 2 partitions: it cannot run on cores {cores} of this worker"
+    # The results exist, with the same error.
+    assert peer.download(11)[1] == failure
+
+
+def test_a_session_with_some_of_the_cores_runs_no_partitioned_program(connect: Connect) -> None:
+    peer = connect(1)
+    failure = peer.ran(peer.execute(5, [1], 10, cores=[1]))
+    assert failure.message == "parts has 2 partitions: it cannot run on cores [1] of this worker"
+
+
+def test_an_argument_that_is_missing_on_one_core_fails_on_all(connect: Connect) -> None:
+    peer = connect(0, 1)
+    failure = peer.ran(peer.execute(5, [1, 77], 10, cores=[0, 1]))
+    assert (failure.code, failure.message) == (Code.NOT_FOUND, "this session has no array 77")
+    assert [peer.download(array)[1] for array in (10, 11, 12, 13)] == [failure] * 4
+    assert peer.broken == ["parts"]
+
+
+def test_the_results_of_all_cores_count_in_the_budget(connect: Connect) -> None:
+    peer = connect(0, 1)
+    peer.upload(3, bytes(LIMIT - 2 * 16 - 39), "uint8", [LIMIT - 2 * 16 - 39])
+    failure = peer.ran(peer.execute(5, [1, 2], 10, cores=[0, 1]))
+    assert failure.code == Code.RESOURCE_EXHAUSTED
+    assert failure.message.startswith("out of memory for parts")

@@ -35,13 +35,7 @@ UNFINISHED = 4
 
 
 class EnginePlugin(DevicePlugin):
-    """A torch_xla plugin for the engine that `make_engine` returns.
-
-    Attributes:
-        runs_spmd: whether the engine runs partitioned programs (SPMD).
-    """
-
-    runs_spmd = False
+    """A torch_xla plugin for the engine that `make_engine` returns."""
 
     def make_engine(self) -> Engine:
         """Start the engine; called once, when torch_xla creates its client."""
@@ -51,12 +45,16 @@ class EnginePlugin(DevicePlugin):
         """Fill the function table and return the path of the library.
 
         Raises:
-            RuntimeError: the program is partitioned, and the engine runs no such programs.
+            RuntimeError: the program is partitioned, and the process runs no such programs.
         """
-        if not self.runs_spmd:
-            _refuse_spmd()
+        if refusal := self.refusal_of_spmd():
+            _refuse_spmd(refusal)
         activate(self.make_engine)
         return str(LIBRARY)
+
+    def refusal_of_spmd(self) -> str:
+        """Return why this process runs no partitioned programs (SPMD), in a sentence; empty if it does."""
+        return ""
 
     def configure_single_process(self) -> None:
         """Change nothing: the launcher has set the environment."""
@@ -75,8 +73,6 @@ def count_lookup(is_hit: bool) -> None:
 class CpuPlugin(EnginePlugin):
     """Replicas on this machine's CPU, through jaxlib."""
 
-    runs_spmd = True
-
     def make_engine(self) -> Engine:
         """Start jaxlib's clients for this process's replicas."""
         from polyxla_bridge.engine.jax_engine import JaxEngine
@@ -88,22 +84,18 @@ class CpuPlugin(EnginePlugin):
         return env.current().processes
 
 
-def _refuse_spmd() -> None:
+def _refuse_spmd(why: str) -> None:
     """Refuse partitioned programs, now and later: torch_xla would abort the process at the first one."""
     from torch_xla import runtime
 
     def use_spmd(auto: bool | None = False) -> None:
-        raise RuntimeError(_NO_SPMD)
+        raise RuntimeError(f"SPMD programs (torch_xla.runtime.use_spmd) do not run here: {why}")
 
     runtime.use_spmd = use_spmd
     if runtime.is_spmd():
         use_spmd()
 
 
-_NO_SPMD = (
-    "SPMD programs (torch_xla.runtime.use_spmd) do not run on these devices, each of which runs programs of "
-    "its own; run them on an emulated TPU: POLYXLA_EMULATE=v4-8 python SCRIPT"
-)
 _LATE_SPMD = (
     "torch_xla.runtime.use_spmd() was called after the first tensor was moved to a device: torch_xla would "
     "crash at the next one; call it at the beginning of the program"

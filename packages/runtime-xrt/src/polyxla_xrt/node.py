@@ -42,6 +42,19 @@ class Node(EnginePlugin):
             _own.engine = RemoteEngine(assignment, environ, _end_process, end_lease)
         return _own.engine
 
+    def refusal_of_spmd(self) -> str:
+        """Refuse partitioned programs in a replica, which has one core, and on several workers."""
+        environ = snapshot()
+        if read_assignment(environ):
+            return "a replica has one core; run an SPMD program without launching replicas, by python SCRIPT"
+        hosts = configured_plan(environ).configuration.hosts
+        if hosts > 1:
+            return (
+                f"this job has {hosts} workers, and each host drives only its own; run an SPMD program on "
+                "one worker, or on a TPU VM"
+            )
+        return ""
+
     def host_index(self) -> int:
         """Return the index of this host among those of the job."""
         return int(snapshot().get(env.TPU_WORKER_ID, "0"))

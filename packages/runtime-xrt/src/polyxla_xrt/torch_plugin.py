@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch_xla.runtime as xr
+
 import polyxla.env
 from polyxla.console import say_once
 from polyxla.env import POLYXLA_RUNTIME, from_environ, snapshot
@@ -39,7 +41,7 @@ def prepared_plan(nprocs: int | None = None) -> Plan | None:
         UsageError: so many processes cannot share the cores.
     """
     environ = snapshot()
-    if not wants_node(environ) or environ.get(env.POLYXLA_XRT_ASSIGNMENT):
+    if not wants_node(environ) or environ.get(env.POLYXLA_XRT_ASSIGNMENT) or xr.is_spmd():
         return None
     plan = configured_plan(environ)
     if nprocs is not None:

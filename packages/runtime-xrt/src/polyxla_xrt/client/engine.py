@@ -250,6 +250,7 @@ class RemoteEngine(Engine):
             optimized_hlo=message.optimized_hlo,
             code_size_bytes=message.code_size_bytes,
             fingerprint=message.fingerprint,
+            num_partitions=message.partitions,
             native={
                 "program": message.program,
                 "donated": hlo.donated(message.optimized_hlo),
@@ -268,7 +269,25 @@ class RemoteEngine(Engine):
         keep: frozenset[int] = frozenset(),
     ) -> list[Buffer]:
         """Queue an execution; blocks only while `MAX_IN_FLIGHT` executions are in flight."""
-        for number, argument in enumerate(arguments):
+        return self._execute(executable, [device], [arguments], keep)[0]
+
+    def execute_partitioned(
+        self,
+        executable: Executable,
+        arguments: Sequence[Sequence[Buffer]],
+        keep: frozenset[int] = frozenset(),
+    ) -> list[list[Buffer]]:
+        """Queue one execution on all cores of this process; blocks as `execute` does."""
+        return self._execute(executable, self._local(), arguments, keep)
+
+    def _execute(
+        self,
+        executable: Executable,
+        devices: Sequence[EngineDevice],
+        rows: Sequence[Sequence[Buffer]],
+        keep: frozenset[int],
+    ) -> list[list[Buffer]]:
+        for number, argument in (one for row in rows for one in enumerate(row)):
             if argument.is_deleted:
                 raise PjrtError(Code.INVALID_ARGUMENT, f"argument {number} was given up: {argument.type}")
         if not self._room.acquire(blocking=False):
@@ -279,16 +298,20 @@ class RemoteEngine(Engine):
         collectives = executable.native["collectives"]
         with self._changed:
             self._in_flight[sequence] = _Execution(done, executable.name, collectives, time.monotonic())
-        first = self._new_numbers(len(executable.outputs))
-        outputs: list[Buffer] = [
-            RemoteBuffer(type_, device, GroupedFuture(done), number=number)
-            for number, type_ in enumerate(executable.outputs, first)
+        first = self._new_numbers(len(devices) * len(executable.outputs))
+        numbers = itertools.count(first)
+        outputs: list[list[Buffer]] = [
+            [
+                RemoteBuffer(type_, device, GroupedFuture(done), number=next(numbers))
+                for type_ in executable.outputs
+            ]
+            for device in devices
         ]
         request = pb.Execute(
             sequence=sequence,
             program=executable.native["program"],
-            core=self._cores[device.index],
-            arguments=[_number(argument) for argument in arguments],
+            cores=[self._cores[device.index] for device in devices],
+            arguments=[_number(argument) for row in rows for argument in row],
             first_result=first,
             keep=sorted(keep),
         )
@@ -298,8 +321,9 @@ class RemoteEngine(Engine):
             with self._changed:
                 self._in_flight.pop(sequence, None)
             raise
-        for number in executable.native["donated"] - keep:
-            arguments[number].give_up("was donated to a program")
+        for row in rows:
+            for number in executable.native["donated"] - keep:
+                row[number].give_up("was donated to a program")
         return outputs
 
     def _new_numbers(self, count: int) -> int:

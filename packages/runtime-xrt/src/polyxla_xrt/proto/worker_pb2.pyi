@@ -130,20 +130,20 @@ class Upload(_message.Message):
     def __init__(self, array: _Optional[int] = ..., type: _Optional[_Union[ArrayType, _Mapping]] = ..., core: _Optional[int] = ..., data: _Optional[bytes] = ..., ends: bool = ...) -> None: ...
 
 class Execute(_message.Message):
-    __slots__ = ("sequence", "program", "core", "arguments", "first_result", "keep")
+    __slots__ = ("sequence", "program", "cores", "arguments", "first_result", "keep")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     PROGRAM_FIELD_NUMBER: _ClassVar[int]
-    CORE_FIELD_NUMBER: _ClassVar[int]
+    CORES_FIELD_NUMBER: _ClassVar[int]
     ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
     FIRST_RESULT_FIELD_NUMBER: _ClassVar[int]
     KEEP_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     program: int
-    core: int
+    cores: _containers.RepeatedScalarFieldContainer[int]
     arguments: _containers.RepeatedScalarFieldContainer[int]
     first_result: int
     keep: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, sequence: _Optional[int] = ..., program: _Optional[int] = ..., core: _Optional[int] = ..., arguments: _Optional[_Iterable[int]] = ..., first_result: _Optional[int] = ..., keep: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., program: _Optional[int] = ..., cores: _Optional[_Iterable[int]] = ..., arguments: _Optional[_Iterable[int]] = ..., first_result: _Optional[int] = ..., keep: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ("arrays", "programs")
@@ -252,7 +252,7 @@ class Ended(_message.Message):
     def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
 
 class Program(_message.Message):
-    __slots__ = ("program", "name", "results", "replicas", "optimized_hlo", "code_size_bytes", "fingerprint")
+    __slots__ = ("program", "name", "results", "replicas", "optimized_hlo", "code_size_bytes", "fingerprint", "partitions")
     PROGRAM_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     RESULTS_FIELD_NUMBER: _ClassVar[int]
@@ -260,6 +260,7 @@ class Program(_message.Message):
     OPTIMIZED_HLO_FIELD_NUMBER: _ClassVar[int]
     CODE_SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
     program: int
     name: str
     results: _containers.RepeatedCompositeFieldContainer[ArrayType]
@@ -267,7 +268,8 @@ class Program(_message.Message):
     optimized_hlo: bytes
     code_size_bytes: int
     fingerprint: str
-    def __init__(self, program: _Optional[int] = ..., name: _Optional[str] = ..., results: _Optional[_Iterable[_Union[ArrayType, _Mapping]]] = ..., replicas: _Optional[int] = ..., optimized_hlo: _Optional[bytes] = ..., code_size_bytes: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+    partitions: int
+    def __init__(self, program: _Optional[int] = ..., name: _Optional[str] = ..., results: _Optional[_Iterable[_Union[ArrayType, _Mapping]]] = ..., replicas: _Optional[int] = ..., optimized_hlo: _Optional[bytes] = ..., code_size_bytes: _Optional[int] = ..., fingerprint: _Optional[str] = ..., partitions: _Optional[int] = ...) -> None: ...
 
 class Memory(_message.Message):
     __slots__ = ("bytes",)

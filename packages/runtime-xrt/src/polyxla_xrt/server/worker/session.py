@@ -6,6 +6,8 @@ can name another's arrays.
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
@@ -15,7 +17,7 @@ import numpy as np
 
 from polyxla_bridge.abi import DTYPES, Code, width
 from polyxla_bridge.engine.engine import Buffer, Engine, EngineDevice
-from polyxla_bridge.engine.futures import completion_of
+from polyxla_bridge.engine.futures import FutureLike, completion_of
 from polyxla_bridge.errors import PjrtError, as_pjrt_error
 from polyxla_bridge.programs import hlo
 from polyxla_bridge.programs.executable import ArrayType, Executable
@@ -112,9 +114,9 @@ class Session:
         send: Send,
         on_broken: Callable[[str, BaseException], None],
     ) -> None:
-        local = [device for device in engine.devices if device.is_local]
+        self._local = [device for device in engine.devices if device.is_local]
         self._engine = engine
-        self._devices = {core: local[core] for core in cores}
+        self._devices = {core: self._local[core] for core in cores}
         self._budget = budget
         self._compilers = compilers
         self._send = send
@@ -206,42 +208,57 @@ class Session:
             return _SessionArray(_broken(incoming.type, incoming.device, error), incoming.size)
 
     def _execute(self, request: pb.Execute) -> None:
-        device = self._device(request.core)
+        devices = [self._device(core) for core in request.cores]
+        if not devices or len(request.arguments) % len(devices):
+            count = len(request.arguments)
+            raise MisuseError(f"an execution on {len(devices)} cores cannot have {count} arguments")
+        program = self._programs.get(request.program)
         try:
-            outputs, sizes = self._run(request, device)
+            rows = self._run(request, devices)
         except PjrtError as error:
             # Broken results: see the class.
-            program = self._programs.get(request.program)
             types = program.outputs if program else ()
-            outputs, sizes = [_broken(type_, device, error) for type_ in types], [0] * len(types)
+            rows = [
+                [_SessionArray(_broken(type_, device, error), 0) for type_ in types] for device in devices
+            ]
             self._report(request.sequence, program, error)
         else:
-            program = self._programs[request.program]
-            if outputs:
-                completion_of(outputs[0].value).add_done_callback(
-                    lambda done: self._report(request.sequence, program, done.exception())
-                )
-            else:
-                self._report(request.sequence, program, None)
-        for number, (buffer, size) in enumerate(zip(outputs, sizes, strict=True), request.first_result):
+            parts = [completion_of(row[0].buffer.value) for row in rows if row]
+            _when_all_are_done(parts, lambda error: self._report(request.sequence, program, error))
+        for number, result in enumerate(itertools.chain.from_iterable(rows), request.first_result):
             self._check_new(number)
-            self._arrays[number] = _SessionArray(buffer, size)
+            self._arrays[number] = result
 
-    def _run(self, request: pb.Execute, device: EngineDevice) -> tuple[list[Buffer], list[int]]:
+    def _run(self, request: pb.Execute, devices: list[EngineDevice]) -> list[list[_SessionArray]]:
+        """Queue an execution, and return the results of each device."""
         program = self._program(request.program)
+        is_partitioned = program.num_partitions > 1
+        if devices != (self._local if is_partitioned else devices[:1]):
+            raise PjrtError(
+                Code.INVALID_ARGUMENT,
+                f"{program.name} has {program.num_partitions} partitions: it cannot run on cores "
+                f"{list(request.cores)} of this worker",
+            )
         held = [self._array(number) for number in request.arguments]
-        types = tuple(one.buffer.type for one in held)
-        if types != program.native["parameters"]:
-            raise _wrong_types(program.name, program.native["parameters"], types)
+        each = len(held) // len(devices)
+        rows = [held[place * each : (place + 1) * each] for place in range(len(devices))]
+        for row in rows:
+            types = tuple(one.buffer.type for one in row)
+            if types != program.native["parameters"]:
+                raise _wrong_types(program.name, program.native["parameters"], types)
         sizes = [_size(type_) for type_ in program.outputs]
-        self._take(sum(sizes), program.name)
-        outputs = self._engine.execute(program, device, [one.buffer for one in held], frozenset(request.keep))
+        self._take(len(devices) * sum(sizes), program.name)
+        buffers, keep = [[one.buffer for one in row] for row in rows], frozenset(request.keep)
+        if is_partitioned:
+            results = self._engine.execute_partitioned(program, buffers, keep)
+        else:
+            results = [self._engine.execute(program, devices[0], buffers[0], keep)]
         for one in held:
             if one.buffer.is_deleted:
                 # Donated: its memory now belongs to the results, which are counted.
                 self._budget.give_back(one.size)
                 one.size = 0
-        return outputs, sizes
+        return [[_SessionArray(*one) for one in zip(row, sizes, strict=True)] for row in results]
 
     def _take(self, size: int, what: str) -> None:
         if problem := self._budget.take(size):
@@ -319,6 +336,7 @@ class Session:
             optimized_hlo=executable.optimized_hlo,
             code_size_bytes=executable.code_size_bytes,
             fingerprint=executable.fingerprint,
+            partitions=executable.num_partitions,
         )
         self._answer(incoming.request, memoryview(program.SerializeToString()))
 
@@ -372,6 +390,24 @@ def failure(error: BaseException | None) -> pb.Failure | None:
         return None
     known = as_pjrt_error(error)
     return pb.Failure(code=known.code, message=known.message[:MAX_FAILURE_CHARS])
+
+
+def _when_all_are_done(futures: Sequence[FutureLike], then: Callable[[BaseException | None], None]) -> None:
+    """Call `then` with an error of one of the futures, or None, on the thread that completes the last one."""
+    left, lock = len(futures), threading.Lock()
+
+    def count(_: FutureLike) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            is_last = left == 0
+        if is_last:
+            then(next((error for one in futures if (error := one.exception())), None))
+
+    for one in futures:
+        one.add_done_callback(count)
+    if not futures:
+        then(None)
 
 
 def _array_type(message: pb.ArrayType) -> ArrayType:
