@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -41,10 +43,10 @@ def loss_on_cpu() -> float:
     return float(loss.detach())
 
 
-def check_training(done: subprocess.CompletedProcess[str]) -> None:
+def check_training(done: subprocess.CompletedProcess[str], devices: int = 4) -> None:
     assert done.returncode == 0, done.stderr
     marker, count, loss = done.stdout.split()
-    assert (marker, count) == ("RESULT", "4")
+    assert (marker, count) == ("RESULT", str(devices))
     assert float(loss) == pytest.approx(loss_on_cpu(), abs=1e-5)
 
 
@@ -60,6 +62,17 @@ def test_an_spmd_program_trains_on_all_devices(
     clean_environ: dict[str, str], command: list[str], environ: dict[str, str]
 ) -> None:
     check_training(run([*command, str(PROGRAMS / "train_sharded.py")], {**clean_environ, **environ}))
+
+
+def test_an_spmd_program_on_each_host_of_a_pod_trains_on_all_devices(clean_environ: dict[str, str]) -> None:
+    first = f"127.78.{os.getpid() % 250}"
+    environ = {"POLYXLA_EMULATE": "v4-16", "TPU_WORKER_HOSTNAMES": f"{first}.1,{first}.2"}
+    command = [sys.executable, str(PROGRAMS / "train_sharded.py")]
+    with ThreadPoolExecutor(2) as hosts:
+        environs = [{**clean_environ, **environ, "POLYXLA_EMULATE_HOST": str(host)} for host in range(2)]
+        for done in hosts.map(lambda one: run(command, one), environs):
+            check_training(done, devices=8)
+            assert "8 devices, 4 of them on this host, one SPMD program" in done.stderr
 
 
 def test_an_spmd_program_trains_on_all_cores_of_a_worker(clean_environ: dict[str, str]) -> None:

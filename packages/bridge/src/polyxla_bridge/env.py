@@ -46,6 +46,12 @@ POLYXLA_LIBTPU_DEV = "POLYXLA_LIBTPU_DEV"
 Default: empty, the name of the only played host of this machine.
 """
 
+POLYXLA_LIBTPU_SLICE = "POLYXLA_LIBTPU_SLICE"
+"""What libtpu would learn from the metadata server of a slice with several hosts: the variables of a process
+with all chips of its host, separated by spaces. An SPMD program uses them if no variable describes the slice.
+Default: not set; the played host is alone.
+"""
+
 POLYXLA_LIBTPU_PROGRAMS = "POLYXLA_LIBTPU_PROGRAMS"
 """Directory in which the played libtpu records each program that it is asked to compile, its compile options,
 and a log of executions. It then computes small programs only: results of the others are zeros.
@@ -88,6 +94,11 @@ Default: ``0``.
 NPROC = "NPROC"
 """Number of threads in XLA's pools; programs are compiled for that number.
 Default: the number of cores.
+"""
+
+XLA_USE_SPMD = "XLA_USE_SPMD"
+"""``1`` in an SPMD program; ``torch_xla.runtime.use_spmd`` sets it.
+Default: not set.
 """
 
 XLA_FLAGS = "XLA_FLAGS"
@@ -259,11 +270,11 @@ def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
 @contextmanager
 def as_under_spmd() -> Iterator[None]:
     """Let torch_xla's C++ code, which reads the environment, act as after ``use_spmd()``."""
-    os.environ["XLA_USE_SPMD"] = "1"
+    os.environ[XLA_USE_SPMD] = "1"
     try:
         yield
     finally:
-        del os.environ["XLA_USE_SPMD"]
+        del os.environ[XLA_USE_SPMD]
 
 
 def own_environ() -> Mapping[str, str]:

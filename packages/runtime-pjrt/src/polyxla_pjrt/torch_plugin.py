@@ -112,8 +112,15 @@ def _say_played() -> None:
     environ = snapshot()
     played = PlayedTpu.read(environ)
     if played and not is_prepared(environ):
-        count = len(played.chips) * played.accelerator.threads_per_process
-        played.say(f"{count} devices, " + ("one SPMD program" if xr.is_spmd() else _unlaunched(played)))
+        here = len(played.chips) * played.accelerator.threads_per_process
+        if xr.is_spmd():
+            devices = xr.global_runtime_device_count()
+            of_all = (
+                f"{devices} devices, {here} of them on this host" if devices > here else f"{here} devices"
+            )
+            played.say(f"{of_all}, one SPMD program")
+        else:
+            played.say(f"{here} devices, {_unlaunched(played)}")
 
 
 def _unlaunched(played: PlayedTpu) -> str:

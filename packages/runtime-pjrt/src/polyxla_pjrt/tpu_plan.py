@@ -12,9 +12,9 @@ from polyxla_pjrt.layout import Layout, Plan, thread_pools
 from polyxla_pjrt.tpu.accelerators import Bounds
 from polyxla_pjrt.tpu.boxes import box
 from polyxla_pjrt.tpu.cores import host_core, skip_metadata, this_slice
-from polyxla_pjrt.tpu.played import POLYXLA_LIBTPU_DEV, PlayedTpu, free_addresses
+from polyxla_pjrt.tpu.played import POLYXLA_LIBTPU_DEV, POLYXLA_LIBTPU_SLICE, PlayedTpu, free_addresses
 from polyxla_pjrt.tpu.slices import TpuSlice
-from polyxla_pjrt.tpu.topology import join, process_environments
+from polyxla_pjrt.tpu.topology import host_environment, join, process_environments
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,22 @@ class TpuPlan(Plan):
     def program_environment(self, environ: Mapping[str, str], cpu_count: int) -> dict[str, str]:
         """Return the variables, over `environ`, for a program that launches the replicas.
 
-        It may use the devices itself: then all chips of its host belong to its process.
+        It may use the devices itself: then all chips of its host belong to its process, and an SPMD program
+        has those of the slice's other hosts, too.
         """
         device = {env.PJRT_DEVICE: self.kind}
         if self.played is None:
             return device
         pools = thread_pools(Layout(self.layout.replicas), cpu_count)
         devices = self._chips_of(self.tpu_slice.worker_id, self.played.devices(environ))
-        return device | pools | self.played.library_environment(devices)
+        return device | pools | self.played.library_environment(devices) | self._slice_environment()
+
+    def _slice_environment(self) -> dict[str, str]:
+        if self.played is None or self.played.host is None or self.layout.hosts == 1:
+            return {}
+        slice_, bounds = self.tpu_slice, self.tpu_slice.bounds
+        learned = host_environment(bounds, slice_.worker_id, slice_.hostnames)
+        return {POLYXLA_LIBTPU_SLICE: " ".join(f"{name}={value}" for name, value in learned.items())}
 
     def meeting(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Return where the slice's processes meet; played hosts get addresses of this machine."""

@@ -14,7 +14,7 @@ from polyxla_bridge import env
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.libtpu.claims import claim
 from polyxla_bridge.libtpu.host import Host
-from polyxla_bridge.libtpu.topology import Topology
+from polyxla_bridge.libtpu.topology import Topology, in_slice
 
 if TYPE_CHECKING:
     from polyxla_bridge.engine.engine import Engine
@@ -34,7 +34,7 @@ def make_engine(on_lookup: Callable[[bool], None]) -> Engine:
     from polyxla_bridge.engine.recording_engine import RecordingEngine
 
     _print_stack_at_sigterm()
-    environ = env.own_environ()
+    environ = in_slice(env.own_environ())
     host = Host.read(environ)
     topology = Topology.read(environ, host)
     claim(topology, host)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from polyxla_bridge import env
 from polyxla_bridge.abi import Code
 from polyxla_bridge.env import Coordinates
 from polyxla_bridge.errors import PjrtError
@@ -107,6 +108,19 @@ class Topology:
         x, rest = number % hosts[0], number // hosts[0]
         position = (x, rest % hosts[1], rest // hosts[1])
         return [step * here for step, here in zip(position, host.shape, strict=True)]
+
+
+def in_slice(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the variables of this process, with those of its host in the slice in a program that needs them.
+
+    libtpu learns them from the metadata server. It would then wait for the other hosts in any program; here
+    one that is not partitioned (SPMD) computes on its own host.
+    """
+    is_described = any(environ.get(name) for name in BOUNDS)
+    if is_described or environ.get(env.XLA_USE_SPMD) != "1":
+        return environ
+    given = environ.get(env.POLYXLA_LIBTPU_SLICE, "").split()
+    return {**environ, **dict(one.split("=", 1) for one in given)}
 
 
 def _first(environ: Mapping[str, str], names: tuple[str, ...], default: str) -> tuple[str, str]:

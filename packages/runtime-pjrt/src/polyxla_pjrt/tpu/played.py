@@ -23,6 +23,7 @@ from polyxla_pjrt.tpu.chips import AttachedChip
 from polyxla_pjrt.tpu.topology import BASE_PORT
 
 POLYXLA_LIBTPU_HOST, POLYXLA_LIBTPU_DEV = "POLYXLA_LIBTPU_HOST", "POLYXLA_LIBTPU_DEV"
+POLYXLA_LIBTPU_SLICE = "POLYXLA_LIBTPU_SLICE"
 """Described in ``polyxla_bridge.env``; the bridge need not be installed to look for them."""
 _ATTEMPTS = 100
 

@@ -71,6 +71,16 @@ def process_environments(
     )
 
 
+def host_environment(bounds: Bounds, worker_id: int, hostnames: Sequence[str]) -> dict[str, str]:
+    """Compute the variables of a process that opens all chips of its host, as in an SPMD program."""
+    own = {env.CLOUD_TPU_TASK_ID: str(worker_id), env.TPU_PROCESS_PORT: str(BASE_PORT)}
+    return own | {
+        env.TPU_PROCESS_BOUNDS: join(bounds.hosts),
+        env.TPU_CHIPS_PER_PROCESS_BOUNDS: join(bounds.chips_per_host),
+        env.TPU_PROCESS_ADDRESSES: ",".join(process_addresses(hostnames, [BASE_PORT])),
+    }
+
+
 def single_core_environment(
     core_index: int,
     accelerator: AcceleratorType,
