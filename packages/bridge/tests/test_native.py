@@ -59,7 +59,7 @@ class Caller:
         self.engine = ListEngine()
         self.bridge = Bridge(lambda: cast("Engine", self.engine), lambda: None)
         self.table = Table(self.bridge)
-        self.bridge.start()
+        self.client = self("Client_Create").client
         self.device = self.bridge.local[0].handle
 
     def __call__(self, name: str, **values: Any) -> Any:
@@ -231,6 +231,23 @@ def test_results_are_ready_when_the_engine_is_and_deleted_when_torch_xla_destroy
 def test_a_device_of_this_process_is_known(call: Caller) -> None:
     assert call("Device_IsAddressable", device=call.device).is_addressable
     assert not call("Device_IsAddressable", device=call.device + 16).is_addressable
+
+
+def test_the_topology_of_a_client_has_its_devices(call: Caller) -> None:
+    topology = call("Client_TopologyDescription", client=call.client).topology
+    name = call("TopologyDescription_PlatformName", topology=topology)
+    assert ctypes.string_at(name.platform_name, name.platform_name_size) == b"CPU"
+    version = call("TopologyDescription_PlatformVersion", topology=topology)
+    assert b"ListEngine" in ctypes.string_at(version.platform_version, version.platform_version_size)
+    assert call("TopologyDescription_Attributes", topology=topology).num_attributes == 0
+    found = call("TopologyDescription_GetDeviceDescriptions", topology=topology)
+    descriptions = (ctypes.c_void_p * found.num_descriptions).from_address(found.descriptions)[:]
+    assert [call("DeviceDescription_Id", device_description=one).id for one in descriptions] == [0]
+    # Of a topology that the client owns.
+    call("TopologyDescription_Destroy", topology=topology)
+    assert call("Client_Devices", client=call.client).num_devices == 1
+    with pytest.raises(PjrtError, match="PJRT_TopologyDescription_Create is not implemented"):
+        call("TopologyDescription_Create")
 
 
 def test_destroying_null_is_harmless(call: Caller) -> None:

@@ -1,4 +1,8 @@
-"""PJRT functions for the client, its devices and their memories."""
+"""PJRT functions for the client, its devices and their memories.
+
+The topology of a client, all devices of the job as a compiler sees them, has the client's handle. There is no
+other topology: only clients compile, and `TopologyDescription_Create` is not implemented.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,8 @@ def plugin_initialize(bridge: Bridge, args: Any) -> None:
 
 
 @call("Plugin_Attributes")
-def plugin_attributes(bridge: Bridge, args: Any) -> None:
+@call("TopologyDescription_Attributes")
+def no_attributes(bridge: Bridge, args: Any) -> None:
     args.attributes, args.num_attributes = None, 0
 
 
@@ -41,6 +46,7 @@ def client_destroy(bridge: Bridge, args: Any) -> None:
 
 
 @call("Client_PlatformName")
+@call("TopologyDescription_PlatformName")
 def client_platform_name(bridge: Bridge, args: Any) -> None:
     args.platform_name, args.platform_name_size = text(bridge.engine.platform)
 
@@ -51,6 +57,7 @@ def client_process_index(bridge: Bridge, args: Any) -> None:
 
 
 @call("Client_PlatformVersion")
+@call("TopologyDescription_PlatformVersion")
 def client_platform_version(bridge: Bridge, args: Any) -> None:
     version = f"polyxla-bridge on {type(bridge.engine).__name__}, Python {platform.python_version()}"
     args.platform_version, args.platform_version_size = text(version)
@@ -95,6 +102,22 @@ def client_addressable_memories(bridge: Bridge, args: Any) -> None:
 def client_default_device_assignment(bridge: Bridge, args: Any) -> None:
     count = args.default_assignment_size
     (ctypes.c_int * count).from_address(args.default_assignment)[:] = range(count)
+
+
+@call("Client_TopologyDescription")
+def client_topology_description(bridge: Bridge, args: Any) -> None:
+    args.topology = args.client
+
+
+@call("TopologyDescription_Destroy")
+def topology_destroy(bridge: Bridge, args: Any) -> None:
+    pass
+
+
+@call("TopologyDescription_GetDeviceDescriptions")
+def topology_device_descriptions(bridge: Bridge, args: Any) -> None:
+    # A device's handle is that of its description.
+    args.descriptions, args.num_descriptions = address(bridge.device_array), len(bridge.devices)
 
 
 @call("DeviceDescription_Id")
