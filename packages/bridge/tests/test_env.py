@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+
 import pytest
 
 from polyxla_bridge import env
@@ -115,3 +118,12 @@ def test_an_invalid_stall_timeout_is_refused(text: str) -> None:
 
 def test_the_stall_timeout_may_be_infinite() -> None:
     assert env.stall_timeout_s({env.POLYXLA_STALL_TIMEOUT_S: "inf"}) == float("inf")
+
+
+def test_a_variable_that_is_set_in_c_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYXLA_BRIDGE_HOST", "python")
+    assert env.own_environ()["POLYXLA_BRIDGE_HOST"] == "python"
+    libc = ctypes.CDLL(None)
+    assert libc.setenv(b"POLYXLA_BRIDGE_HOST", "größer=c".encode(), 1) == 0
+    assert os.environ["POLYXLA_BRIDGE_HOST"] == "python"
+    assert env.own_environ()["POLYXLA_BRIDGE_HOST"] == "größer=c"

@@ -105,6 +105,27 @@ def test_jax_computes_on_a_played_v4_beside_torch_xla(run: Run, slice_of: SliceO
     ]
 
 
+def test_jax_computes_on_a_played_v4_without_torch_xla(slice_of: SliceOf) -> None:
+    code = """
+import sys
+import jax
+import jax.numpy as jnp
+jax.config.update("jax_platforms", "tpu")
+print(jax.devices(), jax.jit(lambda x: x @ x + 1)(jnp.ones((3, 3))).sum(), "torch_xla" in sys.modules)
+"""
+    (environ,) = slice_of("v4:2x2x1", "1,1,1", [0])
+    # Not by `run`, whose processes are forked from one with torch_xla.
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environ, "JAX_FORCE_TPU_INIT": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "[TPU:0] 36.0 False\n"), done.stderr[-3000:]
+
+
 def test_a_wrong_box_is_refused_in_every_process(run: Run, slice_of: SliceOf) -> None:
     done = run("played_tpu.py", replicas=2, processes=2, environs=slice_of("v4:2x2x1", "2,1,1", [0, 1]))
     assert [one.returncode for one in done] == [1, 1]

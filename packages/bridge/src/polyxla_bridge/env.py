@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -278,8 +280,15 @@ def as_under_spmd() -> Iterator[None]:
 
 
 def own_environ() -> Mapping[str, str]:
-    """Return the environment of this process."""
-    return os.environ
+    """Return the environment of this process as C sees it: a framework may set libtpu's variables in C.
+
+    TorchTPU 0.2.0 does, and ``os.environ`` does not show them.
+    """
+    entries = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
+    # The array ends with a null pointer.
+    assigned = itertools.takewhile(bool, (entries[place] for place in itertools.count()))
+    pairs = (os.fsdecode(entry).partition("=") for entry in assigned)
+    return {name: value for name, _, value in pairs}
 
 
 def current() -> BridgeSettings:

@@ -10,10 +10,19 @@ Importing this package starts nothing and imports neither jax nor numpy.
 
 from __future__ import annotations
 
+import sys
+
 
 def open_library() -> None:
     """Fill the library's function table. The library calls this when a framework opens it."""
+    from polyxla_bridge.activation import activate
     from polyxla_bridge.libtpu.client import make_engine
-    from polyxla_bridge.torch_xla_plugin import activate, count_lookup
 
-    activate(lambda: make_engine(count_lookup))
+    # Not imported for this: another framework's environment has no torch_xla.
+    if "torch_xla" in sys.modules:
+        from polyxla_bridge.torch_xla_opener import TorchXla
+        from polyxla_bridge.torch_xla_plugin import count_lookup
+
+        activate(lambda: make_engine(count_lookup), TorchXla)
+    else:
+        activate(lambda: make_engine(None))

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from polyxla_bridge.engine.engine import Engine
 
 
-def make_engine(on_lookup: Callable[[bool], None]) -> Engine:
+def make_engine(on_lookup: Callable[[bool], None] | None) -> Engine:
     """Take the chips of this process, meet the slice's other processes, and start the engine.
 
     Args:
-        on_lookup: called after each look into the cache of compiled programs, with whether it was a hit.
+        on_lookup: called after each look into the cache of compiled programs, with whether it was a hit; None
+            where nobody counts.
 
     Raises:
         PjrtError: the variables contradict each other or the chips, another process has one of the chips, or

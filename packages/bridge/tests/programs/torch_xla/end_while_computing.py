@@ -3,9 +3,9 @@
 import torch
 import torch_xla
 
-from polyxla_bridge import torch_xla_plugin
+from polyxla_bridge import activation
 
-torch_xla_plugin.FINISH_TIMEOUT_S = 0.05
+activation.FINISH_TIMEOUT_S = 0.05
 matrix = torch.rand(1500, 1500, device="xla")
 for _ in range(30):
     matrix = matrix @ matrix / 1000

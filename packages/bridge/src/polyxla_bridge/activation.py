@@ -1,0 +1,96 @@
+"""Filling the library's function table when a framework opens it, and emptying it when the program ends."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from polyxla_bridge import native
+from polyxla_bridge.errors import as_pjrt_error
+from polyxla_bridge.table.handles import Bridge
+from polyxla_bridge.table.table import Table
+
+if TYPE_CHECKING:
+    from polyxla_bridge.engine.engine import Engine
+
+FINISH_TIMEOUT_S = 60.0
+"""Longest wait for the devices to finish when the program ends, in seconds."""
+FAILED = 1
+"""Exit code of a process whose last step failed after the program had ended."""
+UNFINISHED = 4
+"""Exit code of a process whose devices did not finish, or could not be released."""
+_active = threading.Lock()
+_log = logging.getLogger("polyxla.bridge")
+
+
+class Opener:
+    """The framework that opened the library; this one needs nothing when the program ends."""
+
+    def wait(self) -> None:
+        """Wait until all work is submitted to the devices.
+
+        Raises:
+            RuntimeError: some of it failed.
+        """
+
+    def release(self) -> None:
+        """Release the framework's objects; the devices are released next."""
+
+
+def activate(make_engine: Callable[[], Engine], opener: Callable[[], Opener] = Opener) -> None:
+    """Fill the library's function table, and register the exit function; a second call does nothing.
+
+    At exit, the framework first releases its objects, then the engine is closed, then the table is disabled:
+    C++ objects that are destroyed later call functions that do nothing.
+
+    Args:
+        make_engine: called when the framework creates its client.
+        opener: makes the framework's part; called once.
+    """
+    if not _active.acquire(blocking=False):
+        return
+    framework = opener()
+    bridge = Bridge(make_engine, framework.wait)
+    table = Table(bridge)
+    native.LOCKED.polyxla_set_api(ctypes.addressof(table.api))
+    atexit.register(_leave, framework, bridge, table)
+
+
+def _leave(framework: Opener, bridge: Bridge, table: Table) -> None:
+    # First, because a framework may wait for the devices with the GIL held, and executions need the GIL:
+    # that would be a deadlock.
+    try:
+        is_finished = bridge.finish(FINISH_TIMEOUT_S)
+    except RuntimeError:
+        # Like torch_xla: an exception in an exit function does not change the exit code.
+        _log.exception("a step that was still running when the program ended has failed")
+        _end(FAILED)
+    if not is_finished:
+        late = f"the devices had not finished {FINISH_TIMEOUT_S:g} s after the end of the program"
+        sys.stderr.write(f"polyxla: {late}; the process ends without waiting any longer\n")
+        _end(UNFINISHED)
+    framework.release()
+    try:
+        bridge.close()
+    except Exception as error:
+        sys.stderr.write(f"polyxla: {as_pjrt_error(error).message}\n")
+        # Without finalising Python, because the engine's threads may still run C++ code.
+        _end(UNFINISHED)
+    table.silence()
+    # Otherwise the interpreter's last garbage collections would destroy, in any order, C++ objects of
+    # clients that no longer exist.
+    gc.freeze()
+
+
+def _end(code: int) -> None:
+    # Python flushes its streams only after the exit functions, one of which calls this.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

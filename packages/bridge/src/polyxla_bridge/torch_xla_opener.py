@@ -1,0 +1,58 @@
+"""torch_xla as the framework that opens the library."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+from typing import Any
+
+import torch
+import torch_xla
+from torch_xla.core import xla_model
+
+from polyxla_bridge import env, native
+from polyxla_bridge.activation import Opener
+
+_LATE_SPMD = (
+    "torch_xla.runtime.use_spmd() was called after the first tensor was moved to a device: torch_xla would "
+    "crash at the next one; call it at the beginning of the program"
+)
+
+
+class TorchXla(Opener):
+    """torch_xla, which has opened the library."""
+
+    def __init__(self) -> None:
+        native.LOCKED.polyxla_wait_without_gil()
+        _refuse_late_spmd()
+        # `release` calls torch_xla's exit function itself: run later, it would find the engine closed.
+        atexit.unregister(torch_xla._prepare_to_exit)
+
+    def wait(self) -> None:
+        """Wait until all steps are submitted; raise the error of one that failed."""
+        # It releases the GIL while it waits; torch_xla._prepare_to_exit does not.
+        xla_model.wait_device_ops()
+
+    def release(self) -> None:
+        """Release torch_xla's client."""
+        torch_xla._prepare_to_exit()
+
+
+def _refuse_late_spmd() -> None:
+    """Refuse ``use_spmd()`` where torch_xla 2.9.0 would end the process (signal 11) at the next tensor.
+
+    torch_xla chooses its devices once, when the first is used: one for all, or one for each.
+    """
+    native_part: Any = torch_xla._XLAC  # type: ignore[attr-defined]
+    force = native_part._xla_force_spmd_device
+
+    @functools.wraps(force)
+    def force_in_time() -> None:
+        # If no device is used yet, the choice is made here.
+        with env.as_under_spmd():
+            described = native_part._get_xla_tensor_debug_info(torch.empty(0, device="xla:0"))
+        if "Device: SPMD:0" not in described:
+            raise RuntimeError(_LATE_SPMD)
+        force()
+
+    native_part._xla_force_spmd_device = force_in_time
