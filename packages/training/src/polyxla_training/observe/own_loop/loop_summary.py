@@ -76,9 +76,10 @@ def problems(replicas: Mapping[int, LoopSummary]) -> Iterator[str]:
     at = f"{first.line}: " if first.line else ""
     if difference := _describe_difference({ordinal: one.parameters for ordinal, one in replicas.items()}):
         yield (
-            f"{at}replicas trained different parameters: {difference}. optimizer.step() does not average the "
-            "gradients: call replica.step(optimizer), or torch_xla's xm.optimizer_step(optimizer). If they "
-            "differ on purpose, write replica.setup(module, same=False)"
+            f"{at}replicas trained different parameters: {difference}. Either the gradients are not averaged "
+            "(optimizer.step() does not): call replica.step(optimizer), or torch_xla's xm.optimizer_step. "
+            "Or the parameters began with other values: seed before you make the module, or call "
+            "replica.setup(module); if on purpose, replica.setup(module, same=False)"
         )
     dataset = first.dataset
     if dataset and all(one.dataset == dataset for one in replicas.values()):
