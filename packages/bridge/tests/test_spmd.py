@@ -76,6 +76,28 @@ def test_tensors_under_spmd(printed: Printed) -> None:
     ]
 
 
+def test_a_model_of_torch_compile_under_spmd(printed: Printed) -> None:
+    code = """
+import numpy as np
+import torch
+import torch_xla
+import torch_xla.distributed.spmd.xla_sharding as xs
+import torch_xla.runtime as xr
+xr.use_spmd()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4)).eval()
+records = torch.randn(8, 16)
+with torch.no_grad():
+    expected = model(records)
+    compiled = torch.compile(model.to("xla"), backend="openxla")
+    parts = records.to("xla")
+    xs.mark_sharding(parts, xs.Mesh(np.arange(4), (4, 1), ("data", "model")), ("data", None))
+    print([torch.allclose(compiled(parts).cpu(), expected, atol=1e-5) for _ in range(3)])
+    print(torch_xla._XLAC._get_xla_sharding_spec(parts))
+"""
+    assert printed(code, replicas=4) == [["[True, True, True]", "{devices=[4,1]0,1,2,3}"]]
+
+
 def test_spmd_after_a_tensor_exists_is_refused(run: Run) -> None:
     # torch_xla 2.9.0 gets a signal 11 at the next tensor, on its own devices, too.
     code = """
@@ -193,6 +215,14 @@ def test_a_batch_norm_is_split_over_the_devices(engine: JaxEngine) -> None:
     # XLA's partitioner would gather the whole array on each device.
     assert executable.native["collectives"] == ("all-reduce",)
     assert executable.outputs[0] == ArrayType("float32", (2, 2))
+
+
+def test_another_part_of_the_same_size_is_refused(engine: JaxEngine) -> None:
+    executable, rows = parts(engine), upload(engine)
+    host = np.ones((2, 1), np.float32)
+    rows[3] = [engine.from_host(engine.devices[3], ArrayType("float32", (2, 1)), host.view(np.uint8).data)]
+    with pytest.raises(PjrtError, match=r"argument 0 of parts must be .*\(2,\).*, not .*\(2, 1\)"):
+        engine.execute_partitioned(executable, rows)
 
 
 def test_an_argument_that_failed_on_one_device_fails_on_all(engine: JaxEngine) -> None:

@@ -267,7 +267,14 @@ class JaxEngine(Engine):
         arguments: Sequence[Sequence[Buffer]],
         keep: frozenset[int] = frozenset(),
     ) -> list[list[Buffer]]:
-        """Queue one execution on the thread of each local device."""
+        """Queue one execution on the thread of each local device.
+
+        Raises:
+            PjrtError: an argument is not the part of an array that the program was compiled for. jaxlib only
+                compares sizes, and would take another part of the same size.
+        """
+        for row in arguments:
+            executable.check([one.type for one in row])
         inputs = {completion_of(one.value) for row in arguments for one in row}
         local = [device for device in self.devices if device.is_local]
         # In the same order on each device: two programs that meet in different orders would wait forever.

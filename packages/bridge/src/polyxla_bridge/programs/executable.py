@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from polyxla_bridge.abi import Code
+from polyxla_bridge.errors import PjrtError
+from polyxla_bridge.programs import hlo
 
 
 @dataclass(frozen=True)
@@ -44,3 +50,27 @@ class Executable:
     num_partitions: int = 1
     device: int | None = None
     native: dict[str, Any] = field(default_factory=dict)
+
+    @functools.cached_property
+    def parameters(self) -> list[ArrayType]:
+        """Types of the arguments on one device."""
+        return [ArrayType(dtype, dims) for dtype, dims in hlo.parameters(self.optimized_hlo)]
+
+    def check(self, arguments: Sequence[ArrayType]) -> None:
+        """Check the types of the arguments on one device.
+
+        Raises:
+            PjrtError: they are not those that the program was compiled for.
+        """
+        if arguments == self.parameters:
+            return
+        count = len(self.parameters)
+        if len(arguments) != count:
+            raise PjrtError(
+                Code.INVALID_ARGUMENT, f"{self.name} takes {count} arguments, not {len(arguments)}"
+            )
+        number = next(n for n in range(count) if arguments[n] != self.parameters[n])
+        raise PjrtError(
+            Code.INVALID_ARGUMENT,
+            f"argument {number} of {self.name} must be {self.parameters[number]}, not {arguments[number]}",
+        )

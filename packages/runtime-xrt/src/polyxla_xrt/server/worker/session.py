@@ -19,7 +19,6 @@ from polyxla_bridge.abi import DTYPES, Code, width
 from polyxla_bridge.engine.engine import Buffer, Engine, EngineDevice
 from polyxla_bridge.engine.futures import FutureLike, completion_of
 from polyxla_bridge.errors import PjrtError, as_pjrt_error
-from polyxla_bridge.programs import hlo
 from polyxla_bridge.programs.executable import ArrayType, Executable
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
@@ -243,9 +242,7 @@ class Session:
         each = len(held) // len(devices)
         rows = [held[place * each : (place + 1) * each] for place in range(len(devices))]
         for row in rows:
-            types = tuple(one.buffer.type for one in row)
-            if types != program.native["parameters"]:
-                raise _wrong_types(program.name, program.native["parameters"], types)
+            program.check([one.buffer.type for one in row])
         sizes = [_size(type_) for type_ in program.outputs]
         self._take(len(devices) * sum(sizes), program.name)
         buffers, keep = [[one.buffer for one in row] for row in rows], frozenset(request.keep)
@@ -319,10 +316,6 @@ class Session:
     def _compile_now(self, incoming: _IncomingProgram) -> None:
         try:
             executable = self._engine.compile(bytes(incoming.hlo), incoming.options)
-            # Computed once for all replicas that share the executable.
-            if "parameters" not in executable.native:
-                parameters = hlo.parameters(executable.optimized_hlo)
-                executable.native["parameters"] = tuple(ArrayType(dtype, dims) for dtype, dims in parameters)
             # The request's number is the program's: the client draws both from one counter.
             self._programs[incoming.request] = executable
         except Exception as error:
@@ -425,15 +418,6 @@ def _array_type(message: pb.ArrayType) -> ArrayType:
 
 def _size(type_: ArrayType) -> int:
     return array_bytes(width(type_.dtype), type_.dims)
-
-
-def _wrong_types(name: str, wanted: tuple[ArrayType, ...], given: tuple[ArrayType, ...]) -> PjrtError:
-    if len(wanted) != len(given):
-        return PjrtError(Code.INVALID_ARGUMENT, f"{name} takes {len(wanted)} arguments, not {len(given)}")
-    number, pair = next(
-        (number, pair) for number, pair in enumerate(zip(wanted, given, strict=True)) if pair[0] != pair[1]
-    )
-    return PjrtError(Code.INVALID_ARGUMENT, f"argument {number} of {name} must be {pair[0]}, not {pair[1]}")
 
 
 def _broken(type_: ArrayType, device: EngineDevice, error: BaseException) -> Buffer:
