@@ -1,0 +1,245 @@
+"""Compiling for jaxlib's CPU clients, once for all replicas of a job."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+from jaxlib import _jax, xla_client
+
+from polyxla_bridge.abi import Code
+from polyxla_bridge.engine import batch_norm
+from polyxla_bridge.engine.clients import Clients, LoadedProgram
+from polyxla_bridge.env import BridgeSettings
+from polyxla_bridge.errors import PjrtError
+from polyxla_bridge.programs import arguments, cache, hlo, program_file, rewrite
+from polyxla_bridge.programs.compile_coordination import CompileCoordinator, Published
+from polyxla_bridge.programs.executable import ArrayType, Executable
+
+COMPILER_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": ""}
+"""XLA options that replace XLA's defaults. With YNNPACK's kernels, a step of a small convnet took 1.2 times
+as long on 2 cores (jaxlib 0.10.2, ``nox -s bench -- replicas step``)."""
+
+
+class Compiler:
+    """Compiles and loads the programs of one process of a job. Any thread may call it.
+
+    Args:
+        settings: of the job.
+        clients: jaxlib's, on which programs are loaded.
+        coordinator: by which processes agree who compiles; None in a job of one replica.
+        on_lookup: called for each program that this process needs, with whether the cache had it.
+
+    Attributes:
+        compiles: number of programs that this process compiled.
+        cache: the compilation cache, and its hits and misses.
+    """
+
+    def __init__(
+        self,
+        settings: BridgeSettings,
+        clients: Clients,
+        coordinator: CompileCoordinator | None,
+        on_lookup: Callable[[bool], None] | None,
+    ) -> None:
+        self.compiles = 0
+        self.cache = cache.for_job(settings, COMPILER_OPTIONS, on_lookup)
+        self._settings = settings
+        self._clients = clients
+        self._coordinator = coordinator
+        self._compile_locks: dict[str, threading.Lock] = {}
+        self._compiled: WeakValueDictionary[str, Executable] = WeakValueDictionary()
+        self._compiling = 0
+        self._lock = threading.Lock()
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a program is being compiled, or loaded."""
+        return self._compiling > 0
+
+    def close(self) -> None:
+        """Forget all programs."""
+        self._compiled.clear()
+
+    def compile(self, hlo_module: bytes, options: bytes) -> Executable:
+        """Compile a program once for all replicas; different programs compile at the same time."""
+        fingerprint = hashlib.sha256(hlo_module + options).hexdigest()
+        with self._lock:
+            one_at_a_time = self._compile_locks.setdefault(fingerprint, threading.Lock())
+        with one_at_a_time:
+            executable = self._compiled.get(fingerprint)
+            if executable is None:
+                executable = self._compile_or_wait(fingerprint, hlo_module, options)
+                self._compiled[fingerprint] = executable
+            return executable
+
+    def _compile_or_wait(self, fingerprint: str, hlo_module: bytes, options: bytes) -> Executable:
+        coordinator = self._coordinator if self._settings.processes > 1 else None
+        if coordinator is None:
+            return self._load_or_compile(fingerprint, hlo_module, options)[0]
+        if not coordinator.claim(fingerprint):
+            published = coordinator.wait(fingerprint)
+            if published and published.data:
+                executable = self.deserialize(published.data)
+                # Processes may have separate cache directories, and another one may claim it in the next job.
+                self.cache.save(fingerprint, lambda: published.data, is_replaced=False)
+                self.cache.count(is_hit=published.is_hit)
+                return executable
+            # The heartbeat of the process that claimed it stopped, or the program cannot be sent. Compiling
+            # twice is better than never.
+            return self._load_or_compile(fingerprint, hlo_module, options)[0]
+        try:
+            executable, is_hit = self._load_or_compile(fingerprint, hlo_module, options)
+            data = self.serialize(executable) if executable.native["program"].is_serializable else b""
+            coordinator.publish(fingerprint, Published(data, is_hit))
+        except BaseException as error:
+            coordinator.fail(fingerprint, error)
+            raise
+        return executable
+
+    def _load_or_compile(
+        self, fingerprint: str, hlo_module: bytes, options: bytes
+    ) -> tuple[Executable, bool]:
+        """Load the program from the cache or compile it; return it and whether it was cached."""
+        with self._lock:
+            self._compiling += 1
+        try:
+            cached = self.cache.load(fingerprint, self.deserialize)
+            self.cache.count(is_hit=cached is not None)
+            if cached is not None:
+                return cached, True
+            compiled = self._compile(fingerprint, hlo_module, options)
+            if compiled.native["program"].is_serializable:
+                self.cache.save(fingerprint, lambda: self.serialize(compiled))
+            return compiled, False
+        finally:
+            with self._lock:
+                self._compiling -= 1
+
+    def _compile(self, fingerprint: str, hlo_module: bytes, options: bytes) -> Executable:
+        with self._lock:
+            self.compiles += 1
+        # Called for its error: dynamic shapes must be refused before the compilation.
+        hlo.results(hlo_module)
+        compile_options = xla_client.CompileOptions.ParseFromString(options)
+        device = self._only_device(compile_options)
+        self._complete(compile_options, device)
+        partitions = compile_options.num_partitions
+        code = arguments.for_jaxlib(hlo_module, is_partitioned=partitions > 1)
+        if partitions > 1:
+            # The partitioner adds collectives in forms that the client knows.
+            code = batch_norm.expand(code)
+        else:
+            code = rewrite.for_jaxlib(code, compile_options.num_replicas)
+        module = _jax.mlir.hlo_to_stablehlo(code)
+        first = self._first(device)
+        native = self._clients.compile(first, module, compile_options)
+        optimized = native.hlo_modules()[0].as_serialized_hlo_module_proto()
+        executable = Executable(
+            name=hlo.module_name(hlo_module),
+            outputs=tuple(ArrayType(dtype, dims) for dtype, dims in hlo.results(optimized)),
+            num_replicas=compile_options.num_replicas,
+            optimized_hlo=optimized,
+            code_size_bytes=native.size_of_generated_code_in_bytes(),
+            fingerprint=fingerprint,
+            num_partitions=partitions,
+            device=device,
+        )
+        return self._attach(executable, self._loaded(hlo_module, module, compile_options, native, device))
+
+    def _loaded(
+        self, hlo_module: bytes, module: Any, options: Any, native: Any, device: int | None
+    ) -> LoadedProgram:
+        """Return the program that `native` is on the first replica."""
+        first = self._first(device)
+        if options.num_partitions == 1 or _has_equal_parts(hlo_module, native):
+            return LoadedProgram(self._clients, options.num_partitions, {first: native})
+
+        def compile_on(index: int) -> Any:
+            return self._clients.compile(index, module, options)
+
+        return LoadedProgram(self._clients, options.num_partitions, {first: native}, compile_on=compile_on)
+
+    def _attach(self, executable: Executable, program: LoadedProgram) -> Executable:
+        executable.native["program"] = program
+        executable.native["donated"] = hlo.donated(executable.optimized_hlo)
+        executable.native["collectives"] = hlo.collectives(executable.optimized_hlo)
+        executable.native["groups"] = hlo.groups(executable.optimized_hlo)
+        return executable
+
+    def _only_device(self, options: Any) -> int | None:
+        """Return the device for which JAX and TorchTPU compile; None for all, for which torch_xla does.
+
+        Raises:
+            PjrtError: the program is for another number of devices.
+        """
+        assignment = options.device_assignment
+        numbers = hlo.assigned_devices(assignment.serialize()) if assignment is not None else ()
+        if len(numbers) in (0, self._settings.replicas):
+            return None
+        if len(numbers) > 1 or numbers[0] not in self._clients.local:
+            raise PjrtError(
+                Code.UNIMPLEMENTED,
+                f"a program for the devices {list(numbers)} is not supported, only for one device of this "
+                f"process or for all {self._settings.replicas}",
+            )
+        return numbers[0]
+
+    def _first(self, device: int | None) -> int:
+        """Return the local replica on which a program is loaded first."""
+        return self._clients.local[0] if device is None else device
+
+    def _complete(self, options: Any, device: int | None) -> None:
+        """Write the devices and this engine's own options into a program's options."""
+        partitions = options.num_partitions
+        options.num_replicas = (self._settings.replicas if device is None else 1) // partitions
+        # `arguments` has unpacked the tuple.
+        options.parameter_is_tupled_arguments = False
+        # The program numbers devices 0..N-1; jaxlib gives each client a block of ids.
+        ids = np.array(self._clients.global_ids, dtype=np.int32)
+        if device is not None:
+            ids = ids[[device]]
+        options.device_assignment = xla_client.DeviceAssignment.create(ids.reshape(-1, partitions))
+        # A flag that the user sets takes precedence.
+        options.env_option_overrides = [
+            (name, value) for name, value in COMPILER_OPTIONS.items() if name not in self._settings.xla_flags
+        ]
+
+    def serialize(self, executable: Executable) -> bytes:
+        """Return the program in jaxlib's format, with a header for what that format lacks."""
+        return program_file.pack(executable, executable.native["program"].data())
+
+    def deserialize(self, data: bytes) -> Executable:
+        """Load what `serialize` returned, in any process of a job with as many devices."""
+        unpacked = program_file.unpack(data, self._settings.replicas)
+        program = LoadedProgram(self._clients, unpacked.executable.num_partitions, {}, unpacked.native)
+        try:
+            program.on(self._first(unpacked.executable.device))
+        except Exception as error:
+            raise PjrtError(
+                Code.INVALID_ARGUMENT, f"jaxlib cannot load {unpacked.executable.name}: {error}"
+            ) from error
+        return self._attach(unpacked.executable, program)
+
+
+def _has_equal_parts(hlo_module: bytes, native: Any) -> bool:
+    """Return whether the partitions' shares of each argument and result are equal.
+
+    If they are not, jaxlib 0.10.2 ends the process when it serialises the program.
+    """
+    for arrays, shardings in (
+        (hlo.parameters(hlo_module), native.get_parameter_shardings()),
+        (hlo.results(hlo_module), native.get_output_shardings()),
+    ):
+        if shardings and len(shardings) != len(arrays):
+            return False
+        for (_, dims), sharding in zip(arrays, shardings or (), strict=False):
+            # A last count without a dimension is of devices that have the same part.
+            counts = sharding.tile_assignment_dimensions
+            if any(size % count for size, count in zip(dims, counts, strict=False)):
+                return False
+    return True
