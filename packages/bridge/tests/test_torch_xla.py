@@ -157,6 +157,18 @@ print(found == [2.0 * (6 + 4 * k) for k in range(20)])
     assert printed(code) == [["True"]]
 
 
+def test_a_torch_xla_that_is_linked_in_another_way_is_a_warning(run: Run) -> None:
+    code = """
+from polyxla_bridge import native
+native.LOCKED.polyxla_wait_without_gil = lambda: False
+import torch
+print(torch.ones(2, device="xla").sum().item())
+"""
+    (done,) = run(code)
+    assert done.stdout == "2.0\n"
+    assert "is linked in another way than the wheels of 2.9.0" in done.stderr
+
+
 def test_programs_end_while_their_devices_still_work(run: Run) -> None:
     (done,) = run("early_ends.py")
     assert done.stdout == f"{[0, 1, 2] * 2}\n", done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import logging
 from typing import Any
 
 import torch
@@ -13,6 +14,11 @@ from torch_xla.core import xla_model
 from polyxla_bridge import env, native
 from polyxla_bridge.activation import Opener
 
+_log = logging.getLogger("polyxla.bridge")
+_LINKED_OTHERWISE = (
+    "torch_xla %s is linked in another way than the wheels of 2.9.0: where it waits with Python's lock held, "
+    "such as in x[i] with a tensor i, the program will hang; install torch_xla==2.9.0"
+)
 _LATE_SPMD = (
     "torch_xla.runtime.use_spmd() was called after the first tensor was moved to a device: torch_xla would "
     "crash at the next one; call it at the beginning of the program"
@@ -23,7 +29,8 @@ class TorchXla(Opener):
     """torch_xla, which has opened the library."""
 
     def __init__(self) -> None:
-        native.LOCKED.polyxla_wait_without_gil()
+        if not native.LOCKED.polyxla_wait_without_gil():
+            _log.warning(_LINKED_OTHERWISE, torch_xla.__version__)
         _refuse_late_spmd()
         # `release` calls torch_xla's exit function itself: run later, it would find the engine closed.
         atexit.unregister(torch_xla._prepare_to_exit)
