@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib.metadata
 import logging
 from typing import Any
 
@@ -30,7 +31,7 @@ class TorchXla(Opener):
 
     def __init__(self) -> None:
         if not native.LOCKED.polyxla_wait_without_gil():
-            _log.warning(_LINKED_OTHERWISE, torch_xla.__version__)
+            _log.warning(_LINKED_OTHERWISE, importlib.metadata.version("torch_xla"))
         _refuse_late_spmd()
         # `release` calls torch_xla's exit function itself: run later, it would find the engine closed.
         atexit.unregister(torch_xla._prepare_to_exit)
