@@ -59,11 +59,7 @@ def process_environments(
     processes = [*bounds.chips]
     if GENERATIONS[accelerator.generation].bounds_count_devices:
         processes.append(accelerator.threads_per_process)
-    shared = {
-        env.TPU_PROCESS_BOUNDS: join(processes),
-        env.TPU_CHIPS_PER_PROCESS_BOUNDS: join(_ONE),
-        env.TPU_PROCESS_ADDRESSES: ",".join(process_addresses(hostnames, ports)),
-    }
+    shared = _shared(processes, _ONE, process_addresses(hostnames, ports))
     first = worker_id * here
     return tuple(
         shared | _own(task_id=first + rank, port=port, chip=chip)
@@ -74,11 +70,7 @@ def process_environments(
 def host_environment(bounds: Bounds, worker_id: int, hostnames: Sequence[str]) -> dict[str, str]:
     """Compute the variables of a process that opens all chips of its host, as in an SPMD program."""
     own = {env.CLOUD_TPU_TASK_ID: str(worker_id), env.TPU_PROCESS_PORT: str(BASE_PORT)}
-    return own | {
-        env.TPU_PROCESS_BOUNDS: join(bounds.hosts),
-        env.TPU_CHIPS_PER_PROCESS_BOUNDS: join(bounds.chips_per_host),
-        env.TPU_PROCESS_ADDRESSES: ",".join(process_addresses(hostnames, [BASE_PORT])),
-    }
+    return own | _shared(bounds.hosts, bounds.chips_per_host, process_addresses(hostnames, [BASE_PORT]))
 
 
 def single_core_environment(
@@ -113,11 +105,7 @@ def single_core_environment(
             fix="Choose one of those.",
         )
     chip, local_index = divmod(core_index, threads)
-    alone = {
-        env.TPU_PROCESS_BOUNDS: join(_ONE),
-        env.TPU_CHIPS_PER_PROCESS_BOUNDS: join(_ONE),
-        env.TPU_PROCESS_ADDRESSES: f"localhost:{base_port + chip}",
-    }
+    alone = _shared(_ONE, _ONE, [f"localhost:{base_port + chip}"])
     return alone | _own(task_id=0, port=base_port + chip, chip=chip), local_index
 
 
@@ -171,6 +159,14 @@ def no_such_worker(text: str, host_count: int, where: str) -> UsageError:
 def join(numbers: Sequence[int]) -> str:
     """Join numbers as the variables need them: ``2,2,1``."""
     return ",".join(map(str, numbers))
+
+
+def _shared(processes: Sequence[int], chips: Sequence[int], addresses: Sequence[str]) -> dict[str, str]:
+    return {
+        env.TPU_PROCESS_BOUNDS: join(processes),
+        env.TPU_CHIPS_PER_PROCESS_BOUNDS: join(chips),
+        env.TPU_PROCESS_ADDRESSES: ",".join(addresses),
+    }
 
 
 def _own(*, task_id: int, port: int, chip: int) -> dict[str, str]:
