@@ -38,7 +38,8 @@ class Checked:
             return None
         error = self.outcome.error
         if self.outcome.is_too_large:
-            return f"{self.where}: {too_large(error, target, self.outcome.cost)}"
+            cost = self.outcome.cost
+            return f"{self.where}: {exceeded(cost, target) if cost else too_large(error, target)}"
         operation = failed_operation(error)
         line = operation_line(self.program.hlo.read_bytes(), operation) if operation else None
         of = f" ({operation}{f' at {line}' if line else ''})" if operation else ""
@@ -145,17 +146,20 @@ def decimal(count: float | None) -> str:
     return f"{count:.3g}T" if count < 999.5 else f"{count:.0f}T"
 
 
-def too_large(error: str, target: Target, cost: Cost | None = None) -> str:
-    """Return what needs too much HBM, in a sentence.
+def exceeded(cost: Cost, target: Target) -> str:
+    """Return what a program that compiles, but is too large, needs of the HBM, in a sentence."""
+    return (
+        f"the program needs {binary(cost.total_bytes)} of HBM, and a device has "
+        f"{binary(target.memory_bytes)}: its arguments need {binary(cost.argument_bytes)}, its results "
+        f"{binary(cost.output_bytes - cost.alias_bytes)} more"
+    )
+
+
+def too_large(error: str, target: Target) -> str:
+    """Return what needs too much HBM, in a sentence, from the error of the compilation.
 
     Source: libtpu 0.0.21 names the first array that is larger than the HBM, or lists the program's arrays.
     """
-    if cost is not None:
-        return (
-            f"the program needs {binary(cost.total_bytes)} of HBM, and a device has "
-            f"{binary(target.memory_bytes)}: its arguments need {binary(cost.argument_bytes)}, its results "
-            f"{binary(cost.output_bytes - cost.alias_bytes)} more"
-        )
     if match := re.search(r"Allocation \(size=(\d+)\) .*?\[shape = '(\w+\[[\d,]*\])", error):
         return (
             f"an array of the program, {match[2]}, needs {binary(int(match[1]))} of HBM, and a device has "
