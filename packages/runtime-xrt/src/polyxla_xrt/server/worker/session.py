@@ -316,6 +316,8 @@ class Session:
     def _compile_now(self, incoming: _IncomingProgram) -> None:
         try:
             executable = self._engine.compile(bytes(incoming.hlo), incoming.options)
+            # Read from the program here, once, and not by the reader at the first execution.
+            _ = executable.parameters
             # The request's number is the program's: the client draws both from one counter.
             self._programs[incoming.request] = executable
         except Exception as error:
