@@ -40,7 +40,12 @@ PROJECTS: dict[str, dict[str, Any]] = {
 PACKAGE_OF = {project["name"]: package for package, project in PROJECTS.items()}
 TESTED = [package for package in PROJECTS if any(ROOT.glob(f"packages/{package}/tests/test_*.py"))]
 # Siblings that a package's tests use and its code does not.
-TESTS_NEED = {"core": ["testing"], "runtime-pjrt": ["testing"], "training": ["sampler", "testing"]}
+TESTS_NEED = {
+    "core": ["testing"],
+    "runtime-pjrt": ["testing"],
+    "tpu": ["bridge"],
+    "training": ["sampler", "testing"],
+}
 # The first runs all of integration/, the others the tests that depend on the runtime.
 RUNTIMES = ["pjrt", "xrt"]
 # These promise a range of versions, and are tested with the oldest. The others follow one torch_xla release.
@@ -247,7 +252,7 @@ def build(session: nox.Session) -> None:
     session.run("python", "-m", "venv", "--clear", str(bare))
     python = str(bare / "bin" / "python")
     offline = ["--quiet", "--no-index", "--no-deps", "--disable-pip-version-check"]
-    some = [str(wheels[package]) for package in ("bridge", "core", "runtime-pjrt")]
+    some = [str(wheels[package]) for package in ("bridge", "core", "runtime-pjrt", "tpu")]
     session.run(python, "-m", "pip", "install", *offline, *some, external=True)
     session.run(python, "-c", SEE_ENTRY_POINTS, external=True)
 

@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from polyxla_bridge import abi
-from polyxla_pjrt.tpu.accelerators import AcceleratorType
-from polyxla_pjrt.tpu.parts import read_part
-from polyxla_pjrt.tpu.topology import join, process_environments
+from polyxla_tpu.accelerators import AcceleratorType
+from polyxla_tpu.parts import read_part
+from polyxla_tpu.topology import join, process_environments
 
 API = "0.75"
 """The version of the PJRT API that torch_xla 2.9.0 speaks."""

@@ -22,6 +22,7 @@ import polyxla.env
 import polyxla.hookspecs
 import polyxla_bridge.env
 import polyxla_pjrt.env
+import polyxla_tpu.env
 import polyxla_training.env
 import polyxla_training.hookspecs
 import polyxla_xrt.env
@@ -30,7 +31,7 @@ from polyxla.cli.variables import variables
 from polyxla.plugins.manager import load_everything
 from polyxla.plugins.selection import select
 from polyxla_pjrt.discovery import discover
-from polyxla_pjrt.tpu.metadata import MetadataClient
+from polyxla_tpu.metadata import MetadataClient
 from polyxla_training import Trainer, check_replicas
 from polyxla_training.lightning.hooks import PLAIN
 from polyxla_training.options import LEAST_READS, LOG_EVERY_N_STEPS
@@ -62,7 +63,15 @@ def test_every_hook_is_on_the_plugins_page(hook: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [polyxla.env, polyxla_bridge.env, polyxla_pjrt.env, polyxla_training.env, polyxla_xrt.env]
+    "module",
+    [
+        polyxla.env,
+        polyxla_bridge.env,
+        polyxla_pjrt.env,
+        polyxla_tpu.env,
+        polyxla_training.env,
+        polyxla_xrt.env,
+    ],
 )
 def test_every_variable_is_on_the_environment_page(module: ModuleType) -> None:
     names = [name for name, value in vars(module).items() if name.isupper() and value == name]
@@ -303,6 +312,7 @@ SOURCES = {
     "training": "packages/training/src/polyxla_training",
     "pjrt": "packages/runtime-pjrt/src/polyxla_pjrt",
     "xrt": "packages/runtime-xrt/src/polyxla_xrt",
+    "tpu": "packages/tpu/src/polyxla_tpu",
     "bridge": "packages/bridge/src/polyxla_bridge",
     "sampler": "packages/sampler/src/polyxla_sampler",
     "precision": "packages/precision/src/polyxla_precision",

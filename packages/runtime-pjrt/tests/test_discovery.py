@@ -13,10 +13,11 @@ import pytest
 from polyxla import Claim, Discovery, UsageError
 from polyxla_pjrt import env
 from polyxla_pjrt.discovery import discover, plan_for, replica_environment
-from polyxla_pjrt.layout import Layout
+from polyxla_tpu import env as tpu_env
+from polyxla_tpu.layout import Layout
 
 V4, V3 = "0x005e", "0x0027"
-DESCRIBED = {env.TPU_SKIP_MDS_QUERY: "1", env.TPU_LIBRARY_PATH: "libtpu.so"}
+DESCRIBED = {tpu_env.TPU_SKIP_MDS_QUERY: "1", tpu_env.TPU_LIBRARY_PATH: "libtpu.so"}
 
 
 def machine(directory: Path, device_id: str, chips: int) -> Path:
@@ -88,7 +89,7 @@ def test_an_accelerator_that_contradicts_the_variable_is_refused(laptop: Path) -
     assert "set PJRT_DEVICE=TPU" in found.fix
 
 
-@pytest.mark.parametrize("environ", [{}, {env.PJRT_DEVICE: "CPU"}, {env.POLYXLA_EMULATE: "v3-8"}])
+@pytest.mark.parametrize("environ", [{}, {env.PJRT_DEVICE: "CPU"}, {tpu_env.POLYXLA_EMULATE: "v3-8"}])
 def test_an_unknown_accelerator_is_refused_with_what_to_write(laptop: Path, environ: dict[str, str]) -> None:
     found = discover(environ, "gpu", laptop)
     assert found.unavailable == "accelerator='gpu' is not a device that runtime 'pjrt' can drive"
@@ -103,7 +104,7 @@ def test_a_missing_tpu_is_refused(laptop: Path, environ: dict[str, str]) -> None
 
 
 def test_attached_chips_claim_the_machine(v4_host: Path) -> None:
-    found = discover({**DESCRIBED, env.TPU_ACCELERATOR_TYPE: "v4-8"}, "auto", v4_host)
+    found = discover({**DESCRIBED, tpu_env.TPU_ACCELERATOR_TYPE: "v4-8"}, "auto", v4_host)
     assert (found.claim, found.reason) == (Claim.ATTACHED, "4 TPU chip(s) attached")
     assert (found.kind, found.topology, found.host_count, len(found.devices)) == ("TPU", "v4-8", 1, 4)
 
@@ -114,13 +115,17 @@ def test_accelerator_cpu_leaves_the_chips_alone(v4_host: Path) -> None:
 
 
 def test_a_v3_chip_is_two_devices(v3_host: Path) -> None:
-    found = discover({**DESCRIBED, env.TPU_ACCELERATOR_TYPE: "v3-8"}, "auto", v3_host)
+    found = discover({**DESCRIBED, tpu_env.TPU_ACCELERATOR_TYPE: "v3-8"}, "auto", v3_host)
     assert len(found.devices) == 8
     assert found.devices[5].name == "v3-8 chip 2 core 1"
 
 
 def test_the_second_host_of_a_pod_offers_its_own_chips(v4_host: Path) -> None:
-    pod = {env.TPU_ACCELERATOR_TYPE: "v4-16", env.TPU_WORKER_ID: "1", env.TPU_WORKER_HOSTNAMES: "a,b"}
+    pod = {
+        tpu_env.TPU_ACCELERATOR_TYPE: "v4-16",
+        tpu_env.TPU_WORKER_ID: "1",
+        tpu_env.TPU_WORKER_HOSTNAMES: "a,b",
+    }
     found = discover({**DESCRIBED, **pod}, "auto", v4_host)
     assert (found.host_count, len(found.devices)) == (2, 4)
     assert {device.host_index for device in found.devices} == {1}
@@ -128,27 +133,27 @@ def test_the_second_host_of_a_pod_offers_its_own_chips(v4_host: Path) -> None:
 
 def test_visible_chips_narrow_the_devices(v4_host: Path) -> None:
     part = {
-        env.TPU_ACCELERATOR_TYPE: "v4-8",
-        env.TPU_VISIBLE_CHIPS: "2,3",
-        env.TPU_PROCESS_BOUNDS: "1,1,1",
-        env.TPU_CHIPS_PER_PROCESS_BOUNDS: "1,2,1",
+        tpu_env.TPU_ACCELERATOR_TYPE: "v4-8",
+        tpu_env.TPU_VISIBLE_CHIPS: "2,3",
+        tpu_env.TPU_PROCESS_BOUNDS: "1,1,1",
+        tpu_env.TPU_CHIPS_PER_PROCESS_BOUNDS: "1,2,1",
     }
     environ = {**DESCRIBED, **part}
     found = discover(environ, "auto", v4_host)
     assert [device.name for device in found.devices] == ["v4-8 chip 2 core 0", "v4-8 chip 3 core 0"]
-    assert replica_environment(environ, found, (1,))[env.TPU_VISIBLE_CHIPS] == "3"
+    assert replica_environment(environ, found, (1,))[tpu_env.TPU_VISIBLE_CHIPS] == "3"
 
 
 def test_a_missing_libtpu_is_named(v4_host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "libtpu", None)
-    environ = {env.TPU_SKIP_MDS_QUERY: "1", env.TPU_ACCELERATOR_TYPE: "v4-8"}
+    environ = {tpu_env.TPU_SKIP_MDS_QUERY: "1", tpu_env.TPU_ACCELERATOR_TYPE: "v4-8"}
     found = discover(environ, "auto", v4_host)
     assert found.unavailable == "TPU chips are attached, but libtpu is not installed"
     assert "pip install './packages/runtime-pjrt[tpu]'" in found.fix
 
 
 def test_an_undescribed_slice_names_the_variables_to_set(v4_host: Path) -> None:
-    closed = {env.TPU_LIBRARY_PATH: "libtpu.so", env.GCE_METADATA_HOST: "127.0.0.1:1"}
+    closed = {tpu_env.TPU_LIBRARY_PATH: "libtpu.so", tpu_env.GCE_METADATA_HOST: "127.0.0.1:1"}
     found = discover(closed, "auto", v4_host)
     assert found.unavailable is not None
     assert (
@@ -164,15 +169,15 @@ def test_one_cpu_replica_needs_the_device_type(laptop: Path) -> None:
 
 
 def test_core_five_of_a_v3_host_is_the_second_core_of_chip_two(v3_host: Path) -> None:
-    environ = {**DESCRIBED, env.TPU_ACCELERATOR_TYPE: "v3-8"}
+    environ = {**DESCRIBED, tpu_env.TPU_ACCELERATOR_TYPE: "v3-8"}
     wanted = replica_environment(environ, discover(environ, "auto", v3_host), (5,))
     assert wanted[env.PJRT_DEVICE] == "TPU"
-    assert (wanted[env.TPU_VISIBLE_CHIPS], wanted[env.POLYXLA_PJRT_LOCAL_DEVICE]) == ("2", "1")
-    assert wanted[env.TPU_PROCESS_BOUNDS] == wanted[env.TPU_CHIPS_PER_PROCESS_BOUNDS] == "1,1,1"
+    assert (wanted[tpu_env.TPU_VISIBLE_CHIPS], wanted[env.POLYXLA_PJRT_LOCAL_DEVICE]) == ("2", "1")
+    assert wanted[tpu_env.TPU_PROCESS_BOUNDS] == wanted[tpu_env.TPU_CHIPS_PER_PROCESS_BOUNDS] == "1,1,1"
 
 
 def test_a_prepared_process_keeps_its_core(v3_host: Path) -> None:
-    environ = {**DESCRIBED, env.TPU_ACCELERATOR_TYPE: "v3-8"}
+    environ = {**DESCRIBED, tpu_env.TPU_ACCELERATOR_TYPE: "v3-8"}
     environ |= replica_environment(environ, discover(environ, "auto", v3_host), (5,))
     again = discover(environ, "auto", v3_host)
     assert replica_environment(environ, again, (5,)) == {}
@@ -215,11 +220,11 @@ def metadata_host() -> Iterator[str]:
 @pytest.mark.parametrize("device", [0, 2])
 def test_a_program_prepared_for_a_chip_finds_that_one(v4_host: Path, metadata_host: str, device: int) -> None:
     # On a TPU VM, where the metadata server goes on to describe all chips.
-    environ = {env.GCE_METADATA_HOST: metadata_host, env.TPU_LIBRARY_PATH: "libtpu.so"}
+    environ = {tpu_env.GCE_METADATA_HOST: metadata_host, tpu_env.TPU_LIBRARY_PATH: "libtpu.so"}
     found = discover(environ, "auto", v4_host)
     assert [one.index for one in found.devices] == [0, 1, 2, 3], found.unavailable
     environ |= replica_environment(environ, found, (device,))
-    assert environ[env.TPU_VISIBLE_CHIPS] == str(device)
+    assert environ[tpu_env.TPU_VISIBLE_CHIPS] == str(device)
     again = discover(environ, "auto", v4_host)
     assert [one.index for one in again.devices] == [device], again.unavailable
     assert replica_environment(environ, again, (device,)) == {}
@@ -238,7 +243,7 @@ def test_a_fixed_number_of_devices_does_not_grow(laptop: Path) -> None:
 
 def test_every_variable_is_listed_with_its_origin(laptop: Path) -> None:
     found: Discovery = discover({env.PJRT_DEVICE: "CPU"}, "auto", laptop)
-    assert found.variables.keys() == set(env.READ)
+    assert found.variables.keys() == {*env.READ, *tpu.READ}
     assert (found.variables[env.PJRT_DEVICE].value, found.variables[env.PJRT_DEVICE].origin) == (
         "CPU",
         "environment",
@@ -246,17 +251,21 @@ def test_every_variable_is_listed_with_its_origin(laptop: Path) -> None:
     assert found.variables[env.CPU_NUM_DEVICES].origin == "default"
 
 
-V4_32 = {env.TPU_ACCELERATOR_TYPE: "v4-32", env.TPU_WORKER_ID: "2", env.TPU_WORKER_HOSTNAMES: "a,b,c,d"}
+V4_32 = {
+    tpu_env.TPU_ACCELERATOR_TYPE: "v4-32",
+    tpu_env.TPU_WORKER_ID: "2",
+    tpu_env.TPU_WORKER_HOSTNAMES: "a,b,c,d",
+}
 
 
 @pytest.mark.parametrize(
     ("described", "devices", "layout", "first", "bounds", "chips"),
     [
-        ({env.TPU_ACCELERATOR_TYPE: "v4-8"}, (0, 1, 2, 3), Layout(1, 4), 0, "2,2,1", "0123"),
-        ({env.TPU_ACCELERATOR_TYPE: "v4-8"}, (2, 3), Layout(1, 2), 0, "1,2,1", "23"),
-        ({env.TPU_ACCELERATOR_TYPE: "v4-8"}, (1, 3), Layout(1, 2), 0, "2,1,1", "13"),
-        ({env.TPU_ACCELERATOR_TYPE: "v3-8"}, tuple(range(8)), Layout(2, 4), 0, "2,2,1", "0123"),
-        ({env.TPU_ACCELERATOR_TYPE: "v3-8"}, (4, 5, 6, 7), Layout(2, 2), 0, "1,2,1", "23"),
+        ({tpu_env.TPU_ACCELERATOR_TYPE: "v4-8"}, (0, 1, 2, 3), Layout(1, 4), 0, "2,2,1", "0123"),
+        ({tpu_env.TPU_ACCELERATOR_TYPE: "v4-8"}, (2, 3), Layout(1, 2), 0, "1,2,1", "23"),
+        ({tpu_env.TPU_ACCELERATOR_TYPE: "v4-8"}, (1, 3), Layout(1, 2), 0, "2,1,1", "13"),
+        ({tpu_env.TPU_ACCELERATOR_TYPE: "v3-8"}, tuple(range(8)), Layout(2, 4), 0, "2,2,1", "0123"),
+        ({tpu_env.TPU_ACCELERATOR_TYPE: "v3-8"}, (4, 5, 6, 7), Layout(2, 2), 0, "1,2,1", "23"),
         (V4_32, (0, 1, 2, 3), Layout(1, 4, 4), 8, "2,2,4", "0123"),
     ],
 )
@@ -267,11 +276,13 @@ def test_several_tpu_cores_get_a_process_for_each_chip(
     assert plan is not None
     assert (plan.layout, plan.first_process, plan.is_bridged) == (layout, first, False)
     environs = plan.process_environments({"KEPT": "1"}, cpu_count=2)
-    assert [one[env.TPU_VISIBLE_CHIPS] for one in environs] == list(chips)
-    assert [one[env.CLOUD_TPU_TASK_ID] for one in environs] == [str(first + i) for i in range(len(environs))]
+    assert [one[tpu_env.TPU_VISIBLE_CHIPS] for one in environs] == list(chips)
+    assert [one[tpu_env.CLOUD_TPU_TASK_ID] for one in environs] == [
+        str(first + i) for i in range(len(environs))
+    ]
     assert [one[env.PJRT_LOCAL_PROCESS_RANK] for one in environs] == [str(i) for i in range(len(environs))]
-    assert {one[env.TPU_PROCESS_BOUNDS] for one in environs} == {bounds}
-    assert {(one[env.PJRT_DEVICE], one["KEPT"], one[env.TPU_SKIP_MDS_QUERY]) for one in environs} == {
+    assert {one[tpu_env.TPU_PROCESS_BOUNDS] for one in environs} == {bounds}
+    assert {(one[env.PJRT_DEVICE], one["KEPT"], one[tpu_env.TPU_SKIP_MDS_QUERY]) for one in environs} == {
         ("TPU", "1", "1")
     }
     assert plan.program_environment({}, 2) == {env.PJRT_DEVICE: "TPU"}
@@ -280,12 +291,12 @@ def test_several_tpu_cores_get_a_process_for_each_chip(
 @pytest.mark.parametrize(
     ("described", "devices", "why"),
     [
-        ({env.TPU_ACCELERATOR_TYPE: "v4-8"}, (0, 3), "not neighbours that form a box"),
-        ({env.TPU_ACCELERATOR_TYPE: "v4-8"}, (0, 1, 2), "not neighbours that form a box"),
-        ({env.TPU_ACCELERATOR_TYPE: "v3-8"}, (1, 2), "a process drives the 2 cores of a chip"),
+        ({tpu_env.TPU_ACCELERATOR_TYPE: "v4-8"}, (0, 3), "not neighbours that form a box"),
+        ({tpu_env.TPU_ACCELERATOR_TYPE: "v4-8"}, (0, 1, 2), "not neighbours that form a box"),
+        ({tpu_env.TPU_ACCELERATOR_TYPE: "v3-8"}, (1, 2), "a process drives the 2 cores of a chip"),
         (V4_32, (0, 1), "4 hosts must use all their chips"),
         (
-            {env.TPU_ACCELERATOR_TYPE: "v4-8", "TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2"},
+            {tpu_env.TPU_ACCELERATOR_TYPE: "v4-8", "TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2"},
             (0, 1, 2, 3),
             "torchrun has started 2 processes, but 4 replicas here are 4 processes x 1 threads",
         ),

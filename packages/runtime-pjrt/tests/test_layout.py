@@ -10,7 +10,7 @@ import pytest
 from polyxla import UsageError
 from polyxla.env import POLYXLA_DEVICES
 from polyxla_bridge.env import POLYXLA_LIBTPU_DEV, POLYXLA_LIBTPU_HOST, from_environ
-from polyxla_pjrt import env, torchrun
+from polyxla_pjrt import env
 from polyxla_pjrt.discovery import (
     discover,
     plan_for,
@@ -18,16 +18,24 @@ from polyxla_pjrt.discovery import (
     replica_environment,
     requested_devices,
 )
-from polyxla_pjrt.layout import Layout, Plan, cpu_layout
-from polyxla_pjrt.tpu.played import PlayedTpu
+from polyxla_pjrt.layout import Plan, cpu_layout
 from polyxla_pjrt.tpu_plan import TpuPlan, plan_cores
+from polyxla_tpu import env as tpu_env
+from polyxla_tpu import torchrun
+from polyxla_tpu.layout import Layout
+from polyxla_tpu.played import PlayedTpu
 
-TORCHRUN = {env.TORCHELASTIC_RUN_ID: "a", env.WORLD_SIZE: "4", env.LOCAL_WORLD_SIZE: "4", env.RANK: "1"}
+TORCHRUN = {
+    tpu_env.TORCHELASTIC_RUN_ID: "a",
+    tpu_env.WORLD_SIZE: "4",
+    tpu_env.LOCAL_WORLD_SIZE: "4",
+    tpu_env.RANK: "1",
+}
 
 
 def tpu_plan(name: str, devices: Sequence[int] = (), **environ: str) -> TpuPlan:
     """Plan a job on some devices of an emulated TPU, or on all."""
-    environ = {env.POLYXLA_EMULATE: name, **environ}
+    environ = {tpu_env.POLYXLA_EMULATE: name, **environ}
     return plan_cores(environ, tuple(devices) or requested_devices(environ))
 
 
@@ -108,7 +116,7 @@ FOUR = {env.PJRT_DEVICE: "CPU_POLYXLA", POLYXLA_DEVICES: "4"}
         pytest.param(
             {env.PJRT_DEVICE: "CPU_POLYXLA", POLYXLA_DEVICES: "4"}, 4, Layout(processes=4), id="asked"
         ),
-        pytest.param({env.POLYXLA_EMULATE: "v3-8"}, 8, Layout(threads=2, processes=4), id="emulated"),
+        pytest.param({tpu_env.POLYXLA_EMULATE: "v3-8"}, 8, Layout(threads=2, processes=4), id="emulated"),
         pytest.param({env.PJRT_DEVICE: "CPU"}, 1, None, id="one"),
         pytest.param({env.PJRT_DEVICE: "TPU_XRT"}, 8, None, id="another-runtimes"),
     ],
@@ -126,7 +134,7 @@ def test_a_program_can_name_the_number_of_replicas(
     [
         pytest.param(FOUR, 8, 4, id="asked"),
         pytest.param({env.PJRT_DEVICE: "CPU", env.CPU_NUM_DEVICES: "2"}, 8, 2, id="fixed"),
-        pytest.param({env.POLYXLA_EMULATE: "v3-8", env.PJRT_DEVICE: "TPU"}, 4, 8, id="emulated"),
+        pytest.param({tpu_env.POLYXLA_EMULATE: "v3-8", env.PJRT_DEVICE: "TPU"}, 4, 8, id="emulated"),
     ],
 )
 def test_a_number_of_replicas_that_is_not_available_is_refused(
@@ -174,7 +182,9 @@ def test_each_process_gets_its_share_and_one_coordinator() -> None:
     shares = [from_environ(one) for one in environs]
     assert [share.local for share in shares] == [(0, 1), (2, 3)]
     assert (
-        len({share.coordinator for share in shares}) == len({one[env.MASTER_PORT] for one in environs}) == 1
+        len({share.coordinator for share in shares})
+        == len({one[tpu_env.MASTER_PORT] for one in environs})
+        == 1
     )
     assert [one[env.PJRT_LOCAL_PROCESS_RANK] for one in environs] == ["0", "1"]
     assert {one["KEPT"] for one in environs} == {"yes"}
@@ -189,16 +199,18 @@ def pod_plan(host: int) -> TpuPlan:
 def test_a_launch_plays_all_hosts_of_a_tpu() -> None:
     environs = tpu_plan("v4-16").process_environments({"KEPT": "yes"}, cpu_count=2)
     assert [one[env.PJRT_LOCAL_PROCESS_RANK] for one in environs] == ["0", "1", "2", "3"] * 2
-    assert [one[env.POLYXLA_EMULATE_HOST] for one in environs] == ["0"] * 4 + ["1"] * 4
-    assert [one[env.CLOUD_TPU_TASK_ID] for one in environs] == [str(index) for index in range(8)]
-    assert {one[env.TPU_PROCESS_BOUNDS] for one in environs} == {"2,2,2"}
-    assert {one[env.TPU_SKIP_MDS_QUERY] for one in environs} == {"1"}
+    assert [one[tpu_env.POLYXLA_EMULATE_HOST] for one in environs] == ["0"] * 4 + ["1"] * 4
+    assert [one[tpu_env.CLOUD_TPU_TASK_ID] for one in environs] == [str(index) for index in range(8)]
+    assert {one[tpu_env.TPU_PROCESS_BOUNDS] for one in environs} == {"2,2,2"}
+    assert {one[tpu_env.TPU_SKIP_MDS_QUERY] for one in environs} == {"1"}
     assert {one[POLYXLA_LIBTPU_HOST] for one in environs} == {"v4:2x2x1"}
     assert len({one[POLYXLA_LIBTPU_DEV] for one in environs}) == 2, "each host has its own chips"
-    (addresses,) = {one[env.TPU_PROCESS_ADDRESSES] for one in environs}
+    (addresses,) = {one[tpu_env.TPU_PROCESS_ADDRESSES] for one in environs}
     assert len(set(addresses.split(","))) == 8
     ports = [address.rpartition(":")[2] for address in addresses.split(",")]
-    assert ports == [one[env.TPU_PROCESS_PORT] for one in environs] == ["8476", "8477", "8478", "8479"] * 2
+    assert (
+        ports == [one[tpu_env.TPU_PROCESS_PORT] for one in environs] == ["8476", "8477", "8478", "8479"] * 2
+    )
     assert {one["KEPT"] for one in environs} == {"yes"}
 
 
@@ -206,15 +218,15 @@ def test_a_launch_can_play_one_host_of_a_tpu() -> None:
     plan = pod_plan(1)
     assert (plan.layout, plan.processes_here) == (Layout(1, 4, 2), range(4, 8))
     environs = plan.process_environments({}, cpu_count=2)
-    assert [one[env.CLOUD_TPU_TASK_ID] for one in environs] == ["4", "5", "6", "7"]
-    (addresses,) = {one[env.TPU_PROCESS_ADDRESSES] for one in environs}
+    assert [one[tpu_env.CLOUD_TPU_TASK_ID] for one in environs] == ["4", "5", "6", "7"]
+    (addresses,) = {one[tpu_env.TPU_PROCESS_ADDRESSES] for one in environs}
     assert [one.partition(":")[0] for one in addresses.split(",")] == ["127.1.1.1"] * 4 + ["127.1.1.2"] * 4
 
 
 @pytest.mark.parametrize("text", ["2", "-1", "one"])
 def test_a_host_that_the_emulated_tpu_lacks_is_refused(text: str) -> None:
     with pytest.raises(UsageError) as caught:
-        PlayedTpu.read({env.POLYXLA_EMULATE: "v4-16", env.POLYXLA_EMULATE_HOST: text})
+        PlayedTpu.read({tpu_env.POLYXLA_EMULATE: "v4-16", tpu_env.POLYXLA_EMULATE_HOST: text})
     assert str(caught.value) == (
         f"the hosts of a v4-16 have the numbers 0 to 1 (from POLYXLA_EMULATE_HOST={text}). Write one of them"
         ", or unset POLYXLA_EMULATE_HOST to play all hosts in one launch."
@@ -226,7 +238,7 @@ def test_launches_of_one_program_share_the_chips_of_its_host() -> None:
     program = plan.program_environment({}, 2)
     environs = plan.process_environments(program, 2) + plan.process_environments(program, 2)
     assert {one[POLYXLA_LIBTPU_DEV] for one in environs} == {program[POLYXLA_LIBTPU_DEV]}
-    assert len({one[env.TPU_PROCESS_ADDRESSES] for one in environs}) == 2
+    assert len({one[tpu_env.TPU_PROCESS_ADDRESSES] for one in environs}) == 2
     assert plan.program_environment({}, 2)[POLYXLA_LIBTPU_DEV] != program[POLYXLA_LIBTPU_DEV]
 
 
@@ -259,11 +271,11 @@ def test_thread_pools_hold_every_waiting_replica_and_share_the_cores(
 ) -> None:
     environs = Plan(layout).process_environments({}, cpu_count=3)[0]
     assert int(environs[env.XLA_THREAD_POOL_SIZE]) >= waiting
-    assert int(environs[env.NPROC]) == compute
+    assert int(environs[tpu_env.NPROC]) == compute
 
 
 def test_an_emulated_tpu_is_discovered_as_one(tmp_path: Path) -> None:
-    environ = {env.POLYXLA_EMULATE: "v3-8"}
+    environ = {tpu_env.POLYXLA_EMULATE: "v3-8"}
     found = discover(environ, "auto", tmp_path)
     assert (found.kind, found.topology, found.host_count, len(found.devices)) == ("TPU", "v3-8", 1, 8)
     assert found.reason == "POLYXLA_EMULATE=v3-8"
@@ -280,7 +292,7 @@ def test_an_emulated_tpu_is_discovered_as_one(tmp_path: Path) -> None:
 
 
 def test_one_core_needs_no_plan() -> None:
-    assert plan_for({env.POLYXLA_EMULATE: "v4-8"}, "TPU", (2,)) is None
+    assert plan_for({tpu_env.POLYXLA_EMULATE: "v4-8"}, "TPU", (2,)) is None
     assert plan_for({}, "CPU", (0,)) is None
 
 
@@ -298,10 +310,10 @@ def test_a_program_for_several_cpu_devices_keeps_the_client_of_torch_xla(
 @pytest.mark.parametrize(
     ("environ", "text"),
     [
-        ({env.POLYXLA_EMULATE: "v9-8"}, "there is no TPU type 'v9-8'"),
-        ({env.POLYXLA_EMULATE: "v3-9"}, "TPU v3 does not come with 9 cores"),
+        ({tpu_env.POLYXLA_EMULATE: "v9-8"}, "there is no TPU type 'v9-8'"),
+        ({tpu_env.POLYXLA_EMULATE: "v3-9"}, "TPU v3 does not come with 9 cores"),
         (
-            {env.POLYXLA_EMULATE: "v3-8", env.PJRT_DEVICE: "CPU"},
+            {tpu_env.POLYXLA_EMULATE: "v3-8", env.PJRT_DEVICE: "CPU"},
             "POLYXLA_EMULATE=v3-8 and PJRT_DEVICE=CPU contradict each other",
         ),
     ],
@@ -333,7 +345,7 @@ def test_processes_of_torchrun_are_the_replicas() -> None:
             ),
         ),
         (
-            TORCHRUN | {env.POLYXLA_EMULATE: "v5e-8"},
+            TORCHRUN | {tpu_env.POLYXLA_EMULATE: "v5e-8"},
             8,
             (
                 "torchrun has started 4 processes, but 8 replicas here are 8 processes x 1 threads "
@@ -341,7 +353,7 @@ def test_processes_of_torchrun_are_the_replicas() -> None:
             ),
         ),
         (
-            TORCHRUN | {env.LOCAL_WORLD_SIZE: "2"},
+            TORCHRUN | {tpu_env.LOCAL_WORLD_SIZE: "2"},
             4,
             "torchrun has started 2 of 4 processes on this host",
         ),
@@ -350,11 +362,11 @@ def test_processes_of_torchrun_are_the_replicas() -> None:
 def test_a_torchrun_with_another_number_of_processes_is_refused(
     environ: dict[str, str], devices: int, text: str
 ) -> None:
-    kind = "TPU" if env.POLYXLA_EMULATE in environ else "CPU"
+    kind = "TPU" if tpu_env.POLYXLA_EMULATE in environ else "CPU"
     with pytest.raises(UsageError) as caught:
         plan_for(environ, kind, tuple(range(devices)))
     assert text in str(caught.value)
 
 
 def test_without_torchrun_its_other_variables_do_not_count() -> None:
-    assert torchrun.process_count({env.WORLD_SIZE: "4", env.RANK: "0"}) is None
+    assert torchrun.process_count({tpu_env.WORLD_SIZE: "4", tpu_env.RANK: "0"}) is None

@@ -13,10 +13,10 @@ import pytest
 from packaging.markers import Marker
 
 from polyxla import Claim, Discovery, UsageError
-from polyxla_pjrt.tpu.chips import AttachedChip
-from polyxla_pjrt.tpu.cores import with_devices
-from polyxla_pjrt.tpu.versions import RIGHT_LIBTPU, libtpu_fix, libtpu_problem, versions_problem
+from polyxla_pjrt.cores import with_devices
+from polyxla_pjrt.versions import RIGHT_LIBTPU, libtpu_fix, libtpu_problem, versions_problem
 from polyxla_testing import PluginInstaller
+from polyxla_tpu.chips import AttachedChip
 
 
 def test_the_installed_pair_fits() -> None:

@@ -14,12 +14,13 @@ from pathlib import Path
 from polyxla import Claim, Device, Discovery, Setting, UsageError
 from polyxla.env import POLYXLA_DEVICES, from_environ
 from polyxla.plugins.device_request import pick_devices
-from polyxla_pjrt import env, torchrun, tpu_plan
+from polyxla_pjrt import cores, env, tpu_plan
 from polyxla_pjrt.layout import BRIDGED_CPU, Plan, cpu_layout, require_bridge
-from polyxla_pjrt.tpu import cores
-from polyxla_pjrt.tpu.chips import PCI_ROOT, AttachedChip, attached_chips
-from polyxla_pjrt.tpu.played import PlayedTpu
-from polyxla_pjrt.tpu.versions import RIGHT_PAIR, versions_problem
+from polyxla_pjrt.versions import RIGHT_PAIR, versions_problem
+from polyxla_tpu import env as tpu_env
+from polyxla_tpu import torchrun
+from polyxla_tpu.chips import PCI_ROOT, AttachedChip, attached_chips
+from polyxla_tpu.played import PlayedTpu
 
 KINDS = ("CPU", "TPU")
 """The device types this runtime drives."""
@@ -122,8 +123,8 @@ def _chips(environ: Mapping[str, str], pci_root: Path) -> tuple[AttachedChip, ..
 
 
 def _claim(environ: Mapping[str, str], accelerator: str, pci_root: Path) -> tuple[Claim, str, str]:
-    if text := environ.get(env.POLYXLA_EMULATE):
-        return Claim.EXPLICIT, f"{env.POLYXLA_EMULATE}={text}", "TPU"
+    if text := environ.get(tpu_env.POLYXLA_EMULATE):
+        return Claim.EXPLICIT, f"{tpu_env.POLYXLA_EMULATE}={text}", "TPU"
     if kind := requested_kind(environ):
         return Claim.EXPLICIT, f"{env.PJRT_DEVICE}={kind}", kind
     chips = attached_chips(pci_root)
@@ -151,9 +152,9 @@ def _check_request(environ: Mapping[str, str], accelerator: str, kind: str) -> N
             f"accelerator={accelerator!r} and {env.PJRT_DEVICE}={kind} contradict each other",
             fix=f"Leave accelerator out, or set {env.PJRT_DEVICE}={accelerator.upper()}.",
         )
-    if environ.get(env.POLYXLA_EMULATE) and requested_kind(environ) not in ("", "TPU"):
+    if environ.get(tpu_env.POLYXLA_EMULATE) and requested_kind(environ) not in ("", "TPU"):
         raise UsageError(
-            f"{env.POLYXLA_EMULATE}={environ[env.POLYXLA_EMULATE]} and "
+            f"{tpu_env.POLYXLA_EMULATE}={environ[tpu_env.POLYXLA_EMULATE]} and "
             f"{env.PJRT_DEVICE}={environ[env.PJRT_DEVICE]} contradict each other",
             fix=f"Unset {env.PJRT_DEVICE}: an emulated TPU needs none.",
         )
@@ -175,7 +176,8 @@ def _cpus(environ: Mapping[str, str]) -> tuple[Device, ...]:
 
 def _variables(environ: Mapping[str, str]) -> dict[str, Setting]:
     return {
-        name: Setting(environ.get(name), "environment" if name in environ else "default") for name in env.READ
+        name: Setting(environ.get(name), "environment" if name in environ else "default")
+        for name in (*env.READ, *tpu_env.READ)
     }
 
 
@@ -191,7 +193,7 @@ def prepared_plan(environ: Mapping[str, str], nprocs: int | None = None) -> Plan
     """
     kind = requested_kind(environ) or ("TPU" if attached_chips() else "")
     # With these bounds the program has chosen which chips a process drives.
-    if kind not in KINDS or nprocs == 1 or (kind == "TPU" and environ.get(env.TPU_PROCESS_BOUNDS)):
+    if kind not in KINDS or nprocs == 1 or (kind == "TPU" and environ.get(tpu_env.TPU_PROCESS_BOUNDS)):
         return None
     return requested_plan(environ) if nprocs is None else _plan_of(environ, nprocs)
 

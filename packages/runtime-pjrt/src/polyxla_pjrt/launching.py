@@ -16,9 +16,9 @@ from polyxla.contracts.job import ProcessMethod
 from polyxla.env import POLYXLA_COMPILE_CACHE
 from polyxla.launcher.processes import ProcessWork, run_processes
 from polyxla.xla import refuse_if_device_in_use
-from polyxla_pjrt import torchrun
 from polyxla_pjrt.layout import Place, Plan
 from polyxla_pjrt.monitor.launches import monitored
+from polyxla_tpu import torchrun
 
 _REPLICAS, _BRIDGE = "polyxla_pjrt.replicas", "polyxla_bridge.engine.jax_engine"
 

@@ -9,10 +9,12 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from polyxla import UsageError, World
+from polyxla import UsageError
 from polyxla.errors import pip_install
 from polyxla.launcher.ports import LOCALHOST, free_ports
 from polyxla_pjrt import env
+from polyxla_tpu import env as tpu_env
+from polyxla_tpu.layout import Layout
 
 THREADS_PER_REPLICA = 4
 """Threads that torch_xla's pool must have for each replica of a process. Executions wait in the pool for each
@@ -20,49 +22,6 @@ other: a pool full of waiting ones never starts the one they wait for."""
 BRIDGED_CPU = "CPU_POLYXLA"
 """The value of ``PJRT_DEVICE`` that chooses the bridge. torch_xla's Python reads it up to the underscore, so
 the device keeps its usual name."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Numbers of threads, processes and hosts; ordinals count through them in that order.
-
-    Attributes:
-        threads: replicas in each process.
-        processes: processes on each host.
-        hosts: number of hosts; played ones may all be this machine.
-    """
-
-    threads: int = 1
-    processes: int = 1
-    hosts: int = 1
-
-    @property
-    def process_count(self) -> int:
-        """Number of processes on all hosts."""
-        return self.processes * self.hosts
-
-    @property
-    def replicas(self) -> int:
-        """The world size."""
-        return self.threads * self.process_count
-
-    def __str__(self) -> str:
-        hosts = f"{self.hosts} hosts x " if self.hosts > 1 else ""
-        return f"{hosts}{self.processes} processes x {self.threads} threads"
-
-    def world(self, process: int, thread: int) -> World:
-        """Return where the replica in a thread of a process stands."""
-        host, local_process = divmod(process, self.processes)
-        return World(
-            world_size=self.replicas,
-            ordinal=process * self.threads + thread,
-            local_ordinal=local_process * self.threads + thread,
-            local_world_size=self.processes * self.threads,
-            process_index=process,
-            process_count=self.process_count,
-            host_index=host,
-            host_count=self.hosts,
-        )
 
 
 @dataclass(frozen=True)
@@ -132,8 +91,8 @@ class Plan:
         # The store is torch.distributed's; torch_xla would choose the same port for all jobs of a machine.
         return {
             bridge.POLYXLA_BRIDGE_COORDINATOR: f"{LOCALHOST}:{coordinator}",
-            env.MASTER_ADDR: LOCALHOST,
-            env.MASTER_PORT: str(store),
+            tpu_env.MASTER_ADDR: LOCALHOST,
+            tpu_env.MASTER_PORT: str(store),
         }
 
     def process_environments(self, environ: Mapping[str, str], cpu_count: int) -> list[dict[str, str]]:
@@ -187,7 +146,7 @@ def thread_pools(layout: Layout, cpu_count: int) -> dict[str, str]:
     # Each replica has its own pools, and more threads than cores only slow each other down.
     compute = max(1, cpu_count // layout.replicas)
     waiting = THREADS_PER_REPLICA * layout.threads
-    return {env.NPROC: str(compute), env.XLA_THREAD_POOL_SIZE: str(max(cpu_count, waiting))}
+    return {tpu_env.NPROC: str(compute), env.XLA_THREAD_POOL_SIZE: str(max(cpu_count, waiting))}
 
 
 @dataclass(frozen=True)

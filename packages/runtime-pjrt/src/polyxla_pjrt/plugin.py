@@ -11,10 +11,12 @@ from polyxla.launcher.processes import run_inline, run_processes
 from polyxla.launcher.start_methods import running_fork_server
 from polyxla.plugins.unknown_variables import constants
 from polyxla_pjrt import discovery as pjrt
-from polyxla_pjrt import env, torchrun
+from polyxla_pjrt import env
 from polyxla_pjrt.launching import preload, run_job, say_uncached
 from polyxla_pjrt.layout import Place
-from polyxla_pjrt.tpu.played import PlayedTpu
+from polyxla_tpu import env as tpu
+from polyxla_tpu import torchrun
+from polyxla_tpu.played import PlayedTpu
 
 
 @hookimpl
@@ -27,10 +29,10 @@ def polyxla_discover_devices(environ: Mapping[str, str], accelerator: str) -> Di
 def polyxla_variables() -> frozenset[str]:
     """Name this runtime's variables, and the bridge's."""
     if importlib.util.find_spec("polyxla_bridge") is None:
-        return constants(env)
+        return constants(env, tpu)
     from polyxla_bridge import env as bridge
 
-    return constants(env, bridge)
+    return constants(env, tpu, bridge)
 
 
 @hookimpl

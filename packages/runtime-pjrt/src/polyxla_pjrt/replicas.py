@@ -30,10 +30,9 @@ from polyxla.launcher import failures
 from polyxla.launcher.child import REPLICA_THREAD
 from polyxla.xla import replica_process
 from polyxla.xla.replication import CollectiveReplication
-from polyxla_pjrt import torchrun
 from polyxla_pjrt.layout import Place, Plan
 from polyxla_pjrt.monitor.replica_watch import watch_replicas
-from polyxla_pjrt.tpu import holders
+from polyxla_tpu import holders, torchrun
 
 _LENGTH_BYTES = 8
 _PR_SET_PDEATHSIG = 1

@@ -25,14 +25,16 @@ from polyxla.launcher.processes import ProcessWork
 from polyxla.plugins.unknown_variables import unknown_variables
 from polyxla.xla import first_device_use
 from polyxla.xla.torch_xla_launch import TorchXlaLaunch, handle_launches
-from polyxla_pjrt import discovery, env, torchrun
+from polyxla_pjrt import discovery, env
+from polyxla_pjrt.cores import is_prepared
 from polyxla_pjrt.cpu_client import TensorWatch
 from polyxla_pjrt.host_answers import answer
 from polyxla_pjrt.launching import run_plan, run_process, say_uncached
 from polyxla_pjrt.layout import BRIDGED_CPU, Plan
-from polyxla_pjrt.tpu.chips import attached_chips
-from polyxla_pjrt.tpu.cores import is_prepared
-from polyxla_pjrt.tpu.played import PlayedTpu
+from polyxla_tpu import env as tpu_env
+from polyxla_tpu import torchrun
+from polyxla_tpu.chips import attached_chips
+from polyxla_tpu.played import PlayedTpu
 
 
 class NoDevice(plugins.DevicePlugin):
@@ -53,7 +55,7 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
     prepared = (env.POLYXLA_PJRT_LOCAL_DEVICE, env.PJRT_LOCAL_PROCESS_COUNT)
     if environ.get(env.PJRT_DEVICE) == BRIDGED_CPU or any(name in environ for name in prepared):
         return {}
-    if environ.get(env.RANK, "0") == "0" and multiprocessing.parent_process() is None:
+    if environ.get(tpu_env.RANK, "0") == "0" and multiprocessing.parent_process() is None:
         # Once per job: not in each of torchrun's processes, and not in the program's own.
         for warning in unknown_variables(environ):
             say_once(warning)
@@ -101,7 +103,7 @@ def _run(plan: Plan, launched: TorchXlaLaunch) -> list[Any]:
 def _join_torchrun() -> None:
     """Set up replication in a process that torchrun started, which torch_xla leaves to the script."""
     environ = snapshot()
-    is_ours = environ.get(env.PJRT_DEVICE) == BRIDGED_CPU or env.POLYXLA_EMULATE in environ
+    is_ours = environ.get(env.PJRT_DEVICE) == BRIDGED_CPU or tpu_env.POLYXLA_EMULATE in environ
     if torchrun.process_count(environ) is not None and is_ours:
         devices: Any = xm.get_xla_supported_devices()
         xm.set_replication(torch_xla.device(), devices)
@@ -132,7 +134,7 @@ def _unlaunched(played: PlayedTpu) -> str:
 
 
 def _may_launch_on_cpu(environ: Mapping[str, str]) -> bool:
-    prepared = (env.POLYXLA_PJRT_LOCAL_DEVICE, env.PJRT_LOCAL_PROCESS_COUNT, env.POLYXLA_EMULATE)
+    prepared = (env.POLYXLA_PJRT_LOCAL_DEVICE, env.PJRT_LOCAL_PROCESS_COUNT, tpu_env.POLYXLA_EMULATE)
     is_on_cpu = environ.get(env.PJRT_DEVICE) in (None, "", "CPU") and not any(map(environ.get, prepared))
     numbers = (environ.get(name) for name in (POLYXLA_DEVICES, env.CPU_NUM_DEVICES))
     return is_on_cpu and any(number not in (None, "", "auto", "1") for number in numbers)

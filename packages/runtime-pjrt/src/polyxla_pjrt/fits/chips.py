@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from polyxla import UsageError
 from polyxla_bridge.libtpu.host import GENERATIONS
 from polyxla_pjrt.fits.plugin_api import Cost, Option
-from polyxla_pjrt.tpu.accelerators import AcceleratorType
+from polyxla_tpu.accelerators import AcceleratorType
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from polyxla.env import snapshot
 from polyxla.errors import pip_install
 from polyxla_pjrt.fits.batch_size import PLACE, largest_fitting, with_batch_size
 from polyxla_pjrt.fits.progress import Progress, shown
-from polyxla_pjrt.tpu.versions import libtpu_fix, libtpu_problem
+from polyxla_pjrt.versions import libtpu_fix, libtpu_problem
 
 if TYPE_CHECKING:
     from polyxla_pjrt.fits.chips import Target

@@ -17,11 +17,11 @@ from typing import IO, Any, Self
 
 from polyxla import PolyxlaError
 from polyxla_bridge.abi import Code
-from polyxla_pjrt import env
 from polyxla_pjrt.fits import compile_process
 from polyxla_pjrt.fits.chips import Target
 from polyxla_pjrt.fits.collected import CollectedProgram
 from polyxla_pjrt.fits.plugin_api import Cost
+from polyxla_tpu import env as tpu_env
 
 START_TIMEOUT_S = 60.0
 """Longest wait for libtpu to load, in seconds; it takes less than one."""
@@ -73,8 +73,8 @@ class CompileProcess:
         }
         self._environ = {
             **others,
-            env.TPU_SKIP_MDS_QUERY: "1",
-            env.TPU_WORKER_HOSTNAMES: "localhost",
+            tpu_env.TPU_SKIP_MDS_QUERY: "1",
+            tpu_env.TPU_WORKER_HOSTNAMES: "localhost",
             # Otherwise a second process with libtpu on this machine is refused, also one that only compiles.
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         }

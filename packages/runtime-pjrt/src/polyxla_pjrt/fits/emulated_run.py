@@ -19,6 +19,7 @@ from polyxla_pjrt import env
 from polyxla_pjrt.fits.chips import Target
 from polyxla_pjrt.fits.collected import CollectedProgram, Logs, programs
 from polyxla_pjrt.fits.progress import Progress
+from polyxla_tpu import env as tpu_env
 
 TICK_S = 0.5
 GRACE_S = 10.0
@@ -107,7 +108,7 @@ class EmulatedRun:
         }
         return {
             **kept,
-            env.POLYXLA_EMULATE: self.target.accelerator.name,
+            tpu_env.POLYXLA_EMULATE: self.target.accelerator.name,
             POLYXLA_LIBTPU_PROGRAMS: str(directory),
             # The lines of operations go into the programs. Source: torch_xla's documentation, "Troubleshoot".
             "XLA_HLO_DEBUG": "1",

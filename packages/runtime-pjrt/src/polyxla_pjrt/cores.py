@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import replace
 
-from polyxla import Device, Discovery, Setting, UsageError
+from polyxla import Discovery, Setting, UsageError
 from polyxla_pjrt import env
-from polyxla_pjrt.tpu.accelerators import AcceleratorType
-from polyxla_pjrt.tpu.chips import AttachedChip
-from polyxla_pjrt.tpu.metadata import MetadataClient
-from polyxla_pjrt.tpu.played import PlayedTpu
-from polyxla_pjrt.tpu.slices import TpuSlice, read_slice
-from polyxla_pjrt.tpu.topology import single_core_environment
-from polyxla_pjrt.tpu.versions import libtpu_fix, libtpu_problem
+from polyxla_pjrt.versions import libtpu_fix, libtpu_problem
+from polyxla_tpu import env as tpu_env
+from polyxla_tpu import this_host
+from polyxla_tpu.accelerators import AcceleratorType
+from polyxla_tpu.chips import AttachedChip
+from polyxla_tpu.played import PlayedTpu
+from polyxla_tpu.slices import TpuSlice
+from polyxla_tpu.this_host import cores, host_core, skip_metadata
+from polyxla_tpu.topology import single_core_environment
 
 _GIVEN_TO_PROCESSES = (
-    env.TPU_PROCESS_BOUNDS,
-    env.TPU_CHIPS_PER_PROCESS_BOUNDS,
-    env.TPU_VISIBLE_CHIPS,
-    env.CLOUD_TPU_TASK_ID,
+    tpu_env.TPU_PROCESS_BOUNDS,
+    tpu_env.TPU_CHIPS_PER_PROCESS_BOUNDS,
+    tpu_env.TPU_VISIBLE_CHIPS,
+    tpu_env.CLOUD_TPU_TASK_ID,
 )
 
 
@@ -43,13 +44,14 @@ def with_devices(bare: Discovery, environ: Mapping[str, str], chips: tuple[Attac
     else:
         _check_libtpu(environ)
     tpu_slice = this_slice(environ)
+    prepared = environ.get(env.POLYXLA_PJRT_DEVICE)
     variables = {
         **bare.variables,
-        env.TPU_ACCELERATOR_TYPE: Setting(tpu_slice.accelerator.name, tpu_slice.origin),
+        tpu_env.TPU_ACCELERATOR_TYPE: Setting(tpu_slice.accelerator.name, tpu_slice.origin),
     }
     return replace(
         bare,
-        devices=_cores(environ, tpu_slice, chips, played),
+        devices=tuple(one for one in cores(tpu_slice, chips, played) if prepared in (None, str(one.index))),
         host_count=tpu_slice.accelerator.hosts,
         topology=tpu_slice.accelerator.name,
         variables=variables,
@@ -88,7 +90,7 @@ def core_environment(environ: Mapping[str, str], device: int) -> dict[str, str]:
 
 
 def this_slice(environ: Mapping[str, str]) -> TpuSlice:
-    """Return the slice that this host belongs to.
+    """Return the slice that this host belongs to, also in a process that a launch has prepared.
 
     Raises:
         UsageError: neither the environment nor the metadata server describes it.
@@ -96,34 +98,12 @@ def this_slice(environ: Mapping[str, str]) -> TpuSlice:
     if is_prepared(environ):
         # These variables describe the process's part of the host.
         environ = {name: value for name, value in environ.items() if name not in _GIVEN_TO_PROCESSES}
-    if played := PlayedTpu.read(environ):
-        environ = played.describe(environ)
-    tpu_slice = read_slice(environ, _metadata(environ.get(env.GCE_METADATA_HOST)))
-    if tpu_slice is None:
-        raise UsageError(
-            "TPU chips are attached, but neither the environment nor the metadata server says which slice "
-            "they belong to",
-            fix=f"Set {env.TPU_SKIP_MDS_QUERY}=1 and {env.TPU_ACCELERATOR_TYPE}=v4-8 (your type).",
-        )
-    return tpu_slice
+    return this_host.this_slice(environ)
 
 
 def is_prepared(environ: Mapping[str, str]) -> bool:
     """Return whether a launch has prepared this process for some of the host's chips."""
     return env.PJRT_LOCAL_PROCESS_COUNT in environ or env.POLYXLA_PJRT_DEVICE in environ
-
-
-def host_core(tpu_slice: TpuSlice, device: int) -> int:
-    """Return a device's core number on its host: devices count only the visible chips."""
-    if tpu_slice.visible_chips is None:
-        return device
-    chip, core = divmod(device, tpu_slice.accelerator.threads_per_process)
-    return tpu_slice.visible_chips[chip] * tpu_slice.accelerator.threads_per_process + core
-
-
-def skip_metadata(tpu_slice: TpuSlice) -> dict[str, str]:
-    """Return the variable that stops torch_xla from asking a metadata server that had no answer before."""
-    return {env.TPU_SKIP_MDS_QUERY: "1"} if tpu_slice.origin == "environment" else {}
 
 
 def _check_same(prepared: int, device: int) -> None:
@@ -135,34 +115,6 @@ def _check_same(prepared: int, device: int) -> None:
         )
 
 
-@functools.cache
-def _metadata(host: str | None) -> MetadataClient:
-    return MetadataClient.from_environ({env.GCE_METADATA_HOST: host} if host else {})
-
-
-def _cores(
-    environ: Mapping[str, str],
-    tpu_slice: TpuSlice,
-    chips: tuple[AttachedChip, ...],
-    played: PlayedTpu | None,
-) -> tuple[Device, ...]:
-    visible = range(len(chips)) if tpu_slice.visible_chips is None else tpu_slice.visible_chips
-    hosts = played.hosts_here if played else 1
-    kind = f"emulated {tpu_slice.accelerator.name}" if played else tpu_slice.accelerator.name
-    cores = [
-        (host, chip, core)
-        for host in range(tpu_slice.worker_id, tpu_slice.worker_id + hosts)
-        for chip in visible
-        for core in range(tpu_slice.accelerator.threads_per_process)
-    ]
-    devices = (
-        Device(index, "TPU", f"{kind} chip {chip} core {core}", host)
-        for index, (host, chip, core) in enumerate(cores)
-    )
-    prepared = environ.get(env.POLYXLA_PJRT_DEVICE)
-    return tuple(one for one in devices if prepared in (None, str(one.index)))
-
-
 def _has_libtpu(environ: Mapping[str, str]) -> bool:
     # torch_xla itself looks in these two places. Source: torch_xla/__init__.py, v2.9.0.
-    return bool(environ.get(env.TPU_LIBRARY_PATH)) or importlib.util.find_spec("libtpu") is not None
+    return bool(environ.get(tpu_env.TPU_LIBRARY_PATH)) or importlib.util.find_spec("libtpu") is not None

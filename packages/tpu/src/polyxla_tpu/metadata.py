@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from polyxla.errors import UsageError
-from polyxla_pjrt import env
+from polyxla_tpu import env
 
 if TYPE_CHECKING:
     import requests

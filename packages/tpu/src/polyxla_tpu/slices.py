@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from polyxla.errors import UsageError
-from polyxla_pjrt import env
-from polyxla_pjrt.tpu import parts
-from polyxla_pjrt.tpu.accelerators import AcceleratorType, Bounds, Shape, parse_shape
-from polyxla_pjrt.tpu.metadata import MetadataClient, MetadataKeyError, MetadataUnreachableError
-from polyxla_pjrt.tpu.parts import Value, from_variables
-from polyxla_pjrt.tpu.topology import check_workers, join, no_such_worker
+from polyxla_tpu import env, parts
+from polyxla_tpu.accelerators import AcceleratorType, Bounds, Shape, parse_shape
+from polyxla_tpu.metadata import MetadataClient, MetadataKeyError, MetadataUnreachableError
+from polyxla_tpu.parts import Value, from_variables
+from polyxla_tpu.topology import check_workers, join, no_such_worker
 
 Origin = Literal["environment", "metadata server"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from polyxla.errors import UsageError
-from polyxla_pjrt.tpu.accelerators import GENERATIONS, AcceleratorType, Bounds, most_cubic, parse_shape, sizes
+from polyxla_tpu.accelerators import GENERATIONS, AcceleratorType, Bounds, most_cubic, parse_shape, sizes
 
 # type, generation, chips, hosts, chips per host, threads per process, devices, hosts' and chips' arrangement
 TABLE = [

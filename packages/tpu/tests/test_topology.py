@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyxla.errors import DevicesError, UsageError
-from polyxla_pjrt.tpu.accelerators import GENERATIONS, AcceleratorType, Bounds, sizes
-from polyxla_pjrt.tpu.topology import process_addresses, process_environments, single_core_environment
+from polyxla_tpu.accelerators import GENERATIONS, AcceleratorType, Bounds, sizes
+from polyxla_tpu.topology import process_addresses, process_environments, single_core_environment
 
 TYPES = [f"{generation}-{size}" for generation in GENERATIONS for size in sizes(generation)]
 SMALL_TYPES = [name for name in TYPES if int(name.split("-")[1]) <= 512]

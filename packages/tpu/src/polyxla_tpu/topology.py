@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from polyxla.errors import DevicesError, UsageError
-from polyxla_pjrt import env
-from polyxla_pjrt.tpu.accelerators import GENERATIONS, AcceleratorType, Bounds, Shape
+from polyxla_tpu import env
+from polyxla_tpu.accelerators import GENERATIONS, AcceleratorType, Bounds, Shape
 
 BASE_PORT = 8476
 """The port of a host's first process; the others follow. Source: torch_xla 2.9.0."""

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Sequence
 
 from polyxla.errors import UsageError
-from polyxla_pjrt import env
-from polyxla_pjrt.tpu.accelerators import GENERATIONS, Bounds, Shape
-from polyxla_pjrt.tpu.topology import join
+from polyxla_tpu import env
+from polyxla_tpu.accelerators import GENERATIONS, Bounds, Shape
+from polyxla_tpu.topology import join
 
 ONE: Shape = (1, 1, 1)
 """A single host, process or chip."""

@@ -6,8 +6,8 @@ import pytest
 
 from polyxla.errors import UsageError
 from polyxla_bridge.libtpu.host import GENERATIONS as PLAYED
-from polyxla_pjrt.tpu.accelerators import GENERATIONS, Bounds, Shape
-from polyxla_pjrt.tpu.boxes import box, chips_of
+from polyxla_tpu.accelerators import GENERATIONS, Bounds, Shape
+from polyxla_tpu.boxes import box, chips_of
 
 BOARD: Shape = (2, 2, 1)
 EIGHT: Shape = (2, 4, 1)

@@ -11,7 +11,7 @@ import importlib.metadata
 from collections.abc import Mapping
 
 from polyxla.errors import pip_install
-from polyxla_pjrt import env
+from polyxla_tpu import env as tpu_env
 
 RIGHT_LIBTPU = "0.0.21"
 """The release of libtpu that torch_xla 2.9.0 was built with. Source: its ``setup.py``."""
@@ -49,7 +49,7 @@ def libtpu_problem(environ: Mapping[str, str]) -> str | None:
     A library that ``TPU_LIBRARY_PATH`` names is not checked, and neither is one without metadata.
     """
     installed = _version("libtpu")
-    if environ.get(env.TPU_LIBRARY_PATH) or installed is None or _release(installed) in FITTING_LIBTPU:
+    if environ.get(tpu_env.TPU_LIBRARY_PATH) or installed is None or _release(installed) in FITTING_LIBTPU:
         return None
     return (
         f"libtpu {installed} does not fit torch_xla {_version('torch_xla')}, which was built with libtpu "

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from polyxla.errors import UsageError
-from polyxla_pjrt.tpu.metadata import (
+from polyxla_tpu.metadata import (
     MetadataClient,
     MetadataError,
     MetadataKeyError,
@@ -290,7 +290,7 @@ def test_errors_can_be_pickled(closed_port: str) -> None:
 
 def test_importing_the_module_imports_no_http_library() -> None:
     heavy = {"requests", "urllib3", "yaml", "torch"}
-    code = f"import sys, polyxla_pjrt.tpu.slices; print({heavy} & sys.modules.keys())"
+    code = f"import sys, polyxla_tpu.slices; print({heavy} & sys.modules.keys())"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )

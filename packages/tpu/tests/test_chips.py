@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from polyxla_pjrt.tpu.chips import AttachedChip, attached_chips
+from polyxla_tpu.chips import AttachedChip, attached_chips
 
 
 def add(root: Path, address: str, **files: str) -> Path:

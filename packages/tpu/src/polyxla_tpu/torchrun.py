@@ -6,18 +6,45 @@ import datetime as dt
 import json
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import polyxla.env
 from polyxla import UsageError
-from polyxla_pjrt import env
-from polyxla_pjrt.layout import Plan
+from polyxla_tpu import env
+from polyxla_tpu.layout import Layout
 
 MEET_TIMEOUT_S = 120
 """Longest wait for all of torchrun's processes to connect, in seconds."""
 _KEY = "polyxla/meeting"
 _meetings: dict[str, dict[str, str]] = {}
 """Where the processes of each run of torchrun meet. A second launch in this process uses the same devices."""
+
+
+class Plan(Protocol):
+    """What this module needs to know of a runtime's plan."""
+
+    @property
+    def kind(self) -> str:
+        """The name of the devices."""
+        ...
+
+    @property
+    def layout(self) -> Layout:
+        """How all replicas are spread over processes."""
+        ...
+
+    @property
+    def processes_here(self) -> range:
+        """The numbers of this host's processes."""
+        ...
+
+    def meeting(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Choose what all processes share; called in one of them."""
+        ...
+
+    def process_environment(self, process: int, cpu_count: int, meeting: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables of one process."""
+        ...
 
 
 def process_count(environ: Mapping[str, str]) -> int | None:

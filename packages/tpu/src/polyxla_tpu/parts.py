@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from polyxla.errors import UsageError
-from polyxla_pjrt import env
-from polyxla_pjrt.tpu.accelerators import Bounds, Shape, parse_shape
-from polyxla_pjrt.tpu.boxes import ONE, box, chips_of, possible_boxes
-from polyxla_pjrt.tpu.topology import join
+from polyxla_tpu import env
+from polyxla_tpu.accelerators import Bounds, Shape, parse_shape
+from polyxla_tpu.boxes import ONE, box, chips_of, possible_boxes
+from polyxla_tpu.topology import join
 
 HOSTS = (env.TPU_PROCESS_BOUNDS, env.TPU_HOST_BOUNDS)
 """The arrangement of the hosts; the first that is set."""

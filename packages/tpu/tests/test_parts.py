@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from polyxla.errors import UsageError
-from polyxla_pjrt.tpu.accelerators import Bounds, Shape
-from polyxla_pjrt.tpu.parts import Part, read_part, read_visible_chips
+from polyxla_tpu.accelerators import Bounds, Shape
+from polyxla_tpu.parts import Part, read_part, read_visible_chips
 
 BOARD: Shape = (2, 2, 1)
 WHOLE = Bounds((1, 1, 1), BOARD)

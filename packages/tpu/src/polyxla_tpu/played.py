@@ -17,10 +17,10 @@ from ipaddress import IPv4Address
 from polyxla import UsageError
 from polyxla.console import say_once
 from polyxla.errors import pip_install
-from polyxla_pjrt import env
-from polyxla_pjrt.tpu.accelerators import AcceleratorType
-from polyxla_pjrt.tpu.chips import AttachedChip
-from polyxla_pjrt.tpu.topology import BASE_PORT
+from polyxla_tpu import env
+from polyxla_tpu.accelerators import AcceleratorType
+from polyxla_tpu.chips import AttachedChip
+from polyxla_tpu.topology import BASE_PORT
 
 POLYXLA_LIBTPU_HOST, POLYXLA_LIBTPU_DEV = "POLYXLA_LIBTPU_HOST", "POLYXLA_LIBTPU_DEV"
 POLYXLA_LIBTPU_SLICE = "POLYXLA_LIBTPU_SLICE"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from polyxla.errors import UsageError
-from polyxla_pjrt.tpu.accelerators import Bounds, Shape
-from polyxla_pjrt.tpu.metadata import (
+from polyxla_tpu.accelerators import Bounds, Shape
+from polyxla_tpu.metadata import (
     MetadataClient,
     MetadataError,
     MetadataKeyError,
     MetadataUnreachableError,
 )
-from polyxla_pjrt.tpu.slices import TpuSlice, read_slice
+from polyxla_tpu.slices import TpuSlice, read_slice
 
 V3_8 = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v3-8"}
 V4_16 = {

@@ -1,1 +1,0 @@
-"""TPU hosts: accelerator types, topology, metadata, chips and cores."""
