@@ -243,7 +243,7 @@ def test_a_fixed_number_of_devices_does_not_grow(laptop: Path) -> None:
 
 def test_every_variable_is_listed_with_its_origin(laptop: Path) -> None:
     found: Discovery = discover({env.PJRT_DEVICE: "CPU"}, "auto", laptop)
-    assert found.variables.keys() == {*env.READ, *tpu.READ}
+    assert found.variables.keys() == {*env.READ, *tpu_env.READ}
     assert (found.variables[env.PJRT_DEVICE].value, found.variables[env.PJRT_DEVICE].origin) == (
         "CPU",
         "environment",

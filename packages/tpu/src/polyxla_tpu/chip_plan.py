@@ -77,7 +77,7 @@ class ChipPlan:
             ports: those of a host's processes.
         """
         hostnames = self.tpu_slice.hostnames
-        if self.plays_all_hosts:
+        if self.played and self.played.host is None:
             hostnames = tuple(free_addresses(self.layout.hosts))
         return ",".join(f"{name}:{port}" for name in hostnames for port in ports)
 
