@@ -20,18 +20,6 @@ POLYXLA_PJRT_PROCESSES = "POLYXLA_PJRT_PROCESSES"
 Default: the number of replicas.
 """
 
-POLYXLA_PJRT_MONITOR_PORT = "POLYXLA_PJRT_MONITOR_PORT"
-"""The port on which the launch on host 0 of a slice listens for those on the other hosts, so that a host that
-fails ends all.
-Default: 8490.
-"""
-
-DEFAULT_MONITOR_PORT = 8490
-"""Next to libtpu's, which has 8476 to 8483 on a host of eight chips."""
-
-POLYXLA_PJRT_MONITOR = "POLYXLA_PJRT_MONITOR"
-"""Given: ``host:port`` where the replica processes of a host report to their launch."""
-
 PJRT_LOCAL_PROCESS_RANK = "PJRT_LOCAL_PROCESS_RANK"
 """Given: a process's number on its host, as torch_xla's own launch sets it."""
 
@@ -49,10 +37,5 @@ POLYXLA_PJRT_DEVICE = "POLYXLA_PJRT_DEVICE"
 POLYXLA_PJRT_LOCAL_DEVICE = "POLYXLA_PJRT_LOCAL_DEVICE"
 """Given: that device's number among those that the process sees."""
 
-READ = (
-    PJRT_DEVICE,
-    CPU_NUM_DEVICES,
-    POLYXLA_PJRT_PROCESSES,
-    POLYXLA_PJRT_MONITOR_PORT,
-)
+READ = (PJRT_DEVICE, CPU_NUM_DEVICES, POLYXLA_PJRT_PROCESSES)
 """The variables that a user may set."""

@@ -17,8 +17,8 @@ from polyxla.env import POLYXLA_COMPILE_CACHE
 from polyxla.launcher.processes import ProcessWork, run_processes
 from polyxla.xla import refuse_if_device_in_use
 from polyxla_pjrt.layout import Place, Plan
-from polyxla_pjrt.monitor.launches import monitored
 from polyxla_tpu import torchrun
+from polyxla_tpu.monitor.launches import monitored
 
 _REPLICAS, _BRIDGE = "polyxla_pjrt.replicas", "polyxla_bridge.engine.jax_engine"
 

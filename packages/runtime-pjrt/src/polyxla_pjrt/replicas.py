@@ -31,12 +31,17 @@ from polyxla.launcher.child import REPLICA_THREAD
 from polyxla.xla import replica_process
 from polyxla.xla.replication import CollectiveReplication
 from polyxla_pjrt.layout import Place, Plan
-from polyxla_pjrt.monitor.replica_watch import watch_replicas
 from polyxla_tpu import holders, torchrun
+from polyxla_tpu.monitor.replica_watch import watch_replicas
 
 _LENGTH_BYTES = 8
 _PR_SET_PDEATHSIG = 1
 """Source: ``linux/prctl.h``."""
+_ENDED = ("ExecuteTime", "CompileTime")
+"""Metrics that get a sample when a program ends, or its compilation.
+Source: torch_xla 2.9.0, ``runtime/pjrt_computation_client.cpp``.
+"""
+_native: Any = torch_xla._XLAC  # type: ignore[attr-defined]
 
 
 class MultiReplication(CollectiveReplication):
@@ -91,6 +96,22 @@ def _world(place: Place) -> World:
     return world
 
 
+class TorchXlaProbe:
+    """The `polyxla_tpu.monitor.replica_watch.DeviceProbe` of the default device of the calling thread."""
+
+    def __init__(self) -> None:
+        self._devices = xm.xla_real_devices([torch_xla.device()])
+
+    def ended(self) -> int:
+        """Return how many programs and compilations of this process have ended."""
+        metrics = (_native._xla_metric_data(name) for name in _ENDED)
+        return sum(metric[0] for metric in metrics if metric)
+
+    def wait(self) -> None:
+        """Wait until the device has finished its work."""
+        _native._xla_wait_device_ops(devices=self._devices)
+
+
 def run_replicas(replica: Callable[[Place], Any], plan: Plan, process: int) -> list[Any]:
     """Run every replica of this process and return their results, in the order of the threads.
 
@@ -101,7 +122,7 @@ def run_replicas(replica: Callable[[Place], Any], plan: Plan, process: int) -> l
         _end_with_parent()
     if plan.is_bridged:
         _watch(plan)
-    watch_replicas(snapshot())
+    watch_replicas(snapshot(), TorchXlaProbe)
     replica_process.prepare(shares_gil=plan.layout.threads > 1)
     with holders.named(), _sigterm_ends_quietly():
         pjrt.initialize_multiprocess(process % plan.layout.processes, plan.layout.processes)
@@ -197,15 +218,14 @@ def _wait_only_for_own_device() -> None:
     torch_xla's own takes the locks of all devices. If the awaited work is a collective, the other replicas
     cannot take the lock they need to join it: a deadlock.
     """
-    native: Any = torch_xla._XLAC  # type: ignore[attr-defined]
-    wait = native._xla_wait_device_ops
+    wait = _native._xla_wait_device_ops
 
     @functools.wraps(wait)
     def wait_device_ops(devices: Sequence[str] = ()) -> None:
         own = threading.current_thread().name.startswith(REPLICA_THREAD)
         wait(devices=list(devices) or (xm.xla_real_devices([torch_xla.device()]) if own else []))
 
-    native._xla_wait_device_ops = wait_device_ops
+    _native._xla_wait_device_ops = wait_device_ops
 
 
 def _run_threads(replicas: Sequence[Callable[[], Any]]) -> list[Any]:

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from polyxla.console import INTERRUPTED
 from polyxla.env import POLYXLA_STALL_TIMEOUT_S, POLYXLA_START_TIMEOUT_S, timeout_s
 from polyxla.errors import PolyxlaError, UsageError
-from polyxla_pjrt import env
-from polyxla_pjrt.monitor.server import Failure, Hosts, Monitor
+from polyxla_tpu import env
+from polyxla_tpu.monitor.server import Failure, Hosts, Monitor
 
 NOTICE_S = 2.0
 """How long a failed launch waits for notice of another host's failure, which may be its cause, in s."""

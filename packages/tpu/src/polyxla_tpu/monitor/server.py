@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass
 from polyxla.console import say
 from polyxla.errors import ReplicaLostError
 from polyxla.launcher.ports import LOCALHOST
-from polyxla_pjrt import env
-from polyxla_pjrt.monitor.connection import Connection, Message
-from polyxla_pjrt.monitor.stalls import Account, Accounts
+from polyxla_tpu import env
+from polyxla_tpu.monitor.connection import Connection, Message
+from polyxla_tpu.monitor.stalls import Account, Accounts
 
 TICK_S = 0.25
 """How often the monitor looks for stalls and for host 0, in seconds."""

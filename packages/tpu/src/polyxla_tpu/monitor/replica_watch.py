@@ -1,4 +1,4 @@
-"""Watching the replicas of one process for the monitor. Heavy: imported in that process."""
+"""Watching the replicas of one process for the monitor, in that process."""
 
 from __future__ import annotations
 
@@ -6,22 +6,19 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any, NamedTuple
-
-import torch_xla
-import torch_xla.core.xla_model as xm
+from typing import NamedTuple, Protocol
 
 from polyxla import presence
 from polyxla.console import say
 from polyxla.env import POLYXLA_STALL_TIMEOUT_S, timeout_s
 from polyxla.launcher import failures
 from polyxla.presence import Position
-from polyxla_pjrt import env
-from polyxla_pjrt.monitor.connection import Connection, Message
-from polyxla_pjrt.monitor.server import Failure
-from polyxla_pjrt.monitor.stalls import FRESH_S, Account
+from polyxla_tpu import env
+from polyxla_tpu.monitor.connection import Connection, Message
+from polyxla_tpu.monitor.server import Failure
+from polyxla_tpu.monitor.stalls import FRESH_S, Account
 
 TICK_S = 1.0
 """How often a replica is looked at, in seconds; less if the timeout is short."""
@@ -32,17 +29,26 @@ CONNECT_S = 5.0
 """Longest wait for the monitor of this host, in seconds."""
 _COMPUTING = 0.1
 """A process that uses so much of one core computes; one that waits uses next to nothing."""
-_ENDED = ("ExecuteTime", "CompileTime")
-"""Metrics that get a sample when a program ends, or its compilation.
-Source: torch_xla 2.9.0, ``runtime/pjrt_computation_client.cpp``.
-"""
-_native: Any = torch_xla._XLAC  # type: ignore[attr-defined]
 
 
-def watch_replicas(environ: Mapping[str, str]) -> None:
+class DeviceProbe(Protocol):
+    """What a runtime knows of one replica's device. Made in the replica's thread, used in others."""
+
+    def ended(self) -> int:
+        """Return how many programs and compilations of this process have ended."""
+
+    def wait(self) -> None:
+        """Wait until the device has finished its work."""
+
+
+def watch_replicas(environ: Mapping[str, str], probe: Callable[[], DeviceProbe]) -> None:
     """Watch all replicas that this process will run, if a monitor is there.
 
     Its notices end this process: another host has failed, or replicas of this process stall.
+
+    Args:
+        environ: the environment with the monitor's address and the timeout.
+        probe: makes the probe of the device of the replica in whose thread it is called.
     """
     address = environ.get(env.POLYXLA_PJRT_MONITOR)
     if address is None:
@@ -53,7 +59,7 @@ def watch_replicas(environ: Mapping[str, str]) -> None:
     except OSError as error:
         say(f"process {os.getpid()} cannot reach its launch's monitor at {address}: {error}")
         return
-    watch = ProcessWatch(monitor, timeout_s(environ, POLYXLA_STALL_TIMEOUT_S))
+    watch = ProcessWatch(monitor, timeout_s(environ, POLYXLA_STALL_TIMEOUT_S), probe)
     presence.listen(watch.follow)
     threading.Thread(target=watch.obey, name="polyxla-watch-monitor", daemon=True).start()
 
@@ -64,21 +70,23 @@ class ProcessWatch:
     Args:
         monitor: the connection to this host's monitor.
         timeout_s: longest wait of a replica for others, in seconds.
+        probe: makes the probe of the device of the replica in whose thread it is called.
     """
 
-    def __init__(self, monitor: Connection, timeout_s: float) -> None:
+    def __init__(self, monitor: Connection, timeout_s: float, probe: Callable[[], DeviceProbe]) -> None:
         self._monitor = monitor
         self._timeout_s = timeout_s
+        self._probe = probe
         self._watches: dict[int, ReplicaWatch] = {}
         self._lock = threading.Lock()
 
     def follow(self, position: Position) -> None:
         """Watch a replica from its start, and report its return; called in its thread."""
         if not position.has_returned:
-            (device,) = xm.xla_real_devices([torch_xla.device()])
-            self._watches[position.ordinal] = ReplicaWatch(self, position.ordinal, device, self._timeout_s)
-        elif watch := self._watches.pop(position.ordinal, None):
-            watch.stop()
+            watch = ReplicaWatch(self, position.ordinal, self._probe(), self._timeout_s)
+            self._watches[position.ordinal] = watch
+        elif ended := self._watches.pop(position.ordinal, None):
+            ended.stop()
             self.report(position.ordinal, Account(in_device=False, has_returned=True))
 
     def report(self, ordinal: int, account: Account) -> None:
@@ -120,25 +128,25 @@ class _Look(NamedTuple):
 class ReplicaWatch:
     """A thread that watches the replica that makes it, and reports it while no program of its process ends.
 
-    Whether the device has work is learned by waiting for it, in a thread of its own: torch_xla has no other
+    Whether the device has work is learned by waiting for it, in a thread of its own: runtimes have no other
     way to ask. While the replica compiles, the device has none; but its thread stays in one call of C, and
     the process computes.
 
     Args:
         process: takes the accounts.
         ordinal: the replica's.
-        device: torch_xla's name of the real device, such as ``TPU:0``.
+        probe: of the replica's device.
         timeout_s: longest wait of a replica for others, in seconds.
     """
 
-    def __init__(self, process: ProcessWatch, ordinal: int, device: str, timeout_s: float) -> None:
+    def __init__(self, process: ProcessWatch, ordinal: int, probe: DeviceProbe, timeout_s: float) -> None:
         self._process = process
         self._ordinal = ordinal
-        self._device = device
+        self._probe = probe
         self._replica = threading.get_ident()
         self._tick_s = min(TICK_S, timeout_s / 8)
         self._quiet_s = min(QUIET_S, timeout_s / 4)
-        self._probe: threading.Thread | None = None
+        self._waiting: threading.Thread | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name=f"polyxla-watch-{ordinal}", daemon=True)
         self._thread.start()
@@ -147,8 +155,8 @@ class ReplicaWatch:
         """Stop watching; the device has finished its work."""
         self._stop.set()
         self._thread.join()
-        if self._probe:
-            self._probe.join()
+        if self._waiting:
+            self._waiting.join()
 
     def _watch(self) -> None:
         last, since = self._look(), time.monotonic()
@@ -171,26 +179,16 @@ class ReplicaWatch:
     def _look(self) -> _Look:
         frame = sys._current_frames().get(self._replica)
         spot = (id(frame), frame.f_lasti) if frame else None
-        return _Look(time.monotonic(), time.process_time(), _ended(), spot)
+        return _Look(time.monotonic(), time.process_time(), self._probe.ended(), spot)
 
     def _is_in_device(self) -> bool:
-        if self._probe is None or not self._probe.is_alive():
-            self._probe = threading.Thread(
-                target=_native._xla_wait_device_ops,
-                kwargs={"devices": [self._device]},
-                name=f"polyxla-watch-device-{self._ordinal}",
-                daemon=True,
-            )
-            self._probe.start()
-            self._probe.join(self._tick_s)
-        return self._probe.is_alive()
+        if self._waiting is None or not self._waiting.is_alive():
+            name = f"polyxla-watch-device-{self._ordinal}"
+            self._waiting = threading.Thread(target=self._probe.wait, name=name, daemon=True)
+            self._waiting.start()
+            self._waiting.join(self._tick_s)
+        return self._waiting.is_alive()
 
     def _report(self, in_device: bool, seconds: float) -> None:
         line = next((one.line for one in presence.positions() if one.ordinal == self._ordinal), None)
         self._process.report(self._ordinal, Account(in_device, seconds, line))
-
-
-def _ended() -> int:
-    """Return how many programs and compilations of this process have ended."""
-    metrics = (_native._xla_metric_data(name) for name in _ENDED)
-    return sum(metric[0] for metric in metrics if metric)

@@ -13,10 +13,10 @@ import pytest
 
 from polyxla import PolyxlaError, ReplicaLostError, StalledError, UsageError
 from polyxla.launcher.ports import free_ports
-from polyxla_pjrt import env
-from polyxla_pjrt.monitor.connection import Connection
-from polyxla_pjrt.monitor.launches import monitored
-from polyxla_pjrt.monitor.server import Failure, Hosts, Monitor
+from polyxla_tpu import env
+from polyxla_tpu.monitor.connection import Connection
+from polyxla_tpu.monitor.launches import monitored
+from polyxla_tpu.monitor.server import Failure, Hosts, Monitor
 
 PATIENCE_S = 30.0
 NAMES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")

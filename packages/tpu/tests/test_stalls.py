@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from polyxla_pjrt.monitor import stalls
-from polyxla_pjrt.monitor.stalls import Account, Accounts
+from polyxla_tpu.monitor import stalls
+from polyxla_tpu.monitor.stalls import Account, Accounts
 
 WAITING = Account(in_device=True, seconds=10, line="train.py:7")
 AWAY = Account(in_device=False, seconds=1000)
