@@ -218,7 +218,7 @@ def test_a_port_that_is_taken_is_reported(capfd: pytest.CaptureFixture[str]) -> 
     tpu.end(0)
     text = capfd.readouterr().err
     assert f"cannot listen on port {tpu.port}, where hosts learn of each other's failure" in text
-    assert "POLYXLA_PJRT_MONITOR_PORT sets another, on all hosts" in text
+    assert "POLYXLA_MONITOR_PORT sets another, on all hosts" in text
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_a_port_that_is_taken_is_reported(capfd: pytest.CaptureFixture[str]) -> 
     [(StalledError("x"), 1), (UsageError("x", fix="y."), 2), (SystemExit(9), 9), (KeyboardInterrupt(), 130)],
 )
 def test_the_exit_code_of_a_host_becomes_that_of_the_others(error: BaseException, code: int) -> None:
-    environ = {env.POLYXLA_PJRT_MONITOR_PORT: str(free_ports(1)[0])}
+    environ = {env.POLYXLA_MONITOR_PORT: str(free_ports(1)[0])}
 
     def fail(host: int) -> None:
         with monitored(NAMES[:2], host, environ):
@@ -244,6 +244,6 @@ def test_the_exit_code_of_a_host_becomes_that_of_the_others(error: BaseException
 
 
 def test_a_port_that_is_no_number_is_refused() -> None:
-    entering = monitored(NAMES, 0, {env.POLYXLA_PJRT_MONITOR_PORT: "x"})
-    with pytest.raises(UsageError, match="POLYXLA_PJRT_MONITOR_PORT=x"):
+    entering = monitored(NAMES, 0, {env.POLYXLA_MONITOR_PORT: "x"})
+    with pytest.raises(UsageError, match="POLYXLA_MONITOR_PORT=x"):
         entering.__enter__()

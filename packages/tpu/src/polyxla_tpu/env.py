@@ -91,7 +91,7 @@ play theirs.
 Default: unset; one launch plays all hosts.
 """
 
-POLYXLA_PJRT_MONITOR_PORT = "POLYXLA_PJRT_MONITOR_PORT"
+POLYXLA_MONITOR_PORT = "POLYXLA_MONITOR_PORT"
 """The port on which the launch on host 0 of a slice listens for those on the other hosts, so that a host that
 fails ends all.
 Default: 8490.
@@ -100,7 +100,7 @@ Default: 8490.
 DEFAULT_MONITOR_PORT = 8490
 """Next to libtpu's, which has 8476 to 8483 on a host of eight chips."""
 
-POLYXLA_PJRT_MONITOR = "POLYXLA_PJRT_MONITOR"
+POLYXLA_MONITOR = "POLYXLA_MONITOR"
 """Given: ``host:port`` where the replica processes of a host report to their launch."""
 
 MASTER_ADDR = "MASTER_ADDR"
@@ -136,7 +136,7 @@ Default: the number of cores.
 READ = (
     POLYXLA_EMULATE,
     POLYXLA_EMULATE_HOST,
-    POLYXLA_PJRT_MONITOR_PORT,
+    POLYXLA_MONITOR_PORT,
     TPU_SKIP_MDS_QUERY,
     TPU_ACCELERATOR_TYPE,
     TPU_PROCESS_BOUNDS,

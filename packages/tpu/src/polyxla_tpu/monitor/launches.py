@@ -35,7 +35,7 @@ def monitored(names: Sequence[str], own: int, environ: Mapping[str, str]) -> Ite
     monitor = Monitor(hosts, *limits)
     failure: Failure | None = None
     try:
-        yield {env.POLYXLA_PJRT_MONITOR: monitor.address}
+        yield {env.POLYXLA_MONITOR: monitor.address}
     except BaseException as error:
         if cause := monitor.wait_for_failure(NOTICE_S if len(names) > 1 else 0.0):
             raise cause.error() from None
@@ -55,12 +55,12 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _port(environ: Mapping[str, str]) -> int:
-    text = environ.get(env.POLYXLA_PJRT_MONITOR_PORT) or str(env.DEFAULT_MONITOR_PORT)
+    text = environ.get(env.POLYXLA_MONITOR_PORT) or str(env.DEFAULT_MONITOR_PORT)
     port = int(text) if text.isascii() and text.isdecimal() else 0
     if not 0 < port < 1 << 16:
         raise UsageError(
             f"{text} is not the number of a port",
-            where=f"{env.POLYXLA_PJRT_MONITOR_PORT}={text}",
+            where=f"{env.POLYXLA_MONITOR_PORT}={text}",
             fix=f"Write a number such as {env.DEFAULT_MONITOR_PORT}, the same on all hosts, or unset it.",
         )
     return port

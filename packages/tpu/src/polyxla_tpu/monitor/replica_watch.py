@@ -50,7 +50,7 @@ def watch_replicas(environ: Mapping[str, str], probe: Callable[[], DeviceProbe])
         environ: the environment with the monitor's address and the timeout.
         probe: makes the probe of the device of the replica in whose thread it is called.
     """
-    address = environ.get(env.POLYXLA_PJRT_MONITOR)
+    address = environ.get(env.POLYXLA_MONITOR)
     if address is None:
         return
     try:

@@ -146,7 +146,7 @@ class Monitor:
             self._report_at = None
             say(
                 f"cannot listen on port {self._hosts.port}, where hosts learn of each other's failure: "
-                f"{error.strerror or error}. {env.POLYXLA_PJRT_MONITOR_PORT} sets another, on all hosts"
+                f"{error.strerror or error}. {env.POLYXLA_MONITOR_PORT} sets another, on all hosts"
             )
 
     def _serve(self) -> None:
