@@ -33,7 +33,8 @@ def own_packages() -> frozenset[str]:
     """Return the import names of polyxla's own distributions."""
     points = (point for group in PLUGIN_GROUPS for point in importlib.metadata.entry_points(group=group))
     ours = (point.module for point in points if point.dist and point.dist.name.startswith("polyxla-"))
-    return frozenset({"polyxla", *(module.partition(".")[0] for module in ours)})
+    # polyxla_tpu is a library of runtimes, and no plugin.
+    return frozenset({"polyxla", "polyxla_tpu", *(module.partition(".")[0] for module in ours)})
 
 
 def is_polyxlas(frame: FrameType) -> bool:
