@@ -80,7 +80,7 @@ def test_loading_a_runtime_imports_no_other_runtime(install_plugin: PluginInstal
             "pjrt",
             RuntimeNotInstalledError,
             "runtime 'pjrt' is not installed (installed: toy) (from --runtime). "
-            "Install it: pip install ./packages/runtime-pjrt",
+            "Install it: pip install ./packages/tpu ./packages/runtime-pjrt",
             id="the-other-known-one",
         ),
         pytest.param(

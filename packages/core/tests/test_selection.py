@@ -131,7 +131,7 @@ def test_equal_claims_are_refused(claim: Claim) -> None:
         pytest.param(
             [],
             "no runtime can be chosen (none is installed). "
-            "Install one, such as: pip install ./packages/runtime-pjrt",
+            "Install one, such as: pip install ./packages/tpu ./packages/runtime-pjrt",
             id="none-installed",
         ),
         pytest.param(
