@@ -10,7 +10,7 @@ from polyxla_bridge.engine import numbering
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.libtpu import claims
 from polyxla_bridge.libtpu.host import Host
-from polyxla_bridge.libtpu.topology import Topology
+from polyxla_bridge.libtpu.topology import Topology, in_slice
 
 
 def host(text: str) -> Host:
@@ -125,6 +125,19 @@ def test_a_host_that_is_not_described_has_no_tpu(text: str) -> None:
         PjrtError, match=f"POLYXLA_LIBTPU_HOST='{text}' does not describe the chips of a host"
     ):
         host(text)
+
+
+@pytest.mark.parametrize(
+    ("flag", "is_spmd"),
+    # What xr.is_spmd() returns.
+    [("1", True), ("true", True), ("2", True), ("", False), ("0", False), ("True", False), ("yes", False)],
+)
+def test_an_spmd_program_has_the_variables_of_its_host_in_the_slice(flag: str, is_spmd: bool) -> None:
+    environ = {"XLA_USE_SPMD": flag, "POLYXLA_LIBTPU_SLICE": "TPU_HOST_BOUNDS=1,1,2 TPU_WORKER_ID=1"}
+    given = {"TPU_HOST_BOUNDS": "1,1,2", "TPU_WORKER_ID": "1"}
+    assert in_slice(environ) == environ | (given if is_spmd else {})
+    described = environ | {"TPU_PROCESS_BOUNDS": "1,1,1"}
+    assert in_slice(described) == described
 
 
 def test_a_chip_belongs_to_one_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ Default: the number of cores.
 """
 
 XLA_USE_SPMD = "XLA_USE_SPMD"
-"""``1`` in an SPMD program; ``torch_xla.runtime.use_spmd`` sets it.
+"""``true`` or a positive number in an SPMD program; ``torch_xla.runtime.use_spmd`` sets ``1``.
 Default: not set.
 """
 
@@ -267,6 +267,15 @@ def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
         return int(text)
     except ValueError:
         raise ValueError(f"{name}={text!r} is not an integer") from None
+
+
+def is_spmd(environ: Mapping[str, str]) -> bool:
+    """Return whether torch_xla runs an SPMD program in this environment.
+
+    Source: ``check_env_flag`` of torch_xla 2.9.0, by which ``xr.is_spmd`` reads the variable.
+    """
+    flag = environ.get(XLA_USE_SPMD, "")
+    return flag == "true" or (flag.isdecimal() and int(flag) > 0)
 
 
 @contextmanager

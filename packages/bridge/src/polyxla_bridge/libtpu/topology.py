@@ -117,7 +117,7 @@ def in_slice(environ: Mapping[str, str]) -> Mapping[str, str]:
     one that is not partitioned (SPMD) computes on its own host.
     """
     is_described = any(environ.get(name) for name in BOUNDS)
-    if is_described or environ.get(env.XLA_USE_SPMD) != "1":
+    if is_described or not env.is_spmd(environ):
         return environ
     given = environ.get(env.POLYXLA_LIBTPU_SLICE, "").split()
     return {**environ, **dict(one.split("=", 1) for one in given)}
