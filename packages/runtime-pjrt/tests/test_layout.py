@@ -1,4 +1,4 @@
-"""The layout of replicas and the environment of their processes; pure functions."""
+"""The plans of jobs and the environment of their processes; pure functions."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ from polyxla_pjrt.discovery import (
 from polyxla_pjrt.layout import Plan, cpu_layout
 from polyxla_pjrt.tpu_plan import TpuPlan, plan_cores
 from polyxla_tpu import env as tpu_env
-from polyxla_tpu import torchrun
 from polyxla_tpu.layout import Layout
-from polyxla_tpu.played import PlayedTpu
 
 TORCHRUN = {
     tpu_env.TORCHELASTIC_RUN_ID: "a",
@@ -165,18 +163,6 @@ def test_the_cores_of_a_chip_cannot_have_a_process_each() -> None:
         tpu_plan("v3-8").with_own_processes()
 
 
-def test_ordinals_count_through_threads_then_processes_then_hosts() -> None:
-    layout = Layout(threads=2, processes=2, hosts=2)
-    worlds = [layout.world(process, thread) for process in range(4) for thread in range(2)]
-    assert [world.ordinal for world in worlds] == list(range(8))
-    assert [world.local_ordinal for world in worlds] == [0, 1, 2, 3, 0, 1, 2, 3]
-    assert [world.process_index for world in worlds] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert [world.host_index for world in worlds] == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert {(one.world_size, one.local_world_size, one.process_count, one.host_count) for one in worlds} == {
-        (8, 4, 4, 2)
-    }
-
-
 def test_each_process_gets_its_share_and_one_coordinator() -> None:
     environs = Plan(Layout(threads=2, processes=2)).process_environments({"KEPT": "yes"}, cpu_count=2)
     shares = [from_environ(one) for one in environs]
@@ -221,16 +207,6 @@ def test_a_launch_can_play_one_host_of_a_tpu() -> None:
     assert [one[tpu_env.CLOUD_TPU_TASK_ID] for one in environs] == ["4", "5", "6", "7"]
     (addresses,) = {one[tpu_env.TPU_PROCESS_ADDRESSES] for one in environs}
     assert [one.partition(":")[0] for one in addresses.split(",")] == ["127.1.1.1"] * 4 + ["127.1.1.2"] * 4
-
-
-@pytest.mark.parametrize("text", ["2", "-1", "one"])
-def test_a_host_that_the_emulated_tpu_lacks_is_refused(text: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        PlayedTpu.read({tpu_env.POLYXLA_EMULATE: "v4-16", tpu_env.POLYXLA_EMULATE_HOST: text})
-    assert str(caught.value) == (
-        f"the hosts of a v4-16 have the numbers 0 to 1 (from POLYXLA_EMULATE_HOST={text}). Write one of them"
-        ", or unset POLYXLA_EMULATE_HOST to play all hosts in one launch."
-    )
 
 
 def test_launches_of_one_program_share_the_chips_of_its_host() -> None:
@@ -366,7 +342,3 @@ def test_a_torchrun_with_another_number_of_processes_is_refused(
     with pytest.raises(UsageError) as caught:
         plan_for(environ, kind, tuple(range(devices)))
     assert text in str(caught.value)
-
-
-def test_without_torchrun_its_other_variables_do_not_count() -> None:
-    assert torchrun.process_count({tpu_env.WORLD_SIZE: "4", tpu_env.RANK: "0"}) is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from polyxla.errors import UsageError
-from polyxla_bridge.libtpu.host import GENERATIONS as PLAYED
 from polyxla_tpu.accelerators import GENERATIONS, Bounds, Shape
 from polyxla_tpu.boxes import box, chips_of
 
@@ -101,10 +100,3 @@ def test_the_chips_of_a_box_are_refused_where_they_are_not_known() -> None:
     with pytest.raises(UsageError, match=r"a box of 1,4,1 chips does not fit into a host of 2,2,1") as caught:
         chips_of("v4", BOARD, (1, 4, 1), "TPU_HOST_BOUNDS=x")
     assert caught.value.where == "TPU_HOST_BOUNDS=x"
-
-
-def test_the_played_libtpu_numbers_chips_in_the_same_order() -> None:
-    known = {name: one.counts_y_first for name, one in GENERATIONS.items() if one.counts_y_first is not None}
-    assert {name: one.counts_y_first for name, one in PLAYED.items() if name in known} == {
-        name: order for name, order in known.items() if name in PLAYED
-    }

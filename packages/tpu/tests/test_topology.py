@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,35 +87,6 @@ def test_bounds_and_task_ids_of_each_type(
     assert len(found) == processes
     assert {variables["TPU_PROCESS_BOUNDS"] for variables in found} == {bounds}
     assert (int(found[0]["CLOUD_TPU_TASK_ID"]), int(found[-1]["CLOUD_TPU_TASK_ID"])) == task_ids
-
-
-@pytest.mark.long
-def test_torch_xla_sets_the_same_variables() -> None:
-    """For the first, the middle and the last host of every type, described as GKE describes them."""
-    described, ours = [], []
-    for name in SMALL_TYPES:
-        kind = accelerator(name)
-        names = [f"h{i}" for i in range(kind.hosts)]
-        for worker_id in sorted({0, kind.hosts // 2, kind.hosts - 1}):
-            host = {
-                "TPU_SKIP_MDS_QUERY": "true",
-                "TPU_ACCELERATOR_TYPE": kind.name,
-                "TPU_HOST_BOUNDS": ",".join(map(str, kind.bounds.hosts)),
-                "TPU_CHIPS_PER_HOST_BOUNDS": ",".join(map(str, kind.bounds.chips_per_host)),
-                "TPU_WORKER_ID": str(worker_id),
-                "TPU_WORKER_HOSTNAMES": ",".join(names),
-            }
-            described.append((host, kind.chips_per_host))
-            ours.append([*process_environments(kind, worker_id=worker_id, hostnames=names)])
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "programs" / "torch_xla_topology.py")],
-        input=json.dumps(described),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=True,
-    )
-    assert json.loads(done.stdout) == ours
 
 
 @settings(deadline=None)
