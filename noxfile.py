@@ -43,13 +43,13 @@ TESTED = [package for package in PROJECTS if any(ROOT.glob(f"packages/{package}/
 TESTS_NEED = {
     "core": ["testing"],
     "runtime-pjrt": ["testing"],
-    "tpu": ["bridge"],
+    "tpu": ["testing"],
     "training": ["sampler", "testing"],
 }
 # The first runs all of integration/, the others the tests that depend on the runtime.
 RUNTIMES = ["pjrt", "xrt"]
 # These promise a range of versions, and are tested with the oldest. The others follow one torch_xla release.
-WITH_A_RANGE = ["core", "sampler", "precision", "testing", "training"]
+WITH_A_RANGE = ["core", "sampler", "precision", "testing", "tpu", "training"]
 # A few tests take most of the time: whichever process is done first takes some of the other's.
 TWO_AT_ONCE = ["-n", "2", "--dist", "worksteal"]
 # Their slow tests share what one process makes; two would make it twice.
@@ -231,7 +231,7 @@ def minimums(session: nox.Session) -> None:
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Build every package into dist/ as an index accepts it, compare with the sources, install three."""
+    """Build every package into dist/ as an index accepts it, compare with the sources, install four."""
     install(session, requirements=group("build"))
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)

@@ -13,6 +13,7 @@ import pytest
 from polyxla import env as polyxla_env
 from polyxla_bridge import env as bridge_env
 from polyxla_pjrt import env as pjrt_env
+from polyxla_tpu import env as tpu_env
 from polyxla_training import env as training_env
 from polyxla_xrt import env as xrt_env
 
@@ -20,7 +21,7 @@ TIMEOUT_S = 120
 HELLO = "import polyxla\nprint(polyxla.launch(lambda replica: replica.ordinal))\n"
 
 
-ENVS = (polyxla_env, bridge_env, pjrt_env, training_env, xrt_env)
+ENVS = (polyxla_env, bridge_env, pjrt_env, tpu_env, training_env, xrt_env)
 
 
 def polyxla(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:

@@ -249,10 +249,11 @@ PRINTED = {
     "runtime-pjrt": r"\[\[1\.0, 1\.0\], \[1\.0, 1\.0\]\]\n",
     "runtime-xrt": r"\[\[1\.0, 1\.0\], \[1\.0, 1\.0\]\]\n",
     "the project": r"\[[\d.e-]+\]\n",
+    "tpu": r"4 0 8476\n5 1 8477\n6 2 8478\n7 3 8479\n",
     "sampler": r"0 \[\[2, 3\], \[7, 4\], \[8\]\]\n1 \[\[7, 3\], \[0, 4\], \[2\]\]\n910635848\n",
     "training": r"(2\.9|3\.0)\d+ (0\.9|1\.0)\d*\n",
 }
-QUICK = {"precision", "sampler"}
+QUICK = {"precision", "sampler", "tpu"}
 
 
 @pytest.mark.parametrize(
@@ -311,6 +312,7 @@ SOURCES = {
     "core": "packages/core/src/polyxla",
     "training": "packages/training/src/polyxla_training",
     "pjrt": "packages/runtime-pjrt/src/polyxla_pjrt",
+    "tpu": "packages/tpu/src/polyxla_tpu",
     "xrt": "packages/runtime-xrt/src/polyxla_xrt",
     "tpu": "packages/tpu/src/polyxla_tpu",
     "bridge": "packages/bridge/src/polyxla_bridge",

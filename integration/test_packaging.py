@@ -22,10 +22,11 @@ ALLOWED = {
     # The umbrella: requirements, no code.
     "polyxla": {"core", "precision", "runtime-pjrt", "runtime-xrt", "sampler", "training"},
     "precision": set(),
-    "runtime-pjrt": {"bridge", "core"},
+    "runtime-pjrt": {"bridge", "core", "tpu"},
     "runtime-xrt": {"bridge", "core"},
     "sampler": set(),
     "testing": {"core"},
+    "tpu": {"core"},
     "training": {"core"},
 }
 NEEDS_TORCH = {"examples", "runtime-pjrt", "runtime-xrt", "sampler", "training"}
