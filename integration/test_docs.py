@@ -249,7 +249,7 @@ PRINTED = {
     "runtime-pjrt": r"\[\[1\.0, 1\.0\], \[1\.0, 1\.0\]\]\n",
     "runtime-xrt": r"\[\[1\.0, 1\.0\], \[1\.0, 1\.0\]\]\n",
     "the project": r"\[[\d.e-]+\]\n",
-    "tpu": r"4 0 8476\n5 1 8477\n6 2 8478\n7 3 8479\n",
+    "tpu": r"Bounds\(hosts=\(1, 1, 2\), chips_per_host=\(2, 2, 1\)\)\n",
     "sampler": r"0 \[\[2, 3\], \[7, 4\], \[8\]\]\n1 \[\[7, 3\], \[0, 4\], \[2\]\]\n910635848\n",
     "training": r"(2\.9|3\.0)\d+ (0\.9|1\.0)\d*\n",
 }
@@ -312,7 +312,6 @@ SOURCES = {
     "core": "packages/core/src/polyxla",
     "training": "packages/training/src/polyxla_training",
     "pjrt": "packages/runtime-pjrt/src/polyxla_pjrt",
-    "tpu": "packages/tpu/src/polyxla_tpu",
     "xrt": "packages/runtime-xrt/src/polyxla_xrt",
     "tpu": "packages/tpu/src/polyxla_tpu",
     "bridge": "packages/bridge/src/polyxla_bridge",
