@@ -160,7 +160,7 @@ print(found == [2.0 * (6 + 4 * k) for k in range(20)])
 def test_a_torch_xla_that_is_linked_in_another_way_is_a_warning(run: Run) -> None:
     code = """
 from polyxla_bridge import native
-native.LOCKED.polyxla_wait_without_gil = lambda: False
+native.LOCKED.polyxla_torch_xla_without_gil = lambda: False
 import torch
 print(torch.ones(2, device="xla").sum().item())
 """

@@ -31,7 +31,13 @@ _log = logging.getLogger("polyxla.bridge")
 
 
 class Opener:
-    """The framework that opened the library; this one needs nothing when the program ends."""
+    """The framework that opened the library; this one needs nothing when the program ends.
+
+    Attributes:
+        has_late_objects: whether the interpreter's last garbage collections must not destroy its objects.
+    """
+
+    has_late_objects = True
 
     def wait(self) -> None:
         """Wait until all work is submitted to the devices.
@@ -86,7 +92,8 @@ def _leave(framework: Opener, bridge: Bridge, table: Table) -> None:
     table.silence()
     # Otherwise the interpreter's last garbage collections would destroy, in any order, C++ objects of
     # clients that no longer exist.
-    gc.freeze()
+    if framework.has_late_objects:
+        gc.freeze()
 
 
 def _end(code: int) -> None:

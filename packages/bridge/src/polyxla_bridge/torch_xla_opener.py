@@ -30,7 +30,7 @@ class TorchXla(Opener):
     """torch_xla, which has opened the library."""
 
     def __init__(self) -> None:
-        if not native.LOCKED.polyxla_wait_without_gil():
+        if not native.LOCKED.polyxla_torch_xla_without_gil():
             _log.warning(_LINKED_OTHERWISE, importlib.metadata.version("torch_xla"))
         _refuse_late_spmd()
         # `release` calls torch_xla's exit function itself: run later, it would find the engine closed.

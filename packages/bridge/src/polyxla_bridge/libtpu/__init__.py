@@ -18,11 +18,15 @@ def open_library() -> None:
     from polyxla_bridge.activation import activate
     from polyxla_bridge.libtpu.client import make_engine
 
-    # Not imported for this: another framework's environment has no torch_xla.
+    # Not imported for this: an environment has one of the two frameworks, or another.
     if "torch_xla" in sys.modules:
         from polyxla_bridge.torch_xla_opener import TorchXla
         from polyxla_bridge.torch_xla_plugin import count_lookup
 
         activate(lambda: make_engine(count_lookup), TorchXla)
+    elif "torch_tpu" in sys.modules:
+        from polyxla_bridge.torch_tpu_opener import TorchTpu, count_lookup
+
+        activate(lambda: make_engine(count_lookup), TorchTpu)
     else:
         activate(lambda: make_engine(None))

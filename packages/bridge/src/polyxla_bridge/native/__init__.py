@@ -27,7 +27,8 @@ UNLOCKED.polyxla_free.argtypes = [c_void_p]
 LOCKED.polyxla_drop.argtypes = [c_void_p]
 LOCKED.polyxla_delete.argtypes = [c_void_p]
 LOCKED.polyxla_set_local.argtypes = [c_void_p, c_size_t]
-LOCKED.polyxla_wait_without_gil.restype = c_bool
+LOCKED.polyxla_torch_xla_without_gil.restype = c_bool
+LOCKED.polyxla_torch_tpu_without_gil.restype = c_bool
 LOCKED.polyxla_waits.restype = c_long
 LOCKED.polyxla_naps.restype = c_long
 

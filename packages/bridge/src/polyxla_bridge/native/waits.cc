@@ -1,9 +1,9 @@
-/* Waits of torch_xla without the GIL. In many places torch_xla waits with the GIL held: for an array that it reads,
- * for the start of the step before. The threads that bring what it waits for need the GIL. So the functions in which
- * it waits give the GIL up meanwhile.
+/* Waits of torch_xla and TorchTPU without the GIL. In many places they wait with the GIL held: for an array that they
+ * read, for the start of the step before. The threads that bring what they wait for need the GIL. So the functions in
+ * which they wait give the GIL up meanwhile.
  *
  * Source: the functions that torch_xla 2.9.0 and torch's lazy executor, which it extends, call and that wait. absl,
- * which torch_xla contains, waits in futex.
+ * which torch_xla and torch_tpu 0.2.0 contain, waits in futex.
  */
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -25,7 +25,7 @@ __attribute__((weak)) void PyEval_RestoreThread(PyThreadState *);
 
 namespace {
 
-constexpr char TORCH[] = "libtorch_cpu.so", TORCH_XLA[] = "_XLAC.";
+constexpr char TORCH[] = "libtorch_cpu.so", TORCH_XLA[] = "_XLAC.", TORCH_TPU[] = "libxla_base.so";
 
 /* While it exists, this thread does not have the GIL. */
 class WithoutGil {
@@ -48,6 +48,7 @@ class WithoutGil {
 /* A method without arguments and result that waits. */
 typedef void Wait(void *self);
 
+long (*original_syscall)(long, long, long, long, long, long, long);
 Wait *wait_for_arrays, *wait_for_own_arrays, *lock_device, *wait_for_device;
 
 template <Wait **wait>
@@ -74,8 +75,7 @@ bool replace(const char *library, const char *name, Function *replacement, Funct
 
 /* Makes torch_xla wait without the GIL from now on; returns whether it does in each of the functions. Call it once,
  * after torch_xla is loaded. */
-extern "C" bool polyxla_wait_without_gil(void) {
-  long (*original_syscall)(long, long, long, long, long, long, long);
+extern "C" bool polyxla_torch_xla_without_gil(void) {
   const char *all_arrays = "_ZN5torch4lazy9MultiWait4WaitEv";
   return replace(TORCH, all_arrays, without_gil<&wait_for_arrays>, &wait_for_arrays) &&
          replace(TORCH_XLA, all_arrays, without_gil<&wait_for_own_arrays>, &wait_for_own_arrays) &&
@@ -84,4 +84,9 @@ extern "C" bool polyxla_wait_without_gil(void) {
          replace(TORCH, "_ZN5torch4lazy17LazyGraphExecutor12DeviceLocker7BarrierEv", without_gil<&wait_for_device>,
                  &wait_for_device) &&
          replace(TORCH_XLA, "syscall", syscall_without_gil, &original_syscall);
+}
+
+/* The same for TorchTPU. Call it once, after torch_tpu is loaded. */
+extern "C" bool polyxla_torch_tpu_without_gil(void) {
+  return replace(TORCH_TPU, "syscall", syscall_without_gil, &original_syscall);
 }

@@ -1,0 +1,1 @@
+"""polyxla's runtime for TorchTPU: PyTorch on TPUs, and on emulated ones on any machine."""

@@ -1,0 +1,54 @@
+"""The entry point by which torch loads TorchTPU on a played TPU, in programs that do not know polyxla.
+
+torch calls it at the end of its import, in every process. Without `POLYXLA_EMULATE` it does nothing.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Mapping
+
+from polyxla.env import POLYXLA_RUNTIME, snapshot, update_environ
+from polyxla_torchtpu import env
+from polyxla_tpu import env as tpu
+from polyxla_tpu import torchrun
+from polyxla_tpu.played import POLYXLA_LIBTPU_HOST, PlayedTpu
+
+
+def load() -> None:
+    """Prepare this process for a played TPU, if the environment asks for one, and load TorchTPU."""
+    environ = snapshot()
+    if environ.get(POLYXLA_RUNTIME) not in (None, "", "torchtpu"):
+        return
+    update_environ(prepare(environ))
+    environ = snapshot()
+    if POLYXLA_LIBTPU_HOST in environ:
+        from polyxla_torchtpu import host_answers
+
+        host_answers.answer(environ)
+        from torch_tpu import _loader
+
+        _loader.load()
+
+
+def prepare(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that put a plain TorchTPU program on a played TPU; none where it is not asked for.
+
+    Raises:
+        UsageError: the environment asks for a TPU that cannot be played.
+    """
+    played = PlayedTpu.read(environ)
+    if played is None:
+        return {}
+    from polyxla_torchtpu.discovery import requested_plan
+
+    plan = requested_plan(environ)
+    is_torchruns = torchrun.process_count(environ) is not None
+    variables = {} if POLYXLA_LIBTPU_HOST in environ else plan.program_environment(environ)
+    if is_torchruns and not environ.get(env.TORCH_TPU_SLICEBUILDER_ADDRESSES):
+        variables |= torchrun.environment(plan, {**environ, **variables}, os.cpu_count() or 1)
+    is_first = environ.get(tpu.RANK, "0") == "0" and multiprocessing.parent_process() is None
+    if is_first and POLYXLA_LIBTPU_HOST not in environ:
+        played.say(f"{played.accelerator.devices} devices, one for each process of the program")
+    return variables

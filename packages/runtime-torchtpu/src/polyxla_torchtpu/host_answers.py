@@ -1,0 +1,30 @@
+"""TorchTPU's search for chips, answered on a machine that plays a TPU.
+
+TorchTPU reads the kernel's list of PCI devices when torch is imported. On a played TPU the answers are those
+of a host with the chips of ``POLYXLA_LIBTPU_HOST``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from polyxla_tpu.chips import GENERATION_BY_DEVICE
+from polyxla_tpu.played import POLYXLA_LIBTPU_HOST
+
+
+def answer(environ: Mapping[str, str]) -> None:
+    """Answer TorchTPU from now on, if this machine plays a TPU. Imports torch_tpu, which opens libtpu."""
+    text = environ.get(POLYXLA_LIBTPU_HOST)
+    if not text:
+        return
+    from torch_tpu._internal.utils import hardware
+
+    generation, _, shape = text.partition(":")
+    chips = math.prod(int(number) for number in shape.split("x"))
+    device_id = next(one for one, of_device in GENERATION_BY_DEVICE.items() if of_device == generation)
+    any_hardware: Any = hardware
+    topologies = any_hardware._TOPOLOGY_BY_TPU_PCI_DEVICE_ID.get(device_id, {})
+    any_hardware._scan_pci_tpus = lambda: (chips, topologies)
+    any_hardware.get_tpu_device_name = lambda: any_hardware._PCI_DEVICE_ID_TO_NAME.get(device_id, "TPU")

@@ -1,0 +1,120 @@
+"""Starting a job's processes. Light: heavy modules are imported in those processes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import polyxla.env
+from polyxla import Job, UsageError
+from polyxla.launcher.processes import ProcessWork, run_processes
+from polyxla_torchtpu import env
+from polyxla_torchtpu.discovery import plan_for
+from polyxla_torchtpu.plan import TorchTpuPlan
+from polyxla_tpu import env as tpu
+from polyxla_tpu import torchrun
+from polyxla_tpu.played import POLYXLA_LIBTPU_HOST
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of one replica: the plan of the job, and the number of its process, its rank."""
+
+    plan: TorchTpuPlan
+    process: int
+
+
+def preload(on_chips: bool) -> tuple[str, ...]:
+    """Return the modules that the fork server imports; importing them starts nothing.
+
+    Args:
+        on_chips: whether the replicas compute on TPU chips. torch_tpu opens libtpu when it is imported, and
+            the real one does not work in a fork.
+    """
+    if on_chips:
+        return ("polyxla_torchtpu.torch_modules",)
+    return ("polyxla_torchtpu.replicas", "polyxla_bridge.engine.jax_engine")
+
+
+def run_job(job: Job) -> list[Any]:
+    """Run every replica of `job` and return their results, in the order of their ranks.
+
+    Raises:
+        UsageError: several are requested to run in this process.
+    """
+    plan = plan_for(job.environ, _kind(job.environ), job.devices)
+    plan.say()
+    if torchrun.process_count(job.environ) is not None:
+        return torchrun.run_here(functools.partial(run_process, job.run, plan), plan, job.environ)
+    if plan.layout.replicas == 1 and job.process_method is None and not job.own_processes:
+        return _run_inline(job, plan)
+    if job.start_method == "inline":
+        raise UsageError(
+            f"{plan.layout.replicas} replicas cannot run inline: one that fails could not be stopped",
+            where="start_method='inline'",
+            fix="Leave start_method out.",
+        )
+    method = job.process_method or "forkserver"
+    if method == "fork":
+        _refuse_fork()
+    elif plan.played is None:
+        refuse_if_device_in_use()
+    environs = [
+        {**one, env.TORCH_DEVICE_BACKEND_AUTOLOAD: "0"}
+        for one in plan.process_environments(job.environ, os.cpu_count() or 1)
+    ]
+    main = functools.partial(run_process, job.run, plan)
+    work = ProcessWork(main, job.function, job.args, job.environ)
+    modules = preload(on_chips=plan.played is None)
+    results = run_processes(work, plan.processes_here, environs, method=method, preload=modules)
+    return [result for of_process in results for result in of_process]
+
+
+def run_process(replica: Callable[[Place], Any], plan: TorchTpuPlan, process: int) -> list[Any]:
+    """Run this process's replica: what each process of a launch does, as the `main` of its `ProcessWork`."""
+    from polyxla_torchtpu.replicas import prepare
+
+    prepare(plan)
+    return [replica(Place(plan, process))]
+
+
+def _run_inline(job: Job, plan: TorchTpuPlan) -> list[Any]:
+    whole = plan.process_environments(job.environ, os.cpu_count() or 1)[0]
+    with polyxla.env.temporary_environ(whole):
+        return [job.run(Place(plan, 0))]
+
+
+def _kind(environ: Mapping[str, str]) -> str:
+    """Return the kind of the job's devices; `polyxla_environment` has prepared it."""
+    return "CPU" if POLYXLA_LIBTPU_HOST in environ and not environ.get(tpu.POLYXLA_EMULATE) else "TPU"
+
+
+def _refuse_fork() -> None:
+    if "torch_tpu" in sys.modules:
+        raise UsageError(
+            "this process has loaded TorchTPU, which does not work in a fork of it",
+            where="start_method='fork'",
+            fix="Leave start_method out: the replicas are then forks of a process prepared for that.",
+        )
+
+
+def refuse_if_device_in_use() -> None:
+    """Refuse to launch from a process that has opened the chips: they belong to one process at a time.
+
+    Raises:
+        UsageError: it has.
+    """
+    if "torch_tpu" not in sys.modules:
+        return
+    import torch
+
+    if torch.accelerator.is_available() and torch.tpu.is_initialized():  # type: ignore[attr-defined]
+        raise UsageError(
+            "this process already uses the TPU, whose chips belong to one process at a time",
+            where="launch",
+            fix="Launch before the first use of a device, or move that into the launched function.",
+        )

@@ -1,0 +1,176 @@
+"""The plan of a job: which chips its replicas use, and the variables of TorchTPU's launch for each process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from polyxla import UsageError
+from polyxla.console import say_once
+from polyxla.launcher.ports import LOCALHOST, free_ports
+from polyxla_torchtpu import env
+from polyxla_tpu import env as tpu
+from polyxla_tpu.accelerators import GENERATIONS, AcceleratorType, Bounds
+from polyxla_tpu.boxes import ONE
+from polyxla_tpu.chip_plan import ChipPlan, plan_chips
+from polyxla_tpu.layout import Layout
+from polyxla_tpu.played import POLYXLA_LIBTPU_DEV, PlayedTpu
+from polyxla_tpu.slices import TpuSlice
+from polyxla_tpu.this_host import this_slice
+from polyxla_tpu.topology import join
+
+BASE_PORT = 8070
+"""The port of a host's first process in a slice of several hosts. Source: torch_tpu 0.2.0, set_tpu_launch_env."""
+STORE_PORT = 29500
+"""The port of torch.distributed's store in such a slice. Source: as for `BASE_PORT`."""
+CPU_GENERATION = "v5e"
+"""What the chips are called that this machine's CPU plays where no TPU was asked for."""
+_PLAYED = {tpu.TPU_SKIP_MDS_QUERY: "1", env.TF_CPP_MIN_LOG_LEVEL: "1"}
+NEVER_OVERWRITTEN = (
+    env.TORCH_TPU_TOPOLOGY,
+    env.TORCH_TPU_SLICEBUILDER_ADDRESSES,
+    env.TORCH_TPU_XPROF_SESSION_ID,
+    env.TORCH_TPU_DEVICES_PER_HOST,
+)
+"""Variables that keep the value that a user has set, as in TorchTPU's own launch."""
+
+
+@dataclass(frozen=True)
+class TorchTpuPlan(ChipPlan):
+    """Where the replicas of a job run: one process for each device.
+
+    Attributes:
+        is_cpu: whether the TPU is played because no other device is here, and nobody asked for one.
+    """
+
+    is_cpu: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The name of the devices."""
+        return "CPU" if self.is_cpu else "TPU"
+
+    @property
+    def topology(self) -> str:
+        """The arrangement of the job's chips, as TorchTPU writes it: with the devices of a chip on tpu7x."""
+        devices = GENERATIONS[self.tpu_slice.accelerator.generation].devices_per_chip
+        return join((*self.tpu_slice.bounds.chips, *([devices] if devices > 1 else [])))
+
+    def say(self) -> None:
+        """Print once that the TPU is emulated, if it is."""
+        if self.is_cpu:
+            count = self.layout.replicas
+            replicas = "1 replica" if count == 1 else f"{count} replicas"
+            say_once(
+                f"no TPU here: this machine's CPU plays {replicas}; names are a TPU's, numbers the CPU's"
+            )
+        else:
+            super().say()
+
+    def meeting(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Choose what all processes share, such as where they meet: variables over `environ`."""
+        many_hosts = self.layout.hosts > 1
+        shared = {env.TORCH_TPU_TOPOLOGY: self.topology, env.TORCH_TPU_XPROF_SESSION_ID: str(time.time_ns())}
+        if self.played is None and many_hosts:
+            first = int(environ.get(env.TORCH_TPU_BASE_PORT) or BASE_PORT)
+            store = {tpu.MASTER_ADDR: self.tpu_slice.hostnames[0], tpu.MASTER_PORT: str(STORE_PORT)}
+            ports = [str(first + local) for local in range(self.layout.processes)]
+        else:
+            *free, own = (str(port) for port in free_ports(self.layout.processes + 1))
+            store, ports = {tpu.MASTER_ADDR: LOCALHOST, tpu.MASTER_PORT: own}, free
+        shared |= store | self.played_meeting(environ)
+        shared[env.TORCH_TPU_SLICEBUILDER_ADDRESSES] = self.addresses(ports)
+        if self.played:
+            shared[env.TORCH_TPU_INTERNAL_HANDSHAKE_PORT] = str(free_ports(1)[0])
+        return shared | {name: environ[name] for name in NEVER_OVERWRITTEN if environ.get(name)}
+
+    def process_environments(self, environ: Mapping[str, str], cpu_count: int) -> list[dict[str, str]]:
+        """Return the complete environment of each process that this host starts, over `environ`."""
+        meeting = self.meeting(environ)
+        return [
+            {**environ, **self.process_environment(process, cpu_count, meeting)}
+            for process in self.processes_here
+        ]
+
+    def process_environment(self, process: int, cpu_count: int, meeting: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables of one process.
+
+        Args:
+            process: its number among all processes: its rank.
+            cpu_count: cores of this machine, which the processes share.
+            meeting: what `meeting` has returned in one of the processes.
+        """
+        host, local = divmod(process, self.layout.processes)
+        ranks = {
+            tpu.RANK: process,
+            # TorchTPU opens the chip with this number, whatever chips are visible.
+            tpu.LOCAL_RANK: self.chips[local],
+            tpu.WORLD_SIZE: self.layout.process_count,
+            tpu.LOCAL_WORLD_SIZE: self.layout.processes,
+            env.TORCH_TPU_DEVICES_PER_HOST: self.layout.processes,
+            env.NNODES: self.layout.hosts,
+            env.NODE_RANK: host,
+        }
+        return {
+            **{name: str(number) for name, number in ranks.items()},
+            **meeting,
+            **self._played_environment(host, cpu_count, meeting),
+        }
+
+    def _played_environment(self, host: int, cpu_count: int, meeting: Mapping[str, str]) -> dict[str, str]:
+        if self.played is None:
+            return {}
+        # More threads than cores only slow each other down.
+        pools = {tpu.NPROC: str(max(1, cpu_count // self.layout.replicas))}
+        return {**_PLAYED, **pools, **self.played_host(host, meeting)}
+
+    def program_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables, over `environ`, for a program that may launch, or use a device itself."""
+        if self.played is None:
+            return {}
+        devices = self.played_meeting(environ)
+        own = self.played_host(self.tpu_slice.worker_id, devices)
+        return {**_PLAYED, POLYXLA_LIBTPU_DEV: devices[POLYXLA_LIBTPU_DEV], **own}
+
+
+def plan_tpu(environ: Mapping[str, str], devices: tuple[int, ...]) -> TorchTpuPlan:
+    """Plan a job on chips of this host, attached or emulated ones.
+
+    Raises:
+        UsageError: these chips cannot be used together, or not by TorchTPU.
+    """
+    layout, tpu_slice, chips, played = plan_chips(environ, host_slice(environ), devices)
+    if layout.threads > 1:
+        raise UsageError(
+            f"TorchTPU drives one device per process, and this version of polyxla cannot launch it on the "
+            f"{layout.threads} devices of each chip of a {tpu_slice.accelerator.name}",
+            where="runtime 'torchtpu'",
+            fix="Use a v4, v5e, v5p or v6e, or runtime 'pjrt' with torch_xla.",
+        )
+    return TorchTpuPlan(layout, tpu_slice, chips, played)
+
+
+def plan_cpu(count: int) -> TorchTpuPlan:
+    """Plan a job on this machine's CPU, which plays a host with as many chips as replicas."""
+    bounds = Bounds(ONE, (count, 1, 1))
+    accelerator = AcceleratorType("CPU", CPU_GENERATION, count, bounds)
+    tpu_slice = TpuSlice(accelerator, 0, ("localhost",), bounds, (count, 1, 1), "environment")
+    return TorchTpuPlan(Layout(1, count), tpu_slice, tuple(range(count)), PlayedTpu(accelerator), is_cpu=True)
+
+
+def host_slice(environ: Mapping[str, str]) -> TpuSlice:
+    """Return the slice that this host belongs to, also in a process that a launch has prepared.
+
+    Raises:
+        UsageError: neither the environment nor the metadata server describes it.
+    """
+    found = this_slice(environ)
+    generation = found.accelerator.generation
+    if generation in ("v2", "v3"):
+        raise UsageError(
+            f"TorchTPU does not support {generation} chips: it begins with v4",
+            where=found.accelerator.name,
+            fix="Use runtime 'pjrt' with torch_xla for these.",
+        )
+    return found

@@ -1,0 +1,64 @@
+"""The hooks of runtime torchtpu. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from polyxla import Discovery, Job, Replication, hookimpl
+from polyxla.launcher.start_methods import running_fork_server
+from polyxla.plugins.unknown_variables import constants
+from polyxla_torchtpu import discovery as torchtpu
+from polyxla_torchtpu import env
+from polyxla_torchtpu.launching import Place, preload, run_job
+from polyxla_tpu import env as tpu
+from polyxla_tpu import torchrun
+
+
+@hookimpl
+def polyxla_discover_devices(environ: Mapping[str, str], accelerator: str) -> Discovery:
+    """Find the attached TPU chips, an emulated TPU, or this machine's CPU."""
+    return torchtpu.discover(environ, accelerator)
+
+
+@hookimpl
+def polyxla_variables() -> frozenset[str]:
+    """Name this runtime's variables, and the bridge's."""
+    if importlib.util.find_spec("polyxla_bridge") is None:
+        return constants(env, tpu)
+    from polyxla_bridge import env as bridge
+
+    return constants(env, tpu, bridge)
+
+
+@hookimpl
+def polyxla_environment(
+    environ: Mapping[str, str], discovery: Discovery, devices: tuple[int, ...]
+) -> dict[str, str]:
+    """Lead the program to the played libtpu, where the TPU is one."""
+    return torchtpu.plan_for(environ, discovery.kind, devices).program_environment(environ)
+
+
+@hookimpl
+def polyxla_prepare(environ: Mapping[str, str]) -> None:
+    """Start the fork server, which imports torch and TorchTPU while the program does."""
+    plan = torchtpu.requested_plan(environ)
+    if torchrun.process_count(environ) is None and plan.layout.replicas > 1:
+        prepared = plan.process_environments(environ, os.cpu_count() or 1)[0]
+        running_fork_server(prepared, preload(on_chips=plan.played is None))
+
+
+@hookimpl
+def polyxla_launch(job: Job) -> list[Any]:
+    """Run one replica in this process, or in a fresh one on request; run several in fresh processes."""
+    return run_job(job)
+
+
+@hookimpl
+def polyxla_replication(job: Job, place: Place) -> Replication:
+    """Open the device, for the first time in this process."""
+    from polyxla_torchtpu.replicas import open_replication
+
+    return open_replication(place, job.environ)

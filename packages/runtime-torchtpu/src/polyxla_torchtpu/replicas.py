@@ -1,0 +1,242 @@
+"""The replica of one process of a job. Heavy: imported in the replicas' processes, or in their fork server."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime as dt
+import functools
+import io
+import signal
+import sys
+import warnings
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch_tpu import _loader
+
+from polyxla import UsageError, World, presence
+from polyxla.contracts.replication import ReduceOp, Replication
+from polyxla.env import POLYXLA_INPUT_TIMEOUT_S, POLYXLA_START_TIMEOUT_S, snapshot, timeout_s
+from polyxla.launcher import failures
+from polyxla_torchtpu import host_answers
+from polyxla_torchtpu.counters import TorchTpuCounters
+from polyxla_torchtpu.launching import Place
+from polyxla_torchtpu.plan import TorchTpuPlan
+from polyxla_torchtpu.upload import upload_batches
+from polyxla_tpu import env as tpu
+from polyxla_tpu import torchrun
+
+_PR_SET_PDEATHSIG = 1
+"""Source: ``linux/prctl.h``."""
+_RNG_STATE_BYTES = 16
+"""A generator's state: seed and offset, eight bytes each. Source: torch_tpu 0.2.0, measured."""
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "mul": dist.ReduceOp.PRODUCT,
+}
+_EXPERIMENTAL = r"<TorchTpu/ApiStage/ExperimentalApi/> (the TORCH_TPU_|'default_generators')"
+"""How TorchTPU warns of what may change in later versions."""
+BACKEND = "tpu_dist"
+"""TorchTPU's name of its process groups."""
+
+
+def prepare(plan: TorchTpuPlan) -> None:
+    """Prepare this process for its replica, before the device is opened."""
+    environ = snapshot()
+    if torchrun.process_count(environ) is None:
+        # C++ code that hangs would live on, and keep its chip.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if plan.played:
+        _watch()
+
+
+def _watch() -> None:
+    from polyxla_bridge.engine import stall_watchdog
+
+    stall_watchdog.on_stall(failures.report_stall)
+    failures.describe_with(stall_watchdog.describe_here)
+    presence.listen(
+        lambda position: stall_watchdog.retire(position.ordinal) if position.has_returned else None
+    )
+
+
+def load() -> None:
+    """Load TorchTPU in this process, as torch's autoloading does; it prints what it does, which is left out."""
+    # Of variables and functions that this runtime uses itself.
+    warnings.filterwarnings("ignore", message=_EXPERIMENTAL)
+    host_answers.answer(snapshot())
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            _loader.load()
+    except BaseException:
+        sys.stderr.write(said.getvalue())
+        raise
+
+
+def open_replication(place: Place, environ: Mapping[str, str]) -> Replication:
+    """Open this process's device, and meet the other replicas."""
+    load()
+    if place.plan.layout.replicas == 1:
+        return TorchTpuReplication(World(), place.plan.kind, environ)
+    world = place.plan.layout.world(place.process, 0)
+    return SeveralReplication(world, place.plan.kind, environ)
+
+
+class TorchTpuReplication(Replication):
+    """The only replica of its job: every collective is the identity."""
+
+    def __init__(self, world: World, kind: str, environ: Mapping[str, str]) -> None:
+        self.world = world
+        self.kind = kind
+        self._input_timeout_s = timeout_s(environ, POLYXLA_INPUT_TIMEOUT_S)
+        self.device = torch.device("tpu", 0)
+        # The device is opened here, not at the first step.
+        torch.zeros((), device=self.device).cpu()
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        """Return the one replica's tensor."""
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the one replica's tensor."""
+        return [tensor]
+
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Leave the gradients as they are: the mean over one replica."""
+
+    def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int] = ()) -> list[bytes]:
+        """Return the only payload."""
+        if any(ordinal != 0 for ordinal in replicas):
+            raise ValueError(f"rendezvous {tag!r}: replicas={list(replicas)}, but there is only ordinal 0")
+        return [payload]
+
+    def sync(self, wait: bool = False) -> None:
+        """Work is submitted at once; with `wait`, block until it is done."""
+        if wait:
+            torch.accelerator.synchronize()
+
+    def seed(self, seed: int) -> None:
+        """Seed the device's generator, or restore it to a state of `rng_state`."""
+        state = torch.frombuffer(bytearray(seed.to_bytes(_RNG_STATE_BYTES, "little")), dtype=torch.uint8)
+        self._generator.set_state(state)
+
+    def rng_state(self) -> int:
+        """Return the generator's seed and offset in one number."""
+        return int.from_bytes(bytes(self._generator.get_state().tolist()), "little")
+
+    @property
+    def _generator(self) -> torch.Generator:
+        module: Any = torch.tpu  # type: ignore[attr-defined]
+        return cast("torch.Generator", module.default_generators[0])
+
+    def upload(self, batches: Generator[Any], prefetch: Mapping[str, int]) -> Generator[Any]:
+        """Iterate over `batches`, which a thread copies ahead."""
+        return upload_batches(batches, self.to_device, prefetch, self._input_timeout_s)
+
+    def counters(self) -> TorchTpuCounters:
+        """Return TorchTPU's counters."""
+        return TorchTpuCounters()
+
+    def report(self) -> str:
+        """Return the counts of programs and reads."""
+        counts = self.counters().counts()
+        return "\n".join(f"{name}: {value}" for name, value in counts._asdict().items())
+
+    def close(self) -> None:
+        """Wait until the device has finished the submitted work."""
+        torch.accelerator.synchronize()
+
+
+class SeveralReplication(TorchTpuReplication):
+    """One of several replicas, in a process group of TorchTPU.
+
+    Args:
+        world: this replica's numbers.
+        kind: the name of the devices.
+        environ: the job's environment, with the timeouts.
+    """
+
+    def __init__(self, world: World, kind: str, environ: Mapping[str, str]) -> None:
+        # In a process that torchrun has started, the program may have its group already.
+        self._owns_group = not dist.is_initialized()
+        if self._owns_group:
+            start = dt.timedelta(seconds=timeout_s(environ, POLYXLA_START_TIMEOUT_S))
+            own = snapshot()
+            is_host = world.ordinal == 0 and torchrun.process_count(own) is None
+            address, port = own[tpu.MASTER_ADDR], int(own[tpu.MASTER_PORT])
+            store = dist.TCPStore(address, port, world.world_size, is_host, start)
+            dist.init_process_group(
+                BACKEND, store=store, rank=world.ordinal, world_size=world.world_size, timeout=start
+            )
+        super().__init__(world, kind, environ)
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        """Combine the replicas' tensors; collectives of TorchTPU work in place, on a copy here."""
+        if op in ("and", "or"):
+            return self._combine_bits(tensor, op)
+        result = tensor.detach().clone()
+        dist.all_reduce(result, _OPS[op])
+        return result / self.world.world_size if op == "mean" else result
+
+    def _combine_bits(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        # XLA reduces bits of bool only, and on a TPU of 32-bit integers.
+        combine = torch.bitwise_and if op == "and" else torch.bitwise_or
+        return functools.reduce(combine, self.all_gather(tensor))
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Gather the replicas' tensors."""
+        source = tensor.detach().contiguous()
+        gathered = source.new_empty((self.world.world_size, *source.shape))
+        dist.all_gather_into_tensor(gathered, source[None])
+        return list(gathered.unbind())
+
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Average the gradients in place, those of one dtype in one collective."""
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+        for gradients in by_dtype.values():
+            flat = torch.cat([one.reshape(-1) for one in gradients])
+            dist.all_reduce(flat)
+            flat /= self.world.world_size
+            reduced = flat.split([one.numel() for one in gradients])
+            torch._foreach_copy_(
+                gradients, [new.view_as(old) for new, old in zip(reduced, gradients, strict=True)]
+            )
+
+    def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int] = ()) -> list[bytes]:
+        """Exchange payloads by gathering their sizes, then their bytes.
+
+        Raises:
+            UsageError: `replicas` names only some of the replicas.
+        """
+        if replicas and sorted(replicas) != list(range(self.world.world_size)):
+            raise UsageError(
+                f"rendezvous {tag!r} of replicas {list(replicas)} out of {self.world.world_size}",
+                where="replicas",
+                fix="Leave replicas out: all of them must take part.",
+            )
+        sizes = [int(size) for size in self.all_gather(torch.tensor(len(payload)).to(self.device))]
+        if not any(sizes):
+            return [b""] * len(sizes)
+        # Each new size compiles a program.
+        padded = payload.ljust(1 << (max(sizes) - 1).bit_length(), b"\0")
+        data = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(self.device)
+        gathered = (bytes(one.cpu().numpy().tobytes()) for one in self.all_gather(data))
+        return [one[:size] for one, size in zip(gathered, sizes, strict=True)]
+
+    def close(self) -> None:
+        """Wait until the device has finished the submitted work, and leave the group."""
+        super().close()
+        if self._owns_group:
+            # TorchTPU would wait for the other replicas when this process ends, also after a failure.
+            dist.destroy_process_group()
