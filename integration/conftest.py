@@ -28,17 +28,36 @@ os.environ["POLYXLA_COMPILE_CACHE"] = "off"
 def pytest_configure(config: pytest.Config) -> None:
     """Register the suite's own mark."""
     config.addinivalue_line("markers", "pjrt: tests a feature that only this runtime has")
+    config.addinivalue_line("markers", "torch_xla(why): tests what TorchTPU does not have; `why` says what")
+    if config.getoption("--polyxla-runtime") == "torchtpu":
+        import polyxla_bridge
+
+        # TorchTPU opens this library as soon as a test module imports torch.
+        os.environ["TPU_LIBRARY_PATH"] = str(polyxla_bridge.LIBRARY)
+
+
+# Their imports need torch_xla, and what they test does not depend on the runtime.
+WITHOUT_TORCH_XLA = ("test_docs.py", "test_fits.py", "test_bad_input.py", "jobs", "clients", "seeds")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out what cannot be imported beside TorchTPU."""
+    is_torchtpu = config.getoption("--polyxla-runtime") == "torchtpu"
+    return True if is_torchtpu and collection_path.name in WITHOUT_TORCH_XLA else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests that do not depend on the runtime, except on the first runtime, pjrt."""
-    is_first = config.getoption("--polyxla-runtime") == "pjrt"
+    runtime = config.getoption("--polyxla-runtime")
+    is_first = runtime == "pjrt"
     # Whole jobs on workers: tests of xrt.
     jobs = Path(__file__).parent / "jobs"
     if is_first:
         selected = [item for item in items if jobs not in item.path.parents]
     else:
         selected = [item for item in items if jobs in item.path.parents or _depends_on_runtime(item)]
+    if runtime == "torchtpu":
+        selected = [item for item in selected if not item.get_closest_marker("torch_xla")]
     config.hook.pytest_deselected(items=[item for item in items if item not in selected])
     items[:] = selected
 
@@ -50,7 +69,11 @@ def _depends_on_runtime(item: pytest.Item) -> bool:
 @pytest.fixture(scope="session", autouse=True)
 def _device_first(pytestconfig: pytest.Config) -> None:
     """Touch the device before any test computes gradients: torch's autograd engine counts devices once."""
-    is_node = pytestconfig.getoption("--polyxla-runtime") == "xrt"
+    runtime = pytestconfig.getoption("--polyxla-runtime")
+    if runtime == "torchtpu":
+        _load_torch_tpu()
+        return
+    is_node = runtime == "xrt"
     # Importing torch_xla sets variables, which the tests must not see.
     with temporary_environ(
         {**os.environ, **(_node_of_this_process() if is_node else {"PJRT_DEVICE": "CPU"})}
@@ -58,6 +81,19 @@ def _device_first(pytestconfig: pytest.Config) -> None:
         import torch_xla
 
         torch_xla.device()
+
+
+def _load_torch_tpu() -> None:
+    """Load TorchTPU in this process, for the replicas that run inline."""
+    from polyxla_torchtpu.plan import plan_cpu
+
+    with temporary_environ(plan_cpu(1).process_environments(os.environ, 1)[0]):
+        import torch
+
+        from polyxla_torchtpu.replicas import load
+
+        load()
+        torch.zeros((), device="tpu").cpu()
 
 
 def _node_of_this_process() -> dict[str, str]:

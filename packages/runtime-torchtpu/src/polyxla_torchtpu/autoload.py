@@ -26,10 +26,7 @@ def load() -> None:
     if POLYXLA_LIBTPU_HOST in environ:
         from polyxla_torchtpu import host_answers
 
-        host_answers.answer(environ)
-        from torch_tpu import _loader
-
-        _loader.load()
+        host_answers.load(environ)
 
 
 def prepare(environ: Mapping[str, str]) -> dict[str, str]:

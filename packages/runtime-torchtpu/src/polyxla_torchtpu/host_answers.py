@@ -14,6 +14,23 @@ from polyxla_tpu.chips import GENERATION_BY_DEVICE
 from polyxla_tpu.played import POLYXLA_LIBTPU_HOST
 
 
+def load(environ: Mapping[str, str]) -> None:
+    """Load TorchTPU in this process, as torch's autoloading does; a second call does nothing."""
+    answer(environ)
+    from torch_tpu import _loader
+
+    _loader.load()
+    if POLYXLA_LIBTPU_HOST in environ:
+        _leave_out_kernels()
+
+
+def _leave_out_kernels() -> None:
+    """Have attention computed by XLA's own operations: the CPU cannot run TorchTPU's kernel for TPU cores."""
+    import torch
+
+    torch.backends.cuda.enable_flash_sdp(False)
+
+
 def answer(environ: Mapping[str, str]) -> None:
     """Answer TorchTPU from now on, if this machine plays a TPU. Imports torch_tpu, which opens libtpu."""
     text = environ.get(POLYXLA_LIBTPU_HOST)

@@ -50,7 +50,7 @@ def run_job(job: Job) -> list[Any]:
     plan.say()
     if torchrun.process_count(job.environ) is not None:
         return torchrun.run_here(functools.partial(run_process, job.run, plan), plan, job.environ)
-    if plan.layout.replicas == 1 and job.process_method is None and not job.own_processes:
+    if plan.layout.replicas == 1 and job.process_method is None and _can_run_here(plan, job.start_method):
         return _run_inline(job, plan)
     if job.start_method == "inline":
         raise UsageError(
@@ -80,6 +80,29 @@ def run_process(replica: Callable[[Place], Any], plan: TorchTpuPlan, process: in
 
     prepare(plan)
     return [replica(Place(plan, process))]
+
+
+def _can_run_here(plan: TorchTpuPlan, start_method: str) -> bool:
+    """Return whether this process may open the job's device.
+
+    TorchTPU opens libtpu when it is imported: it has opened the real one where torch was imported before this
+    machine's CPU was asked for.
+
+    Raises:
+        UsageError: it may not, and the replica is requested to run inline.
+    """
+    if plan.played is None or "torch_tpu" not in sys.modules:
+        return True
+    import polyxla_bridge
+
+    is_played = polyxla.env.snapshot().get(tpu.TPU_LIBRARY_PATH) == str(polyxla_bridge.LIBRARY)
+    if not is_played and start_method == "inline":
+        raise UsageError(
+            "torch was imported in this process without an emulated TPU, so TorchTPU has opened the real libtpu",
+            where="start_method='inline'",
+            fix=f"Set {tpu.POLYXLA_EMULATE}=v5e-1 before the program starts, or leave start_method out.",
+        )
+    return is_played
 
 
 def _run_inline(job: Job, plan: TorchTpuPlan) -> list[Any]:

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch_tpu import _loader
+import torch_tpu  # noqa: F401 -- what takes long to import is imported here, in the fork server
 
 from polyxla import UsageError, World, presence
 from polyxla.contracts.replication import ReduceOp, Replication
@@ -70,11 +70,10 @@ def load() -> None:
     """Load TorchTPU in this process, as torch's autoloading does; it prints what it does, which is left out."""
     # Of variables and functions that this runtime uses itself.
     warnings.filterwarnings("ignore", message=_EXPERIMENTAL)
-    host_answers.answer(snapshot())
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            _loader.load()
+            host_answers.load(snapshot())
     except BaseException:
         sys.stderr.write(said.getvalue())
         raise
