@@ -25,12 +25,13 @@ import nox
 nox.needs_version = ">=2025.5"
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_venv = "yes"
-# The integration suite on xrt is a separate job in .github/workflows: together with these it takes over half
-# an hour on two cores.
+# The integration suites on xrt and torchtpu are separate jobs in .github/workflows: together with these they
+# take over half an hour on two cores.
 nox.options.sessions = ["lint", "types", "tests", "integration(runtime='pjrt')", "build"]
 
 ROOT = Path(__file__).parent
 CONSTRAINTS = "constraints.txt"
+CONSTRAINTS_TORCHTPU = "constraints-torchtpu.txt"
 JUNIT = ROOT / ".cache" / "junit"
 GROUPS: dict[str, Any] = nox.project.load_toml("pyproject.toml")["dependency-groups"]
 PROJECTS: dict[str, dict[str, Any]] = {
@@ -38,7 +39,14 @@ PROJECTS: dict[str, dict[str, Any]] = {
     for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
 }
 PACKAGE_OF = {project["name"]: package for package, project in PROJECTS.items()}
-TESTED = [package for package in PROJECTS if any(ROOT.glob(f"packages/{package}/tests/test_*.py"))]
+# Each of the two frameworks needs a release of torch of its own: their packages are never in one environment.
+ON_TORCH_XLA = ["polyxla", "runtime-pjrt", "runtime-xrt"]
+ON_TORCH_TPU = ["runtime-torchtpu"]
+WITH_TORCH_XLA = [package for package in PROJECTS if package not in ON_TORCH_TPU]
+WITH_TORCH_TPU = [package for package in PROJECTS if package not in ON_TORCH_XLA]
+TESTED = [package for package in WITH_TORCH_XLA if any(ROOT.glob(f"packages/{package}/tests/test_*.py"))]
+# Tested with both; those of the bridge and of the precision policies look into torch_xla's programs.
+TESTED_ON_TORCH_TPU = ["core", "runtime-torchtpu", "sampler", "training"]
 # Siblings that a package's tests use and its code does not.
 TESTS_NEED = {
     "core": ["testing"],
@@ -47,7 +55,7 @@ TESTS_NEED = {
     "training": ["sampler", "testing"],
 }
 # The first runs all of integration/, the others the tests that depend on the runtime.
-RUNTIMES = ["pjrt", "xrt"]
+RUNTIMES = ["pjrt", "xrt", "torchtpu"]
 # These promise a range of versions, and are tested with the oldest. The others follow one torch_xla release.
 WITH_A_RANGE = ["core", "sampler", "precision", "testing", "tpu", "training"]
 # A few tests take most of the time: whichever process is done first takes some of the other's.
@@ -148,13 +156,15 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Check types strictly, one package at a time: tests of two packages may share a name."""
-    install(session, PROJECTS, group("types"), with_extras=["training"], editable=True)
+    install(session, WITH_TORCH_XLA, group("types"), with_extras=["training"], editable=True)
+    # Not installed here, where torch_xla is.
+    sources = {"MYPYPATH": os.pathsep.join(f"packages/{package}/src" for package in ON_TORCH_TPU)}
     for package in PROJECTS:
         parts = [f"packages/{package}/{part}" for part in ("src", "tests")]
         if parts := [part for part in parts if any((ROOT / part).rglob("*.py"))]:
-            session.run("mypy", *parts)
+            session.run("mypy", *parts, env=sources)
     checks = [str(path) for path in sorted(Path(".ci").glob("*.py")) if path.name != "abi.py"]
-    session.run("mypy", "integration", "noxfile.py", *checks)
+    session.run("mypy", "integration", "noxfile.py", *checks, env=sources)
     session.run("mypy", "benchmarks", env={"MYPYPATH": "benchmarks"})
 
 
@@ -165,6 +175,18 @@ def tests(session: nox.Session, package: str) -> None:
     directory = with_package(session, package)
     options = [] if package in ONE_AT_A_TIME else TWO_AT_ONCE
     session.run("pytest", *options, f"{directory}/tests", junit(f"tests-{package}"), *session.posargs)
+
+
+@nox.session(name="tests-torchtpu")
+def tests_torchtpu(session: nox.Session) -> None:
+    """Test the packages that run beside TorchTPU with its release of torch, one package at a time."""
+    needed = {sibling for package in TESTED_ON_TORCH_TPU for sibling in TESTS_NEED.get(package, [])}
+    packages = [*TESTED_ON_TORCH_TPU, *sorted(needed)]
+    options = ["-c", CONSTRAINTS_TORCHTPU]
+    install(session, packages, group("test-training"), with_extras=packages, editable=True, options=options)
+    for package in TESTED_ON_TORCH_TPU:
+        name = junit(f"tests-torchtpu-{package}")
+        session.run("pytest", *TWO_AT_ONCE, f"packages/{package}/tests", name, *session.posargs)
 
 
 @nox.session
@@ -195,7 +217,10 @@ def with_package(session: nox.Session, package: str) -> str:
 @nox.parametrize("runtime", RUNTIMES)
 def integration(session: nox.Session, runtime: str) -> None:
     """Test all packages together, installed as a user installs them, on one runtime."""
-    install(session, PROJECTS, group("integration"), with_extras=["training"])
+    on_torch_tpu = runtime == "torchtpu"
+    pins = ("-c", CONSTRAINTS_TORCHTPU if on_torch_tpu else CONSTRAINTS)
+    packages = WITH_TORCH_TPU if on_torch_tpu else WITH_TORCH_XLA
+    install(session, packages, group("integration"), with_extras=["training"], options=pins)
     options = ["--durations=10", "--polyxla-runtime", runtime, junit(f"integration-{runtime}")]
     # Those need other libraries: `clients` runs them.
     options.append("--ignore=integration/clients")
@@ -379,7 +404,10 @@ def bench(session: nox.Session) -> None:
     if not session.posargs or session.posargs[0] not in names:
         session.error(f"nox -s bench -- NAME, one of: {', '.join(names) or 'none yet'}")
     name, *arguments = session.posargs
-    install(session, PROJECTS, group("bench"), with_extras=["training"])
+    on_torch_tpu = name == "torchtpu"
+    pins = ("-c", CONSTRAINTS_TORCHTPU if on_torch_tpu else CONSTRAINTS)
+    packages = WITH_TORCH_TPU if on_torch_tpu else WITH_TORCH_XLA
+    install(session, packages, group("bench"), with_extras=["training"], options=pins)
     # A program compiled by an earlier run would be measured as a fast one.
     session.run("python", f"benchmarks/{name}.py", *arguments, env={"POLYXLA_COMPILE_CACHE": "off"})
 
@@ -393,15 +421,29 @@ def demo(session: nox.Session) -> None:
 
 @nox.session(venv_backend="uv")
 def pin(session: nox.Session) -> None:
-    """Rewrite constraints.txt: ``nox -s pin`` adds missing pins, ``-- --upgrade`` moves all of them."""
-    wanted = {one for name in GROUPS for one in group(name)}
-    for project in PROJECTS.values():
-        for one in [project["dependencies"], *project.get("optional-dependencies", {}).values()]:
-            wanted |= {requirement for requirement in one if not siblings([requirement])}
+    """Rewrite the constraints: ``nox -s pin`` adds missing pins, ``-- --upgrade`` moves all of them."""
+    everything = {one for name in GROUPS for one in group(name)}
+    # What only torch_xla's environment needs, or another release of torch.
+    on_torch_xla = re.compile(r"torch_?xla|torchvision|torchax|torch==|flax")
+    shared = {one for one in everything if not on_torch_xla.match(one)}
+    write_pins(session, CONSTRAINTS, everything | required_by(WITH_TORCH_XLA) | {"torch==2.9.*"})
+    write_pins(session, CONSTRAINTS_TORCHTPU, shared | required_by(WITH_TORCH_TPU))
+
+
+def required_by(packages: Iterable[str]) -> set[str]:
+    """Return what our packages and their extras require of others."""
+    projects = [PROJECTS[package] for package in packages]
+    lists = [one["dependencies"] for one in projects]
+    lists += [extra for one in projects for extra in one.get("optional-dependencies", {}).values()]
+    return {requirement for one in lists for requirement in one if not siblings([requirement])}
+
+
+def write_pins(session: nox.Session, file: str, wanted: Collection[str]) -> None:
+    """Pin the versions of what is wanted, and of what that requires."""
     requirements = Path(session.create_tmp()) / "requirements.in"
     requirements.write_text("\n".join(sorted(wanted)))
     how = ["--universal", "--python-version", "3.11", "--fork-strategy", "fewest"]
-    quiet = ["--quiet", "--no-header", "--no-annotate", "--output-file", CONSTRAINTS]
+    quiet = ["--quiet", "--no-header", "--no-annotate", "--output-file", file]
     session.run("uv", "pip", "compile", *how, *quiet, *session.posargs, str(requirements), external=True)
 
 

@@ -20,7 +20,12 @@ def main():
     windows = codes.unfold(0, CONTEXT + 1, 1).to(DEVICE)
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Embedding(len(letters), 16), nn.Flatten(), nn.Linear(16 * CONTEXT, 64), nn.Tanh(), nn.LayerNorm(64), nn.Linear(64, len(letters))
+        nn.Embedding(len(letters), 16),
+        nn.Flatten(),
+        nn.Linear(16 * CONTEXT, 64),
+        nn.Tanh(),
+        nn.LayerNorm(64),
+        nn.Linear(64, len(letters)),
     ).to(DEVICE)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)

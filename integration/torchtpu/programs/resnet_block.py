@@ -33,7 +33,12 @@ def main():
         dist.init_process_group("tpu_dist" if DEVICE == "tpu" else "gloo")
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1), nn.MaxPool2d(2), Residual(16), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 10)
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.MaxPool2d(2),
+        Residual(16),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64, 10),
     ).to(DEVICE)
     if STRATEGY == "ddp":
         model = nn.parallel.DistributedDataParallel(model)

@@ -12,6 +12,7 @@ from torch_tpu._internal.utils import hardware
 from polyxla.contracts.counters import Counters, Counts, Memory
 
 _native: Any = _device_ops_backend
+_accelerator: Any = torch.accelerator
 _LOOKUPS = "polyxla_bridge.torch_tpu_opener"
 
 
@@ -43,5 +44,5 @@ class TorchTpuCounters(Counters):
 
     def memory(self) -> Memory | None:
         """Return the statistics of the device's allocator."""
-        free, total = torch.accelerator.get_memory_info()
+        free, total = _accelerator.get_memory_info()
         return Memory(total - free, total)

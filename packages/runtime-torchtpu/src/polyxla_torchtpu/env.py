@@ -27,8 +27,8 @@ TORCH_TPU_DEVICES_PER_HOST = "TORCH_TPU_DEVICES_PER_HOST"
 """Given: the number of a job's processes on each host."""
 
 TORCH_TPU_INTERNAL_HANDSHAKE_PORT = "TORCH_TPU_INTERNAL_HANDSHAKE_PORT"
-"""Given on an emulated TPU: the port on which the processes compare the collectives of their programs. TorchTPU's
-default is one port for all jobs of a machine."""
+"""Given on an emulated TPU: the port on which the processes compare the collectives of their programs.
+TorchTPU's default is one port for all jobs of a machine."""
 
 NNODES = "NNODES"
 """Given: number of hosts of a job."""

@@ -6,7 +6,6 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import polyxla.env
@@ -14,18 +13,10 @@ from polyxla import Job, UsageError
 from polyxla.launcher.processes import ProcessWork, run_processes
 from polyxla_torchtpu import env
 from polyxla_torchtpu.discovery import plan_for
-from polyxla_torchtpu.plan import TorchTpuPlan
+from polyxla_torchtpu.plan import Place, TorchTpuPlan
 from polyxla_tpu import env as tpu
 from polyxla_tpu import torchrun
 from polyxla_tpu.played import POLYXLA_LIBTPU_HOST
-
-
-@dataclass(frozen=True)
-class Place:
-    """The place of one replica: the plan of the job, and the number of its process, its rank."""
-
-    plan: TorchTpuPlan
-    process: int
 
 
 def preload(on_chips: bool) -> tuple[str, ...]:
@@ -98,7 +89,7 @@ def _can_run_here(plan: TorchTpuPlan, start_method: str) -> bool:
     is_played = polyxla.env.snapshot().get(tpu.TPU_LIBRARY_PATH) == str(polyxla_bridge.LIBRARY)
     if not is_played and start_method == "inline":
         raise UsageError(
-            "torch was imported in this process without an emulated TPU, so TorchTPU has opened the real libtpu",
+            "torch was imported here without an emulated TPU, so TorchTPU has opened the real libtpu",
             where="start_method='inline'",
             fix=f"Set {tpu.POLYXLA_EMULATE}=v5e-1 before the program starts, or leave start_method out.",
         )

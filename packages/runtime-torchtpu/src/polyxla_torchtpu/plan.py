@@ -1,4 +1,4 @@
-"""The plan of a job: which chips its replicas use, and the variables of TorchTPU's launch for each process."""
+"""The plan of a job: its chips, and the variables of TorchTPU's launch for each process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from polyxla_tpu.this_host import this_slice
 from polyxla_tpu.topology import join
 
 BASE_PORT = 8070
-"""The port of a host's first process in a slice of several hosts. Source: torch_tpu 0.2.0, set_tpu_launch_env."""
+"""The port of a host's first process in a slice of several hosts.
+Source: ``set_tpu_launch_env`` of torch_tpu 0.2.0.
+"""
 STORE_PORT = 29500
 """The port of torch.distributed's store in such a slice. Source: as for `BASE_PORT`."""
 CPU_GENERATION = "v5e"
@@ -62,9 +64,7 @@ class TorchTpuPlan(ChipPlan):
         if self.is_cpu:
             count = self.layout.replicas
             replicas = "1 replica" if count == 1 else f"{count} replicas"
-            say_once(
-                f"no TPU here: this machine's CPU plays {replicas}; names are a TPU's, numbers the CPU's"
-            )
+            say_once(f"no TPU is here: the CPU plays {replicas}; names are a TPU's, numbers the CPU's")
         else:
             super().say()
 
@@ -132,6 +132,14 @@ class TorchTpuPlan(ChipPlan):
         devices = self.played_meeting(environ)
         own = self.played_host(self.tpu_slice.worker_id, devices)
         return {**_PLAYED, POLYXLA_LIBTPU_DEV: devices[POLYXLA_LIBTPU_DEV], **own}
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of one replica: the plan of the job, and the number of its process, its rank."""
+
+    plan: TorchTpuPlan
+    process: int
 
 
 def plan_tpu(environ: Mapping[str, str], devices: tuple[int, ...]) -> TorchTpuPlan:

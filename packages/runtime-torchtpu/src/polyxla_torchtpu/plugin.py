@@ -12,7 +12,8 @@ from polyxla.launcher.start_methods import running_fork_server
 from polyxla.plugins.unknown_variables import constants
 from polyxla_torchtpu import discovery as torchtpu
 from polyxla_torchtpu import env
-from polyxla_torchtpu.launching import Place, preload, run_job
+from polyxla_torchtpu.launching import preload, run_job
+from polyxla_torchtpu.plan import Place
 from polyxla_tpu import env as tpu
 from polyxla_tpu import torchrun
 

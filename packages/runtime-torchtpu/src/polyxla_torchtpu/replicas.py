@@ -1,4 +1,4 @@
-"""The replica of one process of a job. Heavy: imported in the replicas' processes, or in their fork server."""
+"""The replica of a process. Heavy: imported in the replicas' processes, or in their fork server."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from polyxla.env import POLYXLA_INPUT_TIMEOUT_S, POLYXLA_START_TIMEOUT_S, snapsh
 from polyxla.launcher import failures
 from polyxla_torchtpu import host_answers
 from polyxla_torchtpu.counters import TorchTpuCounters
-from polyxla_torchtpu.launching import Place
-from polyxla_torchtpu.plan import TorchTpuPlan
+from polyxla_torchtpu.plan import Place, TorchTpuPlan
 from polyxla_torchtpu.upload import upload_batches
 from polyxla_tpu import env as tpu
 from polyxla_tpu import torchrun
@@ -67,7 +66,7 @@ def _watch() -> None:
 
 
 def load() -> None:
-    """Load TorchTPU in this process, as torch's autoloading does; it prints what it does, which is left out."""
+    """Load TorchTPU in this process without what it prints when all is well."""
     # Of variables and functions that this runtime uses itself.
     warnings.filterwarnings("ignore", message=_EXPERIMENTAL)
     said = io.StringIO()
@@ -170,7 +169,9 @@ class SeveralReplication(TorchTpuReplication):
             own = snapshot()
             is_host = world.ordinal == 0 and torchrun.process_count(own) is None
             address, port = own[tpu.MASTER_ADDR], int(own[tpu.MASTER_PORT])
-            store = dist.TCPStore(address, port, world.world_size, is_host, start)
+            store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+                address, port, world.world_size, is_host, start
+            )
             dist.init_process_group(
                 BACKEND, store=store, rank=world.ordinal, world_size=world.world_size, timeout=start
             )
