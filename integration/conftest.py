@@ -36,26 +36,30 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TPU_LIBRARY_PATH"] = str(polyxla_bridge.LIBRARY)
 
 
+# Where the tests are that run on one of the other runtimes only.
+OWN_TESTS = {"xrt": "jobs", "torchtpu": "torchtpu"}
 # Their imports need torch_xla, and what they test does not depend on the runtime.
 WITHOUT_TORCH_XLA = ("test_docs.py", "test_fits.py", "test_bad_input.py", "jobs", "clients", "seeds")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out what cannot be imported beside TorchTPU."""
-    is_torchtpu = config.getoption("--polyxla-runtime") == "torchtpu"
-    return True if is_torchtpu and collection_path.name in WITHOUT_TORCH_XLA else None
+    if config.getoption("--polyxla-runtime") == "torchtpu":
+        return True if collection_path.name in WITHOUT_TORCH_XLA else None
+    return True if collection_path.name == "torchtpu" else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests that do not depend on the runtime, except on the first runtime, pjrt."""
     runtime = config.getoption("--polyxla-runtime")
     is_first = runtime == "pjrt"
-    # Whole jobs on workers: tests of xrt.
-    jobs = Path(__file__).parent / "jobs"
+    # Whole jobs on workers, and programs for TorchTPU: tests of one other runtime each.
+    others = {name: Path(__file__).parent / directory for name, directory in OWN_TESTS.items()}
+    own = others.get(runtime)
     if is_first:
-        selected = [item for item in items if jobs not in item.path.parents]
+        selected = [item for item in items if not {*others.values()} & {*item.path.parents}]
     else:
-        selected = [item for item in items if jobs in item.path.parents or _depends_on_runtime(item)]
+        selected = [item for item in items if own in item.path.parents or _depends_on_runtime(item)]
     if runtime == "torchtpu":
         selected = [item for item in selected if not item.get_closest_marker("torch_xla")]
     config.hook.pytest_deselected(items=[item for item in items if item not in selected])
@@ -156,8 +160,8 @@ def require_layout(runtime: RuntimeUnderTest) -> Callable[[int, int], None]:
     """Skip a layout in which replicas share processes, if the runtime has a process for each."""
 
     def require(count: int, processes: int) -> None:
-        if runtime.name == "xrt" and processes != count:
-            pytest.skip("on a TPU node each replica is a process")
+        if runtime.name != "pjrt" and processes != count:
+            pytest.skip("on this runtime each replica is a process")
 
     return require
 

@@ -53,11 +53,10 @@ def _numbers(count: int, batch_size: int, **options: Any) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.arange(count)), batch_size, **options)
 
 
-def _compiles() -> int:
-    import torch_xla.debug.metrics as met
-
-    data = met.metric_data("CompileTime")
-    return data[0] if data else 0
+def _compiles(replica: Replica) -> int:
+    counters = replica.counters()
+    assert counters is not None
+    return counters.counts().compiles
 
 
 @exercise
@@ -136,7 +135,7 @@ def padded(replica: Replica, directory: Path) -> dict[str, Any]:
             shapes.add(tuple(batch.shape))
             total = torch.where(loader.valid, module(batch[:, None].float())[:, 0], 0).sum()
             replica.sync(wait=True)
-            compiles.append(_compiles())
+            compiles.append(_compiles(replica))
             real += batch[loader.valid.cpu()].tolist() if loader.real else []
             del total
     return {
@@ -164,14 +163,14 @@ def bucketed(replica: Replica, directory: Path) -> dict[str, Any]:
     data = [torch.full((length,), float(length)) for length in lengths]
     loader: DataLoader[Any] = DataLoader(data, batch_sampler=batches, collate_fn=BucketCollate([4, 8, 16]))  # type: ignore[arg-type]
     module = replica.setup(_seeded(lambda: nn.Embedding(17, 2)))
-    shapes, before = set(), _compiles()
+    shapes, before = set(), _compiles(replica)
     with torch.no_grad():
         for batch in replica.loader(loader):
             values = batch if isinstance(batch, torch.Tensor) else batch[0]
             shapes.add(tuple(values.shape))
             _ = module(values.long()).sum()
     replica.sync(wait=True)
-    return {"shapes": shapes, "compiles": _compiles() - before}
+    return {"shapes": shapes, "compiles": _compiles(replica) - before}
 
 
 def test_length_buckets_compile_one_program_for_each_bucket(answers: Answers) -> None:

@@ -113,7 +113,7 @@ def main():
     mine = slice(rank * BATCH // world, (rank + 1) * BATCH // world) if divides else slice(None)
     for _ in range(STEPS):
         batch = tokens[mine].to(DEVICE)
-        logits = step_model(batch[:, :-1])
+        logits = step_model(batch[:, :-1].contiguous())
         loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()

@@ -49,6 +49,9 @@ class Opener:
     def release(self) -> None:
         """Release the framework's objects; the devices are released next."""
 
+    def before_client(self) -> None:
+        """Prepare for the client, which is about to be created, once in this process or in a fork of it."""
+
 
 def activate(make_engine: Callable[[], Engine], opener: Callable[[], Opener] = Opener) -> None:
     """Fill the library's function table, and register the exit function; a second call does nothing.
@@ -63,7 +66,12 @@ def activate(make_engine: Callable[[], Engine], opener: Callable[[], Opener] = O
     if not _active.acquire(blocking=False):
         return
     framework = opener()
-    bridge = Bridge(make_engine, framework.wait)
+
+    def make() -> Engine:
+        framework.before_client()
+        return make_engine()
+
+    bridge = Bridge(make, framework.wait)
     table = Table(bridge)
     native.LOCKED.polyxla_set_api(ctypes.addressof(table.api))
     atexit.register(_leave, framework, bridge, table)

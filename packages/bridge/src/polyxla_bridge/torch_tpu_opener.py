@@ -7,7 +7,7 @@ import importlib.metadata
 import logging
 import sys
 
-from polyxla_bridge import native
+from polyxla_bridge import collection, native
 from polyxla_bridge.activation import Opener
 
 _log = logging.getLogger("polyxla.bridge")
@@ -26,6 +26,10 @@ class TorchTpu(Opener):
     def __init__(self) -> None:
         if not native.LOCKED.polyxla_torch_tpu_without_gil():
             _log.warning(_LINKED_OTHERWISE, importlib.metadata.version("torch_tpu"))
+
+    def before_client(self) -> None:
+        """Keep collections, which may destroy tensors, out of TorchTPU's own threads."""
+        collection.only_in_main_thread()
 
     def release(self) -> None:
         """Release TorchTPU's client, as its own exit function would, which is left out."""

@@ -4,100 +4,122 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 from polyxla import callsite
 from polyxla.errors import UsageError
 from polyxla.xla.input_watchdog import InputWatchdog
 
-AHEAD = "device_prefetch_size"
-"""The option of ``prefetch``: batches held on the device before they are used (default: 2)."""
-DEFAULT = 2
+AHEAD = {"loader_prefetch_size": 16, "device_prefetch_size": 8}
+"""The options of ``prefetch`` with their defaults: batches read ahead on the host, and batches on the device.
+Source: the names and numbers are those of torch_xla 2.9.0, so that a script needs no other ones here.
+"""
+THREADS = "host_to_device_transfer_threads"
+"""The third of torch_xla's options; here one thread copies."""
 LEAVE_S = 60.0
-"""Longest wait for the reading thread when a loop is left, in seconds: the next loop may read the same."""
+"""Longest wait for the threads when a loop is left, in seconds: the next loop may read the same."""
 _END = object()
 
 
 def upload_batches(
     batches: Generator[Any], to_device: Callable[[Any], Any], prefetch: Mapping[str, int], timeout_s: float
 ) -> Generator[Any]:
-    """Iterate over `batches` on the device; a thread reads and copies ahead.
+    """Iterate over `batches` on the device; one thread reads ahead, and another copies.
 
     Args:
-        batches: read in that thread.
+        batches: read in a thread.
         to_device: copies one of them.
-        prefetch: how many batches to hold ahead, by the name in `AHEAD`.
+        prefetch: how far to read and to copy ahead, by the names in `AHEAD`.
         timeout_s: longest wait for a batch, in seconds.
 
     Raises:
         UsageError: there is no option of that name.
         StalledError: a batch did not arrive in time.
     """
-    if unknown := sorted(set(prefetch) - {AHEAD}):
-        raise UsageError(
-            f"this runtime's loader has no option {', '.join(unknown)}",
-            where="prefetch",
-            fix=f"The only option is {AHEAD}.",
-        )
-    reader = _Reader(batches, to_device, max(1, prefetch.get(AHEAD, DEFAULT)))
-    watchdog = InputWatchdog(timeout_s, reader.line, reader.cancel)
+    _check(prefetch)
+    on_host, on_device = (max(1, prefetch.get(name, default)) for name, default in AHEAD.items())
+    reading = _Ahead(batches, on_host, "polyxla-input")
+    copying = _Ahead(map(to_device, reading), on_device, "polyxla-upload")
+    watchdog = InputWatchdog(timeout_s, reading.line, copying.cancel)
+    # After an exception, do not wait for the threads: one may hang in the user's dataset.
     leave_s = 0.0
     try:
+        arriving = iter(copying)
         while True:
             watchdog.begin()
-            batch = reader.take()
+            batch = next(arriving, _END)
             watchdog.end()
             if watchdog.error:
                 raise watchdog.error
             if batch is _END:
-                leave_s = LEAVE_S
-                reader.raise_failure()
-                return
+                break
             yield batch
+        leave_s = LEAVE_S
     except GeneratorExit:
         leave_s = LEAVE_S
         raise
     finally:
         watchdog.close()
-        reader.close(leave_s)
+        copying.close()
+        reading.close()
+        copying.join(leave_s)
+        reading.join(leave_s)
 
 
-class _Reader:
-    """The thread that reads and copies; after an exception the loop does not wait for it, as it may hang."""
+def _check(prefetch: Mapping[str, int]) -> None:
+    if unknown := sorted(set(prefetch) - {*AHEAD, THREADS}):
+        raise UsageError(
+            f"this runtime's loader has no option {', '.join(unknown)}",
+            where="prefetch",
+            fix=f"The options are {', '.join(AHEAD)}.",
+        )
+    if prefetch.get(THREADS, 1) != 1:
+        raise UsageError(
+            f"{THREADS}={prefetch[THREADS]}, but this runtime copies in one thread",
+            where="prefetch",
+            fix=f"Leave {THREADS} out.",
+        )
 
-    def __init__(self, batches: Generator[Any], to_device: Callable[[Any], Any], ahead: int) -> None:
-        self._batches, self._to_device = batches, to_device
-        self._arrived: queue.Queue[Any] = queue.Queue()
-        self._places = threading.Semaphore(ahead)
-        self._stop = threading.Event()
+
+class _Ahead:
+    """Iterates over a source in a thread, a number of items ahead of who takes them.
+
+    Iterating raises what ended the source early.
+
+    Args:
+        source: closed by the thread at its end, if it can be closed.
+        size: how many items to hold.
+        name: the thread's.
+    """
+
+    def __init__(self, source: Iterable[Any], size: int, name: str) -> None:
+        self._source = source
+        self._arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._places = threading.Semaphore(size)
+        self._is_closed = False
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._read, name="polyxla-upload", daemon=True)
+        self._thread = threading.Thread(target=self._read, name=name, daemon=True)
         self._thread.start()
 
     def _read(self) -> None:
         try:
-            self._places.acquire()
-            for batch in self._batches:
-                if self._stop.is_set():
-                    break
-                self._arrived.put(self._to_device(batch))
+            for item in self._source:
                 self._places.acquire()
+                if self._is_closed:
+                    break
+                self._arrived.put(item)
         except BaseException as error:
             self._failure = error
         finally:
-            self._batches.close()
+            getattr(self._source, "close", lambda: None)()
             self._arrived.put(_END)
 
-    def take(self) -> Any:
-        """Return the next batch, or the end."""
-        batch = self._arrived.get()
-        self._places.release()
-        return batch
-
-    def raise_failure(self) -> None:
-        """Raise what ended the batches early."""
-        if self._failure:
+    def __iter__(self) -> Iterator[Any]:
+        while (item := self._arrived.get()) is not _END:
+            self._places.release()
+            yield item
+        if self._failure and not self._is_closed:
             raise self._failure
 
     def line(self) -> str | None:
@@ -105,11 +127,15 @@ class _Reader:
         return callsite.user_line(self._thread.ident)
 
     def cancel(self) -> None:
-        """End the wait of the loop."""
+        """End the wait of who takes the items."""
         self._arrived.put(_END)
 
-    def close(self, leave_s: float) -> None:
-        """End the thread; wait for it `leave_s` seconds at most."""
-        self._stop.set()
+    def close(self) -> None:
+        """Let the thread end at its next item, and who waits for its items go."""
+        self._is_closed = True
         self._places.release()
-        self._thread.join(leave_s)
+        self.cancel()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread's end, `timeout_s` seconds at most."""
+        self._thread.join(timeout_s)
