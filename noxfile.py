@@ -51,6 +51,7 @@ TESTED_ON_TORCH_TPU = ["core", "runtime-torchtpu", "sampler", "training"]
 TESTS_NEED = {
     "core": ["testing"],
     "runtime-pjrt": ["testing"],
+    "runtime-torchtpu": ["testing"],
     "tpu": ["testing"],
     "training": ["sampler", "testing"],
 }
@@ -178,15 +179,14 @@ def tests(session: nox.Session, package: str) -> None:
 
 
 @nox.session(name="tests-torchtpu")
-def tests_torchtpu(session: nox.Session) -> None:
-    """Test the packages that run beside TorchTPU with its release of torch, one package at a time."""
-    needed = {sibling for package in TESTED_ON_TORCH_TPU for sibling in TESTS_NEED.get(package, [])}
-    packages = [*TESTED_ON_TORCH_TPU, *sorted(needed)]
-    options = ["-c", CONSTRAINTS_TORCHTPU]
-    install(session, packages, group("test-training"), with_extras=packages, editable=True, options=options)
-    for package in TESTED_ON_TORCH_TPU:
-        name = junit(f"tests-torchtpu-{package}")
-        session.run("pytest", *TWO_AT_ONCE, f"packages/{package}/tests", name, *session.posargs)
+@nox.parametrize("package", TESTED_ON_TORCH_TPU)
+def tests_torchtpu(session: nox.Session, package: str) -> None:
+    """Test one package beside TorchTPU, with its release of torch."""
+    packages = [package, *TESTS_NEED.get(package, [])]
+    pins = ("-c", CONSTRAINTS_TORCHTPU)
+    install(session, packages, group("test-training"), with_extras=[package], editable=True, options=pins)
+    options = [*TWO_AT_ONCE, junit(f"tests-torchtpu-{package}")]
+    session.run("pytest", f"packages/{package}/tests", *options, *session.posargs)
 
 
 @nox.session

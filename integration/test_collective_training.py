@@ -259,6 +259,7 @@ def test_gradients_and_training_match_plain_torch(everywhere: Callable[..., list
     _check(everywhere, Functions, SyncBatchNorm, Steps, ReplicaCollectives)
 
 
+@pytest.mark.torch_xla("torch.compile for torch_xla's backend")
 @pytest.mark.parametrize("everywhere", PROCESSES, indirect=True)
 def test_compiled_functions_and_modules_match_plain_torch(everywhere: Callable[..., list[Any]]) -> None:
     _check(everywhere, Compile)
@@ -270,6 +271,7 @@ def _train_compiled(replica: Replica) -> Tensor:
     return result
 
 
+@pytest.mark.torch_xla("replicas that are threads")
 @pytest.mark.parametrize("everywhere", [pytest.param((2, 1), id="2-threads")], indirect=True)
 def test_torch_compile_is_refused_where_replicas_are_threads(everywhere: Callable[..., list[Any]]) -> None:
     with pytest.raises(UsageError, match="would mix the programs of replicas that are threads"):

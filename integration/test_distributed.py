@@ -33,6 +33,7 @@ def _store_port(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
 
 
+@pytest.mark.torch_xla("torch.distributed's backend xla")
 @pytest.mark.parametrize("everywhere", LAYOUTS, indirect=True)
 def test_torch_distributed_gives_the_right_results(everywhere: Callable[..., list[Any]]) -> None:
     results = everywhere(_run)

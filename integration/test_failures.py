@@ -188,6 +188,7 @@ def test_a_hanging_dataset_is_an_error_with_its_line(
     assert done.stdout.splitlines() == [f"batch {number}" for number in range(5)]
 
 
+@pytest.mark.torch_xla("a program for torch_xla")
 def test_a_device_touched_before_the_launch_is_refused_with_its_line(runtime: RuntimeUnderTest) -> None:
     script = PROGRAMS / "touch_device.py"
     # On pjrt. A TPU node has several devices anyway.
@@ -197,6 +198,7 @@ def test_a_device_touched_before_the_launch_is_refused_with_its_line(runtime: Ru
     assert "never" not in done.stdout
 
 
+@pytest.mark.torch_xla("a program for torch_xla")
 def test_a_script_without_a_main_guard_does_not_launch_forever(runtime: RuntimeUnderTest) -> None:
     done = runtime.run("--devices", "2", str(PROGRAMS / "no_main_guard.py"))
     assert done.returncode == 2

@@ -83,6 +83,7 @@ def test_a_torchrun_with_another_number_of_processes_is_refused(clean_environ: d
     assert "Write torchrun --nproc-per-node 4." in done.stderr
 
 
+@pytest.mark.torch_xla("a program for torch_xla")
 def test_using_a_device_without_launching_the_replicas_asked_for_ends_the_program(
     runtime: RuntimeUnderTest,
 ) -> None:
@@ -147,6 +148,7 @@ def test_a_program_can_spawn_a_number_of_cpu_replicas(clean_environ: dict[str, s
     assert sorted(done.stdout.splitlines()) == expected
 
 
+@pytest.mark.torch_xla("a program for torch_xla")
 @pytest.mark.parametrize(
     ("init_method", "emulated"),
     [("xla://", None), pytest.param("env://", "v4-8", marks=pytest.mark.long)],

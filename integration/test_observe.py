@@ -81,6 +81,7 @@ def kinds(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == kind]
 
 
+@pytest.mark.torch_xla("one program for each step")
 def test_a_compilation_names_the_batch_whose_shape_changed(
     runtime: RuntimeUnderTest, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,6 +102,7 @@ def test_a_compilation_names_the_batch_whose_shape_changed(
     assert "10 steps in" in stderr
 
 
+@pytest.mark.torch_xla("counters of reads, in this version")
 @pytest.mark.parametrize(
     ("habit", "code", "kind", "op"),
     [
@@ -125,6 +127,7 @@ def test_a_host_read_inside_a_step_is_found_with_its_line(
     assert line_of(code) in kinds(events, "compile")[0]["cause"] or habit == "print"
 
 
+@pytest.mark.torch_xla("fallbacks to the host")
 def test_an_operation_that_falls_back_to_the_host_is_found(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
     events = fit(runtime, tmp_path, Net("fallback"), batches(9, 9, 9))
     [finding] = kinds(events, "finding")
@@ -141,12 +144,14 @@ def test_a_loss_that_is_nan_is_reported_once(
     assert capfd.readouterr().err.count("loss is nan at step 2") == 1
 
 
+@pytest.mark.torch_xla("one program for each step")
 def test_exceeding_the_compile_budget_ends_a_training(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
     with pytest.raises(CompileBudgetError, match=r"batch\['x'\] \[14, 8\] float32 -> \[3, 8\]"):
         fit(runtime, tmp_path, Net(), batches(14, 14, 14, 3), compile_budget=0, on_budget="raise")
     assert "CompileBudgetError" in read_run(tmp_path)[-1]["error"]
 
 
+@pytest.mark.torch_xla("the time of compilations, in this version")
 def test_the_report_of_a_run_has_all_plots(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
     events = fit(runtime, tmp_path, Net("item"), batches(*[15] * 6, 4), batches(10, 10))
     page = render(Run.of(str(tmp_path), events))
@@ -175,6 +180,7 @@ def _counted(replica: Replica) -> dict[str, Any]:
     }
 
 
+@pytest.mark.torch_xla("one program for each step")
 def test_the_counters_match_the_steps(runtime: RuntimeUnderTest) -> None:
     [result] = runtime.launch(_counted, devices=1)
     assert result["counts"].executions == 6

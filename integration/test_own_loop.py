@@ -53,6 +53,7 @@ def with_habits(replica: Replica, habit: str, width: int) -> None:
         replica.step(optimizer, {"loss": loss})
 
 
+@pytest.mark.torch_xla("steps that wait for a sync")
 def test_a_loop_that_never_syncs_is_reported_while_it_runs(runtime: RuntimeUnderTest) -> None:
     program = Path(__file__).parent / "programs" / "steps_without_sync.py"
     done = runtime.run("--devices", "1", str(program))
@@ -61,6 +62,7 @@ def test_a_loop_that_never_syncs_is_reported_while_it_runs(runtime: RuntimeUnder
     assert f"{program.name}:19 makes optimizer steps, and none has run for 5 s" in said
 
 
+@pytest.mark.torch_xla("counters of reads and of one program for each step")
 @pytest.mark.parametrize(
     ("habit", "expected"),
     [
@@ -109,6 +111,7 @@ def plain(replica: Replica, width: int, decay: float) -> None:
         torch_xla.sync()
 
 
+@pytest.mark.torch_xla("constants in the step's program")
 def test_a_factor_that_became_a_constant_is_named(
     runtime: RuntimeUnderTest, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,6 +136,7 @@ def counted(replica: Replica, width: int) -> dict[str, int]:
     return {name: total - before[name] for name, total in totals().items()}
 
 
+@pytest.mark.torch_xla("torch_xla's metrics")
 def test_watching_adds_no_execution_no_transfer_and_no_program(
     runtime: RuntimeUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +166,7 @@ def decaying(replica: Replica, width: int) -> list[int]:
     return compiled
 
 
+@pytest.mark.torch_xla("constants in the step's program")
 def test_an_optimizers_factors_stay_inputs_when_they_become_1(runtime: RuntimeUnderTest) -> None:
     [compiled] = runtime.launch(decaying, 105, devices=1)
     assert compiled[:2] != [0, 0]
@@ -185,6 +190,7 @@ def alone(replica: Replica) -> float:
     return float(module.bias)
 
 
+@pytest.mark.torch_xla("replicas that are threads")
 @pytest.mark.parametrize("processes", [2, 1])
 def test_what_replicas_do_silently_wrong_is_reported(
     runtime: RuntimeUnderTest,
@@ -214,6 +220,7 @@ class Net(nn.Module):
         return torch.optim.AdamW(self.parameters())
 
 
+@pytest.mark.torch_xla("one program for each step")
 @pytest.mark.parametrize("steps_per_epoch", [1, 2, 3])
 def test_a_short_epoch_compiles_nothing_late(
     runtime: RuntimeUnderTest, capfd: pytest.CaptureFixture[str], steps_per_epoch: int

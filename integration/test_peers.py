@@ -54,7 +54,7 @@ def test_an_optimizer_of_another_devices_parameters_is_refused(
     runtime: RuntimeUnderTest, uses_setup: bool
 ) -> None:
     """The same with ``module.to``: refused at the first step, because nothing would be trained."""
-    with pytest.raises(UsageError, match="0 of the 2 parameters of AdamW are on xla") as caught:
+    with pytest.raises(UsageError, match=r"0 of the 2 parameters of AdamW are on (xla|tpu)") as caught:
         runtime.launch(_train_with_a_forgotten_optimizer, uses_setup, devices=1)
     assert caught.value.fix == (
         "Make the optimizer after the module is on the device, or pass both to replica.setup."
@@ -137,6 +137,7 @@ def _dtypes(replica: Replica) -> tuple[str, bool]:
     return str(module.weight.dtype), " f32[" in next(line for line in hlo.splitlines() if " dot(" in line)
 
 
+@pytest.mark.torch_xla("torch_xla's autocast")
 def test_precision_can_change_after_the_first_use_of_xla(runtime: RuntimeUnderTest) -> None:
     """bfloat16 after the first use of XLA has no effect: a process reads the setting once."""
     if runtime.name == "xrt":

@@ -41,6 +41,7 @@ def test_the_sum_has_every_ordinal(
     assert sorted(found) == [(str(i), str(count), f"{count * (count - 1) / 2}") for i in range(count)]
 
 
+@pytest.mark.torch_xla("a program for torch_xla")
 def test_multi_device_mnist_runs_unmodified(runtime: RuntimeUnderTest) -> None:
     done = runtime.run("--devices", "4", str(SEEDS / "mnist_multi.py"), "5120")
     assert done.returncode == 0, done.stderr

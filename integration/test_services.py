@@ -136,7 +136,7 @@ def padded(replica: Replica, directory: Path) -> dict[str, Any]:
             total = torch.where(loader.valid, module(batch[:, None].float())[:, 0], 0).sum()
             replica.sync(wait=True)
             compiles.append(_compiles(replica))
-            real += batch[loader.valid.cpu()].tolist() if loader.real else []
+            real += batch.cpu()[loader.valid.cpu()].tolist() if loader.real else []
             del total
     return {
         "shapes": shapes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -92,6 +93,7 @@ def test_a_lightning_module_trains_unchanged(runtime: RuntimeUnderTest) -> None:
     assert module._trainer is None
 
 
+@pytest.mark.torch_xla("torch_xla's metrics")
 def test_a_step_is_one_execution_without_recompilation(runtime: RuntimeUnderTest) -> None:
     [(executions, compilations)] = runtime.launch(_count_steps, 20, devices=1)
     assert executions == 20
@@ -120,6 +122,7 @@ def _samples(met: Any, name: str) -> int:
     return data[0] if data else 0
 
 
+@pytest.mark.torch_xla("torch_xla's report")
 def test_the_debug_strategy_prints_the_runtimes_report(runtime: RuntimeUnderTest, capfd: Any) -> None:
     trainer(runtime, strategy="debug").fit(Tied(), DataLoader(blobs(), 32))
     assert "Metric: CompileTime" in capfd.readouterr().out

@@ -142,6 +142,7 @@ def test_an_optimizer_of_another_modules_parameters_is_refused(runtime: RuntimeU
         fit(runtime, Unrelated(), data())
 
 
+@pytest.mark.torch_xla("operands of different dtypes in mse_loss")
 @pytest.mark.parametrize(("name", "dtype"), [("bf16-true", torch.bfloat16), ("bf16-mixed", torch.float32)])
 def test_bfloat16_trains(runtime: RuntimeUnderTest, name: str, dtype: torch.dtype) -> None:
     module, untouched = Net(), Net()
@@ -150,6 +151,7 @@ def test_bfloat16_trains(runtime: RuntimeUnderTest, name: str, dtype: torch.dtyp
     assert not torch.equal(module.layer.weight.float(), untouched.layer.weight)
 
 
+@pytest.mark.torch_xla("operands of different dtypes in mse_loss")
 def test_a_configured_policy_keeps_modules_in_float32(runtime: RuntimeUnderTest) -> None:
     module = nn.Sequential(Net(), nn.Linear(2, 2))
     net: Any = module[0]
@@ -174,6 +176,7 @@ def test_four_replicas_resume_as_two(runtime: RuntimeUnderTest, tmp_path: Path) 
     assert len(CheckpointFolder(tmp_path).entries()) == 3
 
 
+@pytest.mark.torch_xla("a profiler, in this version")
 @pytest.mark.parametrize(("steps", "log_dir"), [((2, 4), "here"), ((1, 2), None)])
 def test_steps_can_be_profiled(
     runtime: RuntimeUnderTest,

@@ -1,0 +1,68 @@
+"""The variables of a launch; compared with those of TorchTPU's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from polyxla_torchtpu import env
+from polyxla_torchtpu.discovery import plan_for, requested_plan
+from polyxla_tpu import env as tpu
+from polyxla_tpu.env import POLYXLA_EMULATE
+
+OWN_LAUNCH = """
+import json, os, torch
+from torch.tpu import distributed
+distributed.set_tpu_launch_env()
+print(json.dumps({name: value for name, value in os.environ.items() if name.startswith("TORCH_TPU_")}))
+"""
+
+
+@pytest.mark.parametrize("name", ["v4-8", "v5e-4", "v5e-8", "v5p-8", "v6e-8", "v5e-1"])
+def test_the_variables_are_those_of_torchtpus_own_launch(name: str) -> None:
+    environ = {**os.environ, POLYXLA_EMULATE: name}
+    done = subprocess.run(
+        [sys.executable, "-c", OWN_LAUNCH],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    own = json.loads(done.stdout.splitlines()[-1])
+    ours = requested_plan({POLYXLA_EMULATE: name}).process_environments({}, 2)[0]
+    assert ours[env.TORCH_TPU_TOPOLOGY] == own[env.TORCH_TPU_TOPOLOGY]
+    counts = [len(one[env.TORCH_TPU_SLICEBUILDER_ADDRESSES].split(",")) for one in (ours, own)]
+    assert counts[0] == counts[1]
+    assert own.keys() <= ours.keys()
+
+
+def test_each_process_has_its_ranks() -> None:
+    environs = requested_plan({POLYXLA_EMULATE: "v4-16"}).process_environments({"KEPT": "yes"}, 2)
+    assert [one[tpu.RANK] for one in environs] == [str(rank) for rank in range(8)]
+    assert [one[tpu.LOCAL_RANK] for one in environs] == ["0", "1", "2", "3"] * 2
+    assert [one[env.NODE_RANK] for one in environs] == ["0"] * 4 + ["1"] * 4
+    shared = (env.TORCH_TPU_SLICEBUILDER_ADDRESSES, tpu.MASTER_PORT, env.TORCH_TPU_XPROF_SESSION_ID)
+    assert all(len({one[name] for one in environs}) == 1 for name in shared)
+    assert {(one[tpu.WORLD_SIZE], one[env.NNODES], one["KEPT"]) for one in environs} == {("8", "2", "yes")}
+    assert environs[0][env.TORCH_TPU_TOPOLOGY] == "2,2,2"
+    hosts = {address.partition(":")[0] for address in environs[0][shared[0]].split(",")}
+    assert len(hosts) == 2
+
+
+def test_what_a_user_has_set_is_not_overwritten() -> None:
+    given = {env.TORCH_TPU_TOPOLOGY: "4,1,1", env.TORCH_TPU_SLICEBUILDER_ADDRESSES: "a:1,a:2,a:3,a:4"}
+    plan = requested_plan({POLYXLA_EMULATE: "v4-8"})
+    assert given.items() <= plan.process_environments(given, 2)[0].items()
+
+
+def test_a_part_of_a_host_keeps_the_numbers_of_its_chips() -> None:
+    plan = plan_for({POLYXLA_EMULATE: "v4-8"}, "TPU", (2, 3))
+    environs = plan.process_environments({}, 2)
+    assert [one[tpu.LOCAL_RANK] for one in environs] == ["2", "3"]
+    assert environs[0][env.TORCH_TPU_TOPOLOGY] == "1,2,1"

@@ -1,0 +1,85 @@
+"""Whole programs: how TorchTPU finds the played libtpu, and what its threads must not do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+ADD = "import torch; print((torch.ones(2, device='tpu') + 1).cpu().tolist())"
+OTHER_ORDER = """
+import torch, torch_tpu
+from polyxla_torchtpu import autoload
+autoload.load()
+print((torch.ones(2, device="tpu") + 1).cpu().tolist())
+"""
+# Each tensor is part of a cycle, which only a collection ends. TorchTPU ends the process if it runs in one of
+# its own threads, which call the bridge for each operation.
+CYCLES = """
+import gc, threading, torch
+gc.set_threshold(100)
+collected = set()
+x = torch.ones(4, device="tpu")
+gc.callbacks.append(lambda phase, info: collected.add(threading.current_thread()))
+for step in range(3000):
+    cycle = [x + step]
+    cycle.append(cycle)
+print(gc.get_count()[0] < 3000, collected == {threading.main_thread()})
+"""
+DISABLED = """
+import gc, time, torch
+gc.disable()
+x = torch.ones(4, device="tpu") + 1
+collected = []
+gc.callbacks.append(lambda phase, info: collected.append(phase))
+for step in range(5000):
+    cycle = []
+    cycle.append(cycle)
+time.sleep(0.3)
+print(gc.isenabled(), collected)
+"""
+RANDOM = """
+import torch
+torch.manual_seed(5)
+before = torch.tpu.default_generators[0].get_state()
+first = torch.rand(3, device="tpu").tolist()
+torch.tpu.default_generators[0].set_state(before)
+print(first == torch.rand(3, device="tpu").tolist())
+"""
+
+
+def run(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    whole = {**os.environ, "POLYXLA_EMULATE": "v5e-1", **environ}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=whole, capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "environ", "answer"),
+    [
+        pytest.param(ADD, {}, "[2.0, 2.0]", id="autoload"),
+        pytest.param(OTHER_ORDER, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "[2.0, 2.0]", id="torch_tpu-first"),
+        pytest.param(CYCLES, {}, "True True", id="cycles"),
+        pytest.param(DISABLED, {}, "False []", id="collection-off"),
+        pytest.param(RANDOM, {}, "True", id="random"),
+    ],
+)
+def test_a_program_runs_on_the_played_libtpu(code: str, environ: dict[str, str], answer: str) -> None:
+    done = run(code, **environ)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == answer
+    assert "nanobind" not in done.stderr
+
+
+def test_one_line_says_that_the_tpu_is_emulated() -> None:
+    said = [line for line in run(ADD).stderr.splitlines() if line.startswith("polyxla: ")]
+    assert len(said) == 1
+    assert "emulating a v5litepod-1" in said[0]
+
+
+def test_without_the_variable_nothing_is_emulated() -> None:
+    done = run("import torch; print(torch.accelerator.is_available())", POLYXLA_EMULATE="")
+    assert done.stdout.splitlines()[-1] == "False", done.stderr[-2000:]
