@@ -23,13 +23,24 @@ ALLOWED = {
     "polyxla": {"core", "precision", "runtime-pjrt", "runtime-xrt", "sampler", "training"},
     "precision": set(),
     "runtime-pjrt": {"bridge", "core", "tpu"},
+    "runtime-torchtpu": {"bridge", "core", "tpu"},
     "runtime-xrt": {"bridge", "core"},
     "sampler": set(),
     "testing": {"core"},
     "tpu": {"core"},
     "training": {"core"},
 }
-NEEDS_TORCH = {"examples", "runtime-pjrt", "runtime-xrt", "sampler", "training"}
+# The releases of torch that a package works with: torch_xla was built with one, TorchTPU begins with 2.11.
+NEEDS_TORCH = {
+    "examples": ">=2.9,<2.16",
+    "runtime-pjrt": "==2.9.*",
+    "runtime-torchtpu": ">=2.11,<2.16",
+    "runtime-xrt": "==2.9.*",
+    "sampler": ">=2.9,<2.16",
+    "training": ">=2.9,<2.16",
+}
+# Never in one environment with torch_xla, where these tests run.
+INSTALLED = [package for package in PACKAGES if package != "runtime-torchtpu"]
 
 
 def project(package: str) -> dict[str, Any]:
@@ -55,7 +66,7 @@ def test_all_packages_share_one_version() -> None:
     assert len({project(package)["version"] for package in PACKAGES}) == 1
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", INSTALLED)
 def test_the_installed_version_is_the_declared_one(package: str) -> None:
     table = project(package)
     assert importlib.metadata.version(table["name"]) == table["version"]
@@ -75,9 +86,8 @@ def test_required_siblings_are_allowed_and_pinned(package: str) -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_only_packages_that_need_torch_pin_it(package: str) -> None:
     needs = {name: pin for name, pin in requirements(package).items() if name in ("torch", "torch-xla")}
-    # Training works with several torch releases; the others need the one that torch_xla was built with.
-    assert set(needs.values()) <= {">=2.9,<2.16" if package == "training" else "==2.9.*"}
-    assert ("torch" in needs) == (package in NEEDS_TORCH)
+    assert needs.get("torch") == NEEDS_TORCH.get(package)
+    assert needs.get("torch-xla", "==2.9.*") == "==2.9.*"
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -122,7 +132,7 @@ def test_each_entry_point_is_installed_once() -> None:
     for group in ("polyxla", "polyxla.hookspecs", "polyxla.runtimes"):
         declared = {
             (name, value)
-            for package in PACKAGES
+            for package in INSTALLED
             for name, value in project(package).get("entry-points", {}).get(group, {}).items()
         }
         installed = [(point.name, point.value) for point in importlib.metadata.entry_points(group=group)]
