@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +49,18 @@ first = torch.rand(3, device="tpu").tolist()
 torch.tpu.default_generators[0].set_state(before)
 print(first == torch.rand(3, device="tpu").tolist())
 """
+FAIL = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("tpu_dist")
+total = torch.ones(2, device="tpu")
+dist.all_reduce(total)
+print(total.tolist(), flush=True)
+if dist.get_rank() == 1:
+    raise ValueError("my own mistake")
+dist.all_reduce(total)
+print("not reached", total.tolist())
+"""
 
 
 def run(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -72,6 +85,24 @@ def test_a_program_runs_on_the_played_libtpu(code: str, environ: dict[str, str],
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == answer
     assert "nanobind" not in done.stderr
+
+
+def test_a_process_that_raises_ends_a_job_of_torchrun(tmp_path: Path) -> None:
+    """TorchTPU's own exit function would join the other's collective as a barrier, or wait for ever."""
+    (tmp_path / "fail.py").write_text(FAIL)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "fail.py")],
+        # Two of the host's four chips.
+        env={**os.environ, "POLYXLA_EMULATE": "v4-8"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "ValueError: my own mistake" in done.stderr
+    assert "it waits for one that has returned" in done.stderr
+    assert done.stdout.splitlines()[-1] == "[2.0, 2.0]"
 
 
 def test_one_line_says_that_the_tpu_is_emulated() -> None:

@@ -6,6 +6,7 @@ import atexit
 import importlib.metadata
 import logging
 import sys
+from typing import Any
 
 from polyxla_bridge import collection, native
 from polyxla_bridge.activation import Opener
@@ -30,15 +31,24 @@ class TorchTpu(Opener):
     def before_client(self) -> None:
         """Keep collections, which may destroy tensors, out of TorchTPU's own threads."""
         collection.only_in_main_thread()
+        # `release` calls TorchTPU's exit function instead. While the library was opened, there was none yet.
+        if self._device_module:
+            atexit.unregister(self._device_module._shutdown_runtime)
 
     def release(self) -> None:
-        """Release TorchTPU's client, as its own exit function would, which is left out."""
-        # Only now: while the library is opened, TorchTPU's modules are being imported.
-        device_module = sys.modules.get("torch_tpu._internal.device._device_module")
-        if device_module is not None:
-            shut_down = device_module.TpuDeviceModule._shutdown_runtime
-            atexit.unregister(shut_down)
-            shut_down()
+        """Release TorchTPU's client, unless an exception ends the program.
+
+        TorchTPU first waits for all other processes of the job, as if they had ended, too. After an exception
+        the others wait for this one, in another collective.
+        """
+        if self._device_module and not hasattr(sys, "last_type"):
+            self._device_module._shutdown_runtime()
+
+    @property
+    def _device_module(self) -> Any:
+        """Return TorchTPU's module of devices; it is not imported yet while the library is opened."""
+        module = sys.modules.get("torch_tpu._internal.device._device_module")
+        return module and module.TpuDeviceModule
 
 
 lookups = [0, 0]

@@ -9,7 +9,7 @@ import multiprocessing
 import os
 from collections.abc import Mapping
 
-from polyxla.env import POLYXLA_RUNTIME, snapshot, update_environ
+from polyxla.env import POLYXLA_DEVICES, POLYXLA_RUNTIME, snapshot, update_environ
 from polyxla_torchtpu import env
 from polyxla_tpu import env as tpu
 from polyxla_tpu import torchrun
@@ -40,8 +40,10 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
         return {}
     from polyxla_torchtpu.discovery import requested_plan
 
-    plan = requested_plan(environ)
-    is_torchruns = torchrun.process_count(environ) is not None
+    started = torchrun.process_count(environ)
+    # torchrun may use some of a host's chips.
+    plan = requested_plan(environ if started is None else {POLYXLA_DEVICES: str(started), **environ})
+    is_torchruns = started is not None
     variables = {} if POLYXLA_LIBTPU_HOST in environ else plan.program_environment(environ)
     if is_torchruns and not environ.get(env.TORCH_TPU_SLICEBUILDER_ADDRESSES):
         variables |= torchrun.environment(plan, {**environ, **variables}, os.cpu_count() or 1)

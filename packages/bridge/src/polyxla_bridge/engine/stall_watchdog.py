@@ -23,7 +23,14 @@ DEVICE_THREAD = "polyxla-device"
 """Prefix of the names of the threads that run programs; `polyxla_bridge.engine.device_thread` makes them."""
 XLA_POOL = "tf_XLAEigen"
 """Name of the threads of XLA's pool. Source: jaxlib 0.10.2, /proc/self/task."""
-OWN_THREADS = (DEVICE_THREAD, "polyxla-read", "polyxla-buffers", "polyxla-watch", "polyxla-parent")
+OWN_THREADS = (
+    DEVICE_THREAD,
+    "polyxla-read",
+    "polyxla-buffers",
+    "polyxla-collect",
+    "polyxla-watch",
+    "polyxla-parent",
+)
 """Name prefixes of threads that a report leaves out: the engine's and the launcher's."""
 TICK_S = 1.0
 """Interval between two checks, in seconds; less if the timeout is short."""
