@@ -117,7 +117,7 @@ def test_the_calling_process_is_never_named(dev: Path) -> None:
 @pytest.mark.parametrize("text", ["The TPU is already in use by process with pid 1.", "Couldn't open device"])
 def test_the_error_of_a_tpu_in_use_names_who_has_it_open(dev: Path, hold: Hold, text: str) -> None:
     holder = hold(dev / "accel0")
-    with pytest.raises(RuntimeError, match=text) as caught, named(dev=dev):
+    with pytest.raises(RuntimeError, match=text) as caught, named(dev=dev, lock_file=dev / "lock"):
         raise RuntimeError(text)
     (note,) = caught.value.__notes__
     assert note.startswith(f"process {holder.pid} (")
@@ -126,6 +126,6 @@ def test_the_error_of_a_tpu_in_use_names_who_has_it_open(dev: Path, hold: Hold, 
 
 def test_other_errors_name_nobody(dev: Path, hold: Hold) -> None:
     hold(dev / "accel0")
-    with pytest.raises(RuntimeError, match="no memory") as caught, named(dev=dev):
+    with pytest.raises(RuntimeError, match="no memory") as caught, named(dev=dev, lock_file=dev / "lock"):
         raise RuntimeError("no memory")
     assert not hasattr(caught.value, "__notes__")

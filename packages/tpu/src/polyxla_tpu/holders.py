@@ -49,7 +49,7 @@ class Holder:
 
 
 @contextmanager
-def named(*, dev: Path = DEV) -> Iterator[None]:
+def named(*, dev: Path = DEV, lock_file: Path = LOCK_FILE) -> Iterator[None]:
     """Add the processes that have the chips open to an error of a TPU that is in use.
 
     Processes with the parent of this one are left out: they are the other replicas of its job.
@@ -59,7 +59,8 @@ def named(*, dev: Path = DEV) -> Iterator[None]:
     except RuntimeError as error:
         if any(text in str(error) for text in _IN_USE):
             parent = os.getppid()
-            for holder in find_holders(but=[parent, *_children(PROC / str(parent))], dev=dev):
+            others = [parent, *_children(PROC / str(parent))]
+            for holder in find_holders(but=others, dev=dev, lock_file=lock_file):
                 error.add_note(str(holder))
         raise
 
