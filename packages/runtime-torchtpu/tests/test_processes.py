@@ -65,6 +65,23 @@ dist.all_reduce(total)
 print("not reached", total.tolist())
 """
 
+# TorchTPU makes a group with Python's lock held: rank 1 would never compute the sum that rank 0 waits for.
+GROUP = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("tpu_dist")
+total = torch.ones(2, device="tpu")
+for _ in range(20):
+    dist.all_reduce(total)
+    total /= 2
+if dist.get_rank() == 0:
+    print(total.tolist(), flush=True)
+group = dist.new_group([0, 1])
+dist.all_reduce(total, group=group)
+print(total.tolist())
+dist.destroy_process_group()
+"""
+
 
 def run(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
     whole = {**os.environ, "POLYXLA_EMULATE": "v5e-1", **environ}
@@ -90,11 +107,11 @@ def test_a_program_runs_on_the_played_libtpu(code: str, environ: dict[str, str],
     assert "nanobind" not in done.stderr
 
 
-def test_a_process_that_raises_ends_a_job_of_torchrun(tmp_path: Path) -> None:
-    """TorchTPU's own exit function would join the other's collective as a barrier, or wait for ever."""
-    (tmp_path / "fail.py").write_text(FAIL)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "fail.py")],
+def run_two(directory: Path, code: str) -> subprocess.CompletedProcess[str]:
+    program = directory / "program.py"
+    program.write_text(code)
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(program)],
         # Two of the host's four chips.
         env={**os.environ, "POLYXLA_EMULATE": "v4-8"},
         capture_output=True,
@@ -102,6 +119,17 @@ def test_a_process_that_raises_ends_a_job_of_torchrun(tmp_path: Path) -> None:
         timeout=200,
         check=False,
     )
+
+
+def test_a_replica_may_read_a_sum_while_another_makes_a_group(tmp_path: Path) -> None:
+    done = run_two(tmp_path, GROUP)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(done.stdout.split("\n")[:-1]) == ["[1.0, 1.0]", "[2.0, 2.0]", "[2.0, 2.0]"]
+
+
+def test_a_process_that_raises_ends_a_job_of_torchrun(tmp_path: Path) -> None:
+    """TorchTPU's own exit function would join the other's collective as a barrier, or wait for ever."""
+    done = run_two(tmp_path, FAIL)
     assert done.returncode != 0
     assert "ValueError: my own mistake" in done.stderr
     assert "it waits for one that has returned" in done.stderr

@@ -14,7 +14,7 @@ from polyxla_bridge.activation import Opener
 _log = logging.getLogger("polyxla.bridge")
 _LINKED_OTHERWISE = (
     "torch_tpu %s is linked in another way than the wheels of 0.2.0: where it waits with Python's lock held, "
-    "such as in tensor.cpu(), the program may hang; install torch_tpu==0.2.0"
+    "such as in tensor.cpu() or new_group(), the program may hang; install torch_tpu==0.2.0"
 )
 
 

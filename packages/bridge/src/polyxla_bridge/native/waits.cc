@@ -3,10 +3,13 @@
  * which they wait give the GIL up meanwhile.
  *
  * Source: the functions that torch_xla 2.9.0 and torch's lazy executor, which it extends, call and that wait. absl,
- * which torch_xla and torch_tpu 0.2.0 contain, waits in futex.
+ * which torch_xla and torch_tpu 0.2.0 contain, waits in futex. torch_tpu 0.2.0 makes a process group with the GIL held,
+ * and the stores of torch, in which it waits for the other replicas' parts, wait in nanosleep and poll.
  */
 #include <linux/futex.h>
+#include <poll.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -49,6 +52,8 @@ class WithoutGil {
 typedef void Wait(void *self);
 
 long (*original_syscall)(long, long, long, long, long, long, long);
+int (*original_nanosleep)(const timespec *, timespec *);
+int (*original_poll)(pollfd *, nfds_t, int);
 Wait *wait_for_arrays, *wait_for_own_arrays, *lock_device, *wait_for_device;
 
 template <Wait **wait>
@@ -63,6 +68,16 @@ long syscall_without_gil(long number, long a, long b, long c, long d, long e, lo
   if (operation != FUTEX_WAIT && operation != FUTEX_WAIT_BITSET) return syscall(number, a, b, c, d, e, f);
   WithoutGil without_gil;
   return syscall(number, a, b, c, d, e, f);
+}
+
+int nanosleep_without_gil(const timespec *duration, timespec *left) {
+  WithoutGil without_gil;
+  return nanosleep(duration, left);
+}
+
+int poll_without_gil(pollfd *files, nfds_t count, int timeout_ms) {
+  WithoutGil without_gil;
+  return poll(files, count, timeout_ms);
 }
 
 template <typename Function>
@@ -88,5 +103,7 @@ extern "C" bool polyxla_torch_xla_without_gil(void) {
 
 /* The same for TorchTPU. Call it once, after torch_tpu is loaded. */
 extern "C" bool polyxla_torch_tpu_without_gil(void) {
-  return replace(TORCH_TPU, "syscall", syscall_without_gil, &original_syscall);
+  return replace(TORCH_TPU, "syscall", syscall_without_gil, &original_syscall) &&
+         replace(TORCH, "nanosleep", nanosleep_without_gil, &original_nanosleep) &&
+         replace(TORCH, "poll", poll_without_gil, &original_poll);
 }
