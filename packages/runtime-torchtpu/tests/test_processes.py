@@ -65,6 +65,22 @@ dist.all_reduce(total)
 print("not reached", total.tolist())
 """
 
+# Two groups of every other device, which TorchTPU numbers so that those of a group are next to each other.
+EVERY_OTHER = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+dist.init_process_group("tpu_dist")
+mesh = init_device_mesh("tpu", (2, 2), mesh_dim_names=("outer", "inner"))
+sums = {}
+for name in mesh.mesh_dim_names:
+    total = torch.full((2,), dist.get_rank() + 1.0, device="tpu")
+    dist.all_reduce(total, group=mesh[name].get_group())
+    sums[name] = total.tolist()
+print(dist.get_rank(), sums, flush=True)
+dist.destroy_process_group()
+"""
+
 # TorchTPU makes a group with Python's lock held: rank 1 would never compute the sum that rank 0 waits for.
 GROUP = """
 import torch
@@ -107,12 +123,12 @@ def test_a_program_runs_on_the_played_libtpu(code: str, environ: dict[str, str],
     assert "nanobind" not in done.stderr
 
 
-def run_two(directory: Path, code: str) -> subprocess.CompletedProcess[str]:
+def run_several(directory: Path, code: str, processes: int = 2) -> subprocess.CompletedProcess[str]:
     program = directory / "program.py"
     program.write_text(code)
     return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(program)],
-        # Two of the host's four chips.
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), str(program)],
+        # Two may be some of the host's four chips.
         env={**os.environ, "POLYXLA_EMULATE": "v4-8"},
         capture_output=True,
         text=True,
@@ -122,14 +138,25 @@ def run_two(directory: Path, code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_replica_may_read_a_sum_while_another_makes_a_group(tmp_path: Path) -> None:
-    done = run_two(tmp_path, GROUP)
+    done = run_several(tmp_path, GROUP)
     assert done.returncode == 0, done.stderr[-3000:]
     assert sorted(done.stdout.split("\n")[:-1]) == ["[1.0, 1.0]", "[2.0, 2.0]", "[2.0, 2.0]"]
 
 
+def test_a_group_of_every_other_device_sums_over_its_own(tmp_path: Path) -> None:
+    done = run_several(tmp_path, EVERY_OTHER, 4)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(line for line in done.stdout.splitlines() if line[:1].isdigit()) == [
+        "0 {'outer': [4.0, 4.0], 'inner': [3.0, 3.0]}",
+        "1 {'outer': [6.0, 6.0], 'inner': [3.0, 3.0]}",
+        "2 {'outer': [4.0, 4.0], 'inner': [7.0, 7.0]}",
+        "3 {'outer': [6.0, 6.0], 'inner': [7.0, 7.0]}",
+    ]
+
+
 def test_a_process_that_raises_ends_a_job_of_torchrun(tmp_path: Path) -> None:
     """TorchTPU's own exit function would join the other's collective as a barrier, or wait for ever."""
-    done = run_two(tmp_path, FAIL)
+    done = run_several(tmp_path, FAIL)
     assert done.returncode != 0
     assert "ValueError: my own mistake" in done.stderr
     assert "it waits for one that has returned" in done.stderr

@@ -127,7 +127,8 @@ class Compiler:
         hlo.results(hlo_module)
         compile_options = xla_client.CompileOptions.ParseFromString(options)
         device = self._only_device(compile_options)
-        self._complete(compile_options, device)
+        order = [device] if device is not None else self._order(compile_options)
+        self._complete(compile_options, order)
         partitions = compile_options.num_partitions
         code = arguments.for_jaxlib(hlo_module, is_partitioned=partitions > 1)
         if partitions > 1:
@@ -148,6 +149,7 @@ class Compiler:
             fingerprint=fingerprint,
             num_partitions=partitions,
             device=device,
+            order=tuple(order) if order != sorted(order) else (),
         )
         return self._attach(executable, self._loaded(hlo_module, module, compile_options, native, device))
 
@@ -168,7 +170,7 @@ class Compiler:
         executable.native["program"] = program
         executable.native["donated"] = hlo.donated(executable.optimized_hlo)
         executable.native["collectives"] = hlo.collectives(executable.optimized_hlo)
-        executable.native["groups"] = hlo.groups(executable.optimized_hlo)
+        executable.native["groups"] = executable.groups()
         return executable
 
     def _only_device(self, options: Any) -> int | None:
@@ -189,21 +191,30 @@ class Compiler:
             )
         return numbers[0]
 
+    def _order(self, options: Any) -> list[int]:
+        """Return the devices of a program for all of them, by its own numbers of replicas and partitions.
+
+        For a group of every other device, TorchTPU numbers them so that the group's are next to each other.
+        """
+        assignment = options.device_assignment
+        numbers = hlo.assigned_devices(assignment.serialize()) if assignment is not None else ()
+        return list(numbers or range(self._settings.replicas))
+
     def _first(self, device: int | None) -> int:
         """Return the local replica on which a program is loaded first."""
         return self._clients.local[0] if device is None else device
 
-    def _complete(self, options: Any, device: int | None) -> None:
+    def _complete(self, options: Any, order: list[int]) -> None:
         """Write the devices and this engine's own options into a program's options."""
         partitions = options.num_partitions
-        options.num_replicas = (self._settings.replicas if device is None else 1) // partitions
+        options.num_replicas = len(order) // partitions
         # `arguments` has unpacked the tuple.
         options.parameter_is_tupled_arguments = False
-        # The program numbers devices 0..N-1; jaxlib gives each client a block of ids.
+        # jaxlib gives each client a block of ids.
         ids = np.array(self._clients.global_ids, dtype=np.int32)
-        if device is not None:
-            ids = ids[[device]]
-        options.device_assignment = xla_client.DeviceAssignment.create(ids.reshape(-1, partitions))
+        # The order lists all replicas of the first partition, then those of the next.
+        placed = ids[order].reshape(partitions, -1).T
+        options.device_assignment = xla_client.DeviceAssignment.create(np.ascontiguousarray(placed))
         # A flag that the user sets takes precedence.
         options.env_option_overrides = [
             (name, value) for name, value in COMPILER_OPTIONS.items() if name not in self._settings.xla_flags

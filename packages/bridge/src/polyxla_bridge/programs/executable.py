@@ -38,6 +38,7 @@ class Executable:
         fingerprint: equal for equal programs and options.
         num_partitions: number of devices that compute one replica of the program together.
         device: index of the only device that runs it; None if all of the job's do.
+        order: indices of the devices that run it, by the program's own numbers; empty if those are the same.
         native: objects that the engine attaches.
     """
 
@@ -49,7 +50,13 @@ class Executable:
     fingerprint: str
     num_partitions: int = 1
     device: int | None = None
+    order: tuple[int, ...] = ()
     native: dict[str, Any] = field(default_factory=dict)
+
+    def groups(self) -> frozenset[frozenset[int]]:
+        """Return the groups of devices that meet in the program; see `polyxla_bridge.programs.hlo.groups`."""
+        found = hlo.groups(self.optimized_hlo)
+        return frozenset(frozenset(self.order[one] for one in group) for group in found) if self.order else found
 
     @functools.cached_property
     def parameters(self) -> list[ArrayType]:

@@ -16,7 +16,7 @@ from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs.executable import ArrayType, Executable
 
-VERSION = 3
+VERSION = 4
 """Version of this layout; other versions are refused."""
 _MAGIC = b"polyxla program\n"
 _LENGTH = struct.Struct("<Q")
@@ -46,6 +46,7 @@ def pack(executable: Executable, native: bytes) -> bytes:
         "num_replicas": executable.num_replicas,
         "num_partitions": executable.num_partitions,
         "device": executable.device,
+        "order": executable.order,
         "code_size_bytes": executable.code_size_bytes,
         "fingerprint": executable.fingerprint,
         "optimized_hlo_bytes": len(executable.optimized_hlo),
@@ -84,6 +85,7 @@ def unpack(data: bytes, num_devices: int) -> UnpackedProgram:
         fingerprint=header["fingerprint"],
         num_partitions=header["num_partitions"],
         device=header["device"],
+        order=tuple(header["order"]),
     )
     return UnpackedProgram(executable, bytes(whole[middle:]))
 
