@@ -118,6 +118,8 @@ def test_memory_is_counted_to_the_byte(engine: JaxEngine) -> None:
     assert engine.finish(TIMEOUT_S)
     assert stats(engine)["bytes_in_use"] == 0
     assert stats(engine)["peak_bytes_in_use"] == 3 * BYTES + 4
+    engine.reset_memory_peak(engine.devices[0])
+    assert stats(engine)["peak_bytes_in_use"] == 0
 
 
 def test_a_donated_array_is_counted_once(engine: JaxEngine) -> None:

@@ -105,7 +105,7 @@ ExecuteOptions = _struct(
 ApiVersion = _struct("ApiVersion", "major_version:i minor_version:i")
 """``PJRT_Api_Version``."""
 
-_DEVICE_STATS = (
+DEVICE_STATS = (
     "peak_bytes_in_use",
     "num_allocs",
     "largest_alloc_size",
@@ -117,6 +117,7 @@ _DEVICE_STATS = (
     "pool_bytes",
     "peak_pool_bytes",
 )
+"""The memory counters of a device that may be left out."""
 
 FUNCTIONS: dict[str, str] = {
     "Error_Destroy": "error:p",
@@ -158,7 +159,7 @@ FUNCTIONS: dict[str, str] = {
     "Device_AddressableMemories": "device:p memories:p num_memories:n",
     "Device_DefaultMemory": "device:p memory:p",
     "Device_MemoryStats": "device:p bytes_in_use:q "
-    + " ".join(f"{name}:q {name}_is_set:b" for name in _DEVICE_STATS),
+    + " ".join(f"{name}:q {name}_is_set:b" for name in DEVICE_STATS),
     "Memory_Id": "memory:p id:i",
     "Memory_Kind": "memory:p kind:p kind_size:n",
     "Memory_DebugString": "memory:p debug_string:p debug_string_size:n",
@@ -279,7 +280,7 @@ CALLBACKS: dict[str, Any] = {
     name: ctypes.CFUNCTYPE(None if name in RETURNS_NOTHING else c_void_p, POINTER(args))
     for name, args in ARGS.items()
 }
-"""The C type of each function."""
+"""The C type of each function that the bridge implements."""
 
 
 class Api(Structure):
@@ -291,6 +292,56 @@ class Api(Structure):
         ("pjrt_api_version", ApiVersion),
         *((name, c_void_p) for name in FUNCTIONS),
     )
+
+
+LATER = (
+    "Client_UpdateGlobalProcessInfo",
+    "TopologyDescription_Deserialize",
+    "Client_CreateAliasBuffer",
+    "Client_FulfillAliasBuffer",
+    "LoadedExecutable_GetDeviceAssignment",
+    "Client_CreateErrorBuffer",
+    "AsyncHostToDeviceTransferManager_TransferLiteral",
+    "Buffer_CopyRawToHostFuture",
+    "Device_PoisonExecution",
+    "Device_CreateAsyncTrackingEvent",
+    "AsyncTrackingEvent_Destroy",
+    "Executable_GetCompileOptions",
+    "Buffer_DonateWithControlDependency",
+    "Event_Create",
+    "Event_Set",
+    "Device_GetAttributes",
+    "Client_Load",
+    "LoadedExecutable_AddressableDeviceLogicalIds",
+    "Buffer_Bitcast",
+    "Error_ForEachPayload",
+    "TopologyDescription_Fingerprint",
+    "Executable_ParameterMemoryKinds",
+    "Device_ClearMemoryStats",
+)
+"""The functions that later versions append to the table, in order, up to the last one that is looked up in a
+table of any version.
+
+Source: pjrt_c_api.h, API version 0.106; torch_tpu 0.2.0 compares no version before it looks up
+``Client_Load`` and ``Device_ClearMemoryStats``.
+"""
+
+CALLBACKS["Device_ClearMemoryStats"] = ctypes.CFUNCTYPE(
+    c_void_p, POINTER(_struct("Device_ClearMemoryStats_Args", "device:p"))
+)
+
+LaterMemoryStats: type[Structure] = type(
+    "LaterMemoryStats",
+    (ARGS["Device_MemoryStats"],),
+    {"_fields_": _fields("peak_allocated_bytes:q peak_allocated_bytes_is_set:b")},
+)
+"""``PJRT_Device_MemoryStats_Args`` with the counter that later versions append."""
+
+
+class LaterApi(Api):
+    """`Api` with the functions of `LATER`: a null pointer says that one does not exist."""
+
+    _fields_ = tuple((name, c_void_p) for name in LATER)
 
 
 EXTENSION_TYPE_PROFILER = 1

@@ -188,6 +188,10 @@ class Engine(ABC):
     def memory_stats(self, device: EngineDevice) -> Mapping[str, int]:
         """Return memory counters under PJRT's names, as far as they are known: bytes in use, peak, limit."""
 
+    def reset_memory_peak(self, device: EngineDevice) -> None:
+        """Let the peak in `memory_stats` begin anew at the bytes in use. Of the frameworks, TorchTPU asks."""
+        raise PjrtError(Code.UNIMPLEMENTED, f"{type(self).__name__} cannot reset the peak of its memory")
+
     def activities(self) -> list[DeviceActivity]:
         """Return what each local device is doing; empty if the engine does not know."""
         return []

@@ -243,6 +243,10 @@ class JaxEngine(Engine):
         """Return the memory of the device's live arrays."""
         return self._accounts[device.index].stats()
 
+    def reset_memory_peak(self, device: EngineDevice) -> None:
+        """Begin the peak anew."""
+        self._accounts[device.index].reset_peak()
+
     def start_profile(self) -> None:
         """Record what jaxlib runs in this process."""
         self._profile = Profile()

@@ -58,6 +58,12 @@ class MemoryAccount:
         while self._freed:
             self._in_use -= self._freed.popleft()
 
+    def reset_peak(self) -> None:
+        """Begin the peak anew at the bytes in use."""
+        with self._lock:
+            self._settle()
+            self._peak = self._in_use
+
     def stats(self) -> Mapping[str, int]:
         """Return the counters under PJRT's names; all are bytes except ``num_allocs``."""
         with self._lock:

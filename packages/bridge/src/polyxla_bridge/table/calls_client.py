@@ -10,6 +10,7 @@ import ctypes
 import platform
 from typing import Any
 
+from polyxla_bridge import abi
 from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.table.handles import Bridge, address, call, text
@@ -173,12 +174,23 @@ def device_addressable_memories(bridge: Bridge, args: Any) -> None:
 @call("Device_MemoryStats")
 def device_memory_stats(bridge: Bridge, args: Any) -> None:
     stats = bridge.engine.memory_stats(bridge.handles[args.device].device)
-    # The caller's struct is not cleared: unknown counters must be marked as not set.
-    for name, _ in args._fields_:
-        if name.endswith("_is_set"):
-            setattr(args, name, name.removesuffix("_is_set") in stats)
-    for name, value in stats.items():
-        setattr(args, name, value)
+    # XLA reads -1 where these are left out, and TorchTPU adds it to the bytes in use.
+    stats = {**stats, "bytes_reserved": 0, "peak_bytes_reserved": 0}
+    counters: tuple[str, ...] = abi.DEVICE_STATS
+    if args.struct_size > ctypes.sizeof(abi.ARGS["Device_MemoryStats"]):
+        args = abi.LaterMemoryStats.from_address(address(args))
+        counters = (*counters, "peak_allocated_bytes")
+        stats["peak_allocated_bytes"] = stats["peak_bytes_in_use"]
+    args.bytes_in_use = stats["bytes_in_use"]
+    # The caller's struct is not cleared.
+    for name in counters:
+        setattr(args, name, stats.get(name, 0))
+        setattr(args, f"{name}_is_set", name in stats)
+
+
+@call("Device_ClearMemoryStats")
+def device_clear_memory_stats(bridge: Bridge, args: Any) -> None:
+    bridge.engine.reset_memory_peak(bridge.handles[args.device].device)
 
 
 @call("Memory_Id")

@@ -27,15 +27,15 @@ class Table:
 
     def __init__(self, bridge: Bridge) -> None:
         self._profiler = Profiler(bridge)
-        self.api = abi.Api(struct_size=ctypes.sizeof(abi.Api), extension_start=self._profiler.address)
+        self.api = abi.LaterApi(struct_size=ctypes.sizeof(abi.Api), extension_start=self._profiler.address)
         self.api.pjrt_api_version = abi.ApiVersion(
             struct_size=ctypes.sizeof(abi.ApiVersion), major_version=abi.MAJOR, minor_version=abi.MINOR
         )
         self._in_python: dict[str, Any] = {}
-        for name in abi.FUNCTIONS:
+        for name, type_ in abi.CALLBACKS.items():
             address = native.address(f"PJRT_{name}")
             if address is None:
-                self._in_python[name] = abi.CALLBACKS[name](_guarded(bridge, name))
+                self._in_python[name] = type_(_guarded(bridge, name))
                 address = ctypes.cast(self._in_python[name], ctypes.c_void_p).value
             setattr(self.api, name, address)
         # Never freed, because C++ calls the table even after Python has freed all objects.
