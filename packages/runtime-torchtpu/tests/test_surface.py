@@ -1,0 +1,36 @@
+"""TorchTPU's own functions on one played device: memory, streams, events, random numbers, dtypes, copies."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "programs" / "surface.py"
+CHECKS = re.findall(r"^def (\w+)\(\) -> None:$", PROGRAM.read_text().partition("def main")[0], re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    """The traceback of each check that failed, all made by one process."""
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM)],
+        env={**os.environ, "POLYXLA_EMULATE": "v5e-1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_function_of_torch_tpu_works(outcomes: dict[str, str], check: str) -> None:
+    assert outcomes[check] == ""
