@@ -18,8 +18,8 @@ def test_an_unknown_chip_has_no_utilization(kind: str | None) -> None:
     assert utilization(1e12, 1.0, kind) is None
 
 
-def test_every_generation_is_known_under_libtpus_names_too() -> None:
+def test_every_generation_is_known_under_the_names_of_libtpu_and_torchtpu() -> None:
     assert chip_peak("TPU v5 lite") is CHIP_PEAKS["TPU v5e"]
     assert chip_peak("TPU v6 lite") is CHIP_PEAKS["TPU v6e"]
-    assert chip_peak("TPU7x") is CHIP_PEAKS["TPU v7x"]
+    assert chip_peak("TPU7x") is chip_peak("TPU v7") is CHIP_PEAKS["TPU v7x"]
     assert all(chip_peak(name) for name in CHIP_PEAKS)

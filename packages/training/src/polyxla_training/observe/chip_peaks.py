@@ -45,8 +45,10 @@ _SPELLINGS = {
     "TPU v5": "TPU v5p",
     "TPU v6 lite": "TPU v6e",
     "TPU7x": "TPU v7x",
+    "TPU v7": "TPU v7x",
 }
-"""Source: ``device_kind`` of libtpu's devices, as JAX's ``jax/experimental/mosaic`` tests them."""
+"""Source: ``device_kind`` of libtpu's devices, as JAX's ``jax/experimental/mosaic`` tests them; the last is
+``torch_tpu._internal.utils.hardware``'s name."""
 
 
 def chip_peak(kind: str | None) -> ChipPeak | None:
