@@ -11,7 +11,7 @@ from types import CodeType, FrameType
 
 LIBRARIES = sys.stdlib_module_names | {
     *("pluggy", "numpy", "polyxla_testing"),
-    *("torch", "torch_xla", "functorch", "lightning", "lightning_fabric", "pytorch_lightning"),
+    *("torch", "torch_tpu", "torch_xla", "functorch", "lightning", "lightning_fabric", "pytorch_lightning"),
 }
 """Packages that may stand between the user's line and the device."""
 PLUGIN_GROUPS = ("polyxla", "polyxla.runtimes", "polyxla.hookspecs", "torch_xla.plugins")

@@ -44,18 +44,24 @@ class Memory:
 
 
 class Counters(ABC):
-    """Reads one replica's counters. Called in the replica's thread; no method waits for the device.
+    """Reads one replica's counters. Called in the replica's thread; only `settle` waits for the device.
 
     Attributes:
         chip: the chip's name as its vendor spells it, such as ``TPU v4``; None if it is unknown or the device
             is emulated.
+        is_eager: whether a step is many programs, submitted as its lines are executed, and not one program,
+            submitted at its end.
     """
 
     chip: str | None = None
+    is_eager: bool = False
 
     @abstractmethod
     def counts(self) -> Counts:
         """Return the totals. Called after every step, so it must not take more than a few microseconds."""
+
+    def settle(self) -> None:  # noqa: B027 -- a runtime that counts at once has nothing to do
+        """Wait until the counts include all that was submitted. Called when something is being compiled."""
 
     @abstractmethod
     def compile_s(self) -> float:
