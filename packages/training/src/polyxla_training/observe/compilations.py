@@ -154,6 +154,16 @@ class CompilationTracker:
             cause += f"; {cut}"
         return self._record(step, delta.compiles, cause, self._line(), expected=expected)
 
+    def may_compile(self, loader: Loader | None) -> bool:
+        """Return whether the step that has ended is one of the first, or had other inputs than the last."""
+        if self._steps < warm_up_steps() or loader is None:
+            return self._steps < warm_up_steps()
+        return signatures(loader.batch) != self._arrived_inputs
+
+    def is_evaluation(self, loader: Loader | None) -> bool:
+        """Return whether the last batch came from another loader than that of the steps."""
+        return loader is not None and loader is not self._step_loader
+
     def _new_constant_factor(self, optimizer: torch.optim.Optimizer | None) -> str | None:
         """Return what has become a constant of the optimizer's program since the last compilation."""
         known, self._constant_factors = self._constant_factors, set(constant_factors(optimizer))
@@ -171,7 +181,7 @@ class CompilationTracker:
             delta: the counts since that step.
             loader: gave the last batch: the evaluation's loader, if there was an evaluation.
         """
-        if loader is None or loader is self._step_loader:
+        if loader is None or not self.is_evaluation(loader):
             return self._record(
                 step, delta.compiles, "an exchange of metrics or of a checkpoint", None, expected=True
             )

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from polyxla_training.observe.summary import Summary
 
 
+MAX_IDLE_WAITS = 16
+"""How often the counters may be settled for nothing: a training whose batches always have another shape, and
+compile nothing new, must not wait for the device in every step."""
+
+
 class StepCounters:
     """Compares the counters after every step with those before it, and traces steps that need explaining.
 
@@ -42,6 +47,7 @@ class StepCounters:
         self._own_reads = logged_values.host_reads
         self._user_reads = 0
         self._fewest_pieces = self._usual_executions = 0
+        self._idle_waits = 0
         self._tracing = TraceSchedule(counters, is_shared=is_shared)
 
     @property
@@ -64,7 +70,8 @@ class StepCounters:
         """Record a finished step: print and `write` findings, return what it compiled. Called every step."""
         # Tracing ends first and begins again last, so it never sees the work in between.
         new = self._tracing.finish_step()
-        delta = self._delta()
+        is_eager = self._counters.is_eager
+        delta = self._delta(may_compile=is_eager and self.compilations.may_compile(loader))
         for finding, count in new:
             say(finding.describe(count))
             write("finding", step=step, count=count, **finding._asdict())
@@ -76,6 +83,8 @@ class StepCounters:
         return compilation
 
     def _describe_cut(self, executions: int) -> str | None:
+        if self._counters.is_eager:
+            return None
         usual, self._usual_executions = self._usual_executions, executions
         if self._tracing.cut_at:
             return f"the host's read at {self._tracing.cut_at} cuts the step in pieces"
@@ -83,14 +92,19 @@ class StepCounters:
 
     def between_steps(self, step: int, loader: Loader | None) -> Compilation | None:
         """Record metrics between two steps; return what was compiled since the last step."""
-        delta = self._delta()
+        delta = self._delta(may_compile=self.compilations.is_evaluation(loader))
         # Counted off here: the reads of an evaluation are not those of the next step.
         self._reads_of_user(delta)
         return self.compilations.between_steps(step, delta, loader)
 
-    def _delta(self) -> Counts:
-        last, self._last = self._last, self._counters.counts()
-        return self._last.since(last)
+    def _delta(self, *, may_compile: bool) -> Counts:
+        last, counts = self._last, self._counters.counts()
+        if counts.compiles > last.compiles or (may_compile and self._idle_waits < MAX_IDLE_WAITS):
+            self._counters.settle()
+            counts = self._counters.counts()
+            self._idle_waits += counts.compiles == last.compiles
+        self._last = counts
+        return counts.since(last)
 
     def _reads_of_user(self, delta: Counts) -> int:
         own, self._own_reads = self._own_reads, self._logged_values.host_reads
@@ -98,6 +112,8 @@ class StepCounters:
 
     def _is_cut(self, pieces: int) -> bool:
         """Return whether the step ran in more pieces than others; a copy to the host cuts it so."""
+        if self._counters.is_eager:
+            return False
         self._fewest_pieces = max(1, min(pieces, self._fewest_pieces or pieces))
         return pieces > self._fewest_pieces
 

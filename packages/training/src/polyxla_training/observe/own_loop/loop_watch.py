@@ -78,7 +78,7 @@ class LoopWatch:
             self._begin(optimizer)
         elif self._steps and not self._makes_steps and self._is_first(optimizer):
             # `Replica.step` would have ended the first step: the loop calls the optimizer itself.
-            self._steps.step(self._optimizer_steps - 1, optimizer, is_lagging=True)
+            self._steps.optimizer_stepped(self._optimizer_steps, optimizer)
         self._latest_optimizer = weakref.ref(optimizer)
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:

@@ -79,6 +79,17 @@ class StepWatch:
             facts = StepFacts(own, len(self._optimizers), is_lagging, has_evaluated)
             self._step_counters.step(step, self._replica.current_loader, _write_nothing, facts)
 
+    def optimizer_stepped(self, step: int, optimizer: torch.optim.Optimizer) -> None:
+        """Compare the counters after an optimizer's step in a loop without `Replica.step`.
+
+        Args:
+            step: its number.
+            optimizer: made it.
+        """
+        # The loop submits the step later, if it is one program.
+        is_lagging = not (self._counters and self._counters.is_eager)
+        self.step(step - is_lagging, optimizer, is_lagging=is_lagging)
+
     def log(self, step: int, logged: Mapping[str, Any]) -> None:
         """Check the logged values of some steps for NaN and infinity, a few steps later."""
         self._latest = (step, logged)

@@ -120,25 +120,28 @@ class Tracer(TorchFunctionMode):
 
     def _compare(self, func: Any, args: tuple[Any, ...], result: Any, delta: Counts) -> None:
         has_compiled = delta.compiles > 0
+        reads = 1 if self._is_shared else delta.host_reads
         if copy := _copy(func, args, result):
-            self._note("copy", [copy], has_compiled=has_compiled)
+            # A device that torch does not know is printed by reading each element.
+            kind: Kind = "read" if reads and not self._is_shared else "copy"
+            self._note(kind, [copy], reads if kind == "read" else 1, has_compiled=has_compiled)
         elif not delta.host_reads:
             return
         elif (ops := self._fallen_back()) and func not in _READS:
-            self._note("fallback", ops, has_compiled=has_compiled)
+            self._note("fallback", ops, 1, has_compiled=has_compiled)
         elif func in _READS or not self._is_shared:
-            self._note("read", [resolve_name(func) or str(func)], has_compiled=has_compiled)
+            self._note("read", [resolve_name(func) or str(func)], reads, has_compiled=has_compiled)
 
     def _fallen_back(self) -> list[str]:
         before, self._fallbacks = self._fallbacks, self._counters.fallbacks()
         return [op for op, count in self._fallbacks.items() if count > before.get(op, 0)]
 
-    def _note(self, kind: Kind, ops: list[str], *, has_compiled: bool) -> None:
+    def _note(self, kind: Kind, ops: list[str], count: int, *, has_compiled: bool) -> None:
         line = caller(__name__)
         if line is None:
             return
         for op in ops:
-            self.found[Finding(kind, op, line)] += 1
+            self.found[Finding(kind, op, line)] += count
         if has_compiled:
             self.compiled_at = line
 
