@@ -34,6 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
         # TorchTPU opens this library as soon as a test module imports torch.
         os.environ["TPU_LIBRARY_PATH"] = str(polyxla_bridge.LIBRARY)
+        # TorchTPU reads this attribute of each tensor whose value it reads.
+        leaf = "The .grad attribute of a Tensor that is not a leaf"
+        config.addinivalue_line("filterwarnings", f"ignore:{leaf}:UserWarning")
 
 
 # Where the tests are that run on one of the other runtimes only.

@@ -102,7 +102,6 @@ def test_a_compilation_names_the_batch_whose_shape_changed(
     assert "10 steps in" in stderr
 
 
-@pytest.mark.torch_xla("counters of reads, in this version")
 @pytest.mark.parametrize(
     ("habit", "code", "kind", "op"),
     [
@@ -121,10 +120,16 @@ def test_a_host_read_inside_a_step_is_found_with_its_line(
     size = 20 + ["item", "float", "if", "cpu", "tolist", "print"].index(habit)
     events = fit(runtime, tmp_path, Net(habit), batches(*[size] * 4))
     [finding] = kinds(events, "finding")
-    assert (finding["kind"], finding["op"], finding["count"]) == (kind, op, 1)
+    is_eager = runtime.name == "torchtpu"
+    if is_eager and habit == "print":
+        # Element by element, some of them several times.
+        assert (finding["kind"], finding["op"]) == ("read", op)
+        assert finding["count"] > 1
+    else:
+        assert (finding["kind"], finding["op"], finding["count"]) == (kind, op, 1)
     assert finding["line"].endswith(line_of(code))
-    assert events[-1]["summary"]["reads_per_step"] == pytest.approx(1)
-    assert line_of(code) in kinds(events, "compile")[0]["cause"] or habit == "print"
+    assert events[-1]["summary"]["reads_per_step"] == pytest.approx(finding["count"])
+    assert is_eager or line_of(code) in kinds(events, "compile")[0]["cause"] or habit == "print"
 
 
 @pytest.mark.torch_xla("fallbacks to the host")
@@ -151,7 +156,6 @@ def test_exceeding_the_compile_budget_ends_a_training(runtime: RuntimeUnderTest,
     assert "CompileBudgetError" in read_run(tmp_path)[-1]["error"]
 
 
-@pytest.mark.torch_xla("the time of compilations, in this version")
 def test_the_report_of_a_run_has_all_plots(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
     events = fit(runtime, tmp_path, Net("item"), batches(*[15] * 6, 4), batches(10, 10))
     page = render(Run.of(str(tmp_path), events))

@@ -28,7 +28,8 @@ class Net(nn.Module):
         self.layer = nn.Linear(3, 1)
 
     def training_step(self, batch: Any) -> torch.Tensor:
-        return F.mse_loss(self.layer(batch[0]), batch[1])
+        # TorchTPU's mse_loss, unlike torch's, refuses operands of different dtypes.
+        return F.mse_loss(self.layer(batch[0]).float(), batch[1].float())
 
     def validation_step(self, batch: Any) -> None:
         self.log("by_batch", batch[1].mean())
@@ -142,7 +143,6 @@ def test_an_optimizer_of_another_modules_parameters_is_refused(runtime: RuntimeU
         fit(runtime, Unrelated(), data())
 
 
-@pytest.mark.torch_xla("operands of different dtypes in mse_loss")
 @pytest.mark.parametrize(("name", "dtype"), [("bf16-true", torch.bfloat16), ("bf16-mixed", torch.float32)])
 def test_bfloat16_trains(runtime: RuntimeUnderTest, name: str, dtype: torch.dtype) -> None:
     module, untouched = Net(), Net()
@@ -151,7 +151,6 @@ def test_bfloat16_trains(runtime: RuntimeUnderTest, name: str, dtype: torch.dtyp
     assert not torch.equal(module.layer.weight.float(), untouched.layer.weight)
 
 
-@pytest.mark.torch_xla("operands of different dtypes in mse_loss")
 def test_a_configured_policy_keeps_modules_in_float32(runtime: RuntimeUnderTest) -> None:
     module = nn.Sequential(Net(), nn.Linear(2, 2))
     net: Any = module[0]
