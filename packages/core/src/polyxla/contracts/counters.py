@@ -49,8 +49,7 @@ class Counters(ABC):
     Attributes:
         chip: the chip's name as its vendor spells it, such as ``TPU v4``; None if it is unknown or the device
             is emulated.
-        is_eager: whether a step is many programs, submitted as its lines are executed, and not one program,
-            submitted at its end.
+        is_eager: whether a step is many programs, submitted as its lines run, and not one.
     """
 
     chip: str | None = None
