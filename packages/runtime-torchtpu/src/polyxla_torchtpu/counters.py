@@ -54,7 +54,7 @@ class TorchTpuCounters(Counters):
     def compile_s(self) -> float:
         """Return the sum of the compilations' times; several programs may compile at the same time."""
         entries = _native._get_cache_stats().per_entry_stats
-        return sum(entry.compilation_duration.total_seconds() for entry in entries)
+        return float(sum(entry.compilation_duration.total_seconds() for entry in entries))
 
     def fallbacks(self) -> dict[str, int]:
         """Return nothing: TorchTPU refuses an operation that it lacks, with a sentence."""
