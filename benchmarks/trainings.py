@@ -179,20 +179,52 @@ class SpmdTraining(XlaTraining):
         return uploaded
 
 
-class DdpTraining(Training):
-    def __init__(self, model: str, batch: int) -> None:
-        import torch
-        from torch.nn.parallel import DistributedDataParallel
+class TorchTraining(Training):
+    """Trains on the CPU by torch alone, or on another device that torch computes on by itself.
 
-        super().__init__(model, batch, torch.device("cpu"), DistributedDataParallel)
+    Args:
+        model: one of `MODELS`.
+        batch: samples of this replica in each step.
+        device: torch's name of the device.
+        is_compiled: whether `torch.compile` compiles the model, and the update of its parameters.
+        wrap: turns the model into the one that is trained.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        batch: int,
+        device: str = "cpu",
+        *,
+        is_compiled: bool = False,
+        wrap: Callable[[Any], Any] | None = None,
+    ) -> None:
+        import torch
+
+        super().__init__(model, batch, torch.device(device), wrap)
+        self._update: Callable[[], Any] = self.optimizer.step
+        if is_compiled:
+            self.model = torch.compile(self.model)
+            self._update = torch.compile(self.optimizer.step)
 
     def run(self, steps: int) -> None:
+        import torch
+
         for _ in range(steps):
             self.backward()
-            self.optimizer.step()
+            self._update()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
 
 
-def serve(training: XlaTraining | DdpTraining, port: int) -> None:
+class DdpTraining(TorchTraining):
+    def __init__(self, model: str, batch: int, device: str = "cpu") -> None:
+        from torch.nn.parallel import DistributedDataParallel
+
+        super().__init__(model, batch, device, wrap=DistributedDataParallel)
+
+
+def serve(training: XlaTraining | TorchTraining, port: int) -> None:
     with Connection(socket.create_connection((HOST, port)).detach()) as pipe:
         while (steps := _received(pipe)) is not None:
             started, used_s = time.perf_counter(), time.process_time()
