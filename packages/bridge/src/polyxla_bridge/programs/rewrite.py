@@ -36,6 +36,8 @@ def for_jaxlib(module: bytes, replicas: int) -> bytes:
     - An all-reduce of integers by "and" or "or", which the client refuses, becomes an all-gather whose rows
       are combined locally.
     - An all-reduce of several operands packs the small ones of each dtype into one operand.
+    - A convolution that reads its kernel backwards (the gradient of TorchTPU's convolutions) gets a reversed
+      kernel: the client has no fast code for the first.
 
     Args:
         module: the program.
@@ -51,17 +53,20 @@ def for_jaxlib(module: bytes, replicas: int) -> bytes:
     if not any(rules.rewrite_of(one) for one in every):
         return module
     numbers = _FreshNumbers(every)
+    shapes = {one.id: one.shape for one in every}
     for computation in parsed.computations:
         instructions = list(computation.instructions)
         del computation.instructions[:]
         for one in instructions:
             rewrite = rules.rewrite_of(one)
-            computation.instructions.extend(_replacing(one, rewrite, numbers) if rewrite else [one])
+            computation.instructions.extend(_replacing(one, rewrite, numbers, shapes) if rewrite else [one])
     return parsed.SerializeToString()
 
 
-def _replacing(one: Instruction, rewrite: Rewrite, numbers: _FreshNumbers) -> list[Instruction]:
-    replacement = Replacement(one, numbers)
+def _replacing(
+    one: Instruction, rewrite: Rewrite, numbers: _FreshNumbers, shapes: Mapping[int, Shape]
+) -> list[Instruction]:
+    replacement = Replacement(one, numbers, shapes)
     rewrite(replacement)
     return replacement.instructions
 
@@ -84,6 +89,8 @@ class _Rules:
             return _scatter_one_by_one
         if one.opcode == "all-to-all" and len(one.shape.tuple_shapes) == 1:
             return _skip_exchange
+        if one.opcode == "convolution" and _reversed(one):
+            return _reverse_kernel
         if one.opcode != "all-reduce":
             return None
         combine = self.roots[one.called_computation_ids[0]]
@@ -115,16 +122,22 @@ class Replacement:
     Args:
         original: the instruction to replace.
         numbers: unused ids and channels.
+        shapes: shape of each instruction of the module, by id.
 
     Attributes:
         original: the instruction to replace.
         instructions: what was added so far.
     """
 
-    def __init__(self, original: Instruction, numbers: _FreshNumbers) -> None:
+    def __init__(self, original: Instruction, numbers: _FreshNumbers, shapes: Mapping[int, Shape]) -> None:
         self.original = original
         self.instructions: list[Instruction] = []
         self._numbers = numbers
+        self._shapes = shapes
+
+    def shape_of(self, operand: int) -> Shape:
+        """Return the shape of an operand."""
+        return self._shapes[operand]
 
     def add(self, opcode: str, shape: Shape, operands: Sequence[int]) -> Instruction:
         """Add a new instruction."""
@@ -179,6 +192,28 @@ def _scatter_one_by_one(replacement: Replacement) -> None:
 
 def _skip_exchange(replacement: Replacement) -> None:
     replacement.add_tuple(replacement.original.operand_ids)
+
+
+def _reversed(one: Instruction) -> list[int]:
+    """Return the dimensions of a convolution's kernel that are read backwards."""
+    spatial = one.convolution_dimension_numbers.kernel_spatial_dimensions
+    return [
+        dimension
+        for dimension, window in zip(spatial, one.window.dimensions, strict=True)
+        if window.window_reversal
+    ]
+
+
+def _reverse_kernel(replacement: Replacement) -> None:
+    original = replacement.original
+    image, kernel = original.operand_ids
+    backwards = replacement.add("reverse", replacement.shape_of(kernel), [kernel])
+    backwards.dimensions[:] = _reversed(original)
+    forwards = replacement.add_copy("forwards", original.shape, [image, backwards.id])
+    for window in forwards.window.dimensions:
+        window.window_reversal = False
+    # Its users need no change.
+    forwards.id = original.id
 
 
 def _pack_operands(replacement: Replacement) -> None:
