@@ -11,7 +11,7 @@ import pytest
 from jaxlib import _jax, xla_client
 from jaxlib._hlo import HloModule, hlo_module_from_text  # type: ignore[import-not-found]
 
-from polyxla_bridge.engine import batch_norm
+from polyxla_bridge.engine.expansions import batch_norm
 
 SHAPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16), "f64": np.dtype(np.float64)}
 KINDS = {

@@ -12,8 +12,8 @@ import numpy as np
 from jaxlib import _jax, xla_client
 
 from polyxla_bridge.abi import Code
-from polyxla_bridge.engine import batch_norm
 from polyxla_bridge.engine.clients import Clients, LoadedProgram
+from polyxla_bridge.engine.expansions import batch_norm
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs import arguments, cache, hlo, program_file, rewrite

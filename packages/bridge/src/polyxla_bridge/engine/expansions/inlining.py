@@ -1,40 +1,38 @@
-"""Expansion of batch norms in partitioned programs. Importing this module imports jax.
-
-XLA's partitioner cannot split the batch norm instructions: it gathers the whole batch on every device, and
-each device then computes everything. It can split the instructions that compute a batch norm. torch_xla
-writes layer norm as a batch norm, too.
-"""
+"""Instructions replaced by what a function of jax computes. Importing this module imports jax."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from polyxla_bridge.programs import hlo
 from polyxla_bridge.programs.hlo_pb2 import HloComputationProto as Computation
 from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
 from polyxla_bridge.programs.hlo_pb2 import HloModuleProto as Module
 
-Normalization = Callable[..., Any]
+Function = Callable[..., Any]
+Choice = Callable[[Instruction, Mapping[int, Computation]], Function | None]
+"""Returns what computes an instruction from its operands; None for one that stays."""
 
 
-def expand(module: bytes) -> bytes:
-    """Replace each batch norm by the instructions that compute it.
+def replace(module: bytes, choose: Choice) -> bytes:
+    """Replace instructions of a serialised HloModuleProto.
 
     Args:
-        module: a serialised HloModuleProto.
+        module: the program.
+        choose: called with each instruction, and the computations by their ids.
 
     Returns:
-        The program without batch norms; `module` itself if it has none.
+        The program; `module` itself if nothing was replaced.
     """
     parsed = hlo.parse_module(module)
+    computations = {one.id: one for one in parsed.computations}
     every = [one for computation in parsed.computations for one in computation.instructions]
-    if not any(one.opcode in _NORMALIZATIONS for one in every):
+    functions = {one.id: function for one in every if (function := choose(one, computations))}
+    if not functions:
         return module
     shapes = {one.id: one.shape for one in every}
     imported = _Imported(parsed)
@@ -42,79 +40,16 @@ def expand(module: bytes) -> bytes:
         instructions = list(computation.instructions)
         del computation.instructions[:]
         for one in instructions:
-            if one.opcode in _NORMALIZATIONS:
+            if one.id in functions:
                 operands = [hlo.array_type(shapes[id_]) for id_ in one.operand_ids]
-                function = partial(_NORMALIZATIONS[one.opcode], axis=one.feature_index, epsilon=one.epsilon)
-                computation.instructions.extend(imported.inlined(_lowered(function, operands), one))
+                computation.instructions.extend(imported.inlined(_lowered(functions[one.id], operands), one))
             else:
                 computation.instructions.append(one)
     imported.add_computations()
     return parsed.SerializeToString()
 
 
-def _training(
-    x: jax.Array, scale: jax.Array, offset: jax.Array, *, axis: int, epsilon: float
-) -> tuple[jax.Array, ...]:
-    """Return the normalised array, and the mean and the variance of each feature."""
-    others = _all_but(axis, x)
-    # As XLA's own expansion, which single devices run: both sums need only one pass, and one all-reduce.
-    mean = jnp.mean(x, others)
-    variance = jnp.mean(x * x, others) - mean * mean
-    return _inference(x, scale, offset, mean, variance, axis=axis, epsilon=epsilon), mean, variance
-
-
-def _inference(
-    x: jax.Array,
-    scale: jax.Array,
-    offset: jax.Array,
-    mean: jax.Array,
-    variance: jax.Array,
-    *,
-    axis: int,
-    epsilon: float,
-) -> jax.Array:
-    others = _all_but(axis, x)
-    centered = x - jnp.expand_dims(mean, others)
-    factor = scale * jax.lax.rsqrt(variance + epsilon)
-    return centered * jnp.expand_dims(factor, others) + jnp.expand_dims(offset, others)
-
-
-def _gradient(
-    x: jax.Array,
-    scale: jax.Array,
-    mean: jax.Array,
-    variance: jax.Array,
-    gradient: jax.Array,
-    *,
-    axis: int,
-    epsilon: float,
-) -> tuple[jax.Array, ...]:
-    """Return the gradients of the array, of the scale and of the offset."""
-    others = _all_but(axis, x)
-    deviation = jax.lax.rsqrt(variance + epsilon)
-    normalized = (x - jnp.expand_dims(mean, others)) * jnp.expand_dims(deviation, others)
-    of_scale, of_offset = jnp.sum(gradient * normalized, others), jnp.sum(gradient, others)
-    count = x.size // scale.size
-    through_mean = jnp.expand_dims(of_offset / count, others)
-    through_variance = normalized * jnp.expand_dims(of_scale / count, others)
-    of_x = jnp.expand_dims(scale * deviation, others) * (gradient - through_mean - through_variance)
-    return of_x, of_scale, of_offset
-
-
-_NORMALIZATIONS: dict[str, Normalization] = {
-    "batch-norm-training": _training,
-    "batch-norm-inference": _inference,
-    "batch-norm-grad": _gradient,
-}
-"""What computes each instruction. Source: BatchNormTraining, BatchNormInference and BatchNormGrad in
-https://openxla.org/xla/operation_semantics."""
-
-
-def _all_but(axis: int, x: jax.Array) -> tuple[int, ...]:
-    return tuple(one for one in range(x.ndim) if one != axis)
-
-
-def _lowered(function: Normalization, operands: list[tuple[str, tuple[int, ...]]]) -> Module:
+def _lowered(function: Function, operands: list[tuple[str, tuple[int, ...]]]) -> Module:
     """Return a function of arrays as a program."""
     arrays = [jax.ShapeDtypeStruct(dims, dtype) for dtype, dims in operands]  # type: ignore[no-untyped-call]
     # An unused argument would be left out of the program.

@@ -1,0 +1,101 @@
+"""Expansion of batch norms in partitioned programs. Importing this module imports jax.
+
+XLA's partitioner cannot split the batch norm instructions: it gathers the whole batch on every device, and
+each device then computes everything. It can split the instructions that compute a batch norm. torch_xla
+writes layer norm as a batch norm, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from polyxla_bridge.engine.expansions import inlining
+from polyxla_bridge.programs.hlo_pb2 import HloComputationProto as Computation
+from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
+
+Normalization = Callable[..., Any]
+
+
+def expand(module: bytes) -> bytes:
+    """Replace each batch norm by the instructions that compute it.
+
+    Args:
+        module: a serialised HloModuleProto.
+
+    Returns:
+        The program without batch norms; `module` itself if it has none.
+    """
+    return inlining.replace(module, _function)
+
+
+def _function(one: Instruction, computations: Mapping[int, Computation]) -> Normalization | None:
+    if one.opcode not in _NORMALIZATIONS:
+        return None
+    return partial(_NORMALIZATIONS[one.opcode], axis=one.feature_index, epsilon=one.epsilon)
+
+
+def _training(
+    x: jax.Array, scale: jax.Array, offset: jax.Array, *, axis: int, epsilon: float
+) -> tuple[jax.Array, ...]:
+    """Return the normalised array, and the mean and the variance of each feature."""
+    others = _all_but(axis, x)
+    # As XLA's own expansion, which single devices run: both sums need only one pass, and one all-reduce.
+    mean = jnp.mean(x, others)
+    variance = jnp.mean(x * x, others) - mean * mean
+    return _inference(x, scale, offset, mean, variance, axis=axis, epsilon=epsilon), mean, variance
+
+
+def _inference(
+    x: jax.Array,
+    scale: jax.Array,
+    offset: jax.Array,
+    mean: jax.Array,
+    variance: jax.Array,
+    *,
+    axis: int,
+    epsilon: float,
+) -> jax.Array:
+    others = _all_but(axis, x)
+    centered = x - jnp.expand_dims(mean, others)
+    factor = scale * jax.lax.rsqrt(variance + epsilon)
+    return centered * jnp.expand_dims(factor, others) + jnp.expand_dims(offset, others)
+
+
+def _gradient(
+    x: jax.Array,
+    scale: jax.Array,
+    mean: jax.Array,
+    variance: jax.Array,
+    gradient: jax.Array,
+    *,
+    axis: int,
+    epsilon: float,
+) -> tuple[jax.Array, ...]:
+    """Return the gradients of the array, of the scale and of the offset."""
+    others = _all_but(axis, x)
+    deviation = jax.lax.rsqrt(variance + epsilon)
+    normalized = (x - jnp.expand_dims(mean, others)) * jnp.expand_dims(deviation, others)
+    of_scale, of_offset = jnp.sum(gradient * normalized, others), jnp.sum(gradient, others)
+    count = x.size // scale.size
+    through_mean = jnp.expand_dims(of_offset / count, others)
+    through_variance = normalized * jnp.expand_dims(of_scale / count, others)
+    of_x = jnp.expand_dims(scale * deviation, others) * (gradient - through_mean - through_variance)
+    return of_x, of_scale, of_offset
+
+
+_NORMALIZATIONS: dict[str, Normalization] = {
+    "batch-norm-training": _training,
+    "batch-norm-inference": _inference,
+    "batch-norm-grad": _gradient,
+}
+"""What computes each instruction. Source: BatchNormTraining, BatchNormInference and BatchNormGrad in
+https://openxla.org/xla/operation_semantics."""
+
+
+def _all_but(axis: int, x: jax.Array) -> tuple[int, ...]:
+    return tuple(one for one in range(x.ndim) if one != axis)
