@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!polyxla_bridge/programs/hlo.proto\x12\x12polyxla.bridge.hlo\"\x8a\x01\n\nShapeProto\x12\x14\n\x0c\x65lement_type\x18\x02 \x01(\x05\x12\x12\n\ndimensions\x18\x03 \x03(\x03\x12\x34\n\x0ctuple_shapes\x18\x04 \x03(\x0b\x32\x1e.polyxla.bridge.hlo.ShapeProto\x12\x1c\n\x14is_dynamic_dimension\x18\x06 \x03(\x08\"\x90\x01\n\x11ProgramShapeProto\x12\x32\n\nparameters\x18\x01 \x03(\x0b\x32\x1e.polyxla.bridge.hlo.ShapeProto\x12.\n\x06result\x18\x02 \x01(\x0b\x32\x1e.polyxla.bridge.hlo.ShapeProto\x12\x17\n\x0fparameter_names\x18\x03 \x03(\t\"#\n\x0cReplicaGroup\x12\x13\n\x0breplica_ids\x18\x01 \x03(\x03\"U\n\x19\x43ollectiveDeviceListProto\x12\x38\n\x0ereplica_groups\x18\x01 \x03(\x0b\x32 .polyxla.bridge.hlo.ReplicaGroup\"E\n\nOpSharding\x12\x37\n\x0ftuple_shardings\x18\x05 \x03(\x0b\x32\x1e.polyxla.bridge.hlo.OpSharding\"*\n\x0fWindowDimension\x12\x17\n\x0fwindow_reversal\x18\x07 \x01(\x08\"A\n\x06Window\x12\x37\n\ndimensions\x18\x01 \x03(\x0b\x32#.polyxla.bridge.hlo.WindowDimension\"@\n\x1b\x43onvolutionDimensionNumbers\x12!\n\x19kernel_spatial_dimensions\x18\x06 \x03(\x03\"\x87\x06\n\x13HloInstructionProto\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06opcode\x18\x02 \x01(\t\x12-\n\x05shape\x18\x03 \x01(\x0b\x32\x1e.polyxla.bridge.hlo.ShapeProto\x12\x10\n\x08metadata\x18\x07 \x01(\x0c\x12\x18\n\x10parameter_number\x18\t \x01(\x03\x12\x13\n\x0btuple_index\x18\r \x01(\x03\x12\x12\n\ndimensions\x18\x0e \x03(\x03\x12*\n\x06window\x18\x0f \x01(\x0b\x32\x1a.polyxla.bridge.hlo.Window\x12V\n\x1d\x63onvolution_dimension_numbers\x18\x10 \x01(\x0b\x32/.polyxla.bridge.hlo.ConvolutionDimensionNumbers\x12Q\n\x10slice_dimensions\x18\x11 \x03(\x0b\x32\x37.polyxla.bridge.hlo.HloInstructionProto.SliceDimensions\x12\x0f\n\x07\x65psilon\x18\x18 \x01(\x02\x12\x15\n\rfeature_index\x18\x19 \x01(\x03\x12\x12\n\nchannel_id\x18\x1a \x01(\x03\x12\n\n\x02id\x18# \x01(\x03\x12\x13\n\x0boperand_ids\x18$ \x03(\x03\x12\x1e\n\x16\x63\x61lled_computation_ids\x18& \x03(\x03\x12\x30\n\x08sharding\x18( \x01(\x0b\x32\x1e.polyxla.bridge.hlo.OpSharding\x12\x38\n\x0ereplica_groups\x18\x31 \x03(\x0b\x32 .polyxla.bridge.hlo.ReplicaGroup\x12M\n\x16\x63ollective_device_list\x18W \x01(\x0b\x32-.polyxla.bridge.hlo.CollectiveDeviceListProto\x1a?\n\x0fSliceDimensions\x12\r\n\x05start\x18\x01 \x01(\x03\x12\r\n\x05limit\x18\x02 \x01(\x03\x12\x0e\n\x06stride\x18\x03 \x01(\x03\"\xbd\x01\n\x13HloComputationProto\x12\x0c\n\x04name\x18\x01 \x01(\t\x12=\n\x0cinstructions\x18\x02 \x03(\x0b\x32\'.polyxla.bridge.hlo.HloInstructionProto\x12<\n\rprogram_shape\x18\x04 \x01(\x0b\x32%.polyxla.bridge.hlo.ProgramShapeProto\x12\n\n\x02id\x18\x05 \x01(\x03\x12\x0f\n\x07root_id\x18\x06 \x01(\x03\"\xdf\x01\n\x18HloInputOutputAliasProto\x12M\n\x07\x65ntries\x18\x01 \x03(\x0b\x32<.polyxla.bridge.hlo.HloInputOutputAliasProto.AliasEntryProto\x1at\n\x0f\x41liasEntryProto\x12\x1a\n\x12output_shape_index\x18\x01 \x03(\x03\x12\x18\n\x10parameter_number\x18\x02 \x01(\x03\x12\x1d\n\x15parameter_shape_index\x18\x03 \x03(\x03\x12\x0c\n\x04kind\x18\x04 \x01(\x05\"\xb7\x01\n\x13HloBufferDonorProto\x12N\n\x07\x65ntries\x18\x01 \x03(\x0b\x32=.polyxla.bridge.hlo.HloBufferDonorProto.BufferDonorEntryProto\x1aP\n\x15\x42ufferDonorEntryProto\x12\x18\n\x10parameter_number\x18\x01 \x01(\x03\x12\x1d\n\x15parameter_shape_index\x18\x02 \x03(\x03\"$\n\nOpMetadata\x12\x16\n\x0estack_frame_id\x18\x0f \x01(\x05\"\xb9\x02\n\x14StackFrameIndexProto\x12\x12\n\nfile_names\x18\x01 \x03(\t\x12M\n\x0e\x66ile_locations\x18\x03 \x03(\x0b\x32\x35.polyxla.bridge.hlo.StackFrameIndexProto.FileLocation\x12I\n\x0cstack_frames\x18\x04 \x03(\x0b\x32\x33.polyxla.bridge.hlo.StackFrameIndexProto.StackFrame\x1a\x32\n\x0c\x46ileLocation\x12\x14\n\x0c\x66ile_name_id\x18\x01 \x01(\x05\x12\x0c\n\x04line\x18\x03 \x01(\x05\x1a?\n\nStackFrame\x12\x18\n\x10\x66ile_location_id\x18\x01 \x01(\x05\x12\x17\n\x0fparent_frame_id\x18\x02 \x01(\x05\"\x8c\x03\n\x0eHloModuleProto\x12\x0c\n\x04name\x18\x01 \x01(\t\x12=\n\x0c\x63omputations\x18\x03 \x03(\x0b\x32\'.polyxla.bridge.hlo.HloComputationProto\x12\x41\n\x12host_program_shape\x18\x04 \x01(\x0b\x32%.polyxla.bridge.hlo.ProgramShapeProto\x12\x1c\n\x14\x65ntry_computation_id\x18\x06 \x01(\x03\x12H\n\x12input_output_alias\x18\x08 \x01(\x0b\x32,.polyxla.bridge.hlo.HloInputOutputAliasProto\x12\x43\n\x11stack_frame_index\x18\x11 \x01(\x0b\x32(.polyxla.bridge.hlo.StackFrameIndexProto\x12=\n\x0c\x62uffer_donor\x18\x12 \x01(\x0b\x32\'.polyxla.bridge.hlo.HloBufferDonorProto\"\xa2\x01\n\x15\x44\x65viceAssignmentProto\x12X\n\x13\x63omputation_devices\x18\x03 \x03(\x0b\x32;.polyxla.bridge.hlo.DeviceAssignmentProto.ComputationDevice\x1a/\n\x11\x43omputationDevice\x12\x1a\n\x12replica_device_ids\x18\x01 \x03(\x03\"_\n\x14HloModuleConfigProto\x12G\n\x18\x65ntry_computation_layout\x18\x01 \x01(\x0b\x32%.polyxla.bridge.hlo.ProgramShapeProto\"\x8c\x01\n\x18HloModuleProtoWithConfig\x12\x36\n\nhlo_module\x18\x01 \x01(\x0b\x32\".polyxla.bridge.hlo.HloModuleProto\x12\x38\n\x06\x63onfig\x18\x02 \x01(\x0b\x32(.polyxla.bridge.hlo.HloModuleConfigProto')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!polyxla_bridge/programs/hlo.proto\x12\x12polyxla.bridge.hlo\"\x8a\x01\n\nShapeProto\x12\x14\n\x0c\x65lement_type\x18\x02 \x01(\x05\x12\x12\n\ndimensions\x18\x03 \x03(\x03\x12\x34\n\x0ctuple_shapes\x18\x04 \x03(\x0b\x32\x1e.polyxla.bridge.hlo.ShapeProto\x12\x1c\n\x14is_dynamic_dimension\x18\x06 \x03(\x08\"\x90\x01\n\x11ProgramShapeProto\x12\x32\n\nparameters\x18\x01 \x03(\x0b\x32\x1e.polyxla.bridge.hlo.ShapeProto\x12.\n\x06result\x18\x02 \x01(\x0b\x32\x1e.polyxla.bridge.hlo.ShapeProto\x12\x17\n\x0fparameter_names\x18\x03 \x03(\t\"#\n\x0cReplicaGroup\x12\x13\n\x0breplica_ids\x18\x01 \x03(\x03\"U\n\x19\x43ollectiveDeviceListProto\x12\x38\n\x0ereplica_groups\x18\x01 \x03(\x0b\x32 .polyxla.bridge.hlo.ReplicaGroup\"E\n\nOpSharding\x12\x37\n\x0ftuple_shardings\x18\x05 \x03(\x0b\x32\x1e.polyxla.bridge.hlo.OpSharding\"\xa3\x01\n\x0fWindowDimension\x12\x0c\n\x04size\x18\x01 \x01(\x03\x12\x0e\n\x06stride\x18\x02 \x01(\x03\x12\x13\n\x0bpadding_low\x18\x03 \x01(\x03\x12\x14\n\x0cpadding_high\x18\x04 \x01(\x03\x12\x17\n\x0fwindow_dilation\x18\x05 \x01(\x03\x12\x15\n\rbase_dilation\x18\x06 \x01(\x03\x12\x17\n\x0fwindow_reversal\x18\x07 \x01(\x08\"A\n\x06Window\x12\x37\n\ndimensions\x18\x01 \x03(\x0b\x32#.polyxla.bridge.hlo.WindowDimension\"@\n\x1b\x43onvolutionDimensionNumbers\x12!\n\x19kernel_spatial_dimensions\x18\x06 \x03(\x03\"\xa5\x06\n\x13HloInstructionProto\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06opcode\x18\x02 \x01(\t\x12-\n\x05shape\x18\x03 \x01(\x0b\x32\x1e.polyxla.bridge.hlo.ShapeProto\x12\x10\n\x08metadata\x18\x07 \x01(\x0c\x12\x18\n\x10parameter_number\x18\t \x01(\x03\x12\x13\n\x0btuple_index\x18\r \x01(\x03\x12\x12\n\ndimensions\x18\x0e \x03(\x03\x12*\n\x06window\x18\x0f \x01(\x0b\x32\x1a.polyxla.bridge.hlo.Window\x12V\n\x1d\x63onvolution_dimension_numbers\x18\x10 \x01(\x0b\x32/.polyxla.bridge.hlo.ConvolutionDimensionNumbers\x12Q\n\x10slice_dimensions\x18\x11 \x03(\x0b\x32\x37.polyxla.bridge.hlo.HloInstructionProto.SliceDimensions\x12\x0f\n\x07\x65psilon\x18\x18 \x01(\x02\x12\x15\n\rfeature_index\x18\x19 \x01(\x03\x12\x12\n\nchannel_id\x18\x1a \x01(\x03\x12\n\n\x02id\x18# \x01(\x03\x12\x13\n\x0boperand_ids\x18$ \x03(\x03\x12\x1e\n\x16\x63\x61lled_computation_ids\x18& \x03(\x03\x12\x30\n\x08sharding\x18( \x01(\x0b\x32\x1e.polyxla.bridge.hlo.OpSharding\x12\x38\n\x0ereplica_groups\x18\x31 \x03(\x0b\x32 .polyxla.bridge.hlo.ReplicaGroup\x12\x1c\n\x14\x63omparison_direction\x18? \x01(\t\x12M\n\x16\x63ollective_device_list\x18W \x01(\x0b\x32-.polyxla.bridge.hlo.CollectiveDeviceListProto\x1a?\n\x0fSliceDimensions\x12\r\n\x05start\x18\x01 \x01(\x03\x12\r\n\x05limit\x18\x02 \x01(\x03\x12\x0e\n\x06stride\x18\x03 \x01(\x03\"\xbd\x01\n\x13HloComputationProto\x12\x0c\n\x04name\x18\x01 \x01(\t\x12=\n\x0cinstructions\x18\x02 \x03(\x0b\x32\'.polyxla.bridge.hlo.HloInstructionProto\x12<\n\rprogram_shape\x18\x04 \x01(\x0b\x32%.polyxla.bridge.hlo.ProgramShapeProto\x12\n\n\x02id\x18\x05 \x01(\x03\x12\x0f\n\x07root_id\x18\x06 \x01(\x03\"\xdf\x01\n\x18HloInputOutputAliasProto\x12M\n\x07\x65ntries\x18\x01 \x03(\x0b\x32<.polyxla.bridge.hlo.HloInputOutputAliasProto.AliasEntryProto\x1at\n\x0f\x41liasEntryProto\x12\x1a\n\x12output_shape_index\x18\x01 \x03(\x03\x12\x18\n\x10parameter_number\x18\x02 \x01(\x03\x12\x1d\n\x15parameter_shape_index\x18\x03 \x03(\x03\x12\x0c\n\x04kind\x18\x04 \x01(\x05\"\xb7\x01\n\x13HloBufferDonorProto\x12N\n\x07\x65ntries\x18\x01 \x03(\x0b\x32=.polyxla.bridge.hlo.HloBufferDonorProto.BufferDonorEntryProto\x1aP\n\x15\x42ufferDonorEntryProto\x12\x18\n\x10parameter_number\x18\x01 \x01(\x03\x12\x1d\n\x15parameter_shape_index\x18\x02 \x03(\x03\"$\n\nOpMetadata\x12\x16\n\x0estack_frame_id\x18\x0f \x01(\x05\"\xb9\x02\n\x14StackFrameIndexProto\x12\x12\n\nfile_names\x18\x01 \x03(\t\x12M\n\x0e\x66ile_locations\x18\x03 \x03(\x0b\x32\x35.polyxla.bridge.hlo.StackFrameIndexProto.FileLocation\x12I\n\x0cstack_frames\x18\x04 \x03(\x0b\x32\x33.polyxla.bridge.hlo.StackFrameIndexProto.StackFrame\x1a\x32\n\x0c\x46ileLocation\x12\x14\n\x0c\x66ile_name_id\x18\x01 \x01(\x05\x12\x0c\n\x04line\x18\x03 \x01(\x05\x1a?\n\nStackFrame\x12\x18\n\x10\x66ile_location_id\x18\x01 \x01(\x05\x12\x17\n\x0fparent_frame_id\x18\x02 \x01(\x05\"\x8c\x03\n\x0eHloModuleProto\x12\x0c\n\x04name\x18\x01 \x01(\t\x12=\n\x0c\x63omputations\x18\x03 \x03(\x0b\x32\'.polyxla.bridge.hlo.HloComputationProto\x12\x41\n\x12host_program_shape\x18\x04 \x01(\x0b\x32%.polyxla.bridge.hlo.ProgramShapeProto\x12\x1c\n\x14\x65ntry_computation_id\x18\x06 \x01(\x03\x12H\n\x12input_output_alias\x18\x08 \x01(\x0b\x32,.polyxla.bridge.hlo.HloInputOutputAliasProto\x12\x43\n\x11stack_frame_index\x18\x11 \x01(\x0b\x32(.polyxla.bridge.hlo.StackFrameIndexProto\x12=\n\x0c\x62uffer_donor\x18\x12 \x01(\x0b\x32\'.polyxla.bridge.hlo.HloBufferDonorProto\"\xa2\x01\n\x15\x44\x65viceAssignmentProto\x12X\n\x13\x63omputation_devices\x18\x03 \x03(\x0b\x32;.polyxla.bridge.hlo.DeviceAssignmentProto.ComputationDevice\x1a/\n\x11\x43omputationDevice\x12\x1a\n\x12replica_device_ids\x18\x01 \x03(\x03\"_\n\x14HloModuleConfigProto\x12G\n\x18\x65ntry_computation_layout\x18\x01 \x01(\x0b\x32%.polyxla.bridge.hlo.ProgramShapeProto\"\x8c\x01\n\x18HloModuleProtoWithConfig\x12\x36\n\nhlo_module\x18\x01 \x01(\x0b\x32\".polyxla.bridge.hlo.HloModuleProto\x12\x38\n\x06\x63onfig\x18\x02 \x01(\x0b\x32(.polyxla.bridge.hlo.HloModuleConfigProto')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,42 +41,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_COLLECTIVEDEVICELISTPROTO']._serialized_end=467
   _globals['_OPSHARDING']._serialized_start=469
   _globals['_OPSHARDING']._serialized_end=538
-  _globals['_WINDOWDIMENSION']._serialized_start=540
-  _globals['_WINDOWDIMENSION']._serialized_end=582
-  _globals['_WINDOW']._serialized_start=584
-  _globals['_WINDOW']._serialized_end=649
-  _globals['_CONVOLUTIONDIMENSIONNUMBERS']._serialized_start=651
-  _globals['_CONVOLUTIONDIMENSIONNUMBERS']._serialized_end=715
-  _globals['_HLOINSTRUCTIONPROTO']._serialized_start=718
-  _globals['_HLOINSTRUCTIONPROTO']._serialized_end=1493
-  _globals['_HLOINSTRUCTIONPROTO_SLICEDIMENSIONS']._serialized_start=1430
-  _globals['_HLOINSTRUCTIONPROTO_SLICEDIMENSIONS']._serialized_end=1493
-  _globals['_HLOCOMPUTATIONPROTO']._serialized_start=1496
-  _globals['_HLOCOMPUTATIONPROTO']._serialized_end=1685
-  _globals['_HLOINPUTOUTPUTALIASPROTO']._serialized_start=1688
-  _globals['_HLOINPUTOUTPUTALIASPROTO']._serialized_end=1911
-  _globals['_HLOINPUTOUTPUTALIASPROTO_ALIASENTRYPROTO']._serialized_start=1795
-  _globals['_HLOINPUTOUTPUTALIASPROTO_ALIASENTRYPROTO']._serialized_end=1911
-  _globals['_HLOBUFFERDONORPROTO']._serialized_start=1914
-  _globals['_HLOBUFFERDONORPROTO']._serialized_end=2097
-  _globals['_HLOBUFFERDONORPROTO_BUFFERDONORENTRYPROTO']._serialized_start=2017
-  _globals['_HLOBUFFERDONORPROTO_BUFFERDONORENTRYPROTO']._serialized_end=2097
-  _globals['_OPMETADATA']._serialized_start=2099
-  _globals['_OPMETADATA']._serialized_end=2135
-  _globals['_STACKFRAMEINDEXPROTO']._serialized_start=2138
-  _globals['_STACKFRAMEINDEXPROTO']._serialized_end=2451
-  _globals['_STACKFRAMEINDEXPROTO_FILELOCATION']._serialized_start=2336
-  _globals['_STACKFRAMEINDEXPROTO_FILELOCATION']._serialized_end=2386
-  _globals['_STACKFRAMEINDEXPROTO_STACKFRAME']._serialized_start=2388
-  _globals['_STACKFRAMEINDEXPROTO_STACKFRAME']._serialized_end=2451
-  _globals['_HLOMODULEPROTO']._serialized_start=2454
-  _globals['_HLOMODULEPROTO']._serialized_end=2850
-  _globals['_DEVICEASSIGNMENTPROTO']._serialized_start=2853
-  _globals['_DEVICEASSIGNMENTPROTO']._serialized_end=3015
-  _globals['_DEVICEASSIGNMENTPROTO_COMPUTATIONDEVICE']._serialized_start=2968
-  _globals['_DEVICEASSIGNMENTPROTO_COMPUTATIONDEVICE']._serialized_end=3015
-  _globals['_HLOMODULECONFIGPROTO']._serialized_start=3017
-  _globals['_HLOMODULECONFIGPROTO']._serialized_end=3112
-  _globals['_HLOMODULEPROTOWITHCONFIG']._serialized_start=3115
-  _globals['_HLOMODULEPROTOWITHCONFIG']._serialized_end=3255
+  _globals['_WINDOWDIMENSION']._serialized_start=541
+  _globals['_WINDOWDIMENSION']._serialized_end=704
+  _globals['_WINDOW']._serialized_start=706
+  _globals['_WINDOW']._serialized_end=771
+  _globals['_CONVOLUTIONDIMENSIONNUMBERS']._serialized_start=773
+  _globals['_CONVOLUTIONDIMENSIONNUMBERS']._serialized_end=837
+  _globals['_HLOINSTRUCTIONPROTO']._serialized_start=840
+  _globals['_HLOINSTRUCTIONPROTO']._serialized_end=1645
+  _globals['_HLOINSTRUCTIONPROTO_SLICEDIMENSIONS']._serialized_start=1582
+  _globals['_HLOINSTRUCTIONPROTO_SLICEDIMENSIONS']._serialized_end=1645
+  _globals['_HLOCOMPUTATIONPROTO']._serialized_start=1648
+  _globals['_HLOCOMPUTATIONPROTO']._serialized_end=1837
+  _globals['_HLOINPUTOUTPUTALIASPROTO']._serialized_start=1840
+  _globals['_HLOINPUTOUTPUTALIASPROTO']._serialized_end=2063
+  _globals['_HLOINPUTOUTPUTALIASPROTO_ALIASENTRYPROTO']._serialized_start=1947
+  _globals['_HLOINPUTOUTPUTALIASPROTO_ALIASENTRYPROTO']._serialized_end=2063
+  _globals['_HLOBUFFERDONORPROTO']._serialized_start=2066
+  _globals['_HLOBUFFERDONORPROTO']._serialized_end=2249
+  _globals['_HLOBUFFERDONORPROTO_BUFFERDONORENTRYPROTO']._serialized_start=2169
+  _globals['_HLOBUFFERDONORPROTO_BUFFERDONORENTRYPROTO']._serialized_end=2249
+  _globals['_OPMETADATA']._serialized_start=2251
+  _globals['_OPMETADATA']._serialized_end=2287
+  _globals['_STACKFRAMEINDEXPROTO']._serialized_start=2290
+  _globals['_STACKFRAMEINDEXPROTO']._serialized_end=2603
+  _globals['_STACKFRAMEINDEXPROTO_FILELOCATION']._serialized_start=2488
+  _globals['_STACKFRAMEINDEXPROTO_FILELOCATION']._serialized_end=2538
+  _globals['_STACKFRAMEINDEXPROTO_STACKFRAME']._serialized_start=2540
+  _globals['_STACKFRAMEINDEXPROTO_STACKFRAME']._serialized_end=2603
+  _globals['_HLOMODULEPROTO']._serialized_start=2606
+  _globals['_HLOMODULEPROTO']._serialized_end=3002
+  _globals['_DEVICEASSIGNMENTPROTO']._serialized_start=3005
+  _globals['_DEVICEASSIGNMENTPROTO']._serialized_end=3167
+  _globals['_DEVICEASSIGNMENTPROTO_COMPUTATIONDEVICE']._serialized_start=3120
+  _globals['_DEVICEASSIGNMENTPROTO_COMPUTATIONDEVICE']._serialized_end=3167
+  _globals['_HLOMODULECONFIGPROTO']._serialized_start=3169
+  _globals['_HLOMODULECONFIGPROTO']._serialized_end=3264
+  _globals['_HLOMODULEPROTOWITHCONFIG']._serialized_start=3267
+  _globals['_HLOMODULEPROTOWITHCONFIG']._serialized_end=3407
 # @@protoc_insertion_point(module_scope)

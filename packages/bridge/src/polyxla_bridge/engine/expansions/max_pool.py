@@ -1,0 +1,125 @@
+"""The gradient of max-pooling. Importing this module imports jax.
+
+XLA:CPU runs select-and-scatter on one thread, one window after the other. Here a reduce-window finds the
+position that each window chose, and each element then adds up the windows that chose it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+from jax import lax
+
+from polyxla_bridge.engine.expansions import inlining
+from polyxla_bridge.programs.hlo_pb2 import HloComputationProto as Computation
+from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
+
+_EARLIER: dict[str, Callable[..., Any]] = {"GE": lax.lt, "GT": lax.gt}
+"""By the comparison that keeps a maximum, which of two equal ones is chosen: the first or the last."""
+
+
+def expand(module: bytes) -> bytes:
+    """Replace each gradient of a max-pooling by the instructions that compute it.
+
+    Args:
+        module: a serialised HloModuleProto.
+
+    Returns:
+        The program; `module` itself if it has none.
+    """
+    return inlining.replace(module, _function)
+
+
+def _function(one: Instruction, computations: Mapping[int, Computation]) -> inlining.Function | None:
+    if one.opcode != "select-and-scatter":
+        return None
+    windows = one.window.dimensions
+    select, scatter = (_root(computations[id_]) for id_ in one.called_computation_ids)
+    is_dilated = any(window.window_dilation > 1 or window.base_dilation > 1 for window in windows)
+    is_cropped = any(window.padding_low < 0 or window.padding_high < 0 for window in windows)
+    if select not in _EARLIER or scatter != "add" or is_dilated or is_cropped:
+        return None
+    return partial(
+        _gradient,
+        size=[window.size for window in windows],
+        strides=[window.stride for window in windows],
+        low=[window.padding_low for window in windows],
+        is_chosen=_EARLIER[select],
+    )
+
+
+def _root(computation: Computation) -> str:
+    """Return what a computation does to its two parameters: a comparison, an opcode, or nothing known."""
+    (root,) = (one for one in computation.instructions if one.id == computation.root_id)
+    numbers = {one.id: one.parameter_number for one in computation.instructions if one.opcode == "parameter"}
+    if [numbers.get(id_) for id_ in root.operand_ids] != [0, 1]:
+        return ""
+    return root.comparison_direction if root.opcode == "compare" else root.opcode
+
+
+def _gradient(
+    operand: jax.Array,
+    source: jax.Array,
+    initial: jax.Array,
+    *,
+    size: list[int],
+    strides: list[int],
+    low: list[int],
+    is_chosen: Callable[..., Any],
+) -> jax.Array:
+    """Return the gradient of the pooled array."""
+    # Windows that reach one element, and blocks of a stride that cover the operand, in each dimension.
+    reach = [-(-length // stride) for length, stride in zip(size, strides, strict=True)]
+    blocks = [
+        -(-(dim + first) // stride) for dim, first, stride in zip(operand.shape, low, strides, strict=True)
+    ]
+    # With the windows that reach into the first block from before, and into the last.
+    count = [block + more - 1 for block, more in zip(blocks, reach, strict=True)]
+    before = [first + (more - 1) * stride for first, more, stride in zip(low, reach, strides, strict=True)]
+    padding = [
+        (first, max(0, (many - 1) * stride + length - first - dim))
+        for many, stride, length, first, dim in zip(count, strides, size, before, operand.shape, strict=True)
+    ]
+    ones = [1] * operand.ndim
+    position = _positions(list(operand.shape), ones, operand.shape, [0] * operand.ndim)
+
+    def choose(kept: tuple[Any, Any], new: tuple[Any, Any]) -> tuple[Any, Any]:
+        (value, at), (other, other_at) = kept, new
+        # XLA may visit a window in any order. Position -1 is outside of the array.
+        wins = lax.gt(value, other) | (lax.eq(value, other) & is_chosen(at, other_at))
+        keeps = (other_at < 0) | ((at >= 0) & wins)
+        return lax.select(keeps, value, other), lax.select(keeps, at, other_at)
+
+    initials = (lax.full((), 0, operand.dtype), lax.full((), -1, position.dtype))
+    _, chosen = lax.reduce_window((operand, position), initials, choose, size, strides, padding)
+    edges = [
+        (more - 1, many - dim - (more - 1), 0)
+        for more, many, dim in zip(reach, count, source.shape, strict=True)
+    ]
+    padded = lax.pad(source, lax.full((), 0, source.dtype), edges)
+    spread = [length for pair in zip(blocks, strides, strict=True) for length in pair]
+    places = range(0, len(spread), 2)
+    own = lax.reshape(_positions(blocks, strides, operand.shape, low), spread)
+    total = lax.broadcast(initial, spread)
+    # In the order of the windows, as XLA adds.
+    for start in itertools.product(*map(range, reach)):
+        stop = [first + block for first, block in zip(start, blocks, strict=True)]
+        is_own = lax.eq(lax.broadcast_in_dim(lax.slice(chosen, start, stop), spread, places), own)
+        parts = lax.broadcast_in_dim(lax.slice(padded, start, stop), spread, places)
+        total = total + lax.select(is_own, parts, lax.full_like(parts, 0))
+    whole = lax.reshape(total, [block * stride for block, stride in zip(blocks, strides, strict=True)])
+    return lax.slice(whole, low, [first + dim for first, dim in zip(low, operand.shape, strict=True)])
+
+
+def _positions(blocks: list[int], strides: list[int], dims: tuple[int, ...], low: list[int]) -> jax.Array:
+    """Return the position of each element in an array of size `dims`, whose first one follows `low` others."""
+    shape = [block * stride for block, stride in zip(blocks, strides, strict=True)]
+    total, weight = lax.full(shape, 0, "int64"), 1
+    for dimension in reversed(range(len(dims))):
+        along = lax.broadcasted_iota("int64", shape, dimension) - low[dimension]
+        total, weight = total + along * weight, weight * dims[dimension]
+    return total

@@ -1,0 +1,69 @@
+"""The gradient of max-pooling without XLA's select-and-scatter, compared with what XLA computes by it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from jaxlib import _jax, xla_client
+from jaxlib._hlo import HloModule, hlo_module_from_text  # type: ignore[import-not-found]
+
+from polyxla_bridge.engine.expansions import max_pool
+
+DTYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
+
+
+def program(dtype: str, dims: list[int], pooled: list[int], window: str, select: str, scatter: str) -> bytes:
+    text = f"""HloModule pool
+    select {{ a = T[] parameter(0) b = T[] parameter(1) ROOT c = pred[] compare(a, b), direction={select} }}
+    scatter {{ a = T[] parameter(0) b = T[] parameter(1) ROOT c = T[] {scatter}(a, b) }}
+    ENTRY main {{ x = T{dims} parameter(0) g = T{pooled} parameter(1) z = T[] constant(0)
+      ROOT r = T{dims} select-and-scatter(x, g, z), window={{{window}}}, select=select, scatter=scatter }}"""
+    text = text.replace(" T[", f" {dtype}[").replace(", ", ",")
+    data: bytes = hlo_module_from_text(text).as_serialized_hlo_module_proto()
+    return data
+
+
+def computed(data: bytes, arguments: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    (device,) = jax.devices("cpu")[:1]
+    module, devices = _jax.mlir.hlo_to_stablehlo(data), _jax.DeviceList((device,))
+    loaded = device.client.compile_and_load(module, devices, xla_client.CompileOptions())
+    results = loaded.execute_sharded([jax.device_put(one) for one in arguments])
+    return np.asarray(results.disassemble_into_single_device_arrays()[0][0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("select", ["GE", "GT"])
+@pytest.mark.parametrize(
+    ("dims", "pooled", "window"),
+    [
+        ([2, 3, 8, 6], [2, 3, 4, 3], "size=1x1x2x2 stride=1x1x2x2"),
+        ([2, 3, 9, 9], [2, 3, 4, 4], "size=1x1x2x2 stride=1x1x2x2"),
+        ([2, 3, 9, 8], [2, 3, 5, 4], "size=1x1x3x3 stride=1x1x2x2 pad=0_0x0_0x1_1x1_1"),
+        ([2, 2, 7, 7], [2, 2, 7, 7], "size=1x1x3x3 pad=0_0x0_0x1_1x1_1"),
+        ([1, 2, 12, 6], [1, 2, 4, 2], "size=1x1x2x2 stride=1x1x3x3"),
+        ([1, 2, 11, 5], [1, 2, 4, 2], "size=1x1x2x2 stride=1x1x3x3"),
+    ],
+)
+def test_the_expansion_computes_what_the_instruction_does(
+    dtype: str, select: str, dims: list[int], pooled: list[int], window: str
+) -> None:
+    data = program(dtype, dims, pooled, window, select, "add")
+    with jax.enable_x64(True):
+        expanded = max_pool.expand(data)
+    text = HloModule.from_serialized_hlo_module_proto(expanded).to_string()
+    assert "select-and-scatter(" not in text
+    numbers = np.random.default_rng(0)
+    # Small integers: many windows have several maxima, and sums are exact in any order.
+    arguments = [numbers.integers(-2, 3, shape).astype(DTYPES[dtype]) for shape in (dims, pooled)]
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(computed(expanded, arguments), computed(data, arguments))
+
+
+@pytest.mark.parametrize(("select", "scatter"), [("LE", "add"), ("GE", "multiply")])
+def test_other_forms_stay_as_they_are(select: str, scatter: str) -> None:
+    data = program("f32", [1, 1, 4, 4], [1, 1, 2, 2], "size=1x1x2x2 stride=1x1x2x2", select, scatter)
+    assert max_pool.expand(data) is data
