@@ -116,7 +116,7 @@ def _gradient(
 
 
 def _positions(blocks: list[int], strides: list[int], dims: tuple[int, ...], low: list[int]) -> jax.Array:
-    """Return the position of each element in an array of size `dims`, whose first one follows `low` others."""
+    """Return each element's position in an array of size `dims`, which begins after `low` elements."""
     shape = [block * stride for block, stride in zip(blocks, strides, strict=True)]
     total, weight = lax.full(shape, 0, "int64"), 1
     for dimension in reversed(range(len(dims))):
