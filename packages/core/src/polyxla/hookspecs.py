@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
+    import torch
     import typer
 
     from polyxla.contracts.discovery import Discovery
     from polyxla.contracts.job import Job
     from polyxla.contracts.precision import Precision
     from polyxla.contracts.replication import Replication
+    from polyxla.contracts.sharding import Sharding
     from polyxla.contracts.world import World
     from polyxla.replica.replica import Replica
 
@@ -148,6 +150,27 @@ def polyxla_shard_loader(loader: Any, world: World, seed: int, repeat: bool) -> 
         seed: seed of shuffled orders, the same in every replica.
         repeat: whether repeated records, which give every replica the same number of records, count like all
             others (training), or are excluded by `ShardedLoader.valid_records` (evaluation).
+    """
+
+
+@hookspec(firstresult=True)
+def polyxla_shard_module(
+    replica: Replica,
+    module: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    mesh: Mapping[str, int],
+    take_first: bool,
+) -> Sharding | None:
+    """Move a module to the device in shards and return how it is divided; None to leave it to other plugins.
+
+    Called once per `Replica.setup` with a mesh, in each replica.
+
+    Args:
+        replica: sets up the module, which its precision policy has converted.
+        module: sharded in place.
+        optimizers: optimizers of its parameters; afterwards they hold the shards.
+        mesh: size of each dimension by its name.
+        take_first: whether the parameters differ between replicas, so that all take ordinal 0's.
     """
 
 

@@ -40,15 +40,20 @@ def find_mismatch(replica: Collectives, module: torch.nn.Module) -> str:
     return next((name for name in first if any(other[name] != first[name] for other in others)), "")
 
 
-def broadcast_module(replica: Collectives, module: torch.nn.Module) -> None:
-    """Copy ordinal 0's parameters and buffers to every replica. A collective."""
+def broadcast(replica: Collectives, tensors: Iterable[torch.Tensor]) -> None:
+    """Copy ordinal 0's values into the `tensors` of every replica, on the device. A collective."""
     with torch.no_grad():
-        for _, tensor in _named(module):
+        for tensor in tensors:
             # A broadcast as a sum whose other terms are zero: every runtime has all_reduce.
             part = tensor if replica.is_first else torch.zeros_like(tensor)
             total = replica.all_reduce(part.to(torch.uint8) if part.dtype == torch.bool else part)
             tensor.copy_(total.to(tensor.dtype))
     replica.sync()
+
+
+def tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the parameters and buffers of `module`, tied ones once."""
+    return [tensor for _, tensor in _named(module)]
 
 
 def _named(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:

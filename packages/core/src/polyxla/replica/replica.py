@@ -14,6 +14,8 @@ from polyxla.console import say_once
 from polyxla.contracts.counters import Counters
 from polyxla.contracts.precision import Precision
 from polyxla.contracts.replication import Replication
+from polyxla.contracts.sharding import Sharding
+from polyxla.contracts.world import World
 from polyxla.errors import UsageError, pip_install
 from polyxla.replica import random_state
 from polyxla.replica.collectives import Collectives
@@ -45,6 +47,8 @@ class Replica(Collectives):
         loader_changes: number of times that a batch was requested from another loader than before.
         modules: the modules that were set up, each with whether all replicas train the same parameters.
         data_seed: seed of the order of shuffled records; the same in every replica.
+        data_world: this replica's numbers among those that receive different records.
+        sharding: how the replicas divide their modules' parameters; None if each has all of them.
     """
 
     def __init__(
@@ -60,6 +64,9 @@ class Replica(Collectives):
         # Weak, so that a module that the function drops is freed.
         self.modules: MutableMapping[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
         self.data_seed = 0
+        self.data_world: World = replication.world
+        self.sharding: Sharding | None = None
+        self._has_loaders = False
         self._plugins = plugins
         self._is_synced = False
         self._checked: list[Any] = []
@@ -98,18 +105,20 @@ class Replica(Collectives):
         Raises:
             UsageError: there are several replicas and no plugin can divide the records among them.
         """
+        self._has_loaders = True
+        world = self.data_world
         shard: Iterable[Any] | None = self.hook.polyxla_shard_loader(
-            loader=loader, world=self.world, seed=self.data_seed, repeat=repeat
+            loader=loader, world=world, seed=self.data_seed, repeat=repeat
         )
-        if shard is None and self.world_size > 1:
+        if shard is None and world.world_size > 1:
             raise UsageError(
                 f"no installed plugin can divide the records of {type(loader).__name__} "
-                f"among {self.world_size} replicas; all of them would train on the same records",
+                f"among {world.world_size} replicas; all of them would train on the same records",
                 fix=f"Install one ({pip_install('polyxla-sampler')}), or divide them yourself and use "
                 "to_device.",
             )
         # One replica reads everything: nothing was divided, so there is nothing to announce.
-        if self.world_size > 1 and self.is_first and (note := getattr(shard, "note", "")):
+        if world.world_size > 1 and self.is_first and (note := getattr(shard, "note", "")):
             say_once(note)
         options = ReadOptions(pad, repeat, prefetch or {}, transfer)
         return Loader(loader if shard is None else shard, options, self._replication, self._before_batch)
@@ -123,7 +132,11 @@ class Replica(Collectives):
         self._is_synced = False
 
     def setup(
-        self, module: torch.nn.Module, *optimizers: torch.optim.Optimizer, same: bool = True
+        self,
+        module: torch.nn.Module,
+        *optimizers: torch.optim.Optimizer,
+        same: bool = True,
+        mesh: Mapping[str, int] | None = None,
     ) -> torch.nn.Module:
         """Move `module` to the device, in the precision policy's dtypes.
 
@@ -135,17 +148,21 @@ class Replica(Collectives):
             optimizers: optimizers of its parameters; afterwards they hold the moved parameters.
             same: whether all replicas train the same parameters. False lets each keep its own; update those
                 with ``optimizer.step()``, because `step` averages gradients.
+            mesh: size of each dimension by the name of what it divides, such as ``{"fsdp": 4}`` or
+                ``{"fsdp": 2, "tp-plan": 2}``, as in docs/sharding.md; default: every replica has all of the
+                parameters. Parameters on the meta device are initialised.
 
         Raises:
             UsageError: an optimizer holds a parameter of another module, in which case `module` is unchanged;
-                or the policy refuses the module.
+                or the policy refuses the module; or it cannot be divided over `mesh`.
         """
         from polyxla.replica import consistency
         from polyxla.replica.module_move import check_owner, move_module
 
         # Before the policy converts the module: a refused module stays as it was.
         check_owner(module, optimizers)
-        mismatch = consistency.find_mismatch(self, module) if same else ""
+        is_made = not any(one.is_meta for one in module.parameters())
+        mismatch = consistency.find_mismatch(self, module) if same and is_made else ""
         try:
             module = self.precision.convert_module(module)
         except ValueError as error:
@@ -154,13 +171,45 @@ class Replica(Collectives):
                 where=f"precision {self.precision.name}",
                 fix="Change the policy's arguments, or choose another policy.",
             ) from error
-        move_module(module, self.device, optimizers)
-        if mismatch:
-            consistency.broadcast_module(self, module)
-            if self.is_first:
-                say_once(f"replicas began with different parameters ({mismatch}): all take ordinal 0's")
+        if mesh is not None:
+            self._shard(module, optimizers, mesh, take_first=bool(mismatch))
+        else:
+            move_module(module, self.device, optimizers)
+            if mismatch:
+                consistency.broadcast(self, consistency.tensors_of(module))
+        if mismatch and self.is_first:
+            say_once(f"replicas began with different parameters ({mismatch}): all take ordinal 0's")
         self.modules[module] = same
         return module
+
+    def _shard(
+        self,
+        module: torch.nn.Module,
+        optimizers: tuple[torch.optim.Optimizer, ...],
+        mesh: Mapping[str, int],
+        take_first: bool,
+    ) -> None:
+        sharding: Sharding | None = self.hook.polyxla_shard_module(
+            replica=self, module=module, optimizers=optimizers, mesh=mesh, take_first=take_first
+        )
+        if sharding is None:
+            raise UsageError(
+                "no installed plugin can divide a module among replicas",
+                where="replica.setup(mesh=...)",
+                fix=f"Install one ({pip_install('polyxla-training')}), or leave mesh out.",
+            )
+        if self.sharding is None and sharding.data_world != self.data_world:
+            if self._has_loaders:
+                raise UsageError(
+                    "a loader was made before: its replicas read different records, and those that compute "
+                    "the same records together need the same ones",
+                    where=f"replica.setup(mesh={dict(mesh)})",
+                    fix="Call replica.setup before replica.loader.",
+                )
+            self.data_world = sharding.data_world
+            # They draw the same numbers from now on, as for dropout.
+            self.seed_everything(self.data_seed)
+        self.sharding = sharding
 
     def step(
         self,
@@ -208,14 +257,36 @@ class Replica(Collectives):
         """
         if not any(one is optimizer for one in self._checked):
             self._check(optimizer)
-        self._replication.reduce_gradients(optimizer)
+        (self.sharding or self._replication).reduce_gradients(optimizer)
         before_step()
-        if clip_norm is not None or clip_value is not None:
-            _clip(optimizer, clip_norm, clip_value)
+        self.clip(optimizer, clip_norm, clip_value)
         with self._replication.optimizer_context(optimizer):
             optimizer.step()
         self.sync()
         self.steps += 1
+
+    def clip(
+        self, optimizer: torch.optim.Optimizer, norm: float | None = None, value: float | None = None
+    ) -> None:
+        """Limit the averaged gradients, which may be divided among the replicas; `step` does it too.
+
+        Args:
+            optimizer: holds the parameters.
+            norm: maximum norm of all gradients together; None: no limit.
+            value: maximum absolute value of each element; None: no limit.
+        """
+        if self.sharding is not None:
+            self.sharding.clip(optimizer, norm, value)
+            return
+        from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+        from polyxla.replica.module_move import optimizer_parameters
+
+        parameters = optimizer_parameters(optimizer)
+        if norm is not None:
+            clip_grad_norm_(parameters, norm)
+        if value is not None:
+            clip_grad_value_(parameters, value)
 
     def finish_step(self, logged: Mapping[str, Any]) -> None:
         """Notify the listeners that the step is done.
@@ -247,12 +318,12 @@ class Replica(Collectives):
         """
         self.data_seed = seed
         if self.world.owns_process:
-            random_state.seed_everything(random_state.derive(seed, "host", self.ordinal))
+            random_state.seed_everything(random_state.derive(seed, "host", self.data_world.ordinal))
         self.seed_device(seed)
 
     def seed_device(self, seed: int) -> None:
         """Seed the device's random numbers, which ``torch.manual_seed`` does not reach on XLA."""
-        self._replication.seed(random_state.derive(seed, "device", self.ordinal))
+        self._replication.seed(random_state.derive(seed, "device", self.data_world.ordinal))
 
     def rng_state(self) -> dict[str, Any]:
         """Return the state of this replica's generators, as a pytree that `polyxla_training.save` accepts."""
@@ -287,15 +358,3 @@ class Replica(Collectives):
         """Print on ordinal 0 only; arguments as for Python's ``print``."""
         if self.is_first:
             builtins.print(*values, **{"flush": True, **options})
-
-
-def _clip(optimizer: torch.optim.Optimizer, norm: float | None, value: float | None) -> None:
-    from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-
-    from polyxla.replica.module_move import optimizer_parameters
-
-    parameters = optimizer_parameters(optimizer)
-    if norm is not None:
-        clip_grad_norm_(parameters, norm)
-    if value is not None:
-        clip_grad_value_(parameters, value)
