@@ -17,8 +17,10 @@ from polyxla_training import env
 from polyxla_training.storage.location import is_url
 
 if TYPE_CHECKING:
+    import torch
     import typer
 
+    from polyxla.contracts.sharding import Sharding
     from polyxla.replica.replica import Replica
     from polyxla_training.observe.run_log import RunLog
     from polyxla_training.options import Fit
@@ -57,6 +59,20 @@ def _observes(environ: Mapping[str, str]) -> bool:
             fix=f"Write {env.POLYXLA_OBSERVE}=off, or unset it.",
         )
     return text == "on"
+
+
+@hookimpl
+def polyxla_shard_module(
+    replica: Replica,
+    module: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    mesh: Mapping[str, int],
+    take_first: bool,
+) -> Sharding | None:
+    """Divide the module by torch's own libraries."""
+    from polyxla_training.sharding.sharded_module import shard_module
+
+    return shard_module(replica, module, optimizers, mesh, take_first)
 
 
 @hookimpl

@@ -1,0 +1,153 @@
+"""A replica's place in a mesh of torch, its gradients and their norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from polyxla.contracts.sharding import Sharding
+from polyxla.contracts.world import World
+from polyxla.errors import UsageError
+from polyxla.replica.module_move import optimizer_parameters
+from polyxla.replica.replica import Replica
+from polyxla_training.sharding.mesh_shape import DDP, FSDP, TENSOR, ZERO1, complete, read_strategy
+
+_EPSILON = 1e-6
+"""Keeps the division by a norm of zero finite. Source: ``torch.nn.utils.clip_grads_with_norm_``."""
+
+
+class TorchSharding(Sharding):
+    """One replica's place in a `DeviceMesh`.
+
+    Args:
+        replica: the replica.
+        mesh: as for `Replica.setup`.
+
+    Attributes:
+        devices: the mesh; None if there is only one replica.
+
+    Raises:
+        UsageError: the mesh is not one of all replicas, or the runtime has no process group of torch.
+    """
+
+    def __init__(self, replica: Replica, mesh: Mapping[str, int]) -> None:
+        where = f"mesh={dict(mesh)}"
+        self.mesh = complete(read_strategy(mesh, where) or {}, replica.world_size, where)
+        self.devices: DeviceMesh | None = None
+        self.data_world = replica.world
+        self._data_group: dist.ProcessGroup | None = None
+        self._replica = replica
+        if replica.world_size > 1:
+            if not (dist.is_available() and dist.is_initialized()) or replica.world.shares_process:
+                raise UsageError(
+                    f"the replicas of runtime {replica.runtime} are in no process group of torch.distributed",
+                    where=where,
+                    fix="Use TorchTPU (pip install polyxla-runtime-torchtpu), or leave the strategy out: "
+                    "every replica then has all parameters.",
+                )
+            names = tuple(self.mesh)
+            self.devices = init_device_mesh(
+                replica.device.type, tuple(self.mesh.values()), mesh_dim_names=names
+            )
+            self._place(self.devices)
+
+    def _place(self, devices: DeviceMesh) -> None:
+        coordinate = devices.get_coordinate()
+        assert coordinate is not None
+        own = dict(zip(self.mesh, coordinate, strict=True))
+        names = [name for name in self.mesh if name != TENSOR]
+        if len(names) < len(self.mesh):
+            size, number = math.prod(self.mesh[name] for name in names), 0
+            for name in names:
+                number = number * self.mesh[name] + own[name]
+            self.data_world = World(size, number, number, size, number, size)
+        if names == list(self.mesh):
+            self._data_group = dist.group.WORLD
+        elif names:
+            data = devices[tuple(names)]
+            # torch has no public way to one group of two dimensions.
+            self._data_group = (data if data.ndim == 1 else data._flatten("data")).get_group()
+
+    @property
+    def sharder(self) -> str | None:
+        """The dimension over which `fully_shard` divides the parameters; None if there is none."""
+        return next((name for name in (FSDP, ZERO1) if name in self.mesh), None)
+
+    def sharded_mesh(self) -> DeviceMesh:
+        """Return the mesh that `fully_shard` takes; it repeats the parameters over a first dimension ddp."""
+        assert self.devices is not None
+        assert self.sharder is not None
+        return self.devices[(DDP, self.sharder) if DDP in self.mesh else self.sharder]
+
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Average the gradients of parameters that `fully_shard` does not hold."""
+        for one in optimizer_parameters(optimizer):
+            if isinstance(one, DTensor) and isinstance(one.grad, DTensor):
+                # A sum over the tensor dimension may be pending.
+                one.grad = one.grad.redistribute(placements=one.placements)
+        if self._data_group is None or self.data_world.world_size == 1:
+            return
+        whole: dict[torch.dtype, list[torch.Tensor]] = {}
+        for one in optimizer_parameters(optimizer):
+            if one.grad is not None and self.sharder not in _dimensions(one):
+                whole.setdefault(one.grad.dtype, []).append(_local(one.grad))
+        for gradients in whole.values():
+            flat = torch.cat([one.reshape(-1) for one in gradients])
+            dist.all_reduce(flat, group=self._data_group)
+            flat /= self.data_world.world_size
+            means = flat.split([one.numel() for one in gradients])
+            for gradient, mean in zip(gradients, means, strict=True):
+                gradient.copy_(mean.view_as(gradient))
+
+    def clip(self, optimizer: torch.optim.Optimizer, norm: float | None, value: float | None) -> None:
+        """Limit the norm of all gradients together, over all shards, and the size of their elements."""
+        gradients = [one.grad for one in optimizer_parameters(optimizer) if one.grad is not None]
+        shards = [local for one in gradients if (local := _local(one)).numel()]
+        if norm is not None:
+            factor = (norm / (self._norm(gradients) + _EPSILON)).clamp(max=1.0)
+            for one in shards:
+                one.mul_(factor.to(one.dtype))
+        if value is not None:
+            for one in shards:
+                one.clamp_(-value, value)
+
+    def _norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the norm of all gradients. A collective."""
+        by_placement: dict[tuple[str, ...], list[torch.Tensor]] = {}
+        for one in gradients:
+            by_placement.setdefault(_divided_by(one), []).append(_local(one))
+        total = torch.zeros((), device=self._replica.device)
+        # Sorted: every replica sums over the same dimensions in the same order.
+        for names, shards in sorted(by_placement.items(), key=lambda pair: pair[0]):
+            square = _square(shards, self._replica.device)
+            for name in names:
+                assert self.devices is not None
+                dist.all_reduce(square, group=self.devices[name].get_group())
+            total = total + square
+        return total.sqrt()
+
+
+def _square(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    parts = [one.detach().float().square().sum() for one in tensors if one.numel()]
+    return torch.stack(parts).sum() if parts else torch.zeros((), device=device)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _dimensions(tensor: torch.Tensor) -> tuple[str, ...]:
+    return (tensor.device_mesh.mesh_dim_names or ()) if isinstance(tensor, DTensor) else ()
+
+
+def _divided_by(gradient: torch.Tensor) -> tuple[str, ...]:
+    """Return the dimensions among which a gradient's elements are divided."""
+    if not isinstance(gradient, DTensor):
+        return ()
+    placed = zip(_dimensions(gradient), gradient.placements, strict=True)
+    return tuple(name for name, placement in placed if not isinstance(placement, Replicate))
