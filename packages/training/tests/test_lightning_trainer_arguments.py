@@ -80,7 +80,7 @@ def test_lightnings_debug_strategies_mean_debug(strategy: str) -> None:
     assert Trainer(strategy=strategy).strategy == "debug"
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "tpu_spawn", "xla"])
+@pytest.mark.parametrize("strategy", ["deepspeed", "tpu_spawn", "xla"])
 def test_other_strategies_are_refused_with_what_to_do(strategy: str) -> None:
     with pytest.raises(UsageError) as caught:
         Trainer(strategy=strategy)

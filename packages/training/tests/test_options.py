@@ -19,8 +19,8 @@ from polyxla_training.options import FitOptions, LaunchOptions, TrainerOptions
     ("options", "text"),
     [
         pytest.param(
-            {"strategy": "ddp"},
-            "strategy='ddp' is not one of auto, debug (from Trainer). "
+            {"strategy": "deepspeed"},
+            "strategy='deepspeed' is not one of auto, debug, ddp, fsdp, zero1, tp-plan (from Trainer). "
             "Leave it out: replicas, and how they start, come from devices= and the runtime.",
             id="strategy",
         ),

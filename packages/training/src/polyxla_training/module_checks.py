@@ -82,4 +82,5 @@ def take_state(module: Any, state: Mapping[str, Any]) -> None:
             where=f"{type(module).__name__}.setup",
             fix="Make all layers in __init__ or in configure_model.",
         )
-    module.load_state_dict(state)
+    # A module on the meta device has nothing to copy into.
+    module.load_state_dict(state, assign=any(one.is_meta for one in module.state_dict().values()))

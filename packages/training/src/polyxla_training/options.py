@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyxla.contracts.job import StartMethod
 from polyxla.errors import UsageError
+from polyxla_training.sharding.mesh_shape import DDP, DIMENSIONS, read_strategy
 from polyxla_training.storage.location import check_location
 
 if TYPE_CHECKING:
@@ -51,8 +52,9 @@ class FitOptions:
     """The options that travel to the replicas; listeners receive them in `Fit`.
 
     Attributes:
-        strategy: ``"auto"``, or ``"debug"`` (Lightning's ``"xla_debug"``) to print the runtime's own report
-            after training.
+        strategy: ``"auto"``; how the replicas divide the module, such as ``"fsdp"`` or the mesh
+            ``{"fsdp": 2, "tp-plan": 2}``, as in docs/sharding.md; or ``"debug"`` (Lightning's
+            ``"xla_debug"``) to print the runtime's own report after training.
         max_epochs: number of passes over the training data.
         max_steps: number of optimizer updates after which training ends, even within an epoch.
         log_dir: directory of the TensorBoard files and the run log, or its URL in an object store. ``"auto"``
@@ -83,7 +85,7 @@ class FitOptions:
         UsageError: an option has an invalid value.
     """
 
-    strategy: str = "auto"
+    strategy: str | Mapping[str, int] = "auto"
     max_epochs: int = 1
     _: KW_ONLY
     max_steps: int | None = None
@@ -104,7 +106,8 @@ class FitOptions:
     on_budget: str = "warn"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "strategy", _find_strategy(self.strategy))
+        mesh = read_strategy(self.strategy, "Trainer(strategy=...)")
+        object.__setattr__(self, "strategy", mesh or _find_strategy(self.strategy))
         for name in ("max_epochs", "accumulate"):
             _check_count(name, getattr(self, name))
         for name in ("max_steps", "log_every_n_steps", "save_every_n_steps", "keep"):
@@ -127,6 +130,11 @@ class FitOptions:
                 where="Trainer",
                 fix="Write checkpoint_dir='checkpoints' too, or the checkpoint's own path.",
             )
+
+    @property
+    def mesh(self) -> Mapping[str, int] | None:
+        """The mesh over which the module is divided; None if every replica has all of it."""
+        return self.strategy if isinstance(self.strategy, Mapping) else None
 
     def expected_steps(self, steps_per_epoch: int | None) -> float:
         """Return how many updates a training makes; inf if unknown."""
@@ -181,16 +189,18 @@ class Fit:
     stop: Callable[[str], None]
 
 
-def _find_strategy(name: str) -> str:
+def _find_strategy(name: Any) -> str:
     if name in LIGHTNINGS_DEBUG:
         return "debug"
+    if name == DDP:
+        return "auto"
     if name not in STRATEGIES:
         raise UsageError(
-            f"strategy={name!r} is not one of {', '.join(STRATEGIES)}",
+            f"strategy={name!r} is not one of {', '.join((*STRATEGIES, *DIMENSIONS))}",
             where="Trainer",
             fix="Leave it out: replicas, and how they start, come from devices= and the runtime.",
         )
-    return name
+    return str(name)
 
 
 def _check_count(name: str, value: Any) -> None:

@@ -108,14 +108,14 @@ class TrainingState:
     data_state: Callable[[], dict[str, Any]] = dict
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, the same in every replica.
+        """Return the state, the same in every replica; of divided tensors only ordinal 0 has the values.
 
         A collective; call it between two steps. Its tensors are those on the device: save or copy them before
-        the next step.
+        the next step. Divided ones are gathered on ordinal 0's host.
         """
         module, module_extra = self._module_state()
         own = {"rng": self.replica.rng_state(), "meter": self.metrics.state_dict()}
-        return {
+        state = {
             "format": FORMAT,
             "world_size": self.replica.world_size,
             "precision": self.replica.precision.name,
@@ -130,6 +130,11 @@ class TrainingState:
             "schedules": self.schedulers.state_dict(),
             "replicas": self.replica.all_gather(own),
         }
+        if self.replica.sharding is None:
+            return state
+        from polyxla_training.sharding.sharded_state import gathered
+
+        return dict(gathered(state, keep=self.replica.is_first))
 
     def _module_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the module's tensors, and what its ``on_save_checkpoint`` adds."""
@@ -152,9 +157,14 @@ class TrainingState:
         is_strict = getattr(self.module, "strict_loading", True) is not False
         if is_strict:
             check_state(self.module.state_dict(), state["module"], where=where)
-        self.module.load_state_dict(state["module"], strict=is_strict)
         try:
-            self.optimizer.load_state_dict(state["optimizer"])
+            if self.replica.sharding is None:
+                self.module.load_state_dict(state["module"], strict=is_strict)
+                self.optimizer.load_state_dict(state["optimizer"])
+            else:
+                from polyxla_training.sharding.sharded_state import divide_into
+
+                divide_into(self.module, self.optimizer, state["module"], state["optimizer"], is_strict)
             self.schedulers.load_state_dict(state["schedules"])
         except (ValueError, KeyError) as error:
             raise CheckpointError(

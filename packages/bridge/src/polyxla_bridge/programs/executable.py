@@ -56,7 +56,9 @@ class Executable:
     def groups(self) -> frozenset[frozenset[int]]:
         """Return the groups of devices that meet in the program; see `polyxla_bridge.programs.hlo.groups`."""
         found = hlo.groups(self.optimized_hlo)
-        return frozenset(frozenset(self.order[one] for one in group) for group in found) if self.order else found
+        return (
+            frozenset(frozenset(self.order[one] for one in group) for group in found) if self.order else found
+        )
 
     @functools.cached_property
     def parameters(self) -> list[ArrayType]:

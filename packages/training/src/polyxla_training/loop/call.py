@@ -32,9 +32,14 @@ class Call:
     options: FitOptions
     caller_pid: int
 
+    @property
+    def is_callers_process(self) -> bool:
+        """Whether this is the process that called the Trainer."""
+        return os.getpid() == self.caller_pid
+
     def trains_callers_module(self, world: World) -> bool:
         """Return whether this replica works on the caller's own module, not on a copy."""
-        return os.getpid() == self.caller_pid and not world.shares_process
+        return self.is_callers_process and not world.shares_process and self.options.mesh is None
 
     def returns_state(self, world: World) -> bool:
         """Return whether this is the one replica whose parameters the calling process receives.
@@ -42,8 +47,7 @@ class Call:
         Not ordinal 0: on a pod every host has a caller, and only one host has ordinal 0. A process that
         torchrun started receives the results of its own replicas only.
         """
-        runs_in_caller = os.getpid() == self.caller_pid
-        is_first_of_caller = world.local_ordinal == 0 or (runs_in_caller and world.owns_process)
+        is_first_of_caller = world.local_ordinal == 0 or (self.is_callers_process and world.owns_process)
         return is_first_of_caller and not self.trains_callers_module(world)
 
 

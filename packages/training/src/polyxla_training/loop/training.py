@@ -51,11 +51,13 @@ class TrainingLoop:
         self.replica, self.call, self.options = replica, call, call.options
         if self.options.seed is not None:
             replica.seed_everything(self.options.seed)
-        private = call.module, call.datamodule
+        self.module, datamodule = call.module, call.datamodule
         if replica.world.shares_process:
             # Replicas that are threads received the one module of the caller: each trains a copy.
-            private = copy.deepcopy(private)
-        self.module, datamodule = private
+            self.module, datamodule = copy.deepcopy((self.module, datamodule))
+        elif self.options.mesh is not None and call.is_callers_process:
+            # What has been divided cannot be put together in place.
+            self.module = copy.deepcopy(self.module)
         self.view = TrainerView.at_start(replica, self.options, datamodule)
         self.accumulator = MetricAccumulator(replica)
         self.adapter = ModuleAdapter(self.module, self.accumulator, self.view)
@@ -87,7 +89,7 @@ class TrainingLoop:
             self._checkpoint.pass_to(self.adapter.hook("on_load_checkpoint"))
         # Optimizers that the module made before the move hold its parameters, which move with it.
         self._own_optimizers = self.adapter.own_optimizers()
-        moved = self.replica.setup(self.module, *self._own_optimizers)
+        moved = self.replica.setup(self.module, *self._own_optimizers, mesh=self.options.mesh)
         if moved is not self.module:
             # The precision policy has wrapped it.
             self.adapter.release()
@@ -275,11 +277,18 @@ class TrainingLoop:
         replica = self.replica
         if self.options.strategy == "debug":
             replica.print(replica.report())
-        move_module(self.module, torch.device("cpu"), self._own_optimizers)
+        returns_state, state = self.call.returns_state(replica.world), None
+        if self.options.mesh is None:
+            move_module(self.module, torch.device("cpu"), self._own_optimizers)
+        else:
+            from polyxla_training.sharding.sharded_state import gathered
+
+            # A collective, also in replicas that return nothing.
+            state = gathered(dict(self.module.state_dict()), keep=returns_state)
         if self.call.stage == "fit":
             self.adapter.call_last("on_fit_end")
-        returns_state = self.call.returns_state(replica.world)
-        state = dict(self.module.state_dict()) if returns_state else None
+        if returns_state and state is None:
+            state = dict(self.module.state_dict())
         self.data.tear_down()
         return Outcome(
             metrics=self.metrics,
@@ -288,7 +297,7 @@ class TrainingLoop:
             runtime=replica.runtime,
             device=replica.kind,
             world_size=replica.world_size,
-            state=state,
+            state=state if returns_state else None,
             stopped=self.stopped,
         )
 

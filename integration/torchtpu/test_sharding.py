@@ -1,0 +1,159 @@
+"""Modules whose parameters are divided among replicas train as those that every replica has whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import polyxla
+import polyxla_training
+from polyxla import Replica, UsageError
+
+WORDS, WIDTH, REPLICAS = 32, 16, 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
+        return out
+
+
+class Model(nn.Module):
+    """A model of words with tied embeddings, which belong to no block."""
+
+    tp_plan: ClassVar = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.embed(words)
+        for layer in self.layers:
+            x = layer(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        words = batch[0]
+        return F.cross_entropy(self(words[:, :-1].contiguous()).flatten(0, 1), words[:, 1:].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, foreach=False)
+
+
+def made_model(seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    return Model()
+
+
+def sentences() -> TensorDataset:
+    return TensorDataset(torch.randint(0, WORDS, (64, 8), generator=torch.Generator().manual_seed(1)))
+
+
+def losses(replica: Replica, mesh: Mapping[str, int] | None) -> list[float]:
+    module = made_model(replica.ordinal)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, foreach=False)
+    replica.setup(module, optimizer, mesh=mesh)
+    found = []
+    # Replicas that share records take batches that are larger by as much.
+    batch = 32 // replica.data_world.world_size
+    for records in replica.loader(DataLoader(sentences(), batch)):
+        optimizer.zero_grad()
+        loss = module.training_step(records)
+        loss.backward()
+        replica.step(optimizer, clip_norm=0.5)
+        found.append(replica.all_reduce(loss.detach(), "mean").item())
+    return found
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[float]:
+    found: list[float] = polyxla.launch(losses, (None,), devices=REPLICAS, runtime="torchtpu")[0]
+    return found
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"fsdp": 4},
+        {"zero1": 4},
+        {"ddp": 2, "fsdp": 2},
+        {"fsdp": 2, "tp-plan": 2},
+        {"ddp": -1, "tp-plan": 2},
+        {"tp-plan": 4},
+    ],
+    ids="-".join,
+)
+def test_a_divided_module_trains_as_a_whole_one(mesh: dict[str, int], reference: list[float]) -> None:
+    found = polyxla.launch(losses, (mesh,), devices=REPLICAS, runtime="torchtpu")
+    assert len(reference) == 2
+    for one in found:
+        assert one == pytest.approx(reference, rel=1e-5)
+
+
+def fit(strategy: Any, module: Model, **options: Any) -> polyxla_training.Trainer:
+    chosen = {"devices": REPLICAS, "max_epochs": 2, "seed": 0, "log_dir": None, "progress": False, **options}
+    trainer = polyxla_training.Trainer(strategy=strategy, runtime="torchtpu", **chosen)
+    trainer.fit(module, DataLoader(sentences(), 4))
+    return trainer
+
+
+def test_a_trainer_divides_the_module_and_returns_it_whole(tmp_path: Path) -> None:
+    whole, divided, resumed = made_model(), made_model(), made_model(1)
+    fit("auto", whole, max_epochs=3)
+    fit("fsdp", divided, checkpoint_dir=tmp_path)
+    fit({"fsdp": 2, "ddp": 2}, resumed, resume=str(newest(tmp_path)), max_epochs=3)
+    saved = polyxla_training.load(newest(tmp_path))["module"]
+    assert all(torch.equal(value, saved[name]) for name, value in divided.state_dict().items())
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(resumed.state_dict()[name], value, rtol=1e-4, atol=1e-6)
+
+
+def newest(directory: Path) -> Path:
+    return max(directory.glob("step-*.safetensors"))
+
+
+def test_one_replica_resumes_what_four_have_saved(tmp_path: Path) -> None:
+    fit("fsdp", made_model(), checkpoint_dir=tmp_path, max_epochs=1)
+    module = made_model(1)
+    trainer = fit("auto", module, resume=str(newest(tmp_path)), max_epochs=1, devices=1)
+    assert trainer.outcome is not None
+    assert trainer.outcome.steps == 4
+    saved = polyxla_training.load(newest(tmp_path))["module"]
+    assert all(torch.equal(value, saved[name]) for name, value in module.state_dict().items())
+
+
+def test_a_module_on_the_meta_device_is_initialised_in_shards() -> None:
+    with torch.device("meta"):
+        module = Model()
+    fit("fsdp", module)
+    assert not any(one.is_meta for one in module.state_dict().values())
+    up = module.layers[0].up.weight.detach()  # type: ignore[union-attr]
+    # Uniform between -1/4 and 1/4 at first, for each shard its own numbers.
+    assert 0.1 < up.std() < 0.2
+    quarters = up.chunk(REPLICAS)
+    assert not any(torch.allclose(quarters[0], other, atol=1e-2) for other in quarters[1:])
+
+
+def set_up(replica: Replica, mesh: dict[str, int]) -> None:
+    replica.setup(made_model(), mesh=mesh)
+
+
+def test_a_mesh_of_another_number_of_replicas_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"a mesh \{'fsdp': 3\} is not one of 2 replicas"):
+        polyxla.launch(set_up, ({"fsdp": 3},), devices=2, runtime="torchtpu")
