@@ -1,5 +1,8 @@
 """What TorchTPU offers on one device: each function is a check; the outcomes are printed as JSON."""
 
+# TorchTPU adds to torch what torch's types lack.
+# mypy: ignore-errors
+
 from __future__ import annotations
 
 import contextlib
@@ -253,6 +256,24 @@ def threads() -> None:
     assert sums == [2100.0] * 4
 
 
+def cumulative() -> None:
+    x = torch.rand(2, 30, 4, generator=torch.Generator().manual_seed(0))
+    there = x.to("tpu")
+    for name in ("cumsum", "cumprod", "logcumsumexp"):
+        for dim in (0, 1, -1):
+            torch.testing.assert_close(getattr(there, name)(dim).cpu(), getattr(x, name)(dim))
+    for name in ("cummax", "cummin"):
+        found, expected = getattr(there, name)(1), getattr(x, name)(1)
+        assert torch.equal(found.values.cpu(), expected.values)
+        assert torch.equal(found.indices.cpu(), expected.indices)
+    there.requires_grad_()
+    there.cumsum(1).square().sum().backward()
+    x.requires_grad_().cumsum(1).square().sum().backward()
+    torch.testing.assert_close(there.grad.cpu(), x.grad)
+    counts = torch.arange(100, device="tpu").remainder(7)
+    assert counts.cumsum(0).tolist() == torch.arange(100).remainder(7).cumsum(0).tolist()
+
+
 CHECKS = [
     memory_in_use,
     memory_peak,
@@ -275,6 +296,7 @@ CHECKS = [
     profiler,
     device_properties,
     threads,
+    cumulative,
 ]
 
 

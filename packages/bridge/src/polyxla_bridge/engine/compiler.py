@@ -13,7 +13,7 @@ from jaxlib import _jax, xla_client
 
 from polyxla_bridge.abi import Code
 from polyxla_bridge.engine.clients import Clients, LoadedProgram
-from polyxla_bridge.engine.expansions import batch_norm, max_pool
+from polyxla_bridge.engine.expansions import batch_norm, max_pool, scan
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs import arguments, cache, hlo, program_file, rewrite
@@ -133,9 +133,9 @@ class Compiler:
         code = arguments.for_jaxlib(hlo_module, is_partitioned=partitions > 1)
         if partitions > 1:
             # The partitioner adds collectives in forms that the client knows.
-            code = batch_norm.expand(code)
+            code = batch_norm.expand(scan.expand(code))
         else:
-            code = rewrite.for_jaxlib(max_pool.expand(code), compile_options.num_replicas)
+            code = rewrite.for_jaxlib(max_pool.expand(scan.expand(code)), compile_options.num_replicas)
         module = _jax.mlir.hlo_to_stablehlo(code)
         first = self._first(device)
         native = self._clients.compile(first, module, compile_options)

@@ -1,0 +1,143 @@
+"""Scans, which TorchTPU makes of ``cumsum`` and the like. Importing this module imports jax.
+
+XLA:CPU does not compile them: jaxlib 0.10.2 refuses some, and ends the process over others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jax import lax
+
+from polyxla_bridge.abi import Code
+from polyxla_bridge.engine.expansions import inlining
+from polyxla_bridge.errors import PjrtError
+from polyxla_bridge.programs.hlo_pb2 import HloComputationProto as Computation
+from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
+
+_YES = 1
+_COMPARISONS: dict[str, Callable[..., Any]] = {
+    "EQ": lax.eq,
+    "NE": lax.ne,
+    "GE": lax.ge,
+    "GT": lax.gt,
+    "LE": lax.le,
+    "LT": lax.lt,
+}
+_ELEMENTWISE: dict[str, Callable[..., Any]] = {
+    "abs": lax.abs,
+    "add": lax.add,
+    "and": lax.bitwise_and,
+    "divide": lax.div,
+    "exponential": lax.exp,
+    "exponential-minus-one": lax.expm1,
+    "is-finite": lax.is_finite,
+    "log": lax.log,
+    "log-plus-one": lax.log1p,
+    "maximum": lax.max,
+    "minimum": lax.min,
+    "multiply": lax.mul,
+    "negate": lax.neg,
+    "not": lax.bitwise_not,
+    "or": lax.bitwise_or,
+    "select": lax.select,
+    "subtract": lax.sub,
+    "xor": lax.bitwise_xor,
+}
+"""What a step of a scan may do with its elements."""
+
+
+def expand(module: bytes) -> bytes:
+    """Replace each scan by the instructions that compute it.
+
+    Args:
+        module: a serialised HloModuleProto.
+
+    Returns:
+        The program; `module` itself if it has none.
+
+    Raises:
+        PjrtError: a step has an instruction that is not known here.
+    """
+    return inlining.replace(module, _function)
+
+
+def _function(one: Instruction, computations: Mapping[int, Computation]) -> inlining.Function | None:
+    if one.opcode != "scan":
+        return None
+    (called,) = one.called_computation_ids
+    step = _Step(computations[called], one.num_carries)
+    scan = _in_parallel if one.is_associative == _YES and step.has_equal_results else _in_order
+    return partial(scan, step, one.dimensions[0], one.is_reverse, len(one.operand_ids) - one.num_carries)
+
+
+class _Step:
+    """One step of a scan: takes elements and carries, and returns results and new carries.
+
+    Args:
+        computation: the step.
+        carries: number of the carries.
+    """
+
+    def __init__(self, computation: Computation, carries: int) -> None:
+        self._instructions = computation.instructions
+        self._carries = carries
+        (self._root,) = (one for one in self._instructions if one.id == computation.root_id)
+        for one in self._instructions:
+            if one.opcode not in {"parameter", "tuple", "compare", *_ELEMENTWISE}:
+                raise PjrtError(
+                    Code.UNIMPLEMENTED,
+                    f"a scan with the operation {one.opcode} is not supported on emulated devices; "
+                    "compute it on the CPU, with .cpu()",
+                )
+
+    @property
+    def has_equal_results(self) -> bool:
+        """Whether the results of a step are its carries."""
+        ids = list(self._root.operand_ids)
+        return self._root.opcode == "tuple" and ids[: -self._carries] == ids[-self._carries :]
+
+    def __call__(self, elements: Sequence[Any], carries: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Return the results and the new carries."""
+        given, values = (*elements, *carries), {}
+        for one in self._instructions:
+            operands = [values.get(id_) for id_ in one.operand_ids]
+            if one.opcode == "parameter":
+                values[one.id] = given[one.parameter_number]
+            elif one.opcode == "compare":
+                values[one.id] = _COMPARISONS[one.comparison_direction](*operands)
+            elif one.opcode != "tuple":
+                values[one.id] = _ELEMENTWISE[one.opcode](*operands)
+        found = [values[id_] for id_ in self._root.operand_ids]
+        return found[: -self._carries], found[-self._carries :]
+
+
+def _in_parallel(step: _Step, axis: int, is_reverse: bool, inputs: int, *operands: jax.Array) -> Any:
+    """Combine neighbours, then neighbours of those: as many rounds as the number of elements has digits."""
+
+    def combine(earlier: Sequence[Any], later: Sequence[Any]) -> list[Any]:
+        return step(later, earlier)[1]
+
+    elements, initial = list(operands[:inputs]), operands[inputs:]
+    found = lax.associative_scan(combine, elements, reverse=is_reverse, axis=axis)
+    kept = [dim for dim in range(elements[0].ndim) if dim != axis]
+    whole = [
+        lax.broadcast_in_dim(first, one.shape, kept) for first, one in zip(initial, elements, strict=True)
+    ]
+    results = step(found, whole)[1]
+    last = 0 if is_reverse else elements[0].shape[axis] - 1
+    return (*results, *(lax.index_in_dim(one, last, axis, keepdims=False) for one in results))
+
+
+def _in_order(step: _Step, axis: int, is_reverse: bool, inputs: int, *operands: jax.Array) -> Any:
+    moved = [jax.numpy.moveaxis(one, axis, 0) for one in operands[:inputs]]
+
+    def body(carries: list[Any], elements: list[Any]) -> tuple[list[Any], list[Any]]:
+        results, after = step(elements, carries)
+        return after, results
+
+    carries, results = lax.scan(body, list(operands[inputs:]), moved, reverse=is_reverse)
+    return (*(jax.numpy.moveaxis(one, 0, axis) for one in results), *carries)
