@@ -143,7 +143,8 @@ def test_a_module_on_the_meta_device_is_initialised_in_shards() -> None:
         module = Model()
     fit("fsdp", module)
     assert not any(one.is_meta for one in module.state_dict().values())
-    up = module.layers[0].up.weight.detach()  # type: ignore[union-attr]
+    layer: Any = module.layers[0]
+    up = layer.up.weight.detach()
     # Uniform between -1/4 and 1/4 at first, for each shard its own numbers.
     assert 0.1 < up.std() < 0.2
     quarters = up.chunk(REPLICAS)

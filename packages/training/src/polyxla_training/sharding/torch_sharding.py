@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from polyxla.contracts.sharding import Sharding
 from polyxla.contracts.world import World
-from polyxla.errors import UsageError
+from polyxla.errors import UsageError, pip_install
 from polyxla.replica.module_move import optimizer_parameters
 from polyxla.replica.replica import Replica
 from polyxla_training.sharding.mesh_shape import DDP, FSDP, TENSOR, ZERO1, complete, read_strategy
@@ -45,9 +45,9 @@ class TorchSharding(Sharding):
         if replica.world_size > 1:
             if not (dist.is_available() and dist.is_initialized()) or replica.world.shares_process:
                 raise UsageError(
-                    f"the replicas of runtime {replica.runtime} are in no process group of torch.distributed",
+                    f"the replicas of runtime {replica.runtime} are in no process group of torch",
                     where=where,
-                    fix="Use TorchTPU (pip install polyxla-runtime-torchtpu), or leave the strategy out: "
+                    fix=f"Use TorchTPU ({pip_install('polyxla-runtime-torchtpu')}), or leave the mesh out: "
                     "every replica then has all parameters.",
                 )
             names = tuple(self.mesh)
