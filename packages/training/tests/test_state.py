@@ -26,6 +26,7 @@ class FakeReplica:
         self.world_size, self.ordinal, self.steps = world_size, ordinal, 0
         self.is_first = ordinal == 0
         self.precision = SimpleNamespace(name=precision)
+        self.sharding = None
         self.restored: Any = None
         self.seeded: int | None = None
 

@@ -8,7 +8,11 @@ import shlex
 INSTALL_PREFIX = "./packages/"
 """What stands before a package's name in pip's arguments: a directory of polyxla's repository, until the
 packages are released; then ``polyxla-``."""
-_NEEDS = {"polyxla-runtime-pjrt": ["polyxla-tpu"], "polyxla-runtime-xrt": ["polyxla-bridge"]}
+_NEEDS = {
+    "polyxla-runtime-pjrt": ["polyxla-tpu"],
+    "polyxla-runtime-torchtpu": ["polyxla-tpu", "polyxla-bridge"],
+    "polyxla-runtime-xrt": ["polyxla-bridge"],
+}
 """What a package requires of ours beside the core, which pip has to find as well."""
 
 
