@@ -126,6 +126,7 @@ class ObservedLoop:
             counters=lambda: counters, world_size=2, runtime="test", kind="TEST", current_loader=None, steps=0
         )
         self.replica.world = World(2, 0, 0, 2, process_count=1 if shared else 2)
+        self.replica.data_world = self.replica.world
         self.training = SimpleNamespace(batch=_batch(32), records=0, waited_s=0.0)
         log = RunLog(folder) if folder else None
         if log:

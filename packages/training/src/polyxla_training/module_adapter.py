@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ import torch
 from polyxla.console import say
 from polyxla.errors import UsageError
 from polyxla.pytree import map_tensors
-from polyxla.replica.module_move import optimizer_parameters
 from polyxla.replica.replica import Replica
 from polyxla_training.lightning.hooks import PLAIN, find_hook, is_module
 from polyxla_training.lightning.schedulers import Schedulers
@@ -92,16 +92,19 @@ class ModuleAdapter:
 
         self._lend(self._module, "all_gather", all_gather)
 
-    def lend_optimizer(self, optimizer: torch.optim.Optimizer, schedulers: Schedulers) -> None:
+    def lend_optimizer(
+        self, replica: Replica, optimizer: torch.optim.Optimizer, schedulers: Schedulers
+    ) -> None:
         """Make the methods of a LightningModule work that use its optimizer or its schedules."""
         if self.is_lightning:
             found = [config["scheduler"] for config in schedulers.configs]
             self._lend(self._module, "optimizers", lambda **_: optimizer)
             self._lend(self._module, "lr_schedulers", lambda: found[0] if len(found) == 1 else found or None)
-            self._lend(self._module, "clip_gradients", self._clip_gradients)
+            self._lend(self._module, "clip_gradients", partial(self._clip_gradients, replica))
 
     def _clip_gradients(
         self,
+        replica: Replica,
         optimizer: torch.optim.Optimizer,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
@@ -111,9 +114,9 @@ class ModuleAdapter:
         if not limit:
             return
         if algorithm == "norm":
-            torch.nn.utils.clip_grad_norm_(optimizer_parameters(optimizer), limit)
+            replica.clip(optimizer, norm=limit)
         elif algorithm == "value":
-            torch.nn.utils.clip_grad_value_(optimizer_parameters(optimizer), limit)
+            replica.clip(optimizer, value=limit)
         else:
             raise UsageError(
                 f"gradient_clip_algorithm={algorithm!r}",

@@ -149,7 +149,7 @@ class TrainingLoop:
         adapter, options = self.adapter, self.options
         advance = adapter.hook("lr_scheduler_step")
         optimizer, self.schedulers = configure_optimizers(self.module, advance)
-        adapter.lend_optimizer(optimizer, self.schedulers)
+        adapter.lend_optimizer(self.replica, optimizer, self.schedulers)
         self.optimization = Optimization(
             self.replica, adapter, optimizer, self.schedulers, options, self.view
         )

@@ -123,7 +123,7 @@ class Observer:
             self._memory = self._step_counters.memory() or self._memory
         memory = asdict(self._memory) if self._memory else None
         mfu = self._mfu(window.step_s)
-        rates = window.as_json(self._replica.world_size)
+        rates = window.as_json(self._replica.data_world.world_size)
         self._write("step", step=step, values=values, memory=memory, mfu=mfu, **rates)
         self._report_not_finite()
 
@@ -189,7 +189,7 @@ class Observer:
             seconds=self._warm_up_s + total.seconds,
             unexpected=self._budget.spent,
             wait_share=total.wait_share,
-            records_per_s=total.records_per_s(self._replica.world_size),
+            records_per_s=total.records_per_s(self._replica.data_world.world_size),
             step_s=step_s,
             mfu=self._mfu(step_s),
             peak_bytes=(self._memory.peak_bytes or self._memory.used_bytes) if self._memory else None,
