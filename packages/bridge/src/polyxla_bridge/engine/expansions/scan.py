@@ -102,7 +102,8 @@ class _Step:
 
     def __call__(self, elements: Sequence[Any], carries: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Return the results and the new carries."""
-        given, values = (*elements, *carries), {}
+        given = (*elements, *carries)
+        values: dict[int, Any] = {}
         for one in self._instructions:
             operands = [values.get(id_) for id_ in one.operand_ids]
             if one.opcode == "parameter":
