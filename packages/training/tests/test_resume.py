@@ -28,7 +28,7 @@ def _load(sources: Sequence[str], directories: Sequence[Any] = (None,) * 4) -> l
             found = load_same(replica, sources[replica.ordinal], directories[replica.ordinal])
         except UsageError as error:
             return error
-        return found[1] if found else None
+        return found[1].state if found else None
 
     return polyxla.launch(load_one, runtime="fake", devices=4)
 

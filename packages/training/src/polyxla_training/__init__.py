@@ -5,6 +5,7 @@ Importing this imports no torch.
 
 from polyxla_training.checkpoint import CheckpointError, CheckpointFolder, DamagedCheckpointError, load, save
 from polyxla_training.replica_check import ReplicaCheck, check_replicas
+from polyxla_training.sharding.load_into import load_into
 from polyxla_training.trainer import Trainer
 
 __all__ = [
@@ -15,5 +16,6 @@ __all__ = [
     "Trainer",
     "check_replicas",
     "load",
+    "load_into",
     "save",
 ]

@@ -1,7 +1,8 @@
-"""The commands ``polyxla report`` and ``polyxla check-replicas``."""
+"""The commands ``polyxla report``, ``polyxla consolidate`` and ``polyxla check-replicas``."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -56,6 +57,38 @@ def report(
         page = out or folder / "report.html"
         page.write_text(render(found), encoding="utf-8")
         typer.echo(f"wrote {page}")
+
+
+def consolidate(
+    directory: Annotated[
+        str, typer.Argument(metavar="DIR", help="A checkpoint in shards, or its URL.", show_default=False)
+    ],
+    out: Annotated[
+        str | None,
+        typer.Option("-o", "--out", metavar="FILE", help="Write this file; default: beside DIR."),
+    ] = None,
+    key: Annotated[str, typer.Option(help="What to take from the state that was saved.")] = "module",
+    as_json: JsonFlag = False,
+) -> None:
+    """Write the module of a checkpoint in shards to one file.
+
+    The file is a safetensors file with the module's tensors. Needs no TPU.
+    """
+    from polyxla_training.storage.location import check_location, locate
+
+    with plain_errors(as_json):
+        for path in (directory, out):
+            if path is not None:
+                check_location(path, "polyxla consolidate")
+        from polyxla_training.checkpoint.shards.consolidation import consolidate as put_together
+
+        found = put_together(locate(directory), None if out is None else locate(out), key=key)
+    if as_json:
+        print_json(asdict(found))
+        return
+    from polyxla_training.checkpoint.errors import size_text
+
+    typer.echo(f"wrote {found.path}: {found.tensors} tensors, {size_text(found.size_bytes)}")
 
 
 def check_replicas(

@@ -176,7 +176,7 @@ class Fit:
         module: the module in training, on the device.
         steps_per_epoch: optimizer updates in a whole epoch; None if the loader has no length.
         state_dict: returns the whole training state, as `polyxla_training.save` takes it. A collective; call
-            it between steps.
+            it between steps. If a mesh divides the module, all replicas save it together.
         stop: takes a reason and ends training after the current step. Every replica must call it at the same
             step.
     """

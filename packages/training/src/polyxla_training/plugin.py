@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 @hookimpl
 def polyxla_add_commands(app: typer.Typer) -> None:
     """Add the commands; each imports what it needs when it runs."""
-    from polyxla_training.commands import check_replicas, report
+    from polyxla_training.commands import check_replicas, consolidate, report
 
     app.command()(report)
+    app.command()(consolidate)
     app.command()(check_replicas)
 
 

@@ -6,14 +6,37 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from polyxla.replica.collectives import Collectives
 from polyxla_training.checkpoint import CheckpointError, CheckpointFolder, fingerprint, load
+from polyxla_training.checkpoint.shards.layout import is_sharded
 from polyxla_training.storage.location import Location, locate
+
+if TYPE_CHECKING:
+    from polyxla_training.checkpoint.shards.reader import ShardedCheckpoint
 
 MAX_NAMES = 3
 """Number of hosts that an error names for each outcome."""
+
+
+UNREAD = ("module.", "optimizer.")
+"""Beginnings of the names of those tensors that each replica reads its shards of, once it has divided the
+module."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a replica loaded.
+
+    Attributes:
+        state: the state.
+        shards: where the tensors are of which `state` holds only the shapes; None if it has all values.
+    """
+
+    state: Any
+    shards: ShardedCheckpoint | None = None
 
 
 @dataclass(frozen=True)
@@ -47,8 +70,8 @@ class _Outcome:
 
 
 def load_same(
-    replica: Collectives, source: str, directory: str | os.PathLike[str] | None
-) -> tuple[Location, Any] | None:
+    replica: Collectives, source: str, directory: str | os.PathLike[str] | None, *, in_shards: bool = False
+) -> tuple[Location, Loaded] | None:
     """Load the checkpoint to resume from. A collective.
 
     Hosts without a common file system would train from different states, or wait for each other forever.
@@ -57,18 +80,19 @@ def load_same(
         replica: this replica.
         source: path or URL of the checkpoint, or ``auto`` for ordinal 0's newest intact one in `directory`.
         directory: directory of the checkpoints.
+        in_shards: leave the tensors of a checkpoint in shards unread whose names begin as in `UNREAD`.
 
     Returns:
-        The checkpoint and its state; None if there is no checkpoint in any replica's `directory`.
+        The checkpoint and what was loaded; None if there is no checkpoint in any replica's `directory`.
 
     Raises:
         CheckpointError: in every replica, if one cannot load the checkpoint, or they loaded different ones.
     """
     where = f"resume={source!r}"
     if source != "auto":
-        place, state = locate(source), None
+        place, loaded = locate(source), None
     else:
-        choice, state = _choose(replica, directory)
+        choice, loaded = _choose(replica, directory, in_shards)
         choices = replica.all_gather(choice)
         if errors := [one.error for one in choices if one.error is not None]:
             raise choice.error or errors[0]
@@ -78,23 +102,38 @@ def load_same(
         place = choices[0].place
     outcome = _Outcome(socket.gethostname())
     try:
-        state = load(place) if state is None else state
-        step = state.get("step") if isinstance(state, Mapping) else None
+        loaded = _read(replica, in_shards, place) if loaded is None else loaded
+        step = loaded.state.get("step") if isinstance(loaded.state, Mapping) else None
         outcome = _Outcome(outcome.host, fingerprint(place), step)
     except CheckpointError as error:
         outcome = _Outcome(outcome.host, error=error)
     _check_same(outcome, replica.all_gather(outcome), str(place), where)
-    return place, state
+    assert loaded is not None
+    return place, loaded
 
 
-def _choose(replica: Collectives, directory: str | os.PathLike[str] | None) -> tuple[_Choice, Any]:
+def _read(replica: Collectives, in_shards: bool, place: Location) -> Loaded:
+    if not (in_shards and is_sharded(place)):
+        return Loaded(load(place))
+    from polyxla_training.checkpoint.shards.reader import ShardedCheckpoint
+
+    shards = ShardedCheckpoint(place)
+    if replica.is_first:
+        # One for all: there may be a file from each of many replicas.
+        shards.check()
+    return Loaded(shards.state(unread=UNREAD), shards)
+
+
+def _choose(
+    replica: Collectives, directory: str | os.PathLike[str] | None, in_shards: bool
+) -> tuple[_Choice, Loaded | None]:
     if directory is None:
         return _Choice(), None
     folder = CheckpointFolder(directory)
     try:
         if replica.is_first:
-            entry, state = folder.load_latest() or (None, None)
-            return _Choice(entry.path if entry else None), state
+            entry, loaded = folder.newest_intact(partial(_read, replica, in_shards)) or (None, None)
+            return _Choice(entry.path if entry else None), loaded
         # One replica of a process looks: its others see the same files.
         entry = folder.latest() if replica.world.owns_process else None
         return _Choice(entry.path if entry else None), None

@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,9 @@ from polyxla_training.lightning.schedulers import Schedulers
 from polyxla_training.lightning.trainer_view import TrainerView
 from polyxla_training.metrics import MetricAccumulator, Total, combine_totals
 from polyxla_training.resume import load_same
+
+if TYPE_CHECKING:
+    from polyxla_training.checkpoint.shards.reader import ShardedCheckpoint
 
 FORMAT = 2
 """Version of `TrainingState.state_dict`; checkpoints of other versions are refused."""
@@ -36,10 +39,12 @@ class Checkpoint:
     Attributes:
         path: the file's path, for errors.
         state: as `TrainingState.state_dict` returned it.
+        shards: where the tensors are of which `state` has only the shapes, on the meta device.
     """
 
     path: str
     state: dict[str, Any]
+    shards: ShardedCheckpoint | None = None
 
     def pass_to(self, hook: Callable[[dict[str, Any]], None] | None) -> None:
         """Call a LightningModule's ``on_load_checkpoint``, which may change the parameters."""
@@ -52,7 +57,11 @@ class Checkpoint:
 
 
 def find_checkpoint(
-    replica: Replica, source: str | os.PathLike[str], checkpoint_dir: str | os.PathLike[str] | None
+    replica: Replica,
+    source: str | os.PathLike[str],
+    checkpoint_dir: str | os.PathLike[str] | None,
+    *,
+    in_shards: bool = False,
 ) -> Checkpoint | None:
     """Read the checkpoint to resume from; None if there is none yet. A collective.
 
@@ -61,22 +70,24 @@ def find_checkpoint(
         source: path or URL of the checkpoint, or ``auto`` for the newest intact one in `checkpoint_dir`, if
             there is one.
         checkpoint_dir: directory of the checkpoints.
+        in_shards: read the module's and the optimizer's tensors later, in shards, if they were saved so.
 
     Raises:
         UsageError: it does not exist, is not a Trainer's, or replicas found different ones.
     """
     source = os.fspath(source)
-    found = load_same(replica, source, checkpoint_dir)
+    found = load_same(replica, source, checkpoint_dir, in_shards=in_shards)
     if found is None:
         return None
-    path, state = found
+    path, loaded = found
+    state = loaded.state
     if not isinstance(state, Mapping) or state.get("format") != FORMAT:
         raise UsageError(
             f"{path} is not a checkpoint of a Trainer of this version",
             where=f"resume={source!r}",
             fix="Name one that a Trainer saved; polyxla_training.load reads any other.",
         )
-    return Checkpoint(str(path), dict(state))
+    return Checkpoint(str(path), dict(state), loaded.shards)
 
 
 @dataclass(frozen=True)
@@ -108,14 +119,14 @@ class TrainingState:
     data_state: Callable[[], dict[str, Any]] = dict
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, the same in every replica; of divided tensors only ordinal 0 has the values.
+        """Return the state, the same in every replica but for the shards of divided tensors.
 
         A collective; call it between two steps. Its tensors are those on the device: save or copy them before
-        the next step. Divided ones are gathered on ordinal 0's host.
+        the next step.
         """
         module, module_extra = self._module_state()
         own = {"rng": self.replica.rng_state(), "meter": self.metrics.state_dict()}
-        state = {
+        return {
             "format": FORMAT,
             "world_size": self.replica.world_size,
             "precision": self.replica.precision.name,
@@ -130,11 +141,6 @@ class TrainingState:
             "schedules": self.schedulers.state_dict(),
             "replicas": self.replica.all_gather(own),
         }
-        if self.replica.sharding is None:
-            return state
-        from polyxla_training.sharding.sharded_state import gathered
-
-        return dict(gathered(state, keep=self.replica.is_first))
 
     def _module_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the module's tensors, and what its ``on_save_checkpoint`` adds."""
@@ -162,9 +168,7 @@ class TrainingState:
                 self.module.load_state_dict(state["module"], strict=is_strict)
                 self.optimizer.load_state_dict(state["optimizer"])
             else:
-                from polyxla_training.sharding.sharded_state import divide_into
-
-                divide_into(self.module, self.optimizer, state["module"], state["optimizer"], is_strict)
+                self._divide(checkpoint, is_strict)
             self.schedulers.load_state_dict(state["schedules"])
         except (ValueError, KeyError) as error:
             raise CheckpointError(
@@ -181,6 +185,19 @@ class TrainingState:
         self._restore_own(state)
         if self.replica.is_first:
             say(f"resumed from {where}: epoch {state['epoch']}, step {state['step']}")
+
+    def _divide(self, checkpoint: Checkpoint, is_strict: bool) -> None:
+        """Load the tensors of this replica's shards. A collective: an error is raised in all replicas."""
+        from polyxla_training.sharding.sharded_state import divide_into
+
+        states, error = (checkpoint.state["module"], checkpoint.state["optimizer"]), None
+        try:
+            divide_into(self.module, self.optimizer, *states, is_strict, checkpoint.shards)
+        except CheckpointError as found:
+            error = found
+        errors = [one for one in self.replica.all_gather(error) if one is not None]
+        if errors:
+            raise error or errors[0]
 
     def _restore_own(self, state: Mapping[str, Any]) -> None:
         ordinal, saved = self.replica.ordinal, state["replicas"]

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any, Literal
 
 from polyxla_training.checkpoint.errors import CheckpointError
+from polyxla_training.checkpoint.shards.layout import STATE, is_sharded
 from polyxla_training.storage.location import check_location, locate
 
 if TYPE_CHECKING:
@@ -25,13 +26,16 @@ def save(state: Any, path: str | os.PathLike[str], *, format: Format = "safetens
     so the host needs memory for the largest; a contiguous tensor in host memory is written without a copy.
     Pending XLA work is computed first, tensor by tensor: submit it with `Replica.sync` before.
 
+    If tensors are divided among replicas (torch's DTensors), this is a collective: every replica calls it and
+    writes its shards, and `path` becomes a directory, which `load` reads too. It appears once it is complete.
+
     Args:
         state: tensors (of any dtype, on any device), numbers, text, bytes, None, torch's dtypes, devices and
             sizes, in lists, tuples, dicts, OrderedDicts and Counters with text or integers as keys. Tied
             tensors and views of each other are written once.
         path: the file, or its URL in an object store. Missing directories are made.
         format: ``safetensors``, or ``torch`` for a file of ``torch.save``, which needs host memory for all
-            tensors.
+            tensors, none of them divided.
 
     Raises:
         CheckpointError: the state has a value of an unsupported type, and nothing was written; or the file
@@ -44,6 +48,12 @@ def save(state: Any, path: str | os.PathLike[str], *, format: Format = "safetens
     _check_format(format, "save")
     check_location(path, "save")
     encoded = state if isinstance(state, EncodedState) else encode_state(state)
+    if encoded.is_divided:
+        _check_divisible(format)
+        from polyxla_training.checkpoint.shards.writer import write_shards
+
+        write_shards(encoded, locate(path))
+        return
     write = write_torch if format == "torch" else write_safetensors
     write(encoded, locate(path))
 
@@ -57,10 +67,13 @@ def load(
 ) -> Any:
     """Read the state in a file, with the types that were saved. No code in the file is ever run.
 
+    Of a directory that replicas wrote in shards, the tensors are put together; one chunk at a time is in host
+    memory beside them.
+
     A safetensors file of another program gives a dict of its tensors by name.
 
     Args:
-        path: the file, or its URL in an object store.
+        path: the file or directory, or its URL in an object store.
         device: device for the tensors. They do not require gradients; a Parameter comes back as a tensor.
         format: ``torch`` to read a file of ``torch.save`` that holds tensors and plain values only.
         verify: compare each tensor with its checksum.
@@ -77,6 +90,10 @@ def load(
     _check_format(format, "load")
     check_location(path, "load")
     place, device = locate(path), torch.device(device)
+    if is_sharded(place):
+        from polyxla_training.checkpoint.shards.reader import ShardedCheckpoint
+
+        return ShardedCheckpoint(place, verify=verify).state(device=device)
     with file_reader.opened(place) as file:
         if format == "torch":
             return file_reader.read_torch(file, str(place), device)
@@ -90,15 +107,25 @@ def load(
 
 
 def fingerprint(path: str | os.PathLike[str]) -> str:
-    """Return a checksum of a file that `save` wrote: equal for equal content. Reads its header only.
+    """Return a checksum of what `save` wrote: equal for equal content. Reads one file's header only.
 
     Raises:
         CheckpointError: the file cannot be read.
     """
     from polyxla_training.checkpoint import file_reader
 
-    with file_reader.opened(locate(path)) as file:
+    place = locate(path)
+    with file_reader.opened(place / STATE if is_sharded(place) else place) as file:
         return file_reader.header_checksum(file)
+
+
+def _check_divisible(format: str) -> None:
+    if format == "torch":
+        raise CheckpointError(
+            "the state has tensors that are divided among replicas",
+            where='save(format="torch")',
+            fix='Leave format="torch" out; each replica then writes its shards.',
+        )
 
 
 def _check_format(format: str, where: str) -> None:

@@ -43,7 +43,7 @@ def replacing(path: Path, size_bytes: int) -> Iterator[BinaryIO]:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         path.parent.mkdir(parents=True, exist_ok=True)
         sweep(path.parent)
-        part, file = _create(path)
+        part, file = create_part(path)
         with file:
             try:
                 yield file
@@ -53,21 +53,32 @@ def replacing(path: Path, size_bytes: int) -> Iterator[BinaryIO]:
             except BaseException:
                 part.unlink(missing_ok=True)
                 raise
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
     except OSError as error:
         raise _error(path, size_bytes, error) from error
 
 
 def sweep(directory: Path) -> None:
-    """Remove the files that killed writers left in a directory."""
+    """Remove the files and directories that killed writers left in a directory."""
     for part in directory.glob(f".*{SUFFIX}"):
         # A living writer has the lock. On a file system without locks, nothing is removed.
         with contextlib.suppress(OSError), part.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(directory_of(part), ignore_errors=True)
             part.unlink()
 
 
-def _create(path: Path) -> tuple[Path, BinaryIO]:
+def directory_of(part: Path) -> Path:
+    """Return the directory whose writer locks `part`: directories cannot be locked everywhere."""
+    return part.with_name(f"{part.name}-directory")
+
+
+def create_part(path: Path) -> tuple[Path, BinaryIO]:
+    """Create and lock a file beside `path`, under a temporary name.
+
+    Raises:
+        OSError: it cannot be created.
+    """
     while True:
         # Cut, because a name may have at most 255 bytes.
         part = path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}{SUFFIX}")
@@ -89,7 +100,8 @@ def _is_locked(part: Path, file: BinaryIO) -> bool:
     return part.exists()
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
+    """Make the names in a directory durable, where the file system can."""
     # The rename is durable after this. Some network file systems cannot sync a directory: not an error.
     with contextlib.suppress(OSError):
         descriptor = os.open(directory, os.O_RDONLY)

@@ -119,18 +119,26 @@ class _Tensors:
 
     def __call__(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         if name not in self._read:
-            tensor = self._from_file(self.header.slots[name])
-            self._read[name] = (tensor if tensor.dtype is dtype else restored(tensor, dtype)).to(self._device)
+            tensor = read_tensor(self._file, self.header, name, dtype, self._verify)
+            self._read[name] = tensor.to(self._device)
         return self._read[name]
 
-    def _from_file(self, slot: safetensors_header.TensorSlot) -> torch.Tensor:
-        tensor = torch.empty(slot.shape, dtype=NAMED[slot.dtype])
-        data = host_bytes(tensor)
-        self._file.seek(self.header.data_start + slot.start)
-        checksum = _read_into(self._file, data, self._verify)
-        if self._verify and checksum != self.header.checksums.get(slot.name, checksum):
-            raise safetensors_header.DamageError(f"tensor {slot.name!r} was changed after it was written")
-        return tensor
+
+def read_tensor(
+    file: BufferedReader, header: safetensors_header.Header, name: str, dtype: torch.dtype, verify: bool
+) -> torch.Tensor:
+    """Read one tensor of an open file to the host, in the dtype that it had.
+
+    Raises:
+        DamageError: it is not as it was written.
+    """
+    slot = header.slots[name]
+    tensor = torch.empty(slot.shape, dtype=NAMED[slot.dtype])
+    file.seek(header.data_start + slot.start)
+    checksum = _read_into(file, host_bytes(tensor), verify)
+    if verify and checksum != header.checksums.get(name, checksum):
+        raise safetensors_header.DamageError(f"tensor {name!r} was changed after it was written")
+    return tensor if tensor.dtype is dtype else restored(tensor, dtype)
 
 
 def _read_into(file: BufferedReader, data: memoryview, verify: bool) -> int:

@@ -6,7 +6,7 @@ import ctypes
 import io
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
@@ -23,9 +23,16 @@ from polyxla_training.storage.remote_path import RemotePath
 PIECE_BYTES = 2**23
 """Size of the pieces that are summed and then written, small enough to stay in the processor's cache."""
 
+Read = Callable[[torch.Tensor], torch.Tensor]
 
-def write_safetensors(state: EncodedState, path: Location) -> None:
+
+def write_safetensors(state: EncodedState, path: Location, read: Read | None = None) -> None:
     """Write a state to a safetensors file, one tensor in host memory at a time.
+
+    Args:
+        state: the state, none of whose tensors is divided.
+        path: the file.
+        read: returns the values of one of its tensors, on the host; default: those that it has.
 
     Raises:
         CheckpointError: the file cannot be written, or the metadata is longer than the format allows.
@@ -41,25 +48,25 @@ def write_safetensors(state: EncodedState, path: Location) -> None:
             where="save",
             fix="Convert long lists, texts and bytes to tensors.",
         )
-    tensors = [stored_tensor.tensor for stored_tensor in state.tensors]
+    tensors, read = [stored_tensor.tensor for stored_tensor in state.tensors], read or on_host
     if isinstance(path, RemotePath):
-        _upload(start, tensors, path)
+        _upload(start, tensors, path, read)
         return
     with replacing(path, len(start) + (slots[-1].stop if slots else 0)) as file:
         file.write(start)
-        sums = [_write_tensor(tensor, file) for tensor in tensors]
+        sums = [_write_tensor(read(tensor), file) for tensor in tensors]
         file.seek(safetensors_header.CRC_OFFSET)
         file.write(safetensors_header.checksums(start, sums))
 
 
-def _upload(start: bytes, tensors: list[torch.Tensor], path: RemotePath) -> None:
+def _upload(start: bytes, tensors: list[torch.Tensor], path: RemotePath, read: Read) -> None:
     # What was sent cannot be changed: the checksums, which come first, are computed before anything is sent.
-    sums = [_write_tensor(tensor, None) for tensor in tensors]
+    sums = [_write_tensor(read(tensor), None) for tensor in tensors]
     digits = safetensors_header.checksums(start, sums)
     offset = safetensors_header.CRC_OFFSET
     with _uploading(path) as file:
         file.write(start[:offset] + digits + start[offset + len(digits) :])
-        if [_write_tensor(tensor, file) for tensor in tensors] != sums:
+        if [_write_tensor(read(tensor), file) for tensor in tensors] != sums:
             raise CheckpointError(
                 f"a tensor was changed while it was uploaded to {str(path)!r}, and the upload was cancelled",
                 where="save",
@@ -111,9 +118,8 @@ def _described(name: str, tensor: torch.Tensor) -> tuple[str, str, tuple[int, ..
     return (name, *described)
 
 
-def _write_tensor(tensor: torch.Tensor, file: BinaryIO | None) -> int:
-    """Write a tensor's bytes, if there is a file, and return their checksum."""
-    held = on_host(tensor)
+def _write_tensor(held: torch.Tensor, file: BinaryIO | None) -> int:
+    """Write the bytes of a contiguous tensor on the host, if there is a file, and return their checksum."""
     data = host_bytes(held)
     checksum = 0
     for start in range(0, len(data), PIECE_BYTES):

@@ -1,22 +1,38 @@
-"""A directory of checkpoints, named by step: loads the newest intact one, and deletes old ones."""
+"""A directory of checkpoints, named by step: loads the newest intact one, and deletes old ones.
+
+A checkpoint is a file, or a directory with the shards of a state that replicas have divided.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from polyxla.console import say
 from polyxla_training.checkpoint.api import load, save
 from polyxla_training.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from polyxla_training.checkpoint.safetensors_header import is_ours
-from polyxla_training.storage.location import FileInfo, Location, check_location, files_in, locate
+from polyxla_training.checkpoint.shards.layout import STATE
+from polyxla_training.storage.location import (
+    FileInfo,
+    Location,
+    check_location,
+    directories_in,
+    files_in,
+    locate,
+)
 
 if TYPE_CHECKING:
     import torch
 
-_NAME = re.compile(r"step-(\d{8,})(-kept)?\.safetensors")
+    from polyxla_training.checkpoint.state_codec import EncodedState
+
+_NAME = re.compile(r"step-(\d{8,})(-kept)?\.(safetensors|shards)")
+Loaded = TypeVar("Loaded")
 _START_BYTES = 64
 
 
@@ -26,9 +42,10 @@ class CheckpointEntry:
 
     Attributes:
         step: the optimizer step that it was saved at.
-        path: its file; for a URL, an object with the name, whose text is the URL.
+        path: its file, or the directory of its shards; for a URL, an object with the name, whose text is the
+            URL.
         time_s: time of writing, in seconds since 1970.
-        size_bytes: its size.
+        size_bytes: its size, that of all shards together.
         is_kept: whether it is never deleted.
     """
 
@@ -41,6 +58,8 @@ class CheckpointEntry:
 
 class CheckpointFolder:
     """The checkpoints of a run: files ``step-00000123.safetensors`` in one directory.
+
+    Those whose tensors are divided among replicas are directories, ``step-00000123.shards``.
 
     Args:
         path: the directory, or its URL in an object store; the first `save` makes it.
@@ -66,13 +85,15 @@ class CheckpointFolder:
     def save(self, step: int, state: Any, *, keep_forever: bool = False) -> Location:
         """Write a checkpoint; once it is durable, delete the oldest ones beyond `keep`.
 
+        A collective, if the state's tensors are divided among replicas; ordinal 0 deletes.
+
         Args:
             step: the optimizer step, from 0; a checkpoint of the same step is replaced.
             state: as for `polyxla_training.save`.
             keep_forever: never delete it, and do not count it.
 
         Returns:
-            The path of the file.
+            The path of the file or directory.
 
         Raises:
             CheckpointError: as for `polyxla_training.save`; or `step` is negative.
@@ -81,9 +102,13 @@ class CheckpointFolder:
             raise CheckpointError(
                 f"step={step} is negative", where="CheckpointFolder.save", fix="Count steps from 0."
             )
-        path = self.path / f"step-{step:08d}{'-kept' if keep_forever else ''}.safetensors"
-        save(state, path)
-        self._delete_old(path)
+        from polyxla_training.checkpoint.state_codec import EncodedState, encode_state
+
+        encoded = state if isinstance(state, EncodedState) else encode_state(state)
+        name = f"step-{step:08d}{'-kept' if keep_forever else ''}"
+        path = self.path / f"{name}.{'shards' if encoded.is_divided else 'safetensors'}"
+        if _write(encoded, path):
+            self._delete_old(path)
         return path
 
     def entries(self) -> list[CheckpointEntry]:
@@ -93,14 +118,16 @@ class CheckpointFolder:
             CheckpointError: the directory cannot be listed.
         """
         try:
-            found = [entry for file in files_in(self.path, "step-") if (entry := _entry(file)) is not None]
+            files = [*files_in(self.path, "step-"), *_shards_in(self.path)]
+            found = [entry for file in files if (entry := _entry(file)) is not None]
         except OSError as error:
             raise CheckpointError(
                 f"{str(self.path)!r} cannot be listed: {error}",
                 where="CheckpointFolder",
                 fix="Name a directory that this process may read; for a URL, check credentials and network.",
             ) from error
-        return sorted(found, key=lambda entry: (entry.step, entry.is_kept))
+        # By time last: a step may be there as a file and in shards.
+        return sorted(found, key=lambda entry: (entry.step, entry.is_kept, entry.time_s))
 
     def latest(self) -> CheckpointEntry | None:
         """Return the checkpoint of the highest step, intact or not; None if there is none."""
@@ -119,10 +146,25 @@ class CheckpointFolder:
             DamagedCheckpointError: there are checkpoints, and all are damaged.
             CheckpointError: a file cannot be read; it may be intact, so older ones are not tried.
         """
+        return self.newest_intact(partial(load, device=device))
+
+    def newest_intact(self, read: Callable[[Location], Loaded]) -> tuple[CheckpointEntry, Loaded] | None:
+        """Read the intact checkpoint of the highest step; print the names of damaged ones to standard error.
+
+        Args:
+            read: reads a checkpoint, or raises `DamagedCheckpointError`.
+
+        Returns:
+            The checkpoint and what `read` returned, or None if there are no checkpoints.
+
+        Raises:
+            DamagedCheckpointError: as for `load_latest`.
+            CheckpointError: as for `load_latest`.
+        """
         damaged: list[str] = []
         for entry in reversed(self.entries()):
             try:
-                state = load(entry.path, device=device)
+                state = read(entry.path)
             except DamagedCheckpointError as error:
                 damaged.append(entry.path.name)
                 say(f"{error.what}; loading the checkpoint before it")
@@ -146,6 +188,25 @@ class CheckpointFolder:
                 _delete(path)
 
 
+def _write(state: EncodedState, path: Location) -> bool:
+    """Write a checkpoint; return whether this replica deletes old ones."""
+    if not state.is_divided:
+        save(state, path)
+        return True
+    from polyxla_training.checkpoint.shards.writer import write_shards
+
+    return write_shards(state, path)
+
+
+def _shards_in(directory: Location) -> Iterator[FileInfo]:
+    """Yield the directories of shards, each with the size of its files and the time of its manifest."""
+    for path in directories_in(directory, "step-"):
+        files = list(files_in(path, ""))
+        times = [file.time_s for file in files if file.path.name == STATE]
+        if times:
+            yield FileInfo(path, sum(file.size_bytes for file in files), times[0])
+
+
 def _entry(file: FileInfo) -> CheckpointEntry | None:
     match = _NAME.fullmatch(file.path.name)
     if match is None:
@@ -155,15 +216,21 @@ def _entry(file: FileInfo) -> CheckpointEntry | None:
 
 def _delete(path: Location) -> None:
     try:
-        path.unlink(missing_ok=True)
+        if path.name.endswith(".shards"):
+            from polyxla_training.checkpoint.shards.new_directory import delete
+
+            delete(path)
+        else:
+            path.unlink(missing_ok=True)
     except OSError as error:
         # The new checkpoint is written: no reason to end a training.
         say(f"the old checkpoint {path} cannot be deleted: {error}")
 
 
 def _is_ours(path: Location) -> bool:
+    file_path = path / STATE if path.name.endswith(".shards") else path
     try:
-        with path.open("rb", buffering=_START_BYTES) as file:
+        with file_path.open("rb", buffering=_START_BYTES) as file:
             return is_ours(file.read(_START_BYTES))
     except OSError:
         return False

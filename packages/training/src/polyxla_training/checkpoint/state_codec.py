@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from polyxla_training.checkpoint.divided_tensor import checkpoint_group, is_divided, map_shard
 from polyxla_training.checkpoint.errors import CheckpointError
 from polyxla_training.checkpoint.safetensors_dtypes import stored
 from polyxla_training.checkpoint.tensor_aliasing import StoredTensor, TensorNode, stored_tensors
@@ -43,9 +44,14 @@ class EncodedState:
     tree: str
     tensors: list[StoredTensor]
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether tensors are divided among replicas, each of which has encoded its shards."""
+        return any(is_divided(one.tensor) for one in self.tensors)
+
 
 def encode_state(state: Any) -> EncodedState:
-    """Encode a state; its tensors stay where they are.
+    """Encode a state; its tensors stay where they are. A collective, if tensors are divided among replicas.
 
     Raises:
         CheckpointError: it has a value of an unsupported type.
@@ -53,7 +59,11 @@ def encode_state(state: Any) -> EncodedState:
     encoder = Encoder()
     tree = encoder.encode(state)
     tensors = sorted(stored_tensors(encoder.tensors), key=lambda one: -one.tensor.itemsize)
-    return EncodedState(json.dumps(tree, separators=(",", ":")), tensors)
+    encoded = EncodedState(json.dumps(tree, separators=(",", ":")), tensors)
+    if encoded.is_divided:
+        # Here, because a background thread may not make a process group.
+        checkpoint_group()
+    return encoded
 
 
 def decode_state(tree: str, tensor: Callable[[str, torch.dtype], torch.Tensor]) -> Any:
@@ -71,11 +81,16 @@ def snapshot(state: Any) -> EncodedState:
     """
     encoded = encode_state(state)
     for stored_tensor in encoded.tensors:
-        tensor = stored_tensor.tensor
-        copied = on_host(tensor)
-        is_same = tensor.device.type == "cpu" and copied.data_ptr() == tensor.data_ptr()
-        stored_tensor.tensor = copied.clone() if is_same else copied
+        stored_tensor.tensor = _copied(stored_tensor.tensor)
     return encoded
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    if is_divided(tensor):
+        return map_shard(_copied, tensor)
+    copied = on_host(tensor)
+    is_same = tensor.device.type == "cpu" and copied.data_ptr() == tensor.data_ptr()
+    return copied.clone() if is_same else copied
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -111,7 +126,7 @@ class Encoder:
         kind = type(value)
         if kind in _SCALARS:
             return _SCALARS[kind](value)
-        if kind in _TENSORS:
+        if kind in _TENSORS or is_divided(value):
             return self._tensor(value, where, name)
         if kind in _DICTS:
             return self._dict(value, where, name, depth + 1)
@@ -143,7 +158,7 @@ class Encoder:
         if odd or stored(tensor.dtype, ()) is None:
             what = f"a {odd[0]} tensor" if odd else f"a tensor of {tensor.dtype}"
             raise _error(f"{where} is {what}")
-        node = {"type": "tensor", "dtype": _dtype_name(tensor.dtype)}
+        node = {"type": "tensor", "dtype": dtype_name(tensor.dtype)}
         self.tensors.append(TensorNode(node, name or "tensor", tensor))
         return node
 
@@ -164,7 +179,7 @@ def decode(node: Any, tensor: Callable[[str, torch.dtype], torch.Tensor]) -> Any
         return node
     kind = node["type"]
     if kind == "tensor":
-        found = tensor(node["name"], _read_dtype(node["dtype"]))
+        found = tensor(node["name"], read_dtype(node["dtype"]))
         return _view(found, *node["view"]) if "view" in node else found
     if kind in _READ:
         return _READ[kind](node["value"])
@@ -206,11 +221,18 @@ def _float(value: float) -> Any:
     return value if math.isfinite(value) else {"type": "float", "value": struct.pack(">d", value).hex()}
 
 
-def _dtype_name(value: torch.dtype) -> str:
+def dtype_name(value: torch.dtype) -> str:
+    """Return a dtype's name, such as ``bfloat16``."""
     return str(value).removeprefix("torch.")
 
 
-def _read_dtype(name: str) -> torch.dtype:
+def read_dtype(name: str) -> torch.dtype:
+    """Return the dtype of this name.
+
+    Raises:
+        AttributeError: torch has nothing of this name.
+        TypeError: it is not a dtype.
+    """
     found = getattr(torch, name)
     if not isinstance(found, torch.dtype):
         raise TypeError(f"{name} is not a dtype")
@@ -224,7 +246,7 @@ _SCALARS: dict[type, Callable[[Any], Any]] = {
     int: _integer,
     float: _float,
     bytes: lambda value: {"type": "bytes", "value": base64.b64encode(value).decode()},
-    torch.dtype: lambda value: {"type": "dtype", "value": _dtype_name(value)},
+    torch.dtype: lambda value: {"type": "dtype", "value": dtype_name(value)},
     torch.device: lambda value: {"type": "device", "value": str(value)},
 }
 _READ: dict[str, Callable[[str], Any]] = {
@@ -232,7 +254,7 @@ _READ: dict[str, Callable[[str], Any]] = {
     "text": lambda text: bytes.fromhex(text).decode("utf-8", "surrogatepass"),
     "float": lambda text: struct.unpack(">d", bytes.fromhex(text))[0],
     "bytes": lambda text: base64.b64decode(text, validate=True),
-    "dtype": _read_dtype,
+    "dtype": read_dtype,
     "device": torch.device,
 }
 

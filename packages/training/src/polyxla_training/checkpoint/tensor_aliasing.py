@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from polyxla_training.checkpoint.divided_tensor import is_divided
+
 
 @dataclass(eq=False)
 class TensorNode:
@@ -81,6 +83,8 @@ def _overlapping(nodes: Iterable[TensorNode]) -> Iterator[list[TensorNode]]:
 
 def _memory(tensor: torch.Tensor) -> int:
     """Return an id of the tensor's memory, valid while the tensor lives: the address of its storage."""
+    if is_divided(tensor):
+        return id(tensor)
     storage = tensor.untyped_storage()
     # An XLA tensor shares the storage with its views, but does not report which view it is.
     if tensor.device.type != "cpu" and tensor.nbytes != storage.nbytes():

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 from polyxla.console import say
 from polyxla.hookspecs import hookimpl
+from polyxla.pytree import tensors_in
 from polyxla_training.checkpoint.background_writer import BackgroundWriter
+from polyxla_training.checkpoint.divided_tensor import is_divided
 from polyxla_training.checkpoint.folder import CheckpointFolder
 from polyxla_training.checkpoint.stop_signal import StopSignal
 from polyxla_training.stop_request import stop_file
@@ -24,7 +26,7 @@ more. Source: Google Cloud's documentation of preemptible and spot VMs."""
 
 
 class CheckpointListener:
-    """Runs in every replica; ordinal 0 writes the files, in the background.
+    """Runs in every replica. Ordinal 0 writes the files in the background, or each replica its shards.
 
     Args:
         replica: the replica that trains.
@@ -80,7 +82,7 @@ class CheckpointListener:
         # A collective, in every replica: the state has the random numbers of all.
         state = self._fit.state_dict()
         self._saved_step = replica.steps
-        if replica.is_first:
+        if replica.is_first or any(map(is_divided, tensors_in(state))):
             self._writer.submit(functools.partial(self._folder.save, replica.steps), state)
 
     @hookimpl

@@ -83,7 +83,12 @@ class TrainingLoop:
         self.adapter.call("configure_sharded_model")
         self.adapter.call("configure_model")
         if self.call.stage == "fit" and self.options.resume is not None:
-            self._checkpoint = find_checkpoint(self.replica, self.options.resume, self.options.checkpoint_dir)
+            self._checkpoint = find_checkpoint(
+                self.replica,
+                self.options.resume,
+                self.options.checkpoint_dir,
+                in_shards=self.options.mesh is not None,
+            )
         if self._checkpoint is not None:
             self.data.load_state_dict(self._checkpoint.state["datamodule"])
             self._checkpoint.pass_to(self.adapter.hook("on_load_checkpoint"))
@@ -277,18 +282,11 @@ class TrainingLoop:
         replica = self.replica
         if self.options.strategy == "debug":
             replica.print(replica.report())
-        returns_state, state = self.call.returns_state(replica.world), None
         if self.options.mesh is None:
             move_module(self.module, torch.device("cpu"), self._own_optimizers)
-        else:
-            from polyxla_training.sharding.sharded_state import gathered
-
-            # A collective, also in replicas that return nothing.
-            state = gathered(dict(self.module.state_dict()), keep=returns_state)
         if self.call.stage == "fit":
             self.adapter.call_last("on_fit_end")
-        if returns_state and state is None:
-            state = dict(self.module.state_dict())
+        state = self._state_for_caller()
         self.data.tear_down()
         return Outcome(
             metrics=self.metrics,
@@ -297,9 +295,20 @@ class TrainingLoop:
             runtime=replica.runtime,
             device=replica.kind,
             world_size=replica.world_size,
-            state=state if returns_state else None,
+            state=state,
             stopped=self.stopped,
         )
+
+    def _state_for_caller(self) -> dict[str, Any] | None:
+        """Return the module's state if the calling process receives it from this replica."""
+        is_wanted = self.call.returns_state(self.replica.world)
+        if self.options.mesh is None:
+            return dict(self.module.state_dict()) if is_wanted else None
+        from polyxla_training.sharding.sharded_state import gathered
+
+        # A collective, also in replicas that return nothing.
+        state = gathered(dict(self.module.state_dict()), keep=is_wanted)
+        return state if is_wanted else None
 
 
 def _length(loader: Iterable[Any]) -> int | None:

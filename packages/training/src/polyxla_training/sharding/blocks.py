@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
+from polyxla.replica.module_move import parameters_of
+
 _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 
 
@@ -17,14 +19,8 @@ def find_blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
     parts would each have their own copy of it.
     """
     found = list(dict.fromkeys(_elements(module)))
-    uses = Counter(id(parameter) for part in module.modules() for parameter in own_parameters(part))
+    uses = _uses(module)
     return [block for block in found if all(uses[one] == count for one, count in _uses(block).items())]
-
-
-def own_parameters(part: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """Yield the parameters of a module itself, not of its parts."""
-    # The dict itself, because parameters() yields a shared parameter only once.
-    yield from (one for one in part._parameters.values() if one is not None)
 
 
 def _elements(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -36,5 +32,5 @@ def _elements(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield from _elements(part)
 
 
-def _uses(block: torch.nn.Module) -> Counter[int]:
-    return Counter(id(parameter) for part in block.modules() for parameter in own_parameters(part))
+def _uses(module: torch.nn.Module) -> Counter[int]:
+    return Counter(id(parameter) for _, _, parameter in parameters_of(module))

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from polyxla.errors import UsageError
 from polyxla.replica import random_state
 from polyxla.replica.consistency import broadcast
-from polyxla.replica.module_move import optimizer_parameters
+from polyxla.replica.module_move import hand_over, optimizer_parameters, parameters_of
 from polyxla.replica.replica import Replica
 from polyxla_training.sharding.blocks import find_blocks
 from polyxla_training.sharding.initialisation import check_can_initialise, initialise
@@ -50,26 +50,21 @@ def shard_module(
             fix="Give all modules the same mesh.",
         )
     held = {id(one) for optimizer in optimizers for one in optimizer_parameters(optimizer)}
-    places = [
-        (owner, name, id(one))
-        for owner in module.modules()
-        for name, one in owner._parameters.items()
-        if id(one) in held
-    ]
+    places = [(owner, name, id(one)) for owner, name, one in parameters_of(module) if id(one) in held]
     division = _Division(replica, sharding, find_styles(module) if TENSOR in sharding.mesh else {})
     for block in find_blocks(module) if sharding.sharder else ():
         division.add(block, take_first)
     division.add(module, take_first)
-    for name in _STEPS:
-        if sharding.sharder and sharding.devices and callable(getattr(module, name, None)):
-            register_fsdp_forward_method(module, name)
+    if sharding.sharder and sharding.devices:
+        for name in _STEPS:
+            if callable(getattr(module, name, None)):
+                register_fsdp_forward_method(module, name)
     hook = getattr(module, "on_post_move_to_device", None)
     if hook is not None:
         hook()
     moved = {old: getattr(owner, name) for owner, name, old in places}
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["params"] = [moved[id(one)] for one in group["params"]]
+        hand_over(optimizer, moved, replica.device)
     return sharding
 
 
@@ -129,9 +124,12 @@ def _move(parts: Iterable[torch.nn.Module], device: torch.device) -> list[torch.
         own: list[dict[str, Any]] = [part._parameters, part._buffers]
         for tensors in own:
             for name, old in tensors.items():
-                if old is not None:
+                if old is None:
+                    continue
+                if id(old) not in moved:
                     # With the old one: another could have its id once it is freed.
-                    _, tensors[name] = moved.setdefault(id(old), (old, _on_device(old, device)))
+                    moved[id(old)] = old, _on_device(old, device)
+                tensors[name] = moved[id(old)][1]
     return [new for _, new in moved.values()]
 
 

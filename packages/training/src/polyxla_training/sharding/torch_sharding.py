@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from polyxla.contracts.sharding import Sharding
 from polyxla.contracts.world import World
 from polyxla.errors import UsageError, pip_install
+from polyxla.replica.consistency import average_in_place
 from polyxla.replica.module_move import optimizer_parameters
 from polyxla.replica.replica import Replica
 from polyxla_training.sharding.mesh_shape import DDP, FSDP, TENSOR, ZERO1, complete, read_strategy
@@ -87,22 +89,19 @@ class TorchSharding(Sharding):
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Average the gradients of parameters that `fully_shard` does not hold."""
         for one in optimizer_parameters(optimizer):
-            if isinstance(one, DTensor) and isinstance(one.grad, DTensor):
-                # A sum over the tensor dimension may be pending.
-                one.grad = one.grad.redistribute(placements=one.placements)
+            grad = one.grad
+            if isinstance(one, DTensor) and isinstance(grad, DTensor) and grad.placements != one.placements:
+                # A sum over the tensor dimension is pending.
+                one.grad = grad.redistribute(placements=one.placements)
         if self._data_group is None or self.data_world.world_size == 1:
             return
-        whole: dict[torch.dtype, list[torch.Tensor]] = {}
-        for one in optimizer_parameters(optimizer):
-            if one.grad is not None and self.sharder not in _dimensions(one):
-                whole.setdefault(one.grad.dtype, []).append(_local(one.grad))
-        for gradients in whole.values():
-            flat = torch.cat([one.reshape(-1) for one in gradients])
-            dist.all_reduce(flat, group=self._data_group)
-            flat /= self.data_world.world_size
-            means = flat.split([one.numel() for one in gradients])
-            for gradient, mean in zip(gradients, means, strict=True):
-                gradient.copy_(mean.view_as(gradient))
+        whole = [
+            _local(one.grad)
+            for one in optimizer_parameters(optimizer)
+            if one.grad is not None and self.sharder not in _dimensions(one)
+        ]
+        add_up = partial(dist.all_reduce, group=self._data_group)
+        average_in_place(whole, add_up, self.data_world.world_size)
 
     def clip(self, optimizer: torch.optim.Optimizer, norm: float | None, value: float | None) -> None:
         """Limit the norm of all gradients together, over all shards, and the size of their elements."""

@@ -65,6 +65,12 @@ def check_location(path: str | os.PathLike[str], where: str) -> None:
         check_scheme(place.url, where)
 
 
+def directories_in(directory: Location, prefix: str) -> Iterator[Location]:
+    """Yield the directories in a directory whose names begin with `prefix`."""
+    found = directory.directories() if isinstance(directory, RemotePath) else directory.glob(f"{prefix}*/")
+    yield from (one for one in found if one.name.startswith(prefix))
+
+
 def files_in(directory: Location, prefix: str) -> Iterator[FileInfo]:
     """Yield the files in a directory whose names begin with `prefix`; none if there is no directory."""
     if isinstance(directory, RemotePath):

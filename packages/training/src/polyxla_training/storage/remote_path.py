@@ -141,15 +141,26 @@ class RemotePath(os.PathLike[str]):
         Raises:
             OSError: the store cannot be asked.
         """
+        for one in self._listed("file"):
+            status = _status(one)
+            yield self / one["name"].rpartition("/")[2], status.st_size, status.st_mtime
+
+    def directories(self) -> Iterator[RemotePath]:
+        """Yield the directories in the directory: the prefixes of objects that end with a slash.
+
+        Raises:
+            OSError: the store cannot be asked.
+        """
+        for one in self._listed("directory"):
+            yield self / one["name"].rstrip("/").rpartition("/")[2]
+
+    def _listed(self, kind: str) -> Iterator[dict[str, Any]]:
         try:
             with _file_system(self.url) as (store, path):
                 found = store.ls(path, detail=True)
         except FileNotFoundError:
             return
-        for one in found:
-            if one["type"] == "file":
-                status = _status(one)
-                yield self / one["name"].rpartition("/")[2], status.st_size, status.st_mtime
+        yield from (one for one in found if one["type"] == kind)
 
 
 class _Reader(io.RawIOBase):
