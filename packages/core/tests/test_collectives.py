@@ -11,6 +11,7 @@ import torch
 
 from polyxla import Replica, launch
 from polyxla.contracts.replication import ReduceOp
+from polyxla.replica import consistency
 from polyxla_testing import PluginInstaller
 
 
@@ -189,3 +190,22 @@ def test_a_barrier_waits_for_every_replica() -> None:
 def test_barriers_with_different_tags_are_an_error() -> None:
     with pytest.raises(RuntimeError, match="replicas met under different tags"):
         _everywhere(lambda replica: replica.barrier("a" if replica.is_first else "b"))
+
+
+def test_tensors_of_one_dtype_are_averaged_in_few_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consistency, "BUCKET_BYTES", 28)
+    tensors = [
+        torch.ones(2, 3),
+        torch.full((2,), 4, dtype=torch.bfloat16),
+        torch.full((), 6.0),
+        torch.zeros(9),
+    ]
+    added: list[tuple[int, ...]] = []
+
+    def add_up(flat: torch.Tensor) -> None:
+        added.append(tuple(flat.shape))
+        flat.mul_(2)
+
+    consistency.average_in_place(tensors, add_up, 4)
+    assert added == [(2,), (7,), (9,)]
+    assert [one.tolist() for one in tensors] == [[[0.5] * 3] * 2, [2.0, 2.0], 3.0, [0.0] * 9]

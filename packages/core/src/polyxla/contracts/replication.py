@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 ReduceOp = Literal["sum", "mean", "min", "max", "mul", "and", "or"]
 """How `all_reduce` combines the replicas' values."""
+STEP_EVENT = "polyxla step"
+"""Name of a step in a profile. The stat ``step_num`` is its number; ``_r`` marks steps for TensorBoard.
+Source: `torch_xla.debug.profiler.StepTrace` of torch_xla 2.9.0.
+"""
 
 
 class Replication(ABC):

@@ -1,13 +1,12 @@
-"""Checks that replicas train the same parameters, and that an optimizer trains any.
+"""Keeping replicas alike: checks that they train the same parameters, and the means of their gradients.
 
-Without them, training would go wrong silently. Heavy: imported in the replica, when a module is set up or an
-optimizer makes its first step.
+Without them, training would go wrong silently. Heavy: imported in the replica.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 
 import torch
@@ -16,6 +15,9 @@ from polyxla.console import say_once
 from polyxla.errors import UsageError
 from polyxla.replica.collectives import Collectives
 from polyxla.replica.module_move import optimizer_parameters
+
+BUCKET_BYTES = 25 << 20
+"""Tensors of at most this size together share a collective. Source: ``bucket_cap_mb`` of torch's DDP."""
 
 
 def find_mismatch(replica: Collectives, module: torch.nn.Module) -> str:
@@ -28,7 +30,8 @@ def find_mismatch(replica: Collectives, module: torch.nn.Module) -> str:
     """
     if replica.world_size == 1:
         return ""
-    mine = {name: _checksum(tensor) for name, tensor in _named(module)}
+    named = chain(module.named_parameters(), module.named_buffers())
+    mine = {name: _checksum(tensor) for name, tensor in named}
     first, *others = replica.all_gather(mine)
     if any(other.keys() != first.keys() for other in others):
         partial = sorted(set(first).union(*others) - set(first).intersection(*others))
@@ -51,13 +54,30 @@ def broadcast(replica: Collectives, tensors: Iterable[torch.Tensor]) -> None:
     replica.sync()
 
 
-def tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the parameters and buffers of `module`, tied ones once."""
-    return [tensor for _, tensor in _named(module)]
+def average_in_place(
+    tensors: Iterable[torch.Tensor], add_up: Callable[[torch.Tensor], object], count: int
+) -> None:
+    """Replace tensors by their means over the replicas, many of one dtype in one collective.
 
-
-def _named(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    return chain(module.named_parameters(), module.named_buffers())
+    Args:
+        tensors: of the same dtypes and sizes in every replica, in the same order.
+        add_up: replaces one tensor, of one dimension, by its sum over the replicas; a collective.
+        count: number of replicas that add up.
+    """
+    groups: list[list[torch.Tensor]] = []
+    room = -1
+    for tensor in sorted(tensors, key=lambda one: str(one.dtype)):
+        room -= tensor.nbytes
+        if room < 0 or groups[-1][0].dtype is not tensor.dtype:
+            groups.append([])
+            room = BUCKET_BYTES - tensor.nbytes
+        groups[-1].append(tensor)
+    for group in groups:
+        flat = torch.cat([one.reshape(-1) for one in group])
+        add_up(flat)
+        flat /= count
+        means = flat.split([one.numel() for one in group])
+        torch._foreach_copy_(group, [mean.view_as(one) for mean, one in zip(means, group, strict=True)])
 
 
 def _checksum(tensor: torch.Tensor) -> int:

@@ -35,11 +35,11 @@ def move_module(
     """
     optimizers = list(optimizers)
     check_owner(module, optimizers)
-    before = list(_parameters(module))
+    before = list(parameters_of(module))
     _move_with_ties(module, device)
     moved = {id(old): getattr(owner, name) for owner, name, old in before}
     for optimizer in optimizers:
-        _hand_over(optimizer, moved, device)
+        hand_over(optimizer, moved, device)
     return module
 
 
@@ -49,7 +49,7 @@ def check_owner(module: torch.nn.Module, optimizers: Iterable[torch.optim.Optimi
     Raises:
         UsageError: an optimizer holds a parameter of another module, or of this one before it was moved.
     """
-    owned = {id(parameter) for _, _, parameter in _parameters(module)}
+    owned = {id(parameter) for _, _, parameter in parameters_of(module)}
     for optimizer in optimizers:
         parameters = optimizer_parameters(optimizer)
         known = sum(id(parameter) in owned for parameter in parameters)
@@ -67,7 +67,8 @@ def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Para
     return [one for group in optimizer.param_groups for one in group["params"]]
 
 
-def _parameters(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
+def parameters_of(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
+    """Yield the owner, the name there and the parameter, a shared one for each of its owners."""
     for owner in module.modules():
         # The dict itself, because named_parameters() lists a shared parameter only once.
         for name, parameter in owner._parameters.items():
@@ -75,9 +76,10 @@ def _parameters(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str,
                 yield owner, name, parameter
 
 
-def _hand_over(
+def hand_over(
     optimizer: torch.optim.Optimizer, moved: Mapping[int, torch.nn.Parameter], device: torch.device
 ) -> None:
+    """Give `optimizer` the parameters that `moved` has by the ids of its own, and move its state."""
     for group in optimizer.param_groups:
         group["params"] = [moved.get(id(one), one) for one in group["params"]]
     state = {moved.get(id(one), one): _state_on(device, values) for one, values in optimizer.state.items()}

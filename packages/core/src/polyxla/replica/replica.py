@@ -176,7 +176,7 @@ class Replica(Collectives):
         else:
             move_module(module, self.device, optimizers)
             if mismatch:
-                consistency.broadcast(self, consistency.tensors_of(module))
+                consistency.broadcast(self, [*module.parameters(), *module.buffers()])
         if mismatch and self.is_first:
             say_once(f"replicas began with different parameters ({mismatch}): all take ordinal 0's")
         self.modules[module] = same
@@ -259,7 +259,8 @@ class Replica(Collectives):
             self._check(optimizer)
         (self.sharding or self._replication).reduce_gradients(optimizer)
         before_step()
-        self.clip(optimizer, clip_norm, clip_value)
+        if clip_norm is not None or clip_value is not None:
+            self.clip(optimizer, clip_norm, clip_value)
         with self._replication.optimizer_context(optimizer):
             optimizer.step()
         self.sync()

@@ -14,18 +14,13 @@ import torch_xla.debug.metrics as met
 from torch_xla.debug import profiler
 
 from polyxla import env
-from polyxla.contracts.replication import ReduceOp, Replication
+from polyxla.contracts.replication import STEP_EVENT, ReduceOp, Replication
 from polyxla.errors import UsageError
 from polyxla.xla.counters import XlaCounters
 from polyxla.xla.optimizer_factors import FactorTensors, factors_as_inputs
 from polyxla.xla.upload import upload_batches
 
 _native: Any = torch_xla._XLAC  # type: ignore[attr-defined]
-STEP_EVENT = "polyxla step"
-"""Name of a step in a profile. The stat ``step_num`` is its number; ``_r`` marks steps for TensorBoard.
-Source: `torch_xla.debug.profiler.StepTrace` of torch_xla 2.9.0.
-"""
-
 _OPS = {
     "sum": xm.REDUCE_SUM,
     "mean": xm.REDUCE_SUM,
