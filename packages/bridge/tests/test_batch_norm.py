@@ -11,7 +11,7 @@ import pytest
 from jaxlib import _jax, xla_client
 from jaxlib._hlo import HloModule, hlo_module_from_text  # type: ignore[import-not-found]
 
-from polyxla_bridge.engine.expansions import batch_norm
+from polyxla_bridge.engine.expansions import batch_norm, inlining
 
 SHAPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16), "f64": np.dtype(np.float64)}
 KINDS = {
@@ -67,7 +67,7 @@ def test_the_expansion_computes_what_the_instruction_does(
 ) -> None:
     data = program(kind, dtype, dims, feature, twice)
     with jax.enable_x64(True):
-        expanded = batch_norm.expand(data)
+        expanded = inlining.replace(data, batch_norm.choose)
     text = HloModule.from_serialized_hlo_module_proto(expanded).to_string()
     assert " batch-norm" not in text
     assert " call(" not in text, "the partitioner does not look into calls"
@@ -90,4 +90,4 @@ def test_a_program_without_batch_norms_stays_as_it_is() -> None:
     data: bytes = hlo_module_from_text(
         "HloModule plain ENTRY main { x = f32[2] parameter(0) ROOT y = f32[2] add(x, x) }"
     ).as_serialized_hlo_module_proto()
-    assert batch_norm.expand(data) is data
+    assert inlining.replace(data, batch_norm.choose) is data

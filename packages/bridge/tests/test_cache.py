@@ -7,6 +7,7 @@ import functools
 import logging
 import socket
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -99,9 +100,14 @@ def test_the_context_covers_everything_that_determines_the_binary(
     found = [cache.context(plain, {}), cache.context(plain, {"an": "option"}), cache.context(from_file, {})]
     flags.write_text("--xla_cpu_enable_fast_math=false")
     found.append(cache.context(from_file, {}))
-    for name, value in (("version", lambda _: "0.0.1"), ("cpu", lambda: "flags: none")):
+    others: list[tuple[ModuleType, str, Any]] = [
+        (cache, "version", lambda _: "0.0.1"),
+        (cache, "cpu", lambda: "flags: none"),
+        (program_file, "code_digest", lambda: "0ld"),
+    ]
+    for module, name, value in others:
         with monkeypatch.context() as patch:
-            patch.setattr(cache, name, value)
+            patch.setattr(module, name, value)
             found.append(cache.context(plain, {}))
     assert len(set(found)) == len(found)
     assert cache.context(BridgeSettings(platform="TPU", stall_timeout_s=1), {}) == found[0]

@@ -34,6 +34,29 @@ def test_the_stall_timeout_is_read_in_seconds() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("off", (False, 0)),
+        ("", (False, 0)),
+        ("on", (True, 0)),
+        ("4096", (True, 4096)),
+        ("3KiB", (True, 3072)),
+        ("512MiB", (True, 512 << 20)),
+        ("16GiB", (True, 16 << 30)),
+    ],
+)
+def test_the_memory_of_a_device_is_limited(text: str, found: tuple[bool, int]) -> None:
+    settings = from_environ({env.POLYXLA_DEVICE_MEMORY: text})
+    assert (settings.is_memory_limited, settings.memory_bytes) == found
+
+
+@pytest.mark.parametrize("text", ["16GB", "1.5GiB", "-1", "chip", "0MiB"])
+def test_what_is_no_size_of_a_memory_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=f"POLYXLA_DEVICE_MEMORY='{text}' is no size of a memory"):
+        from_environ({env.POLYXLA_DEVICE_MEMORY: text})
+
+
+@pytest.mark.parametrize(
     ("text", "is_readonly"), [("0", False), ("1", True), ("false", False), ("true", True)]
 )
 def test_the_cache_of_torch_xla_is_used(text: str, is_readonly: bool) -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
+from jax.experimental import pallas
 from jaxlib import _jax
 from jaxlib._hlo import HloModule, hlo_module_from_text  # type: ignore[import-not-found]
+from jaxlib.mlir.dialects import stablehlo as current
 
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs import hlo, rewrite, stablehlo
@@ -111,13 +116,46 @@ NESTED = """HloModule two
 ENTRY main { x = s32[3] parameter(0) y = u8[2] parameter(1) ROOT t = (s32[3], u8[2]) tuple(x, y) }"""
 
 
-def test_stablehlo_is_read_as_text_and_as_a_portable_artifact() -> None:
-    text = b"""module @doubling { func.func public @main(%x: tensor<2xf32>) -> tensor<2xf32> {
-      %y = stablehlo.add %x, %x : tensor<2xf32> return %y : tensor<2xf32> } }"""
-    portable = _jax.mlir.serialize_portable_artifact(text, "1.9.0")
-    for program in (text, portable):
-        data = stablehlo.to_hlo(program)
-        assert (hlo.module_name(data), hlo.results(data)) == ("doubling", [("float32", (2,))])
+DOUBLING = b"""module @doubling { func.func public @main(%x: tensor<2xf32>) -> tensor<2xf32> {
+  %y = stablehlo.add %x, %x : tensor<2xf32> return %y : tensor<2xf32> } }"""
+
+
+def artifact(number: str, addition: bytes = b"add_v1") -> bytes:
+    """Return the program as an artifact of a version, whose number is as long as 1.10.0."""
+    made: bytes = _jax.mlir.serialize_portable_artifact(DOUBLING, "1.10.0")
+    assert made.count(b"add_v1") == made.count(b"_v1.10.0") == 1
+    return made.replace(b"_v1.10.0", f"_v{number}".encode()).replace(b"add_v1", addition)
+
+
+@pytest.mark.parametrize("program", [DOUBLING, artifact("1.10.0"), artifact("1.99.0")])
+def test_stablehlo_is_read_as_text_and_as_a_portable_artifact(program: bytes) -> None:
+    data = stablehlo.to_hlo(program)
+    assert (hlo.module_name(data), hlo.results(data)) == ("doubling", [("float32", (2,))])
+
+
+def test_an_operation_of_a_newer_stablehlo_is_refused_with_both_versions() -> None:
+    ours = re.escape(current.get_current_version())
+    with pytest.raises(PjrtError, match=rf"the program is StableHLO 1\.99\.0, .* up to {ours}: install"):
+        stablehlo.to_hlo(artifact("1.99.0", b"add_v7"))
+    with pytest.raises(Exception, match=r"^INVALID_ARGUMENT: Failed to deserialize StableHLO"):
+        stablehlo.to_hlo(artifact("1.10.0", b"add_v7"))
+
+
+def test_a_kernel_for_tpu_cores_is_refused_with_what_to_write_instead() -> None:
+    def add_one(x: Any, y: Any) -> None:
+        y[...] = x[...] + 1
+
+    def with_kernel(x: Any) -> Any:
+        return pallas.pallas_call(add_one, out_shape=x)(x)
+
+    exported = jax.export.export(jax.jit(with_kernel), platforms=["tpu"])(np.ones((8, 128), np.float32))
+    program = stablehlo.to_hlo(exported.mlir_module_serialized)
+    with pytest.raises(
+        PjrtError, match=r"jit_with_kernel has the tpu_custom_call .*enable_flash_sdp\(False\)"
+    ):
+        hlo.check_kernels(program)
+    quoted = module("HloModule tpu_custom_call\nENTRY main { ROOT x = f32[4] parameter(0) }")
+    hlo.check_kernels(quoted)
 
 
 def test_dynamic_shapes_are_refused() -> None:

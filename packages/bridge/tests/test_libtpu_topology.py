@@ -33,6 +33,9 @@ def one_chip_each(bounds: str, processes: int, per_host: int = 4) -> list[dict[s
     ]
 
 
+CHIP_1 = {"TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1", "TPU_VISIBLE_CHIPS": "1"}
+
+
 def numbers(here: Host, environs: list[dict[str, str]]) -> list[tuple[int, ...]]:
     """Return the replicas of each process."""
     places = {task: Topology.read(one, here).places(here) for task, one in enumerate(environs)}
@@ -52,6 +55,35 @@ def test_replicas_are_numbered_by_the_coordinates_of_their_chips(
     chips: str, bounds: str, expected: list[tuple[int, ...]]
 ) -> None:
     assert numbers(host(chips), one_chip_each(bounds, len(expected))) == expected
+
+
+@pytest.mark.parametrize(
+    ("bounds", "processes", "expected"),
+    [("1,1,1,2", 2, [0, 1]), ("2,2,1,2", 8, [0, 1, 4, 5, 2, 3, 6, 7])],
+    ids=["one chip", "one host"],
+)
+def test_processes_share_a_chip_whose_devices_the_bounds_count(
+    bounds: str, processes: int, expected: list[int]
+) -> None:
+    shared = [
+        one | {"TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1,1"}
+        for one in one_chip_each(bounds, processes, per_host=processes)
+    ]
+    here = host("v7x:2x2x1")
+    assert numbers(here, shared) == [(number,) for number in expected]
+    alone = Topology.read({"TPU_PROCESS_BOUNDS": "1,1,1", **CHIP_1}, here)
+    assert alone.devices(here) == (2, 3)
+    assert {Topology.read(one, here).devices(here) for one in shared} == {(i,) for i in range(processes)}
+
+
+def test_the_second_host_of_shared_chips_is_beside_the_first() -> None:
+    environs = one_chip_each("2,2,2,2", 16, per_host=8)
+    shared = [one | {"TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1,1"} for one in environs]
+    here = host("v7x:2x2x1")
+    places = [Topology.read(one, here).places(here) for one in shared]
+    assert places[0] == ((0, 0, 0, 0),)
+    assert places[9] == ((0, 0, 1, 1),)
+    assert len(set(places)) == 16
 
 
 def test_a_host_of_a_cube_has_replicas_of_two_rows() -> None:
@@ -106,6 +138,7 @@ def test_names_of_processes_come_before_names_of_hosts() -> None:
     [
         ({"TPU_VISIBLE_CHIPS": "0,1"}, "TPU_VISIBLE_CHIPS=0,1 is not the 1 of 4 chips"),
         ({"TPU_VISIBLE_CHIPS": "4"}, "TPU_VISIBLE_CHIPS=4 is not the 1 of 4 chips"),
+        ({"TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1,2"}, "TPU_CHIPS_PER_PROCESS_BOUNDS=1,1,1,2 is not three"),
         ({"TPU_VISIBLE_CHIPS": "first"}, "TPU_VISIBLE_CHIPS=first is not numbers"),
         ({"TPU_PROCESS_BOUNDS": "2,2"}, "TPU_PROCESS_BOUNDS=2,2 is not three positive numbers"),
         ({"TPU_PROCESS_BOUNDS": "2,2,0"}, "TPU_PROCESS_BOUNDS=2,2,0 is not three positive numbers"),
@@ -119,7 +152,12 @@ def test_variables_that_contradict_each_other_are_refused(changed: dict[str, str
         Topology.read(one_chip_each("2,2,1", 4)[0] | changed, host("v4:2x2x1"))
 
 
-@pytest.mark.parametrize("text", ["", "v4", "v9:2x2x1", "v4:2x2"])
+def test_without_a_description_there_is_no_tpu() -> None:
+    with pytest.raises(PjrtError, match="no TPU chip is attached to this machine, and none is emulated"):
+        Host.read({})
+
+
+@pytest.mark.parametrize("text", ["v4", "v9:2x2x1", "v4:2x2"])
 def test_a_host_that_is_not_described_has_no_tpu(text: str) -> None:
     with pytest.raises(
         PjrtError, match=f"POLYXLA_LIBTPU_HOST='{text}' does not describe the chips of a host"

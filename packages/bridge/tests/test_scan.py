@@ -11,7 +11,7 @@ import pytest
 from jaxlib import _jax, xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
-from polyxla_bridge.engine.expansions import scan
+from polyxla_bridge.engine.expansions import inlining, scan
 from polyxla_bridge.errors import PjrtError
 
 ADD = "c = f32[3] add(a, b)"
@@ -74,7 +74,7 @@ def totals(x: np.ndarray[Any, Any], i: np.ndarray[Any, Any]) -> np.ndarray[Any, 
 def test_a_scan_is_computed(
     step: str, options: str, results: Callable[..., Any], carry: Callable[..., Any]
 ) -> None:
-    expanded = scan.expand(program(step, options))
+    expanded = inlining.replace(program(step, options), scan.choose)
     numbers = np.random.default_rng(0)
     x, initial = (numbers.integers(-9, 9, shape).astype(np.float32) for shape in ((5, 3), 3))
     found = computed(expanded, [x, initial])
@@ -84,10 +84,10 @@ def test_a_scan_is_computed(
 
 def test_a_step_of_unknown_operations_is_refused() -> None:
     with pytest.raises(PjrtError, match=r"a scan with the operation cosine is not supported .* \.cpu\(\)"):
-        scan.expand(program("c = f32[3] cosine(b)", ""))
+        inlining.replace(program("c = f32[3] cosine(b)", ""), scan.choose)
 
 
 def test_a_program_without_a_scan_is_left_alone() -> None:
     text = "HloModule none ENTRY main { ROOT x = f32[5] parameter(0) }"
     data = hlo_module_from_text(text).as_serialized_hlo_module_proto()
-    assert scan.expand(data) is data
+    assert inlining.replace(data, scan.choose) is data

@@ -77,6 +77,11 @@ def activate(make_engine: Callable[[], Engine], opener: Callable[[], Opener] = O
     atexit.register(_leave, framework, bridge, table)
 
 
+def is_active() -> bool:
+    """Return whether a framework has opened the library in this process, and not another one in its place."""
+    return _active.locked()
+
+
 def _leave(framework: Opener, bridge: Bridge, table: Table) -> None:
     # First, because a framework may wait for the devices with the GIL held, and executions need the GIL:
     # that would be a deadlock.

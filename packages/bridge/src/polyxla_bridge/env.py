@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,6 +94,13 @@ XLA_PERSISTENT_CACHE_READ_ONLY = "XLA_PERSISTENT_CACHE_READ_ONLY"
 Default: ``0``.
 """
 
+POLYXLA_DEVICE_MEMORY = "POLYXLA_DEVICE_MEMORY"
+"""Limit of each device's memory, in bytes or as in ``512MiB`` and ``16GiB``; or ``on``: what the device
+reports, on an emulated TPU the chip's HBM, otherwise an equal share of the machine's memory. Arrays and
+programs that need more are refused.
+Default: ``off``; nothing is refused.
+"""
+
 NPROC = "NPROC"
 """Number of threads in XLA's pools; programs are compiled for that number.
 Default: the number of cores.
@@ -116,6 +124,8 @@ Default: not set.
 Coordinates = tuple[int, int, int, int]
 """The place of a TPU's device: x, y and z of its chip in the slice, and its core on the chip."""
 
+_UNITS = {"": 0, "B": 0, "KiB": 10, "MiB": 20, "GiB": 30}
+"""Powers of two by which a memory's size may be given."""
 _OFF, _ON = ("off", "0", ""), ("on", "1")
 
 
@@ -141,8 +151,8 @@ class BridgeSettings:
 
     `places` has the coordinates of this process's replicas, by which they are numbered. Without them,
     replicas count through the processes. `cores` is the number of TensorCores that a device is made of, and
-    `memory_bytes` its memory; 0 is a share of the machine's. Programs are recorded in the directory
-    `programs_path`; if that is empty, nowhere.
+    `memory_bytes` its memory; 0 is a share of the machine's. If it is limited, more is refused. Programs are
+    recorded in the directory `programs_path`; if that is empty, nowhere.
     """
 
     replicas: int = 1
@@ -161,6 +171,7 @@ class BridgeSettings:
     places: tuple[Coordinates, ...] = ()
     cores: int = 1
     memory_bytes: int = 0
+    is_memory_limited: bool = False
     programs_path: str = ""
 
     @property
@@ -187,6 +198,7 @@ def from_environ(environ: Mapping[str, str]) -> BridgeSettings:
             f"unset {XLA_EXPERIMENTAL}, or run on a TPU"
         )
     cache_origin, cache_path = _cache(environ)
+    is_memory_limited, memory_bytes = device_memory(environ)
     settings = BridgeSettings(
         replicas=_integer(environ, POLYXLA_BRIDGE_REPLICAS, BridgeSettings.replicas),
         processes=_integer(environ, POLYXLA_BRIDGE_PROCESSES, BridgeSettings.processes),
@@ -200,6 +212,8 @@ def from_environ(environ: Mapping[str, str]) -> BridgeSettings:
         cache_origin=cache_origin,
         cache_is_readonly=cache_origin is CacheOrigin.PROGRAM
         and environ.get(XLA_PERSISTENT_CACHE_READ_ONLY, "").lower() not in ("", "0", "false"),
+        memory_bytes=memory_bytes,
+        is_memory_limited=is_memory_limited,
         programs_path=environ.get(POLYXLA_LIBTPU_PROGRAMS, ""),
     )
     _check(settings)
@@ -235,6 +249,27 @@ def _cache(environ: Mapping[str, str]) -> tuple[CacheOrigin, str]:
     if not caches.startswith("/"):
         caches = f"{home}/.cache" if home else ""
     return CacheOrigin.DEFAULT, f"{caches}/polyxla/programs" if caches else ""
+
+
+def device_memory(environ: Mapping[str, str]) -> tuple[bool, int]:
+    """Read `POLYXLA_DEVICE_MEMORY`: whether memory is limited, and to how many bytes.
+
+    With 0 bytes, the limit is what the device reports.
+
+    Raises:
+        ValueError: it is no size of a memory.
+    """
+    text = environ.get(POLYXLA_DEVICE_MEMORY, "off")
+    if text.lower() in (*_OFF, *_ON):
+        return text.lower() in _ON, 0
+    match = re.fullmatch(r"(\d+)(|B|KiB|MiB|GiB)", text)
+    size = int(match[1]) << _UNITS[match[2]] if match else 0
+    if not size:
+        raise ValueError(
+            f"{POLYXLA_DEVICE_MEMORY}={text!r} is no size of a memory; write bytes as an integer, "
+            f"{POLYXLA_DEVICE_MEMORY}=16GiB, or 'on' for what the device has"
+        )
+    return True, size
 
 
 def stall_timeout_s(environ: Mapping[str, str]) -> float:

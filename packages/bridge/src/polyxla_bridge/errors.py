@@ -22,6 +22,18 @@ class PjrtError(Exception):
         return self.message
 
 
+first_failures: list[str] = []
+"""Why the first program of this process failed; empty if none has. TorchTPU does not always say it: of a
+program that needs the results, it says that an argument "is in a failed state".
+"""
+
+
+def keep_first(error: BaseException) -> None:
+    """Store an error in `first_failures`, unless there is one."""
+    if not first_failures:
+        first_failures.append(as_pjrt_error(error).message)
+
+
 def as_pjrt_error(error: BaseException) -> PjrtError:
     """Convert any exception to one with a status code; its text is preserved."""
     if isinstance(error, PjrtError):

@@ -13,7 +13,7 @@ from jaxlib import _jax, xla_client
 
 from polyxla_bridge.abi import Code
 from polyxla_bridge.engine.clients import Clients, LoadedProgram
-from polyxla_bridge.engine.expansions import batch_norm, max_pool, scan
+from polyxla_bridge.engine.expansions import batch_norm, inlining, max_pool, scan
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs import arguments, cache, hlo, program_file, rewrite
@@ -123,19 +123,21 @@ class Compiler:
     def _compile(self, fingerprint: str, hlo_module: bytes, options: bytes) -> Executable:
         with self._lock:
             self.compiles += 1
-        # Called for its error: dynamic shapes must be refused before the compilation.
+        # Called for their errors: dynamic shapes and kernels must be refused before the compilation.
         hlo.results(hlo_module)
+        hlo.check_kernels(hlo_module)
         compile_options = xla_client.CompileOptions.ParseFromString(options)
-        device = self._only_device(compile_options)
-        order = [device] if device is not None else self._order(compile_options)
+        order = self._order(compile_options)
+        device = order[0] if len(order) < self._settings.replicas else None
         self._complete(compile_options, order)
         partitions = compile_options.num_partitions
         code = arguments.for_jaxlib(hlo_module, is_partitioned=partitions > 1)
         if partitions > 1:
             # The partitioner adds collectives in forms that the client knows.
-            code = batch_norm.expand(scan.expand(code))
+            code = inlining.replace(code, scan.choose, batch_norm.choose)
         else:
-            code = rewrite.for_jaxlib(max_pool.expand(scan.expand(code)), compile_options.num_replicas)
+            code = inlining.replace(code, scan.choose, max_pool.choose)
+            code = rewrite.for_jaxlib(code, compile_options.num_replicas)
         module = _jax.mlir.hlo_to_stablehlo(code)
         first = self._first(device)
         native = self._clients.compile(first, module, compile_options)
@@ -171,34 +173,37 @@ class Compiler:
         executable.native["donated"] = hlo.donated(executable.optimized_hlo)
         executable.native["collectives"] = hlo.collectives(executable.optimized_hlo)
         executable.native["groups"] = executable.groups()
+        memory = program.on(self._first(executable.device)).get_compiled_memory_stats()
+        executable.native["argument_bytes"] = memory.argument_size_in_bytes
+        # Temporary arrays, and results that do not reuse an argument's memory. A tuple of results has a table
+        # of pointers, which a device does not hold.
+        table = 8 * len(executable.outputs) if len(executable.outputs) > 1 else 0
+        executable.native["own_bytes"] = (
+            memory.temp_size_in_bytes + memory.output_size_in_bytes - table - memory.alias_size_in_bytes
+        )
         return executable
 
-    def _only_device(self, options: Any) -> int | None:
-        """Return the device for which JAX and TorchTPU compile; None for all, for which torch_xla does.
+    def _order(self, options: Any) -> list[int]:
+        """Return a program's devices, in the order of its own numbers of replicas and partitions.
+
+        JAX and TorchTPU compile for one device, too. For a group of every other device, TorchTPU numbers them
+        so that the group's are next to each other.
 
         Raises:
             PjrtError: the program is for another number of devices.
         """
         assignment = options.device_assignment
         numbers = hlo.assigned_devices(assignment.serialize()) if assignment is not None else ()
-        if len(numbers) in (0, self._settings.replicas):
-            return None
-        if len(numbers) > 1 or numbers[0] not in self._clients.local:
+        if not numbers:
+            return list(range(self._settings.replicas))
+        is_one_here = len(numbers) == 1 and numbers[0] in self._clients.local
+        if len(numbers) != self._settings.replicas and not is_one_here:
             raise PjrtError(
                 Code.UNIMPLEMENTED,
                 f"a program for the devices {list(numbers)} is not supported, only for one device of this "
                 f"process or for all {self._settings.replicas}",
             )
-        return numbers[0]
-
-    def _order(self, options: Any) -> list[int]:
-        """Return the devices of a program for all of them, by its own numbers of replicas and partitions.
-
-        For a group of every other device, TorchTPU numbers them so that the group's are next to each other.
-        """
-        assignment = options.device_assignment
-        numbers = hlo.assigned_devices(assignment.serialize()) if assignment is not None else ()
-        return list(numbers or range(self._settings.replicas))
+        return list(numbers)
 
     def _first(self, device: int | None) -> int:
         """Return the local replica on which a program is loaded first."""

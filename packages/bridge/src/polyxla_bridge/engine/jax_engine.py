@@ -34,7 +34,7 @@ from polyxla_bridge.engine.futures import (
 from polyxla_bridge.engine.profile import Profile
 from polyxla_bridge.engine.stall_watchdog import StallWatchdog
 from polyxla_bridge.env import BridgeSettings
-from polyxla_bridge.errors import PjrtError
+from polyxla_bridge.errors import PjrtError, keep_first
 from polyxla_bridge.programs import cache
 from polyxla_bridge.programs.compile_coordination import CompileCoordinator
 from polyxla_bridge.programs.executable import ArrayType, Executable
@@ -67,7 +67,9 @@ class JaxEngine(Engine):
         self._threads = {index: DeviceThread(index) for index in local}
         # Each replica of the machine may use an equal part of its memory.
         each = settings.memory_bytes or memory_accounting.machine_bytes() // settings.replicas
-        self._accounts = {index: memory_accounting.MemoryAccount(each) for index in local}
+        self._accounts = {
+            index: memory_accounting.MemoryAccount(each, settings.is_memory_limited) for index in local
+        }
         self._profile: Profile | None = None
         # Held while one execution is queued on several devices.
         self._order = threading.Lock()
@@ -101,8 +103,19 @@ class JaxEngine(Engine):
         return tuple(sorted(devices, key=lambda device: device.index))
 
     def compile(self, hlo_module: bytes, options: bytes) -> Executable:
-        """Compile a program once for all replicas; different programs compile at the same time."""
-        return self._compiler.compile(hlo_module, options)
+        """Compile a program once for all replicas; different programs compile at the same time.
+
+        Raises:
+            PjrtError: it cannot be compiled, or the limit of a device's memory is enforced and it needs more.
+        """
+        try:
+            executable = self._compiler.compile(hlo_module, options)
+            size = executable.native["argument_bytes"] + executable.native["own_bytes"]
+            self._accounts[self._clients.local[0]].check(size, f"program {executable.name}")
+        except Exception as error:
+            keep_first(error)
+            raise
+        return executable
 
     def execute(
         self,
@@ -176,19 +189,32 @@ class JaxEngine(Engine):
         arguments = [value.result() for value in values]
         # While numpy has a view of an array, jaxlib copies it instead of donating its memory.
         views = [np.asarray(arguments[number]) for number in protected]
-        loaded = executable.native["program"].on(index)
-        native = executable.native
-        self._threads[index].enter(executable.name, native["collectives"], native["groups"])
-        results = loaded.execute_sharded(arguments)
-        arrays = [parts[0] for parts in results.disassemble_into_single_device_arrays()]
-        # An error of the computation itself is raised here, not by the call above.
-        _jax.batched_block_until_ready(arrays)
+        try:
+            arrays = self._compute(executable, index, arguments)
+        except Exception as error:
+            keep_first(error)
+            raise
         del views
+        account = self._accounts[index]
         for number in executable.native["donated"]:
             if arguments[number].is_deleted():
-                self._accounts[index].take(arguments[number])
-        self._accounts[index].add(arrays)
+                account.take(arguments[number])
+        account.add(arrays)
         return arrays
+
+    def _compute(self, executable: Executable, index: int, arguments: list[Any]) -> list[Any]:
+        native, account = executable.native, self._accounts[index]
+        loaded = native["program"].on(index)
+        self._threads[index].enter(executable.name, native["collectives"], native["groups"])
+        account.reserve(native["own_bytes"], f"program {executable.name}")
+        try:
+            results = loaded.execute_sharded(arguments)
+            arrays = [parts[0] for parts in results.disassemble_into_single_device_arrays()]
+            # An error of the computation itself is raised here, not by the call above.
+            _jax.batched_block_until_ready(arrays)
+            return arrays
+        finally:
+            account.release(native["own_bytes"])
 
     def from_host(self, device: EngineDevice, type_: ArrayType, data: memoryview) -> Buffer:
         """Copy before returning, since the caller may reuse its memory."""
@@ -196,8 +222,13 @@ class JaxEngine(Engine):
         return Buffer(type_, device, CompletedFuture(self._put(device.index, host)))
 
     def _put(self, index: int, host: np.ndarray[Any, Any]) -> Any:
-        array = self._clients.put(index, host)
-        self._accounts[index].add([array])
+        account = self._accounts[index]
+        account.reserve(host.nbytes, f"an array of shape {host.shape} and dtype {host.dtype}")
+        try:
+            array = self._clients.put(index, host)
+        finally:
+            account.release(host.nbytes)
+        account.add([array])
         return array
 
     def to_host(self, buffer: Buffer) -> Future[memoryview]:

@@ -1,33 +1,90 @@
-"""Memory of a device's arrays, counted here because XLA's CPU client has no allocator to query."""
+"""Memory of a device, counted here because XLA's CPU client has no allocator to query."""
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from polyxla_bridge.abi import Code
+from polyxla_bridge.env import POLYXLA_DEVICE_MEMORY
+from polyxla_bridge.errors import PjrtError
+
+FREE_TIMEOUT_S = 1.0
+"""Longest wait for arrays that another thread is about to free, before memory is refused, in seconds."""
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class MemoryAccount:
-    """Counts the live arrays of one device. Temporary memory of running programs is not counted.
+    """Counts the live arrays of one device, and the temporary arrays of the program that runs on it.
 
     Args:
-        limit_bytes: memory that the device may use.
+        limit_bytes: memory that the device has.
+        is_enforced: whether what needs more is refused; otherwise the limit is only reported.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, is_enforced: bool = False) -> None:
         self._limit_bytes = limit_bytes
-        self._in_use = self._peak = self._count = self._largest = 0
+        self._is_enforced = is_enforced
+        self._in_use = self._peak = self._count = self._largest = self._reserved = 0
         self._lock = threading.Lock()
         self._live: dict[int, _Entry] = {}
         # The garbage collector may free an array anywhere, also in a thread that holds the lock. So `_free`
         # takes no lock: it appends the size here, and the next call that holds the lock subtracts it.
         self._freed: deque[int] = deque()
+
+    def reserve(self, size: int, what: str) -> None:
+        """Keep memory for what is about to be made; call `release` when it is made, or failed.
+
+        Args:
+            size: in bytes.
+            what: is about to be made, for the error.
+
+        Raises:
+            PjrtError: the limit is enforced, and less than `size` is free.
+        """
+        deadline = time.monotonic() + FREE_TIMEOUT_S
+        while not self._reserve(size):
+            if time.monotonic() > deadline:
+                raise PjrtError(
+                    Code.RESOURCE_EXHAUSTED,
+                    f"{what} needs {size:,} bytes of memory, but of the device's {self._limit_bytes:,} bytes "
+                    f"{self._in_use:,} are in use ({POLYXLA_DEVICE_MEMORY} sets the limit)",
+                )
+            time.sleep(0.001)
+
+    def _reserve(self, size: int) -> bool:
+        with self._lock:
+            self._settle()
+            total = self._in_use + self._reserved + size
+            if self._is_enforced and total > self._limit_bytes:
+                return False
+            self._reserved += size
+            self._peak = max(self._peak, total)
+            return True
+
+    def release(self, size: int) -> None:
+        """Give back what `reserve` kept."""
+        with self._lock:
+            self._reserved -= size
+
+    def check(self, size: int, what: str) -> None:
+        """Raise an error for what needs more memory than the device has, with nothing else on it.
+
+        Raises:
+            PjrtError: the limit is enforced, and `size` is larger.
+        """
+        if self._is_enforced and size > self._limit_bytes:
+            raise PjrtError(
+                Code.RESOURCE_EXHAUSTED,
+                f"{what} needs {size:,} bytes of memory, but the device has {self._limit_bytes:,} bytes "
+                f"({POLYXLA_DEVICE_MEMORY} sets the limit)",
+            )
 
     def add(self, arrays: list[Any]) -> None:
         """Count new arrays, until they are freed or `take` is called for them."""
@@ -41,7 +98,7 @@ class MemoryAccount:
                 self._in_use += size
                 self._count += 1
                 self._largest = max(self._largest, size)
-            self._peak = max(self._peak, self._in_use)
+            self._peak = max(self._peak, self._in_use + self._reserved)
 
     def take(self, array: Any) -> None:
         """Stop counting an array whose memory was donated to another one."""

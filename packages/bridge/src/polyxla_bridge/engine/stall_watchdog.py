@@ -89,6 +89,14 @@ def retire(ordinal: int) -> None:
         engine.retire(ordinal)
 
 
+def retire_here() -> None:
+    """Tell the same of all replicas of this process, whatever the numbers of their devices."""
+    for engine in _watched:
+        for device in engine.devices:
+            if device.is_local:
+                engine.retire(device.index)
+
+
 _watched: list[Engine] = []
 
 

@@ -25,14 +25,14 @@ def claim(topology: Topology, host: Host) -> None:
     Raises:
         PjrtError: another process has one of the chips, or the port.
     """
-    for chip in topology.visible:
-        _take(f"\0polyxla-libtpu/{host.dev}/accel{chip}")
+    for device in topology.devices(host):
+        _take(f"\0polyxla-libtpu/{host.dev}/accel{device}")
     if topology.task:
         _listen(topology.addresses[topology.task])
 
 
 def _take(address: str) -> None:
-    """Take a chip. Its abstract socket is no file, and belongs to one process at a time."""
+    """Take a device. Its abstract socket is no file, and belongs to one process at a time."""
     chip = socket.socket(socket.AF_UNIX)
     try:
         chip.bind(address)

@@ -77,7 +77,7 @@ def settings(topology: Topology, host: Host, base: BridgeSettings) -> BridgeSett
         platform="TPU",
         kind=host.generation.kind,
         cores=host.generation.tensor_cores,
-        memory_bytes=host.generation.memory_gib << 30,
+        memory_bytes=base.memory_bytes or host.generation.memory_gib << 30,
     )
 
 

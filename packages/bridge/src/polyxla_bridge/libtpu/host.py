@@ -75,6 +75,12 @@ class Host:
             PjrtError: it is missing or wrong.
         """
         text = environ.get(POLYXLA_LIBTPU_HOST, "")
+        if not text:
+            raise PjrtError(
+                Code.FAILED_PRECONDITION,
+                "no TPU chip is attached to this machine, and none is emulated; set POLYXLA_EMULATE=v5e-1, "
+                "for example, before the program starts",
+            )
         match = re.fullmatch(r"(\w+):(\d)x(\d)x(\d)", text, re.ASCII)
         generation = GENERATIONS.get(match[1]) if match else None
         if match is None or generation is None:

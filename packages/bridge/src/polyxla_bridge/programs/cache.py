@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-import polyxla_bridge
 from polyxla_bridge.env import HOME, POLYXLA_COMPILE_CACHE, XDG_CACHE_HOME, BridgeSettings, CacheOrigin
+from polyxla_bridge.programs import program_file
 from polyxla_bridge.programs.cache_directory import PREFIX, CacheDirectory, why_unusable
 from polyxla_bridge.programs.executable import Executable
 
@@ -80,15 +80,11 @@ def _problem(settings: BridgeSettings) -> str | None:
 
 def context(settings: BridgeSettings, compiler: Mapping[str, str]) -> str:
     """Return a digest of everything but the program that determines the compiled code."""
-    digest = hashlib.sha256()
-    # This package rewrites programs and sets compiler options, so its code counts.
-    for path in sorted(Path(polyxla_bridge.__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
     job = [settings.replicas, _flags(settings.xla_flags), sorted(compiler.items())]
     # XLA divides loops by the number of threads.
     machine = [settings.nproc, len(os.sched_getaffinity(0)), platform.machine(), cpu()]
-    digest.update(json.dumps([version("jaxlib"), job, machine]).encode())
-    return digest.hexdigest()
+    whole = json.dumps([program_file.code_digest(), version("jaxlib"), job, machine])
+    return hashlib.sha256(whole.encode()).hexdigest()
 
 
 def _flags(text: str) -> str:

@@ -66,6 +66,9 @@ _COLLECTIVES = (
 _ONE_WAY = ("collective-broadcast", "collective-permute")
 """Those in which a replica may be done before the others have begun."""
 
+KERNEL = "tpu_custom_call"
+"""The custom call that runs a program of a TPU core's own. Source: ``jax._src.tpu_custom_call``."""
+
 
 def parse_module(data: bytes) -> HloModuleProto:
     """Parse a serialised HloModuleProto; fields that hlo.proto does not declare survive."""
@@ -199,6 +202,24 @@ def groups(hlo: bytes) -> frozenset[frozenset[int]]:
         if not listed and one.HasField("collective_device_list"):
             found.add(frozenset())
     return frozenset(found)
+
+
+def check_kernels(hlo: bytes) -> None:
+    """Check that a serialised HloModuleProto has no kernels for TPU cores.
+
+    Raises:
+        PjrtError: it has some.
+    """
+    # Most programs have none, and need not be parsed for that.
+    if KERNEL.encode() not in hlo:
+        return
+    if found := [one.name for one in _instructions(hlo) if one.custom_call_target == KERNEL]:
+        raise PjrtError(
+            Code.UNIMPLEMENTED,
+            f"{module_name(hlo)} has the {KERNEL} {', '.join(found)}: a kernel for TPU cores, such as Pallas "
+            "makes, cannot run on the CPU that emulates a TPU. Use torch's or XLA's own operations; "
+            "for attention, write torch.backends.cuda.enable_flash_sdp(False)",
+        )
 
 
 def _instructions(hlo: bytes) -> Iterator[HloInstructionProto]:

@@ -5,19 +5,20 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import struct
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
+import polyxla_bridge
 from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs.executable import ArrayType, Executable
 
-VERSION = 4
-"""Version of this layout; other versions are refused."""
 _MAGIC = b"polyxla program\n"
 _LENGTH = struct.Struct("<Q")
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -36,10 +37,22 @@ class UnpackedProgram:
     native: bytes
 
 
+@functools.cache
+def code_digest() -> str:
+    """Return a digest of this package's code, which rewrites programs and chooses compiler options.
+
+    A program that other code made may be wrong, also where a framework has kept it, as TorchTPU does.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(Path(polyxla_bridge.__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def pack(executable: Executable, native: bytes) -> bytes:
-    """Return a program as bytes that `unpack` of the same version reads."""
+    """Return a program as bytes that `unpack` of the same code reads."""
     header = {
-        "version": VERSION,
+        "code": code_digest(),
         "jaxlib": version("jaxlib"),
         "name": executable.name,
         "outputs": [(one.dtype, one.dims) for one in executable.outputs],
@@ -64,7 +77,7 @@ def unpack(data: bytes, num_devices: int) -> UnpackedProgram:
         num_devices: number of devices in this job; the program must be compiled for as many.
 
     Raises:
-        PjrtError: the bytes are not such a program, are damaged, or are for another version or job.
+        PjrtError: the bytes are not such a program, are damaged, or are of other code or another job.
     """
     if not data.startswith(_MAGIC):
         raise _refused("polyxla-bridge did not write these bytes")
@@ -92,7 +105,7 @@ def unpack(data: bytes, num_devices: int) -> UnpackedProgram:
 
 def _check(header: dict[str, Any], num_devices: int) -> None:
     name = header.get("name", "unnamed")
-    expected = {"version": VERSION, "jaxlib": version("jaxlib")}
+    expected = {"code": code_digest(), "jaxlib": version("jaxlib")}
     for key, value in expected.items():
         if header[key] != value:
             raise _refused(f"{name} was made with {key} {header[key]}, and this is {key} {value}")

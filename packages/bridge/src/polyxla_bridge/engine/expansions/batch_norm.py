@@ -7,9 +7,8 @@ writes layer norm as a batch norm, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,22 +17,9 @@ from polyxla_bridge.engine.expansions import inlining
 from polyxla_bridge.programs.hlo_pb2 import HloComputationProto as Computation
 from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
 
-Normalization = Callable[..., Any]
 
-
-def expand(module: bytes) -> bytes:
-    """Replace each batch norm by the instructions that compute it.
-
-    Args:
-        module: a serialised HloModuleProto.
-
-    Returns:
-        The program without batch norms; `module` itself if it has none.
-    """
-    return inlining.replace(module, _function)
-
-
-def _function(one: Instruction, computations: Mapping[int, Computation]) -> Normalization | None:
+def choose(one: Instruction, computations: Mapping[int, Computation]) -> inlining.Function | None:
+    """Return what computes a batch norm; None for any other instruction."""
     if one.opcode not in _NORMALIZATIONS:
         return None
     return partial(_NORMALIZATIONS[one.opcode], axis=one.feature_index, epsilon=one.epsilon)
@@ -88,7 +74,7 @@ def _gradient(
     return of_x, of_scale, of_offset
 
 
-_NORMALIZATIONS: dict[str, Normalization] = {
+_NORMALIZATIONS: dict[str, inlining.Function] = {
     "batch-norm-training": _training,
     "batch-norm-inference": _inference,
     "batch-norm-grad": _gradient,

@@ -18,12 +18,12 @@ Choice = Callable[[Instruction, Mapping[int, Computation]], Function | None]
 """Returns what computes an instruction from its operands; None for one that stays."""
 
 
-def replace(module: bytes, choose: Choice) -> bytes:
+def replace(module: bytes, *choices: Choice) -> bytes:
     """Replace instructions of a serialised HloModuleProto.
 
     Args:
         module: the program.
-        choose: called with each instruction, and the computations by their ids.
+        choices: called with each instruction, and the computations by their ids; the first function counts.
 
     Returns:
         The program; `module` itself if nothing was replaced.
@@ -31,7 +31,11 @@ def replace(module: bytes, choose: Choice) -> bytes:
     parsed = hlo.parse_module(module)
     computations = {one.id: one for one in parsed.computations}
     every = [one for computation in parsed.computations for one in computation.instructions]
-    functions = {one.id: function for one in every if (function := choose(one, computations))}
+    functions: dict[int, Function] = {}
+    for one in every:
+        found = filter(None, (choose(one, computations) for choose in choices))
+        if (function := next(found, None)) is not None:
+            functions[one.id] = function
     if not functions:
         return module
     shapes = {one.id: one.shape for one in every}

@@ -22,19 +22,8 @@ _EARLIER: dict[str, Callable[..., Any]] = {"GE": lax.lt, "GT": lax.gt}
 """By the comparison that keeps a maximum, which of two equal ones is chosen: the first or the last."""
 
 
-def expand(module: bytes) -> bytes:
-    """Replace each gradient of a max-pooling by the instructions that compute it.
-
-    Args:
-        module: a serialised HloModuleProto.
-
-    Returns:
-        The program; `module` itself if it has none.
-    """
-    return inlining.replace(module, _function)
-
-
-def _function(one: Instruction, computations: Mapping[int, Computation]) -> inlining.Function | None:
+def choose(one: Instruction, computations: Mapping[int, Computation]) -> inlining.Function | None:
+    """Return what computes a max-pooling's gradient; None for any other instruction."""
     if one.opcode != "select-and-scatter":
         return None
     windows = one.window.dimensions

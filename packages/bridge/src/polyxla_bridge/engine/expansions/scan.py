@@ -50,22 +50,12 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
 """What a step of a scan may do with its elements."""
 
 
-def expand(module: bytes) -> bytes:
-    """Replace each scan by the instructions that compute it.
-
-    Args:
-        module: a serialised HloModuleProto.
-
-    Returns:
-        The program; `module` itself if it has none.
+def choose(one: Instruction, computations: Mapping[int, Computation]) -> inlining.Function | None:
+    """Return what computes a scan; None for any other instruction.
 
     Raises:
         PjrtError: a step has an instruction that is not known here.
     """
-    return inlining.replace(module, _function)
-
-
-def _function(one: Instruction, computations: Mapping[int, Computation]) -> inlining.Function | None:
     if one.opcode != "scan":
         return None
     (called,) = one.called_computation_ids
