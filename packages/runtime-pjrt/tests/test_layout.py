@@ -73,8 +73,8 @@ def test_one_of_a_chips_two_cores_beside_other_chips_is_refused(devices: list[in
     with pytest.raises(UsageError) as caught:
         tpu_plan("v3-8", devices)
     assert str(caught.value) == (
-        f"the cores {devices} cannot be used together: a process drives the 2 cores of a chip "
-        "(from devices). Take both cores of each chip, such as devices=[0, 1], or one core only."
+        f"the cores {devices} are not whole chips, which have 2 cores each (from devices). "
+        "Take both cores of each chip, such as devices=[0, 1]; runtime 'pjrt' can use a single core."
     )
 
 

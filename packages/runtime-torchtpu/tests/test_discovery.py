@@ -49,7 +49,9 @@ def test_attached_chips_claim_it(v4_host: Path) -> None:
     assert (found.claim, found.kind, len(found.devices)) == (Claim.ATTACHED, "TPU", 4)
 
 
-@pytest.mark.parametrize(("name", "count"), [("v4-8", 4), ("v5e-8", 8), ("v6e-4", 4), ("v4-16", 8)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("v4-8", 4), ("v5e-8", 8), ("v6e-4", 4), ("v4-16", 8), ("tpu7x-8", 8)]
+)
 def test_an_emulated_tpu_has_its_chips(laptop: Path, name: str, count: int) -> None:
     assert len(discover({POLYXLA_EMULATE: name}, "auto", laptop).devices) == count
 
@@ -73,9 +75,9 @@ def test_a_tpu_that_torchtpu_does_not_drive_is_refused(laptop: Path, name: str, 
     assert found.fix
 
 
-def test_a_chip_with_two_devices_is_refused() -> None:
-    with pytest.raises(UsageError, match="one device per process"):
-        plan_for({POLYXLA_EMULATE: "tpu7x-8"}, "TPU", tuple(range(8)))
+def test_half_a_chip_is_refused() -> None:
+    with pytest.raises(UsageError, match="the cores \\[3\\] are not whole chips, which have 2 cores each"):
+        plan_for({POLYXLA_EMULATE: "tpu7x-8"}, "TPU", (3,))
 
 
 def test_a_tpu_without_chips_is_refused_with_how_to_emulate_one(laptop: Path) -> None:

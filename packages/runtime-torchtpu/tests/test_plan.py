@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
@@ -22,7 +23,7 @@ print(json.dumps({name: value for name, value in os.environ.items() if name.star
 """
 
 
-@pytest.mark.parametrize("name", ["v4-8", "v5e-4", "v5e-8", "v5p-8", "v6e-8", "v5e-1"])
+@pytest.mark.parametrize("name", ["v4-8", "v5e-4", "v5e-8", "v5p-8", "v6e-8", "v5e-1", "tpu7x-2", "tpu7x-8"])
 def test_the_variables_are_those_of_torchtpus_own_launch(name: str) -> None:
     environ = {**os.environ, POLYXLA_EMULATE: name}
     done = subprocess.run(
@@ -55,10 +56,26 @@ def test_each_process_has_its_ranks() -> None:
     assert len(hosts) == 2
 
 
+def test_a_program_may_launch_the_replicas_of_all_hosts() -> None:
+    environ = {POLYXLA_EMULATE: "v4-16"}
+    environ |= requested_plan(environ).program_environment(environ)
+    assert requested_plan(environ).processes_here == range(8)
+
+
 def test_what_a_user_has_set_is_not_overwritten() -> None:
     given = {env.TORCH_TPU_TOPOLOGY: "4,1,1", env.TORCH_TPU_SLICEBUILDER_ADDRESSES: "a:1,a:2,a:3,a:4"}
     plan = requested_plan({POLYXLA_EMULATE: "v4-8"})
     assert given.items() <= plan.process_environments(given, 2)[0].items()
+
+
+def test_each_device_of_a_chip_has_a_process() -> None:
+    plan = plan_for({POLYXLA_EMULATE: "tpu7x-8"}, "TPU", (4, 5, 6, 7))
+    environs = plan.process_environments({}, 2)
+    assert [one[tpu.LOCAL_RANK] for one in environs] == ["4", "5", "6", "7"]
+    assert environs[0][env.TORCH_TPU_TOPOLOGY] == "1,2,1,2"
+    pod = requested_plan({POLYXLA_EMULATE: "tpu7x-16"}).process_environments({}, 2)
+    assert [one[tpu.LOCAL_RANK] for one in pod] == [str(rank % 8) for rank in range(16)]
+    assert pod[15][env.TORCH_TPU_TOPOLOGY] == "2,2,2,2"
 
 
 def test_a_part_of_a_host_keeps_the_numbers_of_its_chips() -> None:
@@ -66,3 +83,23 @@ def test_a_part_of_a_host_keeps_the_numbers_of_its_chips() -> None:
     environs = plan.process_environments({}, 2)
     assert [one[tpu.LOCAL_RANK] for one in environs] == ["2", "3"]
     assert environs[0][env.TORCH_TPU_TOPOLOGY] == "1,2,1"
+
+
+def test_one_chosen_chip_is_a_topology_of_its_own() -> None:
+    plan = plan_for({POLYXLA_EMULATE: "v4-8"}, "TPU", (2,))
+    (environ,) = plan.process_environments({}, 2)
+    assert [environ[name] for name in (tpu.RANK, tpu.WORLD_SIZE, tpu.LOCAL_RANK)] == ["0", "1", "2"]
+    assert environ[env.TORCH_TPU_TOPOLOGY] == "1,1,1"
+    assert len(environ[env.TORCH_TPU_SLICEBUILDER_ADDRESSES].split(",")) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "expected"),
+    [("v4-8", range(4), "4"), ("v4-8", (0, 1), "2"), ("v4-8", (2, 3), None), ("v4-16", range(8), None)],
+)
+def test_processes_exchange_addresses_in_memory_if_their_ranks_count_from_0_on_one_host(
+    name: str, devices: Sequence[int], expected: str | None
+) -> None:
+    plan = plan_for({POLYXLA_EMULATE: name}, "TPU", tuple(devices))
+    environs = plan.process_environments({}, 2)
+    assert {one.get(env.TORCH_TPU_DEVICES_PER_HOST) for one in environs} == {expected}

@@ -52,6 +52,33 @@ first = torch.rand(3, device="tpu").tolist()
 torch.tpu.default_generators[0].set_state(before)
 print(first == torch.rand(3, device="tpu").tolist())
 """
+BACKWARD = """
+import torch
+x = torch.ones(1, requires_grad=True)
+(x * 2).backward()
+print(x.grad.item())
+"""
+THEN_LAUNCH = """
+import os
+import polyxla
+
+def train(replica, parent):
+    import torch
+    x = torch.ones(1, device=replica.device, requires_grad=True)
+    (x * 2).backward()
+    return os.getpid() == parent, x.grad.item()
+
+if __name__ == "__main__":
+    import torch
+    torch.ones(1, requires_grad=True).backward()
+    print(polyxla.launch(train, (os.getpid(),), devices=1))
+"""
+FLASH = """
+import torch
+torch.backends.cuda.enable_flash_sdp(True)
+x = torch.ones(1, 2, 128, 128, device="tpu")
+torch.nn.functional.scaled_dot_product_attention(x, x, x).cpu()
+"""
 FAIL = """
 import torch
 import torch.distributed as dist
@@ -100,10 +127,13 @@ dist.destroy_process_group()
 
 
 def run(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return run_python("-c", code, **environ)
+
+
+def run_python(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     whole = {**os.environ, "POLYXLA_EMULATE": "v5e-1", **environ}
-    return subprocess.run(
-        [sys.executable, "-c", code], env=whole, capture_output=True, text=True, timeout=200, check=False
-    )
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=whole, capture_output=True, text=True, timeout=200, check=False)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +151,14 @@ def test_a_program_runs_on_the_played_libtpu(code: str, environ: dict[str, str],
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == answer
     assert "nanobind" not in done.stderr
+
+
+def test_a_kernel_for_tpu_cores_is_refused_with_what_to_write_instead() -> None:
+    done = run(FLASH)
+    assert done.returncode != 0
+    raised = next(line for line in done.stderr.splitlines() if line.startswith("NotImplementedError: "))
+    assert "has the tpu_custom_call" in raised
+    assert raised.endswith("for attention, write torch.backends.cuda.enable_flash_sdp(False)")
 
 
 def run_several(directory: Path, code: str, processes: int = 2) -> subprocess.CompletedProcess[str]:
@@ -172,3 +210,17 @@ def test_one_line_says_that_the_tpu_is_emulated() -> None:
 def test_without_the_variable_nothing_is_emulated() -> None:
     done = run("import torch; print(torch.accelerator.is_available())", POLYXLA_EMULATE="")
     assert done.stdout.splitlines()[-1] == "False", done.stderr[-2000:]
+
+
+def test_without_a_tpu_a_backward_pass_on_the_cpu_does_not_wait_for_one() -> None:
+    done = run(BACKWARD, POLYXLA_EMULATE="")
+    assert done.stdout.splitlines()[-1] == "2.0", done.stderr[-2000:]
+    assert "no TPU chip is attached to this machine, and none is emulated" in done.stderr
+
+
+def test_a_replica_after_it_is_not_launched_in_the_same_process(tmp_path: Path) -> None:
+    """By then, torch has counted the devices: a backward pass on another one would fail."""
+    program = tmp_path / "program.py"
+    program.write_text(THEN_LAUNCH)
+    done = run_python(str(program), POLYXLA_EMULATE="")
+    assert done.stdout.splitlines()[-1] == "[(False, 2.0)]", done.stderr[-2000:]

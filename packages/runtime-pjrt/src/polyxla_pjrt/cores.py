@@ -40,7 +40,7 @@ def with_devices(bare: Discovery, environ: Mapping[str, str], chips: tuple[Attac
         )
     played = PlayedTpu.read(environ)
     if played:
-        played.require_library()
+        played.require_library(environ)
     else:
         _check_libtpu(environ)
     tpu_slice = this_slice(environ)

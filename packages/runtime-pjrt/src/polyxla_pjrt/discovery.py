@@ -20,7 +20,7 @@ from polyxla_pjrt.versions import RIGHT_PAIR, versions_problem
 from polyxla_tpu import env as tpu_env
 from polyxla_tpu import torchrun
 from polyxla_tpu.chips import PCI_ROOT, AttachedChip, attached_chips
-from polyxla_tpu.played import PlayedTpu
+from polyxla_tpu.played import PlayedTpu, check_device_memory
 
 KINDS = ("CPU", "TPU")
 """The device types this runtime drives."""
@@ -74,6 +74,7 @@ def plan_for(environ: Mapping[str, str], kind: str, devices: tuple[int, ...]) ->
         plan: Plan = tpu_plan.plan_cores(environ, devices)
     else:
         require_bridge(len(devices))
+        check_device_memory(environ)
         plan = Plan(cpu_layout(len(devices), environ, started))
     torchrun.check(plan, environ)
     return plan

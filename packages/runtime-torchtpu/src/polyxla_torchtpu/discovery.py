@@ -16,7 +16,7 @@ from polyxla_torchtpu.plan import TorchTpuPlan, host_slice, plan_cpu, plan_tpu
 from polyxla_tpu import env as tpu
 from polyxla_tpu import torchrun
 from polyxla_tpu.chips import PCI_ROOT, attached_chips
-from polyxla_tpu.played import PlayedTpu
+from polyxla_tpu.played import PlayedTpu, check_device_memory
 from polyxla_tpu.this_host import cores
 
 PJRT_DEVICE = "PJRT_DEVICE"
@@ -106,7 +106,7 @@ def _with_chips(bare: Discovery, environ: Mapping[str, str], pci_root: Path) -> 
             fix=f"Run on a TPU VM, or set {tpu.POLYXLA_EMULATE}=v5e-8 to emulate one.",
         )
     if played:
-        played.require_library()
+        played.require_library(environ)
     tpu_slice = host_slice(environ)
     return replace(
         bare,
@@ -127,6 +127,7 @@ def _with_cpu(bare: Discovery, environ: Mapping[str, str], kind: str) -> Discove
             "no TPU is attached, and emulated devices on the CPU need polyxla-bridge, which is not installed",
             fix=f"Install it: {pip_install('polyxla-bridge')}",
         )
+    check_device_memory(environ)
     count = torchrun.process_count(environ) or 1
     devices = tuple(Device(index, "CPU", f"emulated device {index} on the CPU") for index in range(count))
     return replace(bare, devices=devices, growable=True)

@@ -1,7 +1,7 @@
-"""What a process needs before it imports torch, run at the start of Python by ``polyxla_torchtpu.pth``.
+"""Which libtpu TorchTPU opens, decided before torch is imported.
 
 torch loads TorchTPU and this package in any order, and TorchTPU opens the library of `TPU_LIBRARY_PATH`
-when it is imported. So that variable is set where a TPU is to be played, before anything is imported.
+when it is imported.
 """
 
 from __future__ import annotations
@@ -9,14 +9,22 @@ from __future__ import annotations
 import importlib.util
 
 from polyxla.env import POLYXLA_RUNTIME, snapshot, update_environ
+from polyxla_tpu.chips import attached_chips
 from polyxla_tpu.env import POLYXLA_EMULATE, TPU_LIBRARY_PATH
 
 
 def show_library() -> None:
-    """Set the path of the played libtpu, if the environment asks for one and for no other runtime."""
+    """Set the path of the played libtpu if a TPU is to be played, and where no chip is attached.
+
+    Without a chip, the real libtpu looks for one for many minutes, already at the first backward pass on the
+    CPU, because torch then counts TorchTPU's devices. The played one answers at once.
+    """
     environ = snapshot()
-    is_asked_for = environ.get(POLYXLA_EMULATE) and environ.get(POLYXLA_RUNTIME) in (None, "", "torchtpu")
-    if is_asked_for and importlib.util.find_spec("polyxla_bridge"):
+    if environ.get(POLYXLA_EMULATE):
+        is_played = environ.get(POLYXLA_RUNTIME) in (None, "", "torchtpu")
+    else:
+        is_played = not environ.get(TPU_LIBRARY_PATH) and not attached_chips()
+    if is_played and importlib.util.find_spec("polyxla_bridge"):
         import polyxla_bridge
 
         update_environ({TPU_LIBRARY_PATH: str(polyxla_bridge.LIBRARY)})

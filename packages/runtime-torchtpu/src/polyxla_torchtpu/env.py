@@ -24,7 +24,8 @@ TORCH_TPU_XPROF_SESSION_ID = "TORCH_TPU_XPROF_SESSION_ID"
 """Given: the name that the profiles of a job's processes share."""
 
 TORCH_TPU_DEVICES_PER_HOST = "TORCH_TPU_DEVICES_PER_HOST"
-"""Given: the number of a job's processes on each host."""
+"""Given where a host's processes use its first devices: their number. torch_tpu 0.2.0 requires `LOCAL_RANK`
+to be less, and takes all processes of a machine for one host's."""
 
 TORCH_TPU_INTERNAL_HANDSHAKE_PORT = "TORCH_TPU_INTERNAL_HANDSHAKE_PORT"
 """Given on an emulated TPU: the port on which the processes compare the collectives of their programs.

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from polyxla_tpu.accelerators import GENERATIONS
 from polyxla_tpu.chips import GENERATION_BY_DEVICE
 from polyxla_tpu.played import POLYXLA_LIBTPU_HOST
 
@@ -40,8 +41,10 @@ def answer(environ: Mapping[str, str]) -> None:
 
     generation, _, shape = text.partition(":")
     chips = math.prod(int(number) for number in shape.split("x"))
+    # TorchTPU counts two devices of a TPU7x, each of which has an entry in the kernel's list.
+    count = chips * GENERATIONS[generation].devices_per_chip
     device_id = next(one for one, of_device in GENERATION_BY_DEVICE.items() if of_device == generation)
     any_hardware: Any = hardware
     topologies = any_hardware._TOPOLOGY_BY_TPU_PCI_DEVICE_ID.get(device_id, {})
-    any_hardware._scan_pci_tpus = lambda: (chips, topologies)
+    any_hardware._scan_pci_tpus = lambda: (count, topologies)
     any_hardware.get_tpu_device_name = lambda: any_hardware._PCI_DEVICE_ID_TO_NAME.get(device_id, "TPU")

@@ -70,26 +70,44 @@ def run_process(replica: Callable[[Place], Any], plan: TorchTpuPlan, process: in
     from polyxla_torchtpu.replicas import prepare
 
     prepare(plan)
-    return [replica(Place(plan, process))]
+    return _run_replica(replica, Place(plan, process))
+
+
+def _run_replica(replica: Callable[[Place], Any], place: Place) -> list[Any]:
+    """Run a replica. If it fails, say which program was the first to fail: TorchTPU may not say it."""
+    try:
+        return [replica(place)]
+    except Exception as error:
+        if place.plan.played:
+            from polyxla_bridge.errors import first_failures
+
+            for failure in first_failures:
+                if failure not in str(error):
+                    error.add_note(f"the first program that failed: {failure}")
+        raise
 
 
 def _can_run_here(plan: TorchTpuPlan, start_method: str) -> bool:
     """Return whether this process may open the job's device.
 
-    TorchTPU opens libtpu when it is imported: it has opened the real one where torch was imported before this
-    machine's CPU was asked for.
+    TorchTPU opens libtpu when it is imported. Where no TPU was played then, torch may have counted no device
+    of this kind, and it counts only once.
 
     Raises:
         UsageError: it may not, and the replica is requested to run inline.
     """
     if plan.played is None or "torch_tpu" not in sys.modules:
         return True
-    import polyxla_bridge
+    import torch
 
-    is_played = polyxla.env.snapshot().get(tpu.TPU_LIBRARY_PATH) == str(polyxla_bridge.LIBRARY)
+    from polyxla_bridge import activation
+
+    any_torch: Any = torch
+    is_counted = POLYXLA_LIBTPU_HOST in polyxla.env.snapshot() or any_torch.tpu.is_initialized()
+    is_played = activation.is_active() and is_counted
     if not is_played and start_method == "inline":
         raise UsageError(
-            "torch was imported here without an emulated TPU, so TorchTPU has opened the real libtpu",
+            "torch was imported here without an emulated TPU, and may have counted the devices already",
             where="start_method='inline'",
             fix=f"Set {tpu.POLYXLA_EMULATE}=v5e-1 before the program starts, or leave start_method out.",
         )
@@ -99,7 +117,7 @@ def _can_run_here(plan: TorchTpuPlan, start_method: str) -> bool:
 def _run_inline(job: Job, plan: TorchTpuPlan) -> list[Any]:
     whole = plan.process_environments(job.environ, os.cpu_count() or 1)[0]
     with polyxla.env.temporary_environ(whole):
-        return [job.run(Place(plan, 0))]
+        return _run_replica(job.run, Place(plan, 0))
 
 
 def _kind(environ: Mapping[str, str]) -> str:

@@ -15,7 +15,7 @@ from polyxla_tpu.accelerators import GENERATIONS, AcceleratorType, Bounds
 from polyxla_tpu.boxes import ONE
 from polyxla_tpu.chip_plan import ChipPlan, plan_chips
 from polyxla_tpu.layout import Layout
-from polyxla_tpu.played import POLYXLA_LIBTPU_DEV, PlayedTpu
+from polyxla_tpu.played import PlayedTpu
 from polyxla_tpu.slices import TpuSlice
 from polyxla_tpu.this_host import this_slice
 from polyxla_tpu.topology import join
@@ -104,14 +104,16 @@ class TorchTpuPlan(ChipPlan):
         host, local = divmod(process, self.layout.processes)
         ranks = {
             tpu.RANK: process,
-            # TorchTPU opens the chip with this number, whatever chips are visible.
+            # TorchTPU opens the device with this number, whatever chips are visible.
             tpu.LOCAL_RANK: self.chips[local],
             tpu.WORLD_SIZE: self.layout.process_count,
             tpu.LOCAL_WORLD_SIZE: self.layout.processes,
-            env.TORCH_TPU_DEVICES_PER_HOST: self.layout.processes,
             env.NNODES: self.layout.hosts,
             env.NODE_RANK: host,
         }
+        if self.chips == tuple(range(self.layout.processes)) and not self.plays_all_hosts:
+            # With it, TorchTPU exchanges addresses in this machine's shared memory, by `LOCAL_RANK`.
+            ranks[env.TORCH_TPU_DEVICES_PER_HOST] = self.layout.processes
         return {
             **{name: str(number) for name, number in ranks.items()},
             **meeting,
@@ -129,9 +131,8 @@ class TorchTpuPlan(ChipPlan):
         """Return the variables, over `environ`, for a program that may launch, or use a device itself."""
         if self.played is None:
             return {}
-        devices = self.played_meeting(environ)
-        own = self.played_host(self.tpu_slice.worker_id, devices)
-        return {**_PLAYED, POLYXLA_LIBTPU_DEV: devices[POLYXLA_LIBTPU_DEV], **own}
+        devices = self.chips_of(self.tpu_slice.worker_id, self.played.devices(environ))
+        return {**_PLAYED, **self.played.library_environment(devices)}
 
 
 @dataclass(frozen=True)
@@ -149,14 +150,10 @@ def plan_tpu(environ: Mapping[str, str], devices: tuple[int, ...]) -> TorchTpuPl
         UsageError: these chips cannot be used together, or not by TorchTPU.
     """
     layout, tpu_slice, chips, played = plan_chips(environ, host_slice(environ), devices)
-    if layout.threads > 1:
-        raise UsageError(
-            f"TorchTPU drives one device per process, and this version of polyxla cannot launch it on the "
-            f"{layout.threads} devices of each chip of a {tpu_slice.accelerator.name}",
-            where="runtime 'torchtpu'",
-            fix="Use a v4, v5e, v5p or v6e, or runtime 'pjrt' with torch_xla.",
-        )
-    return TorchTpuPlan(layout, tpu_slice, chips, played)
+    each = layout.threads
+    # TorchTPU numbers the devices of a host, not its chips, where a chip has two.
+    own = tuple(chip * each + core for chip in chips for core in range(each))
+    return TorchTpuPlan(Layout(1, len(own), layout.hosts), tpu_slice, own, played)
 
 
 def plan_cpu(count: int) -> TorchTpuPlan:

@@ -62,4 +62,4 @@ def polyxla_replication(job: Job, place: Place) -> Replication:
     """Open the device, for the first time in this process."""
     from polyxla_torchtpu.replicas import open_replication
 
-    return open_replication(place, job.environ)
+    return open_replication(place, job.environ, is_program=job.own_processes)

@@ -10,7 +10,8 @@ import io
 import signal
 import sys
 import warnings
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -21,9 +22,12 @@ from polyxla import UsageError, World, presence
 from polyxla.contracts.replication import ReduceOp, Replication
 from polyxla.env import POLYXLA_INPUT_TIMEOUT_S, POLYXLA_START_TIMEOUT_S, snapshot, timeout_s
 from polyxla.launcher import failures
+from polyxla.replica.consistency import average_in_place
+from polyxla.replica.module_move import optimizer_parameters
 from polyxla_torchtpu import host_answers
 from polyxla_torchtpu.counters import TorchTpuCounters
 from polyxla_torchtpu.plan import Place, TorchTpuPlan
+from polyxla_torchtpu.profiling import profile
 from polyxla_torchtpu.upload import upload_batches
 from polyxla_tpu import env as tpu
 from polyxla_tpu import torchrun
@@ -60,9 +64,8 @@ def _watch() -> None:
 
     stall_watchdog.on_stall(failures.report_stall)
     failures.describe_with(stall_watchdog.describe_here)
-    presence.listen(
-        lambda position: stall_watchdog.retire(position.ordinal) if position.has_returned else None
-    )
+    # A TPU numbers its devices by coordinates, TorchTPU its replicas by process: one in each.
+    presence.listen(lambda position: stall_watchdog.retire_here() if position.has_returned else None)
 
 
 def load() -> None:
@@ -78,13 +81,22 @@ def load() -> None:
         raise
 
 
-def open_replication(place: Place, environ: Mapping[str, str]) -> Replication:
-    """Open this process's device, and meet the other replicas."""
+def open_replication(place: Place, environ: Mapping[str, str], is_program: bool = False) -> Replication:
+    """Open this process's device, and meet the other replicas.
+
+    Args:
+        place: of this process's replica.
+        environ: the job's environment, with the timeouts.
+        is_program: whether the replica runs a whole program, which may make the process group itself.
+    """
     load()
     if place.plan.layout.replicas == 1:
         return TorchTpuReplication(World(), place.plan.kind, environ)
     world = place.plan.layout.world(place.process, 0)
-    return SeveralReplication(world, place.plan.kind, environ)
+    replication = SeveralReplication(world, place.plan.kind, environ)
+    if not is_program:
+        replication.join_group()
+    return replication
 
 
 class TorchTpuReplication(Replication):
@@ -142,6 +154,10 @@ class TorchTpuReplication(Replication):
         """Return TorchTPU's counters."""
         return TorchTpuCounters()
 
+    def profile(self, folder: str) -> AbstractContextManager[Callable[[int], None]]:
+        """Trace torch's operations and the device's work into files for TensorBoard and Perfetto."""
+        return profile(folder)
+
     def report(self) -> str:
         """Return the counts of programs and reads."""
         counts = self.counters().counts()
@@ -162,25 +178,31 @@ class SeveralReplication(TorchTpuReplication):
     """
 
     def __init__(self, world: World, kind: str, environ: Mapping[str, str]) -> None:
-        # In a process that torchrun has started, the program may have its group already.
-        self._owns_group = not dist.is_initialized()
-        if self._owns_group:
-            start = dt.timedelta(seconds=timeout_s(environ, POLYXLA_START_TIMEOUT_S))
-            own = snapshot()
-            is_host = world.ordinal == 0 and torchrun.process_count(own) is None
-            address, port = own[tpu.MASTER_ADDR], int(own[tpu.MASTER_PORT])
-            store: Any = dist.TCPStore(  # type: ignore[attr-defined]
-                address, port, world.world_size, is_host, start
-            )
-            dist.init_process_group(
-                BACKEND, store=store, rank=world.ordinal, world_size=world.world_size, timeout=start
-            )
+        self._start_timeout_s = timeout_s(environ, POLYXLA_START_TIMEOUT_S)
+        self._owns_group = False
         super().__init__(world, kind, environ)
+
+    def join_group(self) -> None:
+        """Make the process group of all replicas, unless the program has made it, as under torchrun."""
+        if dist.is_initialized():
+            return
+        self._owns_group = True
+        start = dt.timedelta(seconds=self._start_timeout_s)
+        own, world = snapshot(), self.world
+        is_host = world.ordinal == 0 and torchrun.process_count(own) is None
+        address, port = own[tpu.MASTER_ADDR], int(own[tpu.MASTER_PORT])
+        store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+            address, port, world.world_size, is_host, start
+        )
+        dist.init_process_group(
+            BACKEND, store=store, rank=world.ordinal, world_size=world.world_size, timeout=start
+        )
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         """Combine the replicas' tensors; collectives of TorchTPU work in place, on a copy here."""
         if op in ("and", "or"):
             return self._combine_bits(tensor, op)
+        self.join_group()
         result = tensor.detach().clone()
         dist.all_reduce(result, _OPS[op])
         return result / self.world.world_size if op == "mean" else result
@@ -192,26 +214,17 @@ class SeveralReplication(TorchTpuReplication):
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Gather the replicas' tensors."""
+        self.join_group()
         source = tensor.detach().contiguous()
         gathered = source.new_empty((self.world.world_size, *source.shape))
         dist.all_gather_into_tensor(gathered, source[None])
         return list(gathered.unbind())
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Average the gradients in place, those of one dtype in one collective."""
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
-        for gradients in by_dtype.values():
-            flat = torch.cat([one.reshape(-1) for one in gradients])
-            dist.all_reduce(flat)
-            flat /= self.world.world_size
-            reduced = flat.split([one.numel() for one in gradients])
-            torch._foreach_copy_(
-                gradients, [new.view_as(old) for new, old in zip(reduced, gradients, strict=True)]
-            )
+        """Average the gradients in place, many of one dtype in one collective."""
+        self.join_group()
+        gradients = [one.grad for one in optimizer_parameters(optimizer) if one.grad is not None]
+        average_in_place(gradients, dist.all_reduce, self.world.world_size)
 
     def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int] = ()) -> list[bytes]:
         """Exchange payloads by gathering their sizes, then their bytes.

@@ -24,7 +24,7 @@ class ChipPlan:
     Attributes:
         layout: how the replicas are spread over processes and hosts.
         tpu_slice: the slice, or the part of this host that the job uses.
-        chips: the chip of each process of a host, by its number there.
+        chips: the chip of each process of a host, by its number there; the device, if it drives one of two.
         played: the TPU that this machine plays; None on a real one.
     """
 
@@ -128,10 +128,9 @@ def plan_chips(
     chips = tuple(sorted({host_core(tpu_slice, device) // threads for device in devices}))
     if len(chips) * threads != len(devices):
         raise UsageError(
-            f"the cores {list(devices)} cannot be used together: a process drives the {threads} cores of a "
-            "chip",
+            f"the cores {list(devices)} are not whole chips, which have {threads} cores each",
             where="devices",
-            fix="Take both cores of each chip, such as devices=[0, 1], or one core only.",
+            fix="Take both cores of each chip, such as devices=[0, 1]; runtime 'pjrt' can use a single core.",
         )
     if len(chips) != here:
         bounds = _box(tpu_slice, chips)

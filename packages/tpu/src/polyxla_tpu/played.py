@@ -79,11 +79,11 @@ class PlayedTpu:
             env.TPU_WORKER_ID: str(self.host or 0),
         }
 
-    def require_library(self) -> None:
-        """Check that the played libtpu is installed.
+    def require_library(self, environ: Mapping[str, str]) -> None:
+        """Check that the played libtpu is installed, and what the environment says to it.
 
         Raises:
-            UsageError: it is missing.
+            UsageError: it is missing, or a variable is invalid.
         """
         if importlib.util.find_spec("polyxla_bridge") is None:
             raise UsageError(
@@ -91,6 +91,7 @@ class PlayedTpu:
                 where=f"{env.POLYXLA_EMULATE}={self.accelerator.name}",
                 fix=f"Install it ({pip_install('polyxla-bridge')}), or unset {env.POLYXLA_EMULATE}.",
             )
+        check_device_memory(environ)
 
     def devices(self, environ: Mapping[str, str]) -> str:
         """Return the name that the chips of this process's host have in `environ`, or a new one.
@@ -121,6 +122,24 @@ class PlayedTpu:
             f"emulating a {self.accelerator.name}{host} on this machine's CPU: {used_as}; names and layout "
             "are a TPU's, numbers and speed the CPU's"
         )
+
+
+def check_device_memory(environ: Mapping[str, str]) -> None:
+    """Check the memory of the bridge's devices; otherwise the first process to make a device would fail.
+
+    Raises:
+        UsageError: it is no size.
+    """
+    from polyxla_bridge import env as bridge
+
+    try:
+        bridge.device_memory(environ)
+    except ValueError:
+        name = bridge.POLYXLA_DEVICE_MEMORY
+        raise UsageError(
+            f"{name}={environ[name]} is no size of a memory",
+            fix="Write bytes as an integer, a size such as 16GiB, or 'on' for what the device has.",
+        ) from None
 
 
 def _host(text: str | None, accelerator: AcceleratorType) -> int | None:
