@@ -57,6 +57,8 @@ TESTS_NEED = {
 }
 # The first runs all of integration/, the others the tests that depend on the runtime.
 RUNTIMES = ["pjrt", "xrt", "torchtpu"]
+# Where the programs of other libraries are, for `clients`.
+CLIENTS = {"pjrt": "integration/clients", "torchtpu": "integration/torchtpu/clients"}
 # These promise a range of versions, and are tested with the oldest. The others follow one torch_xla release.
 WITH_A_RANGE = ["core", "sampler", "precision", "testing", "tpu", "training"]
 # A few tests take most of the time: whichever process is done first takes some of the other's.
@@ -223,18 +225,21 @@ def integration(session: nox.Session, runtime: str) -> None:
     install(session, packages, group("integration"), with_extras=["training"], options=pins)
     options = ["--durations=10", "--polyxla-runtime", runtime, junit(f"integration-{runtime}")]
     # Those need other libraries: `clients` runs them.
-    options.append("--ignore=integration/clients")
+    options += [f"--ignore={directory}" for directory in CLIENTS.values()]
     session.run("pytest", "integration", *TWO_AT_ONCE, *options, *session.posargs)
 
 
 @nox.session
-def clients(session: nox.Session) -> None:
+@nox.parametrize("runtime", list(CLIENTS))
+def clients(session: nox.Session, runtime: str) -> None:
     """Train with Lightning, Accelerate and transformers on emulated TPUs; takes a quarter of an hour."""
-    install(session, ["bridge", "runtime-pjrt", "testing"], group("clients"))
+    pins = ("-c", CONSTRAINTS_TORCHTPU if runtime == "torchtpu" else CONSTRAINTS)
+    packages = ["bridge", f"runtime-{runtime}", "testing"]
+    install(session, packages, group(f"clients-{runtime}"), options=pins)
     # The tests of one library together: they compare with the same run on the CPU.
     together = ["-n", "2", "--dist", "loadgroup"]
-    options = ["--durations=10", "--polyxla-runtime", "pjrt", junit("clients")]
-    session.run("pytest", "integration/clients", *together, *options, *session.posargs)
+    options = ["--durations=10", "--polyxla-runtime", runtime, junit(f"clients-{runtime}")]
+    session.run("pytest", CLIENTS[runtime], *together, *options, *session.posargs)
 
 
 @nox.session(venv_backend="uv", reuse_venv=False)

@@ -41,14 +41,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Where the tests are that run on one of the other runtimes only.
 OWN_TESTS = {"xrt": "jobs", "torchtpu": "torchtpu"}
-# Their imports need torch_xla, and what they test does not depend on the runtime.
+# Beside this file. Their imports need torch_xla, and what they test does not depend on the runtime.
 WITHOUT_TORCH_XLA = ("test_docs.py", "test_fits.py", "test_bad_input.py", "jobs", "clients", "seeds")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out what cannot be imported beside TorchTPU."""
     if config.getoption("--polyxla-runtime") == "torchtpu":
-        return True if collection_path.name in WITHOUT_TORCH_XLA else None
+        is_beside = collection_path.parent == Path(__file__).parent
+        return True if is_beside and collection_path.name in WITHOUT_TORCH_XLA else None
     return True if collection_path.name == "torchtpu" else None
 
 

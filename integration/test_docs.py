@@ -139,7 +139,7 @@ def commands() -> dict[str, Any]:
     return {**apps[0].commands, **apps[1].commands}
 
 
-COMMANDS = ["check-replicas", "devices", "env", "fits", "report", "run", "runtimes", "worker"]
+COMMANDS = ["check-replicas", "consolidate", "devices", "env", "fits", "report", "run", "runtimes", "worker"]
 
 
 def test_every_command_is_on_the_command_line_page() -> None:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from polyxla import UsageError
+from polyxla.contracts.replication import STEP_EVENT
 from polyxla_precision import BF16True
 from polyxla_testing import RuntimeUnderTest
 from polyxla_training import CheckpointFolder, Trainer
@@ -175,7 +176,6 @@ def test_four_replicas_resume_as_two(runtime: RuntimeUnderTest, tmp_path: Path) 
     assert len(CheckpointFolder(tmp_path).entries()) == 3
 
 
-@pytest.mark.torch_xla("a profiler, in this version")
 @pytest.mark.parametrize(("steps", "log_dir"), [((2, 4), "here"), ((1, 2), None)])
 def test_steps_can_be_profiled(
     runtime: RuntimeUnderTest,
@@ -184,10 +184,7 @@ def test_steps_can_be_profiled(
     steps: tuple[int, int],
     log_dir: str | None,
 ) -> None:
-    # Not when this module is imported: importing torch_xla sets variables.
     from jax.profiler import ProfileData
-
-    from polyxla.xla.replication import STEP_EVENT
 
     monkeypatch.chdir(tmp_path)
     options = {"runtime": runtime.name, "devices": 1, "progress": False}

@@ -19,66 +19,33 @@ TOLERANCE = 1e-5
 Train = Callable[..., list[float]]
 
 
-@pytest.fixture(scope="session")
-def reference() -> Callable[[str], list[float]]:
-    """Returns the losses of a program on the CPU, which it computes once."""
-    known: dict[str, list[float]] = {}
-
-    def losses(program: str) -> list[float]:
-        if program not in known:
-            arguments = ["cpu"] if program == "characters.py" else ["none", "cpu"]
-            known[program] = _losses([sys.executable, str(PROGRAMS / program), *arguments], {})
-        return known[program]
-
-    return losses
-
-
-@pytest.fixture
-def train(clean_environ: dict[str, str]) -> Train:
-    """Returns the losses of a program on an emulated TPU: by python for one device, else by torchrun."""
-
-    def run(tpu: str, devices: int, program: str, *arguments: str) -> list[float]:
-        launcher = [sys.executable]
-        if devices > 1:
-            launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(devices)]
-        environ = {**clean_environ, "POLYXLA_EMULATE": tpu}
-        return _losses([*launcher, str(PROGRAMS / program), *arguments], environ)
-
-    return run
-
-
-def _losses(command: list[str], environ: dict[str, str]) -> list[float]:
-    done = subprocess.run(
-        command, env=environ or None, capture_output=True, text=True, timeout=250, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("loss ")]
-
-
 @pytest.mark.parametrize(
     ("program", "arguments"),
     [
         ("decoder.py", ["none"]),
         ("decoder.py", ["compile"]),
         ("resnet_block.py", ["none"]),
-        ("resnet_block.py", ["compile"]),
+        pytest.param("resnet_block.py", ["compile"], marks=pytest.mark.long),
         ("characters.py", []),
     ],
 )
 def test_one_device_trains_as_the_cpu(
-    train: Train, reference: Callable[[str], list[float]], program: str, arguments: list[str]
+    train: Train, reference: Train, program: str, arguments: list[str]
 ) -> None:
-    _agree(train("v5e-1", 1, program, *arguments), reference(program))
+    _agree(train("v5e-1", 1, PROGRAMS / program, *arguments), _on_cpu(reference, program))
 
 
 @pytest.mark.parametrize(
     ("program", "strategy"),
-    [("decoder.py", "ddp"), ("decoder.py", "fsdp"), ("decoder.py", "tp"), ("resnet_block.py", "ddp")],
+    [
+        pytest.param("decoder.py", "ddp", marks=pytest.mark.long),
+        ("decoder.py", "fsdp"),
+        ("decoder.py", "tp"),
+        ("resnet_block.py", "ddp"),
+    ],
 )
-def test_four_devices_train_as_the_cpu(
-    train: Train, reference: Callable[[str], list[float]], program: str, strategy: str
-) -> None:
-    _agree(train("v5e-4", 4, program, strategy), reference(program))
+def test_four_devices_train_as_the_cpu(train: Train, reference: Train, program: str, strategy: str) -> None:
+    _agree(train("v5e-4", 4, PROGRAMS / program, strategy), _on_cpu(reference, program))
 
 
 def test_processes_of_torch_multiprocessing_train(
@@ -94,6 +61,10 @@ def test_processes_of_torch_multiprocessing_train(
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert sorted(done.stdout.split()) == ["sum=6.0"] * 4
+
+
+def _on_cpu(reference: Train, program: str) -> list[float]:
+    return reference(PROGRAMS / program, *(["cpu"] if program == "characters.py" else ["none", "cpu"]))
 
 
 def _agree(losses: list[float], expected: list[float]) -> None:

@@ -1,0 +1,30 @@
+"""One replica of `polyxla run --each`: its own group, a launch that joins. With an argument, rank 1 fails."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import polyxla
+from polyxla import Replica
+
+
+def gather(replica: Replica) -> list[int]:
+    """Gather the ordinals."""
+    return replica.all_gather(replica.ordinal)
+
+
+rank = int(os.environ["RANK"])
+if sys.argv[1:] and rank == 1:
+    sys.exit(3)
+dist.init_process_group("tpu_dist")
+layer = torch.nn.Linear(1, 1, bias=False).to("tpu")
+torch.nn.init.zeros_(layer.weight)
+model = DistributedDataParallel(layer)
+model(torch.tensor([[float(rank)]], device="tpu")).sum().backward()
+print(f"{rank}: mean {layer.weight.grad.item()}, launch {polyxla.launch(gather)}\n", end="", flush=True)
+dist.destroy_process_group()
