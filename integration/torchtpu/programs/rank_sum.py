@@ -8,5 +8,5 @@ import torch.distributed as dist
 dist.init_process_group("tpu_dist")
 total = torch.tensor([float(dist.get_rank())], device="tpu")
 dist.all_reduce(total)
-print(f"{dist.get_rank()} of {dist.get_world_size()}: {total.item()}", flush=True)
+print(f"{dist.get_rank()} of {dist.get_world_size()}: {total.item()}\n", end="", flush=True)
 dist.destroy_process_group()

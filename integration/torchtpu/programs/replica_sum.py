@@ -12,7 +12,7 @@ def main(replica: Replica) -> None:
     """Sum the ordinals."""
     ordinal = replica.world.ordinal
     total = replica.all_reduce(torch.tensor([float(ordinal)], device=replica.device), "sum")
-    print(f"{ordinal} of {replica.world.world_size}: {total.item()}", flush=True)
+    print(f"{ordinal} of {replica.world.world_size}: {total.item()}\n", end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -293,7 +293,7 @@ def test_several_tpu_cores_get_a_process_for_each_chip(
     [
         ({tpu_env.TPU_ACCELERATOR_TYPE: "v4-8"}, (0, 3), "not neighbours that form a box"),
         ({tpu_env.TPU_ACCELERATOR_TYPE: "v4-8"}, (0, 1, 2), "not neighbours that form a box"),
-        ({tpu_env.TPU_ACCELERATOR_TYPE: "v3-8"}, (1, 2), "a process drives the 2 cores of a chip"),
+        ({tpu_env.TPU_ACCELERATOR_TYPE: "v3-8"}, (1, 2), "are not whole chips, which have 2 cores each"),
         (V4_32, (0, 1), "4 hosts must use all their chips"),
         (
             {tpu_env.TPU_ACCELERATOR_TYPE: "v4-8", "TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2"},

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from polyxla_tpu.holders import Holder, find_holders, named
+from polyxla_tpu.processes.holders import Holder, find_holders, named
 
 HOLD = "import sys; files = [open(path) for path in sys.argv[1:]]; print('open', flush=True); input()"
 

@@ -27,6 +27,7 @@ FAILED = 1
 UNFINISHED = 4
 """Exit code of a process whose devices did not finish, or could not be released."""
 _active = threading.Lock()
+_has_client = threading.Event()
 _log = logging.getLogger("polyxla.bridge")
 
 
@@ -69,7 +70,9 @@ def activate(make_engine: Callable[[], Engine], opener: Callable[[], Opener] = O
 
     def make() -> Engine:
         framework.before_client()
-        return make_engine()
+        engine = make_engine()
+        _has_client.set()
+        return engine
 
     bridge = Bridge(make, framework.wait)
     table = Table(bridge)
@@ -80,6 +83,11 @@ def activate(make_engine: Callable[[], Engine], opener: Callable[[], Opener] = O
 def is_active() -> bool:
     """Return whether a framework has opened the library in this process, and not another one in its place."""
     return _active.locked()
+
+
+def has_client() -> bool:
+    """Return whether the framework has created its client, here or in a process of which this is a fork."""
+    return _has_client.is_set()
 
 
 def _leave(framework: Opener, bridge: Bridge, table: Table) -> None:

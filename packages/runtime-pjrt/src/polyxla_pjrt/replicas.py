@@ -7,13 +7,10 @@ process's only replica is the main thread.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
 import queue
-import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,12 +28,12 @@ from polyxla.launcher.child import REPLICA_THREAD
 from polyxla.xla import replica_process
 from polyxla.xla.replication import CollectiveReplication
 from polyxla_pjrt.layout import Place, Plan
-from polyxla_tpu import holders, torchrun
+from polyxla_tpu import torchrun
 from polyxla_tpu.monitor.replica_watch import watch_replicas
+from polyxla_tpu.processes import holders
+from polyxla_tpu.processes.signals import end_with_parent, sigterm_ends_quietly
 
 _LENGTH_BYTES = 8
-_PR_SET_PDEATHSIG = 1
-"""Source: ``linux/prctl.h``."""
 _ENDED = ("ExecuteTime", "CompileTime")
 """Metrics that get a sample when a program ends, or its compilation.
 Source: torch_xla 2.9.0, ``runtime/pjrt_computation_client.cpp``.
@@ -119,12 +116,12 @@ def run_replicas(replica: Callable[[Place], Any], plan: Plan, process: int) -> l
     forever. They end with the process.
     """
     if torchrun.process_count(snapshot()) is None:
-        _end_with_parent()
+        end_with_parent()
     if plan.is_bridged:
         _watch(plan)
     watch_replicas(snapshot(), TorchXlaProbe)
     replica_process.prepare(shares_gil=plan.layout.threads > 1)
-    with holders.named(), _sigterm_ends_quietly():
+    with holders.named(), sigterm_ends_quietly():
         pjrt.initialize_multiprocess(process % plan.layout.processes, plan.layout.processes)
     if plan.layout.threads == 1:
         return [_on_own_device(replica, Place(plan, process, 0))]
@@ -140,30 +137,6 @@ def run_replicas(replica: Callable[[Place], Any], plan: Plan, process: int) -> l
             for i in range(plan.layout.threads)
         ]
     )
-
-
-def _end_with_parent() -> None:
-    """Have the kernel end this process when its parent ends.
-
-    C++ code that hangs with the GIL held would live on, and keep its TPU chip.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def _sigterm_ends_quietly() -> Iterator[None]:
-    """Keep libtpu, which starts in the context, from printing its stack at a SIGTERM of the launcher.
-
-    libtpu 0.0.21 sets a handler of its own when it is initialized, in place of the default only. A
-    handler in C ends the process even while the main thread is in C++.
-    """
-    libc = ctypes.CDLL(None)
-    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-    before = libc.signal(signal.SIGTERM, ctypes.cast(libc._exit, ctypes.c_void_p))
-    try:
-        yield
-    finally:
-        libc.signal(signal.SIGTERM, before)
 
 
 def _watch(plan: Plan) -> None:

@@ -9,8 +9,8 @@ import torch
 from polyxla import UsageError, World
 from polyxla.contracts.replication import ReduceOp
 from polyxla.xla.replication import XlaReplication
-from polyxla_tpu import holders
 from polyxla_tpu.played import PlayedTpu
+from polyxla_tpu.processes import holders
 
 
 class SingleReplication(XlaReplication):

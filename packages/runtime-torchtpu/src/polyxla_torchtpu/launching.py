@@ -98,12 +98,9 @@ def _can_run_here(plan: TorchTpuPlan, start_method: str) -> bool:
     """
     if plan.played is None or "torch_tpu" not in sys.modules:
         return True
-    import torch
-
     from polyxla_bridge import activation
 
-    any_torch: Any = torch
-    is_counted = POLYXLA_LIBTPU_HOST in polyxla.env.snapshot() or any_torch.tpu.is_initialized()
+    is_counted = POLYXLA_LIBTPU_HOST in polyxla.env.snapshot() or activation.has_client()
     is_played = activation.is_active() and is_counted
     if not is_played and start_method == "inline":
         raise UsageError(

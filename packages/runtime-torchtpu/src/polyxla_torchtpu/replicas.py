@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import datetime as dt
 import functools
 import io
-import signal
 import sys
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -31,9 +29,8 @@ from polyxla_torchtpu.profiling import profile
 from polyxla_torchtpu.upload import upload_batches
 from polyxla_tpu import env as tpu
 from polyxla_tpu import torchrun
+from polyxla_tpu.processes.signals import end_with_parent, sigterm_ends_quietly
 
-_PR_SET_PDEATHSIG = 1
-"""Source: ``linux/prctl.h``."""
 _RNG_STATE_BYTES = 16
 """A generator's state: seed and offset, eight bytes each. Source: torch_tpu 0.2.0, measured."""
 _OPS = {
@@ -53,8 +50,7 @@ def prepare(plan: TorchTpuPlan) -> None:
     """Prepare this process for its replica, before the device is opened."""
     environ = snapshot()
     if torchrun.process_count(environ) is None:
-        # C++ code that hangs would live on, and keep its chip.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent()
     if plan.played:
         _watch()
 
@@ -93,7 +89,8 @@ def open_replication(place: Place, environ: Mapping[str, str], is_program: bool 
     if place.plan.layout.replicas == 1:
         return TorchTpuReplication(World(), place.plan.kind, environ)
     world = place.plan.layout.world(place.process, 0)
-    replication = SeveralReplication(world, place.plan.kind, environ)
+    with sigterm_ends_quietly():
+        replication = SeveralReplication(world, place.plan.kind, environ)
     if not is_program:
         replication.join_group()
     return replication

@@ -1,0 +1,1 @@
+"""The processes of a host: those that hold its chips, and the signals that end a replica's."""
