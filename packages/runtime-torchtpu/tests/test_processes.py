@@ -73,6 +73,19 @@ if __name__ == "__main__":
     torch.ones(1, requires_grad=True).backward()
     print(polyxla.launch(train, (os.getpid(),), devices=1))
 """
+SEED_THEN_LAUNCH = """
+import sys
+import torch
+import polyxla
+
+def draw(replica):
+    return torch.rand(1, device=replica.device).item()
+
+if __name__ == "__main__":
+    (torch.manual_seed if "torch" in sys.argv else polyxla.seed_everything)(5)
+    drawn = polyxla.launch(draw, devices=2)
+    print(len({*drawn}), polyxla.launch(draw, devices=2) == drawn)
+"""
 FLASH = """
 import torch
 torch.backends.cuda.enable_flash_sdp(True)
@@ -85,7 +98,7 @@ import torch.distributed as dist
 dist.init_process_group("tpu_dist")
 total = torch.ones(2, device="tpu")
 dist.all_reduce(total)
-print(total.tolist(), flush=True)
+print(f"{total.tolist()}\\n", end="", flush=True)
 if dist.get_rank() == 1:
     raise ValueError("my own mistake")
 dist.all_reduce(total)
@@ -104,7 +117,7 @@ for name in mesh.mesh_dim_names:
     total = torch.full((2,), dist.get_rank() + 1.0, device="tpu")
     dist.all_reduce(total, group=mesh[name].get_group())
     sums[name] = total.tolist()
-print(dist.get_rank(), sums, flush=True)
+print(f"{dist.get_rank()} {sums}\\n", end="", flush=True)
 dist.destroy_process_group()
 """
 
@@ -118,7 +131,7 @@ for _ in range(20):
     dist.all_reduce(total)
     total /= 2
 if dist.get_rank() == 0:
-    print(total.tolist(), flush=True)
+    print(f"{total.tolist()}\\n", end="", flush=True)
 group = dist.new_group([0, 1])
 dist.all_reduce(total, group=group)
 print(total.tolist())
@@ -224,3 +237,15 @@ def test_a_replica_after_it_is_not_launched_in_the_same_process(tmp_path: Path) 
     program.write_text(THEN_LAUNCH)
     done = run_python(str(program), POLYXLA_EMULATE="")
     assert done.stdout.splitlines()[-1] == "[(False, 2.0)]", done.stderr[-2000:]
+
+
+def test_seeds_before_a_launch_are_the_replicas_own(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(SEED_THEN_LAUNCH)
+    done = run_python(str(program), POLYXLA_EMULATE="v4-8")
+    assert done.stdout.splitlines()[-1:] == ["2 True"], done.stderr[-2000:]
+    # It seeds the devices too, so it opens them.
+    refused = run_python(str(program), "torch", POLYXLA_EMULATE="v4-8")
+    assert refused.returncode != 0
+    assert "this process already uses the TPU" in refused.stderr
+    assert "torch.manual_seed is one: use polyxla.seed_everything" in refused.stderr

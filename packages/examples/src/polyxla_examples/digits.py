@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+import polyxla
 import polyxla_training
 
 CLASSES = 10
@@ -91,7 +92,7 @@ def main(
 ) -> None:
     """Train, test on the held-out images, and print the result."""
     started = time.perf_counter()
-    torch.manual_seed(seed)
+    polyxla.seed_everything(seed)
     train, test = datasets()
     # With drop_last every batch has the same shape, so all steps share one compiled program.
     loader = DataLoader(train, batch_size, shuffle=True, drop_last=True)

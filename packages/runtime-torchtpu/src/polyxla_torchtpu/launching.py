@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -52,8 +53,7 @@ def run_job(job: Job) -> list[Any]:
     method = job.process_method or "forkserver"
     if method == "fork":
         _refuse_fork()
-    elif plan.played is None:
-        refuse_if_device_in_use()
+    refuse_if_device_in_use(is_played=plan.played is not None)
     environs = [
         {**one, env.TORCH_DEVICE_BACKEND_AUTOLOAD: "0"}
         for one in plan.process_environments(job.environ, os.cpu_count() or 1)
@@ -131,19 +131,33 @@ def _refuse_fork() -> None:
         )
 
 
-def refuse_if_device_in_use() -> None:
+def refuse_if_device_in_use(is_played: bool) -> None:
     """Refuse to launch from a process that has opened the chips: they belong to one process at a time.
+
+    Args:
+        is_played: whether the chips are emulated.
 
     Raises:
         UsageError: it has.
     """
     if "torch_tpu" not in sys.modules:
         return
-    import torch
-
-    if torch.accelerator.is_available() and torch.tpu.is_initialized():  # type: ignore[attr-defined]
+    if _has_client(is_played):
         raise UsageError(
             "this process already uses the TPU, whose chips belong to one process at a time",
             where="launch",
-            fix="Launch before the first use of a device, or move that into the launched function.",
+            fix="Launch before the first use of a device, or move that into the launched function. "
+            "torch.manual_seed is one: use polyxla.seed_everything.",
         )
+
+
+def _has_client(is_played: bool) -> bool:
+    if is_played:
+        from polyxla_bridge import activation
+
+        return activation.has_client()
+    import torch
+
+    any_torch: Any = torch
+    with warnings.catch_warnings(action="ignore"):
+        return torch.accelerator.is_available() and bool(any_torch.tpu.is_initialized())

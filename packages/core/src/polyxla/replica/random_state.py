@@ -28,7 +28,7 @@ def seed_everything(seed: int) -> None:
     import torch
 
     random.seed(seed)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would open the chips on TorchTPU.
     if "numpy" in sys.modules:
         import numpy as np
 
