@@ -13,7 +13,7 @@ def work(rank, world):
     dist.init_process_group("tpu_dist", rank=rank, world_size=world)
     total = torch.tensor(float(rank), device="tpu")
     dist.all_reduce(total)
-    print(f"sum={total.item()}", flush=True)
+    print(f"sum={total.item()}\n", end="", flush=True)
     dist.destroy_process_group()
 
 

@@ -94,6 +94,11 @@ XLA_PERSISTENT_CACHE_READ_ONLY = "XLA_PERSISTENT_CACHE_READ_ONLY"
 Default: ``0``.
 """
 
+POLYXLA_BRIDGE_CALLS = "POLYXLA_BRIDGE_CALLS"
+"""Directory in which each process records the functions of PJRT's table that its framework calls.
+Default: not set; nothing is recorded.
+"""
+
 POLYXLA_DEVICE_MEMORY = "POLYXLA_DEVICE_MEMORY"
 """Limit of each device's memory, in bytes or as in ``512MiB`` and ``16GiB``; or ``on``: what the device
 reports, on an emulated TPU the chip's HBM, otherwise an equal share of the machine's memory. Arrays and

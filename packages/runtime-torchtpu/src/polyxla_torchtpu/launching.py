@@ -53,7 +53,8 @@ def run_job(job: Job) -> list[Any]:
     method = job.process_method or "forkserver"
     if method == "fork":
         _refuse_fork()
-    refuse_if_device_in_use(is_played=plan.played is not None)
+    if not plan.is_cpu:
+        refuse_if_device_in_use(is_played=plan.played is not None)
     environs = [
         {**one, env.TORCH_DEVICE_BACKEND_AUTOLOAD: "0"}
         for one in plan.process_environments(job.environ, os.cpu_count() or 1)

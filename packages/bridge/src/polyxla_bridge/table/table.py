@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from pathlib import Path
 from typing import Any
 
-from polyxla_bridge import abi, native
+from polyxla_bridge import abi, env, native
 from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.table import calls_buffer, calls_client, calls_executable
+from polyxla_bridge.table.call_record import CallRecord
 from polyxla_bridge.table.handles import CALLS, Bridge, Call
 from polyxla_bridge.table.profiler import Profiler
 
@@ -31,11 +33,13 @@ class Table:
         self.api.pjrt_api_version = abi.ApiVersion(
             struct_size=ctypes.sizeof(abi.ApiVersion), major_version=abi.MAJOR, minor_version=abi.MINOR
         )
+        folder = env.own_environ().get(env.POLYXLA_BRIDGE_CALLS)
+        record = CallRecord(Path(folder)) if folder else None
         self._in_python: dict[str, Any] = {}
         for name, type_ in abi.CALLBACKS.items():
             address = native.address(f"PJRT_{name}")
             if address is None:
-                self._in_python[name] = type_(_guarded(bridge, name))
+                self._in_python[name] = type_(_guarded(bridge, name, record))
                 address = ctypes.cast(self._in_python[name], ctypes.c_void_p).value
             setattr(self.api, name, address)
         # Never freed, because C++ calls the table even after Python has freed all objects.
@@ -51,11 +55,13 @@ class Table:
         self._profiler.silence()
 
 
-def _guarded(bridge: Bridge, name: str) -> Any:
+def _guarded(bridge: Bridge, name: str, record: CallRecord | None) -> Any:
     function = CALLS.get(name, _unimplemented(name))
 
     def entry(args: Any) -> int | None:
         try:
+            if record:
+                record.add(name, is_missing=name not in CALLS)
             function(bridge, args.contents)
         except BaseException as error:
             # No exception may reach C: ctypes would print it and return an undefined value.
