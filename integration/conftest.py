@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,15 +30,35 @@ os.environ["POLYXLA_COMPILE_CACHE"] = "off"
 def pytest_configure(config: pytest.Config) -> None:
     """Register the suite's own mark."""
     config.addinivalue_line("markers", "pjrt: tests a feature that only this runtime has")
+    config.addinivalue_line("markers", "emulated_tpu: tests what only runtimes that emulate a TPU have")
     config.addinivalue_line("markers", "torch_xla(why): tests what TorchTPU does not have; `why` says what")
     if config.getoption("--polyxla-runtime") == "torchtpu":
         import polyxla_bridge
 
         # TorchTPU opens this library as soon as a test module imports torch.
         os.environ["TPU_LIBRARY_PATH"] = str(polyxla_bridge.LIBRARY)
+        # The workers of pytest-xdist have the controller's.
+        os.environ.setdefault(CALLS, tempfile.mkdtemp(prefix="polyxla-calls-"))
         # TorchTPU reads this attribute of each tensor whose value it reads.
         leaf = "The .grad attribute of a Tensor that is not a leaf"
         config.addinivalue_line("filterwarnings", f"ignore:{leaf}:UserWarning")
+
+
+CALLS = "POLYXLA_BRIDGE_CALLS"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """List the functions of PJRT's table that TorchTPU has called, and fail if one is missing."""
+    if hasattr(session.config, "workerinput") or CALLS not in os.environ:
+        return
+    from polyxla_bridge.table.call_record import recorded
+
+    called, missing = recorded(Path(os.environ[CALLS]))
+    print(f"\nTorchTPU called {len(called)} functions of PJRT in Python: {', '.join(sorted(called))}")
+    if missing:
+        print(f"missing: {', '.join(sorted(missing))}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 # Where the tests are that run on one of the other runtimes only.
@@ -55,7 +77,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests that do not depend on the runtime, except on the first runtime, pjrt."""
-    runtime = config.getoption("--polyxla-runtime")
+    runtime: str = config.getoption("--polyxla-runtime")
     is_first = runtime == "pjrt"
     # Whole jobs on workers, and programs for TorchTPU: tests of one other runtime each.
     others = {name: Path(__file__).parent / directory for name, directory in OWN_TESTS.items()}
@@ -63,14 +85,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if is_first:
         selected = [item for item in items if not {*others.values()} & {*item.path.parents}]
     else:
-        selected = [item for item in items if own in item.path.parents or _depends_on_runtime(item)]
+        selected = [item for item in items if own in item.path.parents or _depends_on_runtime(item, runtime)]
     if runtime == "torchtpu":
         selected = [item for item in selected if not item.get_closest_marker("torch_xla")]
     config.hook.pytest_deselected(items=[item for item in items if item not in selected])
     items[:] = selected
 
 
-def _depends_on_runtime(item: pytest.Item) -> bool:
+def _depends_on_runtime(item: pytest.Item, runtime: str) -> bool:
+    if item.get_closest_marker("emulated_tpu"):
+        return runtime == "torchtpu"
     return "runtime" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("pjrt")
 
 
@@ -156,7 +180,8 @@ def clean_environ() -> dict[str, str]:
     """The environment without the variables that choose or configure a runtime."""
     chooses = ("PJRT_", "XRT_", "TPU_", "POLYXLA_", "CPU_NUM_DEVICES", "TORCHELASTIC_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(chooses)}
-    return clean | {"POLYXLA_COMPILE_CACHE": "off"}
+    kept = {name: os.environ[name] for name in (CALLS,) if name in os.environ}
+    return clean | kept | {"POLYXLA_COMPILE_CACHE": "off"}
 
 
 @pytest.fixture
@@ -197,3 +222,33 @@ def everywhere(
 
 def _with_layout(replica: Replica, function: Callable[..., Any], *args: Any) -> Any:
     return (replica.world_size, replica.world.process_count), function(replica, *args)
+
+
+@pytest.fixture(scope="session")
+def train_on_cpu() -> Callable[..., list[float]]:
+    """Returns the losses that a program prints on the CPU, in one process; it runs once."""
+
+    @functools.cache
+    def losses(program: Path, *arguments: str) -> list[float]:
+        return _losses([sys.executable, str(program), *arguments], None)
+
+    return losses
+
+
+@pytest.fixture
+def train_on_tpu(clean_environ: dict[str, str]) -> Callable[..., list[float]]:
+    """Returns the losses that a program prints on an emulated TPU: by python, or by torchrun for several."""
+
+    def run(tpu: str, devices: int, program: Path, *arguments: str) -> list[float]:
+        launcher = [sys.executable]
+        if devices > 1:
+            launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(devices)]
+        return _losses([*launcher, str(program), *arguments], {**clean_environ, "POLYXLA_EMULATE": tpu})
+
+    return run
+
+
+def _losses(command: list[str], environ: dict[str, str] | None) -> list[float]:
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("loss ")]

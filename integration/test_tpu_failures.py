@@ -14,7 +14,7 @@ import pytest
 
 from polyxla_testing import RuntimeUnderTest
 
-pytestmark = pytest.mark.pjrt
+pytestmark = pytest.mark.emulated_tpu
 
 PROGRAMS = Path(__file__).parent / "programs"
 PATIENCE_S = 300

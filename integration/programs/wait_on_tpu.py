@@ -9,29 +9,28 @@ import sys
 import time
 
 import torch
-import torch_xla
-import torch_xla.core.xla_model as xm
-import torch_xla.runtime as xr
 
+import polyxla
+from polyxla import Replica
 from polyxla_bridge.engine import stall_watchdog
 
 LONG_S = 10.0
 
 
-def step() -> float:
-    return float(xm.all_reduce("sum", torch.ones(2, device=torch_xla.device()))[0])
+def step(replica: Replica) -> float:
+    return float(replica.all_reduce(torch.ones(2, device=replica.device))[0])
 
 
-def compute(products: int) -> float:
+def compute(replica: Replica, products: int) -> float:
     since = time.monotonic()
-    matrix = torch.eye(1000, device=torch_xla.device())
+    matrix = torch.eye(1000, device=replica.device)
     for _ in range(products):
         matrix = matrix @ matrix
     matrix.sum().item()
     return time.monotonic() - since
 
 
-def compile_something(rounds: int) -> float:
+def compile_something(_: Replica, rounds: int) -> float:
     since = time.monotonic()
     hashlib.pbkdf2_hmac("sha256", b"", b"", rounds << 16)
     return time.monotonic() - since
@@ -40,21 +39,21 @@ def compile_something(rounds: int) -> float:
 WORK = {"compute": compute, "compile": compile_something}
 
 
-def train(_: int, how: str) -> None:
+def train(replica: Replica, how: str) -> None:
     # A played TPU's library knows which programs wait for others; a real one does not tell.
     stall_watchdog.on_stall(lambda _: None)
-    step()
-    if xr.global_ordinal() == 1 and how == "sleep":
+    step(replica)
+    if replica.ordinal == 1 and how == "sleep":
         time.sleep(1000)
-    if xr.global_ordinal() == 1 and how == "return":
+    if replica.ordinal == 1 and how == "return":
         return
-    if xr.global_ordinal() == 1 and how in WORK:
+    if replica.ordinal == 1 and how in WORK:
         size = 8
-        while WORK[how](size) < LONG_S:
+        while WORK[how](replica, size) < LONG_S:
             size *= 2
-    step()
+    step(replica)
     print("done\n", end="", flush=True)
 
 
 if __name__ == "__main__":
-    torch_xla.launch(train, args=(sys.argv[1],))
+    polyxla.launch(train, (sys.argv[1],))

@@ -30,9 +30,9 @@ Train = Callable[..., list[float]]
     ],
 )
 def test_one_device_trains_as_the_cpu(
-    train: Train, reference: Train, program: str, arguments: list[str]
+    train_on_tpu: Train, train_on_cpu: Train, program: str, arguments: list[str]
 ) -> None:
-    _agree(train("v5e-1", 1, PROGRAMS / program, *arguments), _on_cpu(reference, program))
+    _agree(train_on_tpu("v5e-1", 1, PROGRAMS / program, *arguments), _on_cpu(train_on_cpu, program))
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,10 @@ def test_one_device_trains_as_the_cpu(
         ("resnet_block.py", "ddp"),
     ],
 )
-def test_four_devices_train_as_the_cpu(train: Train, reference: Train, program: str, strategy: str) -> None:
-    _agree(train("v5e-4", 4, PROGRAMS / program, strategy), _on_cpu(reference, program))
+def test_four_devices_train_as_the_cpu(
+    train_on_tpu: Train, train_on_cpu: Train, program: str, strategy: str
+) -> None:
+    _agree(train_on_tpu("v5e-4", 4, PROGRAMS / program, strategy), _on_cpu(train_on_cpu, program))
 
 
 def test_processes_of_torch_multiprocessing_train(
@@ -63,8 +65,8 @@ def test_processes_of_torch_multiprocessing_train(
     assert sorted(done.stdout.split()) == ["sum=6.0"] * 4
 
 
-def _on_cpu(reference: Train, program: str) -> list[float]:
-    return reference(PROGRAMS / program, *(["cpu"] if program == "characters.py" else ["none", "cpu"]))
+def _on_cpu(train_on_cpu: Train, program: str) -> list[float]:
+    return train_on_cpu(PROGRAMS / program, *(["cpu"] if program == "characters.py" else ["none", "cpu"]))
 
 
 def _agree(losses: list[float], expected: list[float]) -> None:

@@ -14,9 +14,12 @@ TOLERANCE = 1e-5
 
 @pytest.mark.parametrize(("strategy", "devices"), [("none", 1), ("ddp", 4), ("tp", 4)])
 def test_a_llama_of_transformers_trains_as_on_the_cpu(
-    train: Callable[..., list[float]], reference: Callable[..., list[float]], strategy: str, devices: int
+    train_on_tpu: Callable[..., list[float]],
+    train_on_cpu: Callable[..., list[float]],
+    strategy: str,
+    devices: int,
 ) -> None:
-    expected = reference(LLAMA, "none", "cpu")
+    expected = train_on_cpu(LLAMA, "none", "cpu")
     assert len(expected) == STEPS
-    found = train(f"v5e-{devices}", devices, LLAMA, strategy)
+    found = train_on_tpu(f"v5e-{devices}", devices, LLAMA, strategy)
     assert found == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)

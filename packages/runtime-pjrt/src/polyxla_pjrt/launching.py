@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import os
@@ -82,11 +81,9 @@ def run_plan(plan: Plan, work: ProcessWork, method: ProcessMethod) -> list[Any]:
     if torchrun.process_count(work.environ) is not None:
         return torchrun.run_here(work.run, plan, work.environ)
     modules = preload(on_chips=not plan.is_bridged)
-    with contextlib.ExitStack() as stack:
-        environs = plan.process_environments(work.environ, os.cpu_count() or 1)
-        if plan.launching_hosts:
-            variables = stack.enter_context(monitored(plan.launching_hosts, plan.own_host, work.environ))
-            environs = [environ | variables for environ in environs]
+    with monitored(plan.launching_hosts, plan.own_host, work.environ) as variables:
+        own = plan.process_environments(work.environ, os.cpu_count() or 1)
+        environs = [environ | variables for environ in own]
         results = run_processes(work, plan.processes_here, environs, method=method, preload=modules)
     return [result for of_process in results for result in of_process]
 

@@ -66,6 +66,18 @@ class TorchTpuCounters(Counters):
         return Memory(total - free, total)
 
 
+class TorchTpuProbe:
+    """The `polyxla_tpu.monitor.replica_watch.DeviceProbe` of this process's device."""
+
+    def ended(self) -> int:
+        """Return how many programs were submitted; TorchTPU does not count those that have ended."""
+        return int(_native._get_cache_requests())
+
+    def wait(self) -> None:
+        """Wait until the device has finished its work."""
+        _accelerator.synchronize()
+
+
 class _Reads:
     """Wraps the operation that reads a scalar, as long as it lives.
 

@@ -17,6 +17,7 @@ from polyxla_torchtpu.discovery import plan_for
 from polyxla_torchtpu.plan import Place, TorchTpuPlan
 from polyxla_tpu import env as tpu
 from polyxla_tpu import torchrun
+from polyxla_tpu.monitor.launches import monitored
 from polyxla_tpu.played import POLYXLA_LIBTPU_HOST
 
 
@@ -55,14 +56,14 @@ def run_job(job: Job) -> list[Any]:
         _refuse_fork()
     if not plan.is_cpu:
         refuse_if_device_in_use(is_played=plan.played is not None)
-    environs = [
-        {**one, env.TORCH_DEVICE_BACKEND_AUTOLOAD: "0"}
-        for one in plan.process_environments(job.environ, os.cpu_count() or 1)
-    ]
     main = functools.partial(run_process, job.run, plan)
     work = ProcessWork(main, job.function, job.args, job.environ)
     modules = preload(on_chips=plan.played is None)
-    results = run_processes(work, plan.processes_here, environs, method=method, preload=modules)
+    with monitored(plan.launching_hosts, plan.own_host, job.environ) as variables:
+        added = {env.TORCH_DEVICE_BACKEND_AUTOLOAD: "0", **variables}
+        own = plan.process_environments(job.environ, os.cpu_count() or 1)
+        environs = [environ | added for environ in own]
+        results = run_processes(work, plan.processes_here, environs, method=method, preload=modules)
     return [result for of_process in results for result in of_process]
 
 

@@ -54,6 +54,11 @@ class TorchTpuPlan(ChipPlan):
         return "CPU" if self.is_cpu else "TPU"
 
     @property
+    def launching_hosts(self) -> tuple[str, ...]:
+        """The hosts whose launches monitor each other; none for CPU replicas, which the bridge monitors."""
+        return () if self.is_cpu else super().launching_hosts
+
+    @property
     def topology(self) -> str:
         """The arrangement of the job's chips, as TorchTPU writes it: with the devices of a chip on tpu7x."""
         devices = GENERATIONS[self.tpu_slice.accelerator.generation].devices_per_chip

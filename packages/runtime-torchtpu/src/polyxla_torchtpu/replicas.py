@@ -23,12 +23,13 @@ from polyxla.launcher import failures
 from polyxla.replica.consistency import average_in_place
 from polyxla.replica.module_move import optimizer_parameters
 from polyxla_torchtpu import host_answers
-from polyxla_torchtpu.counters import TorchTpuCounters
+from polyxla_torchtpu.counters import TorchTpuCounters, TorchTpuProbe
 from polyxla_torchtpu.plan import Place, TorchTpuPlan
 from polyxla_torchtpu.profiling import profile
 from polyxla_torchtpu.upload import upload_batches
 from polyxla_tpu import env as tpu
 from polyxla_tpu import torchrun
+from polyxla_tpu.monitor.replica_watch import watch_replicas
 from polyxla_tpu.processes.signals import end_with_parent, sigterm_ends_quietly
 
 _RNG_STATE_BYTES = 16
@@ -53,6 +54,7 @@ def prepare(plan: TorchTpuPlan) -> None:
         end_with_parent()
     if plan.played:
         _watch()
+    watch_replicas(environ, TorchTpuProbe)
 
 
 def _watch() -> None:

@@ -22,7 +22,8 @@ def monitored(names: Sequence[str], own: int, environ: Mapping[str, str]) -> Ite
     Yields the variables by which they find the monitor.
 
     Args:
-        names: the hosts that each launch their processes, in the order of their worker ids.
+        names: the hosts that each launch their processes, in the order of their worker ids; empty to monitor
+            nothing.
         own: this host's number.
         environ: the environment with the timeouts and the port.
 
@@ -30,6 +31,9 @@ def monitored(names: Sequence[str], own: int, environ: Mapping[str, str]) -> Ite
         ReplicaLostError: another host has failed; with that host's exit code.
         UsageError: a variable is invalid.
     """
+    if not names:
+        yield {}
+        return
     hosts = Hosts(tuple(names), own, _port(environ))
     limits = [timeout_s(environ, name) for name in (POLYXLA_STALL_TIMEOUT_S, POLYXLA_START_TIMEOUT_S)]
     monitor = Monitor(hosts, *limits)
