@@ -75,6 +75,9 @@ def hosts_of(environ: dict[str, str], how: str) -> Iterator[list[subprocess.Pope
         **environ,
         "POLYXLA_EMULATE": "v4-16",
         "TPU_WORKER_HOSTNAMES": f"127.78.{number}.1,127.78.{number}.2",
+        # On TorchTPU, the hosts of each job of this machine meet at ports of their own.
+        "MASTER_PORT": str(20000 + number),
+        "TORCH_TPU_INTERNAL_HANDSHAKE_PORT": str(21000 + number),
     }
     command = [sys.executable, "-m", "polyxla", "run", str(PROGRAMS / "fail_on_host.py"), how]
     with ExitStack() as stack:

@@ -71,9 +71,10 @@ def header(path: Path) -> str:
     """Return a C header with the declarations of abi.py, which is their only source."""
     abi = runpy.run_path(str(path))
     structs = {name: abi[name] for name in ("Tiled", "MemoryLayout", "Record")}
-    structs |= {f"PJRT_{name}_Args": args for name, args in abi["ARGS"].items()}
+    structs |= {f"PJRT_{name}_Args": args for name, args in abi["ARGS"].items()} | abi["HOST_MEMORY"]
     names = {struct: name for name, struct in structs.items()}
     codes = {name: code for name, code in vars(abi["Code"]).items() if name.isupper()}
+    codes["HOST_MEMORY_ALLOCATOR"] = abi["EXTENSION_TYPE_HOST_MEMORY_ALLOCATOR"]
     widths = ", ".join(f'{{"{name}", {abi["width"](name)}}}' for name in abi["DTYPES"])
     lines = [f"typedef struct {{ {' '.join(members(one, names))} }} {name};" for name, one in structs.items()]
     lines.append(f"enum {{ {', '.join(f'{name} = {code}' for name, code in codes.items())} }};")

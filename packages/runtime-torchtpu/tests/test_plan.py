@@ -56,6 +56,22 @@ def test_each_process_has_its_ranks() -> None:
     assert len(hosts) == 2
 
 
+@pytest.mark.parametrize("own", [{}, {tpu.MASTER_ADDR: "h0", tpu.MASTER_PORT: "29511"}])
+def test_the_launches_of_several_hosts_agree_where_to_meet(own: dict[str, str]) -> None:
+    pod = {POLYXLA_EMULATE: "v4-16", tpu.TPU_WORKER_HOSTNAMES: "127.0.5.1,127.0.5.2", **own}
+    launches = [
+        requested_plan({**pod, tpu.POLYXLA_EMULATE_HOST: str(host)}).process_environments(pod, 2)
+        for host in range(2)
+    ]
+    assert [[one[tpu.RANK] for one in launch] for launch in launches] == [list("0123"), list("4567")]
+    shared = (tpu.MASTER_ADDR, tpu.MASTER_PORT, env.TORCH_TPU_SLICEBUILDER_ADDRESSES)
+    meetings = {tuple(one[name] for name in shared) for launch in launches for one in launch}
+    addresses = ",".join(f"127.0.5.{host}:{8070 + local}" for host in (1, 2) for local in range(4))
+    expected = {tpu.MASTER_ADDR: "127.0.5.1", tpu.MASTER_PORT: "29500", **own}
+    assert meetings == {(*expected.values(), addresses)}
+    assert all(env.TORCH_TPU_INTERNAL_HANDSHAKE_PORT not in one for launch in launches for one in launch)
+
+
 def test_a_program_may_launch_the_replicas_of_all_hosts() -> None:
     environ = {POLYXLA_EMULATE: "v4-16"}
     environ |= requested_plan(environ).program_environment(environ)

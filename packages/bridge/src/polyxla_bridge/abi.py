@@ -346,6 +346,8 @@ class LaterApi(Api):
 
 EXTENSION_TYPE_PROFILER = 1
 """``PJRT_Extension_Type_Profiler``."""
+EXTENSION_TYPE_HOST_MEMORY_ALLOCATOR = 23
+"""``PJRT_Extension_Type_HostMemoryAllocator``. Source: the extension of this size of libtpu 0.0.52."""
 
 
 def _plain(name: str, *fields: tuple[str, Any]) -> type[Structure]:
@@ -376,6 +378,20 @@ PROFILER: dict[str, type[Structure]] = {
     "PLUGIN_Profiler_CollectData_Args": ProfilerCollectData,
 }
 """The structs of the profiler extension, by their names in C."""
+
+HOST_MEMORY: dict[str, type[Structure]] = {
+    "PJRT_Extension_Base": _BASE,
+    "PJRT_HostMemoryAllocator_Extension": _plain(
+        "HostMemoryAllocatorExtension", ("base", _BASE), *_fields("allocate:p")
+    ),
+    "PJRT_HostMemoryAllocator_Allocate_Args": _struct(
+        "HostMemoryAllocator_Allocate_Args", "client:p size:n numa_node:i ptr:p deleter:p deleter_arg:p"
+    ),
+}
+"""The structs of the extension for the host's memory, by their names in C.
+
+Source: host_memory_allocator_extension.h of XLA, version 0.
+"""
 
 OnReady = ctypes.CFUNCTYPE(None, c_void_p, c_void_p)
 """The callback of `Event_OnReady`: called with an error (or null) and ``user_arg``."""

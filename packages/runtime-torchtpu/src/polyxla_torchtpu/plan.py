@@ -75,18 +75,21 @@ class TorchTpuPlan(ChipPlan):
 
     def meeting(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Choose what all processes share, such as where they meet: variables over `environ`."""
-        many_hosts = self.layout.hosts > 1
+        has_others = self.layout.hosts > 1 and not self.plays_all_hosts
         shared = {env.TORCH_TPU_TOPOLOGY: self.topology, env.TORCH_TPU_XPROF_SESSION_ID: str(time.time_ns())}
-        if self.played is None and many_hosts:
+        if has_others:
             first = int(environ.get(env.TORCH_TPU_BASE_PORT) or BASE_PORT)
-            store = {tpu.MASTER_ADDR: self.tpu_slice.hostnames[0], tpu.MASTER_PORT: str(STORE_PORT)}
+            store = {
+                tpu.MASTER_ADDR: environ.get(tpu.MASTER_ADDR) or self.tpu_slice.hostnames[0],
+                tpu.MASTER_PORT: environ.get(tpu.MASTER_PORT) or str(STORE_PORT),
+            }
             ports = [str(first + local) for local in range(self.layout.processes)]
         else:
             *free, own = (str(port) for port in free_ports(self.layout.processes + 1))
             store, ports = {tpu.MASTER_ADDR: LOCALHOST, tpu.MASTER_PORT: own}, free
-        shared |= store | self.played_meeting(environ)
+        shared |= self.played_meeting(environ) | store
         shared[env.TORCH_TPU_SLICEBUILDER_ADDRESSES] = self.addresses(ports)
-        if self.played:
+        if self.played and not has_others:
             shared[env.TORCH_TPU_INTERNAL_HANDSHAKE_PORT] = str(free_ports(1)[0])
         return shared | {name: environ[name] for name in NEVER_OVERWRITTEN if environ.get(name)}
 

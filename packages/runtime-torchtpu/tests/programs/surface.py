@@ -205,6 +205,24 @@ def copies() -> None:
     assert torch.tensor(3.5, device="tpu").item() == 3.5
 
 
+def pinned_memory() -> None:
+    x = torch.arange(10.0).pin_memory()
+    assert x.is_pinned()
+    assert not torch.ones(1).is_pinned()
+    assert torch.equal(x.to("tpu", non_blocking=True).cpu(), torch.arange(10.0))
+    copied = (x.to("tpu") + 1).to("cpu", non_blocking=True)
+    torch.accelerator.synchronize()
+    assert torch.equal(copied, torch.arange(1.0, 11.0))
+    assert torch.zeros(0).pin_memory().shape == (0,)
+
+
+def pinned_batches() -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(512.0).reshape(64, 8))
+    loader = torch.utils.data.DataLoader(data, batch_size=4, pin_memory=True, num_workers=1)
+    totals = [rows.to("tpu", non_blocking=True).sum().item() for (rows,) in loader]
+    assert totals == [float(sum(range(32 * one, 32 * one + 32))) for one in range(16)]
+
+
 def data_dependent_shapes() -> None:
     x = torch.tensor([0.0, 1.0, 0.0, 2.0], device="tpu")
     assert x.nonzero().flatten().tolist() == [1, 3]
@@ -289,6 +307,8 @@ CHECKS = [
     updates_in_place,
     compiled_updates_in_place,
     optimizer_steps,
+    pinned_memory,
+    pinned_batches,
     copies,
     data_dependent_shapes,
     errors,

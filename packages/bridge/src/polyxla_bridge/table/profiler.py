@@ -23,9 +23,10 @@ class Profiler:
 
     Args:
         bridge: its engine is profiled, if it has started.
+        next_extension: the address of the table's next extension.
     """
 
-    def __init__(self, bridge: Bridge) -> None:
+    def __init__(self, bridge: Bridge, next_extension: int | None = None) -> None:
         self._bridge = bridge
         self._profile = b""
         self._callbacks = {
@@ -45,6 +46,7 @@ class Profiler:
         self._extension = abi.ProfilerExtension(profiler_api=ctypes.addressof(self._api))
         base = self._extension.base
         base.struct_size, base.type = ctypes.sizeof(abi.ProfilerExtension), abi.EXTENSION_TYPE_PROFILER
+        base.next = next_extension
 
     @property
     def address(self) -> int:

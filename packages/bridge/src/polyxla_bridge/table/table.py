@@ -28,7 +28,7 @@ class Table:
     """
 
     def __init__(self, bridge: Bridge) -> None:
-        self._profiler = Profiler(bridge)
+        self._profiler = Profiler(bridge, native.address("polyxla_host_memory"))
         self.api = abi.LaterApi(struct_size=ctypes.sizeof(abi.Api), extension_start=self._profiler.address)
         self.api.pjrt_api_version = abi.ApiVersion(
             struct_size=ctypes.sizeof(abi.ApiVersion), major_version=abi.MAJOR, minor_version=abi.MINOR
