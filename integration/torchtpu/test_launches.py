@@ -40,18 +40,24 @@ def check_sums(done: subprocess.CompletedProcess[str], count: int) -> None:
     assert sorted(done.stdout.splitlines()) == [f"{number} of {count}: {total}" for number in range(count)]
 
 
-@pytest.mark.parametrize(("tpu", "count"), [("v4-8", 4), ("tpu7x-8", 8), ("v4-16", 8)])
+@pytest.mark.parametrize(
+    ("tpu", "count"), [("v4-8", 4), ("tpu7x-8", 8), pytest.param("v4-16", 8, marks=pytest.mark.long)]
+)
 def test_polyxla_run_starts_a_process_for_each_device(run: Run, tpu: str, count: int) -> None:
     check_sums(run(tpu, *POLYXLA_RUN, str(PROGRAMS / "replica_sum.py")), count)
 
 
-@pytest.mark.parametrize(("devices", "count"), [("[2, 3]", 2), ("[2]", 1)])
+@pytest.mark.parametrize(
+    ("devices", "count"), [("[2, 3]", 2), pytest.param("[2]", 1, marks=pytest.mark.long)]
+)
 def test_a_part_of_a_host_runs(run: Run, devices: str, count: int) -> None:
     program = str(PROGRAMS / "replica_sum.py")
     check_sums(run("v4-8", *POLYXLA_RUN, "--devices", devices, program), count)
 
 
-@pytest.mark.parametrize(("tpu", "count"), [("tpu7x-2", 2), ("tpu7x-8", 4)])
+@pytest.mark.parametrize(
+    ("tpu", "count"), [("tpu7x-2", 2), pytest.param("tpu7x-8", 4, marks=pytest.mark.long)]
+)
 def test_torchrun_starts_a_process_for_each_device_of_a_chip(run: Run, tpu: str, count: int) -> None:
     check_sums(run(tpu, *TORCHRUN, str(count), str(PROGRAMS / "rank_sum.py")), count)
 

@@ -38,10 +38,10 @@ def test_one_device_trains_as_the_cpu(
 @pytest.mark.parametrize(
     ("program", "strategy"),
     [
-        pytest.param("decoder.py", "ddp", marks=pytest.mark.long),
+        ("decoder.py", "ddp"),
         ("decoder.py", "fsdp"),
         ("decoder.py", "tp"),
-        ("resnet_block.py", "ddp"),
+        pytest.param("resnet_block.py", "ddp", marks=pytest.mark.long),
     ],
 )
 def test_four_devices_train_as_the_cpu(

@@ -129,6 +129,7 @@ def test_eight_replicas_then_four_then_one(train: Callable[..., str], tmp_path: 
         assert load(newest(tmp_path)[1])["epoch"] == epochs
 
 
+@pytest.mark.long
 @pytest.mark.timeout(4 * TIMEOUT_S)
 def test_a_file_and_a_damaged_shard(train: Callable[..., str], tmp_path: Path) -> None:
     train(tmp_path, "auto", 1, 1)
