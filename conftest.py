@@ -1,4 +1,4 @@
-"""The option ``--long`` of all test suites: it adds the tests that a bare nox leaves out."""
+"""What all test suites share: the option ``--long``, and examples of hypothesis without a time limit."""
 
 from __future__ import annotations
 
@@ -11,10 +11,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the mark."""
+    """Register the mark, and hypothesis' settings where it is installed."""
     config.addinivalue_line(
         "markers", "long: another case of something that is tested anyway; runs with --long only"
     )
+    if config.pluginmanager.hasplugin("hypothesispytest"):
+        from hypothesis import HealthCheck, settings
+
+        # On a busy machine an example takes many times as long as the test's author saw.
+        slow = [HealthCheck.too_slow]
+        settings.register_profile("polyxla", settings(), deadline=None, suppress_health_check=slow)
+        settings.load_profile("polyxla")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

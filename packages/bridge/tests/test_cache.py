@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
@@ -165,7 +165,6 @@ def cached(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 @given(data=st.data())
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 def test_every_damaged_byte_is_detected(cached: bytes, data: st.DataObject) -> None:
     where = data.draw(st.integers(0, len(cached) - 1))
     bit = data.draw(st.integers(0, 7))

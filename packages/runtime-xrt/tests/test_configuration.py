@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from polyxla import UsageError
@@ -381,7 +381,6 @@ def outcome(environ: dict[str, str]) -> Configuration | UsageError | None:
         return wrong
 
 
-@settings(deadline=None)
 @given(environ=st.dictionaries(st.sampled_from(sorted(env.KNOWN)), values, max_size=8))
 def test_any_environment_is_parsed_or_is_a_usage_error(environ: dict[str, str]) -> None:
     found = outcome(environ)

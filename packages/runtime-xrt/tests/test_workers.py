@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from polyxla import UsageError
@@ -112,7 +112,6 @@ def test_invalid_worker_ids(text: str) -> None:
     assert wrong.value.fix == "Write it like XRT_LOCAL_WORKER=tpu_worker:0."
 
 
-@settings(deadline=None)
 @given(name=names, places=places)
 def test_formatted_workers_parse_to_the_same_workers(name: str, places: list[tuple[str, int]]) -> None:
     workers = tuple(Worker(name, task, *place) for task, place in enumerate(places))
@@ -128,7 +127,6 @@ def outcome(variable: Variable) -> tuple[Worker, ...] | UsageError:
         return wrong
 
 
-@settings(deadline=None)
 @given(
     variable=st.sampled_from([env.XRT_TPU_CONFIG, env.XRT_WORKERS]),
     text=st.one_of(

@@ -151,7 +151,7 @@ CASES: dict[str, Any] = {
 @given(
     runs=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(0, 5)), min_size=1, max_size=3)
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_resumed_runs_of_any_sizes_load_every_record_once(
     make: Any, runs: list[tuple[int, int, int]]
 ) -> None:
@@ -235,7 +235,7 @@ def test_batches_of_a_batch_sampler_stay_whole() -> None:
 
 
 @given(length=st.integers(1, 30), world=st.integers(1, 5), size=st.integers(1, 4), drop=st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_without_repeats_the_valid_records_are_every_record_once(
     length: int, world: int, size: int, drop: bool
 ) -> None:

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from polyxla.errors import DevicesError, UsageError
@@ -89,7 +89,6 @@ def test_bounds_and_task_ids_of_each_type(
     assert (int(found[0]["CLOUD_TPU_TASK_ID"]), int(found[-1]["CLOUD_TPU_TASK_ID"])) == task_ids
 
 
-@settings(deadline=None)
 @given(name=st.sampled_from(SMALL_TYPES), base_port=st.integers(1024, 60000))
 def test_task_ids_and_addresses_are_complete_and_unique_over_all_workers(name: str, base_port: int) -> None:
     kind = accelerator(name)
@@ -110,7 +109,6 @@ def test_task_ids_and_addresses_are_complete_and_unique_over_all_workers(name: s
         assert own.endswith(f":{variables['TPU_PROCESS_PORT']}")
 
 
-@settings(deadline=None)
 @given(name=st.sampled_from(TYPES))
 def test_any_slice_can_be_described_as_one_host(name: str) -> None:
     kind = accelerator(name)
@@ -121,7 +119,6 @@ def test_any_slice_can_be_described_as_one_host(name: str) -> None:
     assert found[0]["TPU_PROCESS_BOUNDS"].split(",")[:3] == [str(size) for size in kind.bounds.chips]
 
 
-@settings(deadline=None)
 @given(name=st.sampled_from(TYPES), data=st.data())
 def test_every_core_maps_to_one_chip_and_device(name: str, data: st.DataObject) -> None:
     kind = accelerator(name)

@@ -91,7 +91,7 @@ def test_a_changed_bit_in_any_byte_is_refused(whole: bytes, written: Write) -> N
         _said(written(bytes(changed)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     changes=st.lists(
         st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 255)), min_size=1, max_size=8
@@ -115,7 +115,7 @@ def test_a_changed_tensor_is_named_unless_verify_is_off(whole: bytes, written: W
     assert torch.equal(state["model"]["weight"], STATE["model"]["weight"])  # type: ignore[index]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(content=st.binary(max_size=200))
 def test_random_bytes_are_refused(written: Write, content: bytes) -> None:
     for start in (b"", len(content).to_bytes(8, "little")):

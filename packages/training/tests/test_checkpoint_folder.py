@@ -157,7 +157,7 @@ def test_a_checkpoint_that_another_process_deletes_is_ignored(tmp_path: Path) ->
 
 
 @given(steps=st.lists(st.integers(0, 12), min_size=1, max_size=8), keep=st.integers(1, 3))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_last_saved_checkpoint_is_never_deleted(
     tmp_path_factory: pytest.TempPathFactory, steps: list[int], keep: int
 ) -> None:

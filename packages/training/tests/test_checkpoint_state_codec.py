@@ -150,7 +150,7 @@ NESTS = st.recursive(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(state=NESTS)
 def test_any_pytree_comes_back_with_its_types(tmp_path_factory: pytest.TempPathFactory, state: Any) -> None:
     path = tmp_path_factory.getbasetemp() / "tree.safetensors"
@@ -202,7 +202,7 @@ def test_views_share_memory_again(again: Again) -> None:
         st.tuples(st.integers(0, 12), st.integers(0, 12), st.integers(1, 3)), min_size=1, max_size=6
     )
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_slices_of_a_buffer_keep_values_and_sharing(
     tmp_path_factory: pytest.TempPathFactory, cuts: list[tuple[int, int, int]]
 ) -> None:
