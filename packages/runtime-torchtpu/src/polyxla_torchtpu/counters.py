@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import functools
 import sys
 from typing import Any
@@ -54,7 +55,8 @@ class TorchTpuCounters(Counters):
     def compile_s(self) -> float:
         """Return the sum of the compilations' times; several programs may compile at the same time."""
         entries = _native._get_cache_stats().per_entry_stats
-        return float(sum(entry.compilation_duration.total_seconds() for entry in entries))
+        # In whole microseconds: the order of the entries changes, and sums of floats with it.
+        return sum((entry.compilation_duration for entry in entries), dt.timedelta()).total_seconds()
 
     def fallbacks(self) -> dict[str, int]:
         """Return nothing: TorchTPU refuses an operation that it lacks, with a sentence."""
