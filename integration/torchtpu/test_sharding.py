@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import polyxla
 import polyxla_training
 from polyxla import Replica, UsageError
+from polyxla_testing import RuntimeUnderTest
 
 WORDS, WIDTH, REPLICAS = 32, 16, 4
 
@@ -197,3 +199,24 @@ def set_up(replica: Replica, mesh: dict[str, int]) -> None:
 def test_a_mesh_of_another_number_of_replicas_is_refused() -> None:
     with pytest.raises(UsageError, match=r"a mesh \{'fsdp': 3\} is not one of 2 replicas"):
         polyxla.launch(set_up, ({"fsdp": 3},), devices=2, runtime="torchtpu")
+
+
+def test_a_language_model_learns_in_shards_as_on_one_replica(
+    runtime: RuntimeUnderTest, tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("0123456789" * 4000)
+    size = ["--text", str(text), "--steps", "120", "--width", "32", "--layers", "1", "--json"]
+
+    def bits(devices: int, strategy: str) -> float:
+        batch = ["--batch-size", str(32 // devices), "--strategy", strategy]
+        program = ["-m", "polyxla_examples.language_model", *batch, *size]
+        done = runtime.run("--devices", str(devices), *program)
+        assert done.returncode == 0, done.stderr
+        return float(json.loads(done.stdout.splitlines()[-1])["bits_per_hidden_byte"])
+
+    alone, in_shards = bits(1, "auto"), bits(REPLICAS, "fsdp")
+    # Guessing one of ten digits at random costs 3.32 bits.
+    assert in_shards < 3.0
+    # The replicas draw other masks than one alone.
+    assert in_shards == pytest.approx(alone, abs=0.2)

@@ -2,7 +2,8 @@
 
     polyxla run -m polyxla_examples.language_model --text book.txt --precision bf16-mixed
 
-Without ``--text`` it reads the topics of Python's help.
+Without ``--text`` it reads the topics of Python's help. On TorchTPU, ``--strategy fsdp`` divides the model
+among the replicas.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ def records(files: list[Path]) -> tuple[TensorDataset, TensorDataset]:
 def main(
     text: Annotated[list[Path] | None, typer.Option(help="A text file to train on; can be repeated.")] = None,
     precision: Annotated[str | None, typer.Option(help="32-true, bf16-mixed or bf16-true.")] = None,
+    strategy: Annotated[str, typer.Option(help="auto; on TorchTPU also fsdp, zero1 or ddp.")] = "auto",
     steps: Annotated[int, typer.Option(help="Number of optimizer updates.")] = 200,
     batch_size: Annotated[int, typer.Option(help="Records per step and replica.")] = 32,
     width: Annotated[int, typer.Option(help="Width of the transformer.")] = 128,
@@ -101,7 +103,13 @@ def main(
     polyxla.seed_everything(seed)
     train, val = records(text or [Path(pydoc_data.topics.__file__)])
     trainer = polyxla_training.Trainer(
-        precision=precision, max_epochs=1000, max_steps=steps, seed=seed, log_dir=None, clip_norm=1.0
+        precision=precision,
+        strategy=strategy,
+        max_epochs=1000,
+        max_steps=steps,
+        seed=seed,
+        log_dir=None,
+        clip_norm=1.0,
     )
     module: Any = MaskedModel(width, layers, learning_rate=2e-3)
     metrics = trainer.fit(
