@@ -49,5 +49,7 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
         variables |= torchrun.environment(plan, {**environ, **variables}, os.cpu_count() or 1)
     is_first = environ.get(tpu.RANK, "0") == "0" and multiprocessing.parent_process() is None
     if is_first and POLYXLA_LIBTPU_HOST not in environ:
-        played.say(f"{played.accelerator.devices} devices, one for each process of the program")
+        count = played.accelerator.devices
+        devices = "1 device" if count == 1 else f"{count} devices"
+        played.say(f"{devices}, one for each process of the program")
     return variables
