@@ -33,6 +33,9 @@ STORED_AS = {
 }
 """Dtypes that the format has no name for, or one that not all readers know: the same bytes are stored under
 another dtype. A complex number becomes two real ones, in an additional last dimension of 2."""
+if isinstance(bcomplex32 := getattr(torch, "bcomplex32", None), torch.dtype):
+    # Two bfloat16, in newer releases of torch.
+    STORED_AS[bcomplex32] = torch.bfloat16
 _NAMES = {dtype: name for name, dtype in NAMED.items()}
 
 
@@ -52,4 +55,5 @@ def restored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     if tensor.dtype is not STORED_AS.get(dtype, dtype):
         raise ValueError(f"{dtype} is not stored as {tensor.dtype}")
-    return torch.view_as_complex(tensor) if dtype.is_complex else tensor.view(dtype)
+    # Not view_as_complex, which knows no pairs of bfloat16.
+    return tensor.view(dtype).squeeze(-1) if dtype.is_complex else tensor.view(dtype)
