@@ -46,10 +46,11 @@ WITH_TORCH_XLA = [package for package in PROJECTS if package not in ON_TORCH_TPU
 WITH_TORCH_TPU = [package for package in PROJECTS if package not in ON_TORCH_XLA]
 TESTED = [package for package in WITH_TORCH_XLA if any(ROOT.glob(f"packages/{package}/tests/test_*.py"))]
 # Tested with both; those of the bridge and of the precision policies look into torch_xla's programs.
-TESTED_ON_TORCH_TPU = ["core", "runtime-torchtpu", "sampler", "training"]
+TESTED_ON_TORCH_TPU = ["core", "fits", "runtime-torchtpu", "sampler", "training"]
 # Siblings that a package's tests use and its code does not.
 TESTS_NEED = {
     "core": ["testing"],
+    "fits": ["testing"],
     "runtime-pjrt": ["testing"],
     "runtime-torchtpu": ["testing"],
     "tpu": ["testing"],
@@ -354,11 +355,16 @@ def abi(session: nox.Session) -> None:
 
 
 @nox.session
-def libtpu(session: nox.Session) -> None:
-    """Compare the variables of TPU processes with what the real libtpu reads; test `polyxla fits`. No TPU."""
-    install(session, ["bridge", "runtime-pjrt", "testing"], ["libtpu", *group("test")])
-    session.run("python", ".ci/variables.py")
-    session.run("pytest", "packages/runtime-pjrt/tests/test_fits_libtpu.py", *session.posargs)
+@nox.parametrize("runtime", ["pjrt", "torchtpu"])
+def libtpu(session: nox.Session, runtime: str) -> None:
+    """Test `polyxla fits` with the libtpu of one framework, and the variables of TPU processes. No TPU."""
+    on_torch_tpu = runtime == "torchtpu"
+    pins = ("-c", CONSTRAINTS_TORCHTPU if on_torch_tpu else CONSTRAINTS)
+    packages = ["bridge", "fits", f"runtime-{runtime}", "testing"]
+    install(session, packages, ["libtpu", *group("test-core")], options=pins)
+    if not on_torch_tpu:
+        session.run("python", ".ci/variables.py")
+    session.run("pytest", "packages/fits/tests/test_libtpu.py", *session.posargs)
 
 
 @nox.session

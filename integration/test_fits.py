@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from polyxla_pjrt.fits.chips import Target
-from polyxla_pjrt.fits.collected import CollectedProgram
-from polyxla_pjrt.fits.emulated_run import EmulatedRun, ScriptFailedError
-from polyxla_pjrt.fits.progress import Progress
+from polyxla_fits.chips import Target
+from polyxla_fits.collected import CollectedProgram
+from polyxla_fits.emulated_run import EmulatedRun, ScriptFailedError
+from polyxla_fits.frameworks import TORCH_XLA
+from polyxla_fits.progress import Progress
 
 pytestmark = pytest.mark.pjrt
 
@@ -20,7 +21,7 @@ STEPS = 3
 def collect(
     command: list[str], kind: str, directory: Path, environ: dict[str, str], timeout_s: float = 250
 ) -> list[CollectedProgram]:
-    run = EmulatedRun(command, Target.parse(kind), STEPS, timeout_s)
+    run = EmulatedRun(command, Target.parse(kind, TORCH_XLA), TORCH_XLA, STEPS, timeout_s)
     return run.collect(directory, environ, Progress())
 
 
@@ -76,7 +77,7 @@ def test_a_script_that_takes_too_long_is_ended(clean_environ: dict[str, str], tm
 
 
 def test_the_peaks_are_those_of_training() -> None:
-    from polyxla_pjrt.fits.chips import PEAKS
+    from polyxla_fits.chips import PEAKS
     from polyxla_training.observe.chip_peaks import CHIP_PEAKS
 
     known = {name.removeprefix("TPU "): peak.peak_flops for name, peak in CHIP_PEAKS.items()}

@@ -19,8 +19,9 @@ ALLOWED = {
     "bridge": set(),
     "core": set(),
     "examples": {"core", "training"},
+    "fits": {"bridge", "core", "tpu"},
     # The umbrella: requirements, no code.
-    "polyxla": {"core", "precision", "runtime-pjrt", "runtime-xrt", "sampler", "training"},
+    "polyxla": {"core", "fits", "precision", "runtime-pjrt", "runtime-xrt", "sampler", "training"},
     "precision": set(),
     "runtime-pjrt": {"bridge", "core", "tpu"},
     "runtime-torchtpu": {"bridge", "core", "tpu"},
@@ -125,7 +126,9 @@ def test_the_umbrella_installs_what_its_page_says() -> None:
     needs = [one.partition("==")[0] for one in project("polyxla")["dependencies"]]
     assert sorted(needs) == sorted(re.findall(r"`(polyxla-[\w-]+)`", text.partition("```")[0]))
     assert sorted(extras) == sorted(re.findall(r"^\| `\[(\w+)\]` \|", text, re.MULTILINE))
-    assert sorted(extras["all"]) == sorted(extras["replicas"] + extras["xrt"] + extras["report"])
+    assert sorted(extras["all"]) == sorted(
+        extras["fits"] + extras["replicas"] + extras["xrt"] + extras["report"]
+    )
 
 
 def test_each_entry_point_is_installed_once() -> None:

@@ -14,9 +14,10 @@ from packaging.markers import Marker
 
 from polyxla import Claim, Discovery, UsageError
 from polyxla_pjrt.cores import with_devices
-from polyxla_pjrt.versions import RIGHT_LIBTPU, libtpu_fix, libtpu_problem, versions_problem
+from polyxla_pjrt.versions import versions_problem
 from polyxla_testing import PluginInstaller
 from polyxla_tpu.chips import AttachedChip
+from polyxla_tpu.libtpu import FOR_TORCH_XLA
 
 
 def test_the_installed_pair_fits() -> None:
@@ -58,41 +59,20 @@ def test_a_missing_torch_xla_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert versions_problem() == "torch and torch_xla is not installed"
 
 
-@pytest.mark.parametrize("version", ["0.0.21", "0.0.21.1", "0.0.23.1", "0.0.21.dev20250813+nightly"])
-def test_a_libtpu_with_the_api_of_torch_xla_fits(install_plugin: PluginInstaller, version: str) -> None:
-    install_plugin.metadata("libtpu", version=version)
-    assert libtpu_problem({}) is None
-
-
-@pytest.mark.parametrize("version", ["0.0.52", "0.0.2", "0.0.20", "0.0.24", "0.1.21"])
-def test_another_libtpu_is_named_with_the_right_one(install_plugin: PluginInstaller, version: str) -> None:
-    install_plugin.metadata("libtpu", version=version)
-    install_plugin.metadata("torch_xla", version="2.9.0")
-    found = libtpu_problem({})
-    assert found is not None
-    assert f"libtpu {version} does not fit torch_xla 2.9.0, which was built with libtpu 0.0.21:" in found
-    assert libtpu_fix() == "Install it: pip install './packages/runtime-pjrt[tpu]'"
-    assert libtpu_problem({"TPU_LIBRARY_PATH": "other.so"}) is None
-
-
 def test_a_tpu_with_another_libtpu_is_refused(install_plugin: PluginInstaller) -> None:
     install_plugin.metadata("libtpu", version="0.0.52")
     (install_plugin.directory / "libtpu.py").touch()
     bare = Discovery(Claim.ATTACHED, "4 TPU chip(s) attached", "TPU")
     with pytest.raises(UsageError, match=r"libtpu 0\.0\.52 does not fit torch_xla") as caught:
         with_devices(bare, {}, (AttachedChip("v4", "0000:00:05.0"),))
-    assert caught.value.fix == libtpu_fix()
-
-
-def test_a_libtpu_without_metadata_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.path", [])
-    assert libtpu_problem({}) is None
+    assert caught.value.fix == FOR_TORCH_XLA.fix
 
 
 def test_torch_xla_itself_asks_for_this_libtpu() -> None:
     requirements = importlib.metadata.requires("torch_xla") or []
     (libtpu,) = (one for one in requirements if one.startswith("libtpu"))
-    assert libtpu.partition(";")[0].strip() == f"libtpu=={RIGHT_LIBTPU}"
+    oldest = ".".join(map(str, FOR_TORCH_XLA.first))
+    assert libtpu.partition(";")[0].strip() == f"libtpu=={oldest}"
 
 
 def test_the_extra_installs_a_libtpu_that_fits_for_every_python() -> None:

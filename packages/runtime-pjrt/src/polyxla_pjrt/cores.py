@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from polyxla import Discovery, Setting, UsageError
 from polyxla_pjrt import env
-from polyxla_pjrt.versions import libtpu_fix, libtpu_problem
 from polyxla_tpu import env as tpu_env
 from polyxla_tpu import this_host
 from polyxla_tpu.accelerators import AcceleratorType
 from polyxla_tpu.chips import AttachedChip
+from polyxla_tpu.libtpu import FOR_TORCH_XLA
 from polyxla_tpu.played import PlayedTpu
 from polyxla_tpu.slices import TpuSlice
 from polyxla_tpu.this_host import cores, host_core, skip_metadata
@@ -61,9 +61,9 @@ def with_devices(bare: Discovery, environ: Mapping[str, str], chips: tuple[Attac
 
 def _check_libtpu(environ: Mapping[str, str]) -> None:
     if not _has_libtpu(environ):
-        raise UsageError("TPU chips are attached, but libtpu is not installed", fix=libtpu_fix())
-    if problem := libtpu_problem(environ):
-        raise UsageError(problem, fix=libtpu_fix())
+        raise UsageError("TPU chips are attached, but libtpu is not installed", fix=FOR_TORCH_XLA.fix)
+    if problem := FOR_TORCH_XLA.problem(environ):
+        raise UsageError(problem, fix=FOR_TORCH_XLA.fix)
 
 
 def core_environment(environ: Mapping[str, str], device: int) -> dict[str, str]:

@@ -13,6 +13,6 @@ if TYPE_CHECKING:
 @hookimpl
 def polyxla_add_commands(app: typer.Typer) -> None:
     """Add ``polyxla fits``, whose heavy imports wait until it runs."""
-    from polyxla_pjrt.fits.command import fits
+    from polyxla_fits.command import fits
 
     app.command(context_settings={"ignore_unknown_options": True})(fits)

@@ -18,14 +18,13 @@ import typer
 from polyxla import PolyxlaError, UsageError
 from polyxla.cli.output import JsonFlag, plain_errors, print_json
 from polyxla.env import snapshot
-from polyxla.errors import pip_install
-from polyxla_pjrt.fits.batch_size import PLACE, largest_fitting, with_batch_size
-from polyxla_pjrt.fits.progress import Progress, shown
-from polyxla_pjrt.versions import libtpu_fix, libtpu_problem
+from polyxla_fits.batch_size import PLACE, largest_fitting, with_batch_size
+from polyxla_fits.frameworks import Framework, installed_framework
+from polyxla_fits.progress import Progress, shown
 
 if TYPE_CHECKING:
-    from polyxla_pjrt.fits.chips import Target
-    from polyxla_pjrt.fits.report import Checked
+    from polyxla_fits.chips import Target
+    from polyxla_fits.report import Checked
 
 TOO_LARGE = 3
 """Exit code if a program needs more HBM than a device has."""
@@ -82,7 +81,7 @@ def _all_fit(programs: Sequence[Checked]) -> bool:
 
 def _report(work: Work, checked: Sequence[Checked], largest: int | None, as_json: bool) -> int:
     """Print the result, and return the exit code."""
-    from polyxla_pjrt.fits import report
+    from polyxla_fits import report
 
     if as_json:
         document = report.as_json(work.target, work.version, checked)
@@ -102,6 +101,7 @@ class Work:
     """What the command works with.
 
     Attributes:
+        framework: the script's.
         target: the TPU.
         library: libtpu's path.
         version: libtpu's.
@@ -111,6 +111,7 @@ class Work:
         progress: shows what is being done.
     """
 
+    framework: Framework
     target: Target
     library: Path
     version: str
@@ -124,38 +125,36 @@ class Work:
         """Check all that can be checked before the script runs.
 
         Raises:
-            UsageError: there is no such TPU, or the bridge or the right libtpu is missing.
+            UsageError: there is no such TPU, or the framework or its libtpu is missing.
         """
-        if importlib.util.find_spec("polyxla_bridge") is None:
-            raise UsageError(
-                "an emulated TPU needs polyxla-bridge, which is not installed",
-                where=f"--on {on}",
-                fix=f"Install it: {pip_install('polyxla-bridge')}",
-            )
-        from polyxla_pjrt.fits.chips import Target
+        from polyxla_fits.chips import Target
 
-        target, environ = Target.parse(on), snapshot()
+        framework = installed_framework()
+        target, environ = Target.parse(on, framework), snapshot()
         found = importlib.util.find_spec("libtpu")
         if found is None or found.origin is None:
             raise UsageError(
-                "libtpu compiles the programs, and is not installed", where="polyxla fits", fix=libtpu_fix()
+                "libtpu compiles the programs, and is not installed",
+                where="polyxla fits",
+                fix=framework.libtpu.fix,
             )
         # The library that TPU_LIBRARY_PATH names is not used: it may be a played one.
-        if problem := libtpu_problem({}):
-            raise UsageError(problem, where="polyxla fits", fix=libtpu_fix())
+        if problem := framework.libtpu.problem({}):
+            raise UsageError(problem, where="polyxla fits", fix=framework.libtpu.fix)
         library = Path(found.origin).with_name("libtpu.so")
         version = importlib.metadata.version("libtpu")
-        return cls(target, library, version, steps, time.monotonic() + timeout_s, environ, progress)
+        end = time.monotonic() + timeout_s
+        return cls(framework, target, library, version, steps, end, environ, progress)
 
     def check(self, command: Sequence[str], *, stops_when_too_large: bool = False) -> list[Checked]:
         """Run the script, compile its programs, and return what libtpu made of them."""
-        from polyxla_pjrt.fits.compiling import CompileProcess
-        from polyxla_pjrt.fits.emulated_run import EmulatedRun
-        from polyxla_pjrt.fits.report import Checked
+        from polyxla_fits.compiling import CompileProcess
+        from polyxla_fits.emulated_run import EmulatedRun
+        from polyxla_fits.report import Checked
 
         checked: list[Checked] = []
         with tempfile.TemporaryDirectory(prefix="polyxla-fits-") as directory:
-            run = EmulatedRun(command, self.target, self.steps, self._left())
+            run = EmulatedRun(command, self.target, self.framework, self.steps, self._left())
             self.progress.phase(f"running {' '.join(command)} on an emulated {self.target.accelerator.name}")
             programs = run.collect(Path(directory), self.environ, self.progress)
             self.progress.phase(f"compiling {len(programs)} programs for it with libtpu {self.version}")
@@ -176,7 +175,7 @@ class Work:
             CannotCompileError: a program does not compile, for another reason than its size.
             TimeLimitError: the time is over; the largest batch size that fitted before is named.
         """
-        from polyxla_pjrt.fits.emulated_run import ScriptFailedError
+        from polyxla_fits.emulated_run import ScriptFailedError
 
         if not any(PLACE in argument for argument in command):
             raise UsageError(

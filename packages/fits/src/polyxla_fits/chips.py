@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from polyxla import UsageError
 from polyxla_bridge.libtpu.host import GENERATIONS
-from polyxla_pjrt.fits.plugin_api import Cost, Option
+from polyxla_fits.frameworks import Framework
+from polyxla_fits.plugin_api import Cost, Option
 from polyxla_tpu.accelerators import AcceleratorType
 
 
@@ -30,16 +31,22 @@ PEAKS = {
     "v5e": Peak(197e12, 800e9),
     "v5p": Peak(459e12, 2765e9),
     "v6e": Peak(918e12, 1600e9),
+    "v7x": Peak(2307e12, 7380e9),
 }
 """By short name of the generation.
 
-Source: "peak compute per chip" and "HBM bandwidth" in the pages "TPU v2" to "TPU v6e" of the Cloud TPU
+Source: "peak compute per chip" and "HBM bandwidth" in the pages "TPU v2" to "TPU7x" of the Cloud TPU
 documentation; of two numbers for a generation the lower one. polyxla-training, which knows no runtime, has
 the same operations per second; a test compares them.
 """
 
 _MEGACORE = ("v4",)
-"""Generations whose two cores are one device only if libtpu is asked for it. Source: libtpu 0.0.21."""
+"""Generations whose two cores are one device only if libtpu is asked for it.
+
+Source: tried with libtpu 0.0.21 and 0.0.52, which have 8 devices for v4:2x2x1 without it.
+"""
+_NAMES = {"v7x": "tpu7x"}
+"""What libtpu calls a generation, if not by its short name. Source: tried with libtpu 0.0.52."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +60,18 @@ class Target:
     accelerator: AcceleratorType
 
     @classmethod
-    def parse(cls, text: str) -> Target:
+    def parse(cls, text: str, framework: Framework) -> Target:
         """Read a type such as ``v5e-8``.
 
         Raises:
-            UsageError: there is no such type, or libtpu does not compile for it.
+            UsageError: there is no such type, or the framework's programs do not compile for it.
         """
         accelerator = AcceleratorType.parse(text, f"--on {text}")
-        if accelerator.generation not in PEAKS:
+        if accelerator.generation not in framework.generations:
             raise UsageError(
-                f"the libtpu that torch_xla 2.9 needs does not compile for a {accelerator.name}",
+                f"{framework.module}, with its libtpu, does not compile for a {accelerator.name}",
                 where=f"--on {text}",
-                fix=f"Choose one of {', '.join(PEAKS)}.",
+                fix=f"Choose one of {', '.join(framework.generations)}.",
             )
         return cls(accelerator)
 
@@ -72,8 +79,9 @@ class Target:
     def topology(self) -> str:
         """The name that libtpu has for the arrangement of the chips, such as ``v5e:2x4``."""
         x, y, z = self.accelerator.bounds.chips
-        is_flat = self.accelerator.generation in ("v5e", "v6e")
-        return f"{self.accelerator.generation}:{x}x{y}" + ("" if is_flat else f"x{z}")
+        generation = self.accelerator.generation
+        is_flat = generation in ("v5e", "v6e")
+        return f"{_NAMES.get(generation, generation)}:{x}x{y}" + ("" if is_flat else f"x{z}")
 
     @property
     def options(self) -> dict[str, Option]:
@@ -85,7 +93,7 @@ class Target:
 
     @property
     def memory_bytes(self) -> int:
-        """HBM of a device: of a chip, and on v2 and v3 of one of its two cores."""
+        """HBM of a device: of a chip, and on v2, v3 and tpu7x of one of its two cores."""
         return GENERATIONS[self.accelerator.generation].memory_gib << 30
 
     def estimate_s(self, cost: Cost) -> float | None:

@@ -17,10 +17,10 @@ from typing import IO, Any, Self
 
 from polyxla import PolyxlaError
 from polyxla_bridge.abi import Code
-from polyxla_pjrt.fits import compile_process
-from polyxla_pjrt.fits.chips import Target
-from polyxla_pjrt.fits.collected import CollectedProgram
-from polyxla_pjrt.fits.plugin_api import Cost
+from polyxla_fits import compile_process
+from polyxla_fits.chips import Target
+from polyxla_fits.collected import CollectedProgram
+from polyxla_fits.plugin_api import Cost
 from polyxla_tpu import env as tpu_env
 
 START_TIMEOUT_S = 60.0

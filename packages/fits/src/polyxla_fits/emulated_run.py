@@ -14,17 +14,19 @@ from pathlib import Path
 
 from polyxla import PolyxlaError
 from polyxla.env import POLYXLA_DEVICES, POLYXLA_RUNTIME
-from polyxla_bridge.env import POLYXLA_LIBTPU_PROGRAMS
-from polyxla_pjrt import env
-from polyxla_pjrt.fits.chips import Target
-from polyxla_pjrt.fits.collected import CollectedProgram, Logs, programs
-from polyxla_pjrt.fits.progress import Progress
+from polyxla_bridge.env import POLYXLA_DEVICE_MEMORY, POLYXLA_LIBTPU_PROGRAMS
+from polyxla_fits.chips import Target
+from polyxla_fits.collected import CollectedProgram, Logs, programs
+from polyxla_fits.frameworks import Framework
+from polyxla_fits.progress import Progress
 from polyxla_tpu import env as tpu_env
 
 TICK_S = 0.5
 GRACE_S = 10.0
 """Time for the script's processes to end after SIGTERM, in seconds, before they are killed."""
 SHOWN_LINES = 20
+REPLACED = (POLYXLA_DEVICES, POLYXLA_DEVICE_MEMORY, "PJRT_DEVICE")
+"""Variables that choose other devices, which would contradict ``--on``, or limit the emulated memory."""
 
 
 class ScriptFailedError(PolyxlaError):
@@ -38,12 +40,14 @@ class EmulatedRun:
     Attributes:
         command: the script and its arguments, or ``-m``, a module and its arguments.
         target: the TPU.
+        framework: the script's.
         steps: how many steps in a row must bring no new program; 0 runs the script to its end.
         timeout_s: longest run, in seconds.
     """
 
     command: Sequence[str]
     target: Target
+    framework: Framework
     steps: int
     timeout_s: float
 
@@ -66,7 +70,7 @@ class EmulatedRun:
         with output.open("wb") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "polyxla", "run", *self.command],
-                env=self._environ(environ, directory),
+                env=self.environ(environ, directory),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -99,20 +103,19 @@ class EmulatedRun:
         if not logs.stacks:
             raise ScriptFailedError(f"the script has used no device of the played TPU. {_tail(output)}")
 
-    def _environ(self, environ: Mapping[str, str], directory: Path) -> dict[str, str]:
-        # Variables that choose other devices would contradict --on.
+    def environ(self, environ: Mapping[str, str], directory: Path) -> dict[str, str]:
+        """Return the variables of the script, over those of this process."""
         kept = {
             name: value
             for name, value in environ.items()
-            if name not in (POLYXLA_RUNTIME, POLYXLA_DEVICES, env.PJRT_DEVICE) and not name.startswith("XRT_")
+            if name not in REPLACED and not name.startswith("XRT_")
         }
         return {
             **kept,
+            POLYXLA_RUNTIME: self.framework.runtime,
             tpu_env.POLYXLA_EMULATE: self.target.accelerator.name,
             POLYXLA_LIBTPU_PROGRAMS: str(directory),
-            # The lines of operations go into the programs. Source: torch_xla's documentation, "Troubleshoot".
-            "XLA_HLO_DEBUG": "1",
-            "XLA_IR_DEBUG": "1",
+            **self.framework.variables,
         }
 
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polyxla_pjrt.fits.chips import Target
-from polyxla_pjrt.fits.collected import CollectedProgram
-from polyxla_pjrt.fits.compiling import Outcome
-from polyxla_pjrt.fits.plugin_api import Cost
-from polyxla_pjrt.fits.source_lines import operation_line
+from polyxla_fits.chips import Target
+from polyxla_fits.collected import CollectedProgram
+from polyxla_fits.compiling import Outcome
+from polyxla_fits.plugin_api import Cost
+from polyxla_fits.source_lines import operation_line
 
 SMALL_BYTES = 1 << 20
 """Programs that need less HBM are counted, not listed."""

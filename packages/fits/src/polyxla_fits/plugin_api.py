@@ -1,6 +1,8 @@
 """The part of the PJRT C API that compiles programs for a TPU that is not there, as a client of libtpu.
 
 jaxlib could do the same with a libtpu of its own age, but it crashes on the one that torch_xla 2.9 needs.
+libtpu 0.0.21 (API 0.75) and 0.0.52 (0.117) accept the argument structs of `polyxla_bridge.abi` (0.72): later
+versions add fields at the end of structs, and functions at the end of the table.
 """
 
 from __future__ import annotations

@@ -9,24 +9,26 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from polyxla import UsageError
 from polyxla_bridge.libtpu.host import GENERATIONS
-from polyxla_pjrt.fits import report
-from polyxla_pjrt.fits.batch_size import largest_fitting, with_batch_size
-from polyxla_pjrt.fits.chips import PEAKS, Target
-from polyxla_pjrt.fits.collected import CollectedProgram, Logs
-from polyxla_pjrt.fits.command import Work
-from polyxla_pjrt.fits.compiling import Outcome, fatal_line
-from polyxla_pjrt.fits.emulated_run import ScriptFailedError
-from polyxla_pjrt.fits.plugin_api import Cost
-from polyxla_pjrt.fits.progress import Progress
-from polyxla_pjrt.fits.report import Checked
-from polyxla_pjrt.fits.source_lines import innermost_user_line
+from polyxla_fits import report
+from polyxla_fits.batch_size import largest_fitting, with_batch_size
+from polyxla_fits.chips import PEAKS, Target
+from polyxla_fits.collected import CollectedProgram, Logs
+from polyxla_fits.command import Work
+from polyxla_fits.compiling import Outcome, fatal_line
+from polyxla_fits.emulated_run import EmulatedRun, ScriptFailedError
+from polyxla_fits.frameworks import TORCH_TPU, TORCH_XLA, Framework, installed_framework
+from polyxla_fits.plugin_api import Cost
+from polyxla_fits.progress import Progress
+from polyxla_fits.report import Checked
+from polyxla_fits.source_lines import innermost_user_line
 
 COST = Cost(1 << 30, 3 << 30, 1 << 30, 2 << 30, 1 << 20, flops=197e12, accessed_bytes=400e9)
-V5E = Target.parse("v5e-8")
+V5E = Target.parse("v5e-8", TORCH_XLA)
 OUT_OF_MEMORY = """XLA:TPU compile permanent error. Ran out of memory in memory space hbm. \
 Used 17.34G of 15.75G hbm. Exceeded hbm capacity by 1.60G.
 
@@ -62,21 +64,77 @@ def checked(outcome: Outcome, tmp_path: Path) -> Checked:
     ],
 )
 def test_a_type_has_a_topology(kind: str, topology: str) -> None:
-    assert Target.parse(kind).topology == topology
+    assert Target.parse(kind, TORCH_XLA).topology == topology
+
+
+def test_torch_tpu_compiles_for_tpu7x() -> None:
+    target = Target.parse("tpu7x-8", TORCH_TPU)
+    assert (target.topology, target.accelerator.devices) == ("tpu7x:2x2x1", 8)
+    assert target.memory_bytes == 96 << 30
 
 
 def test_the_cores_of_a_v4_chip_are_one_device() -> None:
-    assert Target.parse("v4-16").options == {
+    assert Target.parse("v4-16", TORCH_XLA).options == {
         "chips_per_host_bounds": (2, 2, 1),
         "chip_config_name": "megacore",
     }
-    assert Target.parse("v5p-8").options == {"chips_per_host_bounds": (2, 2, 1)}
+    assert Target.parse("v5p-8", TORCH_XLA).options == {"chips_per_host_bounds": (2, 2, 1)}
 
 
-def test_a_type_that_libtpu_does_not_know_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"does not compile for a tpu7x-8 \(from --on tpu7x-8\)"):
-        Target.parse("tpu7x-8")
-    assert set(GENERATIONS) - set(PEAKS) == {"v7x"}
+@pytest.mark.parametrize(("framework", "kind"), [(TORCH_XLA, "tpu7x-8"), (TORCH_TPU, "v3-8")])
+def test_a_type_that_the_framework_does_not_know_is_refused(framework: Framework, kind: str) -> None:
+    expected = rf"{framework.module}, .* does not compile for a {kind} \(from --on {kind}\)"
+    with pytest.raises(UsageError, match=expected):
+        Target.parse(kind, framework)
+
+
+def test_each_type_is_one_of_a_framework() -> None:
+    assert {*TORCH_XLA.generations, *TORCH_TPU.generations} == set(GENERATIONS) == set(PEAKS)
+
+
+def _show(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
+    """Let these frameworks be found, and no others."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name in modules or None)
+
+
+def test_the_framework_is_the_installed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    _show(monkeypatch, "torch_xla")
+    assert installed_framework() is TORCH_XLA
+    _show(monkeypatch, "torch_tpu")
+    assert installed_framework() is TORCH_TPU
+
+
+def test_without_a_framework_the_error_has_the_pip_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    _show(monkeypatch)
+    with pytest.raises(UsageError, match=r"pip install .*/runtime-pjrt or pip install .*/runtime-torchtpu"):
+        installed_framework()
+
+
+def test_two_frameworks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _show(monkeypatch, "torch_xla", "torch_tpu")
+    with pytest.raises(UsageError, match=r"pip uninstall torch_xla, or torch_tpu, here"):
+        installed_framework()
+
+
+@pytest.mark.parametrize("framework", [TORCH_XLA, TORCH_TPU])
+def test_the_scripts_run_is_not_changed_by_variables_that_choose_devices(
+    framework: Framework, tmp_path: Path
+) -> None:
+    chosen = {
+        "POLYXLA_RUNTIME": "xrt",
+        "POLYXLA_DEVICES": "2",
+        "POLYXLA_DEVICE_MEMORY": "1MiB",
+        "PJRT_DEVICE": "CPU",
+        "XRT_TPU_CONFIG": "tpu_worker;0;localhost:8470",
+    }
+    run = EmulatedRun(["train.py"], V5E, framework, 10, 60)
+    assert run.environ({**chosen, "PATH": "/bin"}, tmp_path) == {
+        "PATH": "/bin",
+        "POLYXLA_RUNTIME": framework.runtime,
+        "POLYXLA_EMULATE": "v5litepod-8",
+        "POLYXLA_LIBTPU_PROGRAMS": str(tmp_path),
+        **framework.variables,
+    }
 
 
 def test_the_shortest_time_is_that_of_the_operations_or_of_the_memory() -> None:
@@ -84,7 +142,7 @@ def test_the_shortest_time_is_that_of_the_operations_or_of_the_memory() -> None:
     assert V5E.estimate_s(Cost(0, 0, 0, 0, 0, 1e12, 1600e9)) == pytest.approx(2.0)
     assert V5E.estimate_s(Cost(0, 0, 0, 0, 0, None, 1e9)) is None
     # The two cores of a v3 chip share its peak.
-    assert Target.parse("v3-8").estimate_s(Cost(0, 0, 0, 0, 0, 123e12, 0)) == pytest.approx(2.0)
+    assert Target.parse("v3-8", TORCH_XLA).estimate_s(Cost(0, 0, 0, 0, 0, 123e12, 0)) == pytest.approx(2.0)
 
 
 def test_donated_memory_counts_once() -> None:
@@ -188,7 +246,8 @@ def test_the_search_names_what_fitted_before_the_script_failed() -> None:
                 raise ScriptFailedError("the script failed: 20 records")
             return []
 
-    work = SmallData(Target.parse("v5e-1"), Path(), "0.0.21", 10, 0.0, {}, Progress())
+    target = Target.parse("v5e-1", TORCH_XLA)
+    work = SmallData(TORCH_XLA, target, Path(), "0.0.21", 10, 0.0, {}, Progress())
     with pytest.raises(
         ScriptFailedError, match=r"^batch size 16 fits; batch size 32: the script failed: 20 records$"
     ):
@@ -228,21 +287,28 @@ def test_the_slowest_process_decides_when_there_are_no_new_programs(tmp_path: Pa
 
 
 def test_the_line_of_the_script_is_the_first_outside_of_libraries() -> None:
-    import torch
-
-    stack = [(torch.__file__, 1), (subprocess.__file__, 2), ("<string>", 3), ("/elsewhere/train.py", 4)]
+    stack = [(np.__file__, 1), (subprocess.__file__, 2), ("<string>", 3), ("/elsewhere/train.py", 4)]
     assert innermost_user_line(stack) == "/elsewhere/train.py:4"
     assert innermost_user_line(stack[:3]) is None
 
 
-def test_without_libtpu_the_error_has_the_pip_line() -> None:
-    # Nothing else can be found there, so this works where libtpu is installed, too.
+@pytest.mark.parametrize(
+    ("framework", "fix"),
+    [
+        ("torch_xla", "pip install './packages/runtime-pjrt[tpu]'"),
+        ("torch_tpu", "pip install 'libtpu>=0.0.50'"),
+    ],
+)
+def test_without_libtpu_the_error_has_the_pip_line(framework: str, fix: str) -> None:
+    # Nothing else can be found there, so this works where libtpu and either framework are installed, too.
     code = (
         "import importlib.util, sys; found = importlib.util.find_spec;"
-        "importlib.util.find_spec = lambda name, *rest: None if name == 'libtpu' else found(name, *rest);"
+        f"answers = {{'libtpu': None, 'torch_xla': None, 'torch_tpu': None, {framework!r}: found('sys')}};"
+        "importlib.util.find_spec = lambda name, *rest: answers[name] if name in answers "
+        "else found(name, *rest);"
         "from polyxla.__main__ import main; sys.exit(main())"
     )
     command = [sys.executable, "-c", code, "fits", "train.py", "--on", "v5e-8", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2, done.stderr
-    assert "pip install './packages/runtime-pjrt[tpu]'" in json.loads(done.stdout)["error"]
+    assert fix in json.loads(done.stdout)["error"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from polyxla_bridge.programs import hlo, recording
-from polyxla_pjrt.fits.source_lines import innermost_user_line, program_line
+from polyxla_fits.source_lines import innermost_user_line, program_line
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""``python -m polyxla_pjrt.fits.compile_process``: compile programs with libtpu, in a process of its own.
+"""``python -m polyxla_fits.compile_process``: compile programs with libtpu, in a process of its own.
 
 Arguments: libtpu's path, the topology and its options in JSON. The first line of the output is the number of
 devices. Then a line of input with the paths of a program and its options is answered with a line of JSON: the
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from polyxla_pjrt.fits.plugin_api import Compiler, CompilerError
+from polyxla_fits.plugin_api import Compiler, CompilerError
 
 
 def main() -> None:

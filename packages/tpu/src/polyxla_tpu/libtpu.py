@@ -1,0 +1,78 @@
+"""The releases of libtpu that work with a framework, compared with the installed one without importing it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from polyxla.errors import pip_install
+from polyxla_tpu import env
+
+Release = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class LibtpuReleases:
+    """The releases of libtpu that work with a framework.
+
+    Patches such as 0.0.21.1 count as the release that they patch.
+
+    Attributes:
+        framework: the framework's distribution.
+        first: the oldest of them.
+        last: the newest of them; None if there is no limit.
+        reason: why others do not work, in a sentence without its full stop.
+        fix: how to install one of them, in a sentence.
+    """
+
+    framework: str
+    first: Release
+    last: Release | None
+    reason: str
+    fix: str
+
+    def problem(self, environ: Mapping[str, str]) -> str | None:
+        """Return why the framework does not work with the installed libtpu; None if it does, or may.
+
+        A library that ``TPU_LIBRARY_PATH`` names is not checked, and neither is one without metadata.
+        """
+        installed = _version("libtpu")
+        if environ.get(env.TPU_LIBRARY_PATH) or installed is None or self._has(installed):
+            return None
+        return f"libtpu {installed} does not fit {self.framework} {_version(self.framework)}, {self.reason}"
+
+    def _has(self, installed: str) -> bool:
+        numbers = tuple(int(part) for part in installed.split(".")[:3] if part.isdecimal())
+        return self.first <= numbers and (self.last is None or numbers <= self.last)
+
+
+FOR_TORCH_XLA = LibtpuReleases(
+    "torch_xla",
+    (0, 0, 21),
+    (0, 0, 23),
+    "which was built with libtpu 0.0.21: another one may load, and then fail when the first program runs",
+    f"Install it: {pip_install('polyxla-runtime-pjrt[tpu]')}",
+)
+"""The releases that speak PJRT API 0.75, as torch_xla 2.9.0 does.
+
+Source: for 0.0.21, torch_xla's ``setup.py``; for the others, the function tables of the libraries. 0.0.20 has
+0.73, 0.0.24 has 0.78. 0.0.52, with 0.117, loads, and then refuses the first execution: "Unexpected
+PJRT_ExecuteOptions size".
+"""
+
+FOR_TORCH_TPU = LibtpuReleases(
+    "torch_tpu",
+    (0, 0, 50),
+    None,
+    "which needs libtpu 0.0.50 or later",
+    "Install it: pip install 'libtpu>=0.0.50'",
+)
+"""Source: the requirements of torch_tpu 0.2.0, which bring libtpu."""
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
