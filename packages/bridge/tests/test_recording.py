@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,10 @@ def doubled(engine: RecordingEngine, size: int) -> np.ndarray[Any, Any]:
     return value(engine, result)
 
 
+def logged(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "programs" / "0.log").read_text().splitlines()]
+
+
 def test_small_programs_are_computed(engine: RecordingEngine) -> None:
     assert doubled(engine, 4).tolist() == [2] * 4
     assert engine.compiles == 1
@@ -92,7 +97,69 @@ def test_each_program_is_recorded_with_its_options_its_stack_and_its_executions(
     assert compiled["compiled"] == hlo.stem
     line = next(line for file, line in compiled["stack"] if file == __file__)
     assert "engine.compile(" in Path(__file__).read_text().splitlines()[line - 1]
-    assert executed == {"executed": hlo.stem, "device": 0}
+    arrays = [["float32", [4], 1]]
+    assert executed == {"executed": hlo.stem, "device": 0, "in_use": 16, "arrays": arrays}
+
+
+def test_the_main_threads_calls_are_recorded_when_another_thread_compiles(
+    engine: RecordingEngine, tmp_path: Path
+) -> None:
+    code = program(lambda x: x + x, of_size(4))
+    thread = threading.Thread(target=engine.compile, args=(code, OPTIONS))
+    thread.start()
+    thread.join(TIMEOUT_S)
+    (line,) = logged(tmp_path)
+    assert __file__ not in dict(line["stack"])
+    at = dict(line["main"])[__file__]
+    assert "thread.join(" in Path(__file__).read_text().splitlines()[at - 1]
+
+
+def test_the_arrays_are_listed_when_they_are_more_than_before(
+    engine: RecordingEngine, tmp_path: Path
+) -> None:
+    (device,) = engine.devices
+    executable = engine.compile(program(lambda x: x + x, of_size(4)), OPTIONS)
+    kept = [put(engine, np.ones(4, np.float32))]
+    for _ in range(2):
+        (result,) = engine.execute(executable, device, [kept[0]])
+        assert value(engine, result).tolist() == [2] * 4
+        del result
+    kept.append(put(engine, np.ones((2, 3), np.float32)))
+    (result,) = engine.execute(executable, device, [kept[0]])
+    value(engine, result)
+    first, second, third = logged(tmp_path)[1:]
+    assert (first["in_use"], first["arrays"]) == (16, [["float32", [4], 1]])
+    assert (second["in_use"], "arrays" in second) == (16, False)
+    assert third["in_use"] == 40
+    assert sorted(third["arrays"]) == [["float32", [2, 3], 1], ["float32", [4], 1]]
+
+
+def test_arrays_that_are_not_computed_count_with_their_size(engine: RecordingEngine, tmp_path: Path) -> None:
+    (device,) = engine.devices
+    size = 4 * LARGE
+    one = put(engine, np.ones(LARGE, np.float32))
+    assert engine.memory_stats(device)["bytes_in_use"] == size
+    executable = engine.compile(program(lambda x: (x + x, x[:2]), of_size(LARGE)), OPTIONS)
+    results = engine.execute(executable, device, [one])
+    value(engine, results[0])
+    assert engine.memory_stats(device)["bytes_in_use"] == 2 * size + 8
+    del results
+    engine.delete(one)
+    assert engine.memory_stats(device)["bytes_in_use"] == 0
+    _, executed = logged(tmp_path)
+    assert (executed["in_use"], executed["arrays"]) == (size, [["float32", [LARGE], 1]])
+
+
+def test_a_donated_array_that_is_not_computed_counts_once(engine: RecordingEngine) -> None:
+    (device,) = engine.devices
+    donating = jax.jit(lambda x: x + x, donate_argnums=0).lower(of_size(LARGE)).compiler_ir("hlo")
+    assert donating is not None
+    executable = engine.compile(donating.as_serialized_hlo_module_proto(), OPTIONS)
+    engine.reset_memory_peak(device)
+    (result,) = engine.execute(executable, device, [put(engine, np.ones(LARGE, np.float32))])
+    value(engine, result)
+    stats = engine.memory_stats(device)
+    assert (stats["bytes_in_use"], stats["peak_bytes_in_use"]) == (4 * LARGE, 4 * LARGE)
 
 
 def test_the_variable_names_the_directory() -> None:

@@ -14,17 +14,20 @@ import pytest
 
 from polyxla import UsageError
 from polyxla_bridge.libtpu.host import GENERATIONS
+from polyxla_bridge.programs.executable import ArrayType
+from polyxla_bridge.programs.hlo_pb2 import HloModuleProto
 from polyxla_fits import report
 from polyxla_fits.batch_size import largest_fitting, with_batch_size
 from polyxla_fits.chips import PEAKS, Target
-from polyxla_fits.collected import CollectedProgram, Logs
-from polyxla_fits.command import Work
+from polyxla_fits.collected import Alive, CollectedProgram, Logs, programs
+from polyxla_fits.command import TOO_LARGE, Work, finish
 from polyxla_fits.compiling import Outcome, fatal_line
 from polyxla_fits.emulated_run import EmulatedRun, ScriptFailedError
 from polyxla_fits.frameworks import TORCH_TPU, TORCH_XLA, Framework, installed_framework
+from polyxla_fits.memory import memory_peaks
 from polyxla_fits.plugin_api import Cost
 from polyxla_fits.progress import Progress
-from polyxla_fits.report import Checked
+from polyxla_fits.report import Checked, Result
 from polyxla_fits.source_lines import innermost_user_line
 
 COST = Cost(1 << 30, 3 << 30, 1 << 30, 2 << 30, 1 << 20, flops=197e12, accessed_bytes=400e9)
@@ -42,13 +45,23 @@ Used 17.34G of 15.75G hbm. Exceeded hbm capacity by 1.60G.
 TOO_LARGE_AN_ARRAY = """Allocation (size=40960000000) would exceed memory (size=17179869184) :: \
 #allocation48 [shape = 'f32[10000000,1024]{1,0:T(8,128)}', space=hbm, size = 0xffffffffffffffff]"""
 """Two messages of libtpu 0.0.21."""
+NEWER_OUT_OF_MEMORY = """E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required \
+for HLO temporaries (40.53G) exceeds available HBM (15.75G). HLO module: tt_jit_mm."""
+"""A message of libtpu 0.0.52."""
+ONE_GIB, ONE_BYTE = ArrayType("uint8", (1 << 30,)), ArrayType("uint8", (1,))
 
 
 def checked(outcome: Outcome, tmp_path: Path) -> Checked:
     files = tmp_path / "program.hlo", tmp_path / "program.options"
     for file in files:
         file.touch()
-    return Checked(CollectedProgram("f", "SyncTensorsGraph.1", "train.py:7", 10, 1, *files), outcome)
+    return Checked(CollectedProgram("f", "SyncTensorsGraph.1", "train.py:7", None, 10, 1, *files), outcome)
+
+
+def alive(checked: Checked, **devices: Alive) -> Checked:
+    """Return the program with what was alive on the devices, ``d0`` and so on."""
+    found = {int(name.removeprefix("d")): one for name, one in devices.items()}
+    return dataclasses.replace(checked, program=dataclasses.replace(checked.program, alive=found))
 
 
 @pytest.mark.parametrize(
@@ -150,19 +163,20 @@ def test_donated_memory_counts_once() -> None:
 
 
 def test_the_text_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:
-    lines = list(report.as_text(V5E, "0.0.21", [checked(Outcome(12.3, COST), tmp_path)]))
+    lines = list(report.as_text(V5E, "0.0.21", one_program(tmp_path)))
     assert lines == [
         "v5litepod-8: 8 devices with 16GiB of HBM each (compiled by libtpu 0.0.21)",
         "     HBM     args  outputs    temps     code    FLOPs    bytes at least  compile",
         "train.py:7, executed 10 times",
         "    5GiB     1GiB     2GiB     2GiB     1MiB     197T     400G       1s    12.3s",
-        "fits: the largest program needs 5GiB of 16GiB",
+        "fits: at most 6GiB of 16GiB are needed on each device, while train.py:7 runs:",
+        "2GiB of arrays, and 4GiB for the program's results, temporary arrays and code",
     ]
     assert max(map(len, lines)) <= 80
 
 
 def test_the_json_has_the_numbers_of_each_program(tmp_path: Path) -> None:
-    document = report.as_json(V5E, "0.0.21", [checked(Outcome(12.3, COST), tmp_path)])
+    document = report.as_json(V5E, "0.0.21", one_program(tmp_path))
     assert json.loads(json.dumps(document)) == document
     assert (document["fits"], document["hbm_bytes"], document["devices"]) == (True, 16 << 30, 8)
     (program,) = document["programs"]
@@ -171,6 +185,78 @@ def test_the_json_has_the_numbers_of_each_program(tmp_path: Path) -> None:
         COST.total_bytes,
         197e12,
     )
+    assert document["peaks"] == [
+        {
+            "device": device,
+            "hbm_bytes": (6 << 30) + (1 << 20),
+            "arrays_bytes": 2 << 30,
+            "program_bytes": (4 << 30) + (1 << 20),
+            "line": "train.py:7",
+            "name": "SyncTensorsGraph.1",
+        }
+        for device in (0, 1)
+    ]
+
+
+def one_program(tmp_path: Path) -> Result:
+    """Return a result of one program, with which each of two devices holds 2 GiB of arrays."""
+    held = Alive(2 << 30, {ONE_GIB: 2})
+    program = alive(checked(Outcome(12.3, COST), tmp_path), d0=held, d1=held)
+    return Result([program], memory_peaks([(program.program, COST)], lambda _: 1 << 30))
+
+
+def test_the_peak_is_of_arrays_and_program_together(tmp_path: Path) -> None:
+    small = dataclasses.replace(COST, temporary_bytes=0)
+    large = dataclasses.replace(COST, temporary_bytes=1 << 30)
+    few, many = Alive(1 << 30, {ONE_GIB: 1}), Alive(4 << 30, {ONE_GIB: 3, ONE_BYTE: 1 << 20})
+    first = alive(checked(Outcome(1.0, small), tmp_path), d0=many, d1=few)
+    second = alive(checked(Outcome(1.0, large), tmp_path), d0=few, d1=few)
+    # A tile is the least that an array takes on a TPU.
+    sizes = {ONE_GIB: 1 << 30, ONE_BYTE: 512}
+    found = memory_peaks([(first.program, small), (second.program, large)], lambda type_: sizes[type_])
+    assert [(one.device, one.program, one.arrays_bytes) for one in found] == [
+        (0, first.program, (3 << 30) + (512 << 20)),
+        (1, second.program, 1 << 30),
+    ]
+    assert found[1].program_bytes == large.total_bytes - large.argument_bytes
+
+
+def test_arrays_and_program_may_be_too_large_together(tmp_path: Path) -> None:
+    held = Alive(15 << 30, {ONE_GIB: 15})
+    program = alive(checked(Outcome(1.0, COST), tmp_path), d0=held)
+    assert program.problem(V5E) is None
+    result = Result([program], memory_peaks([(program.program, COST)], lambda _: 1 << 30))
+    assert result.is_too_large(V5E)
+    assert list(report.as_text(V5E, "0.0.21", result))[-2:] == [
+        "does not fit: 19GiB are needed, and a device has 16GiB, while train.py:7 runs:",
+        "15GiB of arrays, and 4GiB for the program's results, temporary arrays and code",
+    ]
+    document = report.as_json(V5E, "0.0.21", result)
+    assert (document["fits"], document["programs"][0]["fits"]) == (False, True)
+    work = Work(TORCH_XLA, V5E, Path(), "0.0.21", 10, 0.0, {}, Progress())
+    assert finish(work, result, None, as_json=True) == TOO_LARGE
+
+
+def test_the_device_that_needs_most_is_named(tmp_path: Path) -> None:
+    more, less = Alive(2 << 30, {ONE_GIB: 2}), Alive(1 << 30, {ONE_GIB: 1})
+    program = alive(checked(Outcome(1.0, COST), tmp_path), d0=less, d1=more)
+    result = Result([program], memory_peaks([(program.program, COST)], lambda _: 1 << 30))
+    *_, line, _ = report.as_text(V5E, "0.0.21", result)
+    assert line == "fits: at most 6GiB of 16GiB are needed on device 1, while train.py:7 runs:"
+
+
+def test_a_program_of_one_operation_is_named_after_it(tmp_path: Path) -> None:
+    program = dataclasses.replace(checked(Outcome(1.0, COST), tmp_path).program, operation="linear")
+    assert report.origin(program) == "train.py:7 (linear)"
+    assert report.origin(dataclasses.replace(program, line=None)) == "linear (no line of the script)"
+
+
+def test_only_the_largest_programs_are_listed(tmp_path: Path) -> None:
+    costs = [dataclasses.replace(COST, temporary_bytes=number << 20) for number in range(40)]
+    programs = [checked(Outcome(0.5, cost), tmp_path) for cost in costs]
+    lines = list(report.as_text(V5E, "0.0.52", Result(programs)))
+    assert len([line for line in lines if line.startswith("train.py:7")]) == report.LISTED
+    assert lines[-1] == f"{40 - report.LISTED} smaller programs, compiled in {(40 - report.LISTED) / 2:.1f} s"
 
 
 @pytest.mark.parametrize(
@@ -187,6 +273,10 @@ def test_the_json_has_the_numbers_of_each_program(tmp_path: Path) -> None:
             TOO_LARGE_AN_ARRAY,
             "an array of the program, f32[10000000,1024], needs 38.1GiB of HBM, and a device has 16GiB",
         ),
+        (
+            NEWER_OUT_OF_MEMORY,
+            "the program needs 40.53GiB of HBM, and a device has 15.75GiB for programs",
+        ),
         ("another text", "the program needs more HBM than a device has (16GiB)"),
     ],
 )
@@ -199,7 +289,7 @@ def test_a_program_that_is_too_large_is_one_sentence(error: str, expected: str, 
 
 def test_a_program_that_compiles_may_be_too_large(tmp_path: Path) -> None:
     large = dataclasses.replace(COST, output_bytes=COST.alias_bytes + (20 << 30))
-    found = [checked(Outcome(1.0, large, is_too_large=True), tmp_path)]
+    found = Result([checked(Outcome(1.0, large, is_too_large=True), tmp_path)])
     *_, last = report.as_text(V5E, "0.0.21", found)
     needs = f"the program needs {report.binary(large.total_bytes)} of HBM, and a device has 16GiB"
     arguments = report.binary(COST.argument_bytes)
@@ -241,10 +331,10 @@ def test_the_search_finds_the_largest_batch(largest: int, first: int) -> None:
 
 def test_the_search_names_what_fitted_before_the_script_failed() -> None:
     class SmallData(Work):
-        def check(self, command: Sequence[str], *, stops_when_too_large: bool = False) -> list[Checked]:
+        def check(self, command: Sequence[str], *, stops_when_too_large: bool = False) -> Result:
             if int(command[-1]) > 20:
                 raise ScriptFailedError("the script failed: 20 records")
-            return []
+            return Result([])
 
     target = Target.parse("v5e-1", TORCH_XLA)
     work = SmallData(TORCH_XLA, target, Path(), "0.0.21", 10, 0.0, {}, Progress())
@@ -263,27 +353,72 @@ def test_the_batch_size_replaces_its_place() -> None:
 def test_a_line_that_is_still_being_written_is_read_later(tmp_path: Path) -> None:
     log = tmp_path / "0.log"
     compiled = json.dumps({"compiled": "one", "stack": [["train.py", 7]]}) + "\n"
-    executed = json.dumps({"executed": "one", "device": 0}) + "\n"
+    executed = json.dumps({"executed": "one", "device": 0, "in_use": 0}) + "\n"
     log.write_text(compiled + executed + executed[:9])
     logs = Logs(tmp_path)
-    logs.read()
+    assert logs.read()
     assert logs.repeats == 1
     log.write_text(compiled + executed + executed)
-    logs.read()
+    assert not logs.read()
     assert logs.repeats == 2
     log.write_text(compiled + executed + executed + compiled.replace("one", "two"))
-    logs.read()
+    assert logs.read()
     assert logs.repeats == 0
     assert list(logs.stacks) == ["one", "two"]
 
 
 def test_the_slowest_process_decides_when_there_are_no_new_programs(tmp_path: Path) -> None:
-    executed = json.dumps({"executed": "one", "device": 0}) + "\n"
+    executed = json.dumps({"executed": "one", "device": 0, "in_use": 0}) + "\n"
     for process, times in enumerate((5, 3)):
         (tmp_path / f"{process}.log").write_text(executed * times)
     logs = Logs(tmp_path)
     logs.read()
     assert logs.repeats == 3
+
+
+def test_the_most_arrays_of_each_device_are_read(tmp_path: Path) -> None:
+    lines = [
+        {"compiled": "one", "stack": [], "main": [["train.py", 7]]},
+        {"executed": "one", "device": 2, "in_use": 16, "arrays": [["float32", [4], 1]]},
+        {"executed": "one", "device": 2, "in_use": 16},
+        {
+            "executed": "one",
+            "device": 2,
+            "in_use": 40,
+            "arrays": [["float32", [4], 1], ["float32", [2, 3], 1]],
+        },
+    ]
+    (tmp_path / "0.log").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    logs = Logs(tmp_path)
+    logs.read()
+    types = ArrayType("float32", (4,)), ArrayType("float32", (2, 3))
+    assert logs.alive == {("one", 2): Alive(40, dict.fromkeys(types, 1))}
+    (tmp_path / "one.hlo").write_bytes(HloModuleProto(name="tt_jit_linear").SerializeToString())
+    (program,) = programs(tmp_path, logs)
+    assert (program.line, program.operation, program.executions) == ("train.py:7", "linear", 3)
+    assert program.alive == {2: logs.alive["one", 2]}
+
+
+@pytest.mark.parametrize(
+    ("framework", "repeats", "last_new_s", "now_s", "expected"),
+    [
+        (TORCH_XLA, 9, 20, 1000, False),
+        (TORCH_XLA, 10, 20, 21, True),
+        # The equal layers of a first step.
+        (TORCH_TPU, 12, 20, 21, False),
+        (TORCH_TPU, 1000, 20, 39, False),
+        (TORCH_TPU, 1000, 20, 40, True),
+        # A step that takes long.
+        (TORCH_TPU, 9, 20, 1000, False),
+    ],
+)
+def test_an_eager_script_is_stopped_after_a_second_half_without_new_programs(
+    framework: Framework, repeats: int, last_new_s: float, now_s: float, expected: bool
+) -> None:
+    run = EmulatedRun(["train.py"], V5E, framework, 10, 3600)
+    assert run.has_settled(repeats, last_new_s, now_s) == expected
+    endless = dataclasses.replace(run, steps=0)
+    assert not endless.has_settled(repeats, last_new_s, now_s)
 
 
 def test_the_line_of_the_script_is_the_first_outside_of_libraries() -> None:

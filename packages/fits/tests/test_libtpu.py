@@ -16,6 +16,7 @@ from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
 from polyxla_bridge.programs import hlo
+from polyxla_bridge.programs.executable import ArrayType
 from polyxla_fits.chips import Target
 from polyxla_fits.collected import CollectedProgram
 from polyxla_fits.compiling import CompileFailedError, CompileProcess, Outcome
@@ -45,6 +46,12 @@ while True:
     images = torch.rand(size, 64, device=device)
     hidden = images @ weights
     weights = weights - hidden.sin().sum()
+    end_step()
+"""
+ARRAYS_BESIDE = """
+held = [torch.ones(1 << 28, device=device) for _ in range(15)]
+while True:
+    held[0] = held[0] + 1
     end_step()
 """
 RECORDS_OF_64_MIB = """
@@ -84,7 +91,7 @@ def compiled(kind: str, code: bytes, tmp_path: Path, replicas: int = 1, path: Pa
     files = tmp_path / "program.hlo", tmp_path / "program.options"
     files[0].write_bytes(code)
     files[1].write_bytes(options.SerializeAsString())
-    program = CollectedProgram("f", "one", None, 1, 1, *files)
+    program = CollectedProgram("f", "one", None, None, 1, 1, *files)
     with CompileProcess(path or library(), Target.parse(kind, FRAMEWORK), os.environ) as process:
         return process.compile(program, TIMEOUT_S)
 
@@ -140,6 +147,20 @@ def fits(script: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads(done.stdout)
 
 
+def test_an_array_has_the_size_of_its_tiles(tmp_path: Path) -> None:
+    options = tmp_path / "program.options"
+    options.write_bytes(xla_client.CompileOptions().SerializeAsString())
+    types = [ArrayType("float32", dims) for dims in [(), (64, 10), (1000, 1000), (10, 1000, 1000, 1000)]]
+    with CompileProcess(library(), Target.parse("v5e-1", FRAMEWORK), os.environ) as process:
+        sizes = [process.size_of(type_, options, TIMEOUT_S) for type_ in types]
+    scalar, narrow, square, larger_than_the_memory = sizes
+    assert scalar == 512
+    # Rather as 10 rows of 64 numbers, each padded to 128.
+    assert narrow == 16 * 128 * 4
+    assert square == 1000 * 1024 * 4
+    assert larger_than_the_memory == 10**10 * 4
+
+
 def line_of(script: Path, text: str) -> str:
     """Return ``file:line`` of the only line that contains the text."""
     (number,) = (number for number, line in enumerate(script.read_text().splitlines(), 1) if text in line)
@@ -148,6 +169,12 @@ def line_of(script: Path, text: str) -> str:
 
 # What runs the product: on torch_xla the end of the step, on TorchTPU the product itself.
 PRODUCT = {TORCH_XLA.module: "  end_step()", TORCH_TPU.module: "images @ weights"}
+TOO_LARGE = {
+    TORCH_XLA.module: ": the program needs 40.5GiB of HBM, and a device has 16GiB: its arguments need",
+    TORCH_TPU.module: " (mm): the program needs 40.53GiB of HBM, and a device has 15.75GiB for programs",
+}
+# On TorchTPU the images of the step before are held, and random numbers need temporary arrays.
+LARGEST = {TORCH_XLA.module: 248, TORCH_TPU.module: 80}
 
 
 def test_a_batch_too_large_for_the_memory_is_found_and_named(tmp_path: Path) -> None:
@@ -158,8 +185,8 @@ def test_a_batch_too_large_for_the_memory_is_found_and_named(tmp_path: Path) -> 
     assert document["fits"] is False
     problems = [one["problem"] for one in document["programs"] if one["is_too_large"]]
     assert problems
-    where = line_of(script, PRODUCT[FRAMEWORK.module])
-    assert any(one.startswith(f"{where}: the program needs 40.5GiB of HBM") for one in problems), problems
+    expected = line_of(script, PRODUCT[FRAMEWORK.module]) + TOO_LARGE[FRAMEWORK.module]
+    assert any(one.startswith(expected) for one in problems), problems
 
 
 def test_the_largest_batch_is_found(tmp_path: Path) -> None:
@@ -167,7 +194,20 @@ def test_the_largest_batch_is_found(tmp_path: Path) -> None:
     script.write_text(HEAD[FRAMEWORK.module] + RECORDS_OF_64_MIB)
     code, document = fits(script, "{}", "--find-batch", "128")
     # 256 records alone fill the 16 GiB.
-    assert (code, document["fits"], document["largest_batch"]) == (0, True, 248)
+    assert (code, document["fits"], document["largest_batch"]) == (0, True, LARGEST[FRAMEWORK.module])
+
+
+def test_arrays_that_no_program_uses_count(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HEAD[FRAMEWORK.module] + ARRAYS_BESIDE)
+    code, document = fits(script, "1")
+    assert (code, document["fits"]) == (3, False)
+    assert all(one["fits"] for one in document["programs"])
+    (peak,) = document["peaks"]
+    # 15 GiB are held, and the sum is one more; the scalar and the program's code are small.
+    assert 0 <= peak["hbm_bytes"] - (16 << 30) < 64 << 20
+    assert peak["arrays_bytes"] >= 15 << 30
+    assert peak["line"].startswith(str(script))
 
 
 def test_a_batch_that_fits_has_its_numbers(tmp_path: Path) -> None:
@@ -175,8 +215,12 @@ def test_a_batch_that_fits_has_its_numbers(tmp_path: Path) -> None:
     script.write_text(HEAD[FRAMEWORK.module] + STEP)
     code, document = fits(script, "1024")
     assert (code, document["fits"], document["devices"]) == (0, True, 1)
-    program = max(document["programs"], key=lambda one: one["executions"])
+    program = max(document["programs"], key=lambda one: one["flops"])
     assert program["line"] == line_of(script, PRODUCT[FRAMEWORK.module])
     assert program["hbm_bytes"] > 0
+    (peak,) = document["peaks"]
+    assert peak["hbm_bytes"] == peak["arrays_bytes"] + peak["program_bytes"] <= document["hbm_bytes"]
+    # The weights are among them.
+    assert peak["arrays_bytes"] >= 4 * 64 * 1024
     assert program["flops"] >= 2 * 1024 * 64 * 1024
     assert program["estimate_s"] > 0

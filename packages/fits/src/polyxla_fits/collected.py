@@ -4,13 +4,30 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from polyxla_bridge.programs import hlo, recording
-from polyxla_fits.source_lines import innermost_user_line, program_line
+from polyxla_bridge.programs.executable import ArrayType
+from polyxla_fits.source_lines import Frame, innermost_user_line, program_line
+
+OPERATION = "tt_jit_"
+"""Starts the name of a program that computes one operation. Source: seen with torch_tpu 0.2.0."""
+
+
+@dataclass(frozen=True)
+class Alive:
+    """The arrays of a device just before it executes a program, the program's arguments included.
+
+    Attributes:
+        in_use_bytes: without what a TPU adds to fill tiles.
+        counts: number of the arrays, by type.
+    """
+
+    in_use_bytes: int
+    counts: Mapping[ArrayType, int]
 
 
 @dataclass(frozen=True)
@@ -21,19 +38,23 @@ class CollectedProgram:
         fingerprint: names its files.
         name: of its HLO module.
         line: ``file:line`` of the script that ran it; None if no line is known.
+        operation: the operation that it computes, if the framework names programs after them.
         executions: how often a device has executed it, the one that did most often.
         variants: number of programs of the same structure, one for each process, that it stands for.
         hlo: the file of its serialised HloModuleProto.
         options: the file of its serialised CompileOptionsProto.
+        alive: the most arrays with which each device has executed it, by the device's index.
     """
 
     fingerprint: str
     name: str
     line: str | None
+    operation: str | None
     executions: int
     variants: int
     hlo: Path
     options: Path
+    alive: Mapping[int, Alive] = field(default_factory=dict)
 
 
 class Logs:
@@ -46,6 +67,8 @@ class Logs:
         asked: the fingerprints of the programs that each process has compiled, in order.
         executions: number of executions, by fingerprint, process and device.
         stacks: the calls that led to each program, by fingerprint.
+        mains: the calls in which the main thread was then, if another thread asked, by fingerprint.
+        alive: the most arrays with which each device has executed a program, by fingerprint and device.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -54,20 +77,37 @@ class Logs:
         self._quiet: dict[Path, Counter[Any]] = {}
         self.asked: dict[Path, list[str]] = {}
         self.executions: Counter[tuple[str, str, int]] = Counter()
-        self.stacks: dict[str, list[tuple[str, int]]] = {}
+        self.stacks: dict[str, list[Frame]] = {}
+        self.mains: dict[str, list[Frame]] = {}
+        self.alive: dict[tuple[str, int], Alive] = {}
 
-    def read(self) -> None:
-        """Read what the processes have written since the last call."""
+    def read(self) -> bool:
+        """Read what the processes have written since the last call; return whether a program is new."""
+        count = sum(map(len, self.asked.values()))
         for path in sorted(self._directory.glob(f"*{recording.LOG}")):
             quiet = self._quiet.setdefault(path, Counter())
             for line in self._new_lines(path):
                 if "compiled" in line:
-                    self.stacks.setdefault(line["compiled"], [(file, at) for file, at in line["stack"]])
-                    self.asked.setdefault(path, []).append(line["compiled"])
+                    self._compiled(path, line)
                     quiet.clear()
                 else:
                     quiet[line["executed"], line["device"]] += 1
-                    self.executions[line["executed"], path.name, line["device"]] += 1
+                    self._executed(path, line)
+        return sum(map(len, self.asked.values())) > count
+
+    def _compiled(self, path: Path, line: Mapping[str, Any]) -> None:
+        fingerprint = line["compiled"]
+        self.stacks.setdefault(fingerprint, [(file, at) for file, at in line["stack"]])
+        self.mains.setdefault(fingerprint, [(file, at) for file, at in line.get("main", ())])
+        self.asked.setdefault(path, []).append(fingerprint)
+
+    def _executed(self, path: Path, line: Mapping[str, Any]) -> None:
+        fingerprint, device = line["executed"], line["device"]
+        self.executions[fingerprint, path.name, device] += 1
+        # Each list is of more bytes than the one before.
+        if "arrays" in line:
+            counts = {ArrayType(dtype, tuple(dims)): count for dtype, dims, count in line["arrays"]}
+            self.alive[fingerprint, device] = Alive(line["in_use"], counts)
 
     def _new_lines(self, path: Path) -> Iterator[dict[str, Any]]:
         with path.open("rb") as file:
@@ -116,12 +156,27 @@ def _program(directory: Path, logs: Logs, alike: list[str]) -> CollectedProgram:
     for (fingerprint, process, device), count in logs.executions.items():
         if fingerprint in alike:
             counts[process, device] += count
+    name = hlo.module_name(module)
     return CollectedProgram(
         fingerprint=first,
-        name=hlo.module_name(module),
-        line=innermost_user_line(logs.stacks[first]) or program_line(module),
+        name=name,
+        line=(
+            innermost_user_line(logs.stacks[first])
+            or program_line(module)
+            or innermost_user_line(logs.mains[first])
+        ),
+        operation=name.removeprefix(OPERATION) if name.startswith(OPERATION) else None,
         executions=max(counts.values(), default=0),
         variants=len(alike),
         hlo=path,
         options=directory / f"{first}{recording.OPTIONS}",
+        alive=_most(logs, alike),
     )
+
+
+def _most(logs: Logs, alike: list[str]) -> dict[int, Alive]:
+    found: dict[int, Alive] = {}
+    for (fingerprint, device), alive in logs.alive.items():
+        if fingerprint in alike and (device not in found or alive.in_use_bytes > found[device].in_use_bytes):
+            found[device] = alive
+    return found

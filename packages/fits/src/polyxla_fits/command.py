@@ -23,11 +23,12 @@ from polyxla_fits.frameworks import Framework, installed_framework
 from polyxla_fits.progress import Progress, shown
 
 if TYPE_CHECKING:
+    from polyxla_bridge.programs.executable import ArrayType
     from polyxla_fits.chips import Target
-    from polyxla_fits.report import Checked
+    from polyxla_fits.report import Result
 
 TOO_LARGE = 3
-"""Exit code if a program needs more HBM than a device has."""
+"""Exit code if a program, with all arrays of the script, needs more HBM than a device has."""
 
 
 class TimeLimitError(PolyxlaError):
@@ -61,7 +62,7 @@ def fits(
     """Find out without a TPU whether a script fits one, and how fast it can be there.
 
     Trains a few steps on an emulated TPU, and compiles each program for the real one with libtpu. Options
-    that are not listed here are the script's; after --, all are. Exit code 3: a program needs too much HBM.
+    that are not listed here are the script's; after --, all are. Exit code 3: it needs too much HBM.
     """
     # As after Ctrl-C, the script's processes must not outlive this one.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -69,31 +70,27 @@ def fits(
         with shown() as progress:
             work = Work.prepare(on, steps, timeout, progress)
             if find_batch is None:
-                checked, largest = work.check(command), None
+                result, largest = work.check(command), None
             else:
-                checked, largest = work.find_batch(command, find_batch)
-        raise typer.Exit(_report(work, checked, largest, as_json))
+                result, largest = work.find_batch(command, find_batch)
+        raise typer.Exit(finish(work, result, largest, as_json))
 
 
-def _all_fit(programs: Sequence[Checked]) -> bool:
-    return all(one.outcome.fits for one in programs)
-
-
-def _report(work: Work, checked: Sequence[Checked], largest: int | None, as_json: bool) -> int:
+def finish(work: Work, result: Result, largest: int | None, as_json: bool) -> int:
     """Print the result, and return the exit code."""
     from polyxla_fits import report
 
     if as_json:
-        document = report.as_json(work.target, work.version, checked)
+        document = report.as_json(work.target, work.version, result)
         print_json(document if largest is None else {**document, "largest_batch": largest})
     else:
-        for line in report.as_text(work.target, work.version, checked):
+        for line in report.as_text(work.target, work.version, result):
             typer.echo(line)
         if largest is not None:
             typer.echo(f"largest batch that fits: {largest}" if largest else "no batch fits, not even 1")
-    if any(one.outcome.is_too_large for one in checked):
+    if result.is_too_large(work.target):
         return TOO_LARGE
-    return 0 if _all_fit(checked) else 1
+    return 0 if result.fits(work.target) else 1
 
 
 @dataclass(frozen=True)
@@ -146,11 +143,12 @@ class Work:
         end = time.monotonic() + timeout_s
         return cls(framework, target, library, version, steps, end, environ, progress)
 
-    def check(self, command: Sequence[str], *, stops_when_too_large: bool = False) -> list[Checked]:
+    def check(self, command: Sequence[str], *, stops_when_too_large: bool = False) -> Result:
         """Run the script, compile its programs, and return what libtpu made of them."""
         from polyxla_fits.compiling import CompileProcess
         from polyxla_fits.emulated_run import EmulatedRun
-        from polyxla_fits.report import Checked
+        from polyxla_fits.memory import memory_peaks
+        from polyxla_fits.report import Checked, Result
 
         checked: list[Checked] = []
         with tempfile.TemporaryDirectory(prefix="polyxla-fits-") as directory:
@@ -163,10 +161,16 @@ class Work:
                     self.progress.detail(f"{number} of {len(programs)}, {program.line or program.name}")
                     checked.append(Checked(program, compiler.compile(program, self._left())))
                     if stops_when_too_large and checked[-1].outcome.is_too_large:
-                        break
-        return checked
+                        return Result(checked)
+                self.progress.detail("the arrays that are in use")
+                costs = [(one.program, one.outcome.cost) for one in checked if one.outcome.cost]
 
-    def find_batch(self, command: Sequence[str], first: int) -> tuple[list[Checked], int]:
+                def size_of(type_: ArrayType) -> int:
+                    return compiler.size_of(type_, programs[0].options, self._left())
+
+                return Result(checked, memory_peaks(costs, size_of))
+
+    def find_batch(self, command: Sequence[str], first: int) -> tuple[Result, int]:
         """Return the largest batch size that fits, 0 if none does, and what libtpu made of its programs.
 
         Raises:
@@ -183,17 +187,17 @@ class Work:
                 where=f"--find-batch {first}",
                 fix=f"Write it where the script takes the batch size, such as --batch-size {PLACE}.",
             )
-        tried: dict[int, list[Checked]] = {}
+        tried: dict[int, Result] = {}
 
         def is_fitting(size: int) -> bool:
             try:
                 tried[size] = self.check(with_batch_size(command, size), stops_when_too_large=True)
             except (ScriptFailedError, TimeLimitError) as error:
-                fitted = max((one for one, programs in tried.items() if _all_fit(programs)), default=0)
+                fitted = max((one for one, result in tried.items() if result.fits(self.target)), default=0)
                 known = f"batch size {fitted} fits; " if fitted else ""
                 raise type(error)(f"{known}batch size {size}: {error}") from error
-            problems = [one for one in tried[size] if not one.outcome.fits]
-            is_too_large = any(one.outcome.is_too_large for one in problems)
+            is_too_large = tried[size].is_too_large(self.target)
+            problems = [one for one in tried[size].programs if not one.outcome.fits]
             if problems and not is_too_large:
                 raise CannotCompileError(f"batch size {size}: {problems[0].problem(self.target)}")
             self.progress.phase(f"batch size {size}: {'too large' if is_too_large else 'fits'}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import signal
 import subprocess
@@ -16,7 +17,9 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from polyxla import PolyxlaError
-from polyxla_bridge.abi import Code
+from polyxla_bridge.abi import Code, width
+from polyxla_bridge.programs import hlo
+from polyxla_bridge.programs.executable import ArrayType
 from polyxla_fits import compile_process
 from polyxla_fits.chips import Target
 from polyxla_fits.collected import CollectedProgram
@@ -79,6 +82,7 @@ class CompileProcess:
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         }
         self._process: subprocess.Popen[str] | None = None
+        self._sizes: dict[ArrayType, int] = {}
         self._errors: IO[str]
 
     def __enter__(self) -> Self:
@@ -96,9 +100,7 @@ class CompileProcess:
             CompileFailedError: libtpu does not load, or does not know the TPU.
         """
         started = time.monotonic()
-        if self._process is None:
-            self._start()
-        answer = self._ask([str(program.hlo), str(program.options)], timeout_s)
+        answer = self._compile(program.hlo, program.options, timeout_s)
         seconds = time.monotonic() - started
         if answer is None:
             is_late = seconds >= timeout_s
@@ -113,6 +115,35 @@ class CompileProcess:
             )
         cost = Cost(**answer["cost"])
         return Outcome(answer["seconds"], cost, is_too_large=cost.total_bytes > self._memory_bytes)
+
+    def size_of(self, type_: ArrayType, options: Path, timeout_s: float) -> int:
+        """Return the memory that an array needs on the TPU, where it fills whole tiles.
+
+        Args:
+            type_: the array's.
+            options: the file of any program's serialised CompileOptionsProto.
+            timeout_s: longest wait, in seconds, for a type that was not asked for before.
+
+        Raises:
+            CompileFailedError: libtpu does not load, or does not know the TPU.
+        """
+        if type_ not in self._sizes:
+            with tempfile.NamedTemporaryFile(suffix=".hlo") as file:
+                file.write(hlo.holder(type_.dtype, type_.dims))
+                file.flush()
+                answer = self._compile(Path(file.name), options, timeout_s)
+            if answer is None:
+                self._end()
+            # An array that is larger than the HBM is none of its arguments.
+            is_known = answer is not None and "cost" in answer
+            size = Cost(**answer["cost"]).argument_bytes if answer and is_known else _host_size(type_)
+            self._sizes[type_] = size
+        return self._sizes[type_]
+
+    def _compile(self, module: Path, options: Path, timeout_s: float) -> dict[str, Any] | None:
+        if self._process is None:
+            self._start()
+        return self._ask([str(module), str(options)], timeout_s)
 
     def _start(self) -> None:
         self._errors.truncate(0)
@@ -163,6 +194,10 @@ class CompileProcess:
             self._process.kill()
             self._process.communicate()
             self._process = None
+
+
+def _host_size(type_: ArrayType) -> int:
+    return math.prod(type_.dims) * width(type_.dtype)
 
 
 def fatal_line(log: str) -> str:

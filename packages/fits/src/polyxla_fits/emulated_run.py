@@ -25,8 +25,15 @@ TICK_S = 0.5
 GRACE_S = 10.0
 """Time for the script's processes to end after SIGTERM, in seconds, before they are killed."""
 SHOWN_LINES = 20
-REPLACED = (POLYXLA_DEVICES, POLYXLA_DEVICE_MEMORY, "PJRT_DEVICE")
-"""Variables that choose other devices, which would contradict ``--on``, or limit the emulated memory."""
+REPLACED = (
+    POLYXLA_DEVICES,
+    POLYXLA_DEVICE_MEMORY,
+    "PJRT_DEVICE",
+    "TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT",
+    "XLA_PERSISTENT_CACHE_PATH",
+)
+"""Variables that choose other devices, which would contradict ``--on``; that limit the emulated memory; or
+with which the framework loads programs that an earlier run has compiled, which would not be recorded."""
 
 
 class ScriptFailedError(PolyxlaError):
@@ -66,7 +73,7 @@ class EmulatedRun:
         """
         directory.mkdir(parents=True, exist_ok=True)
         logs, output = Logs(directory), directory / "output"
-        started = time.monotonic()
+        started, last_new_s, is_settled = time.monotonic(), 0.0, False
         with output.open("wb") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "polyxla", "run", *self.command],
@@ -78,10 +85,12 @@ class EmulatedRun:
             )
             try:
                 while process.poll() is None:
-                    logs.read()
-                    if self.steps and logs.repeats >= self.steps:
+                    has_new, seconds = logs.read(), time.monotonic() - started
+                    last_new_s = seconds if has_new else last_new_s
+                    is_settled = self.has_settled(logs.repeats, last_new_s, seconds)
+                    if is_settled:
                         break
-                    if time.monotonic() - started > self.timeout_s:
+                    if seconds > self.timeout_s:
                         raise ScriptFailedError(
                             f"the script has not ended, nor repeated its programs {self.steps} times, in "
                             f"{self.timeout_s:g} s (--timeout). {_tail(output)}"
@@ -93,12 +102,27 @@ class EmulatedRun:
             finally:
                 end_group(process)
         logs.read()
-        self._check(process.returncode, logs, output)
+        self._check(0 if is_settled else process.returncode, logs, output)
         return programs(directory, logs)
 
+    def has_settled(self, repeats: int, last_new_s: float, now_s: float) -> bool:
+        """Return whether enough steps have brought no new program, so that the script can be stopped.
+
+        With an eager framework, the equal layers of a network repeat its programs within a step, as steps do.
+        So as much time must have passed since the last new program as from the script's start to that
+        program: a first step, with all that is compiled in it, takes longer than one of its loops.
+
+        Args:
+            repeats: how often a program was executed since the last new one.
+            last_new_s: when that was, in seconds after the script's start.
+            now_s: the time, likewise.
+        """
+        if not self.steps or repeats < self.steps:
+            return False
+        return not self.framework.is_eager or now_s >= 2 * last_new_s
+
     def _check(self, code: int, logs: Logs, output: Path) -> None:
-        is_stopped = self.steps and logs.repeats >= self.steps
-        if code and not is_stopped:
+        if code:
             raise ScriptFailedError(f"the script failed on the played TPU, with code {code}. {_tail(output)}")
         if not logs.stacks:
             raise ScriptFailedError(f"the script has used no device of the played TPU. {_tail(output)}")

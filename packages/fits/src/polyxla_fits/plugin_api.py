@@ -136,7 +136,8 @@ class Compiler:
             alias_bytes=memory.alias_size_in_bytes,
             temporary_bytes=memory.temp_size_in_bytes,
             code_bytes=memory.generated_code_size_in_bytes,
-            flops=properties.get("flops"),
+            # XLA leaves out a count that is 0.
+            flops=properties.get("flops", 0.0) if properties else None,
             accessed_bytes=properties.get("bytes accessed"),
         )
 

@@ -11,11 +11,14 @@ from typing import Any
 from polyxla_fits.chips import Target
 from polyxla_fits.collected import CollectedProgram
 from polyxla_fits.compiling import Outcome
+from polyxla_fits.memory import MemoryPeak
 from polyxla_fits.plugin_api import Cost
 from polyxla_fits.source_lines import operation_line
 
 SMALL_BYTES = 1 << 20
 """Programs that need less HBM are counted, not listed."""
+LISTED = 12
+"""So many of the others are listed, the largest."""
 COLUMNS = ("HBM", "args", "outputs", "temps", "code", "FLOPs", "bytes", "at least", "compile")
 WIDTH = 8
 
@@ -30,7 +33,7 @@ class Checked:
     @property
     def where(self) -> str:
         """Where the program comes from."""
-        return self.program.line or "no line of the script"
+        return origin(self.program)
 
     def problem(self, target: Target) -> str | None:
         """Return why the program does not run on the TPU, in a sentence; None if it does."""
@@ -51,6 +54,7 @@ class Checked:
         return {
             "line": self.program.line,
             "name": self.program.name,
+            "operation": self.program.operation,
             "executions": self.program.executions,
             "variants": self.program.variants,
             "fits": self.outcome.fits,
@@ -63,41 +67,104 @@ class Checked:
         }
 
 
-def as_json(target: Target, version: str, programs: Sequence[Checked]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Result:
+    """The result of the command.
+
+    Attributes:
+        programs: the script's.
+        peaks: of the devices; not known if a program is too large and the others were not compiled then.
+    """
+
+    programs: Sequence[Checked]
+    peaks: Sequence[MemoryPeak] = ()
+
+    def is_too_large(self, target: Target) -> bool:
+        """Return whether a program, or all that is in use while it runs, needs more HBM than a device has."""
+        is_full = any(peak.total_bytes > target.memory_bytes for peak in self.peaks)
+        return is_full or any(one.outcome.is_too_large for one in self.programs)
+
+    def fits(self, target: Target) -> bool:
+        """Return whether the script runs on the TPU."""
+        return not self.is_too_large(target) and all(one.outcome.fits for one in self.programs)
+
+
+def as_json(target: Target, version: str, result: Result) -> dict[str, Any]:
     """Return the result as JSON-compatible values; ``variants`` counts replicas' programs that are alike."""
+    peaks = [
+        {
+            "device": peak.device,
+            "hbm_bytes": peak.total_bytes,
+            "arrays_bytes": peak.arrays_bytes,
+            "program_bytes": peak.program_bytes,
+            "line": peak.program.line,
+            "name": peak.program.name,
+        }
+        for peak in result.peaks
+    ]
     return {
         "accelerator": target.accelerator.name,
         "devices": target.accelerator.devices,
         "hbm_bytes": target.memory_bytes,
         "libtpu": version,
-        "fits": all(one.outcome.fits for one in programs),
-        "programs": [one.as_json(target) for one in programs],
+        "fits": result.fits(target),
+        "peaks": peaks,
+        "programs": [one.as_json(target) for one in result.programs],
     }
 
 
-def as_text(target: Target, version: str, programs: Sequence[Checked]) -> Iterator[str]:
+def as_text(target: Target, version: str, result: Result) -> Iterator[str]:
     """Yield the lines of the result."""
     kind = target.accelerator
     devices = f"{kind.devices} device{'s' if kind.devices > 1 else ''}"
     memory = binary(target.memory_bytes)
     yield f"{kind.name}: {devices} with {memory} of HBM each (compiled by libtpu {version})"
-    compiled = [one for one in programs if one.outcome.cost is not None]
-    small = [one for one in compiled if one.outcome.cost and one.outcome.cost.total_bytes < SMALL_BYTES]
-    if large := [one for one in compiled if one not in small]:
+    compiled = [one for one in result.programs if one.outcome.cost is not None]
+    listed = {id(one) for one in sorted(compiled, key=_needed)[-LISTED:] if _needed(one) >= SMALL_BYTES}
+    if listed:
         yield _row(COLUMNS)
-    for one in large:
-        times = "once" if one.program.executions == 1 else f"{one.program.executions} times"
-        yield f"{one.where}, executed {times}"
-        yield _row(_cells(one, target))
-    if small:
-        seconds = sum(one.outcome.seconds for one in small)
-        yield f"{len(small)} programs of less than {binary(SMALL_BYTES)} each, compiled in {seconds:.1f} s"
-    for one in programs:
+    for one in compiled:
+        if id(one) in listed:
+            times = "once" if one.program.executions == 1 else f"{one.program.executions} times"
+            yield f"{one.where}, executed {times}"
+            yield _row(_cells(one, target))
+    if smaller := [one for one in compiled if id(one) not in listed]:
+        seconds = sum(one.outcome.seconds for one in smaller)
+        yield f"{len(smaller)} smaller programs, compiled in {seconds:.1f} s"
+    for one in result.programs:
         if problem := one.problem(target):
             yield problem
-    if all(one.outcome.fits for one in programs):
-        most = max((one.outcome.cost.total_bytes for one in programs if one.outcome.cost), default=0)
-        yield f"fits: the largest program needs {binary(most)} of {memory}"
+    if result.peaks:
+        yield from _peak(target, result)
+
+
+def _needed(one: Checked) -> int:
+    return one.outcome.cost.total_bytes if one.outcome.cost else 0
+
+
+def _peak(target: Target, result: Result) -> Iterator[str]:
+    most = max(result.peaks, key=lambda peak: peak.total_bytes)
+    is_equal = len({peak.total_bytes for peak in result.peaks}) == 1
+    on = "" if len(result.peaks) == 1 else " on each device" if is_equal else f" on device {most.device}"
+    total, memory = binary(most.total_bytes), binary(target.memory_bytes)
+    while_ = f"while {origin(most.program)} runs:"
+    if most.total_bytes > target.memory_bytes:
+        yield f"does not fit: {total} are needed{on}, and a device has {memory}, {while_}"
+    elif result.fits(target):
+        yield f"fits: at most {total} of {memory} are needed{on}, {while_}"
+    else:
+        return
+    added = f"{binary(most.program_bytes)} for the program's results, temporary arrays and code"
+    yield f"{binary(most.arrays_bytes)} of arrays, and {added}"
+
+
+def origin(program: CollectedProgram) -> str:
+    """Return where a program comes from: a line of the script, and its operation if it has only one."""
+    if program.line is None:
+        return (
+            f"{program.operation} (no line of the script)" if program.operation else "no line of the script"
+        )
+    return f"{program.line} ({program.operation})" if program.operation else program.line
 
 
 def _cells(one: Checked, target: Target) -> list[str]:
@@ -158,14 +225,17 @@ def exceeded(cost: Cost, target: Target) -> str:
 def too_large(error: str, target: Target) -> str:
     """Return what needs too much HBM, in a sentence, from the error of the compilation.
 
-    Source: libtpu 0.0.21 names the first array that is larger than the HBM, or lists the program's arrays.
+    Source: libtpu 0.0.21 names the first array that is larger than the HBM, or lists the program's arrays;
+        libtpu 0.0.52 has only the sum.
     """
     if match := re.search(r"Allocation \(size=(\d+)\) .*?\[shape = '(\w+\[[\d,]*\])", error):
         return (
             f"an array of the program, {match[2]}, needs {binary(int(match[1]))} of HBM, and a device has "
             f"{binary(target.memory_bytes)}"
         )
-    used = re.search(r"Used ([\d.]+[KMG]) of ([\d.]+[KMG]) hbm", error)
+    used = re.search(r"Used ([\d.]+[KMG]) of ([\d.]+[KMG]) hbm", error) or re.search(
+        r"\(([\d.]+[KMG])\) exceeds available HBM \(([\d.]+[KMG])\)", error
+    )
     if used is None:
         return f"the program needs more HBM than a device has ({binary(target.memory_bytes)})"
     largest = re.search(r"\b1\. Size: ([\d.]+[KMG])\s+(?:Operator: .*?\s+)?Shape: (\w+\[[\d,]*\])", error)

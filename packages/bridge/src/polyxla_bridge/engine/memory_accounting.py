@@ -115,6 +115,12 @@ class MemoryAccount:
         while self._freed:
             self._in_use -= self._freed.popleft()
 
+    def arrays(self) -> list[Any]:
+        """Return the live arrays."""
+        with self._lock:
+            found = [entry() for entry in list(self._live.values())]
+        return [array for array in found if array is not None]
+
     def reset_peak(self) -> None:
         """Begin the peak anew at the bytes in use."""
         with self._lock:

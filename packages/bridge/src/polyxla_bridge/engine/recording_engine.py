@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxlib import xla_client
 
-from polyxla_bridge.abi import width
+from polyxla_bridge.abi import Code, width
 from polyxla_bridge.engine.engine import Buffer, EngineDevice
 from polyxla_bridge.engine.futures import CompletedFuture, FutureLike
 from polyxla_bridge.engine.jax_engine import JaxEngine, numpy_dtype
 from polyxla_bridge.env import BridgeSettings
+from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs import hlo
 from polyxla_bridge.programs.executable import ArrayType, Executable
 from polyxla_bridge.programs.recording import ProgramRecorder
@@ -26,7 +27,7 @@ agree and to exchange objects are smaller, and so are the training steps of smal
 
 
 class RecordingEngine(JaxEngine):
-    """Records the programs that it is asked to compile, and computes those that a CPU computes quickly.
+    """Records the programs that it is asked to compile and execute, and computes the small ones.
 
     Large programs are not executed: their results are zeros that take no memory, and so are large arrays from
     the host. They are not compiled either, except partitioned ones: the compiler chooses the shapes of the
@@ -66,27 +67,45 @@ class RecordingEngine(JaxEngine):
         executable.native |= {"donated": hlo.donated(hlo_module), "is_computed": False}
         return executable
 
-    def _queue(self, executable: Executable, device: EngineDevice, *arguments: Any) -> list[Buffer]:
-        self._recorder.executed(executable.fingerprint, device.index)
-        return super()._queue(executable, device, *arguments)
-
     def _run(
         self, executable: Executable, index: int, values: list[FutureLike], protected: frozenset[int]
     ) -> list[Any]:
         arguments = [value.result() for value in values]
+        account = self._accounts[index]
+        in_use = account.stats()["bytes_in_use"]
+        self._recorder.executed(
+            executable.fingerprint, index, in_use, lambda: map(_type_of, account.arrays())
+        )
         if not executable.native["is_computed"]:
-            return [Zeros(type_) for type_ in executable.outputs]
+            for number in executable.native["donated"] - protected:
+                account.take(arguments[number])
+            return self._zeros(index, executable.outputs)
         present = [self._present(array, index) for array in arguments]
         return super()._run(executable, index, [CompletedFuture(array) for array in present], protected)
+
+    def _zeros(self, index: int, types: Iterable[ArrayType]) -> list[Zeros]:
+        """Make zeros that count as the memory that they stand for."""
+        zeros = [Zeros(type_) for type_ in types]
+        self._accounts[index].add(zeros)
+        return zeros
 
     def _present(self, array: Any, index: int) -> Any:
         return self._put(index, np.asarray(array)) if isinstance(array, Zeros) else array
 
     def from_host(self, device: EngineDevice, type_: ArrayType, data: memoryview) -> Buffer:
         """Drop the data of a large array."""
-        if math.prod(type_.dims) * width(type_.dtype) > LARGE_BYTES:
-            return Buffer(type_, device, CompletedFuture(Zeros(type_)))
+        if _size(type_) > LARGE_BYTES:
+            (zeros,) = self._zeros(device.index, [type_])
+            return Buffer(type_, device, CompletedFuture(zeros))
         return super().from_host(device, type_, data)
+
+    def deserialize(self, data: bytes) -> Executable:
+        """Refuse a program that the framework has kept: it is to ask for the compilation, which is recorded.
+
+        Raises:
+            PjrtError: always.
+        """
+        raise PjrtError(Code.UNIMPLEMENTED, "no compiled program is loaded while programs are recorded")
 
     def close(self) -> None:
         """Close the log, too."""
@@ -102,7 +121,19 @@ class Zeros:
     """
 
     def __init__(self, type_: ArrayType) -> None:
-        self._type = type_
+        self.type = type_
+
+    def on_device_size_in_bytes(self) -> int:
+        """Return the size of the array that it stands for."""
+        return _size(self.type)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        return np.broadcast_to(np.zeros((), numpy_dtype(self._type.dtype)), self._type.dims)
+        return np.broadcast_to(np.zeros((), numpy_dtype(self.type.dtype)), self.type.dims)
+
+
+def _size(type_: ArrayType) -> int:
+    return math.prod(type_.dims) * width(type_.dtype)
+
+
+def _type_of(array: Any) -> ArrayType:
+    return array.type if isinstance(array, Zeros) else ArrayType(array.dtype.name, tuple(array.shape))

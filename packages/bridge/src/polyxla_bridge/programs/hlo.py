@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from polyxla_bridge.abi import Code, width
 from polyxla_bridge.errors import PjrtError
@@ -109,6 +109,23 @@ def parameters(hlo: bytes) -> list[tuple[str, tuple[int, ...]]]:
 def array_type(shape: ShapeProto) -> tuple[str, tuple[int, ...]]:
     """Return dtype and dimensions of an array."""
     return _PRIMITIVES[shape.element_type], tuple(shape.dimensions)
+
+
+def holder(dtype: str, dims: Sequence[int]) -> bytes:
+    """Return a serialised HloModuleProto of a program that takes an array, and does nothing with it."""
+    module = HloModuleProto(name="holder", entry_computation_id=1)
+    computation = module.computations.add(name="main", id=1, root_id=2)
+    held = computation.instructions.add(name="held", opcode="parameter", parameter_number=0, id=1)
+    held.shape.element_type = next(number for number, name in _PRIMITIVES.items() if name == dtype)
+    held.shape.dimensions.extend(dims)
+    held.shape.is_dynamic_dimension.extend([False] * len(dims))
+    nothing = computation.instructions.add(name="nothing", opcode="tuple", id=2)
+    nothing.shape.element_type = TUPLE
+    computation.program_shape.parameters.append(held.shape)
+    computation.program_shape.parameter_names.append(held.name)
+    computation.program_shape.result.CopyFrom(nothing.shape)
+    module.host_program_shape.CopyFrom(computation.program_shape)
+    return module.SerializeToString()
 
 
 def _flat(shapes: Iterable[ShapeProto]) -> list[ShapeProto]:

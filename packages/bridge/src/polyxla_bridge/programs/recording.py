@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from polyxla_bridge.programs.executable import ArrayType
 
 HLO, OPTIONS, LOG = ".hlo", ".options", ".log"
 """Suffixes of a program, a serialised HloModuleProto as the framework has sent it; of its compile options, a
@@ -20,7 +23,12 @@ class ProgramRecorder:
 
     A program and its options are stored under their fingerprint, once for all processes of the job. A line of
     the log has ``compiled``, a program's fingerprint, and ``stack``, the calls that led to the compilation
-    (innermost first: file and line); or it has ``executed``, a program's fingerprint, and ``device``.
+    (innermost first: file and line). If another thread than the main one compiles, ``main`` has the calls in
+    which the main thread is: TorchTPU compiles in threads of its own.
+
+    Or a line has ``executed``, a program's fingerprint, ``device``, and ``in_use``, the bytes of all arrays
+    of the device just before, the program's arguments included. If that is more than at the program's earlier
+    executions there, ``arrays`` lists them: dtype, dimensions, and how many there are.
 
     Args:
         directory: where the files go; it is made if it does not exist.
@@ -32,6 +40,7 @@ class ProgramRecorder:
         directory.mkdir(parents=True, exist_ok=True)
         self._log = (directory / f"{process}{LOG}").open("a", encoding="utf-8", buffering=1)
         self._lock = threading.Lock()
+        self._most: dict[tuple[str, int], int] = {}
 
     def compiled(self, fingerprint: str, hlo: bytes, options: bytes) -> None:
         """Record a program that the calling thread is about to compile."""
@@ -40,11 +49,29 @@ class ProgramRecorder:
             temporary = self._directory / f".{threading.get_native_id()}{suffix}"
             temporary.write_bytes(data)
             temporary.replace(self._directory / f"{fingerprint}{suffix}")
-        self._write({"compiled": fingerprint, "stack": list(_stack())})
+        line = {"compiled": fingerprint, "stack": list(_stack(sys._getframe()))}
+        if threading.current_thread() is not threading.main_thread():
+            main = sys._current_frames().get(threading.main_thread().ident or 0)
+            line["main"] = list(_stack(main))
+        self._write(line)
 
-    def executed(self, fingerprint: str, device: int) -> None:
-        """Record an execution on one device."""
-        self._write({"executed": fingerprint, "device": device})
+    def executed(
+        self, fingerprint: str, device: int, in_use: int, arrays: Callable[[], Iterable[ArrayType]]
+    ) -> None:
+        """Record an execution on one device.
+
+        Args:
+            fingerprint: the program's.
+            device: index of the device.
+            in_use: bytes of all its arrays.
+            arrays: lists them.
+        """
+        line: dict[str, Any] = {"executed": fingerprint, "device": device, "in_use": in_use}
+        if in_use > self._most.get((fingerprint, device), -1):
+            self._most[fingerprint, device] = in_use
+            counts = Counter(arrays())
+            line["arrays"] = [[type_.dtype, type_.dims, count] for type_, count in counts.items()]
+        self._write(line)
 
     def _write(self, line: dict[str, Any]) -> None:
         with self._lock:
@@ -55,8 +82,7 @@ class ProgramRecorder:
         self._log.close()
 
 
-def _stack() -> Iterator[tuple[str, int]]:
-    frame: FrameType | None = sys._getframe(1)
+def _stack(frame: FrameType | None) -> Iterator[tuple[str, int]]:
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
