@@ -9,19 +9,21 @@ import pytest
 from polyxla_fits.chips import Target
 from polyxla_fits.collected import CollectedProgram
 from polyxla_fits.emulated_run import EmulatedRun, ScriptFailedError
-from polyxla_fits.frameworks import TORCH_XLA
+from polyxla_fits.frameworks import installed_framework
 from polyxla_fits.progress import Progress
 
-pytestmark = pytest.mark.pjrt
+pytestmark = pytest.mark.emulated_tpu
 
 PROGRAMS = Path(__file__).parent / "programs"
 STEPS = 3
+LAYERS = 24
+FRAMEWORK = installed_framework()
 
 
 def collect(
     command: list[str], kind: str, directory: Path, environ: dict[str, str], timeout_s: float = 250
 ) -> list[CollectedProgram]:
-    run = EmulatedRun(command, Target.parse(kind, TORCH_XLA), TORCH_XLA, STEPS, timeout_s)
+    run = EmulatedRun(command, Target.parse(kind, FRAMEWORK), FRAMEWORK, STEPS, timeout_s)
     return run.collect(directory, environ, Progress())
 
 
@@ -36,14 +38,28 @@ def line_of(path: Path, text: str) -> str:
 def test_an_endless_loop_is_stopped_when_it_has_no_new_programs(
     batch_size: int, clean_environ: dict[str, str], tmp_path: Path
 ) -> None:
-    program = PROGRAMS / "train_mlp.py"
-    found = collect([str(program), str(batch_size)], "v5e-1", tmp_path, clean_environ)
-    # A relative path if the suite runs in the repository.
-    assert found[-1].line is not None
-    assert line_of(program, "torch_xla.sync()").endswith(found[-1].line)
-    assert found[-1].executions >= STEPS
-    assert found[-1].hlo.exists()
-    assert found[-1].options.exists()
+    program = PROGRAMS / "train_deep.py"
+    found = collect([str(program), str(batch_size), str(LAYERS)], "v5e-1", tmp_path, clean_environ)
+    # Relative paths if the suite runs in the repository. The optimizer's programs are the last of a step.
+    steps = [one for one in found if one.line and line_of(program, "replica.step(").endswith(one.line)]
+    assert steps
+    assert max(one.executions for one in steps) >= STEPS
+    assert all(one.hlo.exists() and one.options.exists() for one in found)
+    # What is alive has its real size, though large arrays are not computed.
+    most = max(one.alive[0].in_use_bytes for one in found)
+    assert most >= 4 * 64 * (batch_size if FRAMEWORK.is_eager else 64 * LAYERS)
+    if FRAMEWORK.is_eager:
+        check_that_equal_layers_were_not_taken_for_steps(found, program)
+
+
+def check_that_equal_layers_were_not_taken_for_steps(found: list[CollectedProgram], program: Path) -> None:
+    lines = {one.operation: one.line for one in found}
+    assert line_of(program, "model(images)").endswith(str(lines["linear"]))
+    assert line_of(program, "model(images)").endswith(str(lines["linear_backward"]))
+    # A stop within the first step would leave out the optimizer.
+    assert any(one.operation and one.operation.startswith("foreach_addcdiv") for one in found)
+    (linear,) = (one for one in found if one.operation == "linear")
+    assert linear.executions >= STEPS * LAYERS
 
 
 def test_replicas_of_a_trainer_have_one_program_and_the_line_of_its_step(

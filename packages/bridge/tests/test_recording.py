@@ -17,6 +17,7 @@ from jaxlib import xla_client
 from polyxla_bridge.engine.engine import Buffer
 from polyxla_bridge.engine.recording_engine import LARGE_BYTES, RecordingEngine
 from polyxla_bridge.env import POLYXLA_LIBTPU_PROGRAMS, BridgeSettings, from_environ
+from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs.executable import ArrayType
 from polyxla_bridge.programs.hlo import structure
 
@@ -160,6 +161,12 @@ def test_a_donated_array_that_is_not_computed_counts_once(engine: RecordingEngin
     value(engine, result)
     stats = engine.memory_stats(device)
     assert (stats["bytes_in_use"], stats["peak_bytes_in_use"]) == (4 * LARGE, 4 * LARGE)
+
+
+def test_a_program_that_the_framework_has_kept_is_not_loaded(engine: RecordingEngine) -> None:
+    executable = engine.compile(program(lambda x: x + x, of_size(4)), OPTIONS)
+    with pytest.raises(PjrtError, match="no compiled program is loaded while programs are recorded"):
+        engine.deserialize(engine.serialize(executable))
 
 
 def test_the_variable_names_the_directory() -> None:

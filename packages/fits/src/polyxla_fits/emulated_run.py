@@ -25,15 +25,8 @@ TICK_S = 0.5
 GRACE_S = 10.0
 """Time for the script's processes to end after SIGTERM, in seconds, before they are killed."""
 SHOWN_LINES = 20
-REPLACED = (
-    POLYXLA_DEVICES,
-    POLYXLA_DEVICE_MEMORY,
-    "PJRT_DEVICE",
-    "TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT",
-    "XLA_PERSISTENT_CACHE_PATH",
-)
-"""Variables that choose other devices, which would contradict ``--on``; that limit the emulated memory; or
-with which the framework loads programs that an earlier run has compiled, which would not be recorded."""
+REPLACED = (POLYXLA_DEVICES, POLYXLA_DEVICE_MEMORY, "PJRT_DEVICE")
+"""Variables that choose other devices, which would contradict ``--on``, or limit the emulated memory."""
 
 
 class ScriptFailedError(PolyxlaError):

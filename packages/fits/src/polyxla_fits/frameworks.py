@@ -21,7 +21,7 @@ class Framework:
         libtpu: the releases of libtpu that compile its programs.
         generations: the TPU generations that it, and each of these releases, supports.
         is_eager: whether it runs each operation as a program of its own, so that a step is many programs.
-        variables: for the script's run, so that all programs are recorded, and their lines known.
+        variables: for the script's run, so that the lines of programs are known.
     """
 
     module: str
@@ -48,10 +48,9 @@ TORCH_TPU = Framework(
     FOR_TORCH_TPU,
     ("v4", "v5e", "v5p", "v6e", "v7x"),
     is_eager=True,
-    # With the first, each operation waits until its program has run: then the line of the main thread is the
-    # program's. The second is for programs that another process has compiled, which would not be recorded.
-    # Source: tried with torch_tpu 0.2.0, which sends the same programs with and without the first.
-    variables={"TORCH_TPU_LAUNCH_BLOCKING": "1", "TORCH_TPU_TIER2_COMPILATION_CACHE": "0"},
+    # Each operation waits until its program has run: then the line of the main thread is the program's.
+    # Source: tried with torch_tpu 0.2.0, which sends the same programs with and without it.
+    variables={"TORCH_TPU_LAUNCH_BLOCKING": "1"},
 )
 """TorchTPU begins with v4."""
 
