@@ -1,4 +1,4 @@
-"""Train a network of equal layers until something stops it; arguments: the batch size, the number of layers."""
+"""Train equal layers until something stops the script; arguments: batch size and number of layers."""
 
 from __future__ import annotations
 

@@ -112,7 +112,8 @@ def test_the_main_threads_calls_are_recorded_when_another_thread_compiles(
     (line,) = logged(tmp_path)
     assert __file__ not in dict(line["stack"])
     at = dict(line["main"])[__file__]
-    assert "thread.join(" in Path(__file__).read_text().splitlines()[at - 1]
+    # It starts the other thread, or waits for it already.
+    assert "    thread." in Path(__file__).read_text().splitlines()[at - 1]
 
 
 def test_the_arrays_are_listed_when_they_are_more_than_before(
