@@ -1,0 +1,70 @@
+"""The way of a line: from a host, past held tracebacks and folding, to the screen and the job's log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from polyxla_pod.output.folding import FoldedLine, Folder
+from polyxla_pod.output.host_state import HostState
+from polyxla_pod.output.screens import Screen
+from polyxla_pod.output.tracebacks import HeldTraceback, Tracebacks
+
+
+class Pipeline:
+    """The output of one start of a job.
+
+    Args:
+        states: the hosts; their progress is read from their lines.
+        screen: shows the lines.
+        log: receives every line that a host printed, also those that are not shown.
+    """
+
+    def __init__(
+        self, states: Sequence[HostState], screen: Screen, log: Callable[[FoldedLine], None]
+    ) -> None:
+        self._states, self._screen, self._log = states, screen, log
+        self._folder = Folder(len(states))
+        self._tracebacks = Tracebacks()
+
+    def add(self, host: int, stream: str, text: str) -> None:
+        """Receive a line."""
+        now = time.monotonic()
+        self._states[host].progress.read(text, now)
+        if self._tracebacks.holds(host, stream, text, now):
+            self._log(FoldedLine(stream, text, now, [host]))
+        else:
+            self._folder.add(host, stream, text, now)
+
+    def end(self, host: int, *, failed: bool) -> None:
+        """Receive a host's end."""
+        if held := self._tracebacks.end(host, failed=failed):
+            self._pass_on(held, [host])
+
+    def is_consequence(self, host: int) -> bool:
+        """Return whether another host's failure explains the failure of this one."""
+        return self._tracebacks.is_consequence(host)
+
+    def tick(self) -> None:
+        """Show what is due."""
+        now = time.monotonic()
+        for held in self._tracebacks.release(now):
+            self._pass_on(held, [held.host])
+        for line in self._folder.take(now):
+            self._show(line)
+
+    def flush(self) -> None:
+        """Show everything that waits, then the first real traceback."""
+        for line in self._folder.take(time.monotonic(), everything=True):
+            self._show(line)
+        if first := self._tracebacks.first():
+            self._pass_on(*first)
+
+    def _show(self, line: FoldedLine) -> None:
+        self._log(line)
+        self._screen.show(line)
+
+    def _pass_on(self, held: HeldTraceback, hosts: list[int]) -> None:
+        # The log has them since they were printed.
+        for text in held.lines:
+            self._screen.show(FoldedLine("err", text, held.last_s, hosts))
