@@ -19,7 +19,10 @@ from polyxla_pod.job import CONNECT_S, GRACE_S, LOST_AFTER_S, Job
 app = typer.Typer(help="Run a command on all hosts of a TPU.", no_args_is_help=True, rich_markup_mode=None)
 
 VariablesOption = Annotated[
-    list[str], typer.Option("--env", metavar="K=V", help="Variable for the command; repeatable.")
+    list[str],
+    typer.Option(
+        "--env", metavar="K=V", help="Variable for the command; {host} in V is the host's number; repeatable."
+    ),
 ]
 
 

@@ -14,6 +14,8 @@ LOST_AFTER_S = 15.0
 """Default of the silence after which a connection counts as lost, on both of its ends, in seconds."""
 GRACE_S = 5.0
 """Default of the time between SIGTERM and SIGKILL, in seconds."""
+HOST_NUMBER = "{host}"
+"""Text in the value of a variable that stands for the host's number."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Job:
     Attributes:
         command: the program and its arguments.
         hosts: the hosts' names, in the order of their numbers.
-        environ: variables that the user sets for the command.
+        environ: variables that the user sets for the command; `HOST_NUMBER` in a value is the host's number.
         runtime: the runtime to use; None leaves the choice to each host.
         directory: the working directory on the hosts; None for the one in which a connection starts.
         sync: a local directory to copy to `directory` before the start.
@@ -60,7 +62,8 @@ class Job:
     def environ_of(self, host: int) -> dict[str, str]:
         """Return the variables of the command on one host. What the user sets wins."""
         runtime = {POLYXLA_RUNTIME: self.runtime} if self.runtime else {}
-        return {**runtime, **_emulated(self.environ, self.hosts, host), **self.environ}
+        own = {name: value.replace(HOST_NUMBER, str(host)) for name, value in self.environ.items()}
+        return {**runtime, **_emulated(self.environ, self.hosts, host), **own}
 
 
 def _emulated(environ: Mapping[str, str], hosts: Sequence[str], host: int) -> dict[str, str]:

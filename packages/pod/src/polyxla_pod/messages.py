@@ -6,12 +6,13 @@ to a host  content                                                     answer
 job        host, lost_after_s, grace_s                                 none
 check      environ, directory, ports                                   facts
 archive    directory, data (base64), last                              unpacked, after the last one
-start      command, environ, directory                                 line, ...; end
+start      command, environ, directory                                 line, ...; exit; end
 beat       number                                                      beat, with the host's time
-stop       none                                                        end
+stop       none                                                        exit; end
 ========== =========================================================== ==============================
 
-A host sends hello before it reads anything, and error if it cannot do what it was asked for.
+A host sends hello before it reads anything, and error if it cannot do what it was asked for. Exit has the
+command's exit code; end follows when nothing is left of what the command started.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
+import select
 import selectors
 import signal
 import socket
@@ -57,6 +58,7 @@ class Session:
         self._unpacking: subprocess.Popen[bytes] | None = None
         self._kill_at_s: float | None = None
         self._drained_by_s: float | None = None
+        self._has_exited = False
         self._is_over = False
 
     def run(self) -> None:
@@ -120,23 +122,29 @@ class Session:
             self._stop()
         if not self._group:
             return
-        if self._kill_at_s is None:
-            # What the command leaves behind is ended as well.
-            if self._group.poll() is not None:
-                self._stop()
-        elif not self._group.is_alive():
-            self._finish(now)
-        elif now > self._kill_at_s:
+        if self._group.poll() is not None and not self._has_exited:
+            self._exit()
+        if self._kill_at_s is not None and now > self._kill_at_s:
             self._group.kill()
+        if self._has_exited and not self._group.is_alive():
             self._finish(now)
+
+    def _exit(self) -> None:
+        """Report the command's exit after its output, and begin to end what it leaves behind."""
+        assert self._group
+        self._has_exited = True
+        for stream, fd in self._group.streams.items():
+            while stream in self._lines and select.select([fd], [], [], 0)[0]:
+                self._read_output(stream)
+        self._send("exit", code=self._group.poll())
+        self._stop()
 
     def _finish(self, now: float) -> None:
         """Send the end once all output is read."""
-        assert self._group
         self._drained_by_s = self._drained_by_s or now + DRAIN_S
         # A process that could not be killed may hold a pipe open.
         if not self._lines or now > self._drained_by_s:
-            self._send("end", code=self._group.poll())
+            self._send("end")
             self._is_over = True
 
     def _stop(self) -> None:
@@ -228,7 +236,8 @@ class Session:
                 rest = b""
             self._lines[stream] = rest
         else:
-            self._selector.unregister(fd)
+            if fd in {key.fd for key in self._selector.get_map().values()}:
+                self._selector.unregister(fd)
             rest = self._lines.pop(stream)
             lines = [rest] if rest else []
         for line in lines:

@@ -23,6 +23,8 @@ SETTLE_S = 1.5
 """How long to wait for the failure that explains the first one, in seconds."""
 TICK_S = 0.1
 """How often lines that are due are shown, in seconds."""
+NOT_FOUND = 127
+"""Exit code of a shell for a program that does not exist."""
 REFUSED = 2
 """Exit code if the preflight finds a problem: nothing was started."""
 
@@ -173,7 +175,7 @@ class Attempt:
     def _with_remedy(self, failure: Failure) -> Failure:
         """Add what a user can do about a host that cannot be reached."""
         assert failure.host is not None
-        if "No module named" in failure.text or "not found" in failure.text:
+        if "No module named" in failure.text or f"exit code {NOT_FOUND}" in failure.text:
             fix = f"Install polyxla-pod there for {self._job.python}, or name another Python: --python PATH."
         else:
             fix = f"This must work without a question: {self._engine.check_by_hand(failure.host)}"

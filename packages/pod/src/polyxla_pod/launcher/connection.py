@@ -66,7 +66,7 @@ class Connection:
         on_line: receives the host's number, the stream (``out`` or ``err``) and the text of each line.
 
     Attributes:
-        ended: becomes the host's end.
+        ended: becomes the command's end, while what the command started may still be ended.
         clock_difference_s: how far the host's clock is ahead of this machine's, as the last heartbeat shows.
     """
 
@@ -77,6 +77,7 @@ class Connection:
         self.ended: asyncio.Future[End] = asyncio.get_running_loop().create_future()
         self.clock_difference_s = 0.0
         self._job, self._command, self._on_line = job, list(command), on_line
+        self._is_over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._answers: dict[str, asyncio.Future[Message]] = {}
         self._said: deque[str] = deque(maxlen=_SAID_LINES)
         self._process: asyncio.subprocess.Process | None = None
@@ -165,7 +166,8 @@ class Connection:
     async def stop(self) -> None:
         """End the command and the connection. Takes at most the grace and `CONFIRM_S`."""
         self.send("stop")
-        await asyncio.wait({self.ended}, timeout=self._job.grace_s + CONFIRM_S)
+        if self._tasks:
+            await asyncio.wait({self._is_over}, timeout=self._job.grace_s + CONFIRM_S)
         self._end(End(None, "did not confirm its end"))
         if self._process:
             assert self._process.stdin
@@ -185,6 +187,10 @@ class Connection:
         if not self.ended.done():
             self.ended.set_result(end)
 
+    def _set_over(self) -> None:
+        if not self._is_over.done():
+            self._is_over.set_result(None)
+
     async def _read(self) -> None:
         assert self._process
         assert self._process.stdout
@@ -197,13 +203,16 @@ class Connection:
                     self._said.append(text)
         if not self.ended.done():
             self._end(End(None, await self._closed()))
+        self._set_over()
 
     def _receive(self, message: Message) -> None:
         content = message.content
         if message.kind == "line":
             self._on_line(self.host, content["stream"], content["text"])
-        elif message.kind == "end":
+        elif message.kind == "exit":
             self._end(End(content["code"]))
+        elif message.kind == "end":
+            self._set_over()
         elif message.kind == "error":
             self._end(End(content["code"], content["text"]))
             self.kill()

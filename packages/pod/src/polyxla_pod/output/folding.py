@@ -34,7 +34,7 @@ class FoldedLine:
 class Folder:
     """Collects lines, and returns each once all hosts have printed it, or once it has waited long enough.
 
-    The lines of each host stay in their order.
+    The lines of each host and stream stay in their order.
 
     Args:
         host_count: number of hosts.
@@ -47,20 +47,21 @@ class Folder:
         self._first = 0
         # The numbers of the waiting lines with the same text, ascending, and of each host's last line.
         self._same: dict[tuple[str, str], list[int]] = {}
-        self._last = [-1] * host_count
+        self._last: dict[tuple[int, str], int] = {}
 
     def add(self, host: int, stream: str, text: str, now_s: float) -> None:
         """Add a line that a host printed."""
         same = self._same.setdefault((stream, text), [])
         # Only after the host's last line, or its lines would change places.
-        if (place := bisect.bisect_right(same, self._last[host])) < len(same):
+        last = self._last.get((host, stream), -1)
+        if (place := bisect.bisect_right(same, last)) < len(same):
             number = same[place]
         else:
             number = self._first + len(self._waiting)
             same.append(number)
             self._waiting.append(FoldedLine(stream, text, now_s))
         self._waiting[number - self._first].hosts.append(host)
-        self._last[host] = number
+        self._last[host, stream] = number
 
     def take(self, now_s: float, *, everything: bool = False) -> list[FoldedLine]:
         """Return the lines that need not wait any longer, in order."""
