@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import sys
@@ -134,18 +135,16 @@ def test_all_hosts_end_the_command_if_the_launcher_is_killed(ssh: Pod) -> None:
 
 
 def test_the_command_ends_if_what_runs_on_the_host_is_killed(ssh: Pod) -> None:
-    process = ssh.start_run("one", "--env", "HOSTS=1", *ssh.program("sleeper.py"))
+    process = ssh.start_run("one", *ssh.program("sleeper.py"))
     pids = ssh.pids(2)
-    (host,) = {parent_of(pid) for pid in pids} - set(pids)
-    os.kill(host, signal.SIGKILL)
+    (main,) = (pid for pid in pids if parent_of(pid) not in pids)
+    os.kill(parent_of(main), signal.SIGKILL)
     done = ssh.finish(process)
     assert done.returncode == 255
-    main = next(pid for pid in pids if parent_of(pid) not in pids or not is_alive(pid))
     wait_until(lambda: not is_alive(main), "the command's end")
-    # Its own child is a plain process of the program's, which nothing is left to end.
-    for pid in pids:
-        if is_alive(pid):
-            os.kill(pid, signal.SIGKILL)
+    # Nothing is left that could end the command's own child.
+    for pid in set(pids) - {main}:
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_a_host_that_never_answers_is_named(ssh: Pod, server: SshServer) -> None:
@@ -181,8 +180,7 @@ def test_a_host_without_polyxla_says_how_to_install_it(ssh: Pod) -> None:
 def test_a_command_that_does_not_exist_is_named(ssh: Pod) -> None:
     done = ssh.run("one,two", "--", "no-such-command")
     assert done.returncode == 127
-    assert "w0 (one): start: FileNotFoundError" in done.stderr
-    assert "no-such-command" in done.stderr
+    assert re.search(r"w\d \((one|two)\): start: FileNotFoundError.*'no-such-command'", done.stderr)
 
 
 def test_a_retry_starts_all_hosts_again(ssh: Pod) -> None:

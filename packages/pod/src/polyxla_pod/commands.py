@@ -106,7 +106,7 @@ def _run(job: Job, engine: Engine, as_json: bool) -> int:
         f"pod: job {recorder.id} on {len(job.hosts)} host(s); `polyxla pod logs {recorder.id}` prints its log"
     )
     try:
-        result = Run(job, engine, states, screen, recorder.log).run()
+        result = Run(job, engine, states, screen, recorder).run()
     finally:
         screen.close()
     failures = [one.text for one in result.failures]

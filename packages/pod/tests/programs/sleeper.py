@@ -1,6 +1,7 @@
-"""Writes the ids of this process and of two it starts, then sleeps; what follows is done on one host only.
+"""Writes the ids of this process and of those it starts, then sleeps; what follows is done on one host only.
 
-The arguments are the host's number and ``raise``, ``exit N`` or ``kill``; ``stubborn`` ignores SIGTERM.
+The arguments are the host's number and ``raise``, ``exit N`` or ``kill``, after which the others are awaited;
+``stubborn`` ignores SIGTERM, and ``daemon`` starts a process that leaves the group and its parent.
 """
 
 import os
@@ -10,29 +11,32 @@ import subprocess
 import sys
 import time
 
+SLEEP = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
+DAEMON = """
+import subprocess, sys
+command = [sys.executable, "-c", sys.argv[1]]
+print(subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True).pid)
+"""
 directory, number = pathlib.Path(os.environ["POD_TEST"]), os.environ["NUMBER"]
 words = sys.argv[1:]
 if "stubborn" in words:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-SLEEP = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
-child = subprocess.Popen([sys.executable, "-c", SLEEP])
-# As a daemon does it: another session, and a parent that has ended.
-daemon = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {SLEEP!r}], stdout=2, start_new_session=True).pid)"
-orphan = (
-    int(subprocess.run([sys.executable, "-c", daemon], check=True, stdout=subprocess.PIPE).stdout.split()[0])
-    if "daemon" in words
-    else child.pid
-)
-for pid in {os.getpid(), child.pid, orphan}:
+pids = [os.getpid(), subprocess.Popen([sys.executable, "-c", SLEEP]).pid]
+if "daemon" in words:
+    pids.append(int(subprocess.check_output([sys.executable, "-c", DAEMON, SLEEP])))
+for pid in pids:
     new = directory / f"{number}-{pid}.new"
     new.write_text(str(pid))
     new.rename(directory / f"{number}-{pid}.pid")
 print("started", flush=True)
+
+
+def hosts() -> int:
+    return len({path.name.partition("-")[0] for path in directory.glob("*.pid")})
+
+
 if words[:1] == [number]:
-    # The others have started as well.
-    while len({path.name.partition("-")[0] for path in directory.glob("*.pid")}) < int(
-        os.environ.get("HOSTS", "2")
-    ):
+    while hosts() < 2:
         time.sleep(0.02)
     if words[1] == "raise":
         raise RuntimeError(f"boom on {number}")

@@ -57,10 +57,13 @@ class Recorder:
         self._written_s = 0.0
         self.write_states()
 
-    def log(self, line: FoldedLine) -> None:
-        """Add a line to the job's log, and sometimes write the hosts' states."""
+    def add(self, line: FoldedLine) -> None:
+        """Add a line to the job's log."""
         one = {"time": time.time(), "hosts": line.hosts, "stream": line.stream, "text": line.text}
         self._log.write(json.dumps(one) + "\n")
+
+    def tick(self) -> None:
+        """Write the hosts' states and the end of the log, every `WRITE_S`."""
         if time.monotonic() - self._written_s > WRITE_S:
             self.write_states()
 

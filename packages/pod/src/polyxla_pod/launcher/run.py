@@ -7,7 +7,7 @@ import contextlib
 import resource
 import signal
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +17,8 @@ from polyxla_pod.job import Job
 from polyxla_pod.launcher import archive
 from polyxla_pod.launcher.attempt import REFUSED, Attempt, Failure
 from polyxla_pod.launcher.connection import LOST
-from polyxla_pod.output.folding import FoldedLine
 from polyxla_pod.output.host_state import HostState
-from polyxla_pod.output.pipeline import Pipeline
+from polyxla_pod.output.pipeline import Log, Pipeline
 from polyxla_pod.output.screens import Screen
 
 PAUSE_S = 1.0
@@ -53,7 +52,7 @@ class Run:
         engine: makes the connections.
         states: the hosts' states, kept up to date.
         screen: shows the hosts' lines.
-        log: receives all lines.
+        log: keeps all lines.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class Run:
         engine: Engine,
         states: Sequence[HostState],
         screen: Screen,
-        log: Callable[[FoldedLine], None],
+        log: Log,
     ) -> None:
         self._job, self._engine, self._states = job, engine, states
         self._screen, self._log = screen, log

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from polyxla_pod.output.folding import FoldedLine, Folder
 from polyxla_pod.output.host_state import HostState
 from polyxla_pod.output.screens import Screen
 from polyxla_pod.output.tracebacks import HeldTraceback, Tracebacks
+
+
+class Log(Protocol):
+    """Keeps the lines of a job."""
+
+    def add(self, line: FoldedLine) -> None:
+        """Keep a line."""
+
+    def tick(self) -> None:
+        """Make what was kept visible to others, if it is time for that."""
 
 
 class Pipeline:
@@ -17,12 +28,10 @@ class Pipeline:
     Args:
         states: the hosts; their progress is read from their lines.
         screen: shows the lines.
-        log: receives every line that a host printed, also those that are not shown.
+        log: keeps every line that a host printed, also those that are not shown.
     """
 
-    def __init__(
-        self, states: Sequence[HostState], screen: Screen, log: Callable[[FoldedLine], None]
-    ) -> None:
+    def __init__(self, states: Sequence[HostState], screen: Screen, log: Log) -> None:
         self._states, self._screen, self._log = states, screen, log
         self._folder = Folder(len(states))
         self._tracebacks = Tracebacks()
@@ -32,7 +41,7 @@ class Pipeline:
         now = time.monotonic()
         self._states[host].progress.read(text, now)
         if self._tracebacks.holds(host, stream, text, now):
-            self._log(FoldedLine(stream, text, now, [host]))
+            self._log.add(FoldedLine(stream, text, now, [host]))
         else:
             self._folder.add(host, stream, text, now)
 
@@ -48,6 +57,7 @@ class Pipeline:
     def tick(self) -> None:
         """Show what is due."""
         now = time.monotonic()
+        self._log.tick()
         for held in self._tracebacks.release(now):
             self._pass_on(held, [held.host])
         for line in self._folder.take(now):
@@ -61,7 +71,7 @@ class Pipeline:
             self._pass_on(*first)
 
     def _show(self, line: FoldedLine) -> None:
-        self._log(line)
+        self._log.add(line)
         self._screen.show(line)
 
     def _pass_on(self, held: HeldTraceback, hosts: list[int]) -> None:

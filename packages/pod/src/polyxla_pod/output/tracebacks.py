@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 HOLD_S = 3.0
 """How long a traceback is held back while its host goes on, in seconds; then it is shown like other lines."""
 _BEGINS = "Traceback (most recent call last):"
-_ERROR = re.compile(r"[A-Za-z_][\w.]*(?::|$)")
+_ERROR = re.compile(r"(?:[a-z_]\w*\.)*_*[A-Z]\w*(?::|$)")
 _CONSEQUENCES = ("ReplicaLostError", "StalledError", "KeyboardInterrupt")
 """Errors that polyxla raises on one host because of what happens on another, or because of a signal."""
 
@@ -32,6 +31,11 @@ class HeldTraceback:
     def error(self) -> str:
         """The line that names the exception: the last one that is not indented and looks like it."""
         return next((line for line in reversed(self.lines) if _ERROR.match(line)), self.lines[-1])
+
+    @property
+    def without_notes(self) -> list[str]:
+        """The lines without the notes at the end, which name the host and the replica."""
+        return self.lines[: self.lines.index(self.error) + 1]
 
     @property
     def is_consequence(self) -> bool:
@@ -82,11 +86,4 @@ class Tracebacks:
         ranked = sorted(self._last, key=lambda one: one.is_consequence)
         if not ranked:
             return None
-        return ranked[0], [one.host for one in ranked if _same(one.lines, ranked[0].lines)]
-
-
-def _same(one: Iterable[str], other: Iterable[str]) -> bool:
-    # Notes name the host and the replica.
-    return [text for text in one if text.startswith((" ", _BEGINS))] == [
-        text for text in other if text.startswith((" ", _BEGINS))
-    ]
+        return ranked[0], [one.host for one in ranked if one.without_notes == ranked[0].without_notes]
