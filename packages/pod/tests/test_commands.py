@@ -64,6 +64,15 @@ def test_a_directory_that_does_not_exist_is_not_copied(stand_in: Pod) -> None:
     assert "there is no directory /no/such (from --sync /no/such)" in done.stderr
 
 
+def test_the_job_ends_when_nothing_reads_its_output(stand_in: Pod) -> None:
+    code = "import time\nwhile True: print('line', flush=True); time.sleep(0.1)"
+    process = stand_in.start_run("one,two", "--", sys.executable, "-c", code)
+    assert process.stdout
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(30) == 128 + signal.SIGPIPE
+
+
 def test_a_running_job_is_listed_read_and_ended(stand_in: Pod) -> None:
     process = stand_in.start_run("one,two", *stand_in.program("sleeper.py"))
     pids = stand_in.pids(4)

@@ -114,11 +114,12 @@ def command_of(pid: int) -> bytes:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_at_the_launcher_ends_all(ssh: Pod, number: signal.Signals) -> None:
-    process = ssh.start_run("one,two", *ssh.program("sleeper.py"))
+    process = ssh.start_run("one,two", *ssh.program("sleeper.py", "last"))
     pids = ssh.pids(4)
     begin = time.monotonic()
     process.send_signal(number)
     done = ssh.finish(process)
+    assert done.stdout == "[w0-w1] started\n[w0-w1] last words\n"
     assert time.monotonic() - begin < 10
     assert done.returncode == 128 + number
     assert "Traceback" not in done.stderr

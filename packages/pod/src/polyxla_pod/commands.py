@@ -107,6 +107,9 @@ def _run(job: Job, engine: Engine, as_json: bool) -> int:
     )
     try:
         result = Run(job, engine, states, screen, recorder).run()
+    except UsageError as error:
+        recorder.close(error.exit_code, [str(error)])
+        raise
     finally:
         screen.close()
     failures = [one.text for one in result.failures]

@@ -1,7 +1,8 @@
 """Writes the ids of this process and of those it starts, then sleeps; what follows is done on one host only.
 
 The arguments are the host's number and ``raise``, ``exit N`` or ``kill``, after which the others are awaited;
-``stubborn`` ignores SIGTERM, and ``daemon`` starts a process that leaves the group and its parent.
+``stubborn`` ignores SIGTERM, ``last`` prints at it, and ``daemon`` starts a process that leaves the group and
+its parent.
 """
 
 import os
@@ -21,14 +22,16 @@ directory, number = pathlib.Path(os.environ["POD_TEST"]), os.environ["NUMBER"]
 words = sys.argv[1:]
 if "stubborn" in words:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if "last" in words:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("last words", flush=True)))
 pids = [os.getpid(), subprocess.Popen([sys.executable, "-c", SLEEP]).pid]
 if "daemon" in words:
     pids.append(int(subprocess.check_output([sys.executable, "-c", DAEMON, SLEEP])))
+print("started", flush=True)
 for pid in pids:
     new = directory / f"{number}-{pid}.new"
     new.write_text(str(pid))
     new.rename(directory / f"{number}-{pid}.pid")
-print("started", flush=True)
 
 
 def hosts() -> int:

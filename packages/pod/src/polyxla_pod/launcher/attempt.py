@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from polyxla.console import say
 from polyxla_pod.engines import Engine
@@ -67,19 +67,28 @@ class Attempt:
         """Run the command on all hosts; return the failures, the first one first.
 
         All hosts have ended when it returns, also if it is cancelled.
+
+        Raises:
+            BrokenPipeError: nothing reads the output any more.
         """
         for host in range(len(self._job.hosts)):
             command = self._engine.command(host, self._job.program)
             self._connections.append(Connection(host, self._job, command, self._pipeline.add))
-        ticks = asyncio.create_task(self._tick())
+        work, ticks = asyncio.create_task(self._phases()), asyncio.create_task(self._tick())
+        either: set[asyncio.Task[Any]] = {work, ticks}
         try:
-            return await self._phases()
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            # What the hosts print while they end is shown as well.
             await self._stop()
             ticks.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await ticks
+            await asyncio.gather(ticks, return_exceptions=True)
             self._pipeline.flush()
+        if not ticks.cancelled():
+            ticks.result()
+        return work.result()
 
     def kill(self) -> None:
         """Close all connections at once; each host then ends the command by itself."""

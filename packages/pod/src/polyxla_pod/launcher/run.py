@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import resource
 import signal
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,6 +92,10 @@ class Run:
         except asyncio.CancelledError:
             assert self._signal
             return Result(128 + self._signal, (), 1)
+        except BrokenPipeError:
+            # The program that read the output has ended, such as head. Python would write the rest again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return Result(128 + signal.SIGPIPE, (), 1)
 
     def _interrupt(self, number: signal.Signals, task: asyncio.Task[Result]) -> None:
         if self._signal is None:
