@@ -21,6 +21,7 @@ ALLOWED = {
     "examples": {"core", "training"},
     # The umbrella: requirements, no code.
     "polyxla": {"core", "precision", "runtime-pjrt", "runtime-xrt", "sampler", "training"},
+    "pod": {"core", "tpu"},
     "precision": set(),
     "runtime-pjrt": {"bridge", "core", "tpu"},
     "runtime-torchtpu": {"bridge", "core", "tpu"},

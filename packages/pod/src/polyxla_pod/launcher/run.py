@@ -1,4 +1,4 @@
-"""A job from its start to its exit code: signals, retries, and what the user is told."""
+"""A job from its start to its exit code: signals, retries, and what is printed about failures."""
 
 from __future__ import annotations
 
