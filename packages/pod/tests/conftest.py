@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -65,6 +66,17 @@ class Pod:
         """Wait for the end of a launcher; return its output."""
         out, err = process.communicate(timeout=TIMEOUT_S)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    @staticmethod
+    def unfolded(output: str) -> dict[str, list[str]]:
+        """Return each host's lines: under load, a host may be too late for the others' line."""
+        found: dict[str, list[str]] = {}
+        for hosts, text in re.findall(r"^\[(w[\w,-]+)\] (.*)$", output, re.MULTILINE):
+            for part in hosts.split(","):
+                first, _, last = part.replace("w", "").partition("-")
+                for host in range(int(first), int(last or first) + 1):
+                    found.setdefault(f"w{host}", []).append(text)
+        return found
 
     def call(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return self.finish(self.start(*arguments))

@@ -18,8 +18,6 @@ from polyxla_testing.processes import wait_for_end_of, wait_until
 if TYPE_CHECKING:
     from conftest import Pod
 
-STEPS = "import time\nfor n in range(3): print(f'step {n}, loss 0.5', flush=True); time.sleep(0.5)"
-
 
 def test_a_dry_run_prints_the_commands_of_each_host(stand_in: Pod) -> None:
     how = ["--runtime", "pjrt", "--env", "A=b c", "--directory", "/data", "--dry-run"]
@@ -84,7 +82,7 @@ def test_a_running_job_is_listed_read_and_ended(stand_in: Pod) -> None:
     wait_until(lambda: states() == ["running"] * 2, "the hosts' states")
     (job,) = json.loads(stand_in.call("ps", "--json").stdout)["jobs"]
     assert "running" in stand_in.call("ps").stdout
-    wait_until(lambda: "[w0-w1] started" in stand_in.call("logs", job["id"]).stdout, "the log")
+    wait_until(lambda: len(stand_in.unfolded(stand_in.call("logs", job["id"]).stdout)) == 2, "the log")
     rows = stand_in.call("ps", job["id"]).stdout.splitlines()
     assert [row.split()[:3] for row in rows[1:]] == [["w0", "one", "running"], ["w1", "two", "running"]]
     ended = stand_in.call("kill", job["id"], "--json")
@@ -106,11 +104,12 @@ def test_a_log_has_every_hosts_lines_also_hidden_tracebacks(stand_in: Pod) -> No
 
 
 def test_a_log_can_be_followed_to_the_jobs_end(stand_in: Pod) -> None:
-    process = stand_in.start_run("one,two", "--", sys.executable, "-c", STEPS)
+    process = stand_in.start_run("one,two", *stand_in.program("steps.py", "2"))
     wait_until(lambda: "running" in stand_in.call("ps").stdout, "the job")
     followed = stand_in.call("logs", "--follow")
     assert stand_in.finish(process).returncode == 0
-    assert followed.stdout == "".join(f"[w0-w1] step {n}, loss 0.5\n" for n in range(3))
+    steps = [f"step {n}, loss 0.5" for n in range(3)]
+    assert stand_in.unfolded(followed.stdout) == {"w0": steps, "w1": steps}
 
 
 def test_the_launchers_death_is_in_the_list(stand_in: Pod) -> None:
@@ -147,7 +146,7 @@ def many_hosts(pod: Pod, count: int) -> tuple[float, float]:
     """Run a command on many hosts; return the first line's time and the launcher's peak memory in MB."""
     hosts = ",".join(f"host-{number}" for number in range(count))
     begin = time.monotonic()
-    process = pod.start_run(hosts, "--connect-timeout", "60", "--", sys.executable, "-c", STEPS)
+    process = pod.start_run(hosts, "--connect-timeout", "60", *pod.program("steps.py", str(count)))
     assert process.stdout
     first = process.stdout.readline()
     first_s = time.monotonic() - begin

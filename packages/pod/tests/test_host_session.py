@@ -113,6 +113,11 @@ def test_much_output_waits_for_a_slow_reader_and_is_complete(host: Host) -> None
     assert host.lines() == ["x" * 50] * 20000
 
 
+def test_a_long_line_is_sent_in_parts_of_the_same_size(host: Host) -> None:
+    host.start(sys.executable, "-c", "print('x' * 150_000); print('end')")
+    assert [len(text) for text in host.lines()] == [65536, 65536, 150_000 - 2 * 65536, 3]
+
+
 def test_the_command_has_the_pythons_directory_in_front_of_its_path(host: Host) -> None:
     host.start("sh", "-c", "command -v python; echo $A", A="1")
     assert host.lines() == [str(Path(sys.executable).parent / "python"), "1"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pty
+import re
 import subprocess
 import sys
 import time
@@ -74,11 +75,10 @@ def test_hosts_that_do_not_run_or_are_behind_come_first() -> None:
 
 def test_a_terminal_shows_lines_above_the_table(stand_in: Pod) -> None:
     ours, theirs = pty.openpty()
-    code = "import time; print('step 4, loss 0.5', flush=True); time.sleep(1.5)"
     command = [sys.executable, "-m", "polyxla", "pod", "run", "--hosts", "a,b", *stand_in.options]
     environ = {**stand_in.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
     with subprocess.Popen(
-        [*command, "--", sys.executable, "-c", code],
+        [*command, *stand_in.program("steps.py", "2")],
         env=environ,
         stdin=subprocess.DEVNULL,
         stdout=theirs,
@@ -96,8 +96,7 @@ def test_a_terminal_shows_lines_above_the_table(stand_in: Pod) -> None:
         os.close(ours)
         assert process.wait(60) == 0
     text = shown.decode()
-    assert "[w0-w1] step 4, loss 0.5" in text
+    assert re.search(r"\[w0(-w1)?\] step 2, loss 0.5", text)
     assert "last line" in text
-    assert any(
-        line.split()[:4] == ["w1", "b", "running", "4"] for line in text.replace("\x1b[2K", "").splitlines()
-    )
+    rows = [line.split()[:3] for line in text.replace("\x1b[2K", "").splitlines()]
+    assert ["w1", "b", "running"] in rows

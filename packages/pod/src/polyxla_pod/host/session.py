@@ -231,9 +231,9 @@ class Session:
         fd = self._group.streams[stream]
         if data := os.read(fd, _READ_BYTES):
             *lines, rest = (self._lines[stream] + data).split(b"\n")
-            if len(rest) > LONGEST_LINE_BYTES:
-                lines.append(rest)
-                rest = b""
+            while len(rest) > LONGEST_LINE_BYTES:
+                lines.append(rest[:LONGEST_LINE_BYTES])
+                rest = rest[LONGEST_LINE_BYTES:]
             self._lines[stream] = rest
         else:
             if fd in {key.fd for key in self._selector.get_map().values()}:
@@ -241,7 +241,9 @@ class Session:
             rest = self._lines.pop(stream)
             lines = [rest] if rest else []
         for line in lines:
-            self._send_line(stream, line)
+            # At the same places on all hosts, whatever one read has returned.
+            for begin in range(0, max(len(line), 1), LONGEST_LINE_BYTES):
+                self._send_line(stream, line[begin : begin + LONGEST_LINE_BYTES])
 
     def _send_line(self, stream: str, line: bytes) -> None:
         # A progress bar overwrites its line, and only its last state is of use.

@@ -53,13 +53,20 @@ class Attempt:
         states: the hosts' states, kept up to date.
         pipeline: receives the hosts' lines.
         file: the tar file to copy, if the job has one.
+        report: receives the failures, before the other hosts are ended.
     """
 
     def __init__(
-        self, job: Job, engine: Engine, states: Sequence[HostState], pipeline: Pipeline, file: Path | None
+        self,
+        job: Job,
+        engine: Engine,
+        states: Sequence[HostState],
+        pipeline: Pipeline,
+        file: Path | None,
+        report: Callable[[Sequence[Failure]], None],
     ) -> None:
         self._job, self._engine, self._states = job, engine, states
-        self._pipeline, self._file = pipeline, file
+        self._pipeline, self._file, self._report = pipeline, file, report
         self._connections: list[Connection] = []
         self._noted: set[int] = set()
 
@@ -74,7 +81,7 @@ class Attempt:
         for host in range(len(self._job.hosts)):
             command = self._engine.command(host, self._job.program)
             self._connections.append(Connection(host, self._job, command, self._pipeline.add))
-        work, ticks = asyncio.create_task(self._phases()), asyncio.create_task(self._tick())
+        work, ticks = asyncio.create_task(self._work()), asyncio.create_task(self._tick())
         either: set[asyncio.Task[Any]] = {work, ticks}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -94,6 +101,12 @@ class Attempt:
         """Close all connections at once; each host then ends the command by itself."""
         for connection in self._connections:
             connection.kill()
+
+    async def _work(self) -> list[Failure]:
+        if failures := await self._phases():
+            self._pipeline.flush(traceback=True)
+            self._report(failures)
+        return failures
 
     async def _phases(self) -> list[Failure]:
         if failures := await self._on_all("connecting", Connection.open):

@@ -249,6 +249,8 @@ class Connection:
             self._beats[number] = time.time()
             self.send("beat", number=number)
             number += 1
-            await asyncio.sleep(limit_s / SILENCES)
-            if time.monotonic() - self._heard_s > limit_s:
+            # Not later than the limit, so that the host is named in time.
+            left_s = self._heard_s + limit_s - time.monotonic()
+            await asyncio.sleep(max(min(limit_s / SILENCES, left_s), 0))
+            if time.monotonic() - self._heard_s >= limit_s:
                 self.fail(f"did not answer for {limit_s:g} s: its link is cut, or the machine is gone")

@@ -109,10 +109,9 @@ class Run:
         attempts = 0
         while True:
             pipeline = Pipeline(self._states, self._screen, self._log)
-            self._attempt = Attempt(self._job, self._engine, self._states, pipeline, file)
+            self._attempt = Attempt(self._job, self._engine, self._states, pipeline, file, self._report)
             failures = await self._attempt.run()
             attempts += 1
-            self._report(failures)
             result = Result(failures[0].exit_code if failures else 0, tuple(failures), attempts)
             # The same input would be refused again; before the first start, so would the same hosts.
             if not failures or result.exit_code == REFUSED or attempts > self._job.retry:

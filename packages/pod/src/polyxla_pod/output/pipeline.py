@@ -63,11 +63,11 @@ class Pipeline:
         for line in self._folder.take(now):
             self._show(line)
 
-    def flush(self) -> None:
-        """Show everything that waits, then the first real traceback."""
+    def flush(self, *, traceback: bool = False) -> None:
+        """Show everything that waits, then the first real traceback, if that is wanted."""
         for line in self._folder.take(time.monotonic(), everything=True):
             self._show(line)
-        if first := self._tracebacks.first():
+        if traceback and (first := self._tracebacks.first()):
             self._pass_on(*first)
 
     def _show(self, line: FoldedLine) -> None:
