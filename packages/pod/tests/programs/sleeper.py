@@ -12,11 +12,18 @@ import subprocess
 import sys
 import time
 
-SLEEP = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
+SLEEP = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", flush=True)
+time.sleep(300)
+"""
 DAEMON = """
 import subprocess, sys
 command = [sys.executable, "-c", sys.argv[1]]
-print(subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True).pid)
+process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+process.stdout.readline()
+print(process.pid)
 """
 directory, number = pathlib.Path(os.environ["POD_TEST"]), os.environ["NUMBER"]
 words = sys.argv[1:]
@@ -24,7 +31,10 @@ if "stubborn" in words:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if "last" in words:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("last words", flush=True)))
-pids = [os.getpid(), subprocess.Popen([sys.executable, "-c", SLEEP]).pid]
+child = subprocess.Popen([sys.executable, "-c", SLEEP], stdout=subprocess.PIPE)
+assert child.stdout
+child.stdout.readline()
+pids = [os.getpid(), child.pid]
 if "daemon" in words:
     pids.append(int(subprocess.check_output([sys.executable, "-c", DAEMON, SLEEP])))
 print("started", flush=True)
