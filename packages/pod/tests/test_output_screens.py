@@ -17,6 +17,7 @@ from rich.console import Console
 from polyxla_pod.output.host_state import HostState
 from polyxla_pod.output.progress import Progress
 from polyxla_pod.output.screens import chosen_rows, host_table
+from polyxla_testing.processes import wait_for_end_of
 
 if TYPE_CHECKING:
     from conftest import Pod
@@ -71,6 +72,24 @@ def test_hosts_that_do_not_run_or_are_behind_come_first() -> None:
     file = console.file
     assert isinstance(file, io.StringIO)
     assert "97 more  97 running" in file.getvalue()
+
+
+def test_a_job_ends_with_its_terminal(stand_in: Pod) -> None:
+    ours, theirs = pty.openpty()
+    arguments = ["run", "--hosts", "a,b", *stand_in.options, *stand_in.program("sleeper.py")]
+    with subprocess.Popen(
+        # The terminal becomes the launcher's, whose closing sends it SIGHUP.
+        ["setsid", "--ctty", sys.executable, "-m", "polyxla", "pod", *arguments],
+        env={**stand_in.environ, "TERM": "xterm"},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    ) as process:
+        os.close(theirs)
+        pids = stand_in.pids(4)
+        os.close(ours)
+        assert process.wait(30) != 0
+    wait_for_end_of(pids)
 
 
 def test_a_terminal_shows_lines_above_the_table(stand_in: Pod) -> None:

@@ -76,7 +76,7 @@ class Attempt:
         All hosts have ended when it returns, also if it is cancelled.
 
         Raises:
-            BrokenPipeError: nothing reads the output any more.
+            OSError: nothing shows the output any more.
         """
         for host in range(len(self._job.hosts)):
             command = self._engine.command(host, self._job.program)

@@ -92,16 +92,17 @@ class Run:
         except asyncio.CancelledError:
             assert self._signal
             return Result(128 + self._signal, (), 1)
-        except BrokenPipeError:
-            # The program that read the output has ended, such as head. Python would write the rest again.
+        except OSError:
+            # What showed the output is gone, such as a terminal. Python would write the rest at its exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return Result(128 + signal.SIGPIPE, (), 1)
 
     def _interrupt(self, number: signal.Signals, task: asyncio.Task[Result]) -> None:
         if self._signal is None:
             self._signal = number
-            say(f"{number.name}: ending the command on all hosts; once more closes the connections at once")
             task.cancel()
+            # Without a terminal, this raises.
+            say(f"{number.name}: ending the command on all hosts; once more closes the connections at once")
         elif self._attempt:
             self._attempt.kill()
 
