@@ -127,6 +127,18 @@ def test_a_signal_at_the_launcher_ends_all(ssh: Pod, number: signal.Signals) -> 
     wait_for_end_of(pids)
 
 
+def test_a_signal_does_not_wait_for_a_host_that_never_answers(ssh: Pod, server: SshServer) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        silent.settimeout(30)
+        server.add_host("mute", silent.getsockname()[1])
+        process = ssh.start_run("one,mute", "--", "true")
+        with closing(silent.accept()[0]):
+            begin = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            assert ssh.finish(process).returncode == 128 + signal.SIGINT
+    assert time.monotonic() - begin < 5
+
+
 def test_all_hosts_end_the_command_if_the_launcher_is_killed(ssh: Pod) -> None:
     process = ssh.start_run("one,two", *ssh.program("sleeper.py"))
     pids = ssh.pids(4)
@@ -212,8 +224,18 @@ def test_a_directory_is_copied_to_all_hosts_and_the_command_runs_there(ssh: Pod)
     assert (target / "data" / "text").stat().st_size == 500_000
 
 
+def test_a_directory_that_cannot_be_copied_to_a_host_is_named(ssh: Pod) -> None:
+    source = ssh.directory / "project"
+    source.mkdir()
+    (source / "file").write_text("text")
+    done = ssh.run("one,two", "--sync", str(source), "--directory", str(source / "file" / "no"), "--", "true")
+    assert done.returncode == 255
+    assert re.search(r"error: w\d \((one|two)\): archive: NotADirectoryError: .*/file/no", done.stderr)
+
+
 def test_a_failing_preflight_starts_nothing(ssh: Pod) -> None:
     done = ssh.run("one,two", "--env", "POLYXLA_EMULATE=v4-8", *ssh.program("sleeper.py"))
     assert done.returncode == 2
     assert "polyxla: error: w1 (two): " in done.stderr
     assert list(ssh.directory.glob("*.pid")) == []
+    assert "it ends the command" not in done.stderr

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -69,6 +69,7 @@ class Attempt:
         self._pipeline, self._file, self._report = pipeline, file, report
         self._connections: list[Connection] = []
         self._noted: set[int] = set()
+        self._has_started = False
 
     async def run(self) -> list[Failure]:
         """Run the command on all hosts; return the failures, the first one first.
@@ -113,8 +114,10 @@ class Attempt:
             return [self._with_remedy(one) for one in failures]
         if self._job.preflight and (failures := await self._preflight()):
             return failures
-        if self._file and (failures := await self._on_all("copying", self._copy)):
+        # A large directory takes its time, in which a host that is lost is not to be waited for.
+        if self._file and (failures := await self._on_all("copying", self._copy, asyncio.FIRST_EXCEPTION)):
             return failures
+        self._has_started = True
         for connection in self._connections:
             self._states[connection.host].state = "running"
             environ = self._job.environ_of(connection.host)
@@ -122,13 +125,30 @@ class Attempt:
             connection.send("start", command=command, environ=environ, directory=self._job.directory)
         return await self._wait()
 
-    async def _on_all(self, state: str, act: Callable[[Connection], Awaitable[None]]) -> list[Failure]:
-        """Do something on all hosts at once; return the failures of those that ended."""
+    async def _on_all(
+        self,
+        state: str,
+        act: Callable[[Connection], Coroutine[Any, Any, None]],
+        until: str = asyncio.ALL_COMPLETED,
+    ) -> list[Failure]:
+        """Do something on all hosts at once; return the failures of those that ended.
+
+        Args:
+            state: what the hosts are in meanwhile.
+            act: what to do; raises `HostEndedError`.
+            until: whether to wait for all hosts, or for the first that ends.
+        """
         for one in self._states:
             one.state = state
-        results = await asyncio.gather(*map(act, self._connections), return_exceptions=True)
+        tasks = [asyncio.create_task(act(one)) for one in self._connections]
+        try:
+            await asyncio.wait(tasks, return_when=until)
+        finally:
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
         for result in results:
-            if result is not None and not isinstance(result, HostEndedError):
+            if isinstance(result, Exception) and not isinstance(result, HostEndedError):
                 raise result
         return [self._failure(one) for one in self._connections if one.ended.done()]
 
@@ -212,7 +232,7 @@ class Attempt:
             if connection not in ended:
                 # It was stopped, and has not failed.
                 self._states[connection.host].state = "ended"
-                if (end := connection.ended.result()).exit_code == LOST:
+                if self._has_started and (end := connection.ended.result()).exit_code == LOST:
                     limit_s = self._job.lost_after_s + self._job.grace_s
                     say(f"{self._job.label(connection.host)} {end}; it ends the command within {limit_s:g} s")
 

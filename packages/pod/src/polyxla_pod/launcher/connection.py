@@ -166,6 +166,9 @@ class Connection:
     async def stop(self) -> None:
         """End the command and the connection. Takes at most the grace and `CONFIRM_S`."""
         self.send("stop")
+        if not self._has_answered:
+            # Nothing has been started, and what may still be connecting reads no message.
+            self.kill()
         if self._tasks:
             await asyncio.wait({self._is_over}, timeout=self._job.grace_s + CONFIRM_S)
         self._end(End(None, "did not confirm its end"))
