@@ -71,6 +71,22 @@ def test_the_job_ends_when_nothing_reads_its_output(stand_in: Pod) -> None:
     assert process.wait(30) == 128 + signal.SIGPIPE
 
 
+def test_a_pager_that_reads_nothing_for_a_while_does_not_end_the_job(stand_in: Pod) -> None:
+    code = "import time\nfor n in range(8000): print('x' * 40, n)\ntime.sleep(4)"
+    process = stand_in.start_run("one", "--lost-after", "1", "--", sys.executable, "-c", code)
+    # The pipe is full long before.
+    time.sleep(4)
+    done = stand_in.finish(process)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 8000
+
+
+def test_a_pager_that_reads_nothing_does_not_keep_the_other_hosts_from_being_ended(stand_in: Pod) -> None:
+    process = stand_in.start_run("one,two", *stand_in.program("chatter.py"))
+    wait_for_end_of(stand_in.pids(1))
+    assert stand_in.finish(process).returncode == 3
+
+
 def test_a_running_job_is_listed_read_and_ended(stand_in: Pod) -> None:
     process = stand_in.start_run("one,two", *stand_in.program("sleeper.py"))
     pids = stand_in.pids(4)

@@ -25,6 +25,8 @@ TICK_S = 0.1
 """How often lines that are due are shown, in seconds."""
 NOT_FOUND = 127
 """Exit code of a shell for a program that does not exist."""
+TELL_S = 1.0
+"""Longest wait for the failures to be shown before the other hosts are ended, in seconds."""
 REFUSED = 2
 """Exit code if the preflight finds a problem: nothing was started."""
 
@@ -82,20 +84,25 @@ class Attempt:
         for host in range(len(self._job.hosts)):
             command = self._engine.command(host, self._job.program)
             self._connections.append(Connection(host, self._job, command, self._pipeline.add))
-        work, ticks = asyncio.create_task(self._work()), asyncio.create_task(self._tick())
-        either: set[asyncio.Task[Any]] = {work, ticks}
+        work = asyncio.create_task(self._work())
+        # These end only with an error.
+        shows = [asyncio.create_task(self._tick()), asyncio.create_task(self._show())]
+        tasks: list[asyncio.Task[Any]] = [work, *shows]
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
             # What the hosts print while they end is shown as well.
             await self._stop()
-            ticks.cancel()
-            await asyncio.gather(ticks, return_exceptions=True)
+            for task in shows:
+                task.cancel()
+            await asyncio.gather(*shows, return_exceptions=True)
             self._pipeline.flush()
-        if not ticks.cancelled():
-            ticks.result()
+            await asyncio.to_thread(self._pipeline.show)
+        for task in shows:
+            if not task.cancelled():
+                task.result()
         return work.result()
 
     def kill(self) -> None:
@@ -106,8 +113,13 @@ class Attempt:
     async def _work(self) -> list[Failure]:
         if failures := await self._phases():
             self._pipeline.flush(traceback=True)
-            self._report(failures)
+            # A screen that is blocked must not keep the other hosts from being ended.
+            await asyncio.wait([asyncio.create_task(self._tell(failures))], timeout=TELL_S)
         return failures
+
+    async def _tell(self, failures: Sequence[Failure]) -> None:
+        await asyncio.to_thread(self._pipeline.show)
+        await asyncio.to_thread(self._report, failures)
 
     async def _phases(self) -> list[Failure]:
         if failures := await self._on_all("connecting", Connection.open):
@@ -240,3 +252,8 @@ class Attempt:
         while True:
             await asyncio.sleep(TICK_S)
             self._pipeline.tick()
+
+    async def _show(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            await asyncio.to_thread(self._pipeline.show)
