@@ -27,7 +27,7 @@ class CommandGroup:
     """A running command and its descendants.
 
     Descendants that leave the process group, such as a daemon, are found as orphans; the process that makes
-    this object must have called `adopt_orphans`. It must have no threads.
+    this object must have called `adopt_orphans`, and must have no threads that hold locks.
 
     Args:
         command: the program and its arguments.
@@ -48,7 +48,7 @@ class CommandGroup:
             stderr=subprocess.PIPE,
             start_new_session=True,
             # If this process is killed, nothing else could end the command.
-            preexec_fn=_end_with_parent,  # noqa: PLW1509  there are no threads
+            preexec_fn=_end_with_parent,  # noqa: PLW1509  it takes no lock
         )
         assert self._process.stdout
         assert self._process.stderr
