@@ -51,6 +51,7 @@ TESTED_ON_TORCH_TPU = ["core", "fits", "runtime-torchtpu", "sampler", "training"
 TESTS_NEED = {
     "core": ["testing"],
     "fits": ["testing"],
+    "pod": ["testing"],
     "runtime-pjrt": ["testing"],
     "runtime-torchtpu": ["testing"],
     "tpu": ["testing"],

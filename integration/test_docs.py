@@ -22,6 +22,7 @@ import polyxla.env
 import polyxla.hookspecs
 import polyxla_bridge.env
 import polyxla_pjrt.env
+import polyxla_pod.hookspecs
 import polyxla_tpu.env
 import polyxla_training.env
 import polyxla_training.hookspecs
@@ -40,7 +41,7 @@ from polyxla_xrt.config.configuration import Configuration, read_configuration
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 TIMEOUT_S = 280
-HOOKSPECS = [polyxla.hookspecs, polyxla_training.hookspecs]
+HOOKSPECS = [polyxla.hookspecs, polyxla_training.hookspecs, polyxla_pod.hookspecs]
 
 
 def page(name: str) -> str:
@@ -139,7 +140,18 @@ def commands() -> dict[str, Any]:
     return {**apps[0].commands, **apps[1].commands}
 
 
-COMMANDS = ["check-replicas", "consolidate", "devices", "env", "fits", "report", "run", "runtimes", "worker"]
+COMMANDS = [
+    "check-replicas",
+    "consolidate",
+    "devices",
+    "env",
+    "fits",
+    "pod",
+    "report",
+    "run",
+    "runtimes",
+    "worker",
+]
 
 
 def test_every_command_is_on_the_command_line_page() -> None:
@@ -151,7 +163,9 @@ def test_every_option_is_on_the_command_line_page(name: str) -> None:
     before, *sections = page("cli.md").split("\n## ")
     (section,) = [one for one in sections if re.match(rf"`polyxla {name}\b", one)]
     assert "Every command accepts `--json`" in before
-    for option in commands()[name].params:
+    command = commands()[name]
+    parts = [command, *getattr(command, "commands", {}).values()]
+    for option in [one for part in parts for one in part.params]:
         if option.param_type_name != "option" or option.name == "as_json":
             continue
         (flag,) = (one for one in option.opts if one.startswith("--"))
@@ -246,6 +260,7 @@ PRINTED = {
     "bridge": r"tensor\(\[\[4\., 4\.\]\]\)\n",
     "core": r"\[[\d.e-]+, [\d.e-]+\]\n",
     "polyxla": r"(2\.9|3\.0)\d+ (0\.9|1\.0)\d*\n",
+    "pod": r"\{'cloud\.google\.com/gke-tpu-accelerator': 'tpu-v5-lite-podslice', .*: '4x4'\}\n",
     "precision": r"\[torch\.bfloat16, torch\.bfloat16, torch\.float32, torch\.float32\]\n",
     "runtime-pjrt": r"\[\[1\.0, 1\.0\], \[1\.0, 1\.0\]\]\n",
     "runtime-xrt": r"\[\[1\.0, 1\.0\], \[1\.0, 1\.0\]\]\n",
@@ -254,7 +269,7 @@ PRINTED = {
     "sampler": r"0 \[\[2, 3\], \[7, 4\], \[8\]\]\n1 \[\[7, 3\], \[0, 4\], \[2\]\]\n910635848\n",
     "training": r"(2\.9|3\.0)\d+ (0\.9|1\.0)\d*\n",
 }
-QUICK = {"precision", "sampler", "tpu"}
+QUICK = {"pod", "precision", "sampler", "tpu"}
 
 
 @pytest.mark.parametrize(
@@ -316,6 +331,7 @@ SOURCES = {
     "xrt": "packages/runtime-xrt/src/polyxla_xrt",
     "tpu": "packages/tpu/src/polyxla_tpu",
     "bridge": "packages/bridge/src/polyxla_bridge",
+    "pod": "packages/pod/src/polyxla_pod",
     "sampler": "packages/sampler/src/polyxla_sampler",
     "precision": "packages/precision/src/polyxla_precision",
 }

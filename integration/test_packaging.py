@@ -22,6 +22,7 @@ ALLOWED = {
     "fits": {"bridge", "core", "tpu"},
     # The umbrella: requirements, no code.
     "polyxla": {"core", "fits", "precision", "runtime-pjrt", "runtime-xrt", "sampler", "training"},
+    "pod": {"core", "tpu"},
     "precision": set(),
     "runtime-pjrt": {"bridge", "core", "tpu"},
     "runtime-torchtpu": {"bridge", "core", "tpu"},

@@ -39,9 +39,10 @@ def is_alive(pid: int) -> bool:
     """Return whether a process runs; a zombie does not."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+        return not is_in_state("Z", pid)
+    except (ProcessLookupError, FileNotFoundError):
+        # It may end between the two.
         return False
-    return not is_in_state("Z", pid)
 
 
 def is_in_state(state: str, pid: int) -> bool:

@@ -1,0 +1,70 @@
+"""`polyxla pod run` with everything behind it: two hosts of an emulated pod, started by one command.
+
+A stand-in for ssh runs the hosts' programs on this machine; packages/pod tests with a real OpenSSH server.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from polyxla_testing import RuntimeUnderTest
+from polyxla_tpu.played import free_addresses
+
+pytestmark = pytest.mark.emulated_tpu
+
+PROGRAMS = Path(__file__).parent / "programs"
+TIMEOUT_S = 280
+STAND_IN = '#!/bin/sh\nfor last; do :; done\nexec sh -c "$last"\n'
+
+RunPod = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def run_pod(runtime: RuntimeUnderTest, clean_environ: dict[str, str], tmp_path: Path) -> RunPod:
+    """Runs a command on the two hosts of an emulated v4-16."""
+    (tmp_path / "ssh").write_text(STAND_IN)
+    (tmp_path / "ssh").chmod(0o755)
+    environ = {
+        **clean_environ,
+        "PATH": f"{tmp_path}:{clean_environ['PATH']}",
+        "XDG_STATE_HOME": str(tmp_path),
+    }
+
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
+        how = ["--hosts", ",".join(free_addresses(2)), "--python", sys.executable, "--connect-timeout", "60"]
+        how += ["--runtime", runtime.name, "--env", "POLYXLA_EMULATE=v4-16", "--directory", str(tmp_path)]
+        return subprocess.run(
+            [sys.executable, "-m", "polyxla", "pod", "run", *how, "--", sys.executable, *command],
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+
+    return run
+
+
+def test_one_command_trains_on_all_hosts_of_a_pod(run_pod: RunPod) -> None:
+    done = run_pod("-m", "polyxla_examples.digits")
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"^\[(w\d)\] .*world_size 8 .* test_accuracy ([\d.]+) ", done.stdout, re.MULTILINE)
+    assert sorted(host for host, _ in found) == ["w0", "w1"]
+    assert all(float(accuracy) >= 0.95 for _, accuracy in found)
+
+
+@pytest.mark.long
+def test_the_replica_that_raises_explains_the_end_of_both_hosts(run_pod: RunPod) -> None:
+    done = run_pod(str(PROGRAMS / "raising_on_one_host.py"))
+    assert done.returncode == 1
+    assert "polyxla: error: w1 (" in done.stderr
+    errors = re.findall(r"^\[(w\d)\] (?:[\w.]+\.)?(\w+Error): ", done.stderr, re.MULTILINE)
+    assert errors[-1:] == [("w1", "ValueError")]
+    assert "ReplicaLostError" not in done.stderr

@@ -1,0 +1,234 @@
+"""``polyxla pod``: run a command on all hosts, or print how Kubernetes would."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from polyxla import UsageError, env
+from polyxla.cli.output import JsonFlag, RuntimeOption, plain_errors, print_json
+from polyxla.console import say
+from polyxla_pod import job_commands
+from polyxla_pod.engines import Engine, Target
+from polyxla_pod.job import CONNECT_S, GRACE_S, LOST_AFTER_S, Job
+
+app = typer.Typer(help="Run a command on all hosts of a TPU.", no_args_is_help=True, rich_markup_mode=None)
+
+VariablesOption = Annotated[
+    list[str],
+    typer.Option(
+        "--env", metavar="K=V", help="Variable for the command; {host} in V is the host's number; repeatable."
+    ),
+]
+
+
+@app.command()
+def run(
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND [ARGS]...", show_default=False)],
+    hosts: Annotated[str, typer.Option(metavar="A,B", help="Hosts, as names for ssh.")] = "",
+    tpu: Annotated[str | None, typer.Option(metavar="NAME", help="Name of a TPU VM, for gcloud.")] = None,
+    zone: Annotated[str | None, typer.Option(metavar="ZONE", help="Zone of the TPU VM.")] = None,
+    project: Annotated[str | None, typer.Option(metavar="ID", help="Project of the TPU VM.")] = None,
+    engine: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Engine; default: ssh, or gcloud with --tpu.")
+    ] = None,
+    engine_option: Annotated[
+        list[str], typer.Option(metavar="TEXT", help="Argument for the engine's program; repeatable.")
+    ] = [],  # noqa: B006  typer reads the default, and never changes it
+    runtime: RuntimeOption = None,
+    variables: VariablesOption = [],  # noqa: B006
+    sync: Annotated[str | None, typer.Option(metavar="DIR", help="Local directory to copy first.")] = None,
+    directory: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Working directory on the hosts.")
+    ] = None,
+    python: Annotated[
+        str, typer.Option(metavar="PATH", help="Python on the hosts that has polyxla-pod installed.")
+    ] = "python3",
+    retry: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Start again after a failure, so often.")
+    ] = 0,
+    connect_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.1, help="Longest wait for a host's first answer.")
+    ] = CONNECT_S,
+    lost_after: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.5, help="Silence after which a host counts as lost.")
+    ] = LOST_AFTER_S,
+    grace: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0, help="Time between SIGTERM and SIGKILL.")
+    ] = GRACE_S,
+    preflight: Annotated[
+        bool, typer.Option("--preflight/--no-preflight", help="Compare the hosts before the start.")
+    ] = True,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the commands of each host, and exit.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Run one command on all hosts, and end it on all when it fails on one."""
+    with plain_errors(as_json):
+        target = Target(_names(hosts), tpu, zone, project, tuple(engine_option))
+        chosen = _find_engine(engine or ("gcloud" if tpu else "ssh"), target)
+        job = Job(
+            command=tuple(command),
+            hosts=chosen.hosts,
+            environ=_variables(variables),
+            runtime=runtime,
+            directory=directory or (_synced(sync) if sync else None),
+            sync=sync,
+            python=python,
+            retry=retry,
+            connect_s=connect_timeout,
+            lost_after_s=lost_after,
+            grace_s=grace,
+            preflight=preflight,
+        )
+        if dry_run:
+            _print_commands(job, chosen, as_json)
+            return
+        raise typer.Exit(_run(job, chosen, as_json))
+
+
+def _run(job: Job, engine: Engine, as_json: bool) -> int:
+    from polyxla_pod.launcher.records import Recorder, root
+    from polyxla_pod.launcher.run import Run
+    from polyxla_pod.output.host_state import HostState
+    from polyxla_pod.output.screens import LiveScreen, PlainScreen
+
+    states = [HostState(name) for name in job.hosts]
+    recorder = Recorder(root(env.snapshot()), {"command": list(job.command)}, states)
+    is_live = sys.stdout.isatty() and sys.stderr.isatty() and not as_json
+    screen = LiveScreen(states) if is_live else PlainScreen(errors_only=as_json)
+    say(
+        f"pod: job {recorder.id} on {len(job.hosts)} host(s); `polyxla pod logs {recorder.id}` prints its log"
+    )
+    try:
+        result = Run(job, engine, states, screen, recorder).run()
+    except UsageError as error:
+        recorder.close(error.exit_code, [str(error)])
+        raise
+    finally:
+        screen.close()
+    failures = [one.text for one in result.failures]
+    recorder.close(result.exit_code, failures)
+    if as_json:
+        hosts = [one.as_json() for one in states]
+        document = {"job": recorder.id, "exit_code": result.exit_code, "attempts": result.attempts}
+        print_json({**document, "failures": failures, "hosts": hosts})
+    return result.exit_code
+
+
+def _find_engine(name: str, target: Target) -> Engine:
+    from polyxla.plugins.manager import load_everything
+
+    found: Engine | None = load_everything().hook.polyxla_pod(engine=name, target=target)
+    if found is None:
+        raise UsageError(
+            f"no installed plugin has an engine called {name!r}",
+            where=f"--engine {name}",
+            fix="Write ssh or gcloud, or install the plugin that provides it.",
+        )
+    return found
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _variables(texts: list[str]) -> dict[str, str]:
+    found = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not name.isidentifier() or not equals:
+            raise UsageError(
+                f"{text!r} is not a variable with a value",
+                where=f"--env {text}",
+                fix="Write NAME=VALUE, such as --env XLA_FLAGS=--xla_dump_to=dump.",
+            )
+        found[name] = value
+    return found
+
+
+def _synced(directory: str) -> str:
+    """Return where a copied directory is on the hosts: always the same, so that checkpoints are found."""
+    return f"~/polyxla-pod/{Path(directory).resolve().name}"
+
+
+def _print_commands(job: Job, engine: Engine, as_json: bool) -> None:
+    if as_json:
+        rows = [
+            {
+                "host": number,
+                "name": name,
+                "connect": engine.command(number, job.program),
+                "directory": job.directory,
+                "environment": job.environ_of(number),
+                "command": list(job.command),
+            }
+            for number, name in enumerate(job.hosts)
+        ]
+        print_json({"hosts": rows})
+        return
+    where = f"in {job.directory}: " if job.directory else ""
+    lines: list[str] = []
+    for number in range(len(job.hosts)):
+        variables = [f"{name}={value}" for name, value in job.environ_of(number).items()]
+        start = shlex.join([*(["env", *variables] if variables else []), *job.command])
+        connect = shlex.join(engine.command(number, job.program))
+        lines += [f"[w{number}] {connect}", f"[w{number}]   {where}{start}"]
+    typer.echo("\n".join(lines))
+
+
+@app.command()
+def manifest(
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND [ARGS]...", show_default=False)],
+    accelerator: Annotated[
+        str, typer.Option("--type", metavar="TYPE", help="The TPU's type, such as v5e-16.")
+    ],
+    image: Annotated[
+        str, typer.Option(metavar="IMAGE", help="Container image with polyxla and the command.")
+    ],
+    engine: Annotated[str, typer.Option(metavar="NAME", help="Kind of the manifest: jobset.")] = "jobset",
+    name: Annotated[str, typer.Option(metavar="NAME", help="The JobSet's name.")] = "polyxla",
+    namespace: Annotated[str | None, typer.Option(metavar="NAME", help="The JobSet's namespace.")] = None,
+    runtime: RuntimeOption = None,
+    variables: VariablesOption = [],  # noqa: B006
+    grace: Annotated[
+        int, typer.Option(metavar="SECONDS", min=0, help="Time for checkpoints at SIGTERM.")
+    ] = 120,
+    retry: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Start again after a failure, so often.")
+    ] = 0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Print a JobSet for GKE; `kubectl apply -f -` starts it."""
+    from polyxla_pod.manifest import ManifestOptions, as_yaml, jobset
+    from polyxla_tpu.accelerators import AcceleratorType
+
+    with plain_errors(as_json):
+        if engine != "jobset":
+            raise UsageError(
+                f"there is no kind of manifest called {engine!r}",
+                where=f"--engine {engine}",
+                fix="Write jobset.",
+            )
+        kind = AcceleratorType.parse(accelerator, f"--type {accelerator}")
+        options = ManifestOptions(name, namespace, _variables(variables), runtime, grace, retry)
+        made = jobset(kind, image, command, options)
+        print_json(made) if as_json else typer.echo(as_yaml(made), nl=False)
+
+
+@app.command()
+def host() -> None:
+    """Serve one connection on standard input and output; `polyxla pod run` starts this on each host."""
+    from polyxla_pod.host.__main__ import main
+
+    main()
+
+
+app.command()(job_commands.ps)
+app.command()(job_commands.logs)
+app.command()(job_commands.kill)

@@ -1,0 +1,1 @@
+"""The part that runs on each host: ``python -m polyxla_pod.host``."""

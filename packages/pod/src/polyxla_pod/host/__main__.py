@@ -1,0 +1,20 @@
+"""``python -m polyxla_pod.host``: serve one connection on standard input and output."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from polyxla_pod.host.session import Session
+
+
+def main() -> None:
+    """Serve the connection until it ends."""
+    # Nothing else may write between the messages.
+    send = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    Session(sys.stdin.fileno(), send).run()
+
+
+if __name__ == "__main__":
+    main()

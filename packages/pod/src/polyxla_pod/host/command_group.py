@@ -1,0 +1,99 @@
+"""A command in a process group of its own, and the end of everything that it started."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+"""Source: ``linux/prctl.h``."""
+KILLED_WITHIN_S = 2.0
+"""Longest wait for processes to disappear after SIGKILL, in seconds."""
+_LIBC = ctypes.CDLL(None)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of its descendants that lose theirs, so that it can end them."""
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+class CommandGroup:
+    """A running command and its descendants.
+
+    Descendants that leave the process group, such as a daemon, are found as orphans; the process that makes
+    this object must have called `adopt_orphans`, and must have no threads that hold locks.
+
+    Args:
+        command: the program and its arguments.
+        environ: its whole environment.
+        directory: its working directory; None for this process's.
+
+    Raises:
+        OSError: the program or the directory does not exist or cannot be used.
+    """
+
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], directory: str | None) -> None:
+        self._process = subprocess.Popen(
+            list(command),
+            env=dict(environ),
+            cwd=directory,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            # If this process is killed, nothing else could end the command.
+            preexec_fn=_end_with_parent,  # noqa: PLW1509  it takes no lock
+        )
+        assert self._process.stdout
+        assert self._process.stderr
+        self.streams = {"out": self._process.stdout.fileno(), "err": self._process.stderr.fileno()}
+
+    def poll(self) -> int | None:
+        """Return the command's exit code, negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to all processes that are left."""
+        # Before the command is reaped its group cannot belong to others, nor afterwards while a member lives.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
+        for pid in self._orphans():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def is_alive(self) -> bool:
+        """Return whether the command or a descendant runs."""
+        return self.poll() is None or bool(self._orphans())
+
+    def kill(self) -> None:
+        """End all processes with SIGKILL. Blocks for at most `KILLED_WITHIN_S`."""
+        deadline = time.monotonic() + KILLED_WITHIN_S
+        # Each process that dies may leave further orphans.
+        while self.is_alive() and time.monotonic() < deadline:
+            self.signal(signal.SIGKILL)
+            time.sleep(0.01)
+
+    def _orphans(self) -> list[int]:
+        """Return the descendants that were adopted and run; reap those that have ended."""
+        tasks = Path("/proc/self/task")
+        found = []
+        for task in tasks.iterdir():
+            with contextlib.suppress(OSError):
+                found += [int(pid) for pid in (task / "children").read_text().split()]
+        alive = []
+        for pid in found:
+            if pid != self._process.pid:
+                with contextlib.suppress(ChildProcessError):
+                    if os.waitpid(pid, os.WNOHANG) == (0, 0):
+                        alive.append(pid)
+        return alive
+
+
+def _end_with_parent() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,85 @@
+"""What the preflight needs to know of a host. Nothing is opened, started or changed."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Collection, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from polyxla import UsageError
+from polyxla_tpu import env
+from polyxla_tpu.chips import attached_chips
+from polyxla_tpu.played import PlayedTpu
+from polyxla_tpu.processes.holders import find_holders
+from polyxla_tpu.this_host import this_slice
+
+DISTRIBUTIONS = ("polyxla-core", "torch", "torch_xla", "torch_tpu", "libtpu")
+"""Distributions whose versions must be the same on all hosts."""
+_LISTENS = "0A"
+"""A listening socket's state in ``/proc/net/tcp``. Source: ``include/net/tcp_states.h`` of Linux."""
+
+
+def gather(environ: Mapping[str, str], directory: str | None, ports: Collection[int]) -> dict[str, Any]:
+    """Return the facts of this host as JSON-compatible values.
+
+    Blocks for as long as the metadata server takes, at most about 2 s, and only if there are chips.
+
+    Args:
+        environ: the command's environment.
+        directory: the command's working directory; None for this process's.
+        ports: which ports must be free.
+    """
+    return {
+        "versions": {name: found for name in DISTRIBUTIONS if (found := _version(name))},
+        "holders": [str(one) for one in find_holders()],
+        "worker": _worker(environ),
+        "used_ports": sorted(_listening() & set(ports)),
+        "free_bytes": _free_bytes([directory or str(Path.cwd()), tempfile.gettempdir()]),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _worker(environ: Mapping[str, str]) -> dict[str, Any] | None:
+    """Return this host's place in its slice; None if it has no chips."""
+    if not attached_chips() and not environ.get(env.POLYXLA_EMULATE):
+        return None
+    try:
+        played = PlayedTpu.read(environ)
+        if played and played.host is None:
+            # One launch plays all hosts of the slice, whatever machine it is on.
+            return None
+        found = this_slice(environ)
+    except UsageError as error:
+        return {"error": str(error)}
+    return {"id": found.worker_id, "hosts": found.bounds.host_count, "type": found.accelerator.name}
+
+
+def _listening() -> set[int]:
+    found = set()
+    for table in ("tcp", "tcp6"):
+        try:
+            _, *rows = Path("/proc/net", table).read_text().splitlines()
+        except OSError:
+            continue
+        cells = [row.split() for row in rows]
+        found |= {int(cell[1].rpartition(":")[2], 16) for cell in cells if cell[3] == _LISTENS}
+    return found
+
+
+def _free_bytes(directories: Collection[str]) -> dict[str, int]:
+    """Return the free space at each directory, or at its nearest parent that exists."""
+    found = {}
+    for directory in directories:
+        path = Path(directory)
+        there = next(one for one in (path, *path.parents, Path("/")) if one.exists())
+        found[directory] = shutil.disk_usage(there).free
+    return found

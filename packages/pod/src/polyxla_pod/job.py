@@ -1,0 +1,74 @@
+"""One ``polyxla pod run`` as data: the command, its environment on each host, and every limit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from polyxla.env import POLYXLA_RUNTIME
+from polyxla_tpu import env
+
+CONNECT_S = 15.0
+"""Default of the longest wait for a host's first answer, in seconds."""
+LOST_AFTER_S = 15.0
+"""Default of the silence after which a connection counts as lost, on both of its ends, in seconds."""
+GRACE_S = 5.0
+"""Default of the time between SIGTERM and SIGKILL, in seconds."""
+HOST_NUMBER = "{host}"
+"""Text in the value of a variable that stands for the host's number."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run on every host.
+
+    Attributes:
+        command: the program and its arguments.
+        hosts: the hosts' names, in the order of their numbers.
+        environ: variables that the user sets for the command; `HOST_NUMBER` in a value is the host's number.
+        runtime: the runtime to use; None leaves the choice to each host.
+        directory: the working directory on the hosts; None for the one in which a connection starts.
+        sync: a local directory to copy to `directory` before the start.
+        python: the Python on the hosts that has polyxla-pod installed.
+        retry: how many times to start again after a failure.
+        connect_s: longest wait for a host's first answer, in seconds.
+        lost_after_s: silence after which a connection counts as lost, in seconds.
+        grace_s: time between SIGTERM and SIGKILL, in seconds.
+        preflight: whether to compare the hosts before anything starts.
+    """
+
+    command: tuple[str, ...]
+    hosts: tuple[str, ...]
+    environ: Mapping[str, str] = field(default_factory=dict)
+    runtime: str | None = None
+    directory: str | None = None
+    sync: str | None = None
+    python: str = "python3"
+    retry: int = 0
+    connect_s: float = CONNECT_S
+    lost_after_s: float = LOST_AFTER_S
+    grace_s: float = GRACE_S
+    preflight: bool = True
+
+    @property
+    def program(self) -> list[str]:
+        """The program that an engine starts on each host."""
+        return [self.python, "-m", "polyxla_pod.host"]
+
+    def label(self, host: int) -> str:
+        """Return a host's number and name, for messages."""
+        return f"w{host} ({self.hosts[host]})"
+
+    def environ_of(self, host: int) -> dict[str, str]:
+        """Return the variables of the command on one host. What the user sets wins."""
+        runtime = {POLYXLA_RUNTIME: self.runtime} if self.runtime else {}
+        own = {name: value.replace(HOST_NUMBER, str(host)) for name, value in self.environ.items()}
+        return {**runtime, **_emulated(self.environ, self.hosts, host), **own}
+
+
+def _emulated(environ: Mapping[str, str], hosts: Sequence[str], host: int) -> dict[str, str]:
+    """Return the variables by which a host plays its part of an emulated slice of several hosts."""
+    if not environ.get(env.POLYXLA_EMULATE) or len(hosts) == 1:
+        return {}
+    addresses = [name.rpartition("@")[2] for name in hosts]
+    return {env.POLYXLA_EMULATE_HOST: str(host), env.TPU_WORKER_HOSTNAMES: ",".join(addresses)}

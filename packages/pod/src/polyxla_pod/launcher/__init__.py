@@ -1,0 +1,1 @@
+"""The part that runs where the user is: one connection to each host, and what follows from a failure."""

@@ -1,0 +1,68 @@
+"""``--sync``: a local directory as a tar file, which travels over each host's connection."""
+
+from __future__ import annotations
+
+import base64
+import subprocess
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from polyxla import UsageError
+from polyxla_pod.launcher.connection import Connection
+
+CHUNK_BYTES = 1 << 16
+"""Size of the parts in which the file is sent, in bytes."""
+UNPACK_S = 600.0
+"""Longest wait for a host to unpack the file, in seconds."""
+_LEFT_OUT = {".git", ".venv", "__pycache__"}
+
+
+def pack(directory: Path, file: IO[bytes]) -> None:
+    """Write the files of a directory as a compressed tar file.
+
+    Of a git repository: the files that git knows or does not ignore. Otherwise all but ``.git``, ``.venv``
+    and ``__pycache__``.
+
+    Raises:
+        UsageError: there is no such directory.
+    """
+    if not directory.is_dir():
+        raise UsageError(
+            f"there is no directory {directory}", where=f"--sync {directory}", fix="Name an existing one."
+        )
+    with tarfile.open(fileobj=file, mode="w:gz", compresslevel=1) as archive:
+        for name in sorted(_names(directory)):
+            archive.add(directory / name, arcname=name, recursive=False)
+
+
+def _names(directory: Path) -> Iterator[str]:
+    command = ["git", "-C", str(directory), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        for path in directory.rglob("*"):
+            name = path.relative_to(directory)
+            if not _LEFT_OUT.intersection(name.parts):
+                yield str(name)
+        return
+    # A file that was removed and not yet committed is still listed.
+    yield from {name for name in listing.split("\0") if name and (directory / name).exists()}
+
+
+async def send(connection: Connection, file: Path, directory: str) -> None:
+    """Send a tar file to a host, and wait until it is unpacked there.
+
+    Raises:
+        HostEndedError: the host ended, or could not unpack it.
+    """
+    with file.open("rb") as source:
+        is_last = False
+        while not is_last:
+            data = source.read(CHUNK_BYTES)
+            is_last = len(data) < CHUNK_BYTES
+            text = base64.b64encode(data).decode()
+            connection.send("archive", directory=directory, data=text, last=is_last)
+            await connection.drained()
+    await connection.answer("unpacked", UNPACK_S)

@@ -1,0 +1,259 @@
+"""One start of a job on all hosts: connect, compare, copy, start, wait, and end all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from polyxla.console import say
+from polyxla_pod.engines import Engine
+from polyxla_pod.job import Job
+from polyxla_pod.launcher import archive, preflight
+from polyxla_pod.launcher.connection import LOST, Connection, HostEndedError
+from polyxla_pod.output.host_state import HostState
+from polyxla_pod.output.pipeline import Pipeline
+
+FACTS_S = 15.0
+"""Longest wait for a host's facts, in seconds."""
+SETTLE_S = 1.5
+"""How long to wait for the failure that explains the first one, in seconds."""
+TICK_S = 0.1
+"""How often lines that are due are shown, in seconds."""
+NOT_FOUND = 127
+"""Exit code of a shell for a program that does not exist."""
+TELL_S = 1.0
+"""Longest wait for the failures to be shown before the other hosts are ended, in seconds."""
+REFUSED = 2
+"""Exit code if the preflight finds a problem: nothing was started."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a job failed.
+
+    Attributes:
+        text: one line, which begins with the host.
+        exit_code: what the launcher exits with.
+        host: the host's number; None if none is to blame.
+    """
+
+    text: str
+    exit_code: int
+    host: int | None = None
+
+
+class Attempt:
+    """One start of a job. Belongs to the event loop in which `run` is called.
+
+    Args:
+        job: what to run.
+        engine: makes the connections.
+        states: the hosts' states, kept up to date.
+        pipeline: receives the hosts' lines.
+        file: the tar file to copy, if the job has one.
+        report: receives the failures, before the other hosts are ended.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        engine: Engine,
+        states: Sequence[HostState],
+        pipeline: Pipeline,
+        file: Path | None,
+        report: Callable[[Sequence[Failure]], None],
+    ) -> None:
+        self._job, self._engine, self._states = job, engine, states
+        self._pipeline, self._file, self._report = pipeline, file, report
+        self._connections: list[Connection] = []
+        self._noted: set[int] = set()
+        self._has_started = False
+
+    async def run(self) -> list[Failure]:
+        """Run the command on all hosts; return the failures, the first one first.
+
+        All hosts have ended when it returns, also if it is cancelled.
+
+        Raises:
+            OSError: nothing shows the output any more.
+        """
+        for host in range(len(self._job.hosts)):
+            command = self._engine.command(host, self._job.program)
+            self._connections.append(Connection(host, self._job, command, self._pipeline.add))
+        work = asyncio.create_task(self._work())
+        # These end only with an error.
+        shows = [asyncio.create_task(self._tick()), asyncio.create_task(self._show())]
+        tasks: list[asyncio.Task[Any]] = [work, *shows]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            # What the hosts print while they end is shown as well.
+            await self._stop()
+            for task in shows:
+                task.cancel()
+            await asyncio.gather(*shows, return_exceptions=True)
+            self._pipeline.flush()
+            await asyncio.to_thread(self._pipeline.show)
+        for task in shows:
+            if not task.cancelled():
+                task.result()
+        return work.result()
+
+    def kill(self) -> None:
+        """Close all connections at once; each host then ends the command by itself."""
+        for connection in self._connections:
+            connection.kill()
+
+    async def _work(self) -> list[Failure]:
+        if failures := await self._phases():
+            self._pipeline.flush(traceback=True)
+            # A screen that is blocked must not keep the other hosts from being ended.
+            await asyncio.wait([asyncio.create_task(self._tell(failures))], timeout=TELL_S)
+        return failures
+
+    async def _tell(self, failures: Sequence[Failure]) -> None:
+        await asyncio.to_thread(self._pipeline.show)
+        await asyncio.to_thread(self._report, failures)
+
+    async def _phases(self) -> list[Failure]:
+        if failures := await self._on_all("connecting", Connection.open):
+            return [self._with_remedy(one) for one in failures]
+        if self._job.preflight and (failures := await self._preflight()):
+            return failures
+        # A large directory takes its time, in which a host that is lost is not to be waited for.
+        if self._file and (failures := await self._on_all("copying", self._copy, asyncio.FIRST_EXCEPTION)):
+            return failures
+        self._has_started = True
+        for connection in self._connections:
+            self._states[connection.host].state = "running"
+            environ = self._job.environ_of(connection.host)
+            command = list(self._job.command)
+            connection.send("start", command=command, environ=environ, directory=self._job.directory)
+        return await self._wait()
+
+    async def _on_all(
+        self,
+        state: str,
+        act: Callable[[Connection], Coroutine[Any, Any, None]],
+        until: str = asyncio.ALL_COMPLETED,
+    ) -> list[Failure]:
+        """Do something on all hosts at once; return the failures of those that ended.
+
+        Args:
+            state: what the hosts are in meanwhile.
+            act: what to do; raises `HostEndedError`.
+            until: whether to wait for all hosts, or for the first that ends.
+        """
+        for one in self._states:
+            one.state = state
+        tasks = [asyncio.create_task(act(one)) for one in self._connections]
+        try:
+            await asyncio.wait(tasks, return_when=until)
+        finally:
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception) and not isinstance(result, HostEndedError):
+                raise result
+        return [self._failure(one) for one in self._connections if one.ended.done()]
+
+    async def _preflight(self) -> list[Failure]:
+        facts: dict[int, dict[str, object]] = {}
+
+        async def ask(connection: Connection) -> None:
+            environ = self._job.environ_of(connection.host)
+            ports = preflight.ports(environ)
+            connection.send("check", environ=environ, directory=self._job.directory, ports=ports)
+            facts[connection.host] = (await connection.answer("facts", FACTS_S)).content["facts"]
+
+        if failures := await self._on_all("checking", ask):
+            return failures
+        problems = preflight.find_problems(
+            [facts[one.host] for one in self._connections],
+            [one.clock_difference_s for one in self._connections],
+            version("polyxla-core"),
+        )
+        return [
+            Failure(
+                one.text if one.host is None else f"{self._job.label(one.host)}: {one.text}",
+                REFUSED,
+                one.host,
+            )
+            for one in problems
+        ]
+
+    async def _copy(self, connection: Connection) -> None:
+        assert self._file
+        assert self._job.directory
+        await archive.send(connection, self._file, self._job.directory)
+
+    async def _wait(self) -> list[Failure]:
+        """Wait until all hosts have ended, or one has failed."""
+        waiting = {one.ended: one for one in self._connections}
+        failures: list[Failure] = []
+        while waiting:
+            limit_s = SETTLE_S if failures else None
+            done, _ = await asyncio.wait(waiting, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            # In the order of their numbers, so that the same run names the same host.
+            ended = sorted((waiting.pop(one) for one in done), key=lambda one: one.host)
+            failures += [self._failure(one) for one in ended if self._note(one)]
+            failures.sort(key=self._is_consequence)
+            if failures and not (done and self._is_consequence(failures[0])):
+                break
+        return failures
+
+    def _is_consequence(self, failure: Failure) -> bool:
+        return failure.host is not None and self._pipeline.is_consequence(failure.host)
+
+    def _note(self, connection: Connection) -> bool:
+        """Take note of a host's end, once; return whether it has failed."""
+        has_failed = connection.ended.result().code != 0
+        if connection.host not in self._noted:
+            self._noted.add(connection.host)
+            self._states[connection.host].state = "failed" if has_failed else "ended"
+            self._pipeline.end(connection.host, failed=has_failed)
+        return has_failed
+
+    def _failure(self, connection: Connection) -> Failure:
+        end = connection.ended.result()
+        self._states[connection.host].state = "failed"
+        return Failure(f"{self._job.label(connection.host)}: {end}", end.exit_code, connection.host)
+
+    def _with_remedy(self, failure: Failure) -> Failure:
+        """Add what a user can do about a host that cannot be reached."""
+        assert failure.host is not None
+        if "No module named" in failure.text or f"exit code {NOT_FOUND}" in failure.text:
+            fix = f"Install polyxla-pod there for {self._job.python}, or name another Python: --python PATH."
+        else:
+            fix = f"This must work without a question: {self._engine.check_by_hand(failure.host)}"
+        return Failure(f"{failure.text}. {fix}", failure.exit_code, failure.host)
+
+    async def _stop(self) -> None:
+        """End all hosts at once, and report those that do not confirm it."""
+        ended = [one for one in self._connections if one.ended.done()]
+        await asyncio.gather(*(one.stop() for one in self._connections))
+        for connection in self._connections:
+            self._note(connection)
+            if connection not in ended:
+                # It was stopped, and has not failed.
+                self._states[connection.host].state = "ended"
+                if self._has_started and (end := connection.ended.result()).exit_code == LOST:
+                    limit_s = self._job.lost_after_s + self._job.grace_s
+                    say(f"{self._job.label(connection.host)} {end}; it ends the command within {limit_s:g} s")
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._pipeline.tick()
+
+    async def _show(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            await asyncio.to_thread(self._pipeline.show)

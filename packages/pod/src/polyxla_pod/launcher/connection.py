@@ -1,0 +1,259 @@
+"""The connection to one host: its process on this machine, heartbeats, and how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from polyxla_pod.job import Job
+from polyxla_pod.messages import SILENCES, Message, decode
+
+LINE_BYTES = 1 << 20
+"""Longest message of a host; its lines are much shorter."""
+EXIT_S = 2.0
+"""Longest wait for the process on this machine once the host has closed the connection, in seconds."""
+CONFIRM_S = 3.0
+"""Longest wait for a host's end beyond the command's grace, in seconds."""
+LOST = 255
+"""Exit code for a host that cannot be reached, or whose connection is lost. Source: ``man ssh``."""
+_SAID_LINES = 20
+
+
+@dataclass(frozen=True)
+class End:
+    """How a host ended.
+
+    Attributes:
+        code: the command's exit code, negative for a signal; None if the host did not report one.
+        problem: what went wrong, if it is not the exit code alone.
+    """
+
+    code: int | None
+    problem: str | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code as a shell reports it; for a host that did not report one 255, as ssh does."""
+        if self.code is None:
+            return LOST
+        return self.code if self.code >= 0 else 128 - self.code
+
+    def __str__(self) -> str:
+        if self.problem:
+            return self.problem
+        if self.code is not None and self.code < 0:
+            return f"the command was ended by {signal.Signals(-self.code).name}"
+        return f"the command ended with exit code {self.code}"
+
+
+class HostEndedError(Exception):
+    """The host ended before it answered; `Connection.ended` says how."""
+
+
+class Connection:
+    """One host, seen from the launcher. Belongs to the event loop in which it is made.
+
+    Args:
+        host: the host's number.
+        job: what is run.
+        command: the local command that an engine made for the host.
+        on_line: receives the host's number, the stream (``out`` or ``err``) and the text of each line.
+
+    Attributes:
+        ended: becomes the command's end, while what the command started may still be ended.
+        clock_difference_s: how far the host's clock is ahead of this machine's, as the last heartbeat shows.
+    """
+
+    def __init__(
+        self, host: int, job: Job, command: Sequence[str], on_line: Callable[[int, str, str], None]
+    ) -> None:
+        self.host = host
+        self.ended: asyncio.Future[End] = asyncio.get_running_loop().create_future()
+        self.clock_difference_s = 0.0
+        self._job, self._command, self._on_line = job, list(command), on_line
+        self._is_over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._answers: dict[str, asyncio.Future[Message]] = {}
+        self._said: deque[str] = deque(maxlen=_SAID_LINES)
+        self._process: asyncio.subprocess.Process | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._heard_s = 0.0
+        self._beats: dict[int, float] = {}
+        self._has_answered = False
+
+    async def open(self) -> None:
+        """Start the local process, and wait for the host's first message.
+
+        Raises:
+            HostEndedError: it does not come within the job's `connect_s`.
+        """
+        pipe = asyncio.subprocess.PIPE
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                limit=LINE_BYTES,
+                # Ctrl-C reaches the launcher only, which ends the hosts in an orderly way.
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._end(End(None, f"{self._command[0]} cannot be started: {error}"))
+            raise HostEndedError from None
+        self._tasks = [asyncio.create_task(one) for one in (self._read(), self._read_errors())]
+        self.send("job", host=self.host, lost_after_s=self._job.lost_after_s, grace_s=self._job.grace_s)
+        await self.answer("hello", self._job.connect_s)
+        self._has_answered = True
+        self._heard_s = time.monotonic()
+        self._tasks.append(asyncio.create_task(self._send_heartbeats()))
+
+    def send(self, kind: str, **content: Any) -> None:
+        """Queue a message; a connection that has ended ignores it."""
+        if self._process and self._process.stdin and not self._process.stdin.is_closing():
+            self._process.stdin.write(Message(kind, content).encode())
+
+    async def drained(self) -> None:
+        """Wait until most of what was sent is on its way.
+
+        Raises:
+            HostEndedError: the host ended first.
+        """
+        assert self._process
+        assert self._process.stdin
+        drain = asyncio.ensure_future(self._process.stdin.drain())
+        either: set[asyncio.Future[Any]] = {drain, self.ended}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if self.ended.done():
+            drain.cancel()
+            await asyncio.gather(drain, return_exceptions=True)
+            raise HostEndedError
+        # What reads the answers notices that the connection was closed.
+        with contextlib.suppress(OSError):
+            drain.result()
+
+    async def answer(self, kind: str, timeout_s: float) -> Message:
+        """Wait for a message of this kind.
+
+        Raises:
+            HostEndedError: the host ended first, or did not answer in time, which ends it.
+        """
+        answer = self._future(kind)
+        either: set[asyncio.Future[Any]] = {answer, self.ended}
+        await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if answer.done():
+            return answer.result()
+        # Without effect if it has ended.
+        self.fail(f"did not answer within {timeout_s:g} s")
+        raise HostEndedError
+
+    def fail(self, problem: str) -> None:
+        """End the connection because of a problem; the host then ends the command by itself."""
+        self._end(End(None, problem))
+        self.kill()
+
+    def kill(self) -> None:
+        """End the local process at once, which closes the host's input."""
+        if self._process and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def stop(self) -> None:
+        """End the command and the connection. Takes at most the grace and `CONFIRM_S`."""
+        self.send("stop")
+        if not self._has_answered:
+            # Nothing has been started, and what may still be connecting reads no message.
+            self.kill()
+        if self._tasks:
+            await asyncio.wait({self._is_over}, timeout=self._job.grace_s + CONFIRM_S)
+        self._end(End(None, "did not confirm its end"))
+        if self._process:
+            assert self._process.stdin
+            self._process.stdin.close()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), EXIT_S)
+            self.kill()
+            await self._process.wait()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _future(self, kind: str) -> asyncio.Future[Message]:
+        return self._answers.setdefault(kind, asyncio.get_running_loop().create_future())
+
+    def _end(self, end: End) -> None:
+        if not self.ended.done():
+            self.ended.set_result(end)
+
+    def _set_over(self) -> None:
+        if not self._is_over.done():
+            self._is_over.set_result(None)
+
+    async def _read(self) -> None:
+        assert self._process
+        assert self._process.stdout
+        with contextlib.suppress(ValueError, OSError):
+            while line := await self._process.stdout.readline():
+                self._heard_s = time.monotonic()
+                if message := decode(line):
+                    self._receive(message)
+                elif text := line.decode(errors="replace").strip():
+                    self._said.append(text)
+        if not self.ended.done():
+            self._end(End(None, await self._closed()))
+        self._set_over()
+
+    def _receive(self, message: Message) -> None:
+        content = message.content
+        if message.kind == "line":
+            self._on_line(self.host, content["stream"], content["text"])
+        elif message.kind == "exit":
+            self._end(End(content["code"]))
+        elif message.kind == "end":
+            self._set_over()
+        elif message.kind == "error":
+            self._end(End(content["code"], content["text"]))
+            self.kill()
+        elif message.kind == "beat":
+            sent = self._beats.pop(content["number"], None)
+            if sent is not None:
+                self.clock_difference_s = content["time"] - (sent + time.time()) / 2
+        elif not (answer := self._future(message.kind)).done():
+            answer.set_result(message)
+
+    async def _closed(self) -> str:
+        """Return why the host closed the connection without an end."""
+        assert self._process
+        code: int | None = None
+        with contextlib.suppress(TimeoutError):
+            code = await asyncio.wait_for(self._process.wait(), EXIT_S)
+        # The task that reads it may not have finished.
+        await asyncio.wait({self._tasks[1]}, timeout=EXIT_S)
+        what = "the connection was closed" if self._has_answered else "could not be reached"
+        ended = "" if code is None else f": {self._command[0]} ended with exit code {code}"
+        return f"{what}{ended}" + (f": {self._said[-1]}" if self._said else "")
+
+    async def _read_errors(self) -> None:
+        assert self._process
+        assert self._process.stderr
+        with contextlib.suppress(ValueError, OSError):
+            while line := await self._process.stderr.readline():
+                if text := line.decode(errors="replace").strip():
+                    self._said.append(text)
+
+    async def _send_heartbeats(self) -> None:
+        number, limit_s = 0, self._job.lost_after_s
+        while not self.ended.done():
+            self._beats[number] = time.time()
+            self.send("beat", number=number)
+            number += 1
+            # Not later than the limit, so that the host is named in time.
+            left_s = self._heard_s + limit_s - time.monotonic()
+            await asyncio.sleep(max(min(limit_s / SILENCES, left_s), 0))
+            if time.monotonic() - self._heard_s >= limit_s:
+                self.fail(f"did not answer for {limit_s:g} s: its link is cut, or the machine is gone")

@@ -1,0 +1,148 @@
+"""The preflight: compares the hosts' facts, before anything starts. Pure functions."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from polyxla_tpu import env
+from polyxla_tpu.topology import BASE_PORT
+
+FREE_BYTES = 1 << 30
+"""Least free space in the working and the temporary directory, in bytes."""
+CLOCK_S = 5.0
+"""Largest difference of a host's clock from the hosts' median, in seconds."""
+CHIPS_PER_HOST = 8
+"""Most chips of one host, hence ports of libtpu."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a host cannot take part.
+
+    Attributes:
+        host: its number; None for a host that is missing.
+        text: what is wrong, and what to do.
+    """
+
+    host: int | None
+    text: str
+
+
+def ports(environ: Mapping[str, str]) -> list[int]:
+    """Return the ports that must be free on a TPU host: the launches' monitor's and libtpu's."""
+    text = environ.get(env.POLYXLA_MONITOR_PORT, "")
+    monitor = int(text) if text.isdecimal() else env.DEFAULT_MONITOR_PORT
+    return [monitor, *range(BASE_PORT, BASE_PORT + CHIPS_PER_HOST)]
+
+
+def find_problems(
+    facts: Sequence[Mapping[str, Any]], clock_differences_s: Sequence[float], version: str
+) -> list[Problem]:
+    """Return everything that is wrong, by host.
+
+    Args:
+        facts: what `polyxla_pod.host.facts.gather` returned on each host, by its number.
+        clock_differences_s: how far each host's clock is ahead of this machine's.
+        version: polyxla's version on this machine.
+    """
+    found = [
+        *_versions(facts, version),
+        *_held_chips(facts),
+        *_workers(facts),
+        *_used_ports(facts),
+        *_full_disks(facts),
+        *_wrong_clocks(clock_differences_s),
+    ]
+    return sorted(found, key=lambda one: -1 if one.host is None else one.host)
+
+
+def _versions(facts: Sequence[Mapping[str, Any]], version: str) -> list[Problem]:
+    installed = [one["versions"] for one in facts]
+    found = []
+    for name in sorted({name for one in installed for name in one}):
+        versions = [one.get(name) for one in installed]
+        usual = version if name == "polyxla-core" else Counter(versions).most_common(1)[0][0]
+        others = "this machine has" if name == "polyxla-core" else "most hosts have"
+        for host, one in enumerate(versions):
+            if one != usual:
+                has = f"has {name} {one}" if one else f"does not have {name}"
+                want = f"{others} {usual}" if usual else f"{others} none"
+                fix = f"Install {name}=={usual} on it" if usual else f"Uninstall {name} there"
+                found.append(Problem(host, f"{has}, {want}. {fix}."))
+    return found
+
+
+def _held_chips(facts: Sequence[Mapping[str, Any]]) -> list[Problem]:
+    fix = "End it, or wait until it has ended."
+    return [
+        Problem(host, f"the chips are in use: {holder}. {fix}")
+        for host, one in enumerate(facts)
+        for holder in one["holders"]
+    ]
+
+
+def _workers(facts: Sequence[Mapping[str, Any]]) -> list[Problem]:
+    workers = [one["worker"] for one in facts]
+    if not any(workers):
+        return []
+    found = [
+        Problem(
+            host, f"{one['error']}" if one else "has no TPU chips, other hosts have. Leave it out of --hosts."
+        )
+        for host, one in enumerate(workers)
+        if not one or "error" in one
+    ]
+    if found:
+        return found
+    count, kind = workers[0]["hosts"], workers[0]["type"]
+    first: dict[int, int] = {}
+    for host, one in enumerate(workers):
+        if (one["hosts"], one["type"]) != (count, kind):
+            text = f"belongs to a {one['type']}, w0 to a {kind}. Name the hosts of one slice."
+            found.append(Problem(host, text))
+        elif (same := first.setdefault(one["id"], host)) != host:
+            text = f"is worker {one['id']} of its slice, and so is w{same}. Name each host of one slice once."
+            found.append(Problem(host, text))
+    missing = sorted(set(range(count)) - first.keys())
+    if missing and not found:
+        names = ", ".join(map(str, missing))
+        text = f"the {kind} has {count} hosts, and worker {names} is missing. Add its host to --hosts."
+        found.append(Problem(None, text))
+    return found
+
+
+def _used_ports(facts: Sequence[Mapping[str, Any]]) -> list[Problem]:
+    return [
+        Problem(
+            host,
+            f"port {', '.join(map(str, one['used_ports']))} is in use. End what listens there: "
+            f"`ss -ltnp` on the host lists it.",
+        )
+        for host, one in enumerate(facts)
+        # Without chips nothing listens on these.
+        if one["used_ports"] and one["worker"]
+    ]
+
+
+def _full_disks(facts: Sequence[Mapping[str, Any]]) -> list[Problem]:
+    need = f"{FREE_BYTES / 2**30:g} GiB"
+    return [
+        Problem(host, f"{free / 2**30:.2f} GiB are free in {directory}. Make {need} free.")
+        for host, one in enumerate(facts)
+        for directory, free in one["free_bytes"].items()
+        if free < FREE_BYTES
+    ]
+
+
+def _wrong_clocks(differences_s: Sequence[float]) -> list[Problem]:
+    median = statistics.median(differences_s)
+    fix = "Synchronise it: `timedatectl set-ntp true` on the host."
+    wrong = {host: one - median for host, one in enumerate(differences_s) if abs(one - median) > CLOCK_S}
+    return [
+        Problem(host, f"its clock is {abs(by):.1f} s {'ahead of' if by > 0 else 'behind'} the others. {fix}")
+        for host, by in wrong.items()
+    ]

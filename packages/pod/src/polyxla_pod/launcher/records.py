@@ -1,0 +1,179 @@
+"""Records of jobs on the launching machine, for ``polyxla pod ps``, ``logs`` and ``kill``.
+
+A job lives as long as its launcher, which holds a lock in the job's directory. So what runs is known without
+asking a host, also after a launcher was killed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from polyxla import UsageError
+from polyxla_pod.output.folding import FoldedLine
+from polyxla_pod.output.host_state import HostState
+
+KEPT = 50
+"""How many jobs' records are kept."""
+WRITE_S = 1.0
+"""How often the hosts' states are written, in seconds."""
+END_S = 20.0
+"""Longest wait of ``polyxla pod kill`` for the launcher to end, in seconds."""
+
+
+def root(environ: Mapping[str, str]) -> Path:
+    """Return the directory of all records. Source: the XDG Base Directory Specification."""
+    state = environ.get("XDG_STATE_HOME")
+    return (Path(state) if state else Path.home() / ".local" / "state") / "polyxla" / "pod"
+
+
+class Recorder:
+    """Writes the record of one running job.
+
+    Args:
+        directory: that of all records.
+        description: what is known at the start, as JSON-compatible values; without the values of variables.
+        states: the hosts, whose states are written while the job runs.
+    """
+
+    def __init__(self, directory: Path, description: dict[str, Any], states: Sequence[HostState]) -> None:
+        self.id = f"{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        self._directory = directory / self.id
+        self._directory.mkdir(parents=True, mode=0o700)
+        _remove_old(directory)
+        self._lock = (self._directory / "lock").open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._log = (self._directory / "output.jsonl").open("w", encoding="utf-8")
+        self._states = states
+        self._description = {"id": self.id, "pid": os.getpid(), "started": time.time(), **description}
+        self._written_s = 0.0
+        self.write_states()
+
+    def add(self, line: FoldedLine) -> None:
+        """Add a line to the job's log."""
+        one = {"time": time.time(), "hosts": line.hosts, "stream": line.stream, "text": line.text}
+        self._log.write(json.dumps(one) + "\n")
+
+    def tick(self) -> None:
+        """Write the hosts' states and the end of the log, every `WRITE_S`."""
+        if time.monotonic() - self._written_s > WRITE_S:
+            self.write_states()
+
+    def write_states(self) -> None:
+        """Write the job with its hosts' states."""
+        self._written_s = time.monotonic()
+        self._log.flush()
+        text = json.dumps({**self._description, "hosts": [one.as_json() for one in self._states]})
+        # Readers see the old or the new file, never a part.
+        new = self._directory / "job.json.new"
+        new.write_text(text, encoding="utf-8")
+        new.replace(self._directory / "job.json")
+
+    def close(self, exit_code: int, failures: Sequence[str]) -> None:
+        """Write how the job ended."""
+        self._description |= {"exit_code": exit_code, "failures": list(failures), "ended": time.time()}
+        self.write_states()
+        self._log.close()
+        self._lock.close()
+
+
+def _remove_old(directory: Path) -> None:
+    ids = sorted(path.name for path in directory.iterdir() if path.is_dir())
+    for name in ids[:-KEPT]:
+        if not is_running(directory / name):
+            shutil.rmtree(directory / name, ignore_errors=True)
+
+
+def is_running(directory: Path) -> bool:
+    """Return whether a job's launcher lives."""
+    try:
+        with (directory / "lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def read_all(directory: Path) -> list[dict[str, Any]]:
+    """Return the records of all jobs, oldest first; ``running`` says whether the launcher lives."""
+    found = []
+    for path in sorted(directory.glob("*/job.json")):
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        found.append({**record, "running": is_running(path.parent)})
+    return sorted(found, key=lambda one: float(one["started"]))
+
+
+def find(directory: Path, job: str | None) -> dict[str, Any]:
+    """Return the record of a job, by its id or the beginning of it; by default of the newest.
+
+    Raises:
+        UsageError: there is no such job, or several begin like this.
+    """
+    jobs = read_all(directory)
+    found = [one for one in jobs if one["id"].startswith(job)] if job else jobs[-1:]
+    if len(found) == 1:
+        return found[0]
+    what = (
+        f"{len(found)} jobs have an id that begins with {job}"
+        if found
+        else f"there is no job {job or ''}".strip()
+    )
+    raise UsageError(what, fix="`polyxla pod ps` lists the jobs that were started on this machine.")
+
+
+def log_lines(
+    directory: Path, job: Mapping[str, Any], host: int | None, *, follow: bool
+) -> Iterator[FoldedLine]:
+    """Return the lines of a job's log.
+
+    Args:
+        directory: that of all records.
+        job: the job's record.
+        host: the only host whose lines are wanted; None for all.
+        follow: whether to wait for further lines as long as the job runs.
+    """
+    path = directory / job["id"]
+    with (path / "output.jsonl").open(encoding="utf-8") as file:
+        while True:
+            runs = follow and is_running(path)
+            for one in _whole_lines(file):
+                if host is None or host in one["hosts"]:
+                    yield FoldedLine(one["stream"], one["text"], one["time"], one["hosts"])
+            if not runs:
+                return
+            time.sleep(0.2)
+
+
+def _whole_lines(file: TextIO) -> Iterator[dict[str, Any]]:
+    while True:
+        position = file.tell()
+        line = file.readline()
+        if not line.endswith("\n"):
+            file.seek(position)
+            return
+        yield json.loads(line)
+
+
+def end(directory: Path, job: Mapping[str, Any]) -> bool:
+    """End a job by a signal to its launcher; return whether it ended within `END_S`."""
+    path = directory / job["id"]
+    deadline = time.monotonic() + END_S
+    if is_running(path):
+        # The lock is held, so the number belongs to the launcher.
+        os.kill(job["pid"], signal.SIGTERM)
+    while is_running(path) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not is_running(path)

@@ -1,0 +1,139 @@
+"""A job from its start to its exit code: signals, retries, and what is printed about failures."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from polyxla.console import say
+from polyxla_pod.engines import Engine
+from polyxla_pod.job import Job
+from polyxla_pod.launcher import archive
+from polyxla_pod.launcher.attempt import REFUSED, Attempt, Failure
+from polyxla_pod.launcher.connection import LOST
+from polyxla_pod.output.host_state import HostState
+from polyxla_pod.output.pipeline import Log, Pipeline
+from polyxla_pod.output.screens import Screen
+
+PAUSE_S = 1.0
+"""Pause before a retry, in seconds. After a lost connection its host needs longer to end the command."""
+SHOWN_FAILURES = 20
+"""How many failures are printed; if no host can be reached, hundreds say the same."""
+_FILES_PER_HOST = 4
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a job ended.
+
+    Attributes:
+        exit_code: that of the first failure; 0 if there is none; 128 and its number after a signal.
+        failures: of the last attempt, the first one first.
+        attempts: how many times the command was started.
+    """
+
+    exit_code: int
+    failures: tuple[Failure, ...]
+    attempts: int
+
+
+class Run:
+    """Runs a job. Call `run` once, in the main thread.
+
+    Args:
+        job: what to run.
+        engine: makes the connections.
+        states: the hosts' states, kept up to date.
+        screen: shows the hosts' lines.
+        log: keeps all lines.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        engine: Engine,
+        states: Sequence[HostState],
+        screen: Screen,
+        log: Log,
+    ) -> None:
+        self._job, self._engine, self._states = job, engine, states
+        self._screen, self._log = screen, log
+        self._attempt: Attempt | None = None
+        self._signal: signal.Signals | None = None
+
+    def run(self) -> Result:
+        """Run the job; return when it and all hosts have ended."""
+        _allow_open_files(len(self._job.hosts) * _FILES_PER_HOST)
+        with contextlib.ExitStack() as stack:
+            file = None
+            if self._job.sync:
+                packed = stack.enter_context(tempfile.NamedTemporaryFile(suffix=".tar.gz"))
+                archive.pack(Path(self._job.sync), packed)
+                packed.flush()
+                file = Path(packed.name)
+            return asyncio.run(self._attempts(file))
+
+    async def _attempts(self, file: Path | None) -> Result:
+        loop = asyncio.get_running_loop()
+        task = asyncio.ensure_future(self._try(file))
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._interrupt, number, task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            assert self._signal
+            return Result(128 + self._signal, (), 1)
+        except OSError:
+            # What showed the output is gone, such as a terminal. Python would write the rest at its exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return Result(128 + signal.SIGPIPE, (), 1)
+
+    def _interrupt(self, number: signal.Signals, task: asyncio.Task[Result]) -> None:
+        if self._signal is None:
+            self._signal = number
+            task.cancel()
+            # Without a terminal, this raises.
+            say(f"{number.name}: ending the command on all hosts; once more closes the connections at once")
+        elif self._attempt:
+            self._attempt.kill()
+
+    async def _try(self, file: Path | None) -> Result:
+        attempts = 0
+        while True:
+            pipeline = Pipeline(self._states, self._screen, self._log)
+            self._attempt = Attempt(self._job, self._engine, self._states, pipeline, file, self._report)
+            failures = await self._attempt.run()
+            attempts += 1
+            result = Result(failures[0].exit_code if failures else 0, tuple(failures), attempts)
+            # The same input would be refused again; before the first start, so would the same hosts.
+            if not failures or result.exit_code == REFUSED or attempts > self._job.retry:
+                return result
+            pause_s = PAUSE_S
+            if result.exit_code == LOST:
+                pause_s += self._job.lost_after_s + self._job.grace_s
+            say(f"starting again in {pause_s:g} s, retry {attempts} of {self._job.retry}")
+            await asyncio.sleep(pause_s)
+
+    def _report(self, failures: Sequence[Failure]) -> None:
+        for failure in failures[:SHOWN_FAILURES]:
+            say(f"error: {failure.text}")
+        if len(failures) > SHOWN_FAILURES:
+            say(f"and {len(failures) - SHOWN_FAILURES} more")
+
+
+def _allow_open_files(count: int) -> None:
+    """Raise this process's limit of open files as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + 256
+    if soft < wanted:
+        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))

@@ -1,0 +1,111 @@
+"""The way of a line: from a host, past held tracebacks and folding, to the screen and the job's log."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from polyxla_pod.output.folding import FoldedLine, Folder
+from polyxla_pod.output.host_state import HostState
+from polyxla_pod.output.screens import Screen
+from polyxla_pod.output.tracebacks import HeldTraceback, Tracebacks
+
+UNSHOWN_LINES = 50_000
+"""How many lines may wait for a screen that is blocked; then the oldest are left out."""
+
+
+class Log(Protocol):
+    """Keeps the lines of a job."""
+
+    def add(self, line: FoldedLine) -> None:
+        """Keep a line."""
+
+    def tick(self) -> None:
+        """Make what was kept visible to others, if it is time for that."""
+
+
+class Pipeline:
+    """The output of one start of a job.
+
+    `show` may be called in other threads than the rest. A terminal that is paused, or a pager, blocks it, and
+    must not block what else the launcher does: hosts without heartbeats end the command.
+
+    Args:
+        states: the hosts; their progress is read from their lines.
+        screen: shows the lines.
+        log: keeps every line that a host printed, also those that are not shown.
+    """
+
+    def __init__(self, states: Sequence[HostState], screen: Screen, log: Log) -> None:
+        self._states, self._screen, self._log = states, screen, log
+        self._folder = Folder(len(states))
+        self._tracebacks = Tracebacks()
+        self._due: deque[FoldedLine] = deque()
+        self._lost_count = 0
+        self._showing = threading.Lock()
+
+    def add(self, host: int, stream: str, text: str) -> None:
+        """Receive a line."""
+        now = time.monotonic()
+        self._states[host].progress.read(text, now)
+        if self._tracebacks.holds(host, stream, text, now):
+            self._log.add(FoldedLine(stream, text, now, [host]))
+        else:
+            self._folder.add(host, stream, text, now)
+
+    def end(self, host: int, *, failed: bool) -> None:
+        """Receive a host's end."""
+        if held := self._tracebacks.end(host, failed=failed):
+            self._pass_on(held, [host])
+
+    def is_consequence(self, host: int) -> bool:
+        """Return whether another host's failure explains the failure of this one."""
+        return self._tracebacks.is_consequence(host)
+
+    def tick(self) -> None:
+        """Log what is due, and have it shown."""
+        now = time.monotonic()
+        self._log.tick()
+        for held in self._tracebacks.release(now):
+            self._pass_on(held, [held.host])
+        for line in self._folder.take(now):
+            self._show(line)
+
+    def flush(self, *, traceback: bool = False) -> None:
+        """Have everything shown that waits, then the first real traceback, if that is wanted."""
+        for line in self._folder.take(time.monotonic(), everything=True):
+            self._show(line)
+        if traceback and (first := self._tracebacks.first()):
+            self._pass_on(*first)
+
+    def show(self) -> None:
+        """Show what is due. Blocks as long as the screen does.
+
+        Raises:
+            OSError: the screen is gone.
+        """
+        with self._showing:
+            while self._due:
+                if self._lost_count:
+                    text = f"{self._lost_count} lines are not shown; the job's log has them"
+                    self._lost_count = 0
+                    self._screen.show(FoldedLine("err", text, hosts=list(range(len(self._states)))))
+                self._screen.show(self._due.popleft())
+
+    def _show(self, line: FoldedLine) -> None:
+        self._log.add(line)
+        self._add_due(line)
+
+    def _add_due(self, line: FoldedLine) -> None:
+        if len(self._due) >= UNSHOWN_LINES:
+            self._due.popleft()
+            self._lost_count += 1
+        self._due.append(line)
+
+    def _pass_on(self, held: HeldTraceback, hosts: list[int]) -> None:
+        # The log has them since they were printed.
+        for text in held.lines:
+            self._add_due(FoldedLine("err", text, held.last_s, hosts))

@@ -1,0 +1,121 @@
+"""Where lines are shown: as plain lines, or above a live table on a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from polyxla_pod.output.folding import FoldedLine
+from polyxla_pod.output.host_state import HostState
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+ROWS_LEFT_FREE = 8
+"""Rows of a terminal that the table leaves to lines."""
+REFRESHES_PER_S = 4.0
+"""How often the table is drawn, per second."""
+
+
+class Screen(Protocol):
+    """Shows the hosts' lines."""
+
+    def show(self, line: FoldedLine) -> None:
+        """Show one line."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+
+
+class PlainScreen:
+    """Prints lines: those of standard error on standard error.
+
+    Args:
+        errors_only: whether all lines go to standard error, because standard output belongs to a document.
+    """
+
+    def __init__(self, *, errors_only: bool = False) -> None:
+        self._errors_only = errors_only
+
+    def show(self, line: FoldedLine) -> None:
+        """Print one line."""
+        print(line, file=sys.stderr if self._errors_only or line.stream == "err" else sys.stdout, flush=True)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class LiveScreen:
+    """Prints lines above a table with a row for each host.
+
+    Args:
+        states: the hosts, which change while the table is shown.
+    """
+
+    def __init__(self, states: Sequence[HostState]) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._states = states
+        self._console = Console(highlight=False, markup=False)
+        self._live = Live(
+            get_renderable=self._table,
+            console=self._console,
+            refresh_per_second=REFRESHES_PER_S,
+            transient=True,
+        )
+        self._live.start()
+
+    def show(self, line: FoldedLine) -> None:
+        """Print one line above the table."""
+        self._console.print(str(line))
+
+    def close(self) -> None:
+        """Remove the table."""
+        self._live.stop()
+
+    def _table(self) -> Table:
+        return host_table(self._states, max(self._console.height - ROWS_LEFT_FREE, 1))
+
+
+def host_table(states: Sequence[HostState], rows: int) -> Table:
+    """Return a table of hosts. Those that do not run and those that are behind come first.
+
+    Args:
+        states: all hosts.
+        rows: how many of them fit; a last row counts the others.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold", expand=True)
+    for name in ("", "host", "state", "step", "loss", "steps/s"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("last line", no_wrap=True, overflow="ellipsis", ratio=1)
+    shown, rest = chosen_rows(states, rows)
+    for number in shown:
+        one, progress = states[number], states[number].progress
+        step = "" if progress.step is None else str(progress.step)
+        rate = "" if progress.steps_per_s is None else f"{progress.steps_per_s:.3g}"
+        cells = [f"w{number}", one.name, one.state, step, progress.loss or "", rate, progress.last_line]
+        table.add_row(*(Text(cell) for cell in cells))
+    if rest:
+        counts = Counter(states[number].state for number in rest)
+        summary = ", ".join(f"{count} {state}" for state, count in counts.most_common())
+        table.add_row("", Text(f"{len(rest)} more"), Text(summary))
+    return table
+
+
+def chosen_rows(states: Sequence[HostState], rows: int) -> tuple[list[int], list[int]]:
+    """Return the numbers of the hosts to show, in order, and of the others."""
+    if len(states) <= rows:
+        return list(range(len(states))), []
+
+    def rank(number: int) -> tuple[bool, int]:
+        one = states[number]
+        return one.state == "running", one.progress.step or 0
+
+    ranked = sorted(range(len(states)), key=rank)
+    return sorted(ranked[: rows - 1]), sorted(ranked[rows - 1 :])

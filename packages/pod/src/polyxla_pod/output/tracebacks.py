@@ -1,0 +1,89 @@
+"""Tracebacks of hosts that end: held back, so that only the first real one is shown, once."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+HOLD_S = 3.0
+"""How long a traceback is held back while its host goes on, in seconds; then it is shown like other lines."""
+_BEGINS = "Traceback (most recent call last):"
+_ERROR = re.compile(r"(?:[a-z_]\w*\.)*_*[A-Z]\w*(?::|$)")
+_CONSEQUENCES = ("ReplicaLostError", "StalledError", "KeyboardInterrupt")
+"""Errors that polyxla raises on one host because of what happens on another, or because of a signal."""
+
+
+@dataclass
+class HeldTraceback:
+    """What a host printed on standard error from the beginning of a traceback on.
+
+    Attributes:
+        host: the host's number.
+        last_s: when it printed the last line.
+        lines: the lines.
+    """
+
+    host: int
+    last_s: float = 0.0
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def error(self) -> str:
+        """The line that names the exception: the last one that is not indented and looks like it."""
+        return next((line for line in reversed(self.lines) if _ERROR.match(line)), self.lines[-1])
+
+    @property
+    def without_notes(self) -> list[str]:
+        """The lines without the notes at the end, which name the host and the replica."""
+        return self.lines[: self.lines.index(self.error) + 1]
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether another host's failure explains it."""
+        return self.error.partition(":")[0].rpartition(".")[2] in _CONSEQUENCES
+
+
+class Tracebacks:
+    """The tracebacks of all hosts."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, HeldTraceback] = {}
+        self._last: list[HeldTraceback] = []
+
+    def holds(self, host: int, stream: str, text: str, now_s: float) -> bool:
+        """Keep a line if it belongs to a traceback; otherwise return False, and the line is to be shown."""
+        if stream != "err":
+            return False
+        # The second and later lines of a traceback may be indented by the process that passes it on.
+        if host not in self._held and not text.lstrip(" |").startswith(_BEGINS):
+            return False
+        held = self._held.setdefault(host, HeldTraceback(host))
+        held.lines.append(text)
+        held.last_s = now_s
+        return True
+
+    def release(self, now_s: float) -> list[HeldTraceback]:
+        """Return the tracebacks of hosts that went on, to be shown like other lines."""
+        due = [one for one in self._held.values() if now_s - one.last_s >= HOLD_S]
+        for one in due:
+            del self._held[one.host]
+        return due
+
+    def end(self, host: int, *, failed: bool) -> HeldTraceback | None:
+        """Take note of a host's end; return its traceback if the host has not failed."""
+        held = self._held.pop(host, None)
+        if held and failed:
+            self._last.append(held)
+            return None
+        return held
+
+    def is_consequence(self, host: int) -> bool:
+        """Return whether another host's failure explains the traceback of a host that failed."""
+        return any(one.is_consequence for one in self._last if one.host == host)
+
+    def first(self) -> tuple[HeldTraceback, list[int]] | None:
+        """Return the first real traceback of the hosts that failed, and all hosts with the same."""
+        ranked = sorted(self._last, key=lambda one: one.is_consequence)
+        if not ranked:
+            return None
+        return ranked[0], [one.host for one in ranked if one.without_notes == ranked[0].without_notes]

@@ -1,0 +1,159 @@
+"""The engines' commands, with a recorded gcloud; and a third party's engine."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from polyxla import UsageError
+from polyxla_pod.engines import GcloudEngine, SshEngine, Target
+
+if TYPE_CHECKING:
+    from conftest import Pod
+    from polyxla_testing import PluginInstaller
+
+PROGRAM = ["/opt/my env/bin/python", "-m", "polyxla_pod.host"]
+# What `gcloud compute tpus tpu-vm describe` prints of a v4-16, shortened to what is read and its neighbours.
+DESCRIPTION = {
+    "acceleratorType": "v4-16",
+    "name": "projects/p/locations/us-central2-b/nodes/my-tpu",
+    "networkEndpoints": [
+        {"ipAddress": "10.130.0.12", "port": 8470},
+        {"ipAddress": "10.130.0.13", "port": 8470},
+    ],
+    "state": "READY",
+}
+GCLOUD = """#!/bin/sh
+printf '%s\\n' "$*" >> {log}
+case "$4" in
+  describe) {describe};;
+  ssh) for last; do case "$last" in --command=*) exec sh -c "${{last#--command=}}";; esac; done;;
+esac
+"""
+
+
+@pytest.fixture
+def gcloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A gcloud that records its arguments; its ssh runs the command here."""
+    directory = tmp_path / "gcloud"
+    directory.mkdir()
+    write_gcloud(directory, f"cat <<'END'\n{json.dumps(DESCRIPTION)}\nEND\n")
+    monkeypatch.setenv("PATH", str(directory), prepend=":")
+    return directory / "log"
+
+
+def write_gcloud(directory: Path, describe: str) -> None:
+    path = directory / "gcloud"
+    path.write_text(GCLOUD.format(log=directory / "log", describe=describe))
+    path.chmod(0o755)
+
+
+def test_the_ssh_command_asks_no_question_and_quotes_the_program() -> None:
+    engine = SshEngine(Target(hosts=("a", "me@10.0.0.2"), options=("-J", "jump")))
+    command = engine.command(1, PROGRAM)
+    assert command[:-1] == ["ssh", "-T", "-o", "BatchMode=yes", "-J", "jump", "me@10.0.0.2"]
+    assert shlex.split(command[-1]) == PROGRAM
+    assert engine.check_by_hand(1) == "ssh -J jump me@10.0.0.2 true"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "text"),
+    [
+        ((), "no hosts are given (from polyxla pod run). Write --hosts a,b or --tpu."),
+        (("a", "b", "a"), "host a is named twice (from --hosts a,b,a). Name each host once."),
+        (("-oProxyCommand=x",), "'-oProxyCommand=x' is not the name of a host"),
+        (("a b",), "'a b' is not the name of a host"),
+    ],
+)
+def test_wrong_hosts_are_an_error(hosts: tuple[str, ...], text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        SshEngine(Target(hosts=hosts))
+    assert text in str(caught.value)
+
+
+def test_gcloud_is_asked_for_the_workers_and_reaches_each(gcloud: Path) -> None:
+    engine = GcloudEngine(Target(tpu="my-tpu", zone="us-central2-b", project="p", options=("--internal-ip",)))
+    assert engine.hosts == ("my-tpu:0", "my-tpu:1")
+    where = "my-tpu --zone us-central2-b --project p"
+    assert gcloud.read_text() == f"compute tpus tpu-vm describe {where} --format=json\n"
+    assert engine.command(1, PROGRAM) == [
+        *f"gcloud compute tpus tpu-vm ssh {where} --quiet --worker=1".split(),
+        "--command='/opt/my env/bin/python' -m polyxla_pod.host",
+        "--internal-ip",
+    ]
+
+
+def test_a_command_runs_on_all_workers_through_gcloud(gcloud: Path, stand_in: Pod) -> None:
+    where = ["--tpu", "my-tpu", "--zone", "us-central2-b"]
+    done = stand_in.call("run", *where, *stand_in.options, "--", "echo", "hello")
+    assert done.returncode == 0, done.stderr
+    assert stand_in.unfolded(done.stdout) == {"w0": ["hello"], "w1": ["hello"]}
+    workers = [line.split("--worker=")[1][0] for line in gcloud.read_text().splitlines() if " ssh " in line]
+    assert sorted(workers) == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("describe", "text"),
+    [
+        (
+            "echo 'ERROR: NOT_FOUND: my-tpu' >&2; exit 1",
+            "gcloud cannot describe the TPU: ERROR: NOT_FOUND: my-tpu",
+        ),
+        ("exit 1", "gcloud cannot describe the TPU: it printed no reason"),
+        ("echo '{}'", "gcloud describes the TPU without workers"),
+    ],
+)
+def test_a_tpu_that_gcloud_does_not_know_is_an_error(gcloud: Path, describe: str, text: str) -> None:
+    write_gcloud(gcloud.parent, describe)
+    with pytest.raises(UsageError) as caught:
+        GcloudEngine(Target(tpu="my-tpu", zone="z"))
+    assert text in str(caught.value)
+
+
+def test_gcloud_needs_a_name_and_a_zone_and_to_be_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError, match="needs a TPU's name and its zone"):
+        GcloudEngine(Target(tpu="my-tpu"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match="there is no gcloud on this machine"):
+        GcloudEngine(Target(tpu="my-tpu", zone="z"))
+
+
+LOCAL_ENGINE = """
+import polyxla
+from polyxla_pod.engines import Engine
+
+
+class Local(Engine):
+    hosts = ("here", "there")
+
+    def command(self, host, program):
+        return list(program)
+
+    def check_by_hand(self, host):
+        return "true"
+
+
+@polyxla.hookimpl
+def polyxla_pod(engine, target):
+    return Local() if engine == "local" else None
+"""
+
+
+def test_a_third_partys_engine_is_found_by_its_name(install_plugin: PluginInstaller, stand_in: Pod) -> None:
+    install_plugin.listener("local-engine", LOCAL_ENGINE)
+    stand_in.environ["PYTHONPATH"] = str(install_plugin.directory)
+    done = stand_in.call("run", "--engine", "local", *stand_in.options, "--", "echo", "hello")
+    assert done.returncode == 0, done.stderr
+    assert stand_in.unfolded(done.stdout) == {"w0": ["hello"], "w1": ["hello"]}
+
+
+def test_an_engine_that_nothing_provides_is_an_error(stand_in: Pod) -> None:
+    done = stand_in.call("run", "--engine", "moon", "--hosts", "a", "--", "true")
+    assert done.returncode == 2
+    assert "no installed plugin has an engine called 'moon' (from --engine moon)." in done.stderr
