@@ -21,7 +21,7 @@ ALLOWED = {
     "examples": {"core", "training"},
     "fits": {"bridge", "core", "tpu"},
     # The umbrella: requirements, no code.
-    "polyxla": {"core", "fits", "precision", "runtime-pjrt", "runtime-xrt", "sampler", "training"},
+    "polyxla": {"core", "fits", "pod", "precision", "runtime-pjrt", "runtime-xrt", "sampler", "training"},
     "pod": {"core", "tpu"},
     "precision": set(),
     "runtime-pjrt": {"bridge", "core", "tpu"},
@@ -128,7 +128,7 @@ def test_the_umbrella_installs_what_its_page_says() -> None:
     assert sorted(needs) == sorted(re.findall(r"`(polyxla-[\w-]+)`", text.partition("```")[0]))
     assert sorted(extras) == sorted(re.findall(r"^\| `\[(\w+)\]` \|", text, re.MULTILINE))
     assert sorted(extras["all"]) == sorted(
-        extras["fits"] + extras["replicas"] + extras["xrt"] + extras["report"]
+        extras["fits"] + extras["pod"] + extras["replicas"] + extras["xrt"] + extras["report"]
     )
 
 
