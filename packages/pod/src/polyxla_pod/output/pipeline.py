@@ -58,7 +58,7 @@ class Pipeline:
 
     def end(self, host: int, *, failed: bool) -> None:
         """Receive a host's end."""
-        if held := self._tracebacks.end(host, failed=failed):
+        if held := self._tracebacks.end(host, time.monotonic(), failed=failed):
             self._pass_on(held, [host])
 
     def is_consequence(self, host: int) -> bool:
@@ -108,4 +108,4 @@ class Pipeline:
     def _pass_on(self, held: HeldTraceback, hosts: list[int]) -> None:
         # The log has them since they were printed.
         for text in held.lines:
-            self._add_due(FoldedLine("err", text, held.last_s, hosts))
+            self._add_due(FoldedLine("err", text, held.since_s, hosts))

@@ -6,7 +6,9 @@ import re
 from dataclasses import dataclass, field
 
 HOLD_S = 3.0
-"""How long a traceback is held back while its host goes on, in seconds; then it is shown like other lines."""
+"""How long a traceback, and what follows it, is held back, in seconds; then it is shown like other lines."""
+EXPLAINS_S = 10.0
+"""How long after a traceback was shown it still explains its host's failure, in seconds."""
 _BEGINS = "Traceback (most recent call last):"
 _ERROR = re.compile(r"(?:[a-z_]\w*\.)*_*[A-Z]\w*(?::|$)")
 _CONSEQUENCES = ("ReplicaLostError", "StalledError", "KeyboardInterrupt")
@@ -19,12 +21,14 @@ class HeldTraceback:
 
     Attributes:
         host: the host's number.
-        last_s: when it printed the last line.
+        since_s: when it printed the first line.
+        was_shown: whether the host went on for so long that the lines were shown.
         lines: the lines.
     """
 
     host: int
-    last_s: float = 0.0
+    since_s: float
+    was_shown: bool = False
     lines: list[str] = field(default_factory=list)
 
     @property
@@ -48,6 +52,7 @@ class Tracebacks:
 
     def __init__(self) -> None:
         self._held: dict[int, HeldTraceback] = {}
+        self._released: dict[int, HeldTraceback] = {}
         self._last: list[HeldTraceback] = []
 
     def holds(self, host: int, stream: str, text: str, now_s: float) -> bool:
@@ -57,33 +62,39 @@ class Tracebacks:
         # The second and later lines of a traceback may be indented by the process that passes it on.
         if host not in self._held and not text.lstrip(" |").startswith(_BEGINS):
             return False
-        held = self._held.setdefault(host, HeldTraceback(host))
-        held.lines.append(text)
-        held.last_s = now_s
+        self._held.setdefault(host, HeldTraceback(host, now_s)).lines.append(text)
         return True
 
     def release(self, now_s: float) -> list[HeldTraceback]:
         """Return the tracebacks of hosts that went on, to be shown like other lines."""
-        due = [one for one in self._held.values() if now_s - one.last_s >= HOLD_S]
+        # What a host prints all the time, such as its progress, must not hold its lines for ever.
+        due = [one for one in self._held.values() if now_s - one.since_s >= HOLD_S]
         for one in due:
-            del self._held[one.host]
+            one.was_shown = True
+            self._released[one.host] = self._held.pop(one.host)
         return due
 
-    def end(self, host: int, *, failed: bool) -> HeldTraceback | None:
-        """Take note of a host's end; return its traceback if the host has not failed."""
-        held = self._held.pop(host, None)
-        if held and failed:
+    def end(self, host: int, now_s: float, *, failed: bool) -> HeldTraceback | None:
+        """Take note of a host's end; return its traceback, to be shown, if the host has not failed."""
+        held, released = self._held.pop(host, None), self._released.pop(host, None)
+        if not failed:
+            return held
+        if held is None and released and now_s - released.since_s < HOLD_S + EXPLAINS_S:
+            held = released
+        if held:
             self._last.append(held)
-            return None
-        return held
+        return None
 
     def is_consequence(self, host: int) -> bool:
         """Return whether another host's failure explains the traceback of a host that failed."""
         return any(one.is_consequence for one in self._last if one.host == host)
 
     def first(self) -> tuple[HeldTraceback, list[int]] | None:
-        """Return the first real traceback of the hosts that failed, and all hosts with the same."""
+        """Return the first real traceback of the hosts that failed, and all hosts with the same.
+
+        None if there is none, or if it was shown.
+        """
         ranked = sorted(self._last, key=lambda one: one.is_consequence)
-        if not ranked:
+        if not ranked or ranked[0].was_shown:
             return None
         return ranked[0], [one.host for one in ranked if one.without_notes == ranked[0].without_notes]
