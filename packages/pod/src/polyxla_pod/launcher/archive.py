@@ -16,6 +16,8 @@ CHUNK_BYTES = 1 << 16
 """Size of the parts in which the file is sent, in bytes."""
 UNPACK_S = 600.0
 """Longest wait for a host to unpack the file, in seconds."""
+LIST_S = 60.0
+"""Longest wait for git to list a directory's files, in seconds."""
 _LEFT_OUT = {".git", ".venv", "__pycache__"}
 
 
@@ -40,15 +42,15 @@ def pack(directory: Path, file: IO[bytes]) -> None:
 def _names(directory: Path) -> Iterator[str]:
     command = ["git", "-C", str(directory), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
-        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIST_S)
+    except (OSError, subprocess.SubprocessError):
         for path in directory.rglob("*"):
             name = path.relative_to(directory)
             if not _LEFT_OUT.intersection(name.parts):
                 yield str(name)
         return
     # A file that was removed and not yet committed is still listed.
-    yield from {name for name in listing.split("\0") if name and (directory / name).exists()}
+    yield from {name for name in done.stdout.split("\0") if name and (directory / name).exists()}
 
 
 async def send(connection: Connection, file: Path, directory: str) -> None:
