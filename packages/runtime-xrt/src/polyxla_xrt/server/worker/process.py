@@ -101,7 +101,9 @@ def serve(serving: ServingOptions, environ: Mapping[str, str], ready: Callable[[
             "ending a job: the worker was stopped", extra={"event": {"holder": format_holder(job.holder)}}
         )
         job.end(PjrtError(Code.UNAVAILABLE, f"the worker at {serving.address} was stopped"))
-    server.stop(NOTIFY_S).wait(NOTIFY_S)
+    # The job of a process that must be replaced has been notified before. Nobody listens from here until its
+    # successor does, and clients give up after a few seconds.
+    server.stop(0 if codes[0] == REPLACE else NOTIFY_S).wait(NOTIFY_S)
     return codes[0]
 
 
