@@ -38,7 +38,7 @@ def test_one_device_trains_as_the_cpu(
 @pytest.mark.parametrize(
     ("program", "strategy"),
     [
-        ("decoder.py", "ddp"),
+        pytest.param("decoder.py", "ddp", marks=pytest.mark.long),
         ("decoder.py", "fsdp"),
         ("decoder.py", "tp"),
         pytest.param("resnet_block.py", "ddp", marks=pytest.mark.long),

@@ -201,6 +201,7 @@ def test_a_mesh_of_another_number_of_replicas_is_refused() -> None:
         polyxla.launch(set_up, ({"fsdp": 3},), devices=2, runtime="torchtpu")
 
 
+@pytest.mark.long
 def test_a_language_model_learns_in_shards_as_on_one_replica(
     runtime: RuntimeUnderTest, tmp_path: Path
 ) -> None:
