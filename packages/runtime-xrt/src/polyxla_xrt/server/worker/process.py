@@ -25,8 +25,10 @@ from polyxla_xrt.server.malformed_requests import MalformedRequests
 from polyxla_xrt.server.worker.job_engine import cpu_engine
 from polyxla_xrt.server.worker.leases import MAX_WAITING
 from polyxla_xrt.server.worker.security import Security, TokenInterceptor
-from polyxla_xrt.server.worker.service import NOTIFY_S, WorkerServicer, WorkerSettings
+from polyxla_xrt.server.worker.service import WorkerServicer, WorkerSettings
 
+LEAVE_S = 5.0
+"""Longest wait for the calls of a job to end once it was told why, in seconds; less than the supervisor's."""
 REPLACE = 75
 """Exit code that asks the supervisor for a new serving process."""
 SWITCH_INTERVAL_S = 1e-4
@@ -103,7 +105,7 @@ def serve(serving: ServingOptions, environ: Mapping[str, str], ready: Callable[[
         job.end(PjrtError(Code.UNAVAILABLE, f"the worker at {serving.address} was stopped"))
     # The job of a process that must be replaced has been notified before. Nobody listens from here until its
     # successor does, and clients give up after a few seconds.
-    server.stop(0 if codes[0] == REPLACE else NOTIFY_S).wait(NOTIFY_S)
+    server.stop(0 if codes[0] == REPLACE else LEAVE_S).wait(LEAVE_S)
     return codes[0]
 
 
