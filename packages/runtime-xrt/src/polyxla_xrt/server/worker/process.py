@@ -28,7 +28,7 @@ from polyxla_xrt.server.worker.security import Security, TokenInterceptor
 from polyxla_xrt.server.worker.service import WorkerServicer, WorkerSettings
 
 LEAVE_S = 5.0
-"""Longest wait for the calls of a job to end once it was told why, in seconds; less than the supervisor's."""
+"""Longest wait for a job's calls to end after its error, in seconds; less than the supervisor's."""
 REPLACE = 75
 """Exit code that asks the supervisor for a new serving process."""
 SWITCH_INTERVAL_S = 1e-4
