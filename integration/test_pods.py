@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from polyxla_tpu.played import free_addresses
 pytestmark = pytest.mark.emulated_tpu
 
 PROGRAMS = Path(__file__).parent / "programs"
+FAILING = str(PROGRAMS / "failing_on_one_host.py")
 TIMEOUT_S = 280
 STAND_IN = '#!/bin/sh\nfor last; do :; done\nexec sh -c "$last"\n'
 
@@ -36,9 +37,10 @@ def run_pod(runtime: RuntimeUnderTest, clean_environ: dict[str, str], tmp_path: 
         "XDG_STATE_HOME": str(tmp_path),
     }
 
-    def run(*command: str) -> subprocess.CompletedProcess[str]:
+    def run(*command: str, variables: Mapping[str, str] = {}) -> subprocess.CompletedProcess[str]:
         how = ["--hosts", ",".join(free_addresses(2)), "--python", sys.executable, "--connect-timeout", "60"]
         how += ["--runtime", runtime.name, "--env", "POLYXLA_EMULATE=v4-16", "--directory", str(tmp_path)]
+        how += [f"--env={name}={value}" for name, value in variables.items()]
         return subprocess.run(
             [sys.executable, "-m", "polyxla", "pod", "run", *how, "--", sys.executable, *command],
             env=environ,
@@ -62,9 +64,39 @@ def test_one_command_trains_on_all_hosts_of_a_pod(run_pod: RunPod) -> None:
 
 @pytest.mark.long
 def test_the_replica_that_raises_explains_the_end_of_both_hosts(run_pod: RunPod) -> None:
-    done = run_pod(str(PROGRAMS / "raising_on_one_host.py"))
+    done = run_pod(FAILING, "raise")
     assert done.returncode == 1
     assert "polyxla: error: w1 (" in done.stderr
     errors = re.findall(r"^\[(w\d)\] (?:[\w.]+\.)?(\w+Error): ", done.stderr, re.MULTILINE)
     assert errors[-1:] == [("w1", "ValueError")]
     assert "ReplicaLostError" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("how", "account"),
+    [
+        pytest.param(
+            "kill",
+            r"process \d \(replica 7; pid \d+\) was ended by SIGKILL",
+            marks=pytest.mark.long,
+            id="kill",
+        ),
+        pytest.param(
+            "return", r"replica 7 returned[^;]*; .*waits? .*at \S*failing_on_one_host.py:23", id="return"
+        ),
+        pytest.param(
+            "hang",
+            r"replicas 0-6 wait at \S*failing_on_one_host.py:23; "
+            r"replica 7 on host 1 \([\d.]+\) is at \S*failing_on_one_host.py:31, with no work for the device",
+            marks=pytest.mark.long,
+            id="hang",
+        ),
+    ],
+)
+def test_the_launcher_says_which_replica_of_which_host_the_others_wait_for(
+    run_pod: RunPod, how: str, account: str
+) -> None:
+    done = run_pod(FAILING, how, variables={"POLYXLA_STALL_TIMEOUT_S": "12"})
+    assert done.returncode == 1
+    [error] = re.findall(r"^\[w\d\] polyxla\.errors\.\w+Error: (.*)", done.stderr, re.MULTILINE)
+    assert re.search(account, error), error

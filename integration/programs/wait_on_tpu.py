@@ -41,7 +41,7 @@ WORK = {"compute": compute, "compile": compile_something}
 
 def train(replica: Replica, how: str) -> None:
     # A played TPU's library knows which programs wait for others; a real one does not tell.
-    stall_watchdog.on_stall(lambda _: None)
+    stall_watchdog.on_stall(lambda *_: None)
     step(replica)
     if replica.ordinal == 1 and how == "sleep":
         time.sleep(1000)

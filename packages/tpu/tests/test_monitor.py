@@ -158,7 +158,7 @@ def test_replicas_of_one_host_wait_for_one_of_another(tpu: Slice) -> None:
         message = received(process)
         assert (message["kind"], message["waiting"]) == ("stalled", [8])
         assert message["text"].startswith(
-            "replica 8 waits at train.py:7; replica 4 is at train.py:3, with no work"
+            "replica 8 waits at train.py:7; replica 4 on host 1 (127.0.0.2) is at train.py:3, with no work"
         )
 
 
@@ -174,7 +174,8 @@ def test_replicas_that_wait_for_those_of_host_0_are_found_after_its_end(tpu: Sli
         time.sleep(0.01)
     tpu.end(0)
     processes[2].send("account", ordinal=8, **WAITING)
-    assert received(processes[2])["text"].startswith("replica 8 waits at train.py:7; replica 0 returned\n")
+    text = received(processes[2])["text"]
+    assert text.startswith("replica 8 waits at train.py:7; replica 0 on host 0 (127.0.0.1) returned\n")
 
 
 def test_a_strangers_connection_changes_nothing(tpu: Slice) -> None:

@@ -62,3 +62,17 @@ def test_a_replica_that_has_returned_is_missed_for_ever(monkeypatch: pytest.Monk
 
 def test_replicas_may_wait_without_limit() -> None:
     assert accounts_of(WAITING, Account(False, 1e9), timeout_s=float("inf")).stall() is None
+
+
+def test_those_that_are_missing_are_named_with_their_hosts() -> None:
+    given = Accounts(10)
+    given.add(0, WAITING, "host 0 (a)")
+    given.add(1, Account(False, 11, "train.py:3"), "host 1 (b)")
+    given.add(2, Account(False, 11, "train.py:3"), "host 1 (b)")
+    given.add(3, Account(False, 12, "train.py:3"), "host 2 (c)")
+    found = given.stall()
+    assert found is not None
+    assert found.text.partition("\n")[0] == (
+        "replica 0 waits at train.py:7; replicas 1, 2 on host 1 (b) are at train.py:3, with no work for the "
+        "device; replica 3 on host 2 (c) is at train.py:3, with no work for the device"
+    )

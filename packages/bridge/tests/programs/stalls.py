@@ -54,9 +54,9 @@ def replica_returns() -> None:
         os._exit(0)
     since = time.monotonic()
 
-    def end(text: str) -> None:
+    def end(text: str, returned: frozenset[int]) -> None:
         say(round(time.monotonic() - since, 1))
-        stall_watchdog._end(text)
+        stall_watchdog._end(text, returned)
 
     stall_watchdog.on_stall(end)
     run(engine, every, 0, 1)
@@ -108,7 +108,7 @@ def others_return(reason: str) -> None:
 
 def handler_is_called() -> None:
     reports: list[str] = []
-    stall_watchdog.on_stall(reports.append)
+    stall_watchdog.on_stall(lambda text, _: reports.append(text))
     engine = JaxEngine(SETTINGS)
     every = engine.compile(summing(), OPTIONS)
     results = [run(engine, every, 0, 1)]

@@ -283,6 +283,18 @@ def test_replicas_that_wait_for_one_that_has_returned_are_named_with_step_and_li
     assert "all-reduce of step" not in capfd.readouterr().err
 
 
+def test_a_replica_that_has_returned_on_another_host_is_named_by_the_report(
+    run_bare: Callable[..., list[Any]], method: ProcessMethod
+) -> None:
+    def train(replica: Replica) -> None:
+        if replica.ordinal == 1:
+            failures.report_stall("all-reduce of step, for 6 s", [7, 9])
+        time.sleep(WAIT_S)
+
+    with pytest.raises(StalledError, match=r"^replicas 7, 9 returned; .*replica 1 waits .*at "):
+        run_bare(train, size=2, method=method)
+
+
 def _living(session: int) -> list[str]:
     command = ["ps", "--no-headers", "-o", "stat,pid,args", "-s", str(session)]
     lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()

@@ -38,10 +38,11 @@ RETIRED_TIMEOUT_S = 6.0
 """Longest wait for a replica that will run no more programs, in seconds. It has done its part in all
 collectives that it shares with others; the time is for those who still move data or start to compute."""
 
-Handler = Callable[[str], None]
+Handler = Callable[[str, frozenset[int]], None]
+"""Called with the report, and with the replicas that have returned if the others wait for them."""
 
 
-def _end(text: str) -> None:
+def _end(text: str, returned: frozenset[int]) -> None:
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
     # A thread that waits inside a collective cannot be ended in any other way.
@@ -143,10 +144,11 @@ class StallWatchdog:
                 # The key-value store ended with process 0; jaxlib notices that and ends this process.
                 return
             if report:
-                _handlers[0](f"{report}\n{describe(self._engine)}")
+                text, returned = report
+                _handlers[0](f"{text}\n{describe(self._engine)}", returned)
                 return
 
-    def _check(self, activities: list[DeviceActivity]) -> str | None:
+    def _check(self, activities: list[DeviceActivity]) -> tuple[str, frozenset[int]] | None:
         """Publish a heartbeat if this process makes progress, and report its stalled replicas."""
         lasting = [one for one in activities if one.program is not None and one.seconds > self._tick_s]
         waiting = [one for one in lasting if one.collectives]
@@ -163,9 +165,9 @@ class StallWatchdog:
         if late := [one for one in waiting if min(one.seconds, quiet_s) > patience_s]:
             retired = self._coordinator.retired()
             if deserted := [one for one in late if self._needs(one, retired)]:
-                return _report_retired(deserted, retired)
+                return _report_retired(deserted, retired), retired
         if stalled := [one for one in late if min(one.seconds, quiet_s) > self._timeout_s]:
-            return self._report(stalled)
+            return self._report(stalled), frozenset()
         return None
 
     def _needs(self, one: DeviceActivity, retired: frozenset[int]) -> bool:

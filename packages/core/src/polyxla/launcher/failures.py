@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from polyxla import presence
 from polyxla.console import say
 from polyxla.errors import PolyxlaError, ReplicaLostError, StalledError
-from polyxla.launcher.messages import Message, Raised, pack
+from polyxla.launcher.messages import Message, Raised, StallReport, pack
 from polyxla.launcher.process_handle import Process
 from polyxla.presence import Position
 
@@ -65,11 +65,11 @@ class ParentLink:
         with self._lock, contextlib.suppress(BrokenPipeError):
             self._pipe.send(message)
 
-    def report(self, kind: str, text: str) -> None:
-        """Send where each replica of this process is, then a text."""
+    def report(self, kind: str, content: str | StallReport) -> None:
+        """Send where each replica of this process is, then a message of this kind."""
         for position in presence.positions():
             self.send(Message("replica", position))
-        self.send(Message(kind, text))
+        self.send(Message(kind, content))
 
     def listen(self) -> None:
         """Answer each request for the position. Ends this process when the launching process goes away.
@@ -105,7 +105,7 @@ def describe_with(describe: Callable[[], str]) -> None:
     _own.describe = describe
 
 
-def report_stall(text: str) -> None:
+def report_stall(text: str, returned: Iterable[int] = ()) -> None:
     """Report that replicas of this process stall; the launching process asks all others and ends all.
 
     Without a launching process, prints `text` and ends this process with exit code `STALLED`. If others have
@@ -113,11 +113,12 @@ def report_stall(text: str) -> None:
 
     Args:
         text: what the replicas wait for, and where they are.
+        returned: replicas known to have returned, on any host, if that is what the others wait for.
     """
     if _own.link is None:
         say(text)
         os._exit(STALLED)
-    _own.link.report("stalled", text)
+    _own.link.report("stalled", StallReport(text, tuple(returned)))
 
 
 def give_up(error: PolyxlaError) -> NoReturn:
@@ -270,27 +271,31 @@ def find_death(processes: Iterable[ReplicaProcess]) -> ReplicaLostError | None:
     return None
 
 
-def stalled(processes: Sequence[ReplicaProcess], first: ReplicaProcess, text: str) -> StalledError:
+def stalled(processes: Sequence[ReplicaProcess], first: ReplicaProcess, report: StallReport) -> StalledError:
     """Return the error that ends all processes; print their positions, unless one sentence says it all.
 
     Args:
         processes: all of the launch.
         first: the one that reported the stall.
-        text: its report.
+        report: what it reported.
     """
     others = [one for one in processes if one is not first and not one.has_answered]
     for one in others:
         with contextlib.suppress(OSError):
             one.pipe.send(None)
     deadline = time.monotonic() + POSITION_WAIT_S
-    texts = {first.index: text} | {one.index: _position(one, deadline) for one in others}
-    known = [position for one in processes for position in one.replicas.values()]
-    if sentence := presence.unequal(known, first.replicas):
+    positions = {report.text: [f"{first} stalls"]}
+    for one in others:
+        positions.setdefault(_position(one, deadline), []).append(str(one))
+    # Those that have returned on another host are known from the report only.
+    known = {ordinal: Position(ordinal, has_returned=True) for ordinal in report.returned}
+    known |= {ordinal: where for one in processes for ordinal, where in one.replicas.items()}
+    if sentence := presence.unequal(known.values(), first.replicas):
         return StalledError(f"{sentence}. {UNEQUAL}")
-    for one in (first, *others):
-        say(f"{one}{' stalls' if one is first else ''}:\n{texts[one.index]}")
+    for text, names in positions.items():
+        say(f"{', '.join(names)}:\n{text}")
     return StalledError(
-        f"{first} waited too long for other replicas: {text.partition(chr(10))[0]}; "
+        f"{first} waited too long for other replicas: {report.text.partition(chr(10))[0]}; "
         "the position of each process is printed above"
     )
 
@@ -299,7 +304,9 @@ def _position(process: ReplicaProcess, deadline: float) -> str:
     try:
         while process.pipe.poll(max(0.0, deadline - time.monotonic())):
             message = process.receive()
-            if message is not None and message.kind in ("position", "stalled"):
+            if message is not None and message.kind == "stalled":
+                return str(message.content.text)
+            if message is not None and message.kind == "position":
                 return str(message.content)
     except (EOFError, OSError):
         return str(process.process.wait(deadline) or "its pipe is closed")

@@ -35,12 +35,25 @@ class Message:
 
     Attributes:
         kind: ``hello``, ``replica``, ``answer``, ``stalled`` or ``position``.
-        content: of a replica, its `Position`; of an answer, the packed `Returned` or `Raised`;
-            otherwise text.
+        content: of a replica, its `Position`; of an answer, the packed `Returned` or `Raised`; of a stall,
+            its `StallReport`; otherwise text.
     """
 
     kind: str
     content: Any = None
+
+
+@dataclass(frozen=True)
+class StallReport:
+    """What a process's replicas wait for.
+
+    Attributes:
+        text: says so, and where they are.
+        returned: ordinals of the replicas that have returned, if the others wait for them.
+    """
+
+    text: str
+    returned: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -208,7 +208,7 @@ class Monitor:
         elif kind == "host":
             self._add_host(connection, int(message["host"]))
         elif kind == "account":
-            self._take_account(message)
+            self._take_account(message, self._others.get(connection, self._hosts.own))
         elif kind == "failed":
             self._fail(Failure(**message))
         elif kind == "stalled":
@@ -216,18 +216,22 @@ class Monitor:
         elif kind == "finished":
             self._finish(connection, message["returned"])
 
-    def _take_account(self, message: Message) -> None:
+    def _take_account(self, message: Message, host: int) -> None:
         fields = dict(message)
-        self._accounts.add(int(fields.pop("ordinal")), Account(**fields))
+        self._accounts.add(int(fields.pop("ordinal")), Account(**fields), self._where(host))
         if self._hosts.own != 0:
             for first in self._others:
                 _send(first, "account", **message)
 
     def _finish(self, connection: Connection, returned: list[int]) -> None:
         # If it was host 0, this host decides for itself from now on.
-        del self._others[connection]
+        host = self._others.pop(connection)
         for ordinal in returned:
-            self._accounts.add(ordinal, Account(in_device=False, has_returned=True))
+            self._accounts.add(ordinal, Account(in_device=False, has_returned=True), self._where(host))
+
+    def _where(self, host: int) -> str:
+        """Return how accounts name a host: not at all, where there is no other."""
+        return self._hosts.named(host) if len(self._hosts.names) > 1 else ""
 
     def _drop(self, connection: Connection) -> None:
         self._selector.unregister(connection)

@@ -60,10 +60,18 @@ class Accounts:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._last: dict[int, tuple[float, Account]] = {}
+        self._hosts: dict[int, str] = {}
 
-    def add(self, ordinal: int, account: Account) -> None:
-        """Take an account that has just arrived."""
+    def add(self, ordinal: int, account: Account, host: str = "") -> None:
+        """Take an account that has just arrived.
+
+        Args:
+            ordinal: the replica's.
+            account: what it does.
+            host: how messages name its host; empty where there is only one.
+        """
         self._last[ordinal] = time.monotonic(), account
+        self._hosts[ordinal] = f" on {host}" if host else ""
 
     @property
     def returned(self) -> list[int]:
@@ -90,14 +98,16 @@ class Accounts:
         return account if age_s < FRESH_S else None
 
     def _describe(self, waiting: Mapping[int, Account], missing: Mapping[int, Account]) -> str:
-        returned = [ordinal for ordinal, one in missing.items() if one.has_returned]
-        elsewhere = {ordinal: one for ordinal, one in missing.items() if not one.has_returned}
         parts = [f"{_subject(ordinals, 'waits', 'wait')} at {line}" for line, ordinals in _by_line(waiting)]
-        parts += [f"{presence.named(returned)} returned"] if returned else []
-        parts += [
-            f"{_subject(ordinals, 'is', 'are')} at {line}, with no work for the device"
-            for line, ordinals in _by_line(elsewhere)
-        ]
+        for host in dict.fromkeys(self._hosts[ordinal] for ordinal in missing):
+            there = {ordinal: one for ordinal, one in missing.items() if self._hosts[ordinal] == host}
+            returned = [ordinal for ordinal, one in there.items() if one.has_returned]
+            elsewhere = {ordinal: one for ordinal, one in there.items() if not one.has_returned}
+            parts += [f"{presence.named(returned)}{host} returned"] if returned else []
+            parts += [
+                f"{_subject(ordinals, 'is', 'are', host)} at {line}, with no work for the device"
+                for line, ordinals in _by_line(elsewhere)
+            ]
         return (
             f"{'; '.join(parts)}\nAll replicas must take part in each step. They may wait for each other for "
             f"{POLYXLA_STALL_TIMEOUT_S}={self._timeout_s:g} seconds."
@@ -111,5 +121,5 @@ def _by_line(accounts: Mapping[int, Account]) -> Iterable[tuple[str, list[int]]]
     return grouped.items()
 
 
-def _subject(ordinals: list[int], singular: str, plural: str) -> str:
-    return f"{presence.named(ordinals)} {singular if len(ordinals) == 1 else plural}"
+def _subject(ordinals: list[int], singular: str, plural: str, host: str = "") -> str:
+    return f"{presence.named(ordinals)}{host} {singular if len(ordinals) == 1 else plural}"

@@ -70,6 +70,6 @@ def cpu_engine(
             ),
         }
     )
-    stall_watchdog.on_stall(on_stall)
+    stall_watchdog.on_stall(lambda text, _: on_stall(text))
     with core_env.temporary_environ({**environ, **limits}):
         return JaxEngine(share)
