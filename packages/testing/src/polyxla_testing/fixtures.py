@@ -20,6 +20,7 @@ from polyxla.callsite import own_packages
 from polyxla.console import say_once
 from polyxla.launcher.launch import launch
 from polyxla.plugins.manager import HOOKSPECS, PLUGINS, RUNTIMES, find_runtime
+from polyxla_testing.pytest_plugin import runtime_of
 
 RUN_TIMEOUT_S = 300.0
 """Longest run of a script under test, in seconds."""
@@ -108,19 +109,10 @@ class PluginInstaller:
         self(distribution, code, group=PLUGINS)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--polyxla-runtime`` and its setting in the configuration file."""
-    parser.addoption(
-        "--polyxla-runtime", metavar="NAME", help="runtime that tests with the fixture `runtime` run on"
-    )
-    parser.addini("polyxla_runtime", "default of --polyxla-runtime")
-
-
 @pytest.fixture(scope="session")
 def runtime(pytestconfig: pytest.Config) -> RuntimeUnderTest:
     """The runtime named by ``--polyxla-runtime``; a missing one is a failure, not a skip."""
-    name = pytestconfig.getoption("--polyxla-runtime") or pytestconfig.getini("polyxla_runtime")
-    if not name:
+    if not (name := runtime_of(pytestconfig)):
         raise pytest.UsageError("name the runtime to test: pytest --polyxla-runtime NAME")
     find_runtime(name, "--polyxla-runtime")
     return RuntimeUnderTest(name)
