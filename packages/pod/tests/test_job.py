@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from polyxla_pod.job import Job
 from polyxla_pod.messages import Message, decode
 
-COMMAND = ("python", "train.py")
+
+def job(*hosts: str, **fields: Any) -> Job:
+    return Job(("python", "train.py"), hosts, tuple(name.rpartition("@")[2] for name in hosts), **fields)
 
 
 def test_the_runtime_becomes_a_variable_and_the_users_value_wins() -> None:
-    assert Job(COMMAND, ("a",), runtime="xrt").environ_of(0) == {"POLYXLA_RUNTIME": "xrt"}
-    job = Job(COMMAND, ("a",), {"POLYXLA_RUNTIME": "pjrt"}, runtime="xrt")
-    assert job.environ_of(0) == {"POLYXLA_RUNTIME": "pjrt"}
+    assert job("a", runtime="pjrt").environ_of(0) == {"POLYXLA_RUNTIME": "pjrt"}
+    both = job("a", environ={"POLYXLA_RUNTIME": "torchtpu"}, runtime="pjrt")
+    assert both.environ_of(0) == {"POLYXLA_RUNTIME": "torchtpu"}
 
 
 def test_a_value_can_have_the_hosts_number() -> None:
-    job = Job(COMMAND, ("a", "b"), {"RANK": "{host}", "OTHER": "{hosts}"})
-    assert job.environ_of(1) == {"RANK": "1", "OTHER": "{hosts}"}
+    found = job("a", "b", environ={"RANK": "{host}", "OTHER": "{hosts}"}).environ_of(1)
+    assert found == {"RANK": "1", "OTHER": "{hosts}"}
 
 
 def test_the_hosts_of_an_emulated_slice_know_their_number_and_each_other() -> None:
-    job = Job(COMMAND, ("me@10.0.0.1", "10.0.0.2"), {"POLYXLA_EMULATE": "v4-16"})
-    assert job.environ_of(1) == {
+    emulate = {"POLYXLA_EMULATE": "v4-16"}
+    assert job("me@10.0.0.1", "10.0.0.2", environ=emulate).environ_of(1) == {
         "POLYXLA_EMULATE": "v4-16",
         "POLYXLA_EMULATE_HOST": "1",
         "TPU_WORKER_HOSTNAMES": "10.0.0.1,10.0.0.2",
     }
-    assert "POLYXLA_EMULATE_HOST" not in Job(COMMAND, ("a",), {"POLYXLA_EMULATE": "v4-16"}).environ_of(0)
+    assert "POLYXLA_EMULATE_HOST" not in job("a", environ=emulate).environ_of(0)
 
 
 def test_a_message_is_one_line_and_comes_back() -> None:

@@ -11,6 +11,7 @@ from polyxla_pod.launcher.preflight import FREE_BYTES, find_problems, ports
 GOOD: dict[str, Any] = {
     "versions": {"polyxla-core": "1.0", "torch": "2.9.1", "libtpu": "0.0.21"},
     "holders": [],
+    "node": None,
     "used_ports": [],
     "free_bytes": {"/here": 10 * FREE_BYTES, "/tmp": FREE_BYTES},
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from polyxla.console import say
 from polyxla_pod import job_commands
 from polyxla_pod.engines import Engine, Target
 from polyxla_pod.job import CONNECT_S, GRACE_S, LOST_AFTER_S, Job
+from polyxla_pod.tpu_nodes import WORKER_PORT
 
 app = typer.Typer(help="Run a command on all hosts of a TPU.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -40,6 +42,12 @@ def run(
         list[str], typer.Option(metavar="TEXT", help="Argument for the engine's program; repeatable.")
     ] = [],  # noqa: B006  typer reads the default, and never changes it
     runtime: RuntimeOption = None,
+    workers: Annotated[
+        bool, typer.Option("--workers", help="For runtime xrt: start a worker on each host first.")
+    ] = False,
+    worker_port: Annotated[
+        int, typer.Option(metavar="PORT", min=1, max=65535, help="Port of each host's worker.")
+    ] = WORKER_PORT,
     variables: VariablesOption = [],  # noqa: B006
     sync: Annotated[str | None, typer.Option(metavar="DIR", help="Local directory to copy first.")] = None,
     directory: Annotated[
@@ -75,6 +83,7 @@ def run(
         job = Job(
             command=tuple(command),
             hosts=chosen.hosts,
+            addresses=chosen.addresses,
             environ=_variables(variables),
             runtime=runtime,
             directory=directory or (_synced(sync) if sync else None),
@@ -85,6 +94,8 @@ def run(
             lost_after_s=lost_after,
             grace_s=grace,
             preflight=preflight,
+            starts_workers=workers,
+            worker_port=worker_port,
         )
         if dry_run:
             _print_commands(job, chosen, as_json)
@@ -166,6 +177,7 @@ def _print_commands(job: Job, engine: Engine, as_json: bool) -> None:
                 "connect": engine.command(number, job.program),
                 "directory": job.directory,
                 "environment": job.environ_of(number),
+                "worker": job.worker_command(number) if job.starts_workers else None,
                 "command": list(job.command),
             }
             for number, name in enumerate(job.hosts)
@@ -175,11 +187,16 @@ def _print_commands(job: Job, engine: Engine, as_json: bool) -> None:
     where = f"in {job.directory}: " if job.directory else ""
     lines: list[str] = []
     for number in range(len(job.hosts)):
-        variables = [f"{name}={value}" for name, value in job.environ_of(number).items()]
-        start = shlex.join([*(["env", *variables] if variables else []), *job.command])
-        connect = shlex.join(engine.command(number, job.program))
-        lines += [f"[w{number}] {connect}", f"[w{number}]   {where}{start}"]
+        lines.append(f"[w{number}] {shlex.join(engine.command(number, job.program))}")
+        if job.starts_workers:
+            lines.append(f"[w{number}]   first: {_with_variables(job, number, job.worker_command(number))}")
+        lines.append(f"[w{number}]   {where}{_with_variables(job, number, job.command)}")
     typer.echo("\n".join(lines))
+
+
+def _with_variables(job: Job, host: int, command: Sequence[str]) -> str:
+    variables = [f"{name}={value}" for name, value in job.environ_of(host).items()]
+    return shlex.join([*(["env", *variables] if variables else []), *command])
 
 
 @app.command()

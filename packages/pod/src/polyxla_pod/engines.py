@@ -48,6 +48,11 @@ class Engine(ABC):
 
     hosts: tuple[str, ...]
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The names or addresses by which the hosts reach each other: their names, without a user."""
+        return tuple(name.rpartition("@")[2].strip("[]") for name in self.hosts)
+
     @abstractmethod
     def command(self, host: int, program: Sequence[str]) -> list[str]:
         """Return the local command that runs `program` on the host with this number."""
@@ -107,7 +112,13 @@ class GcloudEngine(Engine):
                 fix="Write --tpu NAME --zone ZONE.",
             )
         self._target = target
-        self.hosts = tuple(f"{target.tpu}:{worker}" for worker in range(self._workers()))
+        self._addresses = self._endpoints()
+        self.hosts = tuple(f"{target.tpu}:{worker}" for worker in range(len(self._addresses)))
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The workers' addresses in the TPU's network."""
+        return self._addresses
 
     def command(self, host: int, program: Sequence[str]) -> list[str]:
         """Return a gcloud command for one worker."""
@@ -134,7 +145,7 @@ class GcloudEngine(Engine):
             *project,
         ]
 
-    def _workers(self) -> int:
+    def _endpoints(self) -> tuple[str, ...]:
         command = [*self._gcloud("describe"), "--format=json"]
         where = f"--tpu {self._target.tpu} --zone {self._target.zone}"
         try:
@@ -163,4 +174,4 @@ class GcloudEngine(Engine):
             raise UsageError(
                 "gcloud describes the TPU without workers", where=where, fix="Wait until its state is READY."
             )
-        return len(endpoints)
+        return tuple(str(one["ipAddress"]) for one in endpoints)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from polyxla.env import POLYXLA_RUNTIME
+from polyxla_pod import tpu_nodes
 from polyxla_tpu import env
 
 CONNECT_S = 15.0
@@ -25,6 +26,7 @@ class Job:
     Attributes:
         command: the program and its arguments.
         hosts: the hosts' names, in the order of their numbers.
+        addresses: the names or addresses by which the hosts reach each other, in the same order.
         environ: variables that the user sets for the command; `HOST_NUMBER` in a value is the host's number.
         runtime: the runtime to use; None leaves the choice to each host.
         directory: the working directory on the hosts; None for the one in which a connection starts.
@@ -35,10 +37,16 @@ class Job:
         lost_after_s: silence after which a connection counts as lost, in seconds.
         grace_s: time between SIGTERM and SIGKILL, in seconds.
         preflight: whether to compare the hosts before anything starts.
+        starts_workers: whether to start a worker of runtime xrt on each host before the command.
+        worker_port: the port of each host's worker, if the command uses workers.
+
+    Raises:
+        UsageError: the variables and options of TPU nodes contradict each other.
     """
 
     command: tuple[str, ...]
     hosts: tuple[str, ...]
+    addresses: tuple[str, ...]
     environ: Mapping[str, str] = field(default_factory=dict)
     runtime: str | None = None
     directory: str | None = None
@@ -49,6 +57,23 @@ class Job:
     lost_after_s: float = LOST_AFTER_S
     grace_s: float = GRACE_S
     preflight: bool = True
+    starts_workers: bool = False
+    worker_port: int = tpu_nodes.WORKER_PORT
+
+    def __post_init__(self) -> None:
+        if self.starts_workers:
+            tpu_nodes.check_workers(self._runtime, self.environ)
+        if self.uses_workers:
+            tpu_nodes.check_variables(self.environ, len(self.hosts))
+
+    @property
+    def uses_workers(self) -> bool:
+        """Whether the command drives TPU nodes: each host a worker."""
+        return self._runtime == tpu_nodes.RUNTIME
+
+    @property
+    def _runtime(self) -> str | None:
+        return self.environ.get(POLYXLA_RUNTIME) or self.runtime
 
     @property
     def program(self) -> list[str]:
@@ -63,12 +88,23 @@ class Job:
         """Return the variables of the command on one host. What the user sets wins."""
         runtime = {POLYXLA_RUNTIME: self.runtime} if self.runtime else {}
         own = {name: value.replace(HOST_NUMBER, str(host)) for name, value in self.environ.items()}
-        return {**runtime, **_emulated(self.environ, self.hosts, host), **own}
+        if self.uses_workers:
+            others = tpu_nodes.variables(self.environ, self.addresses, self.worker_port, host)
+        else:
+            others = _emulated(self.environ, self.addresses, host)
+        return {**runtime, **others, **own}
+
+    def worker_address(self, host: int) -> str:
+        """Return the address of a host's worker, ``host:port``."""
+        return tpu_nodes.join(self.addresses[host], self.worker_port)
+
+    def worker_command(self, host: int) -> list[str]:
+        """Return the command of the worker that is started on a host."""
+        return tpu_nodes.worker_command(self.python, self.environ, self.worker_address(host))
 
 
-def _emulated(environ: Mapping[str, str], hosts: Sequence[str], host: int) -> dict[str, str]:
+def _emulated(environ: Mapping[str, str], addresses: Sequence[str], host: int) -> dict[str, str]:
     """Return the variables by which a host plays its part of an emulated slice of several hosts."""
-    if not environ.get(env.POLYXLA_EMULATE) or len(hosts) == 1:
+    if not environ.get(env.POLYXLA_EMULATE) or len(addresses) == 1:
         return {}
-    addresses = [name.rpartition("@")[2] for name in hosts]
     return {env.POLYXLA_EMULATE_HOST: str(host), env.TPU_WORKER_HOSTNAMES: ",".join(addresses)}

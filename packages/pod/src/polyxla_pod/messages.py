@@ -4,15 +4,18 @@
 to a host  content                                                     answer
 ========== =========================================================== ==============================
 job        host, lost_after_s, grace_s                                 none
-check      environ, directory, ports                                   facts
+check      environ, directory, ports, node                             facts
 archive    directory, data (base64), last                              unpacked, after the last one
+worker     command, environ, token, ready                              line, ...; ready; worker_exit
 start      command, environ, directory                                 line, ...; exit; end
 beat       number                                                      beat, with the host's time
 stop       none                                                        exit; end
 ========== =========================================================== ==============================
 
 A host sends hello before it reads anything, and error if it cannot do what it was asked for. Exit has the
-command's exit code; end follows when nothing is left of what the command started.
+command's exit code; end follows when nothing is left of what the command started. A worker serves the command
+until the launcher's stop, because the other hosts' commands may still need it; worker_exit has its exit code if
+it ends before.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from typing import Any
 
 SILENCES = 5
 """How often a heartbeat is sent before its absence counts as a lost connection."""
+WORKER_STREAM = "worker"
+"""The stream of a worker's lines; the command's are ``out`` and ``err``."""
 _FIRST = b'{"polyxla_pod":'
 """How each message begins. Shells print other lines: greetings, and what their start-up files say."""
 

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -33,12 +33,20 @@ class CommandGroup:
         command: the program and its arguments.
         environ: its whole environment.
         directory: its working directory; None for this process's.
+        beside: children of this process that do not belong to the command.
 
     Raises:
         OSError: the program or the directory does not exist or cannot be used.
     """
 
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str], directory: str | None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        directory: str | None,
+        beside: Collection[int] = (),
+    ) -> None:
+        self._beside = beside
         self._process = subprocess.Popen(
             list(command),
             env=dict(environ),
@@ -48,7 +56,7 @@ class CommandGroup:
             stderr=subprocess.PIPE,
             start_new_session=True,
             # If this process is killed, nothing else could end the command.
-            preexec_fn=_end_with_parent,  # noqa: PLW1509  it takes no lock
+            preexec_fn=end_with_parent,  # noqa: PLW1509  it takes no lock
         )
         assert self._process.stdout
         assert self._process.stderr
@@ -88,12 +96,13 @@ class CommandGroup:
                 found += [int(pid) for pid in (task / "children").read_text().split()]
         alive = []
         for pid in found:
-            if pid != self._process.pid:
+            if pid != self._process.pid and pid not in self._beside:
                 with contextlib.suppress(ChildProcessError):
                     if os.waitpid(pid, os.WNOHANG) == (0, 0):
                         alive.append(pid)
         return alive
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """Have this process killed when its parent ends: for `preexec_fn`."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -10,19 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from polyxla import UsageError
+from polyxla_pod.host.node_facts import node_facts
 from polyxla_tpu import env
 from polyxla_tpu.chips import attached_chips
 from polyxla_tpu.played import PlayedTpu
 from polyxla_tpu.processes.holders import find_holders
 from polyxla_tpu.this_host import this_slice
 
-DISTRIBUTIONS = ("polyxla-core", "torch", "torch_xla", "torch_tpu", "libtpu")
+DISTRIBUTIONS = ("polyxla-core", "polyxla-runtime-xrt", "torch", "torch_xla", "torch_tpu", "libtpu")
 """Distributions whose versions must be the same on all hosts."""
 _LISTENS = "0A"
 """A listening socket's state in ``/proc/net/tcp``. Source: ``include/net/tcp_states.h`` of Linux."""
 
 
-def gather(environ: Mapping[str, str], directory: str | None, ports: Collection[int]) -> dict[str, Any]:
+def gather(
+    environ: Mapping[str, str],
+    directory: str | None,
+    ports: Collection[int],
+    node: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Return the facts of this host as JSON-compatible values.
 
     Blocks for as long as the metadata server takes, at most about 2 s, and only if there are chips.
@@ -31,11 +37,13 @@ def gather(environ: Mapping[str, str], directory: str | None, ports: Collection[
         environ: the command's environment.
         directory: the command's working directory; None for this process's.
         ports: which ports must be free.
+        node: the arguments of `node_facts`, for a command that drives TPU nodes; None for one that drives chips.
     """
     return {
         "versions": {name: found for name in DISTRIBUTIONS if (found := _version(name))},
         "holders": [str(one) for one in find_holders()],
-        "worker": _worker(environ),
+        "worker": None if node else _worker(environ),
+        "node": node_facts(**node) if node else None,
         "used_ports": sorted(_listening() & set(ports)),
         "free_bytes": _free_bytes([directory or str(Path.cwd()), tempfile.gettempdir()]),
     }

@@ -12,14 +12,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from polyxla.env import snapshot
 from polyxla_pod.host.command_group import CommandGroup, adopt_orphans
-from polyxla_pod.messages import Message, decode
+from polyxla_pod.host.worker import Worker
+from polyxla_pod.messages import WORKER_STREAM, Message, decode
+from polyxla_pod.tpu_nodes import TOKEN_VARIABLE
 
 TICK_S = 0.1
 """How often deadlines and the command's end are checked, in seconds."""
@@ -54,11 +56,17 @@ class Session:
         # Until the launcher says otherwise.
         self._host, self._lost_after_s, self._grace_s = 0, 15.0, 5.0
         self._group: CommandGroup | None = None
+        self._worker: Worker | None = None
+        self._worker_is_ready_after = ""
+        # Of each stream that is open: its file descriptor, and what was read of a line.
+        self._streams: dict[str, int] = {}
         self._lines: dict[str, bytes] = {}
         self._unpacking: subprocess.Popen[bytes] | None = None
         self._kill_at_s: float | None = None
         self._drained_by_s: float | None = None
         self._has_exited = False
+        self._has_worker_exited = False
+        self._is_stopping = False
         self._is_over = False
 
     def run(self) -> None:
@@ -81,6 +89,8 @@ class Session:
         finally:
             if self._group:
                 self._group.kill()
+            if self._worker:
+                self._worker.kill()
 
     def _send(self, kind: str, **content: Any) -> None:
         self._unsent += Message(kind, content).encode()
@@ -104,13 +114,10 @@ class Session:
             time.sleep(0.01)
 
     def _apply_backpressure(self) -> None:
-        """Read the command's output only while the connection takes it."""
-        if not self._group:
-            return
+        """Read output only while the connection takes it."""
         is_full = len(self._unsent) > UNSENT_BYTES and self._kill_at_s is None
         watched = {key.fd for key in self._selector.get_map().values()}
-        for stream in self._lines:
-            fd = self._group.streams[stream]
+        for stream, fd in self._streams.items():
             if is_full and fd in watched:
                 self._selector.unregister(fd)
             elif not is_full and fd not in watched:
@@ -120,39 +127,59 @@ class Session:
         now = time.monotonic()
         if now - self._heard_s > self._lost_after_s:
             self._stop()
+        if self._worker and self._worker.poll() is not None and not self._has_worker_exited:
+            # Before the command's exit, which may be its consequence.
+            self._report_worker(self._worker)
         if not self._group:
             return
         if self._group.poll() is not None and not self._has_exited:
-            self._exit()
+            self._exit(self._group)
         if self._kill_at_s is not None and now > self._kill_at_s:
             self._group.kill()
-        if self._has_exited and not self._group.is_alive():
+        if self._has_exited and not self._group.is_alive() and self._is_without_worker(now):
             self._finish(now)
 
-    def _exit(self) -> None:
+    def _report_worker(self, worker: Worker) -> None:
+        self._has_worker_exited = True
+        self._read_rest([WORKER_STREAM])
+        if not self._is_stopping:
+            self._send("worker_exit", code=worker.poll())
+
+    def _exit(self, group: CommandGroup) -> None:
         """Report the command's exit after its output, and begin to end what it leaves behind."""
-        assert self._group
         self._has_exited = True
-        for stream, fd in self._group.streams.items():
-            while stream in self._lines and select.select([fd], [], [], 0)[0]:
+        self._read_rest(group.streams)
+        self._send("exit", code=group.poll())
+        self._end_group(group)
+
+    def _read_rest(self, streams: Iterable[str]) -> None:
+        for stream in streams:
+            while stream in self._streams and select.select([self._streams[stream]], [], [], 0)[0]:
                 self._read_output(stream)
-        self._send("exit", code=self._group.poll())
-        self._stop()
+
+    def _is_without_worker(self, now: float) -> bool:
+        """Return whether no worker is left; until the launcher stops this host, other hosts may need it."""
+        return not self._worker or (self._is_stopping and self._worker.end(now))
 
     def _finish(self, now: float) -> None:
         """Send the end once all output is read."""
         self._drained_by_s = self._drained_by_s or now + DRAIN_S
         # A process that could not be killed may hold a pipe open.
-        if not self._lines or now > self._drained_by_s:
+        if not self._streams or now > self._drained_by_s:
             self._send("end")
             self._is_over = True
 
     def _stop(self) -> None:
+        self._is_stopping = True
         if not self._group:
             self._is_over = True
-        elif self._kill_at_s is None:
+        else:
+            self._end_group(self._group)
+
+    def _end_group(self, group: CommandGroup) -> None:
+        if self._kill_at_s is None:
             self._kill_at_s = time.monotonic() + self._grace_s
-            self._group.signal(signal.SIGTERM)
+            group.signal(signal.SIGTERM)
 
     def _read_messages(self) -> None:
         try:
@@ -176,6 +203,7 @@ class Session:
             "job": self._job,
             "check": self._check,
             "archive": self._archive,
+            "worker": self._start_worker,
             "start": self._start,
             "beat": self._beat,
             "stop": self._stop,
@@ -184,7 +212,7 @@ class Session:
             handlers[message.kind](**message.content)
         except Exception as error:
             # The launcher names the host with it, and ends the connection.
-            code = NOT_STARTED if message.kind == "start" else None
+            code = NOT_STARTED if message.kind in ("worker", "start") else None
             self._send("error", text=f"{message.kind}: {type(error).__name__}: {error}", code=code)
 
     def _job(self, host: int, lost_after_s: float, grace_s: float) -> None:
@@ -193,10 +221,12 @@ class Session:
     def _beat(self, number: int) -> None:
         self._send("beat", number=number, time=time.time())
 
-    def _check(self, environ: dict[str, str], directory: str | None, ports: list[int]) -> None:
+    def _check(
+        self, environ: dict[str, str], directory: str | None, ports: list[int], node: dict[str, Any] | None
+    ) -> None:
         from polyxla_pod.host.facts import gather
 
-        self._send("facts", facts=gather({**snapshot(), **environ}, _expanded(directory), ports))
+        self._send("facts", facts=gather({**snapshot(), **environ}, _expanded(directory), ports, node))
 
     def _archive(self, directory: str, data: str, last: bool) -> None:
         if not self._unpacking:
@@ -216,19 +246,24 @@ class Session:
                 raise OSError(f"tar could not unpack into {directory}: {said}")
             self._send("unpacked")
 
+    def _start_worker(self, command: list[str], environ: dict[str, str], token: str, ready: str) -> None:
+        self._worker_is_ready_after = ready
+        self._worker = Worker(command, _environ(environ), token)
+        self._watch(WORKER_STREAM, self._worker.output)
+
     def _start(self, command: list[str], environ: dict[str, str], directory: str | None) -> None:
-        own = snapshot()
-        # `python` in the command is the one that runs this.
-        path = f"{Path(sys.executable).parent}{os.pathsep}{own.get('PATH', os.defpath)}"
-        whole = {**own, "PATH": path, "PYTHONUNBUFFERED": "1", **environ}
-        self._group = CommandGroup(command, whole, _expanded(directory))
+        token = {TOKEN_VARIABLE: self._worker.token_file} if self._worker else {}
+        beside = [self._worker.pid] if self._worker else []
+        self._group = CommandGroup(command, _environ(environ | token), _expanded(directory), beside)
         for stream, fd in self._group.streams.items():
-            self._lines[stream] = b""
-            self._selector.register(fd, selectors.EVENT_READ, partial(self._read_output, stream))
+            self._watch(stream, fd)
+
+    def _watch(self, stream: str, fd: int) -> None:
+        self._streams[stream], self._lines[stream] = fd, b""
+        self._selector.register(fd, selectors.EVENT_READ, partial(self._read_output, stream))
 
     def _read_output(self, stream: str) -> None:
-        assert self._group
-        fd = self._group.streams[stream]
+        fd = self._streams[stream]
         if data := os.read(fd, _READ_BYTES):
             *lines, rest = (self._lines[stream] + data).split(b"\n")
             while len(rest) > LONGEST_LINE_BYTES:
@@ -238,6 +273,7 @@ class Session:
         else:
             if fd in {key.fd for key in self._selector.get_map().values()}:
                 self._selector.unregister(fd)
+            del self._streams[stream]
             rest = self._lines.pop(stream)
             lines = [rest] if rest else []
         for line in lines:
@@ -249,6 +285,15 @@ class Session:
         # A progress bar overwrites its line, and only its last state is of use.
         text = line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
         self._send("line", host=self._host, stream=stream, time=time.time(), text=text)
+        if stream == WORKER_STREAM and self._worker_is_ready_after in text:
+            self._send("ready")
+
+
+def _environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the whole environment of a program, in which `python` is the one that runs this."""
+    own = snapshot()
+    path = f"{Path(sys.executable).parent}{os.pathsep}{own.get('PATH', os.defpath)}"
+    return {**own, "PATH": path, "PYTHONUNBUFFERED": "1", **environ}
 
 
 def _expanded(directory: str | None) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -16,9 +17,14 @@ from polyxla_pod.launcher import archive, preflight
 from polyxla_pod.launcher.connection import LOST, Connection, HostEndedError
 from polyxla_pod.output.host_state import HostState
 from polyxla_pod.output.pipeline import Pipeline
+from polyxla_pod.tpu_nodes import READY
 
 FACTS_S = 15.0
 """Longest wait for a host's facts, in seconds."""
+WORKER_S = 120.0
+"""Longest wait for a host's worker to be ready, in seconds: on a busy machine its imports take long."""
+TOKEN_BYTES = 32
+"""Length of the workers' token, in bytes."""
 SETTLE_S = 1.5
 """How long to wait for the failure that explains the first one, in seconds."""
 TICK_S = 0.1
@@ -39,11 +45,13 @@ class Failure:
         text: one line, which begins with the host.
         exit_code: what the launcher exits with.
         host: the host's number; None if none is to blame.
+        is_worker: whether its worker has failed, which explains what fails on all hosts.
     """
 
     text: str
     exit_code: int
     host: int | None = None
+    is_worker: bool = False
 
 
 class Attempt:
@@ -129,6 +137,8 @@ class Attempt:
         # A large directory takes its time, in which a host that is lost is not to be waited for.
         if self._file and (failures := await self._on_all("copying", self._copy, asyncio.FIRST_EXCEPTION)):
             return failures
+        if self._job.starts_workers and (failures := await self._start_workers()):
+            return failures
         self._has_started = True
         for connection in self._connections:
             self._states[connection.host].state = "running"
@@ -168,9 +178,7 @@ class Attempt:
         facts: dict[int, dict[str, object]] = {}
 
         async def ask(connection: Connection) -> None:
-            environ = self._job.environ_of(connection.host)
-            ports = preflight.ports(environ)
-            connection.send("check", environ=environ, directory=self._job.directory, ports=ports)
+            connection.send("check", **preflight.questions(self._job, connection.host))
             facts[connection.host] = (await connection.answer("facts", FACTS_S)).content["facts"]
 
         if failures := await self._on_all("checking", ask):
@@ -188,6 +196,18 @@ class Attempt:
             )
             for one in problems
         ]
+
+    async def _start_workers(self) -> list[Failure]:
+        # Of this start of the job only. It leaves this process by the connections, and is written nowhere.
+        token = secrets.token_hex(TOKEN_BYTES)
+
+        async def start(connection: Connection) -> None:
+            command = self._job.worker_command(connection.host)
+            environ = self._job.environ_of(connection.host)
+            connection.send("worker", command=command, environ=environ, token=token, ready=READY)
+            await connection.worker_ready(WORKER_S)
+
+        return await self._on_all("starting its worker", start, asyncio.FIRST_EXCEPTION)
 
     async def _copy(self, connection: Connection) -> None:
         assert self._file
@@ -210,7 +230,9 @@ class Attempt:
         return failures
 
     def _is_consequence(self, failure: Failure) -> bool:
-        return failure.host is not None and self._pipeline.is_consequence(failure.host)
+        if failure.host is None or failure.is_worker:
+            return False
+        return self._pipeline.is_consequence(failure.host)
 
     def _note(self, connection: Connection) -> bool:
         """Take note of a host's end, once; return whether it has failed."""
@@ -224,7 +246,8 @@ class Attempt:
     def _failure(self, connection: Connection) -> Failure:
         end = connection.ended.result()
         self._states[connection.host].state = "failed"
-        return Failure(f"{self._job.label(connection.host)}: {end}", end.exit_code, connection.host)
+        label = self._job.label(connection.host)
+        return Failure(f"{label}: {end}", end.exit_code, connection.host, end.is_worker)
 
     def _with_remedy(self, failure: Failure) -> Failure:
         """Add what a user can do about a host that cannot be reached."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polyxla_pod.job import Job
-from polyxla_pod.messages import SILENCES, Message, decode
+from polyxla_pod.messages import SILENCES, WORKER_STREAM, Message, decode
 
 LINE_BYTES = 1 << 20
 """Longest message of a host; its lines are much shorter."""
@@ -23,6 +23,7 @@ CONFIRM_S = 3.0
 LOST = 255
 """Exit code for a host that cannot be reached, or whose connection is lost. Source: ``man ssh``."""
 _SAID_LINES = 20
+_WORKER_LINES = 3
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,12 @@ class End:
     Attributes:
         code: the command's exit code, negative for a signal; None if the host did not report one.
         problem: what went wrong, if it is not the exit code alone.
+        is_worker: whether it is the worker that ended, and not the command.
     """
 
     code: int | None
     problem: str | None = None
+    is_worker: bool = False
 
     @property
     def exit_code(self) -> int:
@@ -45,11 +48,13 @@ class End:
         return self.code if self.code >= 0 else 128 - self.code
 
     def __str__(self) -> str:
-        if self.problem:
-            return self.problem
-        if self.code is not None and self.code < 0:
-            return f"the command was ended by {signal.Signals(-self.code).name}"
-        return f"the command ended with exit code {self.code}"
+        return self.problem or f"the command {_ended(self.code)}"
+
+
+def _ended(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
 
 
 class HostEndedError(Exception):
@@ -80,6 +85,7 @@ class Connection:
         self._is_over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._answers: dict[str, asyncio.Future[Message]] = {}
         self._said: deque[str] = deque(maxlen=_SAID_LINES)
+        self._worker_said: deque[str] = deque(maxlen=_WORKER_LINES)
         self._process: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._heard_s = 0.0
@@ -136,6 +142,19 @@ class Connection:
         # What reads the answers notices that the connection was closed.
         with contextlib.suppress(OSError):
             drain.result()
+
+    async def worker_ready(self, timeout_s: float) -> None:
+        """Wait until clients can connect to the host's worker.
+
+        Raises:
+            HostEndedError: the host or its worker ended first, or the worker was not ready in time.
+        """
+        ready = self._future("ready")
+        await asyncio.wait({ready, self.ended}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            # Without effect if it has ended.
+            self.fail(self._of_worker(f"was not ready within {timeout_s:g} s"))
+            raise HostEndedError
 
     async def answer(self, kind: str, timeout_s: float) -> Message:
         """Wait for a message of this kind.
@@ -211,7 +230,13 @@ class Connection:
     def _receive(self, message: Message) -> None:
         content = message.content
         if message.kind == "line":
+            if content["stream"] == WORKER_STREAM:
+                self._worker_said.append(content["text"])
             self._on_line(self.host, content["stream"], content["text"])
+        elif message.kind == "worker_exit":
+            # Also if it ended without an error, the command cannot go on.
+            code = content["code"]
+            self._end(End(code or 1, self._of_worker(_ended(code)), is_worker=True))
         elif message.kind == "exit":
             self._end(End(content["code"]))
         elif message.kind == "end":
@@ -225,6 +250,10 @@ class Connection:
                 self.clock_difference_s = content["time"] - (sent + time.time()) / 2
         elif not (answer := self._future(message.kind)).done():
             answer.set_result(message)
+
+    def _of_worker(self, how: str) -> str:
+        said = f": {' / '.join(self._worker_said)}" if self._worker_said else ""
+        return f"its worker at {self._job.worker_address(self.host)} {how}{said}"
 
     async def _closed(self) -> str:
         """Return why the host closed the connection without an end."""
@@ -248,7 +277,8 @@ class Connection:
 
     async def _send_heartbeats(self) -> None:
         number, limit_s = 0, self._job.lost_after_s
-        while not self.ended.done():
+        # Also after the command's end: the host's worker serves until all commands have ended.
+        while not self._is_over.done():
             self._beats[number] = time.time()
             self.send("beat", number=number)
             number += 1

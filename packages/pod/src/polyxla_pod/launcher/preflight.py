@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from polyxla_pod import tpu_nodes
+from polyxla_pod.job import Job
 from polyxla_tpu import env
 from polyxla_tpu.topology import BASE_PORT
 
@@ -32,11 +34,38 @@ class Problem:
     text: str
 
 
+def questions(job: Job, host: int) -> dict[str, Any]:
+    """Return what a host is asked for: the content of the message ``check``."""
+    environ = job.environ_of(host)
+    common = {"environ": environ, "directory": job.directory}
+    if job.uses_workers:
+        return {**common, "ports": _node_ports(job, host), "node": _node(job, host)}
+    return {**common, "ports": ports(environ), "node": None}
+
+
 def ports(environ: Mapping[str, str]) -> list[int]:
     """Return the ports that must be free on a TPU host: the launches' monitor's and libtpu's."""
     text = environ.get(env.POLYXLA_MONITOR_PORT, "")
     monitor = int(text) if text.isdecimal() else env.DEFAULT_MONITOR_PORT
     return [monitor, *range(BASE_PORT, BASE_PORT + CHIPS_PER_HOST)]
+
+
+def _node_ports(job: Job, host: int) -> list[int]:
+    """Return the ports that must be free on a host that drives a TPU node."""
+    is_mesh = tpu_nodes.XRT_MESH_SERVICE_ADDRESS not in job.environ and host == 0 and len(job.hosts) > 1
+    return [job.worker_port] * job.starts_workers + [tpu_nodes.MESH_PORT] * is_mesh
+
+
+def _node(job: Job, host: int) -> dict[str, Any] | None:
+    if tpu_nodes.describes_workers(job.environ):
+        # By addresses that are the user's to check.
+        return None
+    return {
+        "address": job.addresses[host],
+        "first": job.addresses[0],
+        "worker_port": None if job.starts_workers else job.worker_port,
+        "is_alone": len(job.hosts) == 1,
+    }
 
 
 def find_problems(
@@ -53,6 +82,7 @@ def find_problems(
         *_versions(facts, version),
         *_held_chips(facts),
         *_workers(facts),
+        *_nodes(facts),
         *_used_ports(facts),
         *_full_disks(facts),
         *_wrong_clocks(clock_differences_s),
@@ -123,9 +153,21 @@ def _used_ports(facts: Sequence[Mapping[str, Any]]) -> list[Problem]:
             f"`ss -ltnp` on the host lists it.",
         )
         for host, one in enumerate(facts)
-        # Without chips nothing listens on these.
-        if one["used_ports"] and one["worker"]
+        # Without chips nothing listens on those of chips.
+        if one["used_ports"] and (one["worker"] or one["node"])
     ]
+
+
+def _nodes(facts: Sequence[Mapping[str, Any]]) -> list[Problem]:
+    found = []
+    for host, node in ((host, one["node"]) for host, one in enumerate(facts) if one["node"]):
+        if node["address"]:
+            fix = "Name the hosts by addresses that all of them know, such as --hosts me@10.0.0.2,me@10.0.0.3."
+            found.append(Problem(host, f"{node['address']}. {fix}"))
+        elif node["worker"]:
+            fix = "Start one there with `polyxla worker`, or pass --workers."
+            found.append(Problem(host, f"no worker listens at {node['worker']}. {fix}"))
+    return found
 
 
 def _full_disks(facts: Sequence[Mapping[str, Any]]) -> list[Problem]:

@@ -16,7 +16,7 @@ class FoldedLine:
     """A line and the hosts that printed it.
 
     Attributes:
-        stream: ``out`` or ``err``.
+        stream: ``out``, ``err`` or ``worker``.
         text: the line, without its end.
         since_s: when the first of them printed it.
         hosts: their numbers, in the order in which they came.

@@ -14,7 +14,8 @@ class HostState:
 
     Attributes:
         name: as the engine calls it.
-        state: ``connecting``, ``checking``, ``copying``, ``running``, ``ended`` or ``failed``.
+        state: ``connecting``, ``checking``, ``copying``, ``starting its worker``, ``running``, ``ended`` or
+            ``failed``.
         progress: what its lines say.
     """
 

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
+from polyxla_pod.messages import WORKER_STREAM
 from polyxla_pod.output.folding import FoldedLine, Folder
 from polyxla_pod.output.host_state import HostState
 from polyxla_pod.output.screens import Screen
@@ -48,8 +49,11 @@ class Pipeline:
         self._showing = threading.Lock()
 
     def add(self, host: int, stream: str, text: str) -> None:
-        """Receive a line."""
+        """Receive a line. Those of workers are in the log only."""
         now = time.monotonic()
+        if stream == WORKER_STREAM:
+            self._log.add(FoldedLine(stream, text, now, [host]))
+            return
         self._states[host].progress.read(text, now)
         if self._tracebacks.holds(host, stream, text, now):
             self._log.add(FoldedLine(stream, text, now, [host]))
