@@ -5,25 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from polyxla.launcher.ports import free_ports
+from polyxla_pod.messages import Message, decode
 
 # pytest rewrites the assertions in it, unless it is imported here before.
 pytest_plugins = ["polyxla_testing.fixtures"]
 
 TIMEOUT_S = 60.0
 PROGRAMS = Path(__file__).parent / "programs"
-SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
 STAND_IN = '#!/bin/sh\nfor last; do :; done\nexec sh -c "$last"\n'
 
 
@@ -148,47 +147,14 @@ class SshServer:
             config.write(f"Host {name}\n  HostName 127.0.0.1\n  Port {port}\n")
 
 
-def ssh_files(directory: Path, address: str, port: int) -> None:
-    """Write the keys and the configurations of an sshd and of ssh."""
-    for name in ("host_key", "user_key"):
-        command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / name)]
-        subprocess.run(command, check=True, timeout=TIMEOUT_S)
-    (directory / "sshd_config").write_text(
-        f"ListenAddress {address}\nPort {port}\nHostKey {directory}/host_key\nPidFile none\n"
-        f"AuthorizedKeysFile {directory}/user_key.pub\nPasswordAuthentication no\n"
-        "StrictModes no\nUsePAM no\nMaxStartups 200\nPermitRootLogin prohibit-password\n"
-    )
-    (directory / "ssh_config").write_text(
-        f"Host *\n  IdentityFile {directory}/user_key\n  IdentitiesOnly yes\n"
-        "  StrictHostKeyChecking no\n  UserKnownHostsFile /dev/null\n  LogLevel ERROR\n"
-    )
-
-
-def start_sshd(directory: Path, *prefix: str) -> subprocess.Popen[bytes]:
-    """Start an sshd in the foreground; `prefix` may put it into a network namespace."""
-    assert SSHD
-    if os.geteuid() == 0:
-        # Debian's init script makes it; sshd refuses to start without it.
-        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
-    with (directory / "sshd.log").open("wb") as log:
-        return subprocess.Popen([*prefix, SSHD, "-D", "-e", "-f", str(directory / "sshd_config")], stderr=log)
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
     """A real OpenSSH server on loopback, with the hosts one, two and three."""
-    if not SSHD or not shutil.which("ssh"):
-        pytest.skip("there is no OpenSSH server here: apt-get install openssh-server")
     from polyxla_testing.processes import wait_until
+    from polyxla_testing.ssh_servers import HAS_SSH, MISSING, ssh_files, start_sshd, stop
+
+    if not HAS_SSH:
+        pytest.skip(MISSING)
 
     directory = tmp_path_factory.mktemp("sshd")
     (port,) = free_ports(1)
@@ -273,8 +239,10 @@ def _remove(networks: Networks) -> None:
 @pytest.fixture
 def linked(networks: Networks, tmp_path: Path) -> Iterator[Pod]:
     """A pod of two hosts in network namespaces, each with a real OpenSSH server."""
-    if not SSHD or not shutil.which("ssh"):
-        pytest.skip("there is no OpenSSH server here: apt-get install openssh-server")
+    from polyxla_testing.ssh_servers import HAS_SSH, MISSING, ssh_files, start_sshd, stop
+
+    if not HAS_SSH:
+        pytest.skip(MISSING)
     servers = []
     with _pod(tmp_path) as pod:
         pod.prefix = networks.enter("launcher")
@@ -292,6 +260,50 @@ def linked(networks: Networks, tmp_path: Path) -> Iterator[Pod]:
         finally:
             for server in servers:
                 stop(server)
+
+
+class PipedHost:
+    """A host's process and the launcher's end of its pipes."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "polyxla_pod.host"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self.receive("hello")
+
+    def send(self, kind: str, **content: Any) -> None:
+        assert self.process.stdin
+        self.process.stdin.write(Message(kind, content).encode())
+        self.process.stdin.flush()
+
+    def start(self, *command: str, **environ: str) -> None:
+        self.send("start", command=list(command), environ=environ, directory=None)
+
+    def receive(self, kind: str) -> Message:
+        """Return the next message of this kind, past others."""
+        assert self.process.stdout
+        while message := decode(self.process.stdout.readline()):
+            if message.kind == kind:
+                return message
+        raise AssertionError(f"the host ended without {kind}")
+
+    def lines(self) -> list[str]:
+        """Return the texts of all lines until the end."""
+        assert self.process.stdout
+        messages = [decode(line) for line in self.process.stdout]
+        return [one.content["text"] for one in messages if one and one.kind == "line"]
+
+
+@pytest.fixture
+def host() -> Iterator[PipedHost]:
+    host = PipedHost()
+    yield host
+    host.process.kill()
+    assert host.process.stdin
+    assert host.process.stdout
+    host.process.stdout.close()
+    host.process.stdin.close()
+    host.process.wait(TIMEOUT_S)
 
 
 @pytest.fixture

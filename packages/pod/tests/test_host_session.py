@@ -7,78 +7,34 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from polyxla_pod.messages import Message, decode
+from polyxla_pod.messages import decode
 from polyxla_testing.processes import is_alive, wait_until
 
+if TYPE_CHECKING:
+    from conftest import PipedHost
+
 TIMEOUT_S = 30.0
-
-
-class Host:
-    """A host's process and the launcher's end of its pipes."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "polyxla_pod.host"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        self.receive("hello")
-
-    def send(self, kind: str, **content: Any) -> None:
-        assert self.process.stdin
-        self.process.stdin.write(Message(kind, content).encode())
-        self.process.stdin.flush()
-
-    def start(self, *command: str, **environ: str) -> None:
-        self.send("start", command=list(command), environ=environ, directory=None)
-
-    def receive(self, kind: str) -> Message:
-        """Return the next message of this kind, past others."""
-        assert self.process.stdout
-        while message := decode(self.process.stdout.readline()):
-            if message.kind == kind:
-                return message
-        raise AssertionError(f"the host ended without {kind}")
-
-    def lines(self) -> list[str]:
-        """Return the texts of all lines until the end."""
-        assert self.process.stdout
-        messages = [decode(line) for line in self.process.stdout]
-        return [one.content["text"] for one in messages if one and one.kind == "line"]
-
-
-@pytest.fixture
-def host() -> Iterator[Host]:
-    host = Host()
-    yield host
-    host.process.kill()
-    assert host.process.stdin
-    assert host.process.stdout
-    host.process.stdout.close()
-    host.process.stdin.close()
-    host.process.wait(TIMEOUT_S)
-
-
 PRINT_PID = "import os, time; print(os.getpid(), flush=True); time.sleep(300)"
 
 
-def sleeping(host: Host) -> int:
+def sleeping(host: PipedHost) -> int:
     host.start(sys.executable, "-c", PRINT_PID)
     return int(host.receive("line").content["text"])
 
 
-def test_it_answers_heartbeats_with_its_time(host: Host) -> None:
+def test_it_answers_heartbeats_with_its_time(host: PipedHost) -> None:
     host.send("beat", number=7)
     answer = host.receive("beat").content
     assert answer["number"] == 7
     assert abs(answer["time"] - time.time()) < 5
 
 
-def test_lines_have_host_stream_and_time(host: Host) -> None:
+def test_lines_have_host_stream_and_time(host: PipedHost) -> None:
     host.send("job", host=3, lost_after_s=10, grace_s=1)
     host.start("sh", "-c", "echo out; echo 'bar 1%\rbar 2%\r' >&2; printf end")
     messages = [host.receive("line").content for _ in range(3)]
@@ -93,7 +49,7 @@ def test_lines_have_host_stream_and_time(host: Host) -> None:
     assert host.process.wait(TIMEOUT_S) == 0
 
 
-def test_the_output_before_an_exit_arrives_before_it(host: Host) -> None:
+def test_the_output_before_an_exit_arrives_before_it(host: PipedHost) -> None:
     host.start(
         sys.executable, "-c", "print('x' * 100 + '\\n' * 1, end='') or [print(n) for n in range(5000)]"
     )
@@ -104,7 +60,7 @@ def test_the_output_before_an_exit_arrives_before_it(host: Host) -> None:
     assert kinds == ["line"] * 5001
 
 
-def test_much_output_waits_for_a_slow_reader_and_is_complete(host: Host) -> None:
+def test_much_output_waits_for_a_slow_reader_and_is_complete(host: PipedHost) -> None:
     host.start(sys.executable, "-c", "for n in range(20000): print('x' * 50)")
     time.sleep(1)
     used = Path(f"/proc/{host.process.pid}/status").read_text()
@@ -113,17 +69,17 @@ def test_much_output_waits_for_a_slow_reader_and_is_complete(host: Host) -> None
     assert host.lines() == ["x" * 50] * 20000
 
 
-def test_a_long_line_is_sent_in_parts_of_the_same_size(host: Host) -> None:
+def test_a_long_line_is_sent_in_parts_of_the_same_size(host: PipedHost) -> None:
     host.start(sys.executable, "-c", "print('x' * 150_000); print('end')")
     assert [len(text) for text in host.lines()] == [65536, 65536, 150_000 - 2 * 65536, 3]
 
 
-def test_the_command_has_the_pythons_directory_in_front_of_its_path(host: Host) -> None:
+def test_the_command_has_the_pythons_directory_in_front_of_its_path(host: PipedHost) -> None:
     host.start("sh", "-c", "command -v python; echo $A", A="1")
     assert host.lines() == [str(Path(sys.executable).parent / "python"), "1"]
 
 
-def test_it_ends_the_command_when_its_input_closes(host: Host) -> None:
+def test_it_ends_the_command_when_its_input_closes(host: PipedHost) -> None:
     pid = sleeping(host)
     assert host.process.stdin
     host.process.stdin.close()
@@ -131,7 +87,7 @@ def test_it_ends_the_command_when_its_input_closes(host: Host) -> None:
     assert not is_alive(pid)
 
 
-def test_it_ends_the_command_when_heartbeats_stop(host: Host) -> None:
+def test_it_ends_the_command_when_heartbeats_stop(host: PipedHost) -> None:
     host.send("job", host=0, lost_after_s=1, grace_s=1)
     pid = sleeping(host)
     for number in range(8):
@@ -145,7 +101,7 @@ def test_it_ends_the_command_when_heartbeats_stop(host: Host) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_it_ends_the_command_when_it_is_ended(host: Host, number: signal.Signals) -> None:
+def test_it_ends_the_command_when_it_is_ended(host: PipedHost, number: signal.Signals) -> None:
     pid = sleeping(host)
     host.process.send_signal(number)
     assert host.receive("exit").content == {"code": -signal.SIGTERM}
@@ -153,18 +109,18 @@ def test_it_ends_the_command_when_it_is_ended(host: Host, number: signal.Signals
     assert not is_alive(pid)
 
 
-def test_the_command_ends_with_it_even_if_it_is_killed(host: Host) -> None:
+def test_the_command_ends_with_it_even_if_it_is_killed(host: PipedHost) -> None:
     pid = sleeping(host)
     host.process.kill()
     wait_until(lambda: not is_alive(pid), "the command's end", TIMEOUT_S)
 
 
-def test_it_ends_when_nothing_was_started(host: Host) -> None:
+def test_it_ends_when_nothing_was_started(host: PipedHost) -> None:
     host.send("stop")
     assert host.process.wait(TIMEOUT_S) == 0
 
 
-def test_what_it_cannot_do_is_answered(host: Host) -> None:
+def test_what_it_cannot_do_is_answered(host: PipedHost) -> None:
     host.start("no-such-command")
     error = host.receive("error").content
     assert error["code"] == 127

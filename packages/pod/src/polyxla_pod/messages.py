@@ -14,8 +14,8 @@ stop       none                                                        exit; end
 
 A host sends hello before it reads anything, and error if it cannot do what it was asked for. Exit has the
 command's exit code; end follows when nothing is left of what the command started. A worker serves the command
-until the launcher's stop, because the other hosts' commands may still need it; worker_exit has its exit code if
-it ends before.
+until the launcher's stop, because the other hosts' commands may still need it; worker_exit has its exit code
+if it ends before.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ from polyxla import UsageError
 
 RUNTIME = "xrt"
 """The runtime's name."""
+DISTRIBUTION = "polyxla-runtime-xrt"
+"""What must be installed on the hosts."""
 XRT_TPU_CONFIG, XRT_DEVICE_MAP, XRT_WORKERS = "XRT_TPU_CONFIG", "XRT_DEVICE_MAP", "XRT_WORKERS"
 XRT_LOCAL_WORKER = "XRT_LOCAL_WORKER"
 XRT_SHARD_WORLD_SIZE, XRT_SHARD_ORDINAL = "XRT_SHARD_WORLD_SIZE", "XRT_SHARD_ORDINAL"
@@ -99,7 +101,7 @@ def check_workers(runtime: str | None, environ: Mapping[str, str]) -> None:
         )
     if own := [name for name in (*_TOGETHER, *CREDENTIALS) if environ.get(name)]:
         raise UsageError(
-            f"the workers are started on the listed hosts, with a token made for this job, but {own[0]} is set",
+            f"the hosts' own workers are started, with a token made for this job, but {own[0]} is set",
             where="--workers",
             fix=f"Omit --env {own[0]}; or omit --workers, and start the workers yourself.",
         )

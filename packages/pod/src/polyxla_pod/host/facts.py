@@ -11,13 +11,14 @@ from typing import Any
 
 from polyxla import UsageError
 from polyxla_pod.host.node_facts import node_facts
+from polyxla_pod.tpu_nodes import DISTRIBUTION as NODE_DISTRIBUTION
 from polyxla_tpu import env
 from polyxla_tpu.chips import attached_chips
 from polyxla_tpu.played import PlayedTpu
 from polyxla_tpu.processes.holders import find_holders
 from polyxla_tpu.this_host import this_slice
 
-DISTRIBUTIONS = ("polyxla-core", "polyxla-runtime-xrt", "torch", "torch_xla", "torch_tpu", "libtpu")
+DISTRIBUTIONS = ("polyxla-core", NODE_DISTRIBUTION, "torch", "torch_xla", "torch_tpu", "libtpu")
 """Distributions whose versions must be the same on all hosts."""
 _LISTENS = "0A"
 """A listening socket's state in ``/proc/net/tcp``. Source: ``include/net/tcp_states.h`` of Linux."""
@@ -37,7 +38,7 @@ def gather(
         environ: the command's environment.
         directory: the command's working directory; None for this process's.
         ports: which ports must be free.
-        node: the arguments of `node_facts`, for a command that drives TPU nodes; None for one that drives chips.
+        node: the arguments of `node_facts` if the command drives TPU nodes; None if it drives chips.
     """
     return {
         "versions": {name: found for name in DISTRIBUTIONS if (found := _version(name))},

@@ -12,14 +12,14 @@ from polyxla_pod.host.command_group import end_with_parent
 from polyxla_pod.tpu_nodes import TOKEN_FILE
 
 END_S = 1.0
-"""Time between SIGTERM and SIGKILL, in seconds: once the command has ended, a worker has nothing to finish."""
+"""Time between SIGTERM and SIGKILL, in seconds: after the command, a worker has nothing to finish."""
 
 
 class Worker:
     """A running worker.
 
-    The token is in memory that only this process's user can open, by a name that is gone with this process. So
-    no command line has it, and no file is left, however this process ends.
+    The token is in memory that only this process's user can open, by a name that is gone with this process.
+    No command line has it, and no file is left, however this process ends.
 
     Args:
         command: the program and its arguments, with `TOKEN_FILE` where the file's name belongs.

@@ -252,7 +252,7 @@ class Connection:
             answer.set_result(message)
 
     def _of_worker(self, how: str) -> str:
-        said = f": {' / '.join(self._worker_said)}" if self._worker_said else ""
+        said = f"; it printed last: {' / '.join(self._worker_said)}" if self._worker_said else ""
         return f"its worker at {self._job.worker_address(self.host)} {how}{said}"
 
     async def _closed(self) -> str:

@@ -160,9 +160,14 @@ def _used_ports(facts: Sequence[Mapping[str, Any]]) -> list[Problem]:
 
 def _nodes(facts: Sequence[Mapping[str, Any]]) -> list[Problem]:
     found = []
-    for host, node in ((host, one["node"]) for host, one in enumerate(facts) if one["node"]):
-        if node["address"]:
-            fix = "Name the hosts by addresses that all of them know, such as --hosts me@10.0.0.2,me@10.0.0.3."
+    for host, one in enumerate(facts):
+        if not (node := one["node"]):
+            continue
+        if tpu_nodes.DISTRIBUTION not in one["versions"]:
+            fix = f"Install {tpu_nodes.DISTRIBUTION} on it."
+            found.append(Problem(host, f"does not have runtime {tpu_nodes.RUNTIME}. {fix}"))
+        elif node["address"]:
+            fix = "Name the hosts by addresses that all of them know, such as --hosts 10.0.0.2,10.0.0.3."
             found.append(Problem(host, f"{node['address']}. {fix}"))
         elif node["worker"]:
             fix = "Start one there with `polyxla worker`, or pass --workers."
