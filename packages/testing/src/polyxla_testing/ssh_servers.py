@@ -8,6 +8,8 @@ import signal
 import subprocess
 from pathlib import Path
 
+from polyxla_testing.processes import wait_until
+
 WAIT_S = 60.0
 """Longest wait for ssh-keygen, and for a server's end, in seconds."""
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
@@ -32,13 +34,27 @@ def ssh_files(directory: Path, address: str, port: int) -> None:
 
 
 def start_sshd(directory: Path, *prefix: str) -> subprocess.Popen[bytes]:
-    """Start an sshd in the foreground; `prefix` may put it into a network namespace."""
+    """Start an sshd in the foreground, and wait until it listens.
+
+    Args:
+        directory: where `ssh_files` wrote its configuration.
+        prefix: what runs the command, such as in a network namespace.
+    """
     assert SSHD
     if os.geteuid() == 0:
         # Debian's init script makes it; sshd refuses to start without it.
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
-    with (directory / "sshd.log").open("wb") as log:
-        return subprocess.Popen([*prefix, SSHD, "-D", "-e", "-f", str(directory / "sshd_config")], stderr=log)
+    file = directory / "sshd.log"
+    with file.open("wb") as log:
+        command = [*prefix, SSHD, "-D", "-e", "-f", str(directory / "sshd_config")]
+        server = subprocess.Popen(command, stderr=log)
+
+    def listens() -> bool:
+        assert server.poll() is None, file.read_text()
+        return "Server listening" in file.read_text()
+
+    wait_until(listens, "sshd")
+    return server
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
