@@ -8,6 +8,7 @@ import re
 import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -74,6 +75,19 @@ def test_each_replica_writes_a_file_that_safetensors_reads(saved_by_four: Path) 
     assert _names(saved_by_four) == [*shards, "state.safetensors"]
     assert load_file(saved_by_four / shards[3])["module.even"].shape == (2, 4)
     assert _names(saved_by_four.parent) == [saved_by_four.name]
+
+
+def test_hosts_that_share_no_directory_lose_no_shards_in_silence(tmp_path: Path) -> None:
+    errors = _errors(_run("save_without_a_shared_directory", 2, tmp_path))
+    assert errors.keys() == {0, 1}
+    for text in errors.values():
+        assert re.match(
+            rf"ordinal 1: {re.escape(socket.gethostname())} does not see the directory 'run/\.step-", text
+        )
+        assert "the hosts do not share it (from save). Save to a file system that all hosts share" in text
+    # Neither a checkpoint that lacks shards, nor shards without their checkpoint.
+    assert list((tmp_path / "host0" / "run").iterdir()) == []
+    assert list((tmp_path / "host1").iterdir()) == []
 
 
 def test_one_process_loads_the_whole_state(saved_by_four: Path, values: dict[str, torch.Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterable
 from typing import Any, Self
 
@@ -22,6 +23,7 @@ from polyxla_training.metrics import MetricAccumulator
 from polyxla_training.module_adapter import ModuleAdapter
 from polyxla_training.options import Fit
 from polyxla_training.state import Checkpoint, TrainingState, find_checkpoint
+from polyxla_training.storage.shared_directory import check_shared
 
 
 def run(replica: Replica, call: Call) -> Outcome:
@@ -75,7 +77,15 @@ class TrainingLoop:
         self.data.release()
 
     def set_up(self) -> None:
-        """Prepare the data, complete the module, read the checkpoint, and move the module to the device."""
+        """Prepare the data, complete the module, read the checkpoint, and move the module to the device.
+
+        Raises:
+            UsageError: the hosts do not share the directory of the checkpoints.
+        """
+        if self.call.stage == "fit" and self.options.checkpoint_dir is not None:
+            # First of all: preparing the data may take long.
+            directory = self.options.checkpoint_dir
+            check_shared(self.replica, directory, f"checkpoint_dir={os.fspath(directory)!r}")
         self.adapter.lend_replica(self.replica)
         self.adapter.refuse_callbacks()
         self.data.prepare()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import socket
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from polyxla_training.checkpoint.shards.manifest import Chunk, DividedTensor, Ma
 from polyxla_training.checkpoint.shards.new_directory import NewDirectory
 from polyxla_training.checkpoint.state_codec import EncodedState, encode_state
 from polyxla_training.storage.location import Location
+from polyxla_training.storage.shared_directory import appears
 
 
 def write_shards(state: EncodedState, path: Location) -> bool:
@@ -107,12 +110,17 @@ class _ShardWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this replica's file, durably."""
+        """Write this replica's file, durably.
+
+        Raises:
+            CheckpointError: it cannot be written, or this host does not share the directory.
+        """
         done: Future[list[WriteResult]] = Future()
         if not plan.items:
             done.set_result([])
             return done
         path: Location = plan.storage_data
+        _check_directory(path)
         tensors = {one.index.fqn: planner.resolve_data(one) for one in plan.items}
         write_safetensors(encode_state(tensors), path)
         stored = (path.name, file_checksum(path))
@@ -137,6 +145,18 @@ class _ShardWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003
         """Return False: this writer is made for one place, and found by no id."""
         return False
+
+
+def _check_directory(file: Location) -> None:
+    """Check that this replica sees the directory that ordinal 0 has made. An object store has none."""
+    if isinstance(file, Path) and not appears(file.parent):
+        raise CheckpointError(
+            f"{socket.gethostname()} does not see the directory {str(file.parent)!r} that ordinal 0 has made: "
+            "the hosts do not share it",
+            where="save",
+            fix="Save to a file system that all hosts share, or to a URL such as gs://bucket/run, and give all "
+            "hosts the same path.",
+        )
 
 
 def _described(
