@@ -100,3 +100,18 @@ def test_the_launcher_says_which_replica_of_which_host_the_others_wait_for(
     assert done.returncode == 1
     [error] = re.findall(r"^\[w\d\] polyxla\.errors\.\w+Error: (.*)", done.stderr, re.MULTILINE)
     assert re.search(account, error), error
+
+
+def test_hosts_that_share_the_directory_of_the_checkpoints_train_and_others_do_not(
+    run_pod: RunPod, tmp_path: Path
+) -> None:
+    program = str(PROGRAMS / "train_in_directory_of_host.py")
+    done = run_pod(program, str(tmp_path / "shared"))
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (tmp_path / "shared").iterdir()] == ["step-00000002.safetensors"]
+    done = run_pod(program, str(tmp_path / "own{host}"))
+    assert done.returncode != 0
+    assert re.search(r"UsageError: host 1 \(.+\) did not see within 35 s the file that host 0 ", done.stderr)
+    assert "the hosts do not share the directory (from checkpoint_dir=" in done.stderr
+    assert list((tmp_path / "own0").iterdir()) == []
+    assert not (tmp_path / "own1").exists()

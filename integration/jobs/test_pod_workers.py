@@ -1,4 +1,4 @@
-"""`polyxla pod run --runtime xrt --workers`: two hosts in network namespaces, each with a real OpenSSH server."""
+"""`polyxla pod run --runtime xrt --workers` on two hosts in network namespaces, with real OpenSSH servers."""
 
 from __future__ import annotations
 
@@ -108,7 +108,8 @@ def pod(namespaces: list[Host], tmp_path: Path) -> Iterator[SshPod]:
 def test_digits_trains_on_two_workers_by_one_command(pod: SshPod) -> None:
     done = pod.finish(pod.start("--workers", "--", "python", "-m", "polyxla_examples.digits"))
     assert done.returncode == 0, done.stderr
-    found = re.findall(r"^\[(w\d)\] runtime xrt .* world_size 4 .* test_accuracy ([\d.]+) ", done.stdout, re.M)
+    result = re.compile(r"^\[(w\d)\] runtime xrt .* world_size 4 .* test_accuracy ([\d.]+) ", re.MULTILINE)
+    found = result.findall(done.stdout)
     assert sorted(host for host, _ in found) == ["w0", "w1"]
     assert all(float(accuracy) >= 0.97 for _, accuracy in found)
     assert pod.processes() == set()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ import torch
 import polyxla
 from polyxla import UsageError
 from polyxla_training import Trainer
-from polyxla_training.storage import location, shared_directory
-from polyxla_training.storage.location import Location
+from polyxla_training.storage import shared_directory
+from polyxla_training.storage.location import locate
 from polyxla_training.storage.shared_directory import check_shared
 
 HOST = re.escape(socket.gethostname())
@@ -24,7 +25,7 @@ TWO_HOSTS = "0,1;2,3"
 
 @pytest.fixture(autouse=True)
 def _hosts(fake_replicas: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four replicas on two hosts. They share this process, so hosts differ in the paths that they are given."""
+    """Four replicas on two hosts. They share this process: hosts differ in the paths that they are given."""
     monkeypatch.setenv("FAKE_NUMBERING", TWO_HOSTS)
     monkeypatch.setattr(shared_directory, "SEEN_S", 0.3)
 
@@ -55,10 +56,10 @@ def test_a_host_with_another_directory_is_an_error_in_all(monkeypatch: pytest.Mo
         for error in _check(["host0"] * 2 + ["host1"] * 2):
             name = f"host{host}"
             assert re.fullmatch(
-                rf"host 1 \({HOST}\) did not see a file in '{name}' within 0\.3 s that host 0 \({HOST}\) has "
-                rf"written there: the hosts do not share the directory \(from checkpoint_dir\)\. Write "
-                rf"checkpoints to a file system that all hosts share, or to a URL such as gs://bucket/run, and "
-                rf"give all hosts the same path\.",
+                rf"host 1 \({HOST}\) did not see within 0\.3 s the file that host 0 \({HOST}\) has written "
+                rf"to '{name}': the hosts do not share the directory \(from checkpoint_dir\)\. Write "
+                r"checkpoints to a file system that all hosts share, or to a URL such as gs://bucket/run, "
+                r"and give all hosts the same path\.",
                 str(error),
             )
     assert list(Path("host0").iterdir()) == []
@@ -98,11 +99,9 @@ def test_a_store_that_all_hosts_reach_is_shared_and_one_within_a_process_is_not(
     assert _check(["memory://shared/run"] * 4) == [None] * 2
     assert fsspec.filesystem("memory").find("/shared") == []
     # What another process would find in a memory of its own.
-    place: Callable[[str], Location] = location.locate
-    monkeypatch.setattr(
-        shared_directory, "locate", lambda url: place(f"{url}/{shared_directory.secrets.token_hex(4)}")
-    )
-    assert "memory://shared/run' within 0.3 s that host 0" in str(_check(["memory://shared/run"] * 4)[0])
+    numbers = itertools.count()
+    monkeypatch.setattr(shared_directory, "locate", lambda url: locate(f"{url}/{next(numbers)}"))
+    assert " has written to 'memory://shared/run': the hosts" in str(_check(["memory://shared/run"] * 4)[0])
 
 
 class _Net(torch.nn.Module):
@@ -111,7 +110,8 @@ class _Net(torch.nn.Module):
         self.layer = torch.nn.Linear(3, 1)
 
     def training_step(self, batch: torch.Tensor) -> torch.Tensor:
-        return self.layer(batch).square().mean()
+        outputs: torch.Tensor = self.layer(batch)
+        return outputs.square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)

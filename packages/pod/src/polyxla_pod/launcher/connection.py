@@ -150,7 +150,8 @@ class Connection:
             HostEndedError: the host or its worker ended first, or the worker was not ready in time.
         """
         ready = self._future("ready")
-        await asyncio.wait({ready, self.ended}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {ready, self.ended}
+        await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if not ready.done():
             # Without effect if it has ended.
             self.fail(self._of_worker(f"was not ready within {timeout_s:g} s"))

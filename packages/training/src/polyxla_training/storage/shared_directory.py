@@ -63,9 +63,9 @@ def check_shared(replica: Collectives, directory: str | os.PathLike[str], where:
     with _offered(replica, place) as own:
         offer: _Offer = replica.broadcast(own)
         if offer.problem:
+            host = _label(offer.host_index, offer.host)
             raise UsageError(
-                f"{str(directory)!r} cannot be written to on {_label(offer.host_index, offer.host)}: "
-                f"{offer.problem}",
+                f"{str(directory)!r} cannot be written to on {host}: {offer.problem}",
                 where=where,
                 fix="Name a directory that the first host may write to and all hosts share, or a URL such as "
                 "gs://bucket/run.",
@@ -122,9 +122,10 @@ def _not_shared(
 ) -> UsageError:
     more = f" and {len(missing) - MAX_NAMES} more" if len(missing) > MAX_NAMES else ""
     return UsageError(
-        f"{', '.join(missing[:MAX_NAMES])}{more} did not see a file in {str(directory)!r} within {SEEN_S:g} s "
-        f"that {_label(offer.host_index, offer.host)} has written there: the hosts do not share the directory",
+        f"{', '.join(missing[:MAX_NAMES])}{more} did not see within {SEEN_S:g} s the file that "
+        f"{_label(offer.host_index, offer.host)} has written to {str(directory)!r}: "
+        "the hosts do not share the directory",
         where=where,
-        fix="Write checkpoints to a file system that all hosts share, or to a URL such as gs://bucket/run, and "
-        "give all hosts the same path.",
+        fix="Write checkpoints to a file system that all hosts share, or to a URL such as gs://bucket/run, "
+        "and give all hosts the same path.",
     )

@@ -151,11 +151,11 @@ def _check_directory(file: Location) -> None:
     """Check that this replica sees the directory that ordinal 0 has made. An object store has none."""
     if isinstance(file, Path) and not appears(file.parent):
         raise CheckpointError(
-            f"{socket.gethostname()} does not see the directory {str(file.parent)!r} that ordinal 0 has made: "
-            "the hosts do not share it",
+            f"{socket.gethostname()} does not see the directory {str(file.parent)!r} that ordinal 0 has "
+            "made: the hosts do not share it",
             where="save",
-            fix="Save to a file system that all hosts share, or to a URL such as gs://bucket/run, and give all "
-            "hosts the same path.",
+            fix="Save to a file system that all hosts share, or to a URL such as gs://bucket/run, and give "
+            "all hosts the same path.",
         )
 
 
