@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -204,6 +205,17 @@ def test_a_retry_starts_all_hosts_again(ssh: Pod) -> None:
     assert done.returncode == 0, done.stderr
     assert [lines[-1] for lines in ssh.unfolded(done.stdout).values()] == ["again", "again"]
     assert "starting again in 1 s, retry 1 of 2" in done.stderr
+
+
+def test_the_attempts_before_a_signal_are_counted(ssh: Pod) -> None:
+    script = f"mkdir {ssh.directory}/mark && exit 9; echo $$ > {ssh.directory}/0.new; cd {ssh.directory}; "
+    script += "mv 0.new 0.pid; exec sleep 300"
+    process = ssh.start_run("one", "--retry", "1", "--json", "--", "sh", "-c", script)
+    ssh.pids(1)
+    process.send_signal(signal.SIGINT)
+    done = ssh.finish(process)
+    assert done.returncode == 128 + signal.SIGINT
+    assert json.loads(done.stdout)["attempts"] == 2
 
 
 def test_a_usage_error_is_not_retried(ssh: Pod) -> None:

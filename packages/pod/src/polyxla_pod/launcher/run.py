@@ -69,6 +69,8 @@ class Run:
         self._screen, self._log = screen, log
         self._attempt: Attempt | None = None
         self._signal: signal.Signals | None = None
+        # Number of attempts that have begun.
+        self._count = 0
 
     def run(self) -> Result:
         """Run the job; return when it and all hosts have ended."""
@@ -91,11 +93,11 @@ class Run:
             return await task
         except asyncio.CancelledError:
             assert self._signal
-            return Result(128 + self._signal, (), 1)
+            return Result(128 + self._signal, (), self._count)
         except OSError:
             # What showed the output is gone, such as a terminal. Python would write the rest at its exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return Result(128 + signal.SIGPIPE, (), 1)
+            return Result(128 + signal.SIGPIPE, (), self._count)
 
     def _interrupt(self, number: signal.Signals, task: asyncio.Task[Result]) -> None:
         if self._signal is None:
@@ -107,20 +109,19 @@ class Run:
             self._attempt.kill()
 
     async def _try(self, file: Path | None) -> Result:
-        attempts = 0
         while True:
+            self._count += 1
             pipeline = Pipeline(self._states, self._screen, self._log)
             self._attempt = Attempt(self._job, self._engine, self._states, pipeline, file, self._report)
             failures = await self._attempt.run()
-            attempts += 1
-            result = Result(failures[0].exit_code if failures else 0, tuple(failures), attempts)
+            result = Result(failures[0].exit_code if failures else 0, tuple(failures), self._count)
             # The same input would be refused again; before the first start, so would the same hosts.
-            if not failures or result.exit_code == REFUSED or attempts > self._job.retry:
+            if not failures or result.exit_code == REFUSED or self._count > self._job.retry:
                 return result
             pause_s = PAUSE_S
             if result.exit_code == LOST:
                 pause_s += self._job.lost_after_s + self._job.grace_s
-            say(f"starting again in {pause_s:g} s, retry {attempts} of {self._job.retry}")
+            say(f"starting again in {pause_s:g} s, retry {self._count} of {self._job.retry}")
             await asyncio.sleep(pause_s)
 
     def _report(self, failures: Sequence[Failure]) -> None:
