@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
+from polyxla_bridge.engine.compiler import COMPILER
 from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.env import BridgeSettings, from_environ
 from polyxla_bridge.errors import PjrtError
@@ -171,7 +172,7 @@ def test_every_damaged_byte_is_detected(cached: bytes, data: st.DataObject) -> N
     flipped = cached[:where] + bytes([cached[where] ^ 1 << bit]) + cached[where + 1 :]
     for damaged in (flipped, cached[:where], cached + cached[:where] + b"\n"):
         with pytest.raises(PjrtError, match="this program cannot be loaded"):
-            program_file.unpack(damaged, 1)
+            program_file.unpack(damaged, 1, COMPILER)
 
 
 def test_hits_and_misses_are_counted_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

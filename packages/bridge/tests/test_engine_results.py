@@ -15,6 +15,7 @@ from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
 from polyxla_bridge.abi import Code
 from polyxla_bridge.engine import stall_watchdog
+from polyxla_bridge.engine.compiler import COMPILER
 from polyxla_bridge.engine.engine import Buffer
 from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.engine.memory_accounting import machine_bytes
@@ -258,7 +259,7 @@ def test_a_program_of_other_code_or_another_job_is_refused(
 ) -> None:
     executable = adding(engine)
     with pytest.raises(PjrtError, match="adding was made for 1 devices, and this job has 2"):
-        program_file.unpack(engine.serialize(executable), 2)
+        program_file.unpack(engine.serialize(executable), 2, COMPILER)
     monkeypatch.setattr(program_file, "code_digest", lambda: "0ld")
     old = engine.serialize(executable)
     monkeypatch.undo()

@@ -15,6 +15,7 @@ from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
 from polyxla_bridge.abi import Code
+from polyxla_bridge.engine.compiler import COMPILER
 from polyxla_bridge.engine.device_thread import DeviceThread
 from polyxla_bridge.engine.engine import Buffer
 from polyxla_bridge.engine.jax_engine import JaxEngine
@@ -300,4 +301,4 @@ def test_a_partitioned_program_can_be_serialised(engine: JaxEngine) -> None:
     results = engine.execute_partitioned(back, upload(engine))
     assert [download(engine, total) for total, _ in results] == [[28]] * 4
     with pytest.raises(PjrtError, match="parts was made for 4 devices, and this job has 1"):
-        program_file.unpack(engine.serialize(original), 1)
+        program_file.unpack(engine.serialize(original), 1, COMPILER)

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-import hashlib
-import threading
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 from jaxlib import _jax, xla_client
 
 from polyxla_bridge.abi import Code
+from polyxla_bridge.engine import numbering
 from polyxla_bridge.engine.clients import Clients, LoadedProgram
 from polyxla_bridge.engine.expansions import batch_norm, inlining, max_pool, scan
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs import arguments, cache, hlo, program_file, rewrite
-from polyxla_bridge.programs.compile_coordination import CompileCoordinator, Published
+from polyxla_bridge.programs.compile_coordination import CompileCoordinator
+from polyxla_bridge.programs.compile_once import CompileOnce
 from polyxla_bridge.programs.executable import ArrayType, Executable
 
 COMPILER_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": ""}
 """XLA options that replace XLA's defaults. With YNNPACK's kernels, a step of a small convnet took 1.2 times
 as long on 2 cores (jaxlib 0.10.2, ``nox -s bench -- replicas step``)."""
+COMPILER = f"jaxlib {version('jaxlib')}"
+"""What makes the programs, for their files."""
 
 
-class Compiler:
+class Compiler(CompileOnce):
     """Compiles and loads the programs of one process of a job. Any thread may call it.
 
     Args:
@@ -33,10 +35,6 @@ class Compiler:
         clients: jaxlib's, on which programs are loaded.
         coordinator: by which processes agree who compiles; None in a job of one replica.
         on_lookup: called for each program that this process needs, with whether the cache had it.
-
-    Attributes:
-        compiles: number of programs that this process compiled.
-        cache: the compilation cache, and its hits and misses.
     """
 
     def __init__(
@@ -46,83 +44,18 @@ class Compiler:
         coordinator: CompileCoordinator | None,
         on_lookup: Callable[[bool], None] | None,
     ) -> None:
-        self.compiles = 0
-        self.cache = cache.for_job(settings, COMPILER_OPTIONS, on_lookup)
+        kept = cache.for_job(settings, COMPILER_OPTIONS, on_lookup)
+        super().__init__(kept, coordinator if settings.processes > 1 else None)
         self._settings = settings
         self._clients = clients
-        self._coordinator = coordinator
-        self._compile_locks: dict[str, threading.Lock] = {}
-        self._compiled: WeakValueDictionary[str, Executable] = WeakValueDictionary()
-        self._compiling = 0
-        self._lock = threading.Lock()
 
-    @property
-    def is_compiling(self) -> bool:
-        """Whether a program is being compiled, or loaded."""
-        return self._compiling > 0
+    def is_serializable(self, executable: Executable) -> bool:
+        """Return whether jaxlib can serialise a program."""
+        serializable: bool = executable.native["program"].is_serializable
+        return serializable
 
-    def close(self) -> None:
-        """Forget all programs."""
-        self._compiled.clear()
-
-    def compile(self, hlo_module: bytes, options: bytes) -> Executable:
-        """Compile a program once for all replicas; different programs compile at the same time."""
-        fingerprint = hashlib.sha256(hlo_module + options).hexdigest()
-        with self._lock:
-            one_at_a_time = self._compile_locks.setdefault(fingerprint, threading.Lock())
-        with one_at_a_time:
-            executable = self._compiled.get(fingerprint)
-            if executable is None:
-                executable = self._compile_or_wait(fingerprint, hlo_module, options)
-                self._compiled[fingerprint] = executable
-            return executable
-
-    def _compile_or_wait(self, fingerprint: str, hlo_module: bytes, options: bytes) -> Executable:
-        coordinator = self._coordinator if self._settings.processes > 1 else None
-        if coordinator is None:
-            return self._load_or_compile(fingerprint, hlo_module, options)[0]
-        if not coordinator.claim(fingerprint):
-            published = coordinator.wait(fingerprint)
-            if published and published.data:
-                executable = self.deserialize(published.data)
-                # Processes may have separate cache directories, and another one may claim it in the next job.
-                self.cache.save(fingerprint, lambda: published.data, is_replaced=False)
-                self.cache.count(is_hit=published.is_hit)
-                return executable
-            # The heartbeat of the process that claimed it stopped, or the program cannot be sent. Compiling
-            # twice is better than never.
-            return self._load_or_compile(fingerprint, hlo_module, options)[0]
-        try:
-            executable, is_hit = self._load_or_compile(fingerprint, hlo_module, options)
-            data = self.serialize(executable) if executable.native["program"].is_serializable else b""
-            coordinator.publish(fingerprint, Published(data, is_hit))
-        except BaseException as error:
-            coordinator.fail(fingerprint, error)
-            raise
-        return executable
-
-    def _load_or_compile(
-        self, fingerprint: str, hlo_module: bytes, options: bytes
-    ) -> tuple[Executable, bool]:
-        """Load the program from the cache or compile it; return it and whether it was cached."""
-        with self._lock:
-            self._compiling += 1
-        try:
-            cached = self.cache.load(fingerprint, self.deserialize)
-            self.cache.count(is_hit=cached is not None)
-            if cached is not None:
-                return cached, True
-            compiled = self._compile(fingerprint, hlo_module, options)
-            if compiled.native["program"].is_serializable:
-                self.cache.save(fingerprint, lambda: self.serialize(compiled))
-            return compiled, False
-        finally:
-            with self._lock:
-                self._compiling -= 1
-
-    def _compile(self, fingerprint: str, hlo_module: bytes, options: bytes) -> Executable:
-        with self._lock:
-            self.compiles += 1
+    def compile_new(self, fingerprint: str, hlo_module: bytes, options: bytes) -> Executable:
+        """Compile a program for all replicas, and load it on the first."""
         # Called for their errors: dynamic shapes and kernels must be refused before the compilation.
         hlo.results(hlo_module)
         hlo.check_kernels(hlo_module)
@@ -184,26 +117,9 @@ class Compiler:
         return executable
 
     def _order(self, options: Any) -> list[int]:
-        """Return a program's devices, in the order of its own numbers of replicas and partitions.
-
-        JAX and TorchTPU compile for one device, too. For a group of every other device, TorchTPU numbers them
-        so that the group's are next to each other.
-
-        Raises:
-            PjrtError: the program is for another number of devices.
-        """
         assignment = options.device_assignment
         numbers = hlo.assigned_devices(assignment.serialize()) if assignment is not None else ()
-        if not numbers:
-            return list(range(self._settings.replicas))
-        is_one_here = len(numbers) == 1 and numbers[0] in self._clients.local
-        if len(numbers) != self._settings.replicas and not is_one_here:
-            raise PjrtError(
-                Code.UNIMPLEMENTED,
-                f"a program for the devices {list(numbers)} is not supported, only for one device of this "
-                f"process or for all {self._settings.replicas}",
-            )
-        return list(numbers)
+        return numbering.in_program(numbers, self._settings.replicas, self._clients.local)
 
     def _first(self, device: int | None) -> int:
         """Return the local replica on which a program is loaded first."""
@@ -227,11 +143,11 @@ class Compiler:
 
     def serialize(self, executable: Executable) -> bytes:
         """Return the program in jaxlib's format, with a header for what that format lacks."""
-        return program_file.pack(executable, executable.native["program"].data())
+        return program_file.pack(executable, executable.native["program"].data(), COMPILER)
 
     def deserialize(self, data: bytes) -> Executable:
         """Load what `serialize` returned, in any process of a job with as many devices."""
-        unpacked = program_file.unpack(data, self._settings.replicas)
+        unpacked = program_file.unpack(data, self._settings.replicas, COMPILER)
         program = LoadedProgram(self._clients, unpacked.executable.num_partitions, {}, unpacked.native)
         try:
             program.on(self._first(unpacked.executable.device))

@@ -67,3 +67,29 @@ def by_coordinates(places: Mapping[int, Sequence[Coordinates]]) -> Shares:
 def _order(place: Coordinates) -> Coordinates:
     x, y, z, core = place
     return z, y, x, core
+
+
+def in_program(numbers: Sequence[int], replicas: int, local: Sequence[int]) -> list[int]:
+    """Return a program's devices, in the order of its own numbers of replicas and partitions.
+
+    JAX and TorchTPU compile for one device, too. For a group of every other device, TorchTPU numbers them
+    so that the group's are next to each other.
+
+    Args:
+        numbers: the devices that the program's options name; empty for all, in their order.
+        replicas: number of devices of the job.
+        local: this process's devices.
+
+    Raises:
+        PjrtError: the program is for another number of devices.
+    """
+    if not numbers:
+        return list(range(replicas))
+    is_one_here = len(numbers) == 1 and numbers[0] in local
+    if len(numbers) != replicas and not is_one_here:
+        raise PjrtError(
+            Code.UNIMPLEMENTED,
+            f"a program for the devices {list(numbers)} is not supported, only for one device of this "
+            f"process or for all {replicas}",
+        )
+    return list(numbers)

@@ -73,13 +73,20 @@ class Executable:
         """
         if arguments == self.parameters:
             return
-        count = len(self.parameters)
-        if len(arguments) != count:
-            raise PjrtError(
-                Code.INVALID_ARGUMENT, f"{self.name} takes {count} arguments, not {len(arguments)}"
-            )
-        number = next(n for n in range(count) if arguments[n] != self.parameters[n])
+        self.check_count(len(arguments))
+        number = next(n for n, one in enumerate(arguments) if one != self.parameters[n])
         raise PjrtError(
             Code.INVALID_ARGUMENT,
             f"argument {number} of {self.name} must be {self.parameters[number]}, not {arguments[number]}",
         )
+
+    def check_count(self, count: int) -> None:
+        """Check the number of arguments on one device.
+
+        Raises:
+            PjrtError: the program takes another number.
+        """
+        if count != len(self.parameters):
+            raise PjrtError(
+                Code.INVALID_ARGUMENT, f"{self.name} takes {len(self.parameters)} arguments, not {count}"
+            )

@@ -1,6 +1,6 @@
-"""A compiled program as bytes: a header for what jaxlib's format lacks, then jaxlib's format.
+"""A compiled program as bytes: a header for what its compiler's format lacks, then that format.
 
-``magic, length of the header, header (JSON), optimised HLO, jaxlib's bytes, SHA-256 of everything before``.
+``magic, length of the header, header (JSON), optimised HLO, the compiler's bytes, SHA-256 of all before``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import hashlib
 import json
 import struct
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ class UnpackedProgram:
 
     Attributes:
         executable: the program, without the engine's objects.
-        native: the program in jaxlib's format.
+        native: the program in its compiler's format.
     """
 
     executable: Executable
@@ -49,11 +48,17 @@ def code_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def pack(executable: Executable, native: bytes) -> bytes:
-    """Return a program as bytes that `unpack` of the same code reads."""
+def pack(executable: Executable, native: bytes, compiler: str) -> bytes:
+    """Return a program as bytes that `unpack` of the same code reads.
+
+    Args:
+        executable: the program.
+        native: it, in its compiler's format.
+        compiler: name and version.
+    """
     header = {
         "code": code_digest(),
-        "jaxlib": version("jaxlib"),
+        "compiler": compiler,
         "name": executable.name,
         "outputs": [(one.dtype, one.dims) for one in executable.outputs],
         "num_replicas": executable.num_replicas,
@@ -69,12 +74,13 @@ def pack(executable: Executable, native: bytes) -> bytes:
     return whole + hashlib.sha256(whole).digest()
 
 
-def unpack(data: bytes, num_devices: int) -> UnpackedProgram:
+def unpack(data: bytes, num_devices: int, compiler: str) -> UnpackedProgram:
     """Read what `pack` returned.
 
     Args:
         data: the bytes.
         num_devices: number of devices in this job; the program must be compiled for as many.
+        compiler: name and version of the one that must have made the program.
 
     Raises:
         PjrtError: the bytes are not such a program, are damaged, or are of other code or another job.
@@ -87,7 +93,7 @@ def unpack(data: bytes, num_devices: int) -> UnpackedProgram:
     start = len(_MAGIC) + _LENGTH.size
     (length,) = _LENGTH.unpack(whole[len(_MAGIC) : start])
     header = json.loads(bytes(whole[start : start + length]))
-    _check(header, num_devices)
+    _check(header, num_devices, compiler)
     middle = start + length + header["optimized_hlo_bytes"]
     executable = Executable(
         name=header["name"],
@@ -103,9 +109,9 @@ def unpack(data: bytes, num_devices: int) -> UnpackedProgram:
     return UnpackedProgram(executable, bytes(whole[middle:]))
 
 
-def _check(header: dict[str, Any], num_devices: int) -> None:
+def _check(header: dict[str, Any], num_devices: int, compiler: str) -> None:
     name = header.get("name", "unnamed")
-    expected = {"code": code_digest(), "jaxlib": version("jaxlib")}
+    expected = {"code": code_digest(), "compiler": compiler}
     for key, value in expected.items():
         if header[key] != value:
             raise _refused(f"{name} was made with {key} {header[key]}, and this is {key} {value}")
