@@ -102,6 +102,21 @@ ExecuteOptions = _struct(
 )
 """``PJRT_ExecuteOptions``."""
 
+_EXECUTE_OPTIONS: dict[int, type[Structure]] = {0: ExecuteOptions}
+for _minor, _added in ((76, "call_location:p"), (78, "num_tasks:n task_ids:p incarnation_ids:p")):
+    _longest = [*_EXECUTE_OPTIONS.values()][-1]
+    _EXECUTE_OPTIONS[_minor] = type("ExecuteOptions", (_longest,), {"_fields_": _fields(_added)})
+
+
+def execute_options(minor: int) -> type[Structure]:
+    """Return ``PJRT_ExecuteOptions`` as a plugin of API version 0.`minor` reads it: it refuses a shorter one.
+
+    Source: xla/pjrt/c/CHANGELOG.md. Version 0.97 appended ``multi_slice_config`` and still accepts the struct
+    without it: the plugin of lammps-jax-pjrt-cpu 0.11.2, 0.115, asks for 112 bytes.
+    """
+    return _EXECUTE_OPTIONS[max(since for since in _EXECUTE_OPTIONS if since <= minor)]
+
+
 ApiVersion = _struct("ApiVersion", "major_version:i minor_version:i")
 """``PJRT_Api_Version``."""
 
@@ -432,6 +447,12 @@ DTYPES = (
     "float4_e2m1fn",
 )
 """numpy's (and ml_dtypes') names in the order of ``PJRT_Buffer_Type``."""
+
+
+class HostBuffer:
+    """``PJRT_HostBufferSemantics``, as far as the bridge uses it."""
+
+    IMMUTABLE_ONLY_DURING_CALL = 0
 
 
 class Code:

@@ -1,0 +1,139 @@
+"""Arrays on a device, and their way to and from the host."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from typing import Any
+
+from polyxla_bridge import abi
+from polyxla_bridge.abi import DTYPES, HostBuffer, MemoryLayout, Tiled
+from polyxla_bridge.plugin_client.client import PluginClient, PluginDevice
+from polyxla_bridge.plugin_client.events import Event
+
+TILED = 0
+"""``PJRT_Buffer_MemoryLayout_Type_Tiled``."""
+
+
+class DeviceArray:
+    """An array on a device, which is destroyed with this object. It may not be computed yet.
+
+    Args:
+        client: of the device.
+        handle: the PJRT_Buffer.
+        size: its size on the host, dense, in bytes.
+    """
+
+    __slots__ = ("__weakref__", "_client", "handle", "size")
+
+    def __init__(self, client: PluginClient, handle: int, size: int) -> None:
+        self._client = client
+        self.handle = handle
+        self.size = size
+        client.own("Buffer_Destroy", handle)
+
+    def __del__(self) -> None:
+        self._client.destroy("Buffer_Destroy", self.handle)
+
+    def on_device_size_in_bytes(self) -> int:
+        """Return the size on the device, as far as it is known without asking."""
+        return self.size
+
+    def ready(self) -> Event:
+        """Return the event of its computation."""
+        found = self._client.plugin.call("Buffer_ReadyEvent", buffer=self.handle)
+        return Event(self._client.plugin, found.event)
+
+    def address(self) -> int:
+        """Return where the bytes are in this process's memory, once they are computed."""
+        found: int = self._client.plugin.call("Buffer_UnsafePointer", buffer=self.handle).buffer_pointer
+        return found
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether the bytes are in the host's memory."""
+        found: bool = self._client.plugin.call("Buffer_IsOnCpu", buffer=self.handle).is_on_cpu
+        return found
+
+    def copy(self, device: PluginDevice) -> DeviceArray:
+        """Start to copy to another device of the client."""
+        made = self._client.plugin.call(
+            "Buffer_CopyToDevice", buffer=self.handle, dst_device=device.handle
+        ).dst_buffer
+        return DeviceArray(self._client, made, self.size)
+
+    def read(self, rank: int) -> tuple[memoryview, Event]:
+        """Start to read the array, dense and row-major.
+
+        Later programs may reuse its memory: the read comes first.
+
+        Args:
+            rank: number of dimensions.
+
+        Returns:
+            The host's memory, and the event after which it has the bytes.
+        """
+        memory = bytearray(self.size)
+        view = memoryview(memory)
+        if not memory:
+            return view, self.ready()
+        layout = _row_major(rank)
+        found = self._client.plugin.call(
+            "Buffer_ToHostBuffer",
+            src=self.handle,
+            # A device's own order of the elements may be another one.
+            host_layout=ctypes.addressof(layout),
+            dst=ctypes.addressof((ctypes.c_char * self.size).from_buffer(memory)),
+            dst_size=self.size,
+        )
+        return view, Event(self._client.plugin, found.event)
+
+
+@functools.cache
+def _row_major(rank: int) -> Any:
+    order = (ctypes.c_int64 * max(rank, 1))(*range(rank - 1, -1, -1))
+    tiled = Tiled(
+        struct_size=ctypes.sizeof(Tiled),
+        minor_to_major=ctypes.addressof(order),
+        minor_to_major_size=rank,
+    )
+    layout = MemoryLayout(struct_size=ctypes.sizeof(MemoryLayout), type=TILED)
+    layout.layout.tiled = tiled
+    # It lives as long as the layout, which has only its address.
+    layout.order = order
+    return layout
+
+
+def put(
+    client: PluginClient, device: PluginDevice, dtype: str, dims: tuple[int, ...], data: memoryview
+) -> DeviceArray:
+    """Copy dense row-major bytes to a device; the caller may reuse `data` after the call."""
+    sizes = (ctypes.c_int64 * max(len(dims), 1))(*dims)
+    size = math.prod(dims) * abi.width(dtype)
+    made = client.plugin.call(
+        "Client_BufferFromHostBuffer",
+        client=client.handle,
+        data=_address(data),
+        type=DTYPES.index(dtype),
+        dims=ctypes.addressof(sizes),
+        num_dims=len(dims),
+        host_buffer_semantics=HostBuffer.IMMUTABLE_ONLY_DURING_CALL,
+        device=device.handle,
+    )
+    # The bytes were copied during the call, also if they are still on their way to the device.
+    Event(client.plugin, made.done_with_host_buffer).drop()
+    return DeviceArray(client, made.buffer, size)
+
+
+def _address(data: memoryview) -> int:
+    if not data.nbytes:
+        # A valid address, which is never read.
+        return ctypes.addressof(_NOTHING)
+    if data.readonly:
+        # ctypes takes no address of read-only memory.
+        return _address(memoryview(bytearray(data)))
+    return ctypes.addressof(ctypes.c_char.from_buffer(data))
+
+
+_NOTHING = ctypes.c_int64()

@@ -1,0 +1,141 @@
+"""A PJRT plugin: a library with a function table, and calls of its functions."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from polyxla_bridge import abi
+from polyxla_bridge.abi import Code
+from polyxla_bridge.errors import PjrtError
+from polyxla_bridge.plugin_client.memory import read_text, read_values
+
+Function = Callable[[Any], int | None]
+"""A function of the table: takes its argument struct, and returns an error or none."""
+
+OLDEST_MINOR = abi.MINOR
+"""The oldest API version that is supported, as its minor number; the argument structs are of this one.
+
+Later versions add functions at the end of the table, and fields at the end of structs. Of the structs that
+are used here, they refuse a shorter one of `abi.execute_options` only. Tried with lammps-jax-pjrt-cpu 0.11.2
+(0.115).
+"""
+
+_loaded: dict[Path, Plugin] = {}
+_loading = threading.Lock()
+
+
+class Plugin:
+    """A loaded plugin. Any thread may call its functions. Use `load`: a process initializes a plugin once.
+
+    Args:
+        path: the library's.
+
+    Attributes:
+        path: the library's.
+        minor: the API version that the plugin implements is 0.`minor`.
+
+    Raises:
+        PjrtError: the library cannot be loaded, is no plugin, or is of an API version that is not supported.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._functions: dict[str, Function] = {}
+        try:
+            get_api = ctypes.CDLL(str(path)).GetPjrtApi
+        except (OSError, AttributeError) as error:
+            raise PjrtError(
+                Code.NOT_FOUND, f"{path} cannot be used as a PJRT plugin, a library with GetPjrtApi: {error}"
+            ) from error
+        get_api.restype = ctypes.c_void_p
+        address = get_api()
+        if not address:
+            raise PjrtError(Code.NOT_FOUND, f"{path} has no PJRT functions for this process")
+        self._api = abi.Api.from_address(address)
+        version = self._api.pjrt_api_version
+        self.minor = version.minor_version
+        if version.major_version != abi.MAJOR or self.minor < OLDEST_MINOR:
+            raise PjrtError(
+                Code.UNIMPLEMENTED,
+                f"{path} speaks version {version.major_version}.{self.minor} of PJRT's API, and versions "
+                f"{abi.MAJOR}.{OLDEST_MINOR} and later are supported: install a newer plugin",
+            )
+        self.call("Plugin_Initialize")
+
+    @cached_property
+    def attributes(self) -> dict[str, Any]:
+        """What the plugin says of itself, such as the StableHLO version that it reads."""
+        found = self.call("Plugin_Attributes")
+        return read_values(found.attributes, found.num_attributes)
+
+    def has(self, name: str) -> bool:
+        """Return whether the plugin has a function."""
+        end = getattr(abi.Api, name).offset + ctypes.sizeof(ctypes.c_void_p)
+        return end <= self._api.struct_size and bool(getattr(self._api, name))
+
+    def function(self, name: str) -> Function:
+        """Return a function of the table. It does not hold the GIL; pass its error to `check`.
+
+        Args:
+            name: one of `abi.FUNCTIONS`.
+
+        Raises:
+            PjrtError: the plugin does not have it.
+        """
+        if name not in self._functions:
+            if not self.has(name):
+                raise PjrtError(
+                    Code.UNIMPLEMENTED,
+                    f"the plugin {self.path}, of API version {abi.MAJOR}.{self.minor}, lacks PJRT_{name}",
+                )
+            self._functions[name] = abi.CALLBACKS[name](getattr(self._api, name))
+        return self._functions[name]
+
+    def call(self, name: str, **fields: Any) -> Any:
+        """Call a function.
+
+        Args:
+            name: one of `abi.FUNCTIONS`.
+            fields: of its argument struct.
+
+        Returns:
+            The struct, in which the function has written its results.
+
+        Raises:
+            PjrtError: the function failed, or does not exist.
+        """
+        arguments = abi.ARGS[name](struct_size=ctypes.sizeof(abi.ARGS[name]), **fields)
+        self.check(self.function(name)(arguments))
+        return arguments
+
+    def check(self, error: int | None) -> None:
+        """Raise the error that a function returned, if it returned one.
+
+        Raises:
+            PjrtError: with the plugin's own code and words.
+        """
+        if not error:
+            return
+        code = self.call("Error_GetCode", error=error).code
+        text = self.call("Error_Message", error=error)
+        message = read_text(text.message, text.message_size)
+        self.call("Error_Destroy", error=error)
+        raise PjrtError(code, message)
+
+
+def load(path: Path) -> Plugin:
+    """Load a plugin, and initialize it if this process has not.
+
+    Raises:
+        PjrtError: as for `Plugin`.
+    """
+    path = path.resolve()
+    with _loading:
+        if path not in _loaded:
+            _loaded[path] = Plugin(path)
+        return _loaded[path]
