@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from polyxla_bridge.engine.engine import DeviceActivity
-from polyxla_bridge.engine.futures import complete
+from polyxla_bridge.engine.futures import Outcome, complete
 
 _Running = tuple[str | None, tuple[str, ...], frozenset[frozenset[int]], float]
 """The running program, its collectives, the groups that meet in them, and since when."""
@@ -25,13 +25,13 @@ class DeviceThread:
 
     def __init__(self, device: int) -> None:
         self._device = device
-        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Outcome, Callable[[], Any]] | None] = queue.SimpleQueue()
         # One tuple that is replaced, never changed: other threads read it without a lock.
         self._running: _Running = (None, (), frozenset(), time.monotonic())
         self._thread = threading.Thread(target=self._work, name=f"polyxla-device-{device}", daemon=True)
         self._thread.start()
 
-    def put(self, done: Future[Any], task: Callable[[], Any]) -> None:
+    def put(self, done: Outcome, task: Callable[[], Any]) -> None:
         """Queue a task; its result or error completes `done`."""
         self._tasks.put((done, task))
 

@@ -23,6 +23,16 @@ class FutureLike(Protocol):
         """Call `fn` with this future when it is done; at once if it is done already."""
 
 
+class Outcome(Protocol):
+    """The part of `concurrent.futures.Future` that a task completes."""
+
+    def set_result(self, result: Any, /) -> None:
+        """Complete it with a result."""
+
+    def set_exception(self, exception: BaseException, /) -> None:
+        """Complete it with an error."""
+
+
 class GroupedFuture:
     """One of several values that become available together, with one lock for the whole group.
 
@@ -41,6 +51,11 @@ class GroupedFuture:
     def set_value(self, value: Any) -> None:
         """Set the value. Call before `group` completes."""
         self._value = value
+
+    @property
+    def early_value(self) -> Any:
+        """The value if it is set, also before the group is done; else None."""
+        return self._value
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the group, and return this value."""
@@ -121,7 +136,7 @@ def completion_of(future: FutureLike) -> FutureLike:
     return future.group if isinstance(future, GroupedFuture) else future
 
 
-def complete(future: Future[Any], task: Callable[[], Any]) -> None:
+def complete(future: Outcome, task: Callable[[], Any]) -> None:
     """Run a task, and complete a future with its result or its error."""
     try:
         result = task()

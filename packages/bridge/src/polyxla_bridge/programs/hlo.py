@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from polyxla_bridge.abi import Code, width
 from polyxla_bridge.errors import PjrtError
@@ -193,14 +194,23 @@ def stacks(hlo: bytes) -> dict[str, list[tuple[str, int]]]:
 
 
 def donated(hlo: bytes) -> frozenset[int]:
-    """Return the indices of the parameters whose memory the results reuse."""
-    return frozenset(one.parameter_number for one in parse_module(hlo).input_output_alias.entries)
+    """Return the indices of the parameters whose memory a program takes, for its results or otherwise."""
+    module = parse_module(hlo)
+    taken: list[Any] = [*module.input_output_alias.entries, *module.buffer_donor.entries]
+    # torch_xla packs many parameters into a tuple.
+    return frozenset((*one.parameter_shape_index, one.parameter_number)[0] for one in taken)
 
 
 def collectives(hlo: bytes) -> tuple[str, ...]:
     """Return the kinds of collectives in a serialised HloModuleProto, each once."""
     found = {_kind(instruction) for instruction in _instructions(hlo)}
     return tuple(kind for kind in _COLLECTIVES if kind in found)
+
+
+def depends_on_replicas(hlo: bytes) -> bool:
+    """Return whether the replica that runs a program, or others, make a difference to its results."""
+    found = {_kind(instruction) for instruction in _instructions(hlo)}
+    return bool(found & {*_COLLECTIVES, "replica-id", "partition-id", "send", "recv"})
 
 
 def groups(hlo: bytes) -> frozenset[frozenset[int]]:

@@ -229,15 +229,19 @@ class HloModuleProto(_message.Message):
     def __init__(self, name: _Optional[str] = ..., computations: _Optional[_Iterable[_Union[HloComputationProto, _Mapping]]] = ..., host_program_shape: _Optional[_Union[ProgramShapeProto, _Mapping]] = ..., entry_computation_id: _Optional[int] = ..., input_output_alias: _Optional[_Union[HloInputOutputAliasProto, _Mapping]] = ..., stack_frame_index: _Optional[_Union[StackFrameIndexProto, _Mapping]] = ..., buffer_donor: _Optional[_Union[HloBufferDonorProto, _Mapping]] = ...) -> None: ...
 
 class DeviceAssignmentProto(_message.Message):
-    __slots__ = ("computation_devices",)
+    __slots__ = ("replica_count", "computation_count", "computation_devices")
     class ComputationDevice(_message.Message):
         __slots__ = ("replica_device_ids",)
         REPLICA_DEVICE_IDS_FIELD_NUMBER: _ClassVar[int]
         replica_device_ids: _containers.RepeatedScalarFieldContainer[int]
         def __init__(self, replica_device_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    REPLICA_COUNT_FIELD_NUMBER: _ClassVar[int]
+    COMPUTATION_COUNT_FIELD_NUMBER: _ClassVar[int]
     COMPUTATION_DEVICES_FIELD_NUMBER: _ClassVar[int]
+    replica_count: int
+    computation_count: int
     computation_devices: _containers.RepeatedCompositeFieldContainer[DeviceAssignmentProto.ComputationDevice]
-    def __init__(self, computation_devices: _Optional[_Iterable[_Union[DeviceAssignmentProto.ComputationDevice, _Mapping]]] = ...) -> None: ...
+    def __init__(self, replica_count: _Optional[int] = ..., computation_count: _Optional[int] = ..., computation_devices: _Optional[_Iterable[_Union[DeviceAssignmentProto.ComputationDevice, _Mapping]]] = ...) -> None: ...
 
 class HloModuleConfigProto(_message.Message):
     __slots__ = ("entry_computation_layout",)
@@ -252,3 +256,27 @@ class HloModuleProtoWithConfig(_message.Message):
     hlo_module: HloModuleProto
     config: HloModuleConfigProto
     def __init__(self, hlo_module: _Optional[_Union[HloModuleProto, _Mapping]] = ..., config: _Optional[_Union[HloModuleConfigProto, _Mapping]] = ...) -> None: ...
+
+class ExecutableBuildOptionsProto(_message.Message):
+    __slots__ = ("device_ordinal", "num_replicas", "num_partitions", "use_spmd_partitioning", "device_assignment")
+    DEVICE_ORDINAL_FIELD_NUMBER: _ClassVar[int]
+    NUM_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    USE_SPMD_PARTITIONING_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
+    device_ordinal: int
+    num_replicas: int
+    num_partitions: int
+    use_spmd_partitioning: bool
+    device_assignment: DeviceAssignmentProto
+    def __init__(self, device_ordinal: _Optional[int] = ..., num_replicas: _Optional[int] = ..., num_partitions: _Optional[int] = ..., use_spmd_partitioning: bool = ..., device_assignment: _Optional[_Union[DeviceAssignmentProto, _Mapping]] = ...) -> None: ...
+
+class CompileOptionsProto(_message.Message):
+    __slots__ = ("parameter_is_tupled_arguments", "executable_build_options", "compile_portable_executable")
+    PARAMETER_IS_TUPLED_ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
+    EXECUTABLE_BUILD_OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    COMPILE_PORTABLE_EXECUTABLE_FIELD_NUMBER: _ClassVar[int]
+    parameter_is_tupled_arguments: bool
+    executable_build_options: ExecutableBuildOptionsProto
+    compile_portable_executable: bool
+    def __init__(self, parameter_is_tupled_arguments: bool = ..., executable_build_options: _Optional[_Union[ExecutableBuildOptionsProto, _Mapping]] = ..., compile_portable_executable: bool = ...) -> None: ...

@@ -1,0 +1,404 @@
+"""`PjrtEngine`: an engine on any PJRT plugin."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+from polyxla_bridge.abi import Code
+from polyxla_bridge.engine import memory_accounting
+from polyxla_bridge.engine.device_thread import DeviceThread
+from polyxla_bridge.engine.engine import Buffer, DeviceActivity, Engine, EngineDevice
+from polyxla_bridge.engine.futures import CompletedFuture, FutureLike, GroupedFuture, complete, set_values
+from polyxla_bridge.engine.plugin_engine.compiler import PluginCompiler, PluginProgram
+from polyxla_bridge.engine.plugin_engine.meeting import Meeting, Meetings, Part, Started
+from polyxla_bridge.env import BridgeSettings
+from polyxla_bridge.errors import PjrtError, keep_first
+from polyxla_bridge.plugin_client import buffers, plugin
+from polyxla_bridge.plugin_client.buffers import DeviceArray
+from polyxla_bridge.plugin_client.client import PluginClient, PluginDevice
+from polyxla_bridge.plugin_client.events import Event
+from polyxla_bridge.plugin_client.memory import Option
+from polyxla_bridge.programs import cache
+from polyxla_bridge.programs.executable import ArrayType, Executable
+
+_log = logging.getLogger("polyxla.bridge")
+FINISH_TIMEOUT_S = 60
+"""Longest wait of `PjrtEngine.close` for the queued work, in seconds."""
+
+
+class PjrtEngine(Engine):
+    """Replicas on the devices of a PJRT plugin.
+
+    Per device, one thread starts programs in the order of the calls, without waiting for them, and another
+    waits for their ends.
+
+    Args:
+        settings: of the job. The plugin decides how many replicas there are, and which of them are here.
+        library: the plugin's path.
+        options: the plugin's own options for its client.
+        on_lookup: called for each program that this process needs, with whether the compilation cache had it.
+
+    Raises:
+        PjrtError: the plugin cannot be loaded, refuses an option, or finds no devices.
+    """
+
+    def __init__(
+        self,
+        settings: BridgeSettings,
+        library: Path,
+        options: Mapping[str, Option] | None = None,
+        on_lookup: Callable[[bool], None] | None = None,
+    ) -> None:
+        self._client = PluginClient(plugin.load(library), options or {})
+        self.platform = self._client.platform.upper()
+        self.process_index = self._client.process_index
+        self.devices = tuple(_described(index, one) for index, one in enumerate(self._client.devices))
+        self._settings = dataclasses.replace(settings, replicas=len(self.devices), process=self.process_index)
+        local = [device.index for device in self.devices if device.is_local]
+        self._starting = {index: DeviceThread(index) for index in local}
+        self._ending = {index: DeviceThread(index) for index in local}
+        self._readers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="polyxla-read")
+        self._compiler = PluginCompiler(self._settings, self._client, on_lookup)
+        self._meetings = Meetings(local, self._start_on_all)
+        self._partitioned: Meeting | None = None
+        # Held while one execution is queued on several devices.
+        self._order = threading.Lock()
+        self._accounts = self._make_accounts(local)
+
+    def _make_accounts(self, local: Sequence[int]) -> dict[int, memory_accounting.MemoryAccount]:
+        """Return what counts the memory of each device, if the plugin does not."""
+        if self._client.memory_stats(self._client.devices[local[0]]) is not None:
+            return {}
+        each = memory_accounting.machine_bytes() // len(self.devices)
+        return {index: memory_accounting.MemoryAccount(each) for index in local}
+
+    @property
+    def compiles(self) -> int:
+        """Number of programs that this process compiled."""
+        return self._compiler.compiles
+
+    @property
+    def cache(self) -> cache.ProgramCache:
+        """The compilation cache, and its hits and misses."""
+        return self._compiler.cache
+
+    @property
+    def live_buffers(self) -> int:
+        """Number of the plugin's buffers that exist."""
+        return self._client.live_buffers
+
+    def compile(self, hlo: bytes, options: bytes) -> Executable:
+        """Compile a program once for all replicas; different programs compile at the same time."""
+        try:
+            return self._compiler.compile(hlo, options)
+        except Exception as error:
+            keep_first(error)
+            raise
+
+    def execute(
+        self,
+        executable: Executable,
+        device: EngineDevice,
+        arguments: Sequence[Buffer],
+        keep: frozenset[int] = frozenset(),
+    ) -> list[Buffer]:
+        """Queue one execution on the device's thread."""
+        if executable.num_partitions > 1:
+            raise PjrtError(
+                Code.UNIMPLEMENTED,
+                f"{executable.name} is partitioned (SPMD): one device alone cannot execute it",
+            )
+        program: PluginProgram = executable.native["program"]
+        meeting = self._meetings.next(device.index) if program.meets else None
+        return self._queue(executable, device, arguments, keep, meeting)
+
+    def execute_partitioned(
+        self,
+        executable: Executable,
+        arguments: Sequence[Sequence[Buffer]],
+        keep: frozenset[int] = frozenset(),
+    ) -> list[list[Buffer]]:
+        """Queue one execution on the thread of each local device.
+
+        Raises:
+            PjrtError: an argument is not the part of an array that the program was compiled for.
+        """
+        for row in arguments:
+            executable.check([one.type for one in row])
+        local = [device for device in self.devices if device.is_local]
+        meeting = Meeting([device.index for device in local], self._start_on_all)
+        # In the same order on each device: two programs that meet in different orders would wait forever.
+        with self._order:
+            return [
+                self._queue(executable, device, row, keep, meeting)
+                for device, row in zip(local, arguments, strict=True)
+            ]
+
+    def _queue(
+        self,
+        executable: Executable,
+        device: EngineDevice,
+        arguments: Sequence[Buffer],
+        keep: frozenset[int],
+        meeting: Meeting | None,
+    ) -> list[Buffer]:
+        program: PluginProgram = executable.native["program"]
+        done: Future[None] = Future()
+        results = [GroupedFuture(done) for _ in executable.outputs]
+        outputs = [Buffer(type_, device, one) for type_, one in zip(executable.outputs, results, strict=True)]
+        # Read now: `give_up` below replaces the values of donated arguments.
+        values = [argument.value for argument in arguments]
+
+        def start() -> None:
+            started = self._start(executable, device.index, values, keep, meeting)
+            set_values(results, started.results)
+            self._end(executable, device.index, started.end, done)
+
+        self._starting[device.index].put(_Start(done), start)
+        for number in program.donated - keep:
+            arguments[number].give_up("was donated to a program")
+        return outputs
+
+    def _start(
+        self,
+        executable: Executable,
+        index: int,
+        values: Sequence[FutureLike],
+        keep: frozenset[int],
+        meeting: Meeting | None,
+    ) -> Started:
+        """Start a program on the thread of its device."""
+        program: PluginProgram = executable.native["program"]
+        try:
+            executable.check_count(len(values))
+            arrays = [_array(value) for value in values]
+            self._starting[index].enter(executable.name, program.collectives, program.groups)
+            if meeting is None:
+                started = self._start_alone(program, index, arrays, keep)
+            else:
+                started = meeting.join(index, Part(executable, arrays, keep))
+        except BaseException as error:
+            keep_first(error)
+            if meeting is not None:
+                meeting.give_up(error)
+            raise
+        if account := self._accounts.get(index):
+            for number in program.donated - keep:
+                account.take(arrays[number])
+            account.add(list(started.results))
+        return started
+
+    def _start_alone(
+        self, program: PluginProgram, index: int, arrays: Sequence[DeviceArray], keep: frozenset[int]
+    ) -> Started:
+        device = self._client.devices[index]
+        ((results,), (end,)) = program.loaded.launch([arrays], program.sizes, keep, device)
+        return Started(results, end)
+
+    def _start_on_all(self, parts: dict[int, Part]) -> dict[int, Started]:
+        """Start a program on all local devices in one call."""
+        executable = next(iter(parts.values())).executable
+        program: PluginProgram = executable.native["program"]
+        # In the order of the program.
+        indices = {device.handle: index for index, device in enumerate(self._client.devices)}
+        order = [indices[handle] for handle in program.loaded.devices]
+        keep = frozenset().union(*(part.keep for part in parts.values()))
+        rows = [parts[index].arguments for index in order]
+        results, ends = program.loaded.launch(rows, program.sizes, keep, None)
+        return {index: Started(row, end) for index, row, end in zip(order, results, ends, strict=True)}
+
+    def _end(self, executable: Executable, index: int, end: Event, done: Future[None]) -> None:
+        """Complete `done` when a program has ended."""
+        # A short program on a CPU has often ended already, and needs no other thread.
+        if end.is_ready:
+            complete(done, end.wait)
+            return
+        thread, program = self._ending[index], executable.native["program"]
+
+        def wait_for_end() -> None:
+            thread.enter(executable.name, program.collectives, program.groups)
+            try:
+                end.wait()
+            except BaseException as error:
+                keep_first(error)
+                raise
+
+        thread.put(done, wait_for_end)
+
+    def from_host(self, device: EngineDevice, type_: ArrayType, data: memoryview) -> Buffer:
+        """Copy before returning, since the caller may reuse its memory."""
+        self._client.check_open()
+        array = buffers.put(self._client, self._client.devices[device.index], type_.dtype, type_.dims, data)
+        if account := self._accounts.get(device.index):
+            account.add([array])
+        return Buffer(type_, device, CompletedFuture(array))
+
+    def to_host(self, buffer: Buffer) -> Future[memoryview]:
+        """Read the buffer as soon as it is computed."""
+        done: Future[memoryview] = Future()
+        rank = len(buffer.type.dims)
+
+        def read(array: DeviceArray) -> None:
+            view, arrived = array.read(rank)
+
+            def take() -> memoryview:
+                arrived.wait()
+                return view
+
+            if arrived.is_ready:
+                complete(done, take)
+            else:
+                self._readers.submit(complete, done, take)
+
+        self._when_started(buffer, read, done)
+        return done
+
+    def _when_started(self, buffer: Buffer, follow: Callable[[DeviceArray], None], done: Future[Any]) -> None:
+        """Call `follow` with a buffer's array, before a later program can take its memory.
+
+        At once if the array exists, computed or not; else on the thread that is going to start its program.
+        An error goes to `done`.
+        """
+        value = buffer.value
+
+        def call() -> None:
+            try:
+                follow(_array(value))
+            except BaseException as error:
+                done.set_exception(error)
+
+        if isinstance(value, GroupedFuture) and value.early_value is None and not value.group.done():
+            self._starting[buffer.device.index].put(Future(), call)
+        else:
+            call()
+
+    def address(self, buffer: Buffer) -> int:
+        """Return the plugin's own address of the array.
+
+        Raises:
+            PjrtError: it is not in the host's memory.
+        """
+        array: DeviceArray = buffer.value.result()
+        if not array.is_on_cpu:
+            return super().address(buffer)
+        array.ready().wait()
+        return array.address()
+
+    def copy(self, buffer: Buffer, device: EngineDevice) -> Buffer:
+        """Copy from device to device."""
+        copied: Future[Any] = Future()
+
+        def start(array: DeviceArray) -> None:
+            copy = array.copy(self._client.devices[device.index])
+            if account := self._accounts.get(device.index):
+                account.add([copy])
+            copied.set_result(copy)
+
+        self._when_started(buffer, start, copied)
+        return Buffer(buffer.type, device, copied)
+
+    def delete(self, buffer: Buffer) -> None:
+        """Release the array; executions that are already queued still use it."""
+        buffer.give_up("was deleted")
+
+    def serialize(self, executable: Executable) -> bytes:
+        """Return the program in the plugin's format, with a header for what that format lacks."""
+        return self._compiler.serialize(executable)
+
+    def deserialize(self, data: bytes) -> Executable:
+        """Load what `serialize` returned, in any process whose plugin is the same and has as many devices."""
+        return self._compiler.deserialize(data)
+
+    def memory_stats(self, device: EngineDevice) -> Mapping[str, int]:
+        """Return the plugin's counters, or the memory of the device's live arrays if it has none."""
+        if account := self._accounts.get(device.index):
+            return account.stats()
+        return self._client.memory_stats(self._client.devices[device.index]) or {}
+
+    def reset_memory_peak(self, device: EngineDevice) -> None:
+        """Begin the peak anew, if it is counted here."""
+        if device.index not in self._accounts:
+            super().reset_memory_peak(device)
+        self._accounts[device.index].reset_peak()
+
+    def activities(self) -> list[DeviceActivity]:
+        """Return what each local device is doing: the program that it waits to start, or that it is in."""
+        both = [(self._starting[index].activity, self._ending[index].activity) for index in self._starting]
+        return [ending if ending.program else starting for starting, ending in both]
+
+    def finish(self, timeout_s: float) -> bool:
+        """Wait for a marker task that is queued behind all other work of each device."""
+        for threads in (self._starting, self._ending):
+            markers = [thread.run(int) for thread in threads.values()]
+            if wait(markers, timeout_s).not_done:
+                return False
+        return True
+
+    def close(self) -> None:
+        """Finish the queued work, then destroy the plugin's programs, buffers and client, in this order.
+
+        Raises:
+            PjrtError: a program did not end in time; its device keeps running.
+        """
+        unfinished = not self.finish(FINISH_TIMEOUT_S)
+        self._meetings.give_up()
+        self._readers.shutdown(wait=not unfinished, cancel_futures=unfinished)
+        self._compiler.close()
+        for thread in (*self._starting.values(), *self._ending.values()):
+            thread.close(0 if unfinished else FINISH_TIMEOUT_S)
+        if unfinished:
+            where = "; ".join(str(one) for one in self.activities())
+            raise PjrtError(
+                Code.DEADLINE_EXCEEDED,
+                f"the engine was closed, but had not finished after {FINISH_TIMEOUT_S} s: {where}",
+            )
+        if self.cache.hits + self.cache.misses and self.process_index == 0:
+            _log.info("%s", self.cache)
+        self._client.close()
+
+
+class _Start:
+    """The outcome of a start, in the place of a future: only its error completes the results.
+
+    Args:
+        done: the results' future.
+    """
+
+    __slots__ = ("_done",)
+
+    def __init__(self, done: Future[None]) -> None:
+        self._done = done
+
+    def set_result(self, _: None) -> None:
+        """Do nothing: the results complete when the program ends."""
+
+    def set_exception(self, error: BaseException) -> None:
+        """Complete the results with an error."""
+        self._done.set_exception(error)
+
+
+def _array(value: FutureLike) -> DeviceArray:
+    """Return an array that a program may use, also if it is not computed yet.
+
+    Raises:
+        Exception: the array could not be made, or is deleted.
+    """
+    if isinstance(value, GroupedFuture) and value.early_value is not None:
+        started: DeviceArray = value.early_value
+        return started
+    array: DeviceArray = value.result()
+    return array
+
+
+def _described(index: int, device: PluginDevice) -> EngineDevice:
+    attributes = device.attributes
+    coords = attributes.get("coords")
+    place = (*coords, attributes.get("core_on_chip", 0)) if coords and len(coords) == 3 else None
+    cores = attributes.get("num_cores", 1)
+    return EngineDevice(index, device.process_index, device.is_local, device.kind, place, cores)

@@ -1,0 +1,1 @@
+"""The parts of `polyxla_bridge.engine.pjrt_engine.PjrtEngine`."""

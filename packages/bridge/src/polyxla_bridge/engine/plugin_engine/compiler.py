@@ -1,0 +1,174 @@
+"""Compiling with a PJRT plugin."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from polyxla_bridge import abi
+from polyxla_bridge.engine import numbering
+from polyxla_bridge.env import BridgeSettings
+from polyxla_bridge.plugin_client import programs
+from polyxla_bridge.plugin_client.client import PluginClient
+from polyxla_bridge.plugin_client.programs import LoadedProgram
+from polyxla_bridge.programs import cache, hlo, program_file
+from polyxla_bridge.programs.compile_once import CompileOnce
+from polyxla_bridge.programs.executable import ArrayType, Executable
+from polyxla_bridge.programs.hlo_pb2 import CompileOptionsProto, HloModuleProtoWithConfig
+
+CPU = "cpu"
+"""Platform name of XLA's CPU client as a plugin."""
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class PluginProgram:
+    """What `PjrtEngine` attaches to an executable, as ``native["program"]``.
+
+    Attributes:
+        loaded: the program on this process's devices.
+        options: its options, a serialised CompileOptionsProto with the engine's numbers of the devices.
+        sizes: size of each result on one device, in bytes.
+        donated: indices of the parameters whose memory the results reuse.
+        collectives: kinds of its collectives.
+        groups: groups of devices that meet in it.
+        meets: whether all devices of this process must start it together.
+    """
+
+    loaded: LoadedProgram
+    options: bytes
+    sizes: tuple[int, ...]
+    donated: frozenset[int]
+    collectives: tuple[str, ...]
+    groups: frozenset[frozenset[int]]
+    meets: bool
+
+
+class PluginCompiler(CompileOnce):
+    """Compiles and loads programs for the devices of a plugin's client. Any thread may call it.
+
+    Args:
+        settings: of the job.
+        client: the plugin's.
+        on_lookup: called for each program that this process needs, with whether the cache had it.
+    """
+
+    def __init__(
+        self, settings: BridgeSettings, client: PluginClient, on_lookup: Callable[[bool], None] | None
+    ) -> None:
+        self.name = f"{client.platform} ({client.platform_version}) API {abi.MAJOR}.{client.plugin.minor}"
+        super().__init__(cache.for_job(settings, {"plugin": self.name}, on_lookup), None)
+        self._client = client
+        self._local = [index for index, device in enumerate(client.devices) if device.is_local]
+        self._is_cpu = client.platform == CPU
+
+    def is_serializable(self, executable: Executable) -> bool:
+        """Return whether the plugin can serialise programs."""
+        functions = ("Executable_Serialize", "Executable_DeserializeAndLoad")
+        return all(map(self._client.plugin.has, functions))
+
+    def compile_new(self, fingerprint: str, hlo_module: bytes, options: bytes) -> Executable:
+        """Compile a program, and load it on this process's devices."""
+        # Called for its error: dynamic shapes are refused before the compilation.
+        hlo.results(hlo_module)
+        asked = CompileOptionsProto.FromString(options)
+        build = asked.executable_build_options
+        numbers = hlo.assigned_devices(build.device_assignment.SerializeToString())
+        order = numbering.in_program(numbers, len(self._client.devices), self._local)
+        partitions = max(1, build.num_partitions)
+        code = self._for_cpu(hlo_module, partitions, len(order)) if self._is_cpu else hlo_module
+        chosen = self._options(asked, order, is_portable=self._is_portable(code, partitions, order))
+        loaded = programs.compile_hlo(self._client, code, self._with_ids(chosen))
+        optimized = _optimized(loaded)
+        executable = Executable(
+            name=hlo.module_name(hlo_module),
+            outputs=tuple(ArrayType(dtype, dims) for dtype, dims in hlo.results(optimized)),
+            num_replicas=len(order) // partitions,
+            optimized_hlo=optimized,
+            code_size_bytes=loaded.code_size_bytes,
+            fingerprint=fingerprint,
+            num_partitions=partitions,
+            device=order[0] if len(order) < len(self._client.devices) else None,
+            order=tuple(order) if order != sorted(order) else (),
+        )
+        return self._attach(executable, loaded, chosen)
+
+    def _for_cpu(self, hlo_module: bytes, partitions: int, devices: int) -> bytes:
+        # Imported here, because only XLA's CPU compiler needs jax for it.
+        from polyxla_bridge.engine.plugin_engine import cpu_programs
+
+        return cpu_programs.rewritten(hlo_module, partitions, devices // partitions)
+
+    def _is_portable(self, code: bytes, partitions: int, order: Sequence[int]) -> bool:
+        """Return whether any single device may run a program, however many the job has.
+
+        XLA's CPU client starts a program for several devices on all of them, and would wait for those that
+        do not run it.
+        """
+        return self._is_cpu and partitions == 1 and len(order) > 1 and not hlo.depends_on_replicas(code)
+
+    def _options(self, asked: CompileOptionsProto, order: Sequence[int], *, is_portable: bool) -> bytes:
+        """Return a program's options with the engine's numbers of the devices."""
+        chosen = CompileOptionsProto()
+        chosen.CopyFrom(asked)
+        build = chosen.executable_build_options
+        build.num_partitions = partitions = max(1, build.num_partitions)
+        build.num_replicas = 1 if is_portable else len(order) // partitions
+        build.device_ordinal = -1
+        chosen.compile_portable_executable = is_portable
+        build.ClearField("device_assignment")
+        if not is_portable:
+            assignment = build.device_assignment
+            assignment.replica_count, assignment.computation_count = build.num_replicas, partitions
+            for partition in range(partitions):
+                start = partition * build.num_replicas
+                ids = order[start : start + build.num_replicas]
+                assignment.computation_devices.add(replica_device_ids=ids)
+        return chosen.SerializeToString()
+
+    def _with_ids(self, options: bytes) -> bytes:
+        """Return a program's options with the plugin's numbers of the devices."""
+        chosen = CompileOptionsProto.FromString(options)
+        for partition in chosen.executable_build_options.device_assignment.computation_devices:
+            numbers = partition.replica_device_ids
+            numbers[:] = [self._client.devices[index].id for index in numbers]
+        return chosen.SerializeToString()
+
+    def _attach(self, executable: Executable, loaded: LoadedProgram, options: bytes) -> Executable:
+        meets = executable.num_partitions > 1 or (self._is_cpu and len(loaded.devices) > 1)
+        executable.native["program"] = PluginProgram(
+            loaded=loaded,
+            options=options,
+            sizes=tuple(math.prod(one.dims) * abi.width(one.dtype) for one in executable.outputs),
+            donated=hlo.donated(executable.optimized_hlo),
+            collectives=hlo.collectives(executable.optimized_hlo),
+            groups=executable.groups(),
+            meets=meets,
+        )
+        return executable
+
+    def serialize(self, executable: Executable) -> bytes:
+        """Return the program in the plugin's format, with a header for what that format lacks."""
+        program: PluginProgram = executable.native["program"]
+        options = program.options
+        native = _LENGTH.pack(len(options)) + options + program.loaded.serialize()
+        return program_file.pack(executable, native, self.name)
+
+    def deserialize(self, data: bytes) -> Executable:
+        """Load what `serialize` returned, in any process whose plugin is the same and has as many devices."""
+        unpacked = program_file.unpack(data, len(self._client.devices), self.name)
+        (length,) = _LENGTH.unpack_from(unpacked.native)
+        end = _LENGTH.size + length
+        options = unpacked.native[_LENGTH.size : end]
+        loaded = programs.load(self._client, unpacked.native[end:], self._with_ids(options))
+        return self._attach(unpacked.executable, loaded, options)
+
+
+def _optimized(loaded: LoadedProgram) -> bytes:
+    """Return the optimised program, a serialised HloModuleProto."""
+    form, code = loaded.optimized()
+    if form != "hlo_with_config":
+        return code
+    return HloModuleProtoWithConfig.FromString(code).hlo_module.SerializeToString()

@@ -1,0 +1,23 @@
+"""Programs for XLA's CPU client behind a plugin. Importing this module imports jax."""
+
+from __future__ import annotations
+
+from polyxla_bridge.engine.expansions import batch_norm, inlining, max_pool, scan
+from polyxla_bridge.programs import hlo, rewrite
+
+
+def rewritten(module: bytes, partitions: int, replicas: int) -> bytes:
+    """Rewrite a serialised HloModuleProto as for jaxlib's CPU client.
+
+    Args:
+        module: the program.
+        partitions: number of devices that compute one replica together.
+        replicas: number of replicas.
+
+    Raises:
+        PjrtError: the program has kernels for TPU cores.
+    """
+    hlo.check_kernels(module)
+    if partitions > 1:
+        return inlining.replace(module, scan.choose, batch_norm.choose)
+    return rewrite.for_jaxlib(inlining.replace(module, scan.choose, max_pool.choose), replicas)

@@ -1,0 +1,131 @@
+"""One start of a program on several devices, which the devices' threads join."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from polyxla_bridge.abi import Code
+from polyxla_bridge.errors import PjrtError
+from polyxla_bridge.plugin_client.buffers import DeviceArray
+from polyxla_bridge.plugin_client.events import Event
+from polyxla_bridge.programs.executable import Executable
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one device adds.
+
+    Attributes:
+        executable: the program that it is to run.
+        arguments: the program's arguments.
+        keep: indices of arguments that must not be donated.
+    """
+
+    executable: Executable
+    arguments: Sequence[DeviceArray]
+    keep: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Started:
+    """What one device gets.
+
+    Attributes:
+        results: the program's, not computed yet.
+        end: the event of its end.
+    """
+
+    results: Sequence[DeviceArray]
+    end: Event
+
+
+Start = Callable[[dict[int, Part]], dict[int, Started]]
+"""Starts a program on all devices, by index of the device."""
+
+
+class Meeting:
+    """The devices' threads meet here; the last to come starts the program for all.
+
+    Args:
+        devices: indices of the devices.
+        start: called once, by one of the threads.
+    """
+
+    def __init__(self, devices: Sequence[int], start: Start) -> None:
+        self._start = start
+        self._missing = set(devices)
+        self._parts: dict[int, Part] = {}
+        self._started: dict[int, Started] = {}
+        self._error: BaseException | None = None
+        self._is_over = threading.Event()
+        self._lock = threading.Lock()
+
+    def join(self, device: int, part: Part) -> Started:
+        """Wait until all devices have come and the program has started; return this device's share.
+
+        How long the others take is for the watchdog to judge; `give_up` ends the wait.
+
+        Raises:
+            Exception: the program did not start, or another device called `give_up`.
+        """
+        with self._lock:
+            self._parts[device] = part
+            self._missing.discard(device)
+            is_last = not self._missing and not self._is_over.is_set()
+        if is_last:
+            try:
+                self._started = self._start(self._parts)
+            except BaseException as error:
+                self.give_up(error)
+            # Otherwise this object would keep the arguments alive as long as the results.
+            self._parts.clear()
+            self._is_over.set()
+        self._is_over.wait()
+        if self._error is not None:
+            raise self._error
+        return self._started.pop(device)
+
+    def give_up(self, error: BaseException) -> None:
+        """Raise an error in the threads that wait, and in those that are still to come."""
+        with self._lock:
+            if not self._is_over.is_set():
+                self._error = error
+                self._is_over.set()
+
+
+class Meetings:
+    """The meetings of devices whose threads each run a program by itself: the n-th of each meet.
+
+    Args:
+        devices: indices of the devices.
+        start: starts a program on all of them.
+    """
+
+    def __init__(self, devices: Sequence[int], start: Start) -> None:
+        self._devices = devices
+        self._start = start
+        self._numbers = {device: itertools.count() for device in devices}
+        self._open: dict[int, tuple[Meeting, set[int]]] = {}
+        self._lock = threading.Lock()
+
+    def next(self, device: int) -> Meeting:
+        """Return the next meeting of a device."""
+        with self._lock:
+            number = next(self._numbers[device])
+            meeting, expected = self._open.setdefault(
+                number, (Meeting(self._devices, self._start), set(self._devices))
+            )
+            expected.discard(device)
+            if not expected:
+                del self._open[number]
+            return meeting
+
+    def give_up(self) -> None:
+        """End the waits of all devices."""
+        with self._lock:
+            meetings = [meeting for meeting, _ in self._open.values()]
+        for meeting in meetings:
+            meeting.give_up(PjrtError(Code.CANCELLED, "the engine was closed"))
