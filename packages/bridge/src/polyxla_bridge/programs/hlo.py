@@ -129,6 +129,20 @@ def holder(dtype: str, dims: Sequence[int]) -> bytes:
     return module.SerializeToString()
 
 
+def with_layouts(hlo: bytes) -> bytes:
+    """Return a serialised HloModuleProto in which every array has a layout: row-major, if it had none.
+
+    XLA ends the process over a program with some layouts and not others.
+    """
+    module = parse_module(hlo)
+    for shape in _flat(instruction.shape for instruction in _of(module)):
+        if not shape.HasField("layout"):
+            # Also that of a scalar, which is empty.
+            shape.layout.SetInParent()
+            shape.layout.minor_to_major[:] = range(len(shape.dimensions) - 1, -1, -1)
+    return module.SerializeToString()
+
+
 def _flat(shapes: Iterable[ShapeProto]) -> list[ShapeProto]:
     """Return the arrays of shapes. Tuples are one level deep: torch_xla does not nest them."""
     return [
@@ -207,6 +221,11 @@ def collectives(hlo: bytes) -> tuple[str, ...]:
     return tuple(kind for kind in _COLLECTIVES if kind in found)
 
 
+def is_collective(instruction: HloInstructionProto) -> bool:
+    """Return whether an instruction waits for other replicas."""
+    return _kind(instruction) in _COLLECTIVES
+
+
 def depends_on_replicas(hlo: bytes) -> bool:
     """Return whether the replica that runs a program, or others, make a difference to its results."""
     found = {_kind(instruction) for instruction in _instructions(hlo)}
@@ -250,7 +269,11 @@ def check_kernels(hlo: bytes) -> None:
 
 
 def _instructions(hlo: bytes) -> Iterator[HloInstructionProto]:
-    for computation in parse_module(hlo).computations:
+    return _of(parse_module(hlo))
+
+
+def _of(module: HloModuleProto) -> Iterator[HloInstructionProto]:
+    for computation in module.computations:
         yield from computation.instructions
 
 

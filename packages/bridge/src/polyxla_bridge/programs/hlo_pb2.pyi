@@ -5,17 +5,25 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class LayoutProto(_message.Message):
+    __slots__ = ("minor_to_major",)
+    MINOR_TO_MAJOR_FIELD_NUMBER: _ClassVar[int]
+    minor_to_major: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, minor_to_major: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class ShapeProto(_message.Message):
-    __slots__ = ("element_type", "dimensions", "tuple_shapes", "is_dynamic_dimension")
+    __slots__ = ("element_type", "dimensions", "tuple_shapes", "layout", "is_dynamic_dimension")
     ELEMENT_TYPE_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     TUPLE_SHAPES_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     IS_DYNAMIC_DIMENSION_FIELD_NUMBER: _ClassVar[int]
     element_type: int
     dimensions: _containers.RepeatedScalarFieldContainer[int]
     tuple_shapes: _containers.RepeatedCompositeFieldContainer[ShapeProto]
+    layout: LayoutProto
     is_dynamic_dimension: _containers.RepeatedScalarFieldContainer[bool]
-    def __init__(self, element_type: _Optional[int] = ..., dimensions: _Optional[_Iterable[int]] = ..., tuple_shapes: _Optional[_Iterable[_Union[ShapeProto, _Mapping]]] = ..., is_dynamic_dimension: _Optional[_Iterable[bool]] = ...) -> None: ...
+    def __init__(self, element_type: _Optional[int] = ..., dimensions: _Optional[_Iterable[int]] = ..., tuple_shapes: _Optional[_Iterable[_Union[ShapeProto, _Mapping]]] = ..., layout: _Optional[_Union[LayoutProto, _Mapping]] = ..., is_dynamic_dimension: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class ProgramShapeProto(_message.Message):
     __slots__ = ("parameters", "result", "parameter_names")
@@ -75,8 +83,16 @@ class ConvolutionDimensionNumbers(_message.Message):
     kernel_spatial_dimensions: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, kernel_spatial_dimensions: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class LiteralProto(_message.Message):
+    __slots__ = ("shape", "u32s")
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    U32S_FIELD_NUMBER: _ClassVar[int]
+    shape: ShapeProto
+    u32s: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, shape: _Optional[_Union[ShapeProto, _Mapping]] = ..., u32s: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class HloInstructionProto(_message.Message):
-    __slots__ = ("name", "opcode", "shape", "metadata", "parameter_number", "tuple_index", "dimensions", "window", "convolution_dimension_numbers", "slice_dimensions", "epsilon", "feature_index", "channel_id", "custom_call_target", "id", "operand_ids", "called_computation_ids", "sharding", "replica_groups", "comparison_direction", "collective_device_list", "is_reverse", "num_carries", "is_associative")
+    __slots__ = ("name", "opcode", "shape", "metadata", "literal", "parameter_number", "tuple_index", "dimensions", "window", "convolution_dimension_numbers", "slice_dimensions", "epsilon", "feature_index", "channel_id", "custom_call_target", "id", "operand_ids", "called_computation_ids", "sharding", "replica_groups", "comparison_direction", "collective_device_list", "is_reverse", "num_carries", "is_associative")
     class SliceDimensions(_message.Message):
         __slots__ = ("start", "limit", "stride")
         START_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +106,7 @@ class HloInstructionProto(_message.Message):
     OPCODE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
+    LITERAL_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_NUMBER_FIELD_NUMBER: _ClassVar[int]
     TUPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +131,7 @@ class HloInstructionProto(_message.Message):
     opcode: str
     shape: ShapeProto
     metadata: bytes
+    literal: LiteralProto
     parameter_number: int
     tuple_index: int
     dimensions: _containers.RepeatedScalarFieldContainer[int]
@@ -134,7 +152,7 @@ class HloInstructionProto(_message.Message):
     is_reverse: bool
     num_carries: int
     is_associative: int
-    def __init__(self, name: _Optional[str] = ..., opcode: _Optional[str] = ..., shape: _Optional[_Union[ShapeProto, _Mapping]] = ..., metadata: _Optional[bytes] = ..., parameter_number: _Optional[int] = ..., tuple_index: _Optional[int] = ..., dimensions: _Optional[_Iterable[int]] = ..., window: _Optional[_Union[Window, _Mapping]] = ..., convolution_dimension_numbers: _Optional[_Union[ConvolutionDimensionNumbers, _Mapping]] = ..., slice_dimensions: _Optional[_Iterable[_Union[HloInstructionProto.SliceDimensions, _Mapping]]] = ..., epsilon: _Optional[float] = ..., feature_index: _Optional[int] = ..., channel_id: _Optional[int] = ..., custom_call_target: _Optional[str] = ..., id: _Optional[int] = ..., operand_ids: _Optional[_Iterable[int]] = ..., called_computation_ids: _Optional[_Iterable[int]] = ..., sharding: _Optional[_Union[OpSharding, _Mapping]] = ..., replica_groups: _Optional[_Iterable[_Union[ReplicaGroup, _Mapping]]] = ..., comparison_direction: _Optional[str] = ..., collective_device_list: _Optional[_Union[CollectiveDeviceListProto, _Mapping]] = ..., is_reverse: bool = ..., num_carries: _Optional[int] = ..., is_associative: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., opcode: _Optional[str] = ..., shape: _Optional[_Union[ShapeProto, _Mapping]] = ..., metadata: _Optional[bytes] = ..., literal: _Optional[_Union[LiteralProto, _Mapping]] = ..., parameter_number: _Optional[int] = ..., tuple_index: _Optional[int] = ..., dimensions: _Optional[_Iterable[int]] = ..., window: _Optional[_Union[Window, _Mapping]] = ..., convolution_dimension_numbers: _Optional[_Union[ConvolutionDimensionNumbers, _Mapping]] = ..., slice_dimensions: _Optional[_Iterable[_Union[HloInstructionProto.SliceDimensions, _Mapping]]] = ..., epsilon: _Optional[float] = ..., feature_index: _Optional[int] = ..., channel_id: _Optional[int] = ..., custom_call_target: _Optional[str] = ..., id: _Optional[int] = ..., operand_ids: _Optional[_Iterable[int]] = ..., called_computation_ids: _Optional[_Iterable[int]] = ..., sharding: _Optional[_Union[OpSharding, _Mapping]] = ..., replica_groups: _Optional[_Iterable[_Union[ReplicaGroup, _Mapping]]] = ..., comparison_direction: _Optional[str] = ..., collective_device_list: _Optional[_Union[CollectiveDeviceListProto, _Mapping]] = ..., is_reverse: bool = ..., num_carries: _Optional[int] = ..., is_associative: _Optional[int] = ...) -> None: ...
 
 class HloComputationProto(_message.Message):
     __slots__ = ("name", "instructions", "program_shape", "id", "root_id")

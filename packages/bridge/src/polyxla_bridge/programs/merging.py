@@ -1,0 +1,307 @@
+"""One program in the place of several that differ between replicas.
+
+torch_xla writes what depends on a replica's ordinal into its program: as the width of a pad, or as a number,
+which is a constant if it is 0 or 1 and a parameter otherwise. So the programs of replicas that meet in a
+collective differ.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from polyxla_bridge.abi import Code
+from polyxla_bridge.errors import PjrtError
+from polyxla_bridge.programs import hlo
+from polyxla_bridge.programs.hlo_pb2 import HloComputationProto as Computation
+from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
+from polyxla_bridge.programs.hlo_pb2 import HloModuleProto as Module
+from polyxla_bridge.programs.hlo_pb2 import ShapeProto as Shape
+
+U32 = 8
+"""Element type of unsigned integers of 32 bits. Source: PrimitiveType in xla_data.proto."""
+STATEFUL = ("custom-call", "infeed", "outfeed", "recv", "rng", "rng-get-and-update-state", "send")
+"""Instructions of which two with the same operands are not the same."""
+
+
+@dataclass(frozen=True)
+class MergedProgram:
+    """The result of `merged`.
+
+    Attributes:
+        module: a serialised HloModuleProto.
+        arguments: for each replica, the argument of its own program that is each argument of this one; None
+            for one that the replica does not need.
+    """
+
+    module: bytes
+    arguments: tuple[tuple[int | None, ...], ...]
+
+
+def merged(modules: Sequence[bytes]) -> MergedProgram:
+    """Return a program that does on each replica what that replica's program does.
+
+    It has the instructions of all programs, those that are the same in several only once. Where the programs
+    meet, in a collective, and for the results, the replica's number selects which program's values count.
+
+    Args:
+        modules: a serialised HloModuleProto for each replica.
+
+    Raises:
+        PjrtError: the programs do not have the same collectives, or results of the same shapes.
+    """
+    programs = [hlo.parse_module(module) for module in modules]
+    into = _Merging(programs)
+    sources = [_Source(program, into) for program in programs]
+    while True:
+        for source in sources:
+            source.advance()
+        if not any(source.next for source in sources):
+            return into.finish(sources)
+        into.add_meeting(sources)
+
+
+class _Source:
+    """The instructions of one program, which are added up to the next meeting with the others.
+
+    Args:
+        program: its module.
+        into: where they are added.
+    """
+
+    def __init__(self, program: Module, into: _Merging) -> None:
+        self.slots: dict[int, int] = into.add_parameters(program)
+        self._into = into
+        self._numbers: dict[int, int] = {}
+        self._called = into.add_computations(program)
+        (entry,) = (one for one in program.computations if one.id == program.entry_computation_id)
+        self.root_id = entry.root_id
+        self._left = list(reversed(entry.instructions))
+
+    @property
+    def next(self) -> Instruction | None:
+        """The program's instruction at the next meeting; None if it has none."""
+        return self._left[-1] if self._left else None
+
+    def advance(self) -> None:
+        """Add the instructions before the next meeting."""
+        while self._left and not hlo.is_collective(self._left[-1]) and self._left[-1].id != self.root_id:
+            one = self._left.pop()
+            self._numbers[one.id] = self.number(one)
+
+    def number(self, one: Instruction) -> int:
+        """Add an instruction, unless it is there; return its number."""
+        if one.opcode == "parameter":
+            return self._into.parameters[self.slots[one.parameter_number]].id
+        return self._into.add_shared(self.form(one))
+
+    def form(self, one: Instruction) -> Instruction:
+        """Return an instruction with the merged program's numbers, and without those that are its own."""
+        form = Instruction()
+        form.CopyFrom(one)
+        for name in ("name", "metadata", "id"):
+            form.ClearField(name)
+        form.operand_ids[:] = [self._numbers[id_] for id_ in one.operand_ids]
+        form.called_computation_ids[:] = [self._called[id_] for id_ in one.called_computation_ids]
+        return form
+
+    def leave(self, number: int) -> None:
+        """Leave a meeting, whose result is the instruction `number`."""
+        self._numbers[self._left.pop().id] = number
+
+
+class _Merging:
+    """The merged program.
+
+    Args:
+        programs: the module of each replica, from the first of which it has its name.
+    """
+
+    def __init__(self, programs: Sequence[Module]) -> None:
+        self.parameters: list[Instruction] = []
+        self._programs = programs
+        self._module = Module()
+        self._module.CopyFrom(programs[0])
+        for name in ("computations", "input_output_alias", "buffer_donor", "stack_frame_index"):
+            self._module.ClearField(name)
+        self._entry = Computation(name="main")
+        self._ids = itertools.count(1)
+        self._known: dict[bytes, int] = {}
+        self._shapes: dict[int, Shape] = {}
+        self._computations: dict[bytes, int] = {}
+
+    def add_parameters(self, program: Module) -> dict[int, int]:
+        """Return the merged program's parameter for each of a program's; those of a shape are shared."""
+        mine = [_key(one.shape) for one in self.parameters]
+        shapes = list(program.host_program_shape.parameters)
+        matcher = difflib.SequenceMatcher(None, mine, [_key(shape) for shape in shapes], autojunk=False)
+        slots = {
+            block.b + offset: block.a + offset
+            for block in matcher.get_matching_blocks()
+            for offset in range(block.size)
+        }
+        for number, shape in enumerate(shapes):
+            if number not in slots:
+                slots[number] = len(self.parameters)
+                made = Instruction(opcode="parameter", name="p", parameter_number=slots[number])
+                made.shape.CopyFrom(shape)
+                self.parameters.append(self._add(made))
+        return slots
+
+    def add_computations(self, program: Module) -> dict[int, int]:
+        """Add what a program's instructions call; return the merged program's number of each computation."""
+        numbers: dict[int, int] = {}
+        for computation in program.computations:
+            if computation.id == program.entry_computation_id:
+                continue
+            copy = _normal(computation, numbers)
+            key = copy.SerializeToString(deterministic=True)
+            if key not in self._computations:
+                self._computations[key] = next(self._ids)
+                self._import(copy, self._computations[key])
+            numbers[computation.id] = self._computations[key]
+        return numbers
+
+    def _import(self, computation: Computation, number: int) -> None:
+        made = self._module.computations.add()
+        made.CopyFrom(computation)
+        made.id, made.name = number, f"called.{number}"
+        ids = {one.id: next(self._ids) for one in computation.instructions}
+        made.root_id = ids[computation.root_id]
+        for one in made.instructions:
+            one.id = ids[one.id]
+            one.name = f"{one.opcode}.{one.id}"
+            one.operand_ids[:] = [ids[id_] for id_ in one.operand_ids]
+
+    def add_shared(self, form: Instruction) -> int:
+        """Add an instruction, unless there is one that computes the same; return its number."""
+        if form.opcode in STATEFUL:
+            return self._add(form).id
+        key = form.SerializeToString(deterministic=True)
+        if key not in self._known:
+            self._known[key] = self._add(form).id
+        return self._known[key]
+
+    def _add(self, one: Instruction) -> Instruction:
+        one.id = next(self._ids)
+        one.name = f"{one.opcode}.{one.id}"
+        self._entry.instructions.append(one)
+        self._shapes[one.id] = one.shape
+        return one
+
+    def add_meeting(self, sources: Sequence[_Source]) -> None:
+        """Add what the programs do together: a collective, or their results."""
+        ones = [source.next for source in sources]
+        present = [one for one in ones if one is not None]
+        roots = {one.id == source.root_id for one, source in zip(present, sources, strict=False)}
+        if len(present) < len(ones) or len(roots) > 1:
+            raise self._different()
+        if present[0].opcode == "tuple" or hlo.is_collective(present[0]):
+            forms = [source.form(one) for source, one in zip(sources, present, strict=True)]
+            number = self._add_together(forms)
+        else:
+            number = self._select([source.number(one) for source, one in zip(sources, present, strict=True)])
+        for source in sources:
+            source.leave(number)
+        if roots.pop():
+            self._entry.root_id = number
+
+    def _add_together(self, forms: Sequence[Instruction]) -> int:
+        """Add an instruction each of whose operands is that of the replica's program."""
+        if len({_without_operands(form) for form in forms}) > 1:
+            raise self._different()
+        together = Instruction()
+        together.CopyFrom(forms[0])
+        rows = zip(*(form.operand_ids for form in forms), strict=True)
+        together.operand_ids[:] = [self._select(row) for row in rows]
+        return self._add(together).id
+
+    def _select(self, values: Sequence[int]) -> int:
+        """Return the number of the value that the replica's program has."""
+        chosen = values[0]
+        for replica, value in enumerate(values):
+            if value != values[0]:
+                chosen = self._choose(replica, value, chosen)
+        return chosen
+
+    def _choose(self, replica: int, value: int, other: int) -> int:
+        shape = self._shapes[value]
+        if shape.tuple_shapes or _key(shape) != _key(self._shapes[other]):
+            raise self._different()
+        scalar, flag = Shape(element_type=U32), Shape(element_type=hlo.PRED)
+        constant = _made("constant", scalar)
+        constant.literal.shape.CopyFrom(scalar)
+        constant.literal.shape.layout.SetInParent()
+        constant.literal.u32s.append(replica)
+        mine = self.add_shared(_made("replica-id", scalar))
+        same = _made("compare", flag, mine, self.add_shared(constant))
+        same.comparison_direction = "EQ"
+        wide = Shape()
+        wide.CopyFrom(shape)
+        wide.element_type = hlo.PRED
+        everywhere = self.add_shared(_made("broadcast", wide, self.add_shared(same)))
+        return self.add_shared(_made("select", shape, everywhere, value, other))
+
+    def _different(self) -> PjrtError:
+        names = ", ".join(sorted({program.name for program in self._programs}))
+        return PjrtError(
+            Code.UNIMPLEMENTED,
+            f"replicas that meet in a collective run programs that are too different ({names}): on this "
+            "plugin, all must have the same collectives in the same order, and results of the same shapes. "
+            "Take the same steps on all replicas: no branch with a collective may depend on the ordinal",
+        )
+
+    def finish(self, sources: Sequence[_Source]) -> MergedProgram:
+        """Return the program."""
+        self._entry.id = next(self._ids)
+        shape = self._entry.program_shape
+        shape.CopyFrom(self._programs[0].host_program_shape)
+        del shape.parameters[:], shape.parameter_names[:]
+        shape.parameters.extend(one.shape for one in self.parameters)
+        shape.parameter_names.extend(one.name for one in self.parameters)
+        self._module.host_program_shape.CopyFrom(shape)
+        self._module.computations.append(self._entry)
+        self._module.entry_computation_id = self._entry.id
+        taken = [{slot: number for number, slot in source.slots.items()} for source in sources]
+        every = range(len(self.parameters))
+        return MergedProgram(
+            self._module.SerializeToString(), tuple(tuple(map(one.get, every)) for one in taken)
+        )
+
+
+def _made(opcode: str, shape: Shape, *operands: int) -> Instruction:
+    made = Instruction(opcode=opcode, operand_ids=operands)
+    made.shape.CopyFrom(shape)
+    return made
+
+
+def _key(shape: Shape) -> tuple[int, ...]:
+    return (shape.element_type, *shape.dimensions)
+
+
+def _without_operands(form: Instruction) -> bytes:
+    copy = Instruction()
+    copy.CopyFrom(form)
+    copy.ClearField("operand_ids")
+    return copy.SerializeToString(deterministic=True)
+
+
+def _normal(computation: Computation, called: dict[int, int]) -> Computation:
+    """Return a computation with numbers that depend on its content only."""
+    copy = Computation()
+    copy.CopyFrom(computation)
+    ids = {one.id: number for number, one in enumerate(computation.instructions)}
+    copy.root_id = ids[computation.root_id]
+    for one in copy.instructions:
+        one.id = ids[one.id]
+        one.operand_ids[:] = [ids[id_] for id_ in one.operand_ids]
+        one.called_computation_ids[:] = [called[id_] for id_ in one.called_computation_ids]
+        for name in ("name", "metadata"):
+            one.ClearField(name)
+    for name in ("name", "id"):
+        copy.ClearField(name)
+    shape = copy.program_shape
+    del shape.parameter_names[:]
+    return copy
