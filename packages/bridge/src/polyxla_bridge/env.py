@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any
 
 PJRT_CPU = "CPU_POLYXLA"
 """The value of ``PJRT_DEVICE`` that selects the bridge; torch_xla calls the device ``CPU``."""
@@ -59,6 +61,18 @@ POLYXLA_LIBTPU_PROGRAMS = "POLYXLA_LIBTPU_PROGRAMS"
 """Directory in which the played libtpu records each program that it is asked to compile, its compile options,
 and a log of executions. It then computes small programs only: results of the others are zeros.
 Default: not set; nothing is recorded and everything is computed.
+"""
+
+POLYXLA_PJRT_PLUGIN = "POLYXLA_PJRT_PLUGIN"
+"""A PJRT plugin on whose devices the bridge computes: the path of its library, or ``libtpu`` for the one of
+the installed package.
+Default: not set; the bridge computes on the CPU, with jaxlib.
+"""
+
+POLYXLA_PJRT_OPTIONS = "POLYXLA_PJRT_OPTIONS"
+"""The plugin's own options for its client, as a JSON object of strings, numbers, booleans and lists of
+integers, such as ``{"cpu_device_count": 2}``.
+Default: not set; no options.
 """
 
 POLYXLA_STALL_TIMEOUT_S = "POLYXLA_STALL_TIMEOUT_S"
@@ -157,7 +171,8 @@ class BridgeSettings:
     `places` has the coordinates of this process's replicas, by which they are numbered. Without them,
     replicas count through the processes. `cores` is the number of TensorCores that a device is made of, and
     `memory_bytes` its memory; 0 is a share of the machine's. If it is limited, more is refused. Programs are
-    recorded in the directory `programs_path`; if that is empty, nowhere.
+    recorded in the directory `programs_path`; if that is empty, nowhere. `plugin` is the library of a PJRT
+    plugin, or ``libtpu``, and `plugin_options` are its client's options; if it is empty, jaxlib computes.
     """
 
     replicas: int = 1
@@ -178,6 +193,8 @@ class BridgeSettings:
     memory_bytes: int = 0
     is_memory_limited: bool = False
     programs_path: str = ""
+    plugin: str = ""
+    plugin_options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def per_process(self) -> int:
@@ -220,6 +237,8 @@ def from_environ(environ: Mapping[str, str]) -> BridgeSettings:
         memory_bytes=memory_bytes,
         is_memory_limited=is_memory_limited,
         programs_path=environ.get(POLYXLA_LIBTPU_PROGRAMS, ""),
+        plugin=environ.get(POLYXLA_PJRT_PLUGIN, ""),
+        plugin_options=plugin_options(environ),
     )
     _check(settings)
     return settings
@@ -275,6 +294,31 @@ def device_memory(environ: Mapping[str, str]) -> tuple[bool, int]:
             f"{POLYXLA_DEVICE_MEMORY}=16GiB, or 'on' for what the device has"
         )
     return True, size
+
+
+def plugin_options(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Read `POLYXLA_PJRT_OPTIONS`.
+
+    Raises:
+        ValueError: it is no JSON object, or one of its values cannot be an option.
+    """
+    text = environ.get(POLYXLA_PJRT_OPTIONS, "{}")
+    try:
+        options = json.loads(text)
+    except ValueError:
+        options = None
+    if not isinstance(options, dict) or not all(map(_is_option, options.values())):
+        raise ValueError(
+            f"{POLYXLA_PJRT_OPTIONS}={text!r} is no JSON object of strings, numbers, booleans and lists of "
+            f"integers; write {POLYXLA_PJRT_OPTIONS}='{{\"cpu_device_count\": 2}}', for example"
+        )
+    return options
+
+
+def _is_option(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(type(one) is int for one in value)
+    return isinstance(value, str | int | float)
 
 
 def stall_timeout_s(environ: Mapping[str, str]) -> float:

@@ -58,13 +58,18 @@ def count_lookup(is_hit: bool) -> None:
 
 
 class CpuPlugin(EnginePlugin):
-    """Replicas on this machine's CPU, through jaxlib."""
+    """Replicas on this machine's CPU, through jaxlib, or on the devices of a PJRT plugin."""
 
     def make_engine(self) -> Engine:
-        """Start jaxlib's clients for this process's replicas."""
+        """Start the clients for this process's replicas."""
+        settings = env.current()
+        if settings.plugin:
+            from polyxla_bridge.engine.plugin_engine.factory import make_engine
+
+            return make_engine(settings, count_lookup)
         from polyxla_bridge.engine.jax_engine import JaxEngine
 
-        return JaxEngine(env.current(), count_lookup)
+        return JaxEngine(settings, count_lookup)
 
     def physical_chip_count(self) -> int:
         """Return the number of processes that torch_xla starts."""

@@ -16,6 +16,7 @@ from polyxla_bridge.engine.device_thread import DeviceThread
 from polyxla_bridge.engine.engine import Buffer, DeviceActivity, Engine, EngineDevice
 from polyxla_bridge.engine.futures import CompletedFuture, FutureLike, GroupedFuture, complete, set_values
 from polyxla_bridge.engine.plugin_engine.compiler import PluginCompiler, PluginProgram
+from polyxla_bridge.engine.plugin_engine.joint_start import JointStart
 from polyxla_bridge.engine.plugin_engine.meeting import Meeting, Meetings, Part, Started
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError, keep_first
@@ -65,8 +66,8 @@ class PjrtEngine(Engine):
         self._ending = {index: DeviceThread(index) for index in local}
         self._readers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="polyxla-read")
         self._compiler = PluginCompiler(self._settings, self._client, on_lookup)
-        self._meetings = Meetings(local, self._start_on_all)
-        self._partitioned: Meeting | None = None
+        self._joint_start = JointStart(self._client, self._compiler)
+        self._meetings = Meetings(local, self._joint_start)
         # Held while one execution is queued on several devices.
         self._order = threading.Lock()
         self._accounts = self._make_accounts(local)
@@ -132,7 +133,7 @@ class PjrtEngine(Engine):
         for row in arguments:
             executable.check([one.type for one in row])
         local = [device for device in self.devices if device.is_local]
-        meeting = Meeting([device.index for device in local], self._start_on_all)
+        meeting = Meeting([device.index for device in local], self._joint_start)
         # In the same order on each device: two programs that meet in different orders would wait forever.
         with self._order:
             return [
@@ -200,18 +201,6 @@ class PjrtEngine(Engine):
         device = self._client.devices[index]
         ((results,), (end,)) = program.loaded.launch([arrays], program.sizes, keep, device)
         return Started(results, end)
-
-    def _start_on_all(self, parts: dict[int, Part]) -> dict[int, Started]:
-        """Start a program on all local devices in one call."""
-        executable = next(iter(parts.values())).executable
-        program: PluginProgram = executable.native["program"]
-        # In the order of the program.
-        indices = {device.handle: index for index, device in enumerate(self._client.devices)}
-        order = [indices[handle] for handle in program.loaded.devices]
-        keep = frozenset().union(*(part.keep for part in parts.values()))
-        rows = [parts[index].arguments for index in order]
-        results, ends = program.loaded.launch(rows, program.sizes, keep, None)
-        return {index: Started(row, end) for index, row, end in zip(order, results, ends, strict=True)}
 
     def _end(self, executable: Executable, index: int, end: Event, done: Future[None]) -> None:
         """Complete `done` when a program has ended."""
@@ -350,6 +339,7 @@ class PjrtEngine(Engine):
         self._meetings.give_up()
         self._readers.shutdown(wait=not unfinished, cancel_futures=unfinished)
         self._compiler.close()
+        self._joint_start.close()
         for thread in (*self._starting.values(), *self._ending.values()):
             thread.close(0 if unfinished else FINISH_TIMEOUT_S)
         if unfinished:

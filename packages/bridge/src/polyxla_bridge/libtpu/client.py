@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 def make_engine(on_lookup: Callable[[bool], None] | None) -> Engine:
     """Take the chips of this process, meet the slice's other processes, and start the engine.
 
+    With `env.POLYXLA_PJRT_PLUGIN`, that plugin does so, such as the real libtpu.
+
     Args:
         on_lookup: called after each look into the cache of compiled programs, with whether it was a hit; None
             where nobody counts.
@@ -31,6 +33,12 @@ def make_engine(on_lookup: Callable[[bool], None] | None) -> Engine:
         PjrtError: the variables contradict each other or the chips, another process has one of the chips, or
             a process does not come.
     """
+    base = env.current()
+    if base.plugin:
+        from polyxla_bridge.engine.plugin_engine import factory
+
+        # The plugin reads the variables of the slice itself.
+        return factory.make_engine(base, on_lookup)
     from polyxla_bridge.engine.jax_engine import JaxEngine
     from polyxla_bridge.engine.recording_engine import RecordingEngine
 

@@ -61,10 +61,7 @@ class PluginClient:
 
     def __init__(self, plugin: Plugin, options: Mapping[str, Option]) -> None:
         self.plugin = plugin
-        values = NamedValues(options)
-        self.handle: int = plugin.call(
-            "Client_Create", create_options=values.address, num_options=values.count
-        ).client
+        self.handle = _create(plugin, options)
         # Handles of the objects to destroy before the client, by their destructors, in this order.
         self._alive: dict[str, set[int]] = {name: set() for name in DESTRUCTORS}
         self._is_closed = False
@@ -158,3 +155,16 @@ class PluginClient:
                 self.destroy(destroy, next(iter(handles)))
         if self.plugin.has("Client_Destroy"):
             self.plugin.call("Client_Destroy", client=self.handle)
+
+
+def _create(plugin: Plugin, options: Mapping[str, Option]) -> int:
+    values = NamedValues(options)
+    try:
+        made = plugin.call("Client_Create", create_options=values.address, num_options=values.count)
+    except PjrtError as error:
+        given = f" with the options {dict(options)}" if options else ""
+        raise PjrtError(
+            error.code, f"the plugin {plugin.path} found no devices that it can use{given}: {error.message}"
+        ) from error
+    handle: int = made.client
+    return handle

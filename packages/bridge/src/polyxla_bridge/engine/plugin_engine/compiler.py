@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from polyxla_bridge import abi
 from polyxla_bridge.engine import numbering
@@ -13,14 +13,15 @@ from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.plugin_client import programs
 from polyxla_bridge.plugin_client.client import PluginClient
 from polyxla_bridge.plugin_client.programs import LoadedProgram
-from polyxla_bridge.programs import cache, hlo, program_file
+from polyxla_bridge.programs import cache, hlo, merging, program_file
 from polyxla_bridge.programs.compile_once import CompileOnce
 from polyxla_bridge.programs.executable import ArrayType, Executable
 from polyxla_bridge.programs.hlo_pb2 import CompileOptionsProto, HloModuleProtoWithConfig
 
 CPU = "cpu"
 """Platform name of XLA's CPU client as a plugin."""
-_LENGTH = struct.Struct("<Q")
+_LENGTHS = struct.Struct("<QQ")
+"""The sizes of a program's options and of its source, in its file."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class PluginProgram:
     Attributes:
         loaded: the program on this process's devices.
         options: its options, a serialised CompileOptionsProto with the engine's numbers of the devices.
+        source: what was compiled, a serialised HloModuleProto, if all devices must start it together.
         sizes: size of each result on one device, in bytes.
         donated: indices of the parameters whose memory the results reuse.
         collectives: kinds of its collectives.
@@ -39,11 +41,26 @@ class PluginProgram:
 
     loaded: LoadedProgram
     options: bytes
+    source: bytes
     sizes: tuple[int, ...]
     donated: frozenset[int]
     collectives: tuple[str, ...]
     groups: frozenset[frozenset[int]]
     meets: bool
+
+
+@dataclass(frozen=True)
+class JointProgram:
+    """A program for all devices of this process.
+
+    Attributes:
+        executable: it.
+        arguments: by index of the device, the argument of the device's own program that is each of its
+            arguments, None for one that is not needed there; empty if it is the devices' own program.
+    """
+
+    executable: Executable
+    arguments: Mapping[int, Sequence[int | None]] = field(default_factory=dict)
 
 
 class PluginCompiler(CompileOnce):
@@ -63,6 +80,7 @@ class PluginCompiler(CompileOnce):
         self._client = client
         self._local = [index for index, device in enumerate(client.devices) if device.is_local]
         self._is_cpu = client.platform == CPU
+        self._joint: dict[tuple[str, ...], JointProgram] = {}
 
     def is_serializable(self, executable: Executable) -> bool:
         """Return whether the plugin can serialise programs."""
@@ -93,7 +111,7 @@ class PluginCompiler(CompileOnce):
             device=order[0] if len(order) < len(self._client.devices) else None,
             order=tuple(order) if order != sorted(order) else (),
         )
-        return self._attach(executable, loaded, chosen)
+        return self._attach(executable, loaded, chosen, hlo_module)
 
     def _for_cpu(self, hlo_module: bytes, partitions: int, devices: int) -> bytes:
         # Imported here, because only XLA's CPU compiler needs jax for it.
@@ -136,11 +154,15 @@ class PluginCompiler(CompileOnce):
             numbers[:] = [self._client.devices[index].id for index in numbers]
         return chosen.SerializeToString()
 
-    def _attach(self, executable: Executable, loaded: LoadedProgram, options: bytes) -> Executable:
-        meets = executable.num_partitions > 1 or (self._is_cpu and len(loaded.devices) > 1)
+    def _attach(
+        self, executable: Executable, loaded: LoadedProgram, options: bytes, source: bytes
+    ) -> Executable:
+        is_partitioned = executable.num_partitions > 1
+        meets = is_partitioned or (self._is_cpu and len(loaded.devices) > 1)
         executable.native["program"] = PluginProgram(
             loaded=loaded,
             options=options,
+            source=source if meets and not is_partitioned else b"",
             sizes=tuple(math.prod(one.dims) * abi.width(one.dtype) for one in executable.outputs),
             donated=hlo.donated(executable.optimized_hlo),
             collectives=hlo.collectives(executable.optimized_hlo),
@@ -152,18 +174,45 @@ class PluginCompiler(CompileOnce):
     def serialize(self, executable: Executable) -> bytes:
         """Return the program in the plugin's format, with a header for what that format lacks."""
         program: PluginProgram = executable.native["program"]
-        options = program.options
-        native = _LENGTH.pack(len(options)) + options + program.loaded.serialize()
+        lengths = _LENGTHS.pack(len(program.options), len(program.source))
+        native = b"".join((lengths, program.options, program.source, program.loaded.serialize()))
         return program_file.pack(executable, native, self.name)
 
     def deserialize(self, data: bytes) -> Executable:
         """Load what `serialize` returned, in any process whose plugin is the same and has as many devices."""
         unpacked = program_file.unpack(data, len(self._client.devices), self.name)
-        (length,) = _LENGTH.unpack_from(unpacked.native)
-        end = _LENGTH.size + length
-        options = unpacked.native[_LENGTH.size : end]
-        loaded = programs.load(self._client, unpacked.native[end:], self._with_ids(options))
-        return self._attach(unpacked.executable, loaded, options)
+        native = unpacked.native
+        length, source_length = _LENGTHS.unpack_from(native)
+        middle = _LENGTHS.size + length
+        options, source = native[_LENGTHS.size : middle], native[middle : middle + source_length]
+        loaded = programs.load(self._client, native[middle + source_length :], self._with_ids(options))
+        return self._attach(unpacked.executable, loaded, options, source)
+
+    def join(self, executables: Sequence[Executable]) -> JointProgram:
+        """Return one program that does on each device what that device's program does.
+
+        Args:
+            executables: the program of each local device, by index of the device.
+
+        Raises:
+            PjrtError: there is none, because the programs differ too much.
+        """
+        first = executables[0]
+        if all(one is first for one in executables):
+            return JointProgram(first)
+        fingerprints = tuple(one.fingerprint for one in executables)
+        if fingerprints not in self._joint:
+            order = first.order or range(len(executables))
+            found = merging.merged([executables[index].native["program"].source for index in order])
+            executable = self.compile(found.module, first.native["program"].options)
+            arguments = dict(zip(order, found.arguments, strict=True))
+            self._joint[fingerprints] = JointProgram(executable, arguments)
+        return self._joint[fingerprints]
+
+    def close(self) -> None:
+        """Forget all programs."""
+        super().close()
+        self._joint.clear()
 
 
 def _optimized(loaded: LoadedProgram) -> bytes:

@@ -19,5 +19,6 @@ def rewritten(module: bytes, partitions: int, replicas: int) -> bytes:
     """
     hlo.check_kernels(module)
     if partitions > 1:
-        return inlining.replace(module, scan.choose, batch_norm.choose)
-    return rewrite.for_jaxlib(inlining.replace(module, scan.choose, max_pool.choose), replicas)
+        return hlo.with_layouts(inlining.replace(module, scan.choose, batch_norm.choose))
+    replaced = inlining.replace(module, scan.choose, max_pool.choose)
+    return hlo.with_layouts(rewrite.for_jaxlib(replaced, replicas))
