@@ -212,4 +212,4 @@ class Engine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Finish the queued work, then release all devices."""
+        """Finish the queued work, then release all devices; a second call does nothing."""

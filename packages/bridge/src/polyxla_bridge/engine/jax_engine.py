@@ -73,6 +73,7 @@ class JaxEngine(Engine):
         self._profile: Profile | None = None
         # Held while one execution is queued on several devices.
         self._order = threading.Lock()
+        self._is_closed = False
         self._coordinator: CompileCoordinator | None = None
         self._watchdog: StallWatchdog | None = None
         if settings.replicas > 1:
@@ -307,6 +308,10 @@ class JaxEngine(Engine):
         Raises:
             PjrtError: a program did not end in time; its replica keeps running.
         """
+        with self._order:
+            if self._is_closed:
+                return
+            self._is_closed = True
         for index in self._threads:
             self.retire(index)
         unfinished = not self.finish(FINISH_TIMEOUT_S)

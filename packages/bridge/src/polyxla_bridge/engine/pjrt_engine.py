@@ -15,9 +15,11 @@ from polyxla_bridge.engine import memory_accounting
 from polyxla_bridge.engine.device_thread import DeviceThread
 from polyxla_bridge.engine.engine import Buffer, DeviceActivity, Engine, EngineDevice
 from polyxla_bridge.engine.futures import CompletedFuture, FutureLike, GroupedFuture, complete, set_values
-from polyxla_bridge.engine.plugin_engine.compiler import PluginCompiler, PluginProgram
+from polyxla_bridge.engine.plugin_engine.compiler import CPU, PluginCompiler, PluginProgram
 from polyxla_bridge.engine.plugin_engine.joint_start import JointStart
 from polyxla_bridge.engine.plugin_engine.meeting import Meeting, Meetings, Part, Started
+from polyxla_bridge.engine.plugin_engine.own_progress import OwnProgress
+from polyxla_bridge.engine.stall_watchdog import StallWatchdog
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError, keep_first
 from polyxla_bridge.plugin_client import buffers, plugin
@@ -70,7 +72,23 @@ class PjrtEngine(Engine):
         self._meetings = Meetings(local, self._joint_start)
         # Held while one execution is queued on several devices.
         self._order = threading.Lock()
+        self._is_closed = False
         self._accounts = self._make_accounts(local)
+        self._progress = OwnProgress()
+        self._watchdog: StallWatchdog | None = None
+        # Of other processes it would know nothing.
+        if 1 < len(self.devices) == len(local):
+            self._watchdog = StallWatchdog(self, self._progress, self._is_busy, settings.stall_timeout_s)
+
+    def _is_busy(self) -> bool:
+        """Return whether this process compiles, or each of its devices works.
+
+        Only a CPU shows whether a program computes or waits in a collective. An accelerator's program
+        computes if no other replica is missing.
+        """
+        if self._compiler.is_compiling or self._client.platform == CPU:
+            return self._compiler.is_compiling
+        return all(one.program for one in self.activities())
 
     def _make_accounts(self, local: Sequence[int]) -> dict[int, memory_accounting.MemoryAccount]:
         """Return what counts the memory of each device, if the plugin does not."""
@@ -321,6 +339,11 @@ class PjrtEngine(Engine):
         both = [(self._starting[index].activity, self._ending[index].activity) for index in self._starting]
         return [ending if ending.program else starting for starting, ending in both]
 
+    def retire(self, index: int) -> None:
+        """Publish it from the device's threads, behind everything that is queued there."""
+        ending = self._ending[index]
+        self._starting[index].run(ending.run, self._progress.retire, index)
+
     def finish(self, timeout_s: float) -> bool:
         """Wait for a marker task that is queued behind all other work of each device."""
         for threads in (self._starting, self._ending):
@@ -335,7 +358,15 @@ class PjrtEngine(Engine):
         Raises:
             PjrtError: a program did not end in time; its device keeps running.
         """
+        with self._order:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        for index in self._starting:
+            self.retire(index)
         unfinished = not self.finish(FINISH_TIMEOUT_S)
+        if self._watchdog is not None:
+            self._watchdog.close()
         self._meetings.give_up()
         self._readers.shutdown(wait=not unfinished, cancel_futures=unfinished)
         self._compiler.close()

@@ -9,13 +9,12 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from polyxla_bridge.env import POLYXLA_STALL_TIMEOUT_S
 
 if TYPE_CHECKING:
     from polyxla_bridge.engine.engine import DeviceActivity, Engine
-    from polyxla_bridge.programs.compile_coordination import CompileCoordinator
 
 STALLED = 5
 """Exit code of a process whose replicas stalled."""
@@ -101,6 +100,19 @@ def retire_here() -> None:
 _watched: list[Engine] = []
 
 
+class Progress(Protocol):
+    """What the processes of a job tell each other of their progress."""
+
+    def beat(self) -> None:
+        """Publish a heartbeat: this process compiles or computes, so waiting for it is not a stall."""
+
+    def heartbeats(self) -> dict[str, str]:
+        """Return the last heartbeat of each process; a process at work changes its own."""
+
+    def retired(self) -> frozenset[int]:
+        """Return the replicas that will run no more programs."""
+
+
 class StallWatchdog:
     """Thread that checks whether the replicas of this process have stalled.
 
@@ -111,21 +123,21 @@ class StallWatchdog:
 
     Args:
         engine: its devices are watched.
-        coordinator: exchanges heartbeats with the other processes.
-        is_compiling: returns whether this process is compiling.
+        progress: exchanges heartbeats with the other processes.
+        is_busy: returns whether this process is compiling, or computes where it cannot be seen.
         timeout_s: longest wait of a replica, in seconds.
     """
 
     def __init__(
         self,
         engine: Engine,
-        coordinator: CompileCoordinator,
-        is_compiling: Callable[[], bool],
+        progress: Progress,
+        is_busy: Callable[[], bool],
         timeout_s: float,
     ) -> None:
         self._engine = engine
-        self._coordinator = coordinator
-        self._is_compiling = is_compiling
+        self._progress = progress
+        self._is_busy = is_busy
         self._timeout_s = timeout_s
         self._tick_s = min(TICK_S, timeout_s / 4)
         self._heartbeats: dict[str, str] = {}
@@ -153,17 +165,17 @@ class StallWatchdog:
         lasting = [one for one in activities if one.program is not None and one.seconds > self._tick_s]
         waiting = [one for one in lasting if one.collectives]
         if self._makes_progress(activities, lasting, waiting):
-            self._coordinator.beat()
+            self._progress.beat()
         if not waiting:
             return None
         # Other processes' heartbeats are read only when a replica here waits, since each read is a request.
-        if (heartbeats := self._coordinator.heartbeats()) != self._heartbeats:
+        if (heartbeats := self._progress.heartbeats()) != self._heartbeats:
             self._heartbeats, self._last_progress = heartbeats, time.monotonic()
         quiet_s = time.monotonic() - self._last_progress
         # Both must be over: the replica's own wait, and the time since any process last made progress.
         patience_s = min(self._timeout_s, RETIRED_TIMEOUT_S)
         if late := [one for one in waiting if min(one.seconds, quiet_s) > patience_s]:
-            retired = self._coordinator.retired()
+            retired = self._progress.retired()
             if deserted := [one for one in late if self._needs(one, retired)]:
                 return _report_retired(deserted, retired), retired
         if stalled := [one for one in late if min(one.seconds, quiet_s) > self._timeout_s]:
@@ -192,7 +204,7 @@ class StallWatchdog:
         # or finished one less than a tick ago.
         changed = any(one.seconds < self._tick_s for one in activities)
         computes = len(lasting) > len(waiting) or (bool(waiting) and _is_computing())
-        return self._is_compiling() or changed or computes
+        return self._is_busy() or changed or computes
 
     def _report(self, stalled: list[DeviceActivity]) -> str:
         waits = "; ".join(str(one) for one in stalled)
