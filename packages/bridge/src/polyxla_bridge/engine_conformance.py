@@ -1,0 +1,338 @@
+"""The contract of `polyxla_bridge.engine.engine.Engine`, as tests.
+
+Importing this module imports pytest, which the package does not require, and jaxlib. A test module subclasses `EngineConformance`, and has a fixture `open_engine`.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import wait
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from jaxlib import xla_client
+from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
+
+from polyxla_bridge.abi import DTYPES
+from polyxla_bridge.engine.engine import Buffer, Engine
+from polyxla_bridge.errors import PjrtError
+from polyxla_bridge.programs.executable import ArrayType, Executable
+
+TIMEOUT_S = 60
+OPTIONS = xla_client.CompileOptions().SerializeAsString()
+OpenEngine = Callable[[int], Engine]
+"""Opens an engine with a number of devices, all of them in this process. The fixture closes it."""
+
+DONATING = """HloModule donating, input_output_alias={ {0}: (0, {}, may-alias) }
+ENTRY main { x = f32[4] parameter(0) y = f32[4] parameter(1) s = f32[4] add(x, y) k = f32[] constant(1)
+  ROOT t = (f32[4], f32[]) tuple(s, k) }"""
+DOUBLING = "HloModule doubling\nENTRY main { x = f32[] parameter(0) ROOT y = f32[] add(x, x) }"
+ADD = "add { a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }"
+SLOW = """HloModule slow
+body { p = (s32[], f32[4096]) parameter(0) i = s32[] get-tuple-element(p), index=0
+  x = f32[4096] get-tuple-element(p), index=1 one = s32[] constant(1) j = s32[] add(i, one)
+  y = f32[4096] sine(x) ROOT t = (s32[], f32[4096]) tuple(j, y) }
+condition { p = (s32[], f32[4096]) parameter(0) i = s32[] get-tuple-element(p), index=0
+  end = s32[] constant(20000) ROOT less = pred[] compare(i, end), direction=LT }
+ENTRY main { x = f32[4096] parameter(0) zero = s32[] constant(0) t = (s32[], f32[4096]) tuple(zero, x)
+  w = (s32[], f32[4096]) while(t), condition=condition, body=body
+  ROOT r = f32[4096] get-tuple-element(w), index=1 }"""
+
+
+def module(text: str) -> bytes:
+    """Return a serialised HloModuleProto."""
+    data: bytes = hlo_module_from_text(text).as_serialized_hlo_module_proto()
+    return data
+
+
+def compiled(engine: Engine, text: str) -> Executable:
+    """Compile a program, which is written in HLO's text format."""
+    return engine.compile(module(text), OPTIONS)
+
+
+def upload(engine: Engine, host: Any, index: int = 0) -> Buffer:
+    """Copy an array to a device."""
+    array = np.asarray(host, order="C")
+    type_ = ArrayType(array.dtype.name, array.shape)
+    return engine.from_host(engine.devices[index], type_, array.reshape(-1).view(np.uint8).data)
+
+
+def download(engine: Engine, buffer: Buffer) -> Any:
+    """Return an array from a device."""
+    data = engine.to_host(buffer).result(TIMEOUT_S)
+    dtype = getattr(ml_dtypes, buffer.type.dtype, None) or buffer.type.dtype
+    return np.frombuffer(data, dtype).reshape(buffer.type.dims)
+
+
+def ones(value: float) -> Any:
+    """Return an array of four equal numbers."""
+    return np.full(4, value, np.float32)
+
+
+class EngineConformance:
+    """Every engine passes these tests."""
+
+    @pytest.mark.parametrize(
+        "dtype", [name for name in DTYPES if name not in ("invalid", "token", "int2", "uint2")]
+    )
+    def test_arrays_of_every_dtype_return_unchanged(self, open_engine: OpenEngine, dtype: str) -> None:
+        engine = open_engine(1)
+        host = np.array([[1, 2, 1], [1, 1, 2]]).astype(getattr(ml_dtypes, dtype, None) or dtype)
+        buffer = upload(engine, host)
+        assert buffer.type == ArrayType(dtype, (2, 3))
+        assert np.array_equal(download(engine, buffer), host)
+
+    @pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (1,), (3, 1, 2)])
+    def test_arrays_of_odd_shapes_return_unchanged(
+        self, open_engine: OpenEngine, shape: tuple[int, ...]
+    ) -> None:
+        engine = open_engine(1)
+        host = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+        assert np.array_equal(download(engine, upload(engine, host)), host)
+
+    def test_results_are_row_major_whatever_the_devices_layout(self, open_engine: OpenEngine) -> None:
+        engine = open_engine(1)
+        text = """HloModule turned, entry_computation_layout={(f32[2,3]{1,0})->f32[3,2]{0,1}}
+            ENTRY main { x = f32[2,3]{1,0} parameter(0)
+              ROOT t = f32[3,2]{0,1} transpose(x), dimensions={1,0} }"""
+        host = np.arange(6, dtype=np.float32).reshape(2, 3)
+        (turned,) = engine.execute(compiled(engine, text), engine.devices[0], [upload(engine, host)])
+        assert np.array_equal(download(engine, turned), host.T)
+
+    def test_the_caller_may_reuse_its_memory_after_an_upload(self, open_engine: OpenEngine) -> None:
+        engine = open_engine(1)
+        host = np.ones(100_000, np.float32)
+        buffer = upload(engine, host)
+        host[:] = 7
+        assert download(engine, buffer).max() == 1
+
+    def test_results_have_their_types_before_they_are_computed(self, open_engine: OpenEngine) -> None:
+        engine = open_engine(1)
+        donating = compiled(engine, DONATING)
+        types = (ArrayType("float32", (4,)), ArrayType("float32", ()))
+        assert (donating.name, donating.outputs, donating.num_replicas) == ("donating", types, 1)
+        results = engine.execute(
+            donating, engine.devices[0], [upload(engine, ones(1)), upload(engine, ones(2))]
+        )
+        assert tuple(one.type for one in results) == types
+        assert download(engine, results[0]).tolist() == [3] * 4
+        assert download(engine, results[1]) == 1
+
+    def test_executions_run_in_the_order_of_the_calls(self, open_engine: OpenEngine) -> None:
+        engine = open_engine(1)
+        doubling, buffer = compiled(engine, DOUBLING), upload(engine, np.float32(1))
+        for _ in range(20):
+            (buffer,) = engine.execute(doubling, engine.devices[0], [buffer])
+        assert download(engine, buffer) == 2**20
+
+    def test_a_donated_array_is_deleted(self, open_engine: OpenEngine) -> None:
+        engine = open_engine(1)
+        x, y = upload(engine, ones(1)), upload(engine, ones(2))
+        total, _ = engine.execute(compiled(engine, DONATING), engine.devices[0], [x, y])
+        assert (x.is_deleted, y.is_deleted) == (True, False)
+        assert download(engine, total).tolist() == [3] * 4
+        assert download(engine, y).tolist() == [2] * 4
+        with pytest.raises(PjrtError, match="was donated to a program"):
+            engine.to_host(x).result(TIMEOUT_S)
+
+    def test_an_array_in_keep_is_not_donated(self, open_engine: OpenEngine) -> None:
+        engine = open_engine(1)
+        x, y = upload(engine, ones(1)), upload(engine, ones(2))
+        donating = compiled(engine, DONATING)
+        total, _ = engine.execute(donating, engine.devices[0], [x, y], keep=frozenset({0}))
+        assert download(engine, total).tolist() == [3] * 4
+        assert not x.is_deleted
+        assert download(engine, x).tolist() == [1] * 4
+
+    def test_a_read_before_a_donation_returns_the_old_values(self, open_engine: OpenEngine) -> None:
+        engine = open_engine(1)
+        donating, value, one = compiled(engine, DONATING), upload(engine, ones(0)), upload(engine, ones(1))
+        reads = []
+        for _ in range(20):
+            reads.append(engine.to_host(value))
+            value, _ = engine.execute(donating, engine.devices[0], [value, one])
+        found = [np.frombuffer(read.result(TIMEOUT_S), np.float32).tolist() for read in reads]
+        assert found == [[number] * 4 for number in range(20)]
+
+    def test_a_deleted_array_serves_the_executions_that_are_queued(self, open_engine: OpenEngine) -> None:
+        engine = open_engine(1)
+        x = upload(engine, np.float32(3))
+        (twice,) = engine.execute(compiled(engine, DOUBLING), engine.devices[0], [x])
+        engine.delete(x)
+        assert download(engine, twice) == 6
+        with pytest.raises(PjrtError, match="was deleted"):
+            engine.to_host(x).result(TIMEOUT_S)
+
+    def test_an_error_is_raised_where_the_result_is_read(self, open_engine: OpenEngine) -> None:
+        engine = open_engine(1)
+        donating = compiled(engine, DONATING)
+        bad = upload(engine, np.zeros(3, np.float32))
+        result, _ = engine.execute(donating, engine.devices[0], [bad, bad], keep=frozenset({0}))
+        with pytest.raises(Exception, match=r"(?i)buffer|argument|size|shape"):
+            engine.to_host(result).result(TIMEOUT_S)
+        # Another program that needs the result fails likewise, and the device still works.
+        (next_,) = engine.execute(compiled(engine, DOUBLING), engine.devices[0], [result])
+        with pytest.raises(Exception, match=r"(?i)buffer|argument|size|shape"):
+            engine.to_host(next_).result(TIMEOUT_S)
+        (right,) = engine.execute(
+            compiled(engine, DOUBLING), engine.devices[0], [upload(engine, np.float32(2))]
+        )
+        assert download(engine, right) == 4
+
+    def test_invalid_bytes_are_refused_by_the_compiler(self, open_engine: OpenEngine) -> None:
+        with pytest.raises(Exception, match=r"(?i)pars|proto|hlo|module"):
+            open_engine(1).compile(b"not a module", OPTIONS)
+
+    def test_dynamic_shapes_are_refused(self, open_engine: OpenEngine) -> None:
+        with pytest.raises(Exception, match="dynamic shapes are not supported"):
+            compiled(open_engine(1), "HloModule grows\nENTRY main { ROOT x = f32[<=4] parameter(0) }")
+
+    def test_a_serialised_program_can_be_loaded_and_run(self, open_engine: OpenEngine) -> None:
+        engine = open_engine(1)
+        original = compiled(engine, DONATING)
+        back = engine.deserialize(engine.serialize(original))
+        assert (back.name, back.outputs) == (original.name, original.outputs)
+        x, y = upload(engine, ones(1)), upload(engine, ones(2))
+        total, _ = engine.execute(back, engine.devices[0], [x, y])
+        assert download(engine, total).tolist() == [3] * 4
+        assert x.is_deleted
+
+    def test_damaged_programs_are_refused(self, open_engine: OpenEngine) -> None:
+        engine = open_engine(1)
+        data = engine.serialize(compiled(engine, DONATING))
+        for damaged in (b"something else", data[:-10], data[:100] + b"x" + data[101:]):
+            with pytest.raises(Exception, match=r"did not write|damaged|wrong"):
+                engine.deserialize(damaged)
+
+    def test_live_arrays_are_counted(self, open_engine: OpenEngine) -> None:
+        engine = open_engine(1)
+        before = engine.memory_stats(engine.devices[0])["bytes_in_use"]
+        buffer = upload(engine, np.zeros(1 << 20, np.uint8))
+        assert download(engine, buffer).size == 1 << 20
+        assert engine.memory_stats(engine.devices[0])["bytes_in_use"] - before == 1 << 20
+        engine.delete(buffer)
+        assert engine.finish(TIMEOUT_S)
+        assert engine.memory_stats(engine.devices[0])["bytes_in_use"] == before
+
+    @pytest.mark.parametrize("count", [2, 8])
+    def test_replicas_meet_in_collectives(self, open_engine: OpenEngine, count: int) -> None:
+        engine = open_engine(count)
+        text = f"""HloModule every, replica_count={count}
+            {ADD}
+            ENTRY main {{ x = f32[4] parameter(0) r = f32[4] all-reduce(x), replica_groups={{}}, to_apply=add
+              i = f32[1,4] reshape(x)
+              g = f32[{count},4] all-gather(i), replica_groups={{}}, dimensions={{0}}
+              ROOT t = (f32[4], f32[{count},4]) tuple(r, g) }}"""
+        every = compiled(engine, text)
+        assert every.num_replicas == count
+        for start in range(3):
+            inputs = [upload(engine, ones(start + i), i) for i in range(count)]
+            results = [engine.execute(every, one, [inputs[one.index]]) for one in engine.devices]
+            expected = sum(start + i for i in range(count))
+            for total, rows in results:
+                assert download(engine, total).tolist() == [expected] * 4
+                assert download(engine, rows)[:, 0].tolist() == [start + i for i in range(count)]
+
+    @pytest.mark.parametrize("count", [2, 8])
+    def test_replicas_with_different_programs_meet_in_collectives(
+        self, open_engine: OpenEngine, count: int
+    ) -> None:
+        engine = open_engine(count)
+
+        def text(replica: int) -> str:
+            # As torch_xla writes a number: 0 and 1 as constants, others as arguments.
+            number = f"k = f32[] constant({replica})" if replica < 2 else "k = f32[] parameter(1)"
+            return f"""HloModule of_{replica}, replica_count={count}
+                {ADD}
+                ENTRY main {{ x = f32[] parameter(0) {number} y = f32[] multiply(x, k)
+                  p = f32[1] reshape(y) z = f32[] constant(0)
+                  w = f32[{count}] pad(p, z), padding={replica}_{count - 1 - replica}
+                  ROOT r = f32[{count}] all-reduce(w), replica_groups={{}}, to_apply=add }}"""
+
+        programs = [compiled(engine, text(replica)) for replica in range(count)]
+        for start in (10, 20):
+            results = []
+            for replica, device in enumerate(engine.devices):
+                arguments = [upload(engine, np.float32(start), replica)]
+                if replica > 1:
+                    arguments.append(upload(engine, np.float32(replica), replica))
+                results += engine.execute(programs[replica], device, arguments)
+            expected = [start * replica for replica in range(count)]
+            assert [download(engine, one).tolist() for one in results] == [expected] * count
+
+    def test_replicas_may_run_different_programs(self, open_engine: OpenEngine) -> None:
+        engine = open_engine(2)
+        # The second replica alone runs programs that the first never does.
+        doubling, value = compiled(engine, DOUBLING), upload(engine, np.float32(1), 1)
+        for _ in range(5):
+            (value,) = engine.execute(doubling, engine.devices[1], [value])
+        assert download(engine, value) == 32
+        other = compiled(engine, DOUBLING.replace("doubling", "squaring").replace("add(", "multiply("))
+        (square,) = engine.execute(other, engine.devices[0], [upload(engine, np.float32(5))])
+        assert download(engine, square) == 25
+
+    def test_an_array_is_copied_to_another_device(self, open_engine: OpenEngine) -> None:
+        engine = open_engine(2)
+        (twice,) = engine.execute(
+            compiled(engine, DOUBLING), engine.devices[0], [upload(engine, np.float32(4))]
+        )
+        copy = engine.copy(twice, engine.devices[1])
+        assert copy.device.index == 1
+        (again,) = engine.execute(compiled(engine, DOUBLING), engine.devices[1], [copy])
+        assert download(engine, again) == 16
+
+    def test_a_partitioned_program_runs_on_all_devices(self, open_engine: OpenEngine) -> None:
+        engine = open_engine(2)
+        options = xla_client.CompileOptions()
+        options.num_partitions = 2
+        options.executable_build_options.use_spmd_partitioning = True
+        options.executable_build_options.num_partitions = 2
+        text = f"""HloModule parts
+            {ADD}
+            ENTRY main {{ x = f32[8] parameter(0), sharding={{devices=[2]0,1}} z = f32[] constant(0)
+              y = f32[8] add(x, x), sharding={{devices=[2]0,1}}
+              ROOT s = f32[] reduce(y, z), dimensions={{0}}, to_apply=add, sharding={{replicated}} }}"""
+        parts = engine.compile(module(text), options.SerializeAsString())
+        assert parts.num_partitions == 2
+        rows = [[upload(engine, ones(1), 0)], [upload(engine, ones(2), 1)]]
+        results = engine.execute_partitioned(parts, rows)
+        assert [float(download(engine, row[0])) for row in results] == [24, 24]
+        with pytest.raises(PjrtError, match="one device alone cannot execute it"):
+            engine.execute(parts, engine.devices[0], rows[0])
+        with pytest.raises(PjrtError, match=r"takes 1 arguments, not 2|must be"):
+            engine.execute_partitioned(parts, [[*row, *row] for row in rows])
+
+    def test_closing_finishes_what_is_queued(self, open_engine: OpenEngine) -> None:
+        engine = open_engine(1)
+        slow = compiled(engine, SLOW)
+        buffer = upload(engine, np.ones(4096, np.float32))
+        reads = []
+        for _ in range(3):
+            (buffer,) = engine.execute(slow, engine.devices[0], [buffer])
+            reads.append(engine.to_host(buffer))
+        engine.close()
+        assert not wait(reads, TIMEOUT_S).not_done
+        assert all(read.exception() is None for read in reads)
+
+    def test_threads_may_use_an_engine_at_once(self, open_engine: OpenEngine) -> None:
+        engine = open_engine(2)
+        doubling = compiled(engine, DOUBLING)
+        found: list[float] = []
+
+        def work(index: int) -> None:
+            for number in range(50):
+                (twice,) = engine.execute(
+                    doubling, engine.devices[index], [upload(engine, np.float32(number), index)]
+                )
+                found.append(float(download(engine, twice)) - 2 * number)
+
+        threads = [threading.Thread(target=work, args=(number % 2,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+        assert found == [0] * 200
