@@ -1,6 +1,7 @@
 """The contract of `polyxla_bridge.engine.engine.Engine`, as tests.
 
-Importing this module imports pytest, which the package does not require, and jaxlib. A test module subclasses `EngineConformance`, and has a fixture `open_engine`.
+Importing this module imports pytest, which the package does not require, and jaxlib. A test module subclasses
+`EngineConformance`, and has a fixture `open_engine`.
 """
 
 from __future__ import annotations
