@@ -41,6 +41,24 @@ def environ_of(process: int, processes: int, replicas: int, port: int) -> dict[s
     }
 
 
+@pytest.fixture(scope="session")
+def cpu_plugin() -> Path:
+    """The library of XLA's CPU client as a PJRT plugin."""
+    package = pytest.importorskip("lammps_jax_pjrt_cpu", reason="has wheels for x86_64 only")
+    return Path(package.PLUGIN_PATH)
+
+
+@pytest.fixture
+def on_plugin(cpu_plugin: Path) -> Callable[[int], dict[str, str]]:
+    """Return a function that returns the variables of a process on the plugin with a number of devices."""
+
+    def on_plugin(devices: int) -> dict[str, str]:
+        options = json.dumps({"cpu_device_count": devices})
+        return {"POLYXLA_PJRT_PLUGIN": str(cpu_plugin), "POLYXLA_PJRT_OPTIONS": options}
+
+    return on_plugin
+
+
 @pytest.fixture(name="free_port")
 def fixture_free_port() -> Callable[[], int]:
     """Return the function that finds a free port, which tests cannot import."""

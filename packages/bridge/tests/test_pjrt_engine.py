@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import _ctypes
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import lammps_jax_pjrt_cpu
+import numpy as np
 import pytest
 
+from polyxla_bridge.abi import Code
 from polyxla_bridge.engine.pjrt_engine import PjrtEngine
-from polyxla_bridge.engine_conformance import EngineConformance, OpenEngine
-from polyxla_bridge.env import BridgeSettings
+from polyxla_bridge.engine.plugin_engine import factory
+from polyxla_bridge.engine_conformance import (
+    ADD,
+    DONATING,
+    DOUBLING,
+    OPTIONS,
+    EngineConformance,
+    OpenEngine,
+    compiled,
+    download,
+    module,
+    ones,
+    upload,
+)
+from polyxla_bridge.env import BridgeSettings, CacheOrigin
+from polyxla_bridge.errors import PjrtError
 
-PLUGIN = Path(lammps_jax_pjrt_cpu.PLUGIN_PATH)
+Run = Callable[..., list[subprocess.CompletedProcess[str]]]
+STATS = ("bytes_in_use", "peak_bytes_in_use", "num_allocs", "largest_alloc_size")
 
-
-def opened(count: int) -> PjrtEngine:
-    return PjrtEngine(BridgeSettings(), PLUGIN, {"cpu_device_count": count})
+EVERY = f"""HloModule every, replica_count=2
+{ADD}
+ENTRY main {{ x = f32[4] parameter(0) ROOT r = f32[4] all-reduce(x), replica_groups={{}}, to_apply=add }}"""
 
 
 @pytest.fixture
-def open_engine() -> Iterator[OpenEngine]:
+def open_engine(cpu_plugin: Path) -> Iterator[OpenEngine]:
     engines: list[PjrtEngine] = []
 
     def open_engine(count: int) -> PjrtEngine:
-        engines.append(opened(count))
+        engines.append(PjrtEngine(BridgeSettings(), cpu_plugin, {"cpu_device_count": count}))
         return engines[-1]
 
     yield open_engine
@@ -35,3 +54,147 @@ def open_engine() -> Iterator[OpenEngine]:
 
 class TestConformance(EngineConformance):
     """Every engine passes these tests."""
+
+
+def test_devices_are_described(open_engine: OpenEngine) -> None:
+    engine = open_engine(2)
+    assert (engine.platform, engine.process_index) == ("CPU", 0)
+    assert [(one.index, one.is_local, one.kind, one.place) for one in engine.devices] == [
+        (0, True, "cpu", None),
+        (1, True, "cpu", None),
+    ]
+
+
+def test_steps_leave_no_buffer_behind(cpu_plugin: Path) -> None:
+    engine = PjrtEngine(BridgeSettings(), cpu_plugin)
+    donating, one = compiled(engine, DONATING), upload(engine, ones(1))
+    value = upload(engine, ones(0))
+    for _ in range(200):
+        value, _ = engine.execute(donating, engine.devices[0], [value, one])
+    assert download(engine, value).tolist() == [200] * 4
+    assert engine.finish(60)
+    del _
+    assert engine.live_buffers == 2
+    assert engine.memory_stats(engine.devices[0])["bytes_in_use"] == 2 * 16
+    assert set(STATS) <= set(engine.memory_stats(engine.devices[0]))
+    engine.close()
+
+
+def test_buffers_that_outlive_the_engine_are_no_danger(cpu_plugin: Path) -> None:
+    engine = PjrtEngine(BridgeSettings(), cpu_plugin)
+    buffer = upload(engine, ones(1))
+    doubling = compiled(engine, DOUBLING)
+    engine.close()
+    assert engine.live_buffers == 0
+    with pytest.raises(PjrtError, match="was closed"):
+        upload(engine, ones(1))
+    with pytest.raises(PjrtError, match="was closed"):
+        compiled(engine, DOUBLING.replace("doubling", "other"))
+    # Their destructors run after the client's.
+    del buffer, doubling
+
+
+def test_a_refused_option_is_reported_in_the_plugins_words(cpu_plugin: Path) -> None:
+    with pytest.raises(
+        PjrtError, match=r"with the options \{'nonsense': 1\}: Unexpected option name .*nonsense"
+    ):
+        PjrtEngine(BridgeSettings(), cpu_plugin, {"nonsense": 1})
+
+
+def test_another_number_of_devices_than_of_replicas_is_refused(cpu_plugin: Path) -> None:
+    with pytest.raises(PjrtError, match=r"2 replicas .* and the plugin .* 3 devices") as refused:
+        factory.make_engine(
+            BridgeSettings(2, plugin=str(cpu_plugin), plugin_options={"cpu_device_count": 3}), None
+        )
+    assert refused.value.code == Code.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("missing", "missing is no file"),
+        (__file__, "cannot be used as a PJRT plugin"),
+        (_ctypes.__file__, "undefined symbol: GetPjrtApi"),
+        ("libtpu", "there is no package libtpu: pip install libtpu"),
+    ],
+)
+def test_a_library_that_is_no_plugin_is_refused(path: str, why: str) -> None:
+    with pytest.raises(PjrtError, match=why):
+        factory.make_engine(BridgeSettings(plugin=path), None)
+
+
+def test_compiled_programs_are_cached_for_later_jobs(cpu_plugin: Path, tmp_path: Path) -> None:
+    settings = BridgeSettings(cache_path=str(tmp_path), cache_origin=CacheOrigin.USER)
+    found: list[bool] = []
+    # Once each: jaxlib numbers the modules that a process parses.
+    programs = [module(text) for text in (EVERY, DOUBLING)]
+    for _ in range(2):
+        engine = PjrtEngine(settings, cpu_plugin, {"cpu_device_count": 2}, found.append)
+        summing, doubling = (engine.compile(program, OPTIONS) for program in programs)
+        inputs = [upload(engine, ones(index + 1), index) for index in range(2)]
+        results = [engine.execute(summing, one, [inputs[one.index]])[0] for one in engine.devices]
+        assert [download(engine, one)[0] for one in results] == [3, 3]
+        (twice,) = engine.execute(doubling, engine.devices[1], [upload(engine, np.float32(2), 1)])
+        assert download(engine, twice) == 4
+        engine.close()
+    assert found == [False, False, True, True]
+
+
+def test_programs_with_other_collectives_end_with_an_error_on_all_replicas(open_engine: OpenEngine) -> None:
+    engine = open_engine(2)
+    program = f"""HloModule NAME, replica_count=2
+        {ADD}
+        ENTRY main {{ x = f32[4] parameter(0) y = f32[4] OPERATION(x), replica_groups={{}}MORE
+          ROOT r = f32[4] negate(y) }}"""
+    summing = compiled(engine, program.replace("OPERATION", "all-reduce").replace("MORE", ", to_apply=add"))
+    turning = compiled(
+        engine,
+        program.replace("OPERATION", "collective-permute")
+        .replace("replica_groups={}", "source_target_pairs={{0,1},{1,0}}")
+        .replace("MORE", ""),
+    )
+    results = [
+        engine.execute(one, device, [upload(engine, ones(1), device.index)])[0]
+        for one, device in zip((summing, turning), engine.devices, strict=True)
+    ]
+    for result in results:
+        with pytest.raises(PjrtError, match="run programs that are too different"):
+            download(engine, result)
+    # Both devices still work.
+    results = [
+        engine.execute(summing, one, [upload(engine, ones(1), one.index)])[0] for one in engine.devices
+    ]
+    assert [download(engine, one)[0] for one in results] == [-2, -2]
+
+
+def test_an_argument_that_fails_on_one_replica_fails_on_all(open_engine: OpenEngine) -> None:
+    engine = open_engine(2)
+    every = compiled(engine, EVERY)
+    bad = upload(engine, ones(1))
+    engine.delete(bad)
+    results = [engine.execute(every, engine.devices[0], [bad])[0]]
+    results += engine.execute(every, engine.devices[1], [upload(engine, ones(1), 1)])
+    for result in results:
+        with pytest.raises(PjrtError, match="was deleted"):
+            download(engine, result)
+
+
+def test_a_closed_engine_leaves_no_threads(cpu_plugin: Path) -> None:
+    before = set(threading.enumerate())
+    engine = PjrtEngine(BridgeSettings(), cpu_plugin, {"cpu_device_count": 2})
+    download(engine, upload(engine, ones(1)))
+    engine.close()
+    assert {one for one in threading.enumerate() if one.is_alive()} <= before
+
+
+def test_torch_xla_trains_on_a_plugin(run: Run, on_plugin: Callable[[int], dict[str, str]]) -> None:
+    (done,) = run("training.py", environs=[on_plugin(1)])
+    assert (done.stdout, done.stderr) == ("True True\n", "")
+
+
+@pytest.mark.parametrize("replicas", [2, pytest.param(8, marks=pytest.mark.long)])
+def test_every_collective_of_torch_xla_works_on_a_plugin(
+    run: Run, on_plugin: Callable[[int], dict[str, str]], replicas: int
+) -> None:
+    (done,) = run("collectives.py", replicas=replicas, environs=[on_plugin(replicas)])
+    assert done.stdout == "right\n" * replicas, done.stderr

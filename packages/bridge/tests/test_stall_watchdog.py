@@ -15,8 +15,15 @@ def timeout(seconds: int) -> dict[str, str]:
     return {env.POLYXLA_STALL_TIMEOUT_S: str(seconds)}
 
 
-def test_a_stuck_replica_ends_the_process_with_a_report(outcomes: Outcomes) -> None:
-    ((code, _, err),) = outcomes("stalls.py", "replica_hangs", replicas=2, processes=1, **timeout(2))
+@pytest.fixture(params=["jaxlib", "plugin"])
+def environ(request: pytest.FixtureRequest, on_plugin: Callable[[int], dict[str, str]]) -> dict[str, str]:
+    """Variables of an engine with two replicas in one process."""
+    return on_plugin(2) if request.param == "plugin" else {}
+
+
+def test_a_stuck_replica_ends_the_process_with_a_report(outcomes: Outcomes, environ: dict[str, str]) -> None:
+    environ |= timeout(2)
+    ((code, _, err),) = outcomes("stalls.py", "replica_hangs", replicas=2, processes=1, **environ)
     assert code == 5, err
     text = "the other replicas do not join its collectives (replica 0: in sum_of_all with all-reduce"
     assert text in err
@@ -43,8 +50,18 @@ def test_a_replica_whose_others_have_returned_may_work_on(outcomes: Outcomes, re
     assert [(code, lines) for code, lines, _ in found] == [(0, ["done"])], found[0][2]
 
 
-def test_a_handler_is_called_once_instead(outcomes: Outcomes) -> None:
-    ((code, lines, err),) = outcomes("stalls.py", "handler_is_called", replicas=2, processes=1, **timeout(2))
+def test_a_replica_of_a_plugin_that_has_returned_ends_a_wait_for_it(
+    outcomes: Outcomes, on_plugin: Callable[[int], dict[str, str]]
+) -> None:
+    environ = on_plugin(2) | timeout(300)
+    ((code, _, err),) = outcomes("stalls.py", "replica_returns", replicas=2, processes=1, **environ)
+    assert code == 5, err
+    assert "; returned: 1)" in err
+
+
+def test_a_handler_is_called_once_instead(outcomes: Outcomes, environ: dict[str, str]) -> None:
+    environ |= timeout(2)
+    ((code, lines, err),) = outcomes("stalls.py", "handler_is_called", replicas=2, processes=1, **environ)
     assert code == 0, err
     assert lines == ["1 [2.0, 2.0]"]
 

@@ -14,7 +14,9 @@ from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
 from polyxla_bridge import env
+from polyxla_bridge.engine.engine import Engine
 from polyxla_bridge.engine.jax_engine import JaxEngine
+from polyxla_bridge.engine.plugin_engine import factory
 from polyxla_bridge.programs.executable import ArrayType, Executable
 
 OPTIONS = xla_client.CompileOptions().SerializeAsString()
@@ -35,7 +37,12 @@ def summing(name: str = "sum_of_all") -> bytes:
       ROOT r = f32[] all-reduce(y), replica_groups={{}}, to_apply=add }}""")
 
 
-def run(engine: JaxEngine, executable: Executable, index: int, value: float) -> Future[memoryview]:
+def open_engine() -> Engine:
+    """Return the engine that the environment asks for: on a PJRT plugin, or on jaxlib."""
+    return factory.make_engine(SETTINGS, None) if SETTINGS.plugin else JaxEngine(SETTINGS)
+
+
+def run(engine: Engine, executable: Executable, index: int, value: float) -> Future[memoryview]:
     """Execute a program of one number on one replica."""
     data = memoryview(np.array([value], np.float32).view(np.uint8).data)
     argument = engine.from_host(engine.devices[index], ArrayType("float32", ()), data)

@@ -14,6 +14,7 @@ from engine_helpers import (
     is_set,
     main,
     module,
+    open_engine,
     run,
     say,
     set_flag,
@@ -33,7 +34,7 @@ def the_place_where_replica_1_hangs() -> None:
 
 
 def replica_hangs() -> None:
-    engine = JaxEngine(SETTINGS)
+    engine = open_engine()
     every = engine.compile(summing(), OPTIONS)
     for index in SETTINGS.local:
         run(engine, every, index, 1)
@@ -43,13 +44,14 @@ def replica_hangs() -> None:
 
 
 def replica_returns() -> None:
-    engine = JaxEngine(SETTINGS)
+    engine = open_engine()
     every = engine.compile(summing(), OPTIONS)
     for result in [run(engine, every, index, 1) for index in SETTINGS.local]:
         value(result)
     if 1 in SETTINGS.local:
         engine.retire(1)
     if 0 not in SETTINGS.local:
+        assert isinstance(engine, JaxEngine)
         engine._clients.wait_for_all()
         os._exit(0)
     since = time.monotonic()
@@ -109,7 +111,7 @@ def others_return(reason: str) -> None:
 def handler_is_called() -> None:
     reports: list[str] = []
     stall_watchdog.on_stall(lambda text, _: reports.append(text))
-    engine = JaxEngine(SETTINGS)
+    engine = open_engine()
     every = engine.compile(summing(), OPTIONS)
     results = [run(engine, every, 0, 1)]
     deadline = time.monotonic() + 30
