@@ -15,6 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from polyxla_bridge.engine.engine import Engine
+from polyxla_bridge.engine.pjrt_engine import PjrtEngine
+from polyxla_bridge.env import BridgeSettings
+
 # Tests count compilations, which must not depend on the user's cache.
 os.environ["POLYXLA_COMPILE_CACHE"] = "off"
 
@@ -46,6 +50,21 @@ def cpu_plugin() -> Path:
     """The library of XLA's CPU client as a PJRT plugin."""
     package = pytest.importorskip("lammps_jax_pjrt_cpu", reason="has wheels for x86_64 only")
     return Path(package.PLUGIN_PATH)
+
+
+@pytest.fixture
+def open_on_plugin(cpu_plugin: Path) -> Iterator[Callable[[int], Engine]]:
+    """Return a function that opens an engine on the plugin, with a number of devices."""
+    engines: list[PjrtEngine] = []
+
+    def open_on_plugin(count: int) -> PjrtEngine:
+        engines.append(PjrtEngine(BridgeSettings(), cpu_plugin, {"cpu_device_count": count}))
+        return engines[-1]
+
+    yield open_on_plugin
+    for engine in engines:
+        engine.close()
+        assert engine.live_buffers == 0
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import _ctypes
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -39,17 +39,8 @@ ENTRY main {{ x = f32[4] parameter(0) ROOT r = f32[4] all-reduce(x), replica_gro
 
 
 @pytest.fixture
-def open_engine(cpu_plugin: Path) -> Iterator[OpenEngine]:
-    engines: list[PjrtEngine] = []
-
-    def open_engine(count: int) -> PjrtEngine:
-        engines.append(PjrtEngine(BridgeSettings(), cpu_plugin, {"cpu_device_count": count}))
-        return engines[-1]
-
-    yield open_engine
-    for engine in engines:
-        engine.close()
-        assert engine.live_buffers == 0
+def open_engine(open_on_plugin: OpenEngine) -> OpenEngine:
+    return open_on_plugin
 
 
 class TestConformance(EngineConformance):

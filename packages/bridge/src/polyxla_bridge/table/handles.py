@@ -276,6 +276,9 @@ class Bridge:
     def _delete(self, handle: int) -> None:
         buffer = self._buffers.pop(handle)
         LOCKED.polyxla_drop(handle)
+        # A framework may delete its buffers just before its client, while they are in the queue.
+        if not self.is_started:
+            return
         try:
             self.engine.delete(buffer)
         except BaseException:

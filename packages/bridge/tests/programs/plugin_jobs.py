@@ -1,0 +1,73 @@
+"""Programs of test_plugin_jobs.py: engines on a PJRT plugin, one after the other or on a played libtpu."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from engine_helpers import OPTIONS, SETTINGS, main, module, say
+
+from polyxla_bridge import LIBRARY
+from polyxla_bridge.engine.pjrt_engine import PjrtEngine
+from polyxla_bridge.engine_conformance import ADD, DONATING, compiled, download, ones, upload
+from polyxla_bridge.env import BridgeSettings
+
+JOBS, WARM, WINDOW = 200, 40, 20
+
+
+def resident_bytes() -> int:
+    """Return the memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def every(replicas: int) -> str:
+    """Return a program that sums over all replicas."""
+    return f"""HloModule every, replica_count={replicas}
+        {ADD}
+        ENTRY main {{ x = f32[4] parameter(0)
+          ROOT r = f32[4] all-reduce(x), replica_groups={{}}, to_apply=add }}"""
+
+
+def many_jobs() -> None:
+    """Run jobs that each have an engine, and report by how much their memory grew."""
+    summing, donating = module(every(2)), module(DONATING)
+    resident = []
+    for _ in range(JOBS):
+        engine = PjrtEngine(BridgeSettings(), Path(SETTINGS.plugin), SETTINGS.plugin_options)
+        programs = [engine.compile(program, OPTIONS) for program in (summing, donating)]
+        inputs = [upload(engine, ones(1), index) for index in range(2)]
+        for device in engine.devices:
+            inputs[device.index], _ = engine.execute(
+                programs[1], device, [inputs[device.index], upload(engine, ones(1), device.index)]
+            )
+        results = [engine.execute(programs[0], one, [inputs[one.index]])[0] for one in engine.devices]
+        assert [download(engine, one)[0] for one in results] == [4, 4]
+        large = upload(engine, np.zeros(1 << 20, np.uint8))
+        assert not large.is_deleted
+        engine.close()
+        assert engine.live_buffers == 0
+        resident.append(resident_bytes())
+    warm, last = median(resident[WARM : WARM + WINDOW]), median(resident[-WINDOW:])
+    say(round(last / warm, 3))
+
+
+def played_libtpu() -> None:
+    """Run programs on the devices of a played libtpu, which is a PJRT plugin, too."""
+    engine = PjrtEngine(BridgeSettings(), LIBRARY)
+    say(engine.platform, [one.place for one in engine.devices], engine.devices[0].kind)
+    count = len(engine.devices)
+    x, y = upload(engine, ones(1)), upload(engine, ones(2))
+    total, _ = engine.execute(compiled(engine, DONATING), engine.devices[0], [x, y])
+    say(download(engine, total).tolist(), x.is_deleted)
+    summing = compiled(engine, every(count))
+    inputs = [upload(engine, ones(index), index) for index in range(count)]
+    results = [engine.execute(summing, one, [inputs[one.index]])[0] for one in engine.devices]
+    say([float(download(engine, one)[0]) for one in results])
+    say(dict(engine.memory_stats(engine.devices[0]))["bytes_in_use"])
+    engine.close()
+    say(engine.live_buffers)
+
+
+if __name__ == "__main__":
+    main(globals())
