@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -412,7 +412,14 @@ class RemoteEngine(Engine):
             return self._changed.wait_for(lambda: not self._in_flight, timeout_s)
 
     def close(self) -> None:
-        """Say goodbye, and wait until the worker has ended the session."""
+        """Wait for what was read, say goodbye, and wait until the worker has ended the session.
+
+        A second call does nothing.
+        """
+        if self._is_closing:
+            return
+        # After the goodbye, the worker answers nothing.
+        wait([request.done for request in list(self._requests.values())], GOODBYE_S)
         self._is_closing = True
         self._outbox.put(pb.Command(goodbye=pb.Goodbye()), may_wait=False)
         self._outbox.close()
