@@ -80,26 +80,6 @@ def test_a_donated_array_gives_its_memory_and_is_deleted(engine: JaxEngine, alia
         first(engine, x)
 
 
-def test_an_array_in_keep_is_not_donated(engine: JaxEngine) -> None:
-    add = adding(engine, "may-alias")
-    x, y = upload(engine, 1), upload(engine, 2)
-    total, _ = engine.execute(add, engine.devices[0], [x, y], keep=frozenset({0}))
-    assert first(engine, total) == 3
-    assert not x.is_deleted
-    assert first(engine, x) == 1
-
-
-def test_a_read_before_a_donation_returns_the_old_values(engine: JaxEngine) -> None:
-    add = adding(engine, "may-alias")
-    value, y = upload(engine, 0), upload(engine, 1)
-    reads = []
-    for _ in range(20):
-        reads.append(engine.to_host(value))
-        value, _ = engine.execute(add, engine.devices[0], [value, y])
-    found = [np.frombuffer(read.result(TIMEOUT_S), np.float32) for read in reads]
-    assert [(float(one.min()), float(one.max())) for one in found] == [(i, i) for i in range(20)]
-
-
 def test_memory_is_counted_to_the_byte(engine: JaxEngine) -> None:
     limit = machine_bytes()
     assert stats(engine) == {

@@ -9,14 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
-from polyxla_bridge.abi import DTYPES
 from polyxla_bridge.engine.engine import Buffer
 from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.env import BridgeSettings
@@ -71,63 +69,6 @@ def download(engine: JaxEngine, buffer: Buffer) -> Any:
     return np.frombuffer(data, dtype).reshape(buffer.type.dims)
 
 
-@pytest.mark.parametrize(
-    "dtype", [name for name in DTYPES if name not in ("invalid", "token", "int2", "uint2")]
-)
-def test_arrays_of_every_dtype_return_unchanged(engine: JaxEngine, dtype: str) -> None:
-    host = np.array([[1, 2, 1], [1, 1, 2]]).astype(getattr(ml_dtypes, dtype, None) or dtype)
-    buffer = upload(engine, host)
-    assert buffer.type == ArrayType(dtype, (2, 3))
-    assert np.array_equal(download(engine, buffer), host)
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (1,), (3, 1, 2)])
-def test_arrays_of_odd_shapes_return_unchanged(engine: JaxEngine, shape: tuple[int, ...]) -> None:
-    host = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
-    assert np.array_equal(download(engine, upload(engine, host)), host)
-
-
-def test_the_caller_may_reuse_its_memory_after_an_upload(engine: JaxEngine) -> None:
-    host = np.ones(1024, dtype=np.float32)
-    buffer = upload(engine, host)
-    host[:] = 7
-    assert download(engine, buffer).max() == 1
-
-
-def test_results_have_their_types_before_they_are_computed(engine: JaxEngine) -> None:
-    x = np.arange(6, dtype=np.float32).reshape(2, 3)
-    executable = compiled(engine, lambda a: (a * 2, a.sum(), a.astype(jnp.int32)), x)
-    assert executable.outputs == (
-        ArrayType("float32", (2, 3)),
-        ArrayType("float32", ()),
-        ArrayType("int32", (2, 3)),
-    )
-    double, total, whole = engine.execute(executable, engine.devices[0], [upload(engine, x)])
-    assert np.array_equal(download(engine, double), x * 2)
-    assert download(engine, total) == 15
-    assert np.array_equal(download(engine, whole), x)
-
-
-def test_executions_run_in_the_order_of_the_calls(engine: JaxEngine) -> None:
-    step = compiled(engine, lambda a: a * 2 + 1, np.float32(0))
-    buffer = upload(engine, np.float32(0))
-    for _ in range(20):
-        (buffer,) = engine.execute(step, engine.devices[0], [buffer])
-    assert download(engine, buffer) == 2**20 - 1
-
-
-def test_an_error_is_raised_where_the_result_is_read(engine: JaxEngine) -> None:
-    executable = compiled(engine, lambda a, b: a + b, np.zeros(2, np.float32), np.zeros(2, np.float32))
-    bad = upload(engine, np.zeros(3, np.float32))
-    (result,) = engine.execute(executable, engine.devices[0], [bad, bad])
-    with pytest.raises(Exception, match=r"(?i)buffer|argument|size|shape"):
-        engine.to_host(result).result(TIMEOUT_S)
-    # The device still works.
-    good = upload(engine, np.ones(2, np.float32))
-    (result,) = engine.execute(executable, engine.devices[0], [good, good])
-    assert download(engine, result).tolist() == [2, 2]
-
-
 def test_the_same_program_is_compiled_once(engine: JaxEngine) -> None:
     code = program(lambda a: a * 3, np.float32(0))
     options = xla_client.CompileOptions().SerializeAsString()
@@ -138,30 +79,6 @@ def test_the_same_program_is_compiled_once(engine: JaxEngine) -> None:
     for thread in threads:
         thread.join(TIMEOUT_S)
     assert len({id(one) for one in found}) == 1
-
-
-def test_invalid_bytes_are_refused_by_the_compiler(engine: JaxEngine) -> None:
-    with pytest.raises(Exception, match=r"(?i)parse|proto|hlo|module"):
-        engine.compile(b"not a module", xla_client.CompileOptions().SerializeAsString())
-
-
-def all_reduce_program(count: int) -> bytes:
-    """Return the sum of a scalar over replicas, as torch_xla sends it."""
-    text = f"""HloModule sum_of_all, replica_count={count}
-add {{ a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }}
-ENTRY main {{ x = f32[4] parameter(0) ROOT r = f32[4] all-reduce(x), replica_groups={{}}, to_apply=add }}"""
-    data: bytes = hlo_module_from_text(text).as_serialized_hlo_module_proto()
-    return data
-
-
-def test_replicas_sum_across_their_clients(replicas: JaxEngine) -> None:
-    count = len(replicas.devices)
-    executable = replicas.compile(all_reduce_program(count), xla_client.CompileOptions().SerializeAsString())
-    assert executable.num_replicas == count
-    inputs = [upload(replicas, np.full(4, i + 1, np.float32), i) for i in range(count)]
-    results = [replicas.execute(executable, device, [inputs[device.index]])[0] for device in replicas.devices]
-    expected = [count * (count + 1) / 2] * 4
-    assert [download(replicas, one).tolist() for one in results] == [expected] * count
 
 
 @pytest.mark.parametrize(("combine", "expected"), [("and", 8), ("or", 15)])
@@ -220,25 +137,3 @@ def test_an_xla_flag_of_the_user_takes_precedence(engine: JaxEngine) -> None:
     hlos = [compiled(one, lambda a: a @ a, example).optimized_hlo for one in (engine, other)]
     assert [b"ynn" in one for one in hlos] == [False, True]
     other.close()
-
-
-def test_replicas_may_run_different_programs(replicas: JaxEngine) -> None:
-    options = xla_client.CompileOptions().SerializeAsString()
-    programs = [
-        replicas.compile(program(lambda a, k=k: a * k, np.float32(0)), options)
-        for k in range(len(replicas.devices))
-    ]
-    results = [
-        replicas.execute(one, device, [upload(replicas, np.float32(10), device.index)])[0]
-        for one, device in zip(programs, replicas.devices, strict=True)
-    ]
-    assert [float(download(replicas, one)) for one in results] == [
-        10.0 * k for k in range(len(replicas.devices))
-    ]
-
-
-def test_a_buffer_is_copied_between_replicas(replicas: JaxEngine) -> None:
-    buffer = upload(replicas, np.arange(3, dtype=np.int64), 0)
-    copy = replicas.copy(buffer, replicas.devices[1])
-    assert copy.device.index == 1
-    assert download(replicas, copy).tolist() == [0, 1, 2]
