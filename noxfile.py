@@ -358,14 +358,15 @@ def abi(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("runtime", ["pjrt", "torchtpu"])
 def libtpu(session: nox.Session, runtime: str) -> None:
-    """Test `polyxla fits` with the libtpu of one framework, and the variables of TPU processes. No TPU."""
+    """Test what needs libtpu with that of one framework, and the variables of TPU processes. No TPU."""
     on_torch_tpu = runtime == "torchtpu"
     pins = ("-c", CONSTRAINTS_TORCHTPU if on_torch_tpu else CONSTRAINTS)
     packages = ["bridge", "fits", f"runtime-{runtime}", "testing"]
     install(session, packages, ["libtpu", *group("test-core")], options=pins)
     if not on_torch_tpu:
         session.run("python", ".ci/variables.py")
-    session.run("pytest", "packages/fits/tests/test_libtpu.py", *session.posargs)
+    files = ("packages/fits/tests/test_libtpu.py", "packages/bridge/tests/test_real_libtpu.py")
+    session.run("pytest", *files, *session.posargs)
 
 
 @nox.session

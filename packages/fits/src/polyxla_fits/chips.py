@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from polyxla import UsageError
 from polyxla_bridge.libtpu.host import GENERATIONS
+from polyxla_bridge.plugin_client.memory import Option
 from polyxla_fits.frameworks import Framework
-from polyxla_fits.plugin_api import Cost, Option
+from polyxla_fits.plugin_api import Cost
 from polyxla_tpu.accelerators import AcceleratorType
 
 

@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from polyxla_fits.plugin_api import Compiler, CompilerError
+from polyxla_bridge.errors import PjrtError
+from polyxla_fits.plugin_api import Compiler
 
 
 def main() -> None:
@@ -26,7 +27,7 @@ def main() -> None:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         try:
             compiler = Compiler(Path(library), topology, json.loads(options))
-        except CompilerError as error:
+        except PjrtError as error:
             answers.write(json.dumps({"error": error.message, "code": error.code}) + "\n")
             return
         answers.write(json.dumps({"devices": compiler.device_count}) + "\n")
@@ -39,7 +40,7 @@ def _compile(compiler: Compiler, hlo: Path, options: Path) -> dict[str, Any]:
     answer: dict[str, Any]
     try:
         answer = {"cost": dataclasses.asdict(compiler.compile(hlo.read_bytes(), options.read_bytes()))}
-    except CompilerError as error:
+    except PjrtError as error:
         answer = {"error": error.message, "code": error.code}
     return {**answer, "seconds": time.perf_counter() - started}
 

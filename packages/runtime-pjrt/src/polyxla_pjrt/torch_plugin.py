@@ -9,6 +9,7 @@ device.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import multiprocessing
 import os
 from collections.abc import Mapping
@@ -39,6 +40,18 @@ from polyxla_tpu.played import PlayedTpu
 
 class NoDevice(plugins.DevicePlugin):
     """An entry in torch_xla's registry of plugins, by which torch_xla imports this module. Never opened."""
+
+
+def _through_bridge(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that put the bridge between torch_xla and a PJRT plugin; none if none is named."""
+    if importlib.util.find_spec("polyxla_bridge") is None:
+        return {}
+    import polyxla_bridge
+    from polyxla_bridge import env as bridge
+
+    if not environ.get(bridge.POLYXLA_PJRT_PLUGIN) or environ.get(tpu_env.POLYXLA_EMULATE):
+        return {}
+    return {tpu_env.TPU_LIBRARY_PATH: str(polyxla_bridge.LIBRARY)}
 
 
 def prepare(environ: Mapping[str, str]) -> dict[str, str]:
@@ -156,7 +169,7 @@ def _watch() -> None:
 
 def _install() -> None:
     answer()
-    update_environ(prepare(snapshot()))
+    update_environ(_through_bridge(snapshot()) | prepare(snapshot()))
     handle_launches(_launch_plan, _run)
     _watch()
 

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from polyxla_bridge import env
+from polyxla_bridge.abi import Code
 from polyxla_bridge.env import BridgeSettings
+from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.libtpu.claims import claim
 from polyxla_bridge.libtpu.host import Host
 from polyxla_bridge.libtpu.topology import Topology, in_slice
@@ -37,6 +39,12 @@ def make_engine(on_lookup: Callable[[bool], None] | None) -> Engine:
     if base.plugin:
         from polyxla_bridge.engine.plugin_engine import factory
 
+        if env.POLYXLA_LIBTPU_HOST in env.own_environ():
+            raise PjrtError(
+                Code.INVALID_ARGUMENT,
+                f"{env.POLYXLA_PJRT_PLUGIN}={base.plugin} cannot be used for an emulated TPU, which computes "
+                "with jaxlib: unset it, or do not emulate a TPU",
+            )
         # The plugin reads the variables of the slice itself.
         return factory.make_engine(base, on_lookup)
     from polyxla_bridge.engine.jax_engine import JaxEngine

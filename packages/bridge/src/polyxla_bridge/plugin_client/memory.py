@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polyxla_bridge.abi import NamedValue, NamedValueType
+from polyxla_bridge.abi import NamedValue, NamedValueType, Program
 
 Option = str | bool | int | float | Sequence[int]
 """The value of a named option."""
@@ -24,6 +24,25 @@ class Text:
         data = value.encode() if isinstance(value, str) else value
         self._memory = ctypes.create_string_buffer(data, len(data))
         self.address, self.size = ctypes.addressof(self._memory), len(data)
+
+
+class HloProgram:
+    """A serialised HloModuleProto as ``PJRT_Program``.
+
+    Attributes:
+        address: of the struct.
+    """
+
+    def __init__(self, hlo: bytes) -> None:
+        self._code, self._format = Text(hlo), Text("hlo")
+        self._memory = Program(
+            struct_size=ctypes.sizeof(Program),
+            code=self._code.address,
+            code_size=self._code.size,
+            format=self._format.address,
+            format_size=self._format.size,
+        )
+        self.address = ctypes.addressof(self._memory)
 
 
 class NamedValues:

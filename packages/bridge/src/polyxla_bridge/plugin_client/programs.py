@@ -10,7 +10,7 @@ from polyxla_bridge import abi
 from polyxla_bridge.plugin_client.buffers import DeviceArray
 from polyxla_bridge.plugin_client.client import PluginClient, PluginDevice
 from polyxla_bridge.plugin_client.events import Event
-from polyxla_bridge.plugin_client.memory import Text, read_array, read_text
+from polyxla_bridge.plugin_client.memory import HloProgram, Text, read_array, read_text
 
 
 class LoadedProgram:
@@ -131,18 +131,11 @@ def compile_hlo(client: PluginClient, hlo: bytes, options: bytes) -> LoadedProgr
         PjrtError: the plugin's, with its words.
     """
     client.check_open()
-    code, form, chosen = Text(hlo), Text("hlo"), Text(options)
-    program = abi.Program(
-        struct_size=ctypes.sizeof(abi.Program),
-        code=code.address,
-        code_size=code.size,
-        format=form.address,
-        format_size=form.size,
-    )
+    program, chosen = HloProgram(hlo), Text(options)
     made = client.plugin.call(
         "Client_Compile",
         client=client.handle,
-        program=ctypes.addressof(program),
+        program=program.address,
         compile_options=chosen.address,
         compile_options_size=chosen.size,
     )

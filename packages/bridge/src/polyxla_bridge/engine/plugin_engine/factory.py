@@ -31,6 +31,12 @@ def make_engine(settings: BridgeSettings, on_lookup: Callable[[bool], None] | No
         PjrtError: the plugin does not exist, refuses an option, or has another number of devices.
     """
     library = library_path(settings.plugin)
+    if settings.processes > 1:
+        raise PjrtError(
+            Code.INVALID_ARGUMENT,
+            f"one process drives the devices of {POLYXLA_PJRT_PLUGIN}={settings.plugin}, and the job has "
+            f"{settings.processes} processes: with runtime pjrt, set POLYXLA_PJRT_PROCESSES=1",
+        )
     engine = PjrtEngine(settings, library, settings.plugin_options, on_lookup)
     if settings.replicas not in (1, len(engine.devices)):
         engine.close()
