@@ -1,6 +1,6 @@
 """Cost of replicas on the bridge, compared with torch_xla's CPU client and DistributedDataParallel.
 
-    nox -s bench -- replicas [step] [scaling] [start] [spmd] [compile] [memory] [--json]
+    nox -s bench -- replicas [step] [plugin] [scaling] [start] [spmd] [compile] [memory] [--json]
 
 Contestants take turns in short rounds, so that other load on the machine affects all of them equally. A
 speed is that of the best round, with the CPU time of a thousand samples beside it; a time is the best of
@@ -168,6 +168,20 @@ def measure_step() -> None:
         row("step: 1 replica / native", ours, peer, ours.best / peer.best, at_least=0.95)
 
 
+def measure_plugin() -> None:
+    """Compare the bridge on XLA's CPU client as a PJRT plugin with the bridge on jaxlib, and with torch_xla."""
+    import lammps_jax_pjrt_cpu
+
+    on_plugin = {"PJRT_DEVICE": "CPU_POLYXLA", "POLYXLA_PJRT_PLUGIN": str(lammps_jax_pjrt_cpu.PLUGIN_PATH)}
+    with contest(
+        partial(Contestant, native, "convnet", BATCH, 1, on_plugin),
+        partial(Contestant, native, "convnet", BATCH, 1, {"PJRT_DEVICE": "CPU_POLYXLA"}),
+        partial(Contestant, native, "convnet", BATCH, 1, NATIVE),
+    ) as (ours, on_jaxlib, peer):
+        row("plugin: 1 replica / on jaxlib", ours, on_jaxlib, ours.best / on_jaxlib.best, at_least=0.9)
+        row("plugin: 1 replica / native", ours, peer, ours.best / peer.best)
+
+
 def measure_scaling() -> None:
     """Compare four replicas with the native client, for as many samples, and DistributedDataParallel."""
     cases = (("convnet", BATCH, 0.85, None), ("block", BATCH, None, 1.0))
@@ -244,6 +258,7 @@ def measure_memory() -> None:
 
 PARTS = {
     "step": measure_step,
+    "plugin": measure_plugin,
     "scaling": measure_scaling,
     "spmd": measure_spmd,
     "start": measure_start,

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from polyxla_bridge import LIBRARY
 from polyxla_bridge.abi import Code
 from polyxla_bridge.engine.pjrt_engine import PjrtEngine
 from polyxla_bridge.engine.plugin_engine import factory
@@ -189,3 +190,36 @@ def test_every_collective_of_torch_xla_works_on_a_plugin(
 ) -> None:
     (done,) = run("collectives.py", replicas=replicas, environs=[on_plugin(replicas)])
     assert done.stdout == "right\n" * replicas, done.stderr
+
+
+BEHIND_LIBTPU = {
+    "PJRT_DEVICE": "TPU",
+    "TPU_LIBRARY_PATH": str(LIBRARY),
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v4-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_PROCESS_BOUNDS": "1,1,1",
+    "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
+    "TPU_VISIBLE_CHIPS": "0",
+    "CLOUD_TPU_TASK_ID": "0",
+}
+
+
+def test_the_bridge_stands_between_torch_xla_and_the_plugin_of_a_tpu(
+    run: Run, on_plugin: Callable[[int], dict[str, str]]
+) -> None:
+    (done,) = run("training.py", environs=[BEHIND_LIBTPU | on_plugin(1)])
+    assert done.stdout == "True True\n", done.stderr
+
+
+def test_an_emulated_tpu_on_a_plugin_is_refused(run: Run, on_plugin: Callable[[int], dict[str, str]]) -> None:
+    environ = BEHIND_LIBTPU | on_plugin(1) | {"POLYXLA_LIBTPU_HOST": "v4:2x2x1"}
+    (done,) = run("training.py", environs=[environ])
+    assert done.returncode != 0
+    assert "cannot be used for an emulated TPU" in done.stderr
+
+
+def test_several_processes_are_refused(cpu_plugin: Path) -> None:
+    settings = BridgeSettings(2, 2, 0, "127.0.0.1:1", plugin=str(cpu_plugin))
+    with pytest.raises(PjrtError, match="one process drives the devices"):
+        factory.make_engine(settings, None)

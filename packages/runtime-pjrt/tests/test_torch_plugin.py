@@ -1,0 +1,34 @@
+"""What importing torch_xla changes where this runtime is installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import polyxla_bridge
+
+PRINT = "import os, torch_xla; print(os.environ.get('TPU_LIBRARY_PATH'))"
+
+
+@pytest.mark.parametrize(
+    ("environ", "library"),
+    [
+        ({"POLYXLA_PJRT_PLUGIN": "libtpu"}, str(polyxla_bridge.LIBRARY)),
+        ({"POLYXLA_PJRT_PLUGIN": "libtpu", "TPU_LIBRARY_PATH": "mine"}, str(polyxla_bridge.LIBRARY)),
+        ({"TPU_LIBRARY_PATH": "mine"}, "mine"),
+    ],
+)
+def test_a_plugin_puts_the_bridge_between_torch_xla_and_the_tpu(environ: dict[str, str], library: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PRINT],
+        # torch_xla would ask a metadata server about a TPU.
+        env={**os.environ, "PJRT_DEVICE": "CPU", **environ},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout.splitlines()[-1:] == [library], done.stderr
