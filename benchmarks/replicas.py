@@ -169,7 +169,7 @@ def measure_step() -> None:
 
 
 def measure_plugin() -> None:
-    """Compare the bridge on XLA's CPU client as a PJRT plugin with the bridge on jaxlib, and with torch_xla."""
+    """Compare the bridge on XLA's CPU client as a PJRT plugin with that on jaxlib, and with torch_xla."""
     import lammps_jax_pjrt_cpu
 
     on_plugin = {"PJRT_DEVICE": "CPU_POLYXLA", "POLYXLA_PJRT_PLUGIN": str(lammps_jax_pjrt_cpu.PLUGIN_PATH)}

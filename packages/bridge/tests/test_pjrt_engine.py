@@ -11,10 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polyxla_bridge import LIBRARY
+from polyxla_bridge import LIBRARY, pjrt_plugin
 from polyxla_bridge.abi import Code
 from polyxla_bridge.engine.pjrt_engine import PjrtEngine
-from polyxla_bridge.engine.plugin_engine import factory
 from polyxla_bridge.engine_conformance import (
     ADD,
     DONATING,
@@ -95,7 +94,7 @@ def test_a_refused_option_is_reported_in_the_plugins_words(cpu_plugin: Path) -> 
 
 def test_another_number_of_devices_than_of_replicas_is_refused(cpu_plugin: Path) -> None:
     with pytest.raises(PjrtError, match=r"2 replicas .* and the plugin .* 3 devices") as refused:
-        factory.make_engine(
+        pjrt_plugin.make_engine(
             BridgeSettings(2, plugin=str(cpu_plugin), plugin_options={"cpu_device_count": 3}), None
         )
     assert refused.value.code == Code.INVALID_ARGUMENT
@@ -112,7 +111,7 @@ def test_another_number_of_devices_than_of_replicas_is_refused(cpu_plugin: Path)
 )
 def test_a_library_that_is_no_plugin_is_refused(path: str, why: str) -> None:
     with pytest.raises(PjrtError, match=why):
-        factory.make_engine(BridgeSettings(plugin=path), None)
+        pjrt_plugin.make_engine(BridgeSettings(plugin=path), None)
 
 
 def test_compiled_programs_are_cached_for_later_jobs(cpu_plugin: Path, tmp_path: Path) -> None:
@@ -222,4 +221,4 @@ def test_an_emulated_tpu_on_a_plugin_is_refused(run: Run, on_plugin: Callable[[i
 def test_several_processes_are_refused(cpu_plugin: Path) -> None:
     settings = BridgeSettings(2, 2, 0, "127.0.0.1:1", plugin=str(cpu_plugin))
     with pytest.raises(PjrtError, match="one process drives the devices"):
-        factory.make_engine(settings, None)
+        pjrt_plugin.make_engine(settings, None)

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from polyxla_bridge.engine.plugin_engine.factory import LIBTPU, library_path
+from polyxla_bridge.pjrt_plugin import LIBTPU, library_path
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec(LIBTPU) is None, reason="libtpu is not installed; nox -s libtpu installs it"

@@ -21,7 +21,7 @@ PRINT = "import os, torch_xla; print(os.environ.get('TPU_LIBRARY_PATH'))"
         ({"TPU_LIBRARY_PATH": "mine"}, "mine"),
     ],
 )
-def test_a_plugin_puts_the_bridge_between_torch_xla_and_the_tpu(environ: dict[str, str], library: str) -> None:
+def test_a_plugin_puts_the_bridge_before_the_tpu(environ: dict[str, str], library: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PRINT],
         # torch_xla would ask a metadata server about a TPU.

@@ -64,7 +64,7 @@ class CpuPlugin(EnginePlugin):
         """Start the clients for this process's replicas."""
         settings = env.current()
         if settings.plugin:
-            from polyxla_bridge.engine.plugin_engine.factory import make_engine
+            from polyxla_bridge.pjrt_plugin import make_engine
 
             return make_engine(settings, count_lookup)
         from polyxla_bridge.engine.jax_engine import JaxEngine

@@ -13,10 +13,9 @@ import numpy as np
 from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
-from polyxla_bridge import env
+from polyxla_bridge import env, pjrt_plugin
 from polyxla_bridge.engine.engine import Engine
 from polyxla_bridge.engine.jax_engine import JaxEngine
-from polyxla_bridge.engine.plugin_engine import factory
 from polyxla_bridge.programs.executable import ArrayType, Executable
 
 OPTIONS = xla_client.CompileOptions().SerializeAsString()
@@ -39,7 +38,7 @@ def summing(name: str = "sum_of_all") -> bytes:
 
 def open_engine() -> Engine:
     """Return the engine that the environment asks for: on a PJRT plugin, or on jaxlib."""
-    return factory.make_engine(SETTINGS, None) if SETTINGS.plugin else JaxEngine(SETTINGS)
+    return pjrt_plugin.make_engine(SETTINGS, None) if SETTINGS.plugin else JaxEngine(SETTINGS)
 
 
 def run(engine: Engine, executable: Executable, index: int, value: float) -> Future[memoryview]:

@@ -37,7 +37,7 @@ def make_engine(on_lookup: Callable[[bool], None] | None) -> Engine:
     """
     base = env.current()
     if base.plugin:
-        from polyxla_bridge.engine.plugin_engine import factory
+        from polyxla_bridge import pjrt_plugin
 
         if env.POLYXLA_LIBTPU_HOST in env.own_environ():
             raise PjrtError(
@@ -46,7 +46,7 @@ def make_engine(on_lookup: Callable[[bool], None] | None) -> Engine:
                 "with jaxlib: unset it, or do not emulate a TPU",
             )
         # The plugin reads the variables of the slice itself.
-        return factory.make_engine(base, on_lookup)
+        return pjrt_plugin.make_engine(base, on_lookup)
     from polyxla_bridge.engine.jax_engine import JaxEngine
     from polyxla_bridge.engine.recording_engine import RecordingEngine
 

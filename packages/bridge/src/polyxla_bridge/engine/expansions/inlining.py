@@ -88,6 +88,8 @@ class _Imported:
                 computation.root_id = numbers[computation.root_id]
                 for one in computation.instructions:
                     _renumber(one, numbers, computations)
+                    # Its own would name lines of another module.
+                    one.metadata = original.metadata
                 self._called.append(computation)
         given = {
             one.id: original.operand_ids[one.parameter_number]
