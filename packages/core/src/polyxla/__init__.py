@@ -3,6 +3,8 @@
 Importing this package imports neither torch nor any runtime.
 """
 
+import importlib.metadata
+
 from polyxla.contracts.discovery import Claim, Device, Discovery
 from polyxla.contracts.job import Job
 from polyxla.contracts.precision import Precision
@@ -48,3 +50,10 @@ __all__ = [
     "launch",
     "seed_everything",
 ]
+
+
+def __getattr__(name: str) -> str:
+    if name == "__version__":
+        # Not at import: it is a file to read.
+        return importlib.metadata.version("polyxla-core")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

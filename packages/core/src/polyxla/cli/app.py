@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
+import polyxla
 from polyxla import env
 from polyxla.cli.output import JsonFlag, RuntimeOption, plain_errors, print_json, print_table
 from polyxla.console import say
@@ -31,7 +32,6 @@ app = typer.Typer(
     name="polyxla",
     help="PyTorch training on TPUs with a runtime that is chosen when the script starts.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     # Rich's help costs 0.2 s, more than the rest of `polyxla --help`.
     rich_markup_mode=None,
@@ -51,6 +51,13 @@ def main() -> None:
         # From a third-party plugin. `polyxla runtimes` must work all the same: it finds what is wrong.
         say(f"the commands of some plugins are left out: {type(error).__name__}: {error}")
     app()
+
+
+@app.callback(invoke_without_command=True)
+def _options(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        typer.echo(f"polyxla {polyxla.__version__}")
+        raise typer.Exit
 
 
 @app.command()
