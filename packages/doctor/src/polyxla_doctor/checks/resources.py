@@ -1,0 +1,72 @@
+"""Shared memory, disk space, and memory for the replicas and their loader workers."""
+
+from __future__ import annotations
+
+from polyxla_doctor.facts.host import HostFacts, Space
+from polyxla_doctor.findings import Finding, note, ok, problem
+
+SHARED_BYTES = 128 << 20
+"""Least shared memory for the workers of a DataLoader, in bytes.
+
+Docker gives a container 64 MiB, which a few batches of pictures fill; a worker then dies of a bus error.
+Source: the documentation of ``docker run --shm-size`` for the 64 MiB.
+"""
+FREE_BYTES = 1 << 30
+"""Least free space of a disk, in bytes; polyxla-pod requires the same of its hosts."""
+REPLICA_BYTES = 640 << 20
+"""Memory of a replica before its model, in bytes, where no trial has measured it."""
+WORKER_BYTES = 256 << 20
+"""Memory of a loader worker before its dataset, in bytes."""
+
+
+def check_shared_memory(host: HostFacts) -> list[Finding]:
+    """Check that loader workers have shared memory for their batches."""
+    space = host.shared_memory
+    if space is None or not space.total:
+        fix = "In a container, mount a tmpfs there: --tmpfs /dev/shm."
+        return [problem("shared memory", "this machine has no /dev/shm, which loader workers need", fix)]
+    found = f"{_size(space.free)} of {_size(space.total)} are free in {space.path}"
+    if space.free >= SHARED_BYTES:
+        return [ok("shared memory", found)]
+    need = f"at least {_size(SHARED_BYTES)} are needed: a loader worker dies of a bus error"
+    fix = f"Remove what fills {space.path}, or start the container with --shm-size=8g or --ipc=host."
+    return [problem("shared memory", f"{found}; {need}", fix)]
+
+
+def check_disks(host: HostFacts) -> list[Finding]:
+    """Check that there is space for checkpoints, compiled programs and temporary files."""
+    full = [one for one in host.disks if one.free < FREE_BYTES]
+    if full:
+        return [problem("disk", _free(one), f"Make {_size(FREE_BYTES)} free.") for one in full]
+    return [ok("disk", "; ".join(_free(one) for one in host.disks))]
+
+
+def _free(space: Space) -> str:
+    return f"{_size(space.free)} are free at {space.path}"
+
+
+def check_memory(
+    host: HostFacts, replicas: int, loader_workers: int, replica_bytes: int = REPLICA_BYTES
+) -> list[Finding]:
+    """Compare the memory with what replicas and loader workers take before model and data.
+
+    Args:
+        host: this machine.
+        replicas: how many replicas a launch starts on this host.
+        loader_workers: how many workers the DataLoader of each replica has.
+        replica_bytes: memory of one replica, in bytes.
+    """
+    if host.memory is None:
+        return [note("memory", "the kernel does not say how much memory there is")]
+    need = replicas * (replica_bytes + loader_workers * WORKER_BYTES)
+    limit = ", the limit of this container" if host.memory.is_limited else ""
+    found = f"{_size(host.memory.available)} of {_size(host.memory.total)} are available{limit}"
+    what = f"{replicas} replica(s) with {loader_workers} loader worker(s) each take about {_size(need)}"
+    if need <= host.memory.available:
+        return [ok("memory", f"{found}; {what} before model and data")]
+    fix = "Use fewer workers (num_workers of the DataLoader), or a machine with more memory."
+    return [problem("memory", f"{found}, and {what} before model and data", fix)]
+
+
+def _size(number: int) -> str:
+    return f"{number / 2**30:.1f} GiB" if number >= 1 << 30 else f"{number / 2**20:.0f} MiB"
