@@ -50,6 +50,7 @@ TESTED_ON_TORCH_TPU = ["core", "fits", "runtime-torchtpu", "sampler", "training"
 # Siblings that a package's tests use and its code does not.
 TESTS_NEED = {
     "core": ["testing"],
+    "doctor": ["runtime-pjrt", "bridge", "testing"],
     "fits": ["testing"],
     "pod": ["testing"],
     "runtime-pjrt": ["testing"],

@@ -18,10 +18,21 @@ PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.t
 ALLOWED = {
     "bridge": set(),
     "core": set(),
+    "doctor": {"core", "tpu"},
     "examples": {"core", "training"},
     "fits": {"bridge", "core", "tpu"},
     # The umbrella: requirements, no code.
-    "polyxla": {"core", "fits", "pod", "precision", "runtime-pjrt", "runtime-xrt", "sampler", "training"},
+    "polyxla": {
+        "core",
+        "doctor",
+        "fits",
+        "pod",
+        "precision",
+        "runtime-pjrt",
+        "runtime-xrt",
+        "sampler",
+        "training",
+    },
     "pod": {"core", "tpu"},
     "precision": set(),
     "runtime-pjrt": {"bridge", "core", "tpu"},
