@@ -79,6 +79,7 @@ def examine(facts: Facts, outcome: Outcome | None, loader_workers: int) -> list[
     host, found = facts.host, facts.runtimes
     measured = outcome.replica_bytes if outcome else None
     findings = [
+        *resources.check_system(host),
         *packages.check_python(facts.packages),
         *packages.check_frameworks(facts.packages),
         *packages.check_requirements(facts.packages),

@@ -47,3 +47,8 @@ def note(subject: str, found: str, fix: str = "") -> Finding:
 def problem(subject: str, found: str, fix: str) -> Finding:
     """Return a finding that prevents training, or a setting from having its effect."""
     return Finding(Status.PROBLEM, subject, found, fix)
+
+
+def counted(number: int, what: str) -> str:
+    """Return a number with its noun, such as ``2 chips``."""
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -12,7 +12,7 @@ from polyxla_doctor.checks.chips import short
 from polyxla_doctor.checks.packages import framework_versions
 from polyxla_doctor.checks.variables import relevant
 from polyxla_doctor.examination import Facts
-from polyxla_doctor.findings import Finding, Status
+from polyxla_doctor.findings import Finding, Status, counted
 from polyxla_doctor.secrets import scrubbed, shown
 from polyxla_doctor.trial import Outcome
 
@@ -43,14 +43,10 @@ def print_findings(findings: Sequence[Finding]) -> None:
 def summary(findings: Sequence[Finding]) -> str:
     """Return one sentence: whether something is wrong."""
     counts = Counter(one.status for one in findings)
-    notes = _count(counts[Status.NOTE], "note")
+    notes = counted(counts[Status.NOTE], "note")
     if problems := counts[Status.PROBLEM]:
-        return f"{_count(problems, 'problem')} and {notes}: do what stands after the arrows."
-    return f"No problem and {notes}: this machine can train."
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
+        return f"{counted(problems, 'problem')} and {notes}: do what stands after the arrows."
+    return f"0 problems and {notes}: this machine can train."
 
 
 def as_json(facts: Facts, outcome: Outcome | None, findings: Sequence[Finding]) -> dict[str, Any]:

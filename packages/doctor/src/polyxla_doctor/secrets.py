@@ -22,7 +22,7 @@ def shown(name: str, value: str) -> str:
 
 
 def scrubbed(text: str, environ: Mapping[str, str]) -> str:
-    """Return a text without the values of the environment's secrets, logins in addresses, and the home directory.
+    """Return a text without the environment's secrets, logins in addresses, and the home directory.
 
     Args:
         text: any text.

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from polyxla import UsageError
 from polyxla.env import POLYXLA_COMPILE_CACHE
 from polyxla_doctor.all_reduce import Measured
 from polyxla_doctor.facts.runtimes import RuntimeFacts, check_environment
-from polyxla_doctor.findings import Finding, ok, problem
+from polyxla_doctor.findings import Finding, counted, ok, problem
 
 MOST_EMULATED = 8
 """Most devices of an emulated TPU that the trial uses: each is a process or a thread of this machine."""
@@ -161,7 +162,7 @@ def _last_line(log: Path) -> str:
 def check_trial(outcome: Outcome) -> list[Finding]:
     """Judge the trial: it must have ended, with the right sum in every replica."""
     count, runtime = len(outcome.plan.devices), outcome.plan.runtime
-    what = f"an all-reduce on {count} replica(s) of {runtime}"
+    what = f"an all-reduce on {counted(count, 'replica')} of {runtime}"
     if outcome.error is not None:
         fix = "Run the trial alone to see all its lines: " + _by_hand(outcome.plan)
         return [problem("trial", f"{what} failed: {outcome.error}".removesuffix("."), fix)]
@@ -177,5 +178,5 @@ def check_trial(outcome: Outcome) -> list[Finding]:
 
 
 def _by_hand(plan: Plan) -> str:
-    devices = json.dumps(plan.devices).replace(" ", "")
-    return f"{Path(sys.executable).name} -m polyxla_doctor.trial_process {plan.runtime} '{devices}' 0 answer.json"
+    arguments = [plan.runtime, json.dumps(plan.devices), "0", "answer.json"]
+    return shlex.join([sys.executable, "-m", "polyxla_doctor.trial_process", *arguments])

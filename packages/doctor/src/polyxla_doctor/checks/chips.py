@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from polyxla_doctor.facts.host import Access, HostFacts
-from polyxla_doctor.findings import Finding, note, ok, problem
+from polyxla_doctor.findings import Finding, counted, note, ok, problem
 from polyxla_tpu.processes.holders import Holder
 
 
@@ -12,7 +12,7 @@ def check_chips(host: HostFacts) -> list[Finding]:
     if not host.chips:
         return [ok("chips", "no TPU chip is attached")]
     kinds = ", ".join(sorted({one.generation or "unknown generation" for one in host.chips}))
-    found = f"{len(host.chips)} TPU chip(s) attached ({kinds})"
+    found = f"{counted(len(host.chips), 'TPU chip')} attached ({kinds})"
     if not host.device_files:
         fix = "In a container, pass --privileged, or each chip with --device; else install the TPU's driver."
         return [problem("chips", f"{found}, and /dev has no file of one", fix)]

@@ -23,30 +23,32 @@ def check_python(facts: PackageFacts) -> list[Finding]:
 
 def check_requirements(facts: PackageFacts) -> list[Finding]:
     """Check that polyxla's distributions and the frameworks have the versions that they require."""
-    found = [
-        finding
-        for name, texts in facts.requirements.items()
-        for text in texts
-        if (finding := _check_requirement(facts, name, text))
-    ]
-    if found:
-        return found
+    unmet: dict[str, list[str]] = {}
+    for name, texts in facts.requirements.items():
+        for text in texts:
+            if _is_unmet(facts, text):
+                unmet.setdefault(text, []).append(f"{name} {facts.installed[name]}")
+    if unmet:
+        return [_unmet(facts, Requirement(text), names) for text, names in unmet.items()]
     ours = {version for name, version in facts.installed.items() if name.startswith("polyxla")}
     return [ok("packages", f"polyxla {', '.join(sorted(ours))}; the versions that it requires are installed")]
 
 
-def _check_requirement(facts: PackageFacts, name: str, text: str) -> Finding | None:
+def _is_unmet(facts: PackageFacts, text: str) -> bool:
     try:
         required = Requirement(text)
     except InvalidRequirement:
-        return None
+        return False
     if required.marker and not required.marker.evaluate({"extra": ""}):
-        return None
+        return False
     version = facts.installed.get(normal(required.name))
-    if version and required.specifier.contains(version, prereleases=True):
-        return None
-    needs = f"{name} {facts.installed[name]} requires {required.name}{required.specifier}"
+    return not version or not required.specifier.contains(version, prereleases=True)
+
+
+def _unmet(facts: PackageFacts, required: Requirement, names: list[str]) -> Finding:
+    version = facts.installed.get(normal(required.name))
     missing = f"{required.name} {version} is installed" if version else "it is not installed"
+    needs = f"{' and '.join(names)}: {required.name}{required.specifier} is required"
     return problem("packages", f"{needs}, and {missing}", f"Install it: {_install(required)}")
 
 
@@ -80,8 +82,7 @@ def framework_versions(facts: PackageFacts) -> Iterator[str]:
 
 def check_frameworks(facts: PackageFacts) -> list[Finding]:
     """List the frameworks; whether a runtime works with them is for the runtime to say."""
-    found = ", ".join(framework_versions(facts))
-    if found:
-        return [ok("frameworks", found)]
+    if any(name in facts.installed for name in ("torch-xla", "torch-tpu")):
+        return [ok("frameworks", ", ".join(framework_versions(facts)))]
     fix = f"Install a runtime, which brings them: {pip_install('polyxla-runtime-pjrt')}"
     return [problem("frameworks", "neither torch_xla nor torch_tpu is installed", fix)]

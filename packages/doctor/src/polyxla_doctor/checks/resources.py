@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from polyxla_doctor.facts.host import HostFacts, Space
-from polyxla_doctor.findings import Finding, note, ok, problem
+from polyxla_doctor.findings import Finding, counted, note, ok, problem
 
 SHARED_BYTES = 128 << 20
 """Least shared memory for the workers of a DataLoader, in bytes.
@@ -19,17 +19,22 @@ WORKER_BYTES = 256 << 20
 """Memory of a loader worker before its dataset, in bytes."""
 
 
+def check_system(host: HostFacts) -> list[Finding]:
+    """List the operating system."""
+    return [ok("system", f"{host.system}; {counted(host.cores, 'core')}")]
+
+
 def check_shared_memory(host: HostFacts) -> list[Finding]:
     """Check that loader workers have shared memory for their batches."""
     space = host.shared_memory
     if space is None or not space.total:
         fix = "In a container, mount a tmpfs there: --tmpfs /dev/shm."
         return [problem("shared memory", "this machine has no /dev/shm, which loader workers need", fix)]
-    found = f"{_size(space.free)} of {_size(space.total)} are free in {space.path}"
+    found = f"{_size(space.free)} of {_size(space.total)} are free at {space.paths[0]}"
     if space.free >= SHARED_BYTES:
         return [ok("shared memory", found)]
     need = f"at least {_size(SHARED_BYTES)} are needed: a loader worker dies of a bus error"
-    fix = f"Remove what fills {space.path}, or start the container with --shm-size=8g or --ipc=host."
+    fix = f"Remove what fills {space.paths[0]}, or start the container with --shm-size=8g or --ipc=host."
     return [problem("shared memory", f"{found}; {need}", fix)]
 
 
@@ -42,7 +47,7 @@ def check_disks(host: HostFacts) -> list[Finding]:
 
 
 def _free(space: Space) -> str:
-    return f"{_size(space.free)} are free at {space.path}"
+    return f"{_size(space.free)} are free at {' and '.join(space.paths)}"
 
 
 def check_memory(
@@ -61,11 +66,12 @@ def check_memory(
     need = replicas * (replica_bytes + loader_workers * WORKER_BYTES)
     limit = ", the limit of this container" if host.memory.is_limited else ""
     found = f"{_size(host.memory.available)} of {_size(host.memory.total)} are available{limit}"
-    what = f"{replicas} replica(s) with {loader_workers} loader worker(s) each take about {_size(need)}"
+    who = f"{counted(replicas, 'replica')} with {counted(loader_workers, 'loader worker')} each"
+    what = f"{_size(need)} before model and data for {who}"
     if need <= host.memory.available:
-        return [ok("memory", f"{found}; {what} before model and data")]
+        return [ok("memory", f"{found}; {what}")]
     fix = "Use fewer workers (num_workers of the DataLoader), or a machine with more memory."
-    return [problem("memory", f"{found}, and {what} before model and data", fix)]
+    return [problem("memory", f"{found}, too little: {what}", fix)]
 
 
 def _size(number: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from polyxla import Claim
 from polyxla_doctor.facts.host import HostFacts
 from polyxla_doctor.facts.runtimes import RuntimeFacts
-from polyxla_doctor.findings import Finding, note, ok, problem
+from polyxla_doctor.findings import Finding, counted, note, ok, problem
 
 
 def check_choice(facts: RuntimeFacts) -> list[Finding]:
@@ -18,7 +18,7 @@ def check_choice(facts: RuntimeFacts) -> list[Finding]:
 
 
 def check_other_runtimes(facts: RuntimeFacts) -> list[Finding]:
-    """List why the other runtimes cannot run here: a broken one is a problem, one that is not asked for is not."""
+    """List why the other runtimes cannot run here; a broken one is a problem."""
     chosen = facts.selection.runtime if facts.selection else None
     found = []
     for one in facts.candidates:
@@ -71,14 +71,15 @@ def check_devices(facts: RuntimeFacts, host: HostFacts, *, is_played: bool) -> l
         return [problem("devices", f"{facts.error.what}{where}", facts.error.fix)]
     found = facts.selection.discovery
     visible = len(found.devices)
-    kind = found.topology or found.kind
-    text = f"{visible} of {kind} on {found.host_count} host(s); a launch uses {len(facts.devices)}"
+    slice_ = f" of a {found.topology}" if found.topology else ""
+    more = f", with {counted(found.host_count, 'host')}" if found.host_count > 1 else ""
+    text = f"{counted(visible, f'{found.kind} device')}{slice_}{more}; a launch uses {len(facts.devices)}"
     findings = [ok("devices", text)]
     if host.chips and not is_played and found.kind != "TPU":
-        text = f"{len(host.chips)} TPU chip(s) are attached, and runtime {facts.selection.runtime} uses none"
+        text = f"runtime {facts.selection.runtime} does not use the TPU chips of this machine"
         findings.append(note("devices", text, "Unset what asks for another device: `polyxla env` lists it."))
     elif host.chips and not is_played and visible < len(host.chips):
-        text = f"{len(host.chips)} TPU chips are attached, and programs see {visible} device(s)"
+        text = f"{len(host.chips)} TPU chips are attached, and programs see {counted(visible, 'device')}"
         fix = "Unset TPU_VISIBLE_CHIPS and the bounds of a process, if that is not meant."
         findings.append(note("devices", text, fix))
     return findings

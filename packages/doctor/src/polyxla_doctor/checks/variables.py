@@ -23,10 +23,15 @@ PREFIXES = (
 )
 """Prefixes of the variables that runtimes, frameworks and libtpu read."""
 BFLOAT16 = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")
-"""Variables that torch_xla 2.9 still obeys. Source: ``torch_xla/csrc/dtype.cpp``."""
+"""Variables that torch_xla 2.9 still obeys. Source: its own warnings."""
 FLOAT16 = ("XLA_USE_F16", "XLA_USE_FP16", "XLA_DOWNCAST_FP16")
-"""Variables that torch_xla no longer obeys. Source: ``torch_xla/__init__.py`` of torch_xla 2.9."""
-GIVEN = (tpu.TPU_PROCESS_ADDRESSES, tpu.TPU_PROCESS_PORT, "PJRT_LOCAL_PROCESS_RANK", "PJRT_LOCAL_PROCESS_COUNT")
+"""Variables that torch_xla 2.9 only warns of. Source: its ``__init__.py``, and the names in its library."""
+GIVEN = (
+    tpu.TPU_PROCESS_ADDRESSES,
+    tpu.TPU_PROCESS_PORT,
+    "PJRT_LOCAL_PROCESS_RANK",
+    "PJRT_LOCAL_PROCESS_COUNT",
+)
 """Variables that a launch gives to its processes, and that nobody sets by hand."""
 OF_TORCHRUN = (tpu.WORLD_SIZE, tpu.RANK, tpu.LOCAL_RANK, tpu.LOCAL_WORLD_SIZE)
 """Variables that torchrun gives to its processes, together with ``TORCHELASTIC_RUN_ID``."""
@@ -73,11 +78,11 @@ def _misspelt_others(environ: Mapping[str, str], facts: RuntimeFacts) -> Iterato
 def _old(environ: Mapping[str, str]) -> Iterator[Finding]:
     for name in BFLOAT16:
         if environ.get(name, "").lower() not in _OFF:
-            found = f"{name}={environ[name]} makes every float32 tensor on the device a bfloat16"
+            found = f"{name}={environ[name]}: torch_xla stores every float32 tensor of the device as bfloat16"
             yield note("variables", found, "Unset it, and name a policy: --precision bf16-true.")
     for name in FLOAT16:
         if name in environ:
-            yield note("variables", f"{name} has no effect since PyTorch/XLA 2.6", "Unset it.")
+            yield note("variables", f"{name} has no effect: torch_xla 2.9 does not read it", "Unset it.")
 
 
 def _left_over(environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -86,8 +91,8 @@ def _left_over(environ: Mapping[str, str]) -> Iterator[Finding]:
     if tpu.TORCHELASTIC_RUN_ID not in environ:
         left += [name for name in OF_TORCHRUN if name in environ]
     if left:
-        found = f"{', '.join(left)} belong(s) to a process of another launch"
-        yield note("variables", found, f"If this is not one: unset {' '.join(left)}.")
+        found = f"{', '.join(left)}: set as in a process of another launch"
+        yield note("variables", found, f"If this is not one: unset {' '.join(left)}")
 
 
 def _library(environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ import pwd
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from polyxla.env import POLYXLA_COMPILE_CACHE
@@ -77,12 +77,12 @@ class Space:
     """The space of a file system, in bytes.
 
     Attributes:
-        path: a directory of it.
+        paths: directories of it.
         total: its size.
         free: what this user may still write.
     """
 
-    path: str
+    paths: tuple[str, ...]
     total: int
     free: int
 
@@ -131,7 +131,7 @@ def gather_host(places: Places) -> HostFacts:
         lock_file=_access(places.lock_file),
         tpu_logs=_access(places.tpu_logs),
         shared_memory=_space(places.shm),
-        disks=tuple(one for path in places.disks if (one := _space(path))),
+        disks=_disks(places.disks),
     )
 
 
@@ -160,15 +160,22 @@ def _access(path: Path) -> Access | None:
     return Access(str(path), owner, oct(status.st_mode & 0o777), os.access(path, how, effective_ids=True))
 
 
+def _disks(paths: Sequence[Path]) -> tuple[Space, ...]:
+    """Return the file systems of directories, or of their nearest parents that exist."""
+    found: dict[int, list[Path]] = {}
+    for path in paths:
+        there = next(one for one in (path, *path.parents, Path("/")) if one.exists())
+        found.setdefault(there.stat().st_dev, []).append(there)
+    spaces = ((_space(same[0]), same) for same in found.values())
+    return tuple(replace(one, paths=tuple(map(str, same))) for one, same in spaces if one)
+
+
 def _space(path: Path) -> Space | None:
-    """Return the space at a path, or at its nearest parent that exists."""
-    for there in (path, *path.parents):
-        try:
-            usage = shutil.disk_usage(there)
-        except OSError:
-            continue
-        return Space(str(path), usage.total, usage.free)
-    return None
+    try:
+        usage = shutil.disk_usage(path)
+    except OSError:
+        return None
+    return Space((str(path),), usage.total, usage.free)
 
 
 def _user(uid: int) -> str:
