@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import inspect
 import itertools
 import json
@@ -35,6 +36,12 @@ def test_all_is_what_is_defined_and_sorted(module: object) -> None:
     exported: list[str] = module.__all__  # type: ignore[attr-defined]
     assert exported == sorted(exported)
     assert set(exported) == _public(module)
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    assert polyxla.__version__ == importlib.metadata.version("polyxla-core")
+    with pytest.raises(AttributeError, match="module 'polyxla' has no attribute 'version'"):
+        polyxla.version  # noqa: B018  (the access is the test)
 
 
 def test_every_export_has_a_docstring() -> None:

@@ -14,7 +14,6 @@ from polyxla_doctor.checks.variables import PREFIXES
 pytest_plugins = ["polyxla_testing.fixtures"]
 
 TIMEOUT_S = 120.0
-Doctor = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
@@ -24,7 +23,7 @@ def environ() -> dict[str, str]:
 
 
 @pytest.fixture
-def doctor(environ: dict[str, str]) -> Doctor:
+def doctor(environ: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs ``polyxla doctor`` in a process of its own, without variables of the machine."""
 
     def run(

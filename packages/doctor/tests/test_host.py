@@ -7,8 +7,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,18 +42,17 @@ def places(tmp_path: Path) -> Places:
     )
 
 
-@contextmanager
-def as_nobody(directory: Path) -> Iterator[None]:
-    """Become an ordinary user, if this process may; otherwise it is one already."""
+def gathered_as_nobody(places: Places, directory: Path) -> HostFacts:
+    """Gather as an ordinary user, if this process may become one; otherwise it is one already."""
+    # Python imports codecs when they are first used, which that user may not be able to read.
+    host = gather_host(places)
     if os.geteuid() != 0:
-        yield
-        return
-    for one in (directory, *directory.parents):
-        if one.stat().st_uid == os.getuid() and one != Path("/"):
-            one.chmod(one.stat().st_mode | 0o011)
+        return host
+    for one in (directory, *directory.parents[:-1]):
+        one.chmod(one.stat().st_mode | 0o011)
     os.seteuid(NOBODY)
     try:
-        yield
+        return gather_host(places)
     finally:
         os.seteuid(0)
 
@@ -68,8 +67,7 @@ def test_a_device_file_that_the_user_may_not_open_is_named(places: Places, tmp_p
     for number, mode in enumerate((0o666, 0o440)):
         (places.dev / f"accel{number}").touch()
         (places.dev / f"accel{number}").chmod(mode)
-    with as_nobody(tmp_path):
-        host = gather_host(places)
+    host = gathered_as_nobody(places, tmp_path)
     (found,) = check_chips(host)
     assert found.status is Status.PROBLEM
     assert f"may not open {places.dev}/accel1 (mode 0o440, owner " in found.found
@@ -114,8 +112,7 @@ def test_files_of_another_user_are_named(places: Places, tmp_path: Path) -> None
     places.lock_file.touch()
     places.lock_file.chmod(0o444)
     places.tpu_logs.mkdir(mode=0o555)
-    with as_nobody(tmp_path):
-        host = gather_host(places)
+    host = gathered_as_nobody(places, tmp_path)
     lock, logs = check_libtpu_files(host)
     assert (lock.status, logs.status) == (Status.PROBLEM, Status.NOTE)
     assert lock.fix == f"If no program uses the TPU: sudo rm {places.lock_file}."

@@ -1,0 +1,117 @@
+"""What is printed: the table, the JSON document, and the block for an issue."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from polyxla.env import from_environ
+from polyxla_doctor import report
+from polyxla_doctor.examination import Facts, examine, gather
+from polyxla_doctor.findings import Finding, Status
+from polyxla_doctor.secrets import scrubbed, shown
+from polyxla_tpu.processes.holders import Holder
+
+FINDINGS = [
+    Finding(Status.OK, "disk", "there is space"),
+    Finding(Status.NOTE, "variables", "a variable is old", "Unset it."),
+    Finding(Status.PROBLEM, "chips", "the chips are gone", "Find them."),
+]
+
+
+@pytest.fixture
+def facts(environ: dict[str, str]) -> Facts:
+    secrets = {"HF_TOKEN": "hf_12345678", "POLYXLA_XRT_TOKEN_FILE": "/etc/token", "HOME": "/home/me"}
+    environ |= {**secrets, "PJRT_DEVICE": "CPU", "TPU_API_TOKEN": "s3cret-of-mine"}
+    return gather(environ, from_environ(environ))
+
+
+def test_problems_come_last(facts: Facts) -> None:
+    holder = Holder(7, "python train.py --password=x", ("/dev/accel0",))
+    findings = examine(replace(facts, host=replace(facts.host, holders=(holder,))), None, 0)
+    order = [one.status for one in findings]
+    assert order == sorted(order, key=[Status.OK, Status.NOTE, Status.PROBLEM].index)
+    assert findings[-1].found == "the TPU is in use: process 7 (python train.py) has /dev/accel0 open"
+
+
+def test_the_table_has_a_line_for_each_and_the_sum(capsys: pytest.CaptureFixture[str]) -> None:
+    report.print_findings(FINDINGS)
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "ok       disk       there is space",
+        "note     variables  a variable is old",
+        "                    → Unset it.",
+        "problem  chips      the chips are gone",
+        "                    → Find them.",
+        "1 problem and 1 note: do what stands after the arrows.",
+    ]
+
+
+def test_without_a_problem_the_machine_can_train() -> None:
+    assert report.summary(FINDINGS[:2]) == "0 problems and 1 note: this machine can train."
+
+
+def test_the_document_has_all_facts_and_no_secret(facts: Facts) -> None:
+    document = json.loads(json.dumps(report.as_json(facts, None, FINDINGS)))
+    assert document["ok"] is False
+    assert document["findings"][1] == {
+        "status": "note",
+        "subject": "variables",
+        "found": "a variable is old",
+        "fix": "Unset it.",
+    }
+    assert set(document) == {
+        *("ok", "findings", "python", "versions", "system", "cores", "memory", "shared_memory", "disks"),
+        *("chips", "device_files", "holders", "runtime", "devices", "variables", "trial"),
+    }
+    assert document["versions"]["torch-xla"] == "2.9.0"
+    assert document["runtime"] == {"name": "pjrt", "reason": "PJRT_DEVICE=CPU"}
+    assert document["variables"] == {
+        "PJRT_DEVICE": "CPU",
+        "POLYXLA_XRT_TOKEN_FILE": "/etc/token",
+        "TPU_API_TOKEN": "(hidden)",
+    }
+    assert document["trial"] is None
+
+
+def test_the_block_has_what_an_issue_needs_and_no_secret(facts: Facts) -> None:
+    leak = "hf_12345678 was refused by https://me:pass@host/ in /home/me/run"
+    block = report.as_block(facts, [*FINDINGS, Finding(Status.PROBLEM, "trial", leak, "Look.")])
+    assert re.fullmatch(r"```text\n.*\n```", block, re.DOTALL)
+    for line in (
+        r"python      3\.1\d\.\d+",
+        r"frameworks  torch 2\.9\.1, torch_xla 2\.9\.0.*",
+        r"polyxla     .*core.* 0\.1\.0",
+        r"system      .*glibc.*",
+        r"runtime     pjrt: PJRT_DEVICE=CPU",
+        r"device      0 CPU device 0 of torch_xla, host 0",
+        r"variable    POLYXLA_XRT_TOKEN_FILE=/etc/token",
+        r"variable    TPU_API_TOKEN=\(hidden\)",
+        r"note        variables: a variable is old",
+        r"problem     chips: the chips are gone",
+        r"problem     trial: \(hidden\) was refused by https://\(hidden\)@host/ in ~/run",
+    ):
+        assert re.search(f"^{line}$", block, re.MULTILINE), line
+    assert "s3cret" not in block
+    assert "there is space" not in block
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("POLYXLA_XRT_TLS_KEY", "/etc/key.pem", "/etc/key.pem"),
+        ("POLYXLA_XRT_TLS_KEY", "-----BEGIN PRIVATE KEY-----", "(hidden)"),
+        ("TPU_LIBRARY_PATH", "libtpu.so", "libtpu.so"),
+        ("XLA_PROXY", "http://user:word@proxy:1", "http://(hidden)@proxy:1"),
+        ("aws_secret_access", "abc", "(hidden)"),
+    ],
+)
+def test_values_of_secrets_are_hidden_and_paths_are_shown(name: str, value: str, expected: str) -> None:
+    assert shown(name, value) == expected
+
+
+def test_a_short_secret_does_not_tear_words_apart() -> None:
+    assert scrubbed("python 3", {"A_TOKEN": "on"}) == "python 3"
