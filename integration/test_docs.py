@@ -137,13 +137,14 @@ def commands() -> dict[str, Any]:
     plugins = typer.Typer()
     load_everything().hook.polyxla_add_commands(app=plugins)
     apps: list[Any] = [typer.main.get_command(app) for app in (polyxla.cli.app.app, plugins)]
-    return {**apps[0].commands, **apps[1].commands}
+    return {name: one for app in apps for name, one in app.commands.items() if not one.hidden}
 
 
 COMMANDS = [
     "check-replicas",
     "consolidate",
     "devices",
+    "doctor",
     "env",
     "fits",
     "pod",
@@ -259,6 +260,7 @@ READMES = sorted(ROOT.glob("packages/*/README.md"))
 PRINTED = {
     "bridge": r"tensor\(\[\[4\., 4\.\]\]\)\n",
     "core": r"\[[\d.e-]+, [\d.e-]+\]\n",
+    "doctor": r"ok\n",
     "polyxla": r"(2\.9|3\.0)\d+ (0\.9|1\.0)\d*\n",
     "pod": r"\{'cloud\.google\.com/gke-tpu-accelerator': 'tpu-v5-lite-podslice', .*: '4x4'\}\n",
     "precision": r"\[torch\.bfloat16, torch\.bfloat16, torch\.float32, torch\.float32\]\n",
@@ -269,7 +271,7 @@ PRINTED = {
     "sampler": r"0 \[\[2, 3\], \[7, 4\], \[8\]\]\n1 \[\[7, 3\], \[0, 4\], \[2\]\]\n910635848\n",
     "training": r"(2\.9|3\.0)\d+ (0\.9|1\.0)\d*\n",
 }
-QUICK = {"pod", "precision", "sampler", "tpu"}
+QUICK = {"doctor", "pod", "precision", "sampler", "tpu"}
 
 
 @pytest.mark.parametrize(
@@ -332,6 +334,7 @@ SOURCES = {
     "tpu": "packages/tpu/src/polyxla_tpu",
     "bridge": "packages/bridge/src/polyxla_bridge",
     "pod": "packages/pod/src/polyxla_pod",
+    "doctor": "packages/doctor/src/polyxla_doctor",
     "sampler": "packages/sampler/src/polyxla_sampler",
     "precision": "packages/precision/src/polyxla_precision",
 }

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+import polyxla
 from polyxla import env
 from polyxla.cli.app import app
 from polyxla.console import say_once
@@ -642,6 +643,33 @@ class TestTheRealCommand:
         install_plugin.listener("hello", (PROGRAMS / "hello_plugin.py").read_text())
         done = _polyxla("hello")
         assert (done.returncode, done.stdout, done.stderr) == (0, "hello from a plugin\n", "")
+
+    def test_the_version_is_printed(self) -> None:
+        done = _polyxla("--version")
+        assert (done.returncode, done.stdout) == (0, f"polyxla {polyxla.__version__}\n")
+
+    def test_a_misspelt_command_is_answered_with_the_nearest(self) -> None:
+        done = _polyxla("runtime")
+        assert done.returncode == 2
+        assert "No such command 'runtime'. Did you mean 'runtimes'" in done.stderr
+
+    def test_bash_completes_the_commands_of_plugins(self, install_plugin: PluginInstaller) -> None:
+        install_plugin.listener("hello", (PROGRAMS / "hello_plugin.py").read_text())
+        script = (
+            'eval "$(polyxla --show-completion)"\n'
+            "COMP_WORDS=(polyxla h) COMP_CWORD=1\n"
+            '_polyxla_completion polyxla\necho "${COMPREPLY[@]}"'
+        )
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        done = subprocess.run(
+            ["bash", "-c", script],
+            env={**os.environ, "PATH": path},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=True,
+        )
+        assert done.stdout == "hello\n"
 
     def test_broken_hook_specs_are_reported_and_the_commands_work(
         self, install_plugin: PluginInstaller

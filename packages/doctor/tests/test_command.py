@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 
 import pytest
 
 from polyxla_testing import PluginInstaller
+from polyxla_testing.processes import wait_for_end_of, wait_until
 
 Doctor = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -66,14 +65,11 @@ def test_sigterm_ends_the_trial(environ: dict[str, str], install_plugin: PluginI
     environ |= {"PYTHONPATH": str(install_plugin.directory), "PJRT_DEVICE": "CPU"}
     command = [sys.executable, "-m", "polyxla", "doctor"]
     with subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 60
-        while not (file.exists() and file.read_text()) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: file.exists() and file.read_text() != "", "the trial's start")
         trial = int(file.read_text())
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 128 + signal.SIGTERM
-    with pytest.raises(ProcessLookupError):
-        os.kill(trial, 0)
+    wait_for_end_of([trial])
 
 
 @pytest.mark.parametrize(("name", "meant"), [("launch", "run"), ("test", "doctor"), ("config", "env")])

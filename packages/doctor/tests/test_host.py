@@ -6,8 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +16,7 @@ from polyxla_doctor.checks.chips import check_chips, check_holders, check_libtpu
 from polyxla_doctor.checks.resources import check_disks, check_memory, check_shared_memory
 from polyxla_doctor.facts.host import HostFacts, Places, Space, gather_host
 from polyxla_doctor.facts.memory import Memory, read_memory
-from polyxla_doctor.findings import Finding, Status
+from polyxla_doctor.findings import Status
 
 NOBODY = 65534
 UNSHARED = ("unshare", "--mount", "--")
@@ -92,20 +90,12 @@ def test_a_process_that_holds_a_chip_is_named_without_its_arguments(places: Plac
         assert holder.stdout
         with closing(holder.stdin):
             holder.stdout.readline()
-            (found,) = wait_for(lambda: check_holders(gather_host(places)))
+            (found,) = check_holders(gather_host(places))
     assert found.status is Status.PROBLEM
     assert found.fix == f"Wait until it ends, or end it: kill {holder.pid}."
     assert "accel0" in found.found
     assert "--token" not in found.found
     assert check_holders(gather_host(places)) == []
-
-
-def wait_for(look: Callable[[], list[Finding]]) -> list[Finding]:
-    """Repeat a look until it sees something: a child has opened its file only after it prints."""
-    deadline = time.monotonic() + 10
-    while not (found := look()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return found
 
 
 def test_files_of_another_user_are_named(places: Places, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from polyxla_doctor.facts.runtimes import RuntimeFacts, gather_runtimes
 from polyxla_doctor.findings import Status
 from polyxla_doctor.trial import Outcome, Plan, check_trial, make_plan, run_trial
 from polyxla_testing import PluginInstaller
+from polyxla_testing.processes import wait_until
 
 TIMEOUT_S = 100.0
 HOOKS = """
@@ -45,14 +45,6 @@ def plan_of(environ: dict[str, str]) -> Plan:
 
 
 def processes_of(directory: Path) -> list[str]:
-    """Return the processes that have this directory in their environment, after the time they have to end."""
-    deadline = time.monotonic() + 20
-    while (found := _processes_of(directory)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return found
-
-
-def _processes_of(directory: Path) -> list[str]:
     marks = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -126,7 +118,7 @@ def test_a_trial_that_hangs_ends_at_its_deadline_with_all_its_processes(
     outcome = run_trial(environ, plan_of(cpu), 5)
     assert outcome.error
     assert outcome.error.startswith("it did not end within 5 s")
-    assert processes_of(install_plugin.directory) == []
+    wait_until(lambda: not processes_of(install_plugin.directory), "the end of all processes")
 
 
 def test_a_process_that_crashes_before_python_answers_is_a_problem(

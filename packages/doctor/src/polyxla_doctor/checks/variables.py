@@ -35,6 +35,8 @@ GIVEN = (
 """Variables that a launch gives to its processes, and that nobody sets by hand."""
 OF_TORCHRUN = (tpu.WORLD_SIZE, tpu.RANK, tpu.LOCAL_RANK, tpu.LOCAL_WORLD_SIZE)
 """Variables that torchrun gives to its processes, together with ``TORCHELASTIC_RUN_ID``."""
+_UNCHECKED = tuple(one for one in PREFIXES if one not in ("POLYXLA_", "XRT_"))
+"""Prefixes of variables whose misspelt names neither the core nor a runtime reports."""
 _OFF = ("", "0", "false")
 _NEAR = 0.88
 """Least similarity of a misspelt name. ``TPU_WORKER_IDS`` has 0.96, two variables that exist at most 0.87."""
@@ -69,7 +71,7 @@ def _misspelt_ours(facts: RuntimeFacts) -> Iterator[Finding]:
 def _misspelt_others(environ: Mapping[str, str], facts: RuntimeFacts) -> Iterator[Finding]:
     known = [*_known(facts), *GIVEN, *BFLOAT16, *FLOAT16]
     for name in sorted(environ):
-        if name not in known and name.startswith(PREFIXES) and not name.startswith("POLYXLA_"):
+        if name not in known and name.startswith(_UNCHECKED):
             near = difflib.get_close_matches(name, known, n=1, cutoff=_NEAR)
             if near:
                 yield note("variables", f"no runtime reads {name}", f"Did you mean {near[0]}?")
