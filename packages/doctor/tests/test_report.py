@@ -24,7 +24,7 @@ FINDINGS = [
 
 @pytest.fixture
 def facts(environ: dict[str, str]) -> Facts:
-    secrets = {"HF_TOKEN": "hf_12345678", "POLYXLA_XRT_TOKEN_FILE": "/etc/token", "HOME": "/home/me"}
+    secrets = {"HF_TOKEN": "hf_12345678", "POLYXLA_XRT_TOKEN_FILE": "/etc/token", "HOME": "/srv/me"}
     environ |= {**secrets, "PJRT_DEVICE": "CPU", "TPU_API_TOKEN": "s3cret-of-mine"}
     return gather(environ, from_environ(environ))
 
@@ -78,7 +78,7 @@ def test_the_document_has_all_facts_and_no_secret(facts: Facts) -> None:
 
 
 def test_the_block_has_what_an_issue_needs_and_no_secret(facts: Facts) -> None:
-    leak = "hf_12345678 was refused by https://me:pass@host/ in /home/me/run"
+    leak = "hf_12345678 was refused by https://me:pass@host/ in /srv/me/run"
     block = report.as_block(facts, [*FINDINGS, Finding(Status.PROBLEM, "trial", leak, "Look.")])
     assert re.fullmatch(r"```text\n.*\n```", block, re.DOTALL)
     for line in (
