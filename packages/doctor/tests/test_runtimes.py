@@ -94,11 +94,10 @@ def test_a_runtimes_own_note_is_a_note() -> None:
 
 
 def test_a_runtime_that_cannot_run_matters_only_if_it_is_asked_for() -> None:
-    unavailable = {"unavailable": "it has no devices", "fix": "Attach one."}
     facts = chosen(
         Discovery(Claim.EXPLICIT, "A=1", "CPU", CPUS),
-        Discovery(Claim.NONE, "", **unavailable),
-        Discovery(Claim.FALLBACK, "anything", **unavailable),
+        Discovery(Claim.NONE, "", unavailable="it has no devices", fix="Attach one."),
+        Discovery(Claim.FALLBACK, "anything", unavailable="it has no devices", fix="Attach one."),
     )
     ignored, asked_for = runtimes.check_other_runtimes(facts)
     assert (ignored.status, ignored.fix) == (Status.OK, "")

@@ -164,7 +164,7 @@ def check_trial(outcome: Outcome) -> list[Finding]:
     count, runtime = len(outcome.plan.devices), outcome.plan.runtime
     what = f"an all-reduce on {counted(count, 'replica')} of {runtime}"
     if outcome.error is not None:
-        fix = "Run the trial alone to see all its lines: " + _by_hand(outcome.plan)
+        fix = f"Run it without a deadline, to see all its lines: {_by_hand(outcome.plan)}"
         return [problem("trial", f"{what} failed: {outcome.error}".removesuffix("."), fix)]
     right = count * (count + 1) / 2
     wrong = [one["total"] for one in outcome.replicas if one["total"] != right]

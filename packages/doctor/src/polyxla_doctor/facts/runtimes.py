@@ -43,7 +43,8 @@ def gather_runtimes(environ: Mapping[str, str], settings: LaunchSettings) -> Run
         environ: the environment to examine.
         settings: the requested runtime and devices.
     """
-    selection, error, devices = None, None, ()
+    selection, error = None, None
+    devices: tuple[int, ...] = ()
     try:
         selection = select(environ, settings.runtime)
         devices = select_devices(settings.devices, selection)
