@@ -84,6 +84,13 @@ def test_a_runtime_with_one_device_is_tried_on_it(cpu: dict[str, str]) -> None:
     assert found.found.endswith("; the runtime has one")
 
 
+def test_where_two_replicas_cannot_run_one_is_tried(cpu: dict[str, str]) -> None:
+    plan = plan_of(cpu | {"POLYXLA_PJRT_PROCESSES": "3"})
+    assert plan.devices == (0,)
+    assert plan.why.startswith("several cannot be used: ")
+    assert "POLYXLA_PJRT_PROCESSES=3" in plan.why
+
+
 def test_a_host_of_several_tries_a_device_of_its_own(environ: dict[str, str]) -> None:
     environ |= {"POLYXLA_EMULATE": "v4-16", "POLYXLA_EMULATE_HOST": "0"}
     plan = make_plan(environ, gathered(environ), is_played=False)
