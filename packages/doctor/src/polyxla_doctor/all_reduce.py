@@ -6,9 +6,12 @@ import os
 import resource
 import statistics
 import time
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from polyxla import Replica
+
+if TYPE_CHECKING:
+    import torch
 
 STEPS = 20
 """How many steps are measured, after the first, which compiles."""
@@ -36,19 +39,27 @@ def all_reduce(replica: Replica, started: float) -> Measured:
     import torch
 
     value = replica.to_device(torch.full((SIZE,), float(replica.ordinal + 1)))
-    total = replica.all_reduce(value).mean().item()
+    total = _step(replica, value)
     first_s = time.monotonic() - started
     times = []
     for _ in range(STEPS):
         begin = time.monotonic()
-        replica.all_reduce(value).mean().item()
+        _step(replica, value)
         times.append(time.monotonic() - begin)
     return {
         "total": total,
         "first_s": first_s,
-        # The first of them may compile once more.
+        # The median: the first of them may compile once more.
         "step_s": statistics.median(times),
         "process": os.getpid(),
         # In KiB. Source: getrusage(2).
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
     }
+
+
+def _step(replica: Replica, value: torch.Tensor) -> float:
+    total = replica.all_reduce(value)
+    # Without it torch_xla's trace keeps the reductions of all steps, and each step is a new program.
+    replica.sync()
+    result: float = total.mean().item()
+    return result
