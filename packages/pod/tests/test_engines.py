@@ -58,6 +58,7 @@ def test_the_ssh_command_asks_no_question_and_quotes_the_program() -> None:
     assert command[:-1] == ["ssh", "-T", "-o", "BatchMode=yes", "-J", "jump", "me@10.0.0.2"]
     assert shlex.split(command[-1]) == PROGRAM
     assert engine.check_by_hand(1) == "ssh -J jump me@10.0.0.2 true"
+    assert engine.addresses == ("a", "10.0.0.2")
 
 
 @pytest.mark.parametrize(
@@ -78,6 +79,7 @@ def test_wrong_hosts_are_an_error(hosts: tuple[str, ...], text: str) -> None:
 def test_gcloud_is_asked_for_the_workers_and_reaches_each(gcloud: Path) -> None:
     engine = GcloudEngine(Target(tpu="my-tpu", zone="us-central2-b", project="p", options=("--internal-ip",)))
     assert engine.hosts == ("my-tpu:0", "my-tpu:1")
+    assert engine.addresses == ("10.130.0.12", "10.130.0.13")
     where = "my-tpu --zone us-central2-b --project p"
     assert gcloud.read_text() == f"compute tpus tpu-vm describe {where} --format=json\n"
     assert engine.command(1, PROGRAM) == [

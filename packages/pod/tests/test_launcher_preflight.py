@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from polyxla_pod.launcher.preflight import FREE_BYTES, find_problems, ports
+from polyxla_pod.job import Job
+from polyxla_pod.launcher.preflight import FREE_BYTES, find_problems, ports, questions
 
 GOOD: dict[str, Any] = {
     "versions": {"polyxla-core": "1.0", "torch": "2.9.1", "libtpu": "0.0.21"},
@@ -112,3 +113,50 @@ def test_a_wrong_clock_is_named_among_the_hosts() -> None:
 def test_the_ports_are_the_monitors_and_libtpus() -> None:
     assert ports({}) == [8490, *range(8476, 8484)]
     assert ports({"POLYXLA_MONITOR_PORT": "9000"})[0] == 9000
+
+
+def node_job(**fields: Any) -> Job:
+    return Job(("true",), ("a", "b"), ("10.0.0.1", "10.0.0.2"), runtime="xrt", **fields)
+
+
+def test_a_host_that_drives_a_node_is_asked_for_its_address_and_its_worker() -> None:
+    node = {"address": "10.0.0.2", "first": "10.0.0.1", "worker_port": 8470, "is_alone": False}
+    assert questions(node_job(), 1)["node"] == node
+    assert [questions(node_job(), host)["ports"] for host in range(2)] == [[8477], []]
+    started = node_job(starts_workers=True, worker_port=9000)
+    assert questions(started, 1)["node"] == {**node, "worker_port": None}
+    assert [questions(started, host)["ports"] for host in range(2)] == [[9000, 8477], [9000]]
+
+
+def test_what_the_user_describes_is_not_asked_for() -> None:
+    mesh = {"XRT_MESH_SERVICE_ADDRESS": "10.0.0.1:1"}
+    assert questions(node_job(environ=mesh), 0)["ports"] == []
+    own = {**mesh, "XRT_TPU_CONFIG": "w;0;c:1|w;1;d:1", "XRT_LOCAL_WORKER": "w:{host}"}
+    assert questions(node_job(environ=own), 0)["node"] is None
+
+
+def node_facts_of(**wrong: str | None) -> list[dict[str, Any]]:
+    versions = {**GOOD["versions"], "polyxla-runtime-xrt": "1.0"}
+    facts = hosts(2, chips=False)
+    return [
+        {**one, "versions": versions, "node": {"address": None, "worker": None, **wrong}} for one in facts
+    ]
+
+
+def test_a_nodes_address_and_worker_are_named() -> None:
+    assert problems(node_facts_of()) == []
+    address = "does not know the address b: Name or service not known"
+    fix = "Name the hosts by addresses that all of them know, such as --hosts 10.0.0.2,10.0.0.3."
+    assert problems(node_facts_of(address=address)) == [(host, f"{address}. {fix}") for host in range(2)]
+    worker = "10.0.0.2:8470: Connection refused"
+    fix = "Start one there with `polyxla worker`, or pass --workers."
+    found = problems(node_facts_of(worker=worker))
+    assert found == [(host, f"no worker listens at {worker}. {fix}") for host in range(2)]
+
+
+def test_a_used_port_counts_where_a_worker_will_listen() -> None:
+    facts = node_facts_of()
+    facts[1]["used_ports"] = [8470]
+    ((host, text),) = problems(facts)
+    assert host == 1
+    assert text.startswith("port 8470 is in use.")
