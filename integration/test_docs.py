@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 
 import polyxla.cli.app
 import polyxla.env
@@ -253,6 +254,22 @@ def test_python_in_the_pages_compiles(path: Path) -> None:
     for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL):
         if "--8<--" not in block:
             compile(block, path.name, "exec")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_yaml_in_the_pages_can_be_read(path: Path) -> None:
+    for block in re.findall(r"```yaml\n(.*?)```", path.read_text(), re.DOTALL):
+        assert isinstance(yaml.safe_load(block), dict | list), block
+
+
+def test_the_task_for_skypilot_has_keys_of_its_format() -> None:
+    (block,) = re.findall(r"```yaml\n(# train\.yaml.*?)```", page("pods.md"), re.DOTALL)
+    task = yaml.safe_load(block)
+    # Source: the reference of SkyPilot's YAML.
+    assert task.keys() == {"resources", "workdir", "setup", "run"}
+    assert task["resources"].keys() == {"accelerators", "accelerator_args"}
+    for part in ("setup", "run"):
+        subprocess.run(["bash", "-n"], input=task[part], text=True, check=True)
 
 
 READMES = sorted(ROOT.glob("packages/*/README.md"))
