@@ -191,6 +191,27 @@ def test_every_collective_of_torch_xla_works_on_a_plugin(
     assert done.stdout == "right\n" * replicas, done.stderr
 
 
+POOLING = """
+import torch
+import torch_xla
+images = torch.rand(2, 3, 9, 9)
+results = []
+for device in ("cpu", "xla"):
+    x = images.to(device).requires_grad_()
+    y = torch.nn.functional.max_pool2d(x, 3, 2)
+    (y * y).sum().backward()
+    results.append((y.detach().cpu(), x.grad.cpu()))
+print([torch.equal(one, other) for one, other in zip(*results)])
+"""
+
+
+def test_instructions_that_jax_writes_keep_their_dtypes(
+    run: Run, on_plugin: Callable[[int], dict[str, str]]
+) -> None:
+    (done,) = run(POOLING, environs=[on_plugin(1)])
+    assert (done.stdout, done.stderr) == ("[True, True]\n", "")
+
+
 BEHIND_LIBTPU = {
     "PJRT_DEVICE": "TPU",
     "TPU_LIBRARY_PATH": str(LIBRARY),

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import jax
+
 from polyxla_bridge.engine.expansions import batch_norm, inlining, max_pool, scan
 from polyxla_bridge.programs import hlo, rewrite
+
+# Otherwise jax would write instructions of int64 as int32.
+jax.config.update("jax_enable_x64", True)  # type: ignore[no-untyped-call]
 
 
 def rewritten(module: bytes, partitions: int, replicas: int) -> bytes:
