@@ -196,7 +196,7 @@ import torch
 import torch_xla
 images = torch.rand(2, 3, 9, 9)
 results = []
-for device in ("cpu", "xla"):
+for device in ("xla", "cpu"):
     x = images.to(device).requires_grad_()
     y = torch.nn.functional.max_pool2d(x, 3, 2)
     (y * y).sum().backward()
