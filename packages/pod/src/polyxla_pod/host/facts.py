@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 from collections.abc import Collection, Mapping
 from importlib.metadata import PackageNotFoundError, version
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from polyxla_tpu.this_host import this_slice
 
 DISTRIBUTIONS = ("polyxla-core", NODE_DISTRIBUTION, "torch", "torch_xla", "torch_tpu", "libtpu")
 """Distributions whose versions must be the same on all hosts."""
+_ANY = IPv4Address(0)
 _LISTENS = "0A"
 """A listening socket's state in ``/proc/net/tcp``. Source: ``include/net/tcp_states.h`` of Linux."""
 
@@ -45,7 +48,7 @@ def gather(
         "holders": [str(one) for one in find_holders()],
         "worker": None if node else _worker(environ),
         "node": node_facts(**node) if node else None,
-        "used_ports": sorted(_listening() & set(ports)),
+        "used_ports": sorted(_listening(_own_address(environ)) & set(ports)),
         "free_bytes": _free_bytes([directory or str(Path.cwd()), tempfile.gettempdir()]),
     }
 
@@ -72,7 +75,18 @@ def _worker(environ: Mapping[str, str]) -> dict[str, Any] | None:
     return {"id": found.worker_id, "hosts": found.bounds.host_count, "type": found.accelerator.name}
 
 
-def _listening() -> set[int]:
+def _own_address(environ: Mapping[str, str]) -> IPv4Address | None:
+    """Return the address that a played host has for itself; None if all of this machine's are the host's."""
+    number = environ.get(env.POLYXLA_EMULATE_HOST, "")
+    names = environ.get(env.TPU_WORKER_HOSTNAMES, "").split(",")
+    try:
+        return IPv4Address(names[int(number)])
+    except (ValueError, IndexError):
+        return None
+
+
+def _listening(address: IPv4Address | None) -> set[int]:
+    """Return the ports on which something listens: at any address, or so that `address` has them."""
     found = set()
     for table in ("tcp", "tcp6"):
         try:
@@ -80,7 +94,11 @@ def _listening() -> set[int]:
         except OSError:
             continue
         cells = [row.split() for row in rows]
-        found |= {int(cell[1].rpartition(":")[2], 16) for cell in cells if cell[3] == _LISTENS}
+        for at, port in (cell[1].split(":") for cell in cells if cell[3] == _LISTENS):
+            # An address is written as words of 32 bits in the machine's order; IPv4's is the last of them.
+            own = IPv4Address(int.from_bytes(bytes.fromhex(at[-8:]), sys.byteorder))
+            if address is None or own in (address, _ANY):
+                found.add(int(port, 16))
     return found
 
 
