@@ -1,0 +1,41 @@
+"""``relay.py SOCKET HOST PROGRAM...``: the local end of one host's program, without Ray.
+
+Passes standard input to the process that holds the connection to Ray, and what comes back to standard
+output. There is one for each host: it imports as little as possible.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import sys
+
+READ_BYTES = 1 << 16
+
+
+def main(path: str, host: str, *program: str) -> None:
+    """Relay until the other end closes."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(path)
+        connection.sendall(json.dumps({"host": int(host), "program": program}).encode() + b"\n")
+        waiting = [connection.fileno(), sys.stdin.fileno()]
+        while connection.fileno() in waiting:
+            ready, _, _ = select.select(waiting, [], [])
+            if sys.stdin.fileno() in ready:
+                if data := os.read(sys.stdin.fileno(), READ_BYTES):
+                    connection.sendall(data)
+                else:
+                    connection.shutdown(socket.SHUT_WR)
+                    waiting.remove(sys.stdin.fileno())
+            if connection.fileno() in ready:
+                if data := connection.recv(READ_BYTES):
+                    while data:
+                        data = data[os.write(sys.stdout.fileno(), data) :]
+                else:
+                    return
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
