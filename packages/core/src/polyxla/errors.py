@@ -9,6 +9,7 @@ INSTALL_PREFIX = "./packages/"
 """What stands before a package's name in pip's arguments: a directory of polyxla's repository, until the
 packages are released; then ``polyxla-``."""
 _NEEDS = {
+    "polyxla-launch-ray": ["polyxla-tpu", "polyxla-pod"],
     "polyxla-runtime-pjrt": ["polyxla-tpu"],
     "polyxla-runtime-torchtpu": ["polyxla-tpu", "polyxla-bridge"],
     "polyxla-runtime-xrt": ["polyxla-bridge"],

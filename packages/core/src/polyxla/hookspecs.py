@@ -103,6 +103,16 @@ def polyxla_prepare(environ: Mapping[str, str]) -> None:
 
 
 @hookspec(firstresult=True)
+def polyxla_launch_pod(pod: str, function: Any, options: Mapping[str, Any]) -> list[Any] | None:
+    """Launch on every host of `pod`; return all results in ordinal order, or None if it is another plugin's.
+
+    Called on every installed plugin, once per ``polyxla.launch(..., pod=...)``, instead of all other hooks.
+    `options` are its other arguments by name, for the launch on each host. When a replica raises, end the
+    launches on the other hosts and raise its exception here.
+    """
+
+
+@hookspec(firstresult=True)
 def polyxla_launch(job: Job) -> list[Any]:  # type: ignore[empty-body]
     """Start every replica of `job`, wait for all, and return what ``job.run`` returned in each, in any order.
 

@@ -14,10 +14,10 @@ from polyxla.contracts.discovery import Device
 from polyxla.contracts.job import Job, ReplicaResult, StartMethod
 from polyxla.contracts.precision import Precision
 from polyxla.env import LaunchSettings, Setting
-from polyxla.errors import UsageError
+from polyxla.errors import UsageError, pip_install
 from polyxla.launcher.replica_main import Membership, call, memberships, run_replica
 from polyxla.plugins.device_request import pick_devices
-from polyxla.plugins.manager import load_plugins
+from polyxla.plugins.manager import load_everything, load_plugins
 from polyxla.plugins.precision_lookup import find_precision
 from polyxla.plugins.selection import Selection, select
 from polyxla.replica.random_state import host_seed
@@ -33,6 +33,7 @@ def launch(
     devices: int | str | Sequence[int] = "auto",
     precision: str | int | Precision | None = None,
     start_method: StartMethod = "auto",
+    pod: str | None = None,
 ) -> list[Any]:
     """Run ``train_fn(replica, *args)`` in every replica and wait for all of them.
 
@@ -53,9 +54,11 @@ def launch(
         start_method: ``"inline"`` runs one replica in this process, ``"spawn"`` starts fresh processes,
             ``"forkserver"`` forks them from a process that has imported the heavy modules, ``"fork"`` forks
             this process; ``"auto"`` leaves the choice to the runtime.
+        pod: ``"ray"`` launches on each host of a TPU in a Ray cluster, and needs no devices here.
 
     Returns:
-        The functions' results in ordinal order; in a replica of ``polyxla run --each`` or torchrun, its own.
+        The functions' results in ordinal order: those of all hosts with `pod`, this host's without it; in a
+        replica of ``polyxla run --each`` or torchrun, its own.
 
     Raises:
         UsageError: the request cannot be met; nothing was started.
@@ -64,6 +67,9 @@ def launch(
         Exception: the exception that `train_fn` raised in a replica, with a note that names the replica.
     """
     _check_call(train_fn, args, start_method)
+    if pod is not None:
+        how = {"runtime": runtime, "accelerator": accelerator, "devices": devices, "precision": precision}
+        return _launch_on(pod, train_fn, {"args": args, "start_method": start_method, **how})
     xla.launches.append(train_fn)
     environ = env.snapshot()
     settings = env.from_environ(
@@ -97,6 +103,19 @@ def launch(
     results = sorted(results, key=lambda result: result.ordinal)
     plugins.hook.polyxla_launch_finished(summaries={one.ordinal: one.summaries for one in results})
     return [result.value for result in results]
+
+
+def _launch_on(pod: str, function: Any, options: Mapping[str, Any]) -> list[Any]:
+    hook = load_everything().hook
+    with Folded():
+        found: list[Any] | None = hook.polyxla_launch_pod(pod=pod, function=function, options=options)
+    if found is None:
+        raise UsageError(
+            f"no installed plugin launches on a pod called {pod!r}",
+            where=f"pod={pod!r}",
+            fix=f"Write pod='ray', and install its package ({pip_install('polyxla-launch-ray')}).",
+        )
+    return found
 
 
 def _join(replica: Membership, function: Any, args: Any, asked: LaunchSettings) -> Any:
