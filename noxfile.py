@@ -68,7 +68,7 @@ WITH_A_RANGE = ["core", "sampler", "precision", "testing", "tpu", "training"]
 # A few tests take most of the time: whichever process is done first takes some of the other's.
 TWO_AT_ONCE = ["-n", "2", "--dist", "worksteal"]
 # Their slow tests share what one process makes; two would make it twice.
-ONE_AT_A_TIME = ["precision"]
+ONE_AT_A_TIME = ["launch-ray", "precision"]
 # torch 2.9's wheels are manylinux_2_28: no machine that runs them has an older glibc.
 NEWEST_GLIBC = 28
 

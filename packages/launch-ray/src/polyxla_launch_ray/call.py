@@ -66,8 +66,8 @@ def _run(file: Path) -> Returned | Raised:
         options = {**call.options, "args": (call.function, *call.options["args"])}
         return Returned(polyxla.launch(numbered, **options))
     except Exception as error:
-        # The launcher finds out which host's failure explains the others.
-        traceback.print_exception(error)
+        # By it, the launcher finds the host whose failure explains the others'.
+        traceback.print_exception(error, chain=False)
         cause = error.__cause__
         text = cause.args[0] if isinstance(cause, RemoteTraceback) else traceback.format_exc()
         return Raised(error, text)

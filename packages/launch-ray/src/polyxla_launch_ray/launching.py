@@ -139,7 +139,7 @@ def _raise(failures: Sequence[Failure], job: Job, engine: RayEngine) -> None:
             unpack(outcome)
         except Exception as error:
             assert first.host is not None
-            error.add_note(f"on host {job.label(first.host)}")
+            error.add_note(f"on {job.label(first.host)}")
             raise
     if first.exit_code == REFUSED:
         what = "; ".join(one.text.rstrip(".") for one in failures)

@@ -15,6 +15,9 @@ from polyxla_launch_ray import env
 
 READ_BYTES = 1 << 20
 """Most bytes of one message."""
+OUT_OF_REACH = ("setsid", "--fork", "--wait")
+"""Makes the program a grandchild, in a session of its own, and exits as it does. With an actor, Ray kills its
+process group and its children, and the program still has to end its command. Source: ``man setsid``."""
 _TAIL_BYTES = 4096
 
 
@@ -61,9 +64,8 @@ class Node:
         if call is not None:
             environ |= self._make_files(call)
         pipe = asyncio.subprocess.PIPE
-        # Ray kills the process group of an actor that it ends, and the program has to end its command.
         self._process = await asyncio.create_subprocess_exec(
-            *program, env=environ, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+            *OUT_OF_REACH, *program, env=environ, stdin=pipe, stdout=pipe, stderr=pipe
         )
         self._reading = asyncio.create_task(self._read_errors())
 

@@ -38,6 +38,7 @@ def run(
     engine: Annotated[
         str | None, typer.Option(metavar="NAME", help="Engine; default: ssh, or gcloud with --tpu.")
     ] = None,
+    ray: Annotated[bool, typer.Option("--ray", help="The same as --engine ray.")] = False,
     engine_option: Annotated[
         list[str], typer.Option(metavar="TEXT", help="Argument for the engine's program; repeatable.")
     ] = [],  # noqa: B006  typer reads the default, and never changes it
@@ -79,7 +80,8 @@ def run(
     """Run one command on all hosts, and end it on all when it fails on one."""
     with plain_errors(as_json):
         target = Target(_names(hosts), tpu, zone, project, tuple(engine_option))
-        chosen = _find_engine(engine or ("gcloud" if tpu else "ssh"), target)
+        usual = "ray" if ray else "gcloud" if tpu else "ssh"
+        chosen = _find_engine(engine or usual, target)
         job = Job(
             command=tuple(command),
             hosts=chosen.hosts,

@@ -69,7 +69,8 @@ def launch(
     _check_call(train_fn, args, start_method)
     if pod is not None:
         how = {"runtime": runtime, "accelerator": accelerator, "devices": devices, "precision": precision}
-        return _launch_on(pod, train_fn, {"args": args, "start_method": start_method, **how})
+        with Folded():
+            return _launch_on(pod, train_fn, {"args": args, "start_method": start_method, **how})
     xla.launches.append(train_fn)
     environ = env.snapshot()
     settings = env.from_environ(
@@ -107,8 +108,7 @@ def launch(
 
 def _launch_on(pod: str, function: Any, options: Mapping[str, Any]) -> list[Any]:
     hook = load_everything().hook
-    with Folded():
-        found: list[Any] | None = hook.polyxla_launch_pod(pod=pod, function=function, options=options)
+    found: list[Any] | None = hook.polyxla_launch_pod(pod=pod, function=function, options=options)
     if found is None:
         raise UsageError(
             f"no installed plugin launches on a pod called {pod!r}",
