@@ -19,7 +19,7 @@ from polyxla_tpu.played import free_addresses
 # pytest rewrites the assertions in it, unless it is imported here before.
 pytest_plugins = ["polyxla_testing.fixtures"]
 
-TIMEOUT_S = 100.0
+TIMEOUT_S = 180.0
 PROGRAMS = Path(__file__).parent / "programs"
 
 
@@ -119,7 +119,7 @@ class Drivers:
         from polyxla_testing.processes import wait_until
 
         files = self.directory.glob
-        wait_until(lambda: len(list(files("*.pid"))) >= count, f"{count} processes")
+        wait_until(lambda: len(list(files("*.pid"))) >= count, f"{count} processes", TIMEOUT_S)
         return [int(path.read_text()) for path in files("*.pid")]
 
 

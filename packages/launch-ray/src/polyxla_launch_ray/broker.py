@@ -17,6 +17,10 @@ from polyxla_pod.messages import Message
 
 END_S = 15.0
 """Longest wait for a program to end once its input is closed, in seconds; then only its actor is ended."""
+PLACE_S = 600.0
+"""Longest wait for a node, in seconds; the launcher gives up earlier, and a retry places another actor."""
+RETRY_S = 1.0
+"""Pause between two actors, in seconds."""
 START_S = 10.0
 """Longest wait for the thread, in seconds."""
 
@@ -67,24 +71,47 @@ class Broker:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         import ray
+        from ray.exceptions import RayActorError
 
         header = json.loads(await reader.readline())
         host: int = header["host"]
         outcome = self._outcomes[host] = Future()
-        actor = self._place(host)
+        actor = None
         try:
-            await actor.start.remote(header["program"], self._call)
+            async with asyncio.timeout(PLACE_S):
+                actor = await self._start(host, header["program"])
             ending = await _relay(actor, reader, writer)
             outcome.set_result(ending.outcome)
             if ending.code:
                 _report(writer, _explain(header["program"], ending))
+        except RayActorError as error:
+            _report(writer, f"its Ray node was lost, or the actor on it: {_first_line(error)}")
         except Exception as error:
-            _report(writer, f"Ray: {_first_line(error)}")
+            _report(writer, f"Ray cannot run the host's program: {_first_line(error)}")
         finally:
             if not outcome.done():
                 outcome.set_result(b"")
-            ray.kill(actor)
+            if actor:
+                ray.kill(actor)
             writer.close()
+
+    async def _start(self, host: int, program: Sequence[str]) -> Any:
+        """Start the program on its host; return the actor."""
+        import ray
+        from ray.exceptions import RayActorError
+
+        while True:
+            actor = self._place(host)
+            try:
+                await actor.start.remote(program, self._call)
+            except RayActorError:
+                # Ray does not know yet that the node is lost. Later it places actors on one that replaces it.
+                await asyncio.sleep(RETRY_S)
+            except BaseException:
+                ray.kill(actor)
+                raise
+            else:
+                return actor
 
 
 async def _relay(actor: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Ending:
@@ -133,4 +160,4 @@ def _explain(program: Sequence[str], ending: Ending) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

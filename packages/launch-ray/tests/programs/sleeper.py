@@ -1,4 +1,4 @@
-"""Write process ids, wait for the other host's, then sleep; or fail on the host whose number is given."""
+"""Write process ids, wait for the other host, then sleep the first time; or fail on the host given."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if __name__ == "__main__":
     wait_for_files(directory / "0.started", directory / "1.started")
     if sys.argv[1:] == [number]:
         raise RuntimeError(f"boom on {number}")
-    if directory.joinpath("again").exists():
+    if directory.joinpath(f"{number}.again").exists():
         sys.exit()
-    directory.joinpath("again").touch()
+    directory.joinpath(f"{number}.again").touch()
     time.sleep(600)
