@@ -52,7 +52,7 @@ TESTS_NEED = {
     "core": ["testing"],
     "doctor": ["runtime-pjrt", "bridge", "testing"],
     "fits": ["testing"],
-    "launch-ray": ["bridge", "runtime-pjrt", "testing"],
+    "launch-ray": ["bridge", "examples", "runtime-pjrt", "sampler", "testing"],
     "pod": ["testing"],
     "runtime-pjrt": ["testing"],
     "runtime-torchtpu": ["testing"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from pathlib import Path
@@ -87,3 +88,13 @@ def test_an_option_of_another_engine_is_refused(drivers: Drivers, option: str) -
     done = drivers.run(option, "--", "true")
     assert done.returncode == 2
     assert option.rpartition("=")[2] in done.stderr
+
+
+@pytest.mark.long
+def test_digits_trains_on_a_ray_cluster_by_one_command(drivers: Drivers) -> None:
+    digits = ["--env", "POLYXLA_EMULATE=v4-16", "--", sys.executable, "-m", "polyxla_examples.digits"]
+    done = drivers.run(*digits)
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"^\[(w\d)\] .*world_size 8 .* test_accuracy ([\d.]+) ", done.stdout, re.MULTILINE)
+    assert sorted(host for host, _ in found) == ["w0", "w1"]
+    assert all(float(accuracy) >= 0.97 for _, accuracy in found)

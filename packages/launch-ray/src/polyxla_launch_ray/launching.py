@@ -41,7 +41,14 @@ def launch(function: Callable[..., Any], options: Mapping[str, Any]) -> list[Any
         Exception: what a replica raised.
     """
     with closing(RayEngine(Target(), Call(function, options).pickled())) as engine:
-        job = Job(COMMAND, engine.hosts, _variables(snapshot()), connect_s=CONNECT_S)
+        job = Job(
+            COMMAND,
+            engine.hosts,
+            engine.addresses,
+            _variables(snapshot()),
+            runtime=options["runtime"],
+            connect_s=CONNECT_S,
+        )
         failures = _Attempt(job, engine).run()
         if failures:
             _raise(failures, job, engine)
