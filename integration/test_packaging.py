@@ -21,11 +21,13 @@ ALLOWED = {
     "doctor": {"core", "tpu"},
     "examples": {"core", "training"},
     "fits": {"bridge", "core", "tpu"},
+    "launch-ray": {"core", "pod", "tpu"},
     # The umbrella: requirements, no code.
     "polyxla": {
         "core",
         "doctor",
         "fits",
+        "launch-ray",
         "pod",
         "precision",
         "runtime-pjrt",
