@@ -38,7 +38,7 @@ class RayCluster:
     address: str
 
     def order(self, what: str) -> None:
-        """Remove or add a node, such as ``remove 1``."""
+        """Have a node removed, leave or added, such as ``remove 1``."""
         assert self.process.stdin
         assert self.process.stdout
         self.process.stdin.write(f"{what}\n")

@@ -65,14 +65,19 @@ def test_a_lost_node_is_named_and_a_retry_waits_for_the_one_that_replaces_it(
     process = drivers.start_run("--lost-after", "5", "--retry", "1", "--", sys.executable, SLEEPER)
     pids = drivers.pids(4)
     cluster.order("remove 1")
-    missing = drivers.run("--", "true")
     cluster.order("add 1")
     done = drivers.finish(process)
     assert f"error: w1 ({cluster.hosts[1]}): its Ray node was lost, or the actor on it: " in done.stderr
     assert done.returncode == 0, done.stderr
     wait_for_end_of(pids)
-    assert missing.returncode == 2
-    assert "the slice my-tpu (v4-16, 1 host(s)) is not whole: no node is worker 1" in missing.stderr
+
+
+def test_a_host_that_is_missing_is_named(drivers: Drivers, cluster: RayCluster) -> None:
+    cluster.order("leave 1")
+    done = drivers.run("--", "true")
+    cluster.order("add 1")
+    assert done.returncode == 2
+    assert "the slice my-tpu (v4-16, 1 host(s)) is not whole: no node is worker 1" in done.stderr
 
 
 def test_an_address_without_a_cluster_is_an_error(drivers: Drivers) -> None:

@@ -61,9 +61,9 @@ def reserve(slice_: Slice) -> Any:
     if not group.wait(RESERVE_S):
         remove_placement_group(group)
         raise UsageError(
-            f"Ray did not give all chips of {slice_} within {RESERVE_S:g} s: other jobs hold some of them",
+            f"Ray did not give all chips of {slice_} within {RESERVE_S:g} s: other jobs hold some",
             where="the Ray cluster",
-            fix="End those jobs, or wait until they have ended: `ray status` shows the chips in use.",
+            fix="End those jobs, or wait for them, or for a node that was just lost: `ray status` shows both.",
         )
     return group
 

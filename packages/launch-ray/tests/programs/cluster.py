@@ -30,11 +30,11 @@ def main() -> None:
     print(cluster.address, flush=True)
     for line in sys.stdin:
         what, worker = line.split()
-        if what == "remove":
-            # As a machine that loses power: nothing on it is ended in order.
-            cluster.remove_node(nodes.pop(int(worker)), allow_graceful=False)
-        else:
+        if what == "add":
             nodes[int(worker)] = add(cluster, int(worker))
+        else:
+            # One that is removed ends like a machine without power, and Ray notices it late.
+            cluster.remove_node(nodes.pop(int(worker)), allow_graceful=what == "leave")
         print("done", flush=True)
     cluster.shutdown()
 
