@@ -63,7 +63,7 @@ def reserve(slice_: Slice) -> Any:
         raise UsageError(
             f"Ray did not give all chips of {slice_} within {RESERVE_S:g} s: other jobs hold some",
             where="the Ray cluster",
-            fix="End those jobs, or wait for them, or for a node that was just lost: `ray status` shows both.",
+            fix="End those jobs, or wait for them, or for a node that was just lost: see `ray status`.",
         )
     return group
 
