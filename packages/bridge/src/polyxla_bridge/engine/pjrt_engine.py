@@ -43,8 +43,8 @@ class PjrtEngine(Engine):
 
     Args:
         settings: of the job. The plugin decides how many replicas there are, and which of them are here.
-        library: the plugin's path.
-        options: the plugin's own options for its client.
+        library: the plugin's path; or its client, such as a share of one that stays open.
+        options: the plugin's own options for a new client.
         on_lookup: called for each program that this process needs, with whether the compilation cache had it.
 
     Raises:
@@ -54,11 +54,13 @@ class PjrtEngine(Engine):
     def __init__(
         self,
         settings: BridgeSettings,
-        library: Path,
+        library: Path | PluginClient,
         options: Mapping[str, Option] | None = None,
         on_lookup: Callable[[bool], None] | None = None,
     ) -> None:
-        self._client = PluginClient(plugin.load(library), options or {})
+        if isinstance(library, Path):
+            library = PluginClient(plugin.load(library), options or {})
+        self._client = library
         self.platform = self._client.platform.upper()
         self.process_index = self._client.process_index
         self.devices = tuple(_described(index, one) for index, one in enumerate(self._client.devices))

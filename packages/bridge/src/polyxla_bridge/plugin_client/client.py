@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -62,10 +63,8 @@ class PluginClient:
     def __init__(self, plugin: Plugin, options: Mapping[str, Option]) -> None:
         self.plugin = plugin
         self.handle = _create(plugin, options)
-        # Handles of the objects to destroy before the client, by their destructors, in this order.
-        self._alive: dict[str, set[int]] = {name: set() for name in DESTRUCTORS}
-        self._is_closed = False
-        self._lock = threading.Lock()
+        self._own_nothing()
+        self._is_share = False
         name = plugin.call("Client_PlatformName", client=self.handle)
         self.platform = read_text(name.platform_name, name.platform_name_size)
         version = plugin.call("Client_PlatformVersion", client=self.handle)
@@ -73,6 +72,26 @@ class PluginClient:
         found = plugin.call("Client_Devices", client=self.handle)
         every = [self._device(one) for one in read_array(found.devices, found.num_devices)]
         self.devices = tuple(sorted(every, key=lambda device: device.id))
+
+    def _own_nothing(self) -> None:
+        # Handles of the objects to destroy before the client, by their destructors, in this order.
+        self._alive: dict[str, set[int]] = {name: set() for name in DESTRUCTORS}
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def share(self, count: int) -> PluginClient:
+        """Return the first devices of this process as a client whose end destroys its own objects only.
+
+        A program compiled by the share is for these devices. Close all shares before this client.
+
+        Args:
+            count: number of its devices.
+        """
+        share = copy.copy(self)
+        share._own_nothing()
+        share._is_share = True
+        share.devices = tuple(device for device in self.devices if device.is_local)[:count]
+        return share
 
     def _device(self, handle: int) -> PluginDevice:
         call = self.plugin.call
@@ -142,7 +161,9 @@ class PluginClient:
             raise PjrtError(Code.FAILED_PRECONDITION, f"the client of {self.plugin.path} was closed")
 
     def close(self) -> None:
-        """Destroy the programs, then the buffers, then the client. A second call does nothing.
+        """Destroy the programs, then the buffers, then the client, unless it is a share of another.
+
+        A second call does nothing.
 
         Nothing may run, and no other thread may use the client.
         """
@@ -153,7 +174,7 @@ class PluginClient:
         for destroy, handles in self._alive.items():
             while handles:
                 self.destroy(destroy, next(iter(handles)))
-        if self.plugin.has("Client_Destroy"):
+        if not self._is_share and self.plugin.has("Client_Destroy"):
             self.plugin.call("Client_Destroy", client=self.handle)
 
 
