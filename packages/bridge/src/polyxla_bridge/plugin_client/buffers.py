@@ -111,6 +111,9 @@ def put(
     """Copy dense row-major bytes to a device; the caller may reuse `data` after the call."""
     sizes = (ctypes.c_int64 * max(len(dims), 1))(*dims)
     size = math.prod(dims) * abi.width(dtype)
+    if data.readonly:
+        # ctypes takes no address of read-only memory. The copy must live until the plugin has read it.
+        data = memoryview(bytearray(data))
     made = client.plugin.call(
         "Client_BufferFromHostBuffer",
         client=client.handle,
@@ -130,9 +133,6 @@ def _address(data: memoryview) -> int:
     if not data.nbytes:
         # A valid address, which is never read.
         return ctypes.addressof(_NOTHING)
-    if data.readonly:
-        # ctypes takes no address of read-only memory.
-        return _address(memoryview(bytearray(data)))
     return ctypes.addressof(ctypes.c_char.from_buffer(data))
 
 
