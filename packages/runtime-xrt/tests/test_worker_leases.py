@@ -26,7 +26,7 @@ def job(user: str = "ann") -> LeasedJob:
     def no_engine() -> Any:
         raise PjrtError(Code.UNAVAILABLE, "there are no cores")
 
-    return LeasedJob(pb.Holder(host="here", pid=7, user=user, command="train.py"), 2, "", 100, no_engine)
+    return LeasedJob(pb.Holder(host="here", pid=7, user=user, command="train.py"), 2, "", 100, no_engine, 3.0)
 
 
 def acquired(held: Leases, user: str = "ann", wait_s: float = 0.0) -> LeasedJob:

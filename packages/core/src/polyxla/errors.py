@@ -12,7 +12,7 @@ _NEEDS = {
     "polyxla-launch-ray": ["polyxla-tpu", "polyxla-pod"],
     "polyxla-runtime-pjrt": ["polyxla-tpu"],
     "polyxla-runtime-torchtpu": ["polyxla-tpu", "polyxla-bridge"],
-    "polyxla-runtime-xrt": ["polyxla-bridge"],
+    "polyxla-runtime-xrt": ["polyxla-tpu", "polyxla-bridge"],
 }
 """What a package requires of ours beside the core, which pip has to find as well."""
 

@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from polyxla import UsageError
 from polyxla.cli.output import JsonFlag, plain_errors, print_json
 from polyxla.console import say
 from polyxla.env import snapshot
@@ -30,8 +29,16 @@ def serve(
     address: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Address to listen on; port 0 chooses a free port.")
     ] = f"127.0.0.1:{DEFAULT_PORT}",
-    devices: Annotated[int, typer.Option(metavar="N", min=1, max=4096, help="Number of cores.")] = 8,
-    platform: Annotated[str, typer.Option(help="Kind of the cores: cpu.")] = "cpu",
+    devices: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, max=4096, help="Number of cores; default: all, or 8 on the CPU."),
+    ] = None,
+    platform: Annotated[
+        str, typer.Option(metavar="KIND", help="Kind of the cores: cpu, tpu, or plugin=PATH.")
+    ] = "cpu",
+    plugin_option: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Option of the plugin's client.")
+    ] = None,
     token_file: Annotated[
         Path | None, typer.Option(help="File with the token that clients must send.")
     ] = None,
@@ -57,12 +64,11 @@ def serve(
         return
     with plain_errors(as_json):
         from polyxla_xrt.server.worker import logs
+        from polyxla_xrt.server.worker.platforms.choice import choose_platform
         from polyxla_xrt.server.worker.process import ServingOptions
         from polyxla_xrt.server.worker.security import Security
-        from polyxla_xrt.server.worker.service import WorkerSettings
-        from polyxla_xrt.server.worker.supervisor import supervise
+        from polyxla_xrt.server.worker.supervisor import Served, supervise
 
-        _check_platform(platform)
         host, _ = _address(address, "--address", may_be_any=True)
         if metrics_address:
             _address(metrics_address, "--metrics-address")
@@ -71,19 +77,26 @@ def serve(
         # Read once before forking: a serving process that failed on them would be replaced over and over.
         security.token()
         security.credentials()
-        settings = WorkerSettings(devices, platform)
-        if memory_per_job is not None:
-            settings.memory_limit_bytes = int(memory_per_job * 2**30)
         logs.start(as_json=as_json)
-        serving = ServingOptions(address, settings, security, metrics_address, exit_when_idle)
+        environ = snapshot()
+        serving = ServingOptions(
+            address,
+            security,
+            library=choose_platform(platform, plugin_option or (), environ),
+            cores=devices,
+            memory_limit_bytes=int(memory_per_job * 2**30) if memory_per_job else None,
+            metrics_address=metrics_address,
+            idle_exit_s=exit_when_idle,
+        )
 
-        def ready(where: str) -> None:
+        def ready(found: Served) -> None:
             if as_json:
-                print_json({"address": where, "devices": devices, "platform": platform})
+                print_json({"address": found.address, "devices": found.cores, "platform": found.platform})
             else:
-                say(f"worker: serving {devices} {platform} core(s) at {where}; Ctrl-C stops it")
+                cores = f"{found.cores} {found.platform} core(s)"
+                say(f"worker: serving {cores} at {found.address}; Ctrl-C stops it")
 
-        raise typer.Exit(supervise(serving, snapshot(), ready))
+        raise typer.Exit(supervise(serving, environ, ready))
 
 
 @app.command()
@@ -124,12 +137,3 @@ def _address(text: str, where: str, *, may_be_any: bool = False) -> tuple[str, i
     if may_be_any and host and port == "0":
         return host.strip("[]"), 0
     return read_address(Variable(where, text), text)
-
-
-def _check_platform(platform: str) -> None:
-    if platform != "cpu":
-        raise UsageError(
-            f"this version serves CPU cores only, not {platform!r}",
-            where=f"--platform {platform}",
-            fix="Pass --platform cpu, or omit the option.",
-        )

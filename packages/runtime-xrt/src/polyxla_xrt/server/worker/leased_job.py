@@ -20,8 +20,6 @@ from polyxla_xrt.protocol.worker import format_holder
 from polyxla_xrt.server.worker.memory_budget import MemoryBudget
 from polyxla_xrt.server.worker.session import Session, failure
 
-CLOSE_S = 3.0
-"""Longest wait for an engine to finish what a job left behind, in seconds; after that, it is given up."""
 BROKEN_S = 5.0
 """Time for a replica whose program failed to end by itself, in seconds, before its job is ended."""
 _COMPILERS = 8
@@ -55,6 +53,8 @@ class LeasedJob:
         coordinator: ``host:port`` of the coordinator of its replicas.
         memory_limit_bytes: limit of its arrays.
         make_engine: starts its engine; called at once, on a thread.
+        close_s: longest wait for the engine to finish what the job left behind, in seconds; after that, it is
+            given up.
 
     Attributes:
         key: secret that only the job's own processes know.
@@ -70,6 +70,7 @@ class LeasedJob:
         coordinator: str,
         memory_limit_bytes: int,
         make_engine: Callable[[], Engine],
+        close_s: float,
     ) -> None:
         self.key = secrets.token_hex(16)
         self.holder = holder
@@ -78,6 +79,7 @@ class LeasedJob:
         self.since = time.time()
         self.budget = MemoryBudget(memory_limit_bytes, format_holder(holder))
         self.ended = threading.Event()
+        self._close_s = close_s
         self._why: pb.Failure | None = None
         self._engine: Future[Engine] = Future()
         self._processes: set[AttachedProcess] = set()
@@ -205,8 +207,8 @@ class LeasedJob:
                 process.session.close()
         self._compilers.shutdown(wait=False, cancel_futures=True)
         try:
-            engine = self._engine.result(CLOSE_S)
-            if not engine.finish(CLOSE_S):
+            engine = self._engine.result(self._close_s)
+            if not engine.finish(self._close_s):
                 return False
             engine.close()
         except Exception as error:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -22,10 +22,13 @@ from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
 from polyxla_xrt.protocol.worker import OPTIONS, SERVICE, format_holder
 from polyxla_xrt.server.malformed_requests import MalformedRequests
-from polyxla_xrt.server.worker.job_engine import cpu_engine
 from polyxla_xrt.server.worker.leases import MAX_WAITING
+from polyxla_xrt.server.worker.platforms.cpu import CpuEngines
+from polyxla_xrt.server.worker.platforms.engines import JobEngines
+from polyxla_xrt.server.worker.platforms.library import Library
+from polyxla_xrt.server.worker.platforms.plugin import PluginEngines
 from polyxla_xrt.server.worker.security import Security, TokenInterceptor
-from polyxla_xrt.server.worker.service import WorkerServicer, WorkerSettings
+from polyxla_xrt.server.worker.service import WorkerServicer
 
 LEAVE_S = 5.0
 """Longest wait for a job's calls to end after its error, in seconds; less than the supervisor's."""
@@ -52,25 +55,44 @@ class ServingOptions:
 
     Attributes:
         address: ``host:port`` to listen on.
-        settings: the cores.
         security: the credentials.
+        library: the plugin that has the cores; None for this machine's CPU.
+        cores: number of cores; None for all that the plugin has, or the default of CPU cores.
+        memory_limit_bytes: limit of a job's arrays; None for the memory of the cores.
         metrics_address: ``host:port`` for Prometheus; None for no metrics.
         idle_exit_s: exit after so many seconds without a job; None to stay.
+        started: when the worker was started, on `time.monotonic`'s clock.
     """
 
     address: str
-    settings: WorkerSettings
     security: Security
+    library: Library | None = None
+    cores: int | None = None
+    memory_limit_bytes: int | None = None
     metrics_address: str | None = None
     idle_exit_s: float | None = None
+    started: float = field(default_factory=time.monotonic)
 
 
-def serve(serving: ServingOptions, environ: Mapping[str, str], ready: Callable[[], None]) -> int:
+def open_engines(serving: ServingOptions, environ: Mapping[str, str]) -> JobEngines:
+    """Open the cores in this process, which keeps them until it ends.
+
+    Raises:
+        UsageError: they cannot be opened, or there are fewer.
+    """
+    if serving.library is None:
+        return CpuEngines(serving.cores, environ)
+    return PluginEngines(serving.library, serving.cores, environ)
+
+
+def serve(
+    serving: ServingOptions, engines: JobEngines, ready: Callable[[], None]
+) -> int:
     """Serve until the end; return the exit code. Runs in the main thread of the serving process.
 
     Args:
-        serving: what to serve, and how.
-        environ: this process's environment.
+        serving: how to serve.
+        engines: the cores.
         ready: called when clients can connect.
     """
     ended = threading.Event()
@@ -80,14 +102,12 @@ def serve(serving: ServingOptions, environ: Mapping[str, str], ready: Callable[[
         codes.append(code)
         ended.set()
 
-    def make_engine(request: Any, coordinator: str, on_stall: Callable[[str], None]) -> Any:
-        return cpu_engine(request, coordinator, environ, on_stall)
-
     # Threads that need the GIL for microseconds hand it over at every array and every program.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     signal.signal(signal.SIGTERM, lambda *_: end(0))
-    servicer = WorkerServicer(serving.settings, make_engine, lambda: end(REPLACE), lambda: end(0))
-    server = _server(serving, servicer)
+    limit = serving.memory_limit_bytes or engines.memory_bytes
+    servicer = WorkerServicer(engines, limit, serving.started, lambda: end(REPLACE), lambda: end(0))
+    server = _server(serving, servicer, engines.cores)
     if serving.metrics_address:
         from polyxla_xrt.server.worker import metrics
 
@@ -109,9 +129,9 @@ def serve(serving: ServingOptions, environ: Mapping[str, str], ready: Callable[[
     return codes[0]
 
 
-def _server(serving: ServingOptions, servicer: WorkerServicer) -> Any:
+def _server(serving: ServingOptions, servicer: WorkerServicer, cores: int) -> Any:
     # A lease, a waiting lease and a session each occupy a thread for their whole life.
-    threads = serving.settings.cores + MAX_WAITING + _SPARE_CALLS
+    threads = cores + MAX_WAITING + _SPARE_CALLS
     token = serving.security.token()
     server = grpc.server(
         ThreadPoolExecutor(threads, thread_name_prefix="polyxla-call"),

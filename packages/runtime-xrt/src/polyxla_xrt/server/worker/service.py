@@ -7,24 +7,22 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, NoReturn
 
 import grpc
 
 from polyxla_bridge.abi import Code
-from polyxla_bridge.engine import memory_accounting
-from polyxla_bridge.engine.engine import Engine
 from polyxla_bridge.errors import PjrtError, as_pjrt_error
 from polyxla_xrt.config.timeouts import LONGEST_WAIT_S
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol.outbox import Outbox
 from polyxla_xrt.protocol.worker import PROTOCOL, SILENCE_S, format_holder
 from polyxla_xrt.server.worker import glibc_memory
-from polyxla_xrt.server.worker.job_engine import coordinator_address
+from polyxla_xrt.server.worker.coordinator import coordinator_address
 from polyxla_xrt.server.worker.leased_job import AttachedProcess, LeasedJob
 from polyxla_xrt.server.worker.leases import DrainingError, HeldError, Leases, QueueFullError, held
+from polyxla_xrt.server.worker.platforms.engines import JobEngines
 from polyxla_xrt.server.worker.session import MisuseError
 
 ATTACH_S = 60.0
@@ -43,47 +41,30 @@ NOTIFY_S = 2.0
 _log = logging.getLogger("polyxla.worker")
 _STATUS = {status.value[0]: status for status in grpc.StatusCode}
 
-MakeEngine = Callable[[pb.LeaseRequest, str, Callable[[str], None]], Engine]
-"""Starts a job's engine. Arguments: the request, the coordinator's address, a callback for stalls."""
-
-
-@dataclass
-class WorkerSettings:
-    """What a worker serves.
-
-    Attributes:
-        cores: number of cores.
-        platform: kind of the cores.
-        memory_limit_bytes: limit of a job's arrays; default: the machine's memory.
-        started: when the worker was started, on `time.monotonic`'s clock.
-    """
-
-    cores: int
-    platform: str
-    memory_limit_bytes: int = field(default_factory=memory_accounting.machine_bytes)
-    started: float = field(default_factory=time.monotonic)
-
 
 class WorkerServicer:
     """Answers the calls of `polyxla.xrt.worker.Worker`; each method has the name of its call.
 
     Args:
-        settings: the cores.
-        make_engine: starts a job's engine.
+        engines: the cores.
+        memory_limit_bytes: limit of a job's arrays.
+        started: when the worker was started, on `time.monotonic`'s clock.
         give_up: called when this process must be replaced to free a job's engine.
         on_idle: called when a draining worker has no job left.
     """
 
     def __init__(
         self,
-        settings: WorkerSettings,
-        make_engine: MakeEngine,
+        engines: JobEngines,
+        memory_limit_bytes: int,
+        started: float,
         give_up: Callable[[], None],
         on_idle: Callable[[], None],
     ) -> None:
         self.leases = Leases()
-        self._settings = settings
-        self._make_engine = make_engine
+        self._engines = engines
+        self._memory_limit_bytes = memory_limit_bytes
+        self._started = started
         self._give_up = give_up
         self._on_idle = on_idle
 
@@ -131,8 +112,8 @@ class WorkerServicer:
                 granted=pb.Granted(
                     job=job.key,
                     coordinator=job.coordinator,
-                    platform=self._settings.platform,
-                    memory_limit_bytes=self._settings.memory_limit_bytes,
+                    platform=self._engines.platform,
+                    memory_limit_bytes=self._memory_limit_bytes,
                 )
             )
             job.ended.wait()
@@ -144,14 +125,19 @@ class WorkerServicer:
     def _check_lease(self, request: pb.LeaseRequest, context: Any) -> None:
         _check_protocol(request.protocol, context)
         text = None
-        if not 1 <= request.cores <= self._settings.cores:
-            text = f"the job requests {request.cores} cores, but this worker has {self._settings.cores}"
+        if not 1 <= request.cores <= self._engines.cores:
+            text = f"the job requests {request.cores} cores, but this worker has {self._engines.cores}"
         elif not 0 <= request.wait_s <= LONGEST_WAIT_S or not request.stall_timeout_s >= 0:
             text = "a timeout must be a non-negative number of seconds"
         elif any(
             len(value) > MAX_NAME_CHARS for _, value in request.holder.ListFields() if isinstance(value, str)
         ):
             text = f"a job's host, user and command may have at most {MAX_NAME_CHARS} characters each"
+        elif request.workers > 1 and not self._engines.has_pods:
+            text = (
+                f"this worker's cores are {self._engines.platform}, and a job of {request.workers} workers needs "
+                "CPU workers: in this version, another kind of worker serves jobs of its own"
+            )
         else:
             text = _pod_problem(request)
         if text:
@@ -164,8 +150,9 @@ class WorkerServicer:
                 request.holder,
                 request.cores,
                 coordinator,
-                self._settings.memory_limit_bytes,
-                lambda: self._make_engine(request, coordinator, lambda text: job.end(_stalled(text))),
+                self._memory_limit_bytes,
+                lambda: self._engines.start(request, coordinator, lambda text: job.end(_stalled(text))),
+                self._engines.close_s,
             )
             who = format_holder(request.holder)
             _log.info("lease granted", extra={"event": {"holder": who, "cores": request.cores}})
@@ -241,15 +228,15 @@ class WorkerServicer:
         return pb.StatusReply(
             version=version("polyxla-runtime-xrt"),
             protocol=PROTOCOL,
-            platform=self._settings.platform,
-            cores=self._settings.cores,
+            platform=self._engines.platform,
+            cores=self._engines.cores,
             draining=self.leases.is_draining,
             job=held(job) if job else None,
             sessions=job.sessions if job else 0,
             memory_bytes=job.budget.held_bytes if job else 0,
             waiting=self.leases.waiting,
             jobs_served=self.leases.served,
-            up_s=time.monotonic() - self._settings.started,
+            up_s=time.monotonic() - self._started,
         )
 
 

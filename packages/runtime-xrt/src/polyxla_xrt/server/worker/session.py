@@ -19,6 +19,7 @@ from polyxla_bridge.abi import DTYPES, Code, width
 from polyxla_bridge.engine.engine import Buffer, Engine, EngineDevice
 from polyxla_bridge.engine.futures import FutureLike, completion_of
 from polyxla_bridge.errors import PjrtError, as_pjrt_error
+from polyxla_bridge.programs import hlo
 from polyxla_bridge.programs.executable import ArrayType, Executable
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
@@ -265,7 +266,7 @@ class Session:
         why = failure(error)
         size = len(why.message) if why else 0
         self._send(pb.Answer(executed=pb.Executed(sequence=sequence, failure=why)), size)
-        if error is not None and program is not None and program.native["collectives"]:
+        if error is not None and program is not None and hlo.collectives(program.optimized_hlo):
             self._on_broken(program.name, error)
 
     def _release(self, request: pb.Release) -> None:

@@ -11,6 +11,7 @@ import errno
 import gc
 import logging
 import os
+import pickle
 import select
 import signal
 import socket
@@ -18,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from polyxla import UsageError
@@ -32,26 +33,45 @@ SHORT_LIFE_S = 5.0
 """A serving process that ends within so many seconds of its start counts as a failed start."""
 MAX_FAILED_STARTS = 3
 """After so many failed starts in a row, the supervisor gives up."""
+REOPEN_S = 120.0
+"""How long a new serving process may find the devices occupied by the previous one, in seconds."""
+REOPEN_POLL_S = 1.0
 _STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 _log = logging.getLogger("polyxla.worker")
 
 
-def supervise(serving: ServingOptions, environ: Mapping[str, str], ready: Callable[[str], None]) -> int:
+@dataclass(frozen=True)
+class Served:
+    """What a worker serves, once clients can connect.
+
+    Attributes:
+        address: ``host:port``.
+        cores: number of cores.
+        platform: their kind.
+    """
+
+    address: str
+    cores: int
+    platform: str
+
+
+def supervise(serving: ServingOptions, environ: Mapping[str, str], ready: Callable[[Served], None]) -> int:
     """Serve until a signal arrives or the serving process exits with 0; return the exit code.
 
     Args:
         serving: what to serve, and how; port 0 chooses a free port.
         environ: this process's environment.
-        ready: called once with the address, when clients can connect.
+        ready: called once, when clients can connect.
 
     Raises:
-        UsageError: the address cannot be bound.
+        UsageError: the address cannot be bound, or the cores cannot be opened.
     """
-    # Imported here once, for all processes that are forked from this one.
-    from polyxla_bridge.engine import jax_engine
+    if serving.library is None:
+        # Imported here once, for all processes that are forked from this one.
+        from polyxla_bridge.engine import jax_engine
 
-    del jax_engine
+        del jax_engine
     # What is imported now stays: frozen, it is not scanned after each job, nor copied on write by the scan.
     gc.collect()
     gc.freeze()
@@ -61,7 +81,7 @@ def supervise(serving: ServingOptions, environ: Mapping[str, str], ready: Callab
     host, _, port = serving.address.rpartition(":")
     with _hold(host.strip("[]"), int(port), f"--address {serving.address}") as held:
         address = join_address(host.strip("[]"), held.getsockname()[1])
-        return _Supervisor(replace(serving, address=address), environ).run(lambda: ready(address))
+        return _Supervisor(replace(serving, address=address), environ).run(ready)
 
 
 class _Supervisor:
@@ -71,29 +91,39 @@ class _Supervisor:
         self._pid = 0
         self._is_stopping = False
 
-    def run(self, ready: Callable[[], None]) -> int:
+    def run(self, ready: Callable[[Served], None]) -> int:
         # The other end closes when this process ends, however it ends.
         alive, self._life = os.pipe()
         for number in _STOPPING:
             signal.signal(number, self._stop)
-        failed_starts, is_ready = 0, False
+        failed_starts, is_ready, ended = 0, False, time.monotonic()
         while True:
             started = time.monotonic()
-            if self._fork(alive) and not is_ready:
-                ready()
+            found = self._fork(alive)
+            if isinstance(found, Served) and not is_ready:
+                ready(found)
                 is_ready = True
             code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+            self._pid = 0
             if self._is_stopping or code == 0:
                 return 0
-            is_short = time.monotonic() - started < SHORT_LIFE_S and code != REPLACE
+            if isinstance(found, UsageError):
+                if not is_ready or time.monotonic() - ended > REOPEN_S:
+                    raise found
+                # The process before it has ended, but its devices may still be in its name.
+                _log.warning("the cores cannot be opened again yet: %s", found)
+                time.sleep(REOPEN_POLL_S)
+                continue
+            ended = time.monotonic()
+            is_short = found is None or (ended - started < SHORT_LIFE_S and code != REPLACE)
             failed_starts = failed_starts + 1 if is_short else 0
             if failed_starts >= MAX_FAILED_STARTS:
                 _log.error("the serving process failed %d times in a row, last with %d", failed_starts, code)
                 return 1
             _log.warning("replacing the serving process", extra={"event": {"code": code}})
 
-    def _fork(self, alive: int) -> bool:
-        """Fork a serving process; return whether it got ready."""
+    def _fork(self, alive: int) -> Served | UsageError | None:
+        """Fork a serving process; return what it serves or why it cannot, or None if it died before that."""
         readable, writable = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -112,7 +142,9 @@ class _Supervisor:
         # The child holds the only writable end now: the read ends when it is ready, or dead.
         os.close(writable)
         with os.fdopen(readable, "rb") as pipe:
-            return bool(pipe.read(1))
+            report = pipe.read()
+        found: Served | UsageError | None = pickle.loads(report) if report else None  # noqa: S301  (our own)
+        return found
 
     def _serve(self, alive: int, ready: int) -> None:
         code = 1
@@ -123,7 +155,11 @@ class _Supervisor:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
             _end_with_supervisor(alive)
             glibc_memory.share_arena()
-            code = process.serve(self._serving, self._environ, lambda: _report_ready(ready))
+            engines = process.open_engines(self._serving, self._environ)
+            served = Served(self._serving.address, engines.cores, engines.platform)
+            code = process.serve(self._serving, engines, lambda: _report(ready, served))
+        except UsageError as error:
+            _report(ready, error)
         except Exception:
             _log.exception("the serving process failed")
         finally:
@@ -155,8 +191,8 @@ def _end_with_supervisor(alive: int) -> None:
     threading.Thread(target=wait, name="polyxla-supervisor", daemon=True).start()
 
 
-def _report_ready(pipe: int) -> None:
-    os.write(pipe, b"1")
+def _report(pipe: int, found: Served | UsageError) -> None:
+    os.write(pipe, pickle.dumps(found))
     os.close(pipe)
 
 

@@ -1,0 +1,75 @@
+"""What ``--platform`` and ``--plugin-option`` choose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from polyxla import UsageError
+from polyxla_bridge.plugin_client.memory import Option
+from polyxla_xrt.server.worker.platforms import tpu_host
+from polyxla_xrt.server.worker.platforms.library import TPU, Library
+
+CPU, PLUGIN = "cpu", "plugin"
+
+
+def choose_platform(text: str, options: Sequence[str], environ: Mapping[str, str]) -> Library | None:
+    """Return the plugin that has the cores; None for this machine's CPU.
+
+    Args:
+        text: the value of ``--platform``.
+        options: the values of ``--plugin-option``.
+        environ: this process's environment.
+
+    Raises:
+        UsageError: there is no such platform, no such plugin, or no TPU that can be opened here.
+    """
+    kind, _, path = text.partition("=")
+    if kind not in (CPU, TPU, PLUGIN) or bool(path) != (kind == PLUGIN):
+        raise UsageError(
+            f"{text!r} is not a platform",
+            where=f"--platform {text}",
+            fix="Pass --platform cpu, --platform tpu, or --platform plugin=PATH with the library of a PJRT "
+            "plugin.",
+        )
+    values = dict(map(_option, options))
+    if kind == CPU:
+        if options:
+            raise UsageError(
+                "the CPU platform has no options",
+                where=f"--plugin-option {options[0]}",
+                fix="Omit it, or pass --platform plugin=PATH.",
+            )
+        return None
+    if kind == TPU:
+        return tpu_host.find_library(values, environ)
+    if not Path(path).is_file():
+        raise UsageError(
+            f"there is no file {path}",
+            where=f"--platform {text}",
+            fix="Write the path of a PJRT plugin's library, such as /usr/lib/pjrt_c_api_gpu_plugin.so.",
+        )
+    return Library(Path(path), f"--platform {text}", values)
+
+
+def _option(text: str) -> tuple[str, Option]:
+    name, separator, value = text.partition("=")
+    if not (name and separator):
+        raise UsageError(
+            f"{text!r} is not NAME=VALUE",
+            where=f"--plugin-option {text}",
+            fix="Write --plugin-option cpu_device_count=8, for example.",
+        )
+    return name, _value(value)
+
+
+def _value(text: str) -> Option:
+    """Return the integer, boolean or decimal number that a text is, or else the text itself."""
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

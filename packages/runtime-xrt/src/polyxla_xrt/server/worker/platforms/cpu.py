@@ -1,0 +1,65 @@
+"""This machine's CPU cores: an engine of jaxlib's CPU clients for each job."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from polyxla import env as core_env
+from polyxla.launcher.ports import LOCALHOST
+from polyxla_bridge import env as bridge
+from polyxla_bridge.engine import memory_accounting
+from polyxla_bridge.engine.engine import Engine
+from polyxla_xrt.proto import worker_pb2 as pb
+from polyxla_xrt.server.worker.platforms.engines import OnStall
+
+DEFAULT_CORES = 8
+"""Number of cores without ``--devices``, that of a TPU v2 or v3 with four chips."""
+CLOSE_S = 3.0
+"""`JobEngines.close_s`: a new process serves again within seconds."""
+
+
+class CpuEngines:
+    """Serves any number of CPU cores; a `JobEngines`.
+
+    Args:
+        cores: number of cores; None for `DEFAULT_CORES`.
+        environ: this process's environment.
+    """
+
+    platform = "cpu"
+    close_s = CLOSE_S
+    has_pods = True
+
+    def __init__(self, cores: int | None, environ: Mapping[str, str]) -> None:
+        self.cores = cores or DEFAULT_CORES
+        self.memory_bytes = memory_accounting.machine_bytes()
+        self._environ = environ
+
+    def start(self, request: pb.LeaseRequest, coordinator: str, on_stall: OnStall) -> Engine:
+        """Start jaxlib's clients, one for each core of the job."""
+        from polyxla_bridge.engine import stall_watchdog
+        from polyxla_bridge.engine.jax_engine import JaxEngine
+
+        workers = max(1, request.workers)
+        replicas = request.cores * workers
+        # Each core has its own thread pools; more threads than processors would only wait for each other.
+        threads = str(max(1, (os.cpu_count() or 1) // request.cores))
+        limits = {bridge.NPROC: self._environ.get(bridge.NPROC) or threads}
+        share = bridge.from_environ(
+            {
+                **self._environ,
+                **limits,
+                bridge.POLYXLA_BRIDGE_REPLICAS: str(replicas),
+                bridge.POLYXLA_BRIDGE_PROCESSES: str(workers),
+                bridge.POLYXLA_BRIDGE_PROCESS: str(request.worker),
+                bridge.POLYXLA_BRIDGE_COORDINATOR: coordinator if replicas > 1 else "",
+                bridge.POLYXLA_BRIDGE_HOST: request.host or LOCALHOST,
+                bridge.POLYXLA_STALL_TIMEOUT_S: str(
+                    request.stall_timeout_s or bridge.BridgeSettings.stall_timeout_s
+                ),
+            }
+        )
+        stall_watchdog.on_stall(lambda text, _: on_stall(text))
+        with core_env.temporary_environ({**self._environ, **limits}):
+            return JaxEngine(share)

@@ -1,0 +1,40 @@
+"""`JobEngines`: the interface of a worker's cores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from polyxla_bridge.engine.engine import Engine
+from polyxla_xrt.proto import worker_pb2 as pb
+
+OnStall = Callable[[str], None]
+"""Receives the positions of all replicas if one stalls."""
+
+
+class JobEngines(Protocol):
+    """The cores of a worker, and the engine of each job on them. At most one job has an engine at a time.
+
+    Attributes:
+        cores: number of cores.
+        platform: their kind, as ``polyxla worker status`` prints it.
+        memory_bytes: memory of all cores together.
+        close_s: longest wait for an engine to finish what a job left behind, in seconds; the engine is then
+            given up, and with it the serving process.
+        has_pods: whether a job may have cores of other workers, too.
+    """
+
+    cores: int
+    platform: str
+    memory_bytes: int
+    close_s: float
+    has_pods: bool
+
+    def start(self, request: pb.LeaseRequest, coordinator: str, on_stall: OnStall) -> Engine:
+        """Start the engine of a job.
+
+        Args:
+            request: the job's request.
+            coordinator: ``host:port`` of the coordinator of its replicas.
+            on_stall: called if a replica stalls.
+        """

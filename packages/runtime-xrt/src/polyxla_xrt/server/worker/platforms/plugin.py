@@ -1,0 +1,90 @@
+"""The devices of a PJRT plugin, whose client is made once and kept over the jobs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+
+from polyxla import UsageError
+from polyxla.env import update_environ
+from polyxla_bridge import env as bridge
+from polyxla_bridge.engine import memory_accounting, stall_watchdog
+from polyxla_bridge.engine.engine import Engine
+from polyxla_bridge.engine.futures import complete
+from polyxla_bridge.engine.pjrt_engine import PjrtEngine
+from polyxla_bridge.errors import PjrtError
+from polyxla_bridge.plugin_client import plugin
+from polyxla_bridge.plugin_client.client import PluginClient
+from polyxla_xrt.proto import worker_pb2 as pb
+from polyxla_xrt.server.worker.platforms.library import Library
+from polyxla_xrt.server.worker.platforms.engines import OnStall
+
+OPEN_S = 180.0
+"""Longest wait for a plugin to make its client, in seconds. A TPU's takes 5 to 60."""
+CLOSE_S = 10.0
+"""`JobEngines.close_s`: longer than a step takes, since a new client takes longer still."""
+
+
+class PluginEngines:
+    """Serves the devices of a plugin; a `JobEngines`. Opens the plugin in this process.
+
+    Args:
+        library: the plugin.
+        cores: number of devices to serve; None for all of this process.
+        environ: this process's environment.
+        open_s: longest wait for the plugin, in seconds.
+
+    Raises:
+        UsageError: the plugin cannot be opened, or has fewer devices.
+    """
+
+    close_s = CLOSE_S
+    has_pods = False
+
+    def __init__(
+        self, library: Library, cores: int | None, environ: Mapping[str, str], open_s: float = OPEN_S
+    ) -> None:
+        self._environ = {**environ, **library.variables}
+        update_environ(library.variables)
+        self._client = _open(library, open_s)
+        here = [device for device in self._client.devices if device.is_local]
+        if cores is not None and cores > len(here):
+            raise UsageError(
+                f"the plugin {library.path} has {len(here)} devices here, not {cores}",
+                where=f"--devices {cores}",
+                fix=f"Pass --devices {len(here)}, or omit it to serve all devices.",
+            )
+        self.cores = cores or len(here)
+        self.platform = library.platform or f"{self._client.platform} (plugin)"
+        found = [self._client.memory_stats(device) or {} for device in here[: self.cores]]
+        limits = [stats.get("bytes_limit", 0) for stats in found]
+        self.memory_bytes = sum(limits) if all(limits) else memory_accounting.machine_bytes()
+
+    def start(self, request: pb.LeaseRequest, coordinator: str, on_stall: OnStall) -> Engine:
+        """Start an engine on the first devices; what it makes there ends with it."""
+        timeout_s = request.stall_timeout_s or bridge.BridgeSettings.stall_timeout_s
+        settings = bridge.from_environ({**self._environ, bridge.POLYXLA_STALL_TIMEOUT_S: str(timeout_s)})
+        stall_watchdog.on_stall(lambda text, _: on_stall(text))
+        return PjrtEngine(settings, self._client.share(request.cores))
+
+
+def _open(library: Library, open_s: float) -> PluginClient:
+    """Load the plugin and make its client, on a thread: a plugin that hangs must not hang the worker."""
+    made: Future[PluginClient] = Future()
+
+    def make() -> None:
+        complete(made, lambda: PluginClient(plugin.load(library.path), library.options))
+
+    threading.Thread(target=make, name="polyxla-open", daemon=True).start()
+    try:
+        return made.result(open_s)
+    except TimeoutError:
+        problem = f"the plugin {library.path} has not made its client within {open_s:g} s"
+    except PjrtError as error:
+        problem = error.message.strip().rstrip(".")
+    raise UsageError(
+        problem,
+        where=library.source,
+        fix="If another process uses the devices, end it; see above for what the plugin itself has printed.",
+    )
