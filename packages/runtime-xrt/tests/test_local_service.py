@@ -37,7 +37,7 @@ def test_it_has_the_jobs_token_serves_later_jobs_and_exits_after_the_last(
     process = local_service._started.pop()
     try:
         assert said == [
-            f"started a worker of 1 cores at {address} (pid {process.pid}); it ends after its last job"
+            f"started a worker of 1 CPU cores at {address} (pid {process.pid}); it ends after its last job"
         ]
         with pytest.raises(WorkerRefusedError, match="requires a token"):
             ask(address, "Status", snapshot())

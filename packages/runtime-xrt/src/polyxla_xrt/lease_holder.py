@@ -31,8 +31,11 @@ from polyxla_xrt.plan import Plan
 if TYPE_CHECKING:
     from polyxla_xrt.client.lease import Pod
 
-START_S = 120.0
-"""Longest wait for the worker and the mesh, in seconds, in addition to the user's wait for another job."""
+START_S = 240.0
+"""Longest wait for the worker and the mesh, in seconds, in addition to the user's wait for another job.
+
+More than `polyxla_xrt.local_service.START_TPU_S`.
+"""
 END_S = 5.0
 """Longest wait for the helper process to end, in seconds."""
 _MAIN = "import sys; sys.path[:] = {!r}; from {} import main; main({})"

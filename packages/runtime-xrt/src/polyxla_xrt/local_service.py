@@ -10,12 +10,15 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from polyxla_tpu.this_host import host_chips
 from polyxla_xrt import env
 from polyxla_xrt.config.configuration import Configuration
 from polyxla_xrt.errors import WorkerConnectError
 
 START_S = 60.0
 """Longest wait for the started worker to listen, in seconds."""
+START_TPU_S = 180.0
+"""The same for a worker on TPU chips, which it opens before."""
 IDLE_S = 5.0
 """How long the started worker stays after its last job, in seconds."""
 _started: list[subprocess.Popen[bytes]] = []
@@ -28,12 +31,15 @@ def ensure_service(
 ) -> None:
     """Start this host's worker if the configuration allows it and no worker answers.
 
+    On a host with TPU chips, the worker serves them; otherwise it serves CPU cores.
+
     Args:
         configuration: the job's.
         environ: the environment to connect with, and of the started worker.
         report: receives a message about the started worker.
 
     Raises:
+        UsageError: there is no such TPU to play.
         WorkerConnectError: the started worker does not come up.
     """
     if not configuration.starts_service:
@@ -42,8 +48,10 @@ def ensure_service(
     if _listens(address):
         return
     log = Path(tempfile.gettempdir()) / f"polyxla-worker-{address.rpartition(':')[2]}.log"
-    cores = configuration.devices_per_worker
-    command = [sys.executable, "-m", "polyxla", "worker", "--address", address, "--devices", str(cores)]
+    on_tpu = bool(host_chips(environ))
+    served = "this host's TPU cores" if on_tpu else f"{configuration.devices_per_worker} CPU cores"
+    cores = ["--platform", "tpu"] if on_tpu else ["--devices", str(configuration.devices_per_worker)]
+    command = [sys.executable, "-m", "polyxla", "worker", "--address", address, *cores]
     command += ["--exit-when-idle", f"{IDLE_S:g}"]
     if token := environ.get(env.POLYXLA_XRT_TOKEN_FILE):
         command += ["--token-file", token]
@@ -59,8 +67,8 @@ def ensure_service(
         )
     # Referenced for as long as this process lives: Popen warns about a dropped child that still runs.
     _started.append(process)
-    report(f"started a worker of {cores} cores at {address} (pid {process.pid}); it ends after its last job")
-    deadline = time.monotonic() + START_S
+    report(f"started a worker of {served} at {address} (pid {process.pid}); it ends after its last job")
+    deadline = time.monotonic() + (START_TPU_S if on_tpu else START_S)
     while time.monotonic() < deadline:
         # Checked first: another job may have been faster, and this worker found the port taken and ended.
         if _listens(address):

@@ -7,10 +7,20 @@ from collections.abc import Mapping
 
 from polyxla import Device, UsageError
 from polyxla_tpu import env
-from polyxla_tpu.chips import AttachedChip
+from polyxla_tpu.chips import AttachedChip, attached_chips
 from polyxla_tpu.metadata import MetadataClient
 from polyxla_tpu.played import PlayedTpu
 from polyxla_tpu.slices import TpuSlice, read_slice
+
+
+def host_chips(environ: Mapping[str, str]) -> tuple[AttachedChip, ...]:
+    """Return the TPU chips of this host, which may be a played one.
+
+    Raises:
+        UsageError: there is no such TPU to play.
+    """
+    played = PlayedTpu.read(environ)
+    return played.chips if played else attached_chips()
 
 
 def this_slice(environ: Mapping[str, str]) -> TpuSlice:

@@ -86,5 +86,5 @@ def _open(library: Library, open_s: float) -> PluginClient:
     raise UsageError(
         problem,
         where=library.source,
-        fix="If another process uses the devices, end it; see above for what the plugin itself has printed.",
+        fix="See what the plugin itself has printed. If another process uses the devices, end it.",
     )

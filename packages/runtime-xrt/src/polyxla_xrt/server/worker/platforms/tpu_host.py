@@ -11,11 +11,10 @@ from polyxla_bridge.plugin_client.memory import Option
 from polyxla_tpu import env
 from polyxla_tpu.accelerators import Bounds
 from polyxla_tpu.boxes import ONE
-from polyxla_tpu.chips import attached_chips
 from polyxla_tpu.played import PlayedTpu
 from polyxla_tpu.processes.holders import find_holders
 from polyxla_tpu.slices import TpuSlice
-from polyxla_tpu.this_host import skip_metadata, this_slice
+from polyxla_tpu.this_host import host_chips, skip_metadata, this_slice
 from polyxla_tpu.topology import host_environment, join
 from polyxla_xrt.server.worker.platforms.library import TPU, Library
 
@@ -36,11 +35,6 @@ _FOR_PARTS = (
 )
 
 
-def has_chips(environ: Mapping[str, str]) -> bool:
-    """Return whether this host has TPU chips, or plays some."""
-    return bool(PlayedTpu.read(environ) or attached_chips())
-
-
 def find_library(options: Mapping[str, Option], environ: Mapping[str, str]) -> Library:
     """Return libtpu, and the variables by which it opens all chips of this host and no other's.
 
@@ -53,7 +47,7 @@ def find_library(options: Mapping[str, Option], environ: Mapping[str, str]) -> L
             which chips these are.
     """
     played = PlayedTpu.read(environ)
-    if not has_chips(environ):
+    if not host_chips(environ):
         raise UsageError(
             "no TPU chip is attached to this machine",
             where=SOURCE,
