@@ -65,9 +65,10 @@ def serve(
     with plain_errors(as_json):
         from polyxla_xrt.server.worker import logs
         from polyxla_xrt.server.worker.platforms.choice import choose_platform
+        from polyxla_xrt.server.worker.platforms.engines import Served
         from polyxla_xrt.server.worker.process import ServingOptions
         from polyxla_xrt.server.worker.security import Security
-        from polyxla_xrt.server.worker.supervisor import Served, supervise
+        from polyxla_xrt.server.worker.supervisor import supervise
 
         host, _ = _address(address, "--address", may_be_any=True)
         if metrics_address:
@@ -89,12 +90,12 @@ def serve(
             idle_exit_s=exit_when_idle,
         )
 
-        def ready(found: Served) -> None:
+        def ready(where: str, served: Served) -> None:
             if as_json:
-                print_json({"address": found.address, "devices": found.cores, "platform": found.platform})
+                print_json({"address": where, "devices": served.cores, "platform": served.platform})
             else:
-                cores = f"{found.cores} {found.platform} core(s)"
-                say(f"worker: serving {cores} at {found.address}; Ctrl-C stops it")
+                cores = f"{served.cores} {served.platform} core(s)"
+                say(f"worker: serving {cores} at {where}; Ctrl-C stops it")
 
         raise typer.Exit(supervise(serving, environ, ready))
 

@@ -24,9 +24,10 @@ from polyxla_xrt.protocol.worker import OPTIONS, SERVICE, format_holder
 from polyxla_xrt.server.malformed_requests import MalformedRequests
 from polyxla_xrt.server.worker.leases import MAX_WAITING
 from polyxla_xrt.server.worker.platforms.cpu import CpuEngines
-from polyxla_xrt.server.worker.platforms.engines import JobEngines
+from polyxla_xrt.server.worker.platforms.engines import JobEngines, Served
 from polyxla_xrt.server.worker.platforms.library import Library
 from polyxla_xrt.server.worker.platforms.plugin import PluginEngines
+from polyxla_xrt.server.worker.platforms.reopened import ReopenedEngines
 from polyxla_xrt.server.worker.security import Security, TokenInterceptor
 from polyxla_xrt.server.worker.service import WorkerServicer
 
@@ -34,6 +35,8 @@ LEAVE_S = 5.0
 """Longest wait for a job's calls to end after its error, in seconds; less than the supervisor's."""
 REPLACE = 75
 """Exit code that asks the supervisor for a new serving process."""
+UNOPENED = 76
+"""The same, a moment later: the cores could not be opened again."""
 SWITCH_INTERVAL_S = 1e-4
 """GIL switch interval, in seconds."""
 _SPARE_CALLS = 32
@@ -74,15 +77,27 @@ class ServingOptions:
     started: float = field(default_factory=time.monotonic)
 
 
-def open_engines(serving: ServingOptions, environ: Mapping[str, str]) -> JobEngines:
+def open_engines(
+    serving: ServingOptions, environ: Mapping[str, str], before: Served | None = None
+) -> JobEngines:
     """Open the cores in this process, which keeps them until it ends.
 
+    Args:
+        serving: what to serve.
+        environ: this process's environment.
+        before: what the process that this one replaces has served; None for the first one.
+
     Raises:
-        UsageError: they cannot be opened, or there are fewer.
+        UsageError: they cannot be opened, or there are fewer; only in the first process.
     """
-    if serving.library is None:
+    library = serving.library
+    if library is None:
         return CpuEngines(serving.cores, environ)
-    return PluginEngines(serving.library, serving.cores, environ)
+    if before is None:
+        return PluginEngines(library, serving.cores, environ)
+    return ReopenedEngines(
+        before, lambda: PluginEngines(library, before.cores, environ), lambda: end_with(UNOPENED)
+    )
 
 
 def serve(
@@ -105,9 +120,9 @@ def serve(
     # Threads that need the GIL for microseconds hand it over at every array and every program.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     signal.signal(signal.SIGTERM, lambda *_: end(0))
-    limit = serving.memory_limit_bytes or engines.memory_bytes
+    limit = serving.memory_limit_bytes or engines.served.memory_bytes
     servicer = WorkerServicer(engines, limit, serving.started, lambda: end(REPLACE), lambda: end(0))
-    server = _server(serving, servicer, engines.cores)
+    server = _server(serving, servicer, engines.served.cores)
     if serving.metrics_address:
         from polyxla_xrt.server.worker import metrics
 

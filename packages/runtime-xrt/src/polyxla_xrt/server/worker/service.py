@@ -25,8 +25,8 @@ from polyxla_xrt.server.worker.leases import DrainingError, HeldError, Leases, Q
 from polyxla_xrt.server.worker.platforms.engines import JobEngines
 from polyxla_xrt.server.worker.session import MisuseError
 
-ATTACH_S = 60.0
-"""Longest wait for a job's engine to start, in seconds."""
+ATTACH_S = 110.0
+"""Longest wait for a job's engine to start, in seconds: less than the client's, more than a TPU needs to open."""
 ATTACH_COMMAND_S = 5.0
 """Longest wait for a session's first command, in seconds."""
 MAX_WORKERS = 1024
@@ -112,7 +112,7 @@ class WorkerServicer:
                 granted=pb.Granted(
                     job=job.key,
                     coordinator=job.coordinator,
-                    platform=self._engines.platform,
+                    platform=self._engines.served.platform,
                     memory_limit_bytes=self._memory_limit_bytes,
                 )
             )
@@ -125,8 +125,8 @@ class WorkerServicer:
     def _check_lease(self, request: pb.LeaseRequest, context: Any) -> None:
         _check_protocol(request.protocol, context)
         text = None
-        if not 1 <= request.cores <= self._engines.cores:
-            text = f"the job requests {request.cores} cores, but this worker has {self._engines.cores}"
+        if not 1 <= request.cores <= self._engines.served.cores:
+            text = f"the job requests {request.cores} cores, but this worker has {self._engines.served.cores}"
         elif not 0 <= request.wait_s <= LONGEST_WAIT_S or not request.stall_timeout_s >= 0:
             text = "a timeout must be a non-negative number of seconds"
         elif any(
@@ -135,7 +135,7 @@ class WorkerServicer:
             text = f"a job's host, user and command may have at most {MAX_NAME_CHARS} characters each"
         elif request.workers > 1 and not self._engines.has_pods:
             text = (
-                f"this worker's cores are {self._engines.platform}, and a job of {request.workers} workers needs "
+                f"this worker's cores are {self._engines.served.platform}, and a job of {request.workers} workers needs "
                 "CPU workers: in this version, another kind of worker serves jobs of its own"
             )
         else:
@@ -228,8 +228,8 @@ class WorkerServicer:
         return pb.StatusReply(
             version=version("polyxla-runtime-xrt"),
             protocol=PROTOCOL,
-            platform=self._engines.platform,
-            cores=self._engines.cores,
+            platform=self._engines.served.platform,
+            cores=self._engines.served.cores,
             draining=self.leases.is_draining,
             job=held(job) if job else None,
             sessions=job.sessions if job else 0,

@@ -19,13 +19,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from polyxla import UsageError
 from polyxla_xrt.config.addresses import join_address
 from polyxla_xrt.server.worker import glibc_memory, process
-from polyxla_xrt.server.worker.process import REPLACE, ServingOptions
+from polyxla_xrt.server.worker.platforms.engines import Served
+from polyxla_xrt.server.worker.process import REPLACE, UNOPENED, ServingOptions
 
 STOP_S = 6.0
 """Longest wait for the serving process to end after SIGTERM, in seconds; then it is killed."""
@@ -41,28 +42,13 @@ _STOPPING = (signal.SIGTERM, signal.SIGINT)
 _log = logging.getLogger("polyxla.worker")
 
 
-@dataclass(frozen=True)
-class Served:
-    """What a worker serves, once clients can connect.
-
-    Attributes:
-        address: ``host:port``.
-        cores: number of cores.
-        platform: their kind.
-    """
-
-    address: str
-    cores: int
-    platform: str
-
-
-def supervise(serving: ServingOptions, environ: Mapping[str, str], ready: Callable[[Served], None]) -> int:
+def supervise(serving: ServingOptions, environ: Mapping[str, str], ready: Callable[[str, Served], None]) -> int:
     """Serve until a signal arrives or the serving process exits with 0; return the exit code.
 
     Args:
         serving: what to serve, and how; port 0 chooses a free port.
         environ: this process's environment.
-        ready: called once, when clients can connect.
+        ready: called once with the address, when clients can connect.
 
     Raises:
         UsageError: the address cannot be bound, or the cores cannot be opened.
@@ -81,7 +67,7 @@ def supervise(serving: ServingOptions, environ: Mapping[str, str], ready: Callab
     host, _, port = serving.address.rpartition(":")
     with _hold(host.strip("[]"), int(port), f"--address {serving.address}") as held:
         address = join_address(host.strip("[]"), held.getsockname()[1])
-        return _Supervisor(replace(serving, address=address), environ).run(ready)
+        return _Supervisor(replace(serving, address=address), environ).run(lambda served: ready(address, served))
 
 
 class _Supervisor:
@@ -96,22 +82,21 @@ class _Supervisor:
         alive, self._life = os.pipe()
         for number in _STOPPING:
             signal.signal(number, self._stop)
-        failed_starts, is_ready, ended = 0, False, time.monotonic()
+        failed_starts, served, ended = 0, None, time.monotonic()
         while True:
             started = time.monotonic()
-            found = self._fork(alive)
-            if isinstance(found, Served) and not is_ready:
+            found = self._fork(alive, served)
+            if isinstance(found, Served) and served is None:
                 ready(found)
-                is_ready = True
+                served = found
             code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
             self._pid = 0
             if self._is_stopping or code == 0:
                 return 0
             if isinstance(found, UsageError):
-                if not is_ready or time.monotonic() - ended > REOPEN_S:
-                    raise found
-                # The process before it has ended, but its devices may still be in its name.
-                _log.warning("the cores cannot be opened again yet: %s", found)
+                raise found
+            # The devices may still be in the name of the process that had them and has ended.
+            if code == UNOPENED and time.monotonic() - ended < REOPEN_S:
                 time.sleep(REOPEN_POLL_S)
                 continue
             ended = time.monotonic()
@@ -122,7 +107,7 @@ class _Supervisor:
                 return 1
             _log.warning("replacing the serving process", extra={"event": {"code": code}})
 
-    def _fork(self, alive: int) -> Served | UsageError | None:
+    def _fork(self, alive: int, before: Served | None) -> Served | UsageError | None:
         """Fork a serving process; return what it serves or why it cannot, or None if it died before that."""
         readable, writable = os.pipe()
         sys.stdout.flush()
@@ -134,7 +119,7 @@ class _Supervisor:
         if self._pid == 0:
             os.close(readable)
             os.close(self._life)
-            self._serve(alive, writable)
+            self._serve(alive, writable, before)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
         if self._is_stopping:
             # The signal came before there was a child to pass it on to.
@@ -146,7 +131,7 @@ class _Supervisor:
         found: Served | UsageError | None = pickle.loads(report) if report else None  # noqa: S301  (our own)
         return found
 
-    def _serve(self, alive: int, ready: int) -> None:
+    def _serve(self, alive: int, ready: int, before: Served | None) -> None:
         code = 1
         try:
             # A terminal sends Ctrl-C to both processes; the supervisor decides and sends SIGTERM.
@@ -155,9 +140,8 @@ class _Supervisor:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
             _end_with_supervisor(alive)
             glibc_memory.share_arena()
-            engines = process.open_engines(self._serving, self._environ)
-            served = Served(self._serving.address, engines.cores, engines.platform)
-            code = process.serve(self._serving, engines, lambda: _report(ready, served))
+            engines = process.open_engines(self._serving, self._environ, before)
+            code = process.serve(self._serving, engines, lambda: _report(ready, engines.served))
         except UsageError as error:
             _report(ready, error)
         except Exception:

@@ -11,8 +11,9 @@ from polyxla_bridge import env as bridge
 from polyxla_bridge.engine import memory_accounting
 from polyxla_bridge.engine.engine import Engine
 from polyxla_xrt.proto import worker_pb2 as pb
-from polyxla_xrt.server.worker.platforms.engines import OnStall
+from polyxla_xrt.server.worker.platforms.engines import OnStall, Served
 
+CPU = "cpu"
 DEFAULT_CORES = 8
 """Number of cores without ``--devices``, that of a TPU v2 or v3 with four chips."""
 CLOSE_S = 3.0
@@ -27,13 +28,11 @@ class CpuEngines:
         environ: this process's environment.
     """
 
-    platform = "cpu"
     close_s = CLOSE_S
     has_pods = True
 
     def __init__(self, cores: int | None, environ: Mapping[str, str]) -> None:
-        self.cores = cores or DEFAULT_CORES
-        self.memory_bytes = memory_accounting.machine_bytes()
+        self.served = Served(cores or DEFAULT_CORES, CPU, memory_accounting.machine_bytes())
         self._environ = environ
 
     def start(self, request: pb.LeaseRequest, coordinator: str, on_stall: OnStall) -> Engine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from polyxla_bridge.engine.engine import Engine
@@ -12,21 +13,32 @@ OnStall = Callable[[str], None]
 """Receives the positions of all replicas if one stalls."""
 
 
-class JobEngines(Protocol):
-    """The cores of a worker, and the engine of each job on them. At most one job has an engine at a time.
+@dataclass(frozen=True)
+class Served:
+    """What a worker serves.
 
     Attributes:
         cores: number of cores.
-        platform: their kind, as ``polyxla worker status`` prints it.
-        memory_bytes: memory of all cores together.
-        close_s: longest wait for an engine to finish what a job left behind, in seconds; the engine is then
-            given up, and with it the serving process.
-        has_pods: whether a job may have cores of other workers, too.
+        platform: their kind.
+        memory_bytes: memory of all of them together.
     """
 
     cores: int
     platform: str
     memory_bytes: int
+
+
+class JobEngines(Protocol):
+    """The cores of a worker, and the engine of each job on them. At most one job has an engine at a time.
+
+    Attributes:
+        served: the cores.
+        close_s: longest wait for an engine to finish what a job left behind, in seconds; the engine is then
+            given up, and with it the serving process.
+        has_pods: whether a job may have cores of other workers, too.
+    """
+
+    served: Served
     close_s: float
     has_pods: bool
 

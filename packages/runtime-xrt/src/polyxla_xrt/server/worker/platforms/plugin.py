@@ -18,7 +18,7 @@ from polyxla_bridge.plugin_client import plugin
 from polyxla_bridge.plugin_client.client import PluginClient
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.server.worker.platforms.library import Library
-from polyxla_xrt.server.worker.platforms.engines import OnStall
+from polyxla_xrt.server.worker.platforms.engines import OnStall, Served
 
 OPEN_S = 180.0
 """Longest wait for a plugin to make its client, in seconds. A TPU's takes 5 to 60."""
@@ -55,11 +55,10 @@ class PluginEngines:
                 where=f"--devices {cores}",
                 fix=f"Pass --devices {len(here)}, or omit it to serve all devices.",
             )
-        self.cores = cores or len(here)
-        self.platform = library.platform or f"{self._client.platform} (plugin)"
-        found = [self._client.memory_stats(device) or {} for device in here[: self.cores]]
+        found = [self._client.memory_stats(device) or {} for device in here[:cores]]
         limits = [stats.get("bytes_limit", 0) for stats in found]
-        self.memory_bytes = sum(limits) if all(limits) else memory_accounting.machine_bytes()
+        memory = sum(limits) if all(limits) else memory_accounting.machine_bytes()
+        self.served = Served(len(found), library.platform or f"{self._client.platform} (plugin)", memory)
 
     def start(self, request: pb.LeaseRequest, coordinator: str, on_stall: OnStall) -> Engine:
         """Start an engine on the first devices; what it makes there ends with it."""
