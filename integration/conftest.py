@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,16 @@ pytest_plugins = ["polyxla_testing.fixtures"]
 
 # Tests count compilations, so they must not use the programs in the user's cache.
 os.environ["POLYXLA_COMPILE_CACHE"] = "off"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that chooses the cores of the worker for runtime xrt."""
+    parser.addoption(
+        "--xrt-worker",
+        default="",
+        metavar="OPTIONS",
+        help="options of `polyxla worker`, such as '--platform plugin=PATH --plugin-option cpu_device_count=8'",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -141,22 +152,22 @@ def _node_of_this_process() -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def runtime(runtime: RuntimeUnderTest) -> Iterator[RuntimeUnderTest]:
+def runtime(runtime: RuntimeUnderTest, pytestconfig: pytest.Config) -> Iterator[RuntimeUnderTest]:
     """The runtime under test; for xrt with a worker that its replicas run on."""
     if runtime.name != "xrt":
         yield runtime
         return
     with (
-        _worker(8) as address,
+        _worker(8, shlex.split(pytestconfig.getoption("--xrt-worker"))) as address,
         temporary_environ({**os.environ, "XRT_TPU_CONFIG": f"tpu_worker;0;{address}"}),
     ):
         yield runtime
 
 
 @contextmanager
-def _worker(cores: int) -> Iterator[str]:
+def _worker(cores: int, options: list[str]) -> Iterator[str]:
     """Serve cores on a free port, as from another terminal."""
-    command = ["polyxla", "worker", "--address", "127.0.0.1:0", "--devices", str(cores), "--json"]
+    command = ["polyxla", "worker", "--address", "127.0.0.1:0", "--devices", str(cores), "--json", *options]
     worker = subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True)
     assert worker.stdout is not None
     try:

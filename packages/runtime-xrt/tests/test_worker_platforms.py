@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -144,6 +147,24 @@ def test_a_wedged_device_is_replaced_with_its_process(platform_worker: Any, clie
     assert "replacing this process" in platform_worker.log
 
 
+def test_a_device_that_is_taken_during_a_replacement_is_awaited(start_worker: Start, client: Start) -> None:
+    with temporary_environ({**os.environ, "POLYXLA_EMULATE": "v7x-2", "POLYXLA_LIBTPU_DEV": "taken"}):
+        worker = start_worker("--platform", "tpu")
+    os.kill(worker.serving_pid, signal.SIGKILL)
+    deadline = time.monotonic() + TIMEOUT_S
+    with socket.socket(socket.AF_UNIX) as chip:
+        # Free as soon as the process is dead; the next one imports jax before it takes the chip.
+        while True:
+            assert time.monotonic() < deadline
+            with contextlib.suppress(OSError):
+                chip.bind("\0polyxla-libtpu/taken/accel0")
+                break
+        while "the cores cannot be opened again yet: The TPU is already in use" not in worker.log:
+            assert time.monotonic() < deadline, worker.log
+            time.sleep(0.1)
+    serves_a_job(worker, client)
+
+
 def test_a_job_of_several_workers_is_refused(platform_worker: Any) -> None:
     with pytest.raises(WorkerError, match="a job of 2 workers needs CPU workers"):
         Lease(platform_worker.address, 2, snapshot(), pod=Pod(2, 0, "127.0.0.1"))
@@ -166,7 +187,9 @@ def refusal(*options: str, variables: dict[str, str] | None = None) -> str:
     """Return the error of a worker that does not start."""
     command = [sys.executable, "-m", "polyxla", "worker", "--address", "127.0.0.1:0", *options]
     environ = {**os.environ, **(variables or {})}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environ)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environ
+    )
     assert done.returncode == 2, done.stderr
     return done.stderr
 

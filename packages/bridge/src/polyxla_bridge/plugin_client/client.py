@@ -88,10 +88,13 @@ class PluginClient:
             count: number of its devices.
         """
         share = copy.copy(self)
-        share._own_nothing()
-        share._is_share = True
-        share.devices = tuple(device for device in self.devices if device.is_local)[:count]
+        share._become_share(count)  # noqa: SLF001  (of the same class)
         return share
+
+    def _become_share(self, count: int) -> None:
+        self._own_nothing()
+        self._is_share = True
+        self.devices = tuple(device for device in self.devices if device.is_local)[:count]
 
     def _device(self, handle: int) -> PluginDevice:
         call = self.plugin.call

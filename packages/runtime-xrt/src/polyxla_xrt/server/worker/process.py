@@ -100,9 +100,7 @@ def open_engines(
     )
 
 
-def serve(
-    serving: ServingOptions, engines: JobEngines, ready: Callable[[], None]
-) -> int:
+def serve(serving: ServingOptions, engines: JobEngines, ready: Callable[[], None]) -> int:
     """Serve until the end; return the exit code. Runs in the main thread of the serving process.
 
     Args:

@@ -26,7 +26,7 @@ from polyxla_xrt.server.worker.platforms.engines import JobEngines
 from polyxla_xrt.server.worker.session import MisuseError
 
 ATTACH_S = 110.0
-"""Longest wait for a job's engine to start, in seconds: less than the client's, more than a TPU needs to open."""
+"""Longest wait for a job's engine to start, in seconds: less than the client's, more than a TPU's takes."""
 ATTACH_COMMAND_S = 5.0
 """Longest wait for a session's first command, in seconds."""
 MAX_WORKERS = 1024
@@ -134,10 +134,7 @@ class WorkerServicer:
         ):
             text = f"a job's host, user and command may have at most {MAX_NAME_CHARS} characters each"
         elif request.workers > 1 and not self._engines.has_pods:
-            text = (
-                f"this worker's cores are {self._engines.served.platform}, and a job of {request.workers} workers needs "
-                "CPU workers: in this version, another kind of worker serves jobs of its own"
-            )
+            text = _no_pods(self._engines.served.platform, request.workers)
         else:
             text = _pod_problem(request)
         if text:
@@ -292,6 +289,13 @@ def _pod_problem(request: pb.LeaseRequest) -> str | None:
     except (OSError, TypeError, ValueError) as error:
         return f"the coordinator cannot be at {name!r}, which must be an address of this worker: {error}"
     return None
+
+
+def _no_pods(platform: str, workers: int) -> str:
+    return (
+        f"this worker's cores are {platform}, and a job of {workers} workers needs CPU workers: in this "
+        "version, other workers only serve jobs of one worker"
+    )
 
 
 def _check_protocol(protocol: int, context: Any) -> None:

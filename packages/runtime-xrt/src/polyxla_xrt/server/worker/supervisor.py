@@ -42,7 +42,9 @@ _STOPPING = (signal.SIGTERM, signal.SIGINT)
 _log = logging.getLogger("polyxla.worker")
 
 
-def supervise(serving: ServingOptions, environ: Mapping[str, str], ready: Callable[[str, Served], None]) -> int:
+def supervise(
+    serving: ServingOptions, environ: Mapping[str, str], ready: Callable[[str, Served], None]
+) -> int:
     """Serve until a signal arrives or the serving process exits with 0; return the exit code.
 
     Args:
@@ -67,7 +69,9 @@ def supervise(serving: ServingOptions, environ: Mapping[str, str], ready: Callab
     host, _, port = serving.address.rpartition(":")
     with _hold(host.strip("[]"), int(port), f"--address {serving.address}") as held:
         address = join_address(host.strip("[]"), held.getsockname()[1])
-        return _Supervisor(replace(serving, address=address), environ).run(lambda served: ready(address, served))
+        return _Supervisor(replace(serving, address=address), environ).run(
+            lambda served: ready(address, served)
+        )
 
 
 class _Supervisor:
@@ -128,7 +132,7 @@ class _Supervisor:
         os.close(writable)
         with os.fdopen(readable, "rb") as pipe:
             report = pipe.read()
-        found: Served | UsageError | None = pickle.loads(report) if report else None  # noqa: S301  (our own)
+        found: Served | UsageError | None = pickle.loads(report) if report else None
         return found
 
     def _serve(self, alive: int, ready: int, before: Served | None) -> None:

@@ -17,8 +17,8 @@ from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.plugin_client import plugin
 from polyxla_bridge.plugin_client.client import PluginClient
 from polyxla_xrt.proto import worker_pb2 as pb
-from polyxla_xrt.server.worker.platforms.library import Library
 from polyxla_xrt.server.worker.platforms.engines import OnStall, Served
+from polyxla_xrt.server.worker.platforms.library import Library
 
 OPEN_S = 180.0
 """Longest wait for a plugin to make its client, in seconds. A TPU's takes 5 to 60."""

@@ -51,8 +51,8 @@ def find_library(options: Mapping[str, Option], environ: Mapping[str, str]) -> L
         raise UsageError(
             "no TPU chip is attached to this machine",
             where=SOURCE,
-            fix=f"Start the worker on a TPU VM, pass --platform cpu, or set {env.POLYXLA_EMULATE}=v4-8 to play "
-            "a TPU.",
+            fix="Start the worker on a TPU VM, pass --platform cpu, or play a TPU: set "
+            f"{env.POLYXLA_EMULATE}=v4-8.",
         )
     # What describes a part of the host does not matter: a worker serves the whole.
     tpu_slice = this_slice({name: value for name, value in environ.items() if name not in _FOR_PARTS})
@@ -96,7 +96,7 @@ def _libtpu(environ: Mapping[str, str]) -> Path:
             raise UsageError(
                 f"there is no file {path}",
                 where=f"{env.TPU_LIBRARY_PATH}={path}",
-                fix=f"Write the path of libtpu.so, or unset {env.TPU_LIBRARY_PATH} to use the package libtpu.",
+                fix=f"Write libtpu.so's path, or unset {env.TPU_LIBRARY_PATH} to use the package libtpu.",
             )
         return Path(path)
     found = importlib.util.find_spec("libtpu")
