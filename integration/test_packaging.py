@@ -39,7 +39,7 @@ ALLOWED = {
     "precision": set(),
     "runtime-pjrt": {"bridge", "core", "tpu"},
     "runtime-torchtpu": {"bridge", "core", "tpu"},
-    "runtime-xrt": {"bridge", "core"},
+    "runtime-xrt": {"bridge", "core", "tpu"},
     "sampler": set(),
     "testing": {"core"},
     "tpu": {"core"},

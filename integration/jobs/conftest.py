@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -64,8 +65,9 @@ class Served:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Served]]:
+def serve(pytestconfig: pytest.Config) -> Iterator[Callable[..., Served]]:
     """Start workers that end with the test."""
+    chosen = shlex.split(pytestconfig.getoption("--xrt-worker"))
     with ExitStack() as stack:
 
         def start(host: Host, devices: int, port: int = 0) -> Served:
@@ -76,6 +78,7 @@ def serve() -> Iterator[Callable[..., Served]]:
                 str(devices),
                 "--insecure",
                 "--json",
+                *chosen,
             ]
             process = host.start("-m", "polyxla", "worker", *options)
             stack.callback(process.communicate)
