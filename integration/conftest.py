@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--xrt-worker",
         default="",
         metavar="OPTIONS",
-        help="options of `polyxla worker`, such as '--platform plugin=PATH --plugin-option cpu_device_count=8'",
+        help="such as '--platform plugin=PATH --plugin-option cpu_device_count=8'",
     )
 
 

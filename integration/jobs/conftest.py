@@ -7,7 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +70,9 @@ def serve(pytestconfig: pytest.Config) -> Iterator[Callable[..., Served]]:
     chosen = shlex.split(pytestconfig.getoption("--xrt-worker"))
     with ExitStack() as stack:
 
-        def start(host: Host, devices: int, port: int = 0) -> Served:
+        def start(
+            host: Host, devices: int, port: int = 0, platform: Sequence[str] = chosen, **environ: str
+        ) -> Served:
             options = [
                 "--address",
                 f"{host.address}:{port}",
@@ -78,9 +80,9 @@ def serve(pytestconfig: pytest.Config) -> Iterator[Callable[..., Served]]:
                 str(devices),
                 "--insecure",
                 "--json",
-                *chosen,
+                *platform,
             ]
-            process = host.start("-m", "polyxla", "worker", *options)
+            process = host.start("-m", "polyxla", "worker", *options, **environ)
             stack.callback(process.communicate)
             stack.callback(process.kill)
             assert process.stdout is not None
