@@ -25,7 +25,8 @@ DIGITS = ("-m", "polyxla_examples.digits", "--json")
 def on_plugin(serve: Serve, host: Host, cores: int) -> Served:
     package = pytest.importorskip("lammps_jax_pjrt_cpu", reason="has wheels for x86_64 only")
     options = ("--platform", f"plugin={package.PLUGIN_PATH}", "--plugin-option", f"cpu_device_count={cores}")
-    return serve(host, cores, platform=options)
+    served: Served = serve(host, cores, platform=options)
+    return served
 
 
 def printed(job: subprocess.Popen[str]) -> tuple[str, str]:
