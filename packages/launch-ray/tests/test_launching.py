@@ -8,7 +8,9 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 import polyxla
 from polyxla_testing.processes import wait_for_end_of
@@ -18,6 +20,11 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(400)
 
+TIMEOUT_S = 180.0
+CELLS = [
+    "import polyxla\ndef add(replica, number):\n    return replica.ordinal, number + 2",
+    'print("LAUNCHED", polyxla.launch(add, (3,), pod="ray", accelerator="cpu", devices=1))',
+]
 LAUNCHING = str(Path(__file__).parent / "programs" / "launching.py")
 
 
@@ -41,6 +48,14 @@ def test_what_a_replica_raises_is_raised_at_the_driver_with_its_traceback_once(
     assert f"\non w1 ({cluster.hosts[1]})\n" in done.stderr
     assert "polyxla_launch_ray" not in done.stderr
     assert "ReplicaLostError" not in done.stderr
+
+
+def test_a_cell_of_a_notebook_launches(drivers: Drivers) -> None:
+    # A kernel that sees pytest's variable does not capture what child processes print.
+    environ = {name: value for name, value in drivers.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
+    NotebookClient(notebook, timeout=int(TIMEOUT_S), kernel_name="python3").execute(env=environ)
+    assert "LAUNCHED [(0, 5), (0, 5)]\n" in "".join(output.text for output in notebook.cells[1].outputs)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda one: one.name)

@@ -21,6 +21,8 @@ PLACE_S = 600.0
 """Longest wait for a node, in seconds; the launcher gives up earlier, and a retry places another actor."""
 RETRY_S = 1.0
 """Pause between two actors, in seconds."""
+CLOSE_S = 5.0
+"""Longest wait for the tasks of the thread to end, in seconds."""
 START_S = 10.0
 """Longest wait for the thread, in seconds."""
 
@@ -61,9 +63,10 @@ class Broker:
 
     def _run(self) -> None:
         self._loop.run_forever()
-        for task in asyncio.all_tasks(self._loop):
-            task.cancel()
-        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        if tasks := asyncio.all_tasks(self._loop):
+            for task in tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.wait(tasks, timeout=CLOSE_S))
         self._loop.close()
 
     async def _listen(self) -> None:
