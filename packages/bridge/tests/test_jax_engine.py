@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -67,6 +68,45 @@ def download(engine: JaxEngine, buffer: Buffer) -> Any:
     data = engine.to_host(buffer).result(TIMEOUT_S)
     dtype = getattr(ml_dtypes, buffer.type.dtype, None) or buffer.type.dtype
     return np.frombuffer(data, dtype).reshape(buffer.type.dims)
+
+
+def aligned(count: int, place: int = 0) -> Any:
+    """Return so many floats, `place` bytes behind an address that is a multiple of 64."""
+    memory = np.empty(4 * count + 128, np.uint8)
+    start = -memory.ctypes.data % 64 + place
+    return memory[start : start + 4 * count].view(np.float32)
+
+
+@pytest.mark.parametrize(("place", "is_shared"), [(0, True), (4, False)])
+def test_an_array_is_in_the_memory_that_was_handed_over_if_that_is_aligned(
+    engine: JaxEngine, place: int, is_shared: bool
+) -> None:
+    host = aligned(1024, place)
+    buffer = upload(engine, host)
+    assert (engine.address(buffer) == host.ctypes.data) is is_shared
+
+
+def test_a_program_that_gets_an_uploaded_array_does_not_write_to_its_memory(engine: JaxEngine) -> None:
+    host = aligned(1024)
+    host[:] = 1
+    taking = """HloModule taking, input_output_alias={ {}: (0, {}, must-alias) }
+        ENTRY main { x = f32[1024] parameter(0) ROOT s = f32[1024] add(x, x) }"""
+    module = hlo_module_from_text(taking).as_serialized_hlo_module_proto()
+    executable = engine.compile(module, xla_client.CompileOptions().SerializeAsString())
+    (result,) = engine.execute(executable, engine.devices[0], [upload(engine, host)])
+    assert download(engine, result).max() == 2
+    assert host.max() == 1
+
+
+def test_the_memory_of_a_deleted_array_is_let_go(engine: JaxEngine) -> None:
+    host = aligned(1024)
+    freed = threading.Event()
+    weakref.finalize(host.base, freed.set)
+    buffer = upload(engine, host)
+    del host
+    assert not freed.is_set()
+    engine.delete(buffer)
+    assert freed.wait(TIMEOUT_S)
 
 
 def test_the_same_program_is_compiled_once(engine: JaxEngine) -> None:

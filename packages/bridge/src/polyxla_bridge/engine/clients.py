@@ -139,10 +139,13 @@ class Clients:
         return data
 
     def put(self, index: int, host: np.ndarray[Any, Any]) -> Any:
-        """Copy an array to a replica's device; the caller may reuse `host` after the call."""
+        """Bring an array to a replica's device, which uses its memory if that is aligned.
+
+        jaxlib's CPU client never writes to it: a program that is to reuse the memory gets a copy instead.
+        """
         aval = jax.core.ShapedArray(host.shape, host.dtype)
         device = self._device(index)
-        return _jax.batched_device_put(aval, self._shardings[index], [host], [device], force_copy=True)
+        return _jax.batched_device_put(aval, self._shardings[index], [host], [device])
 
     def _list(self, index: int, num_partitions: int) -> Any:
         """Return the devices of a program, which jaxlib's arrays of its results name."""

@@ -150,7 +150,11 @@ class Engine(ABC):
 
     @abstractmethod
     def from_host(self, device: EngineDevice, type_: ArrayType, data: memoryview) -> Buffer:
-        """Copy dense row-major bytes to a device; the caller may reuse `data` after the call."""
+        """Bring dense row-major bytes to a device.
+
+        The engine may use the memory of `data` itself, or read it later. So nothing may change it as long as
+        the engine refers to it.
+        """
 
     @abstractmethod
     def to_host(self, buffer: Buffer) -> Future[memoryview]:

@@ -187,6 +187,7 @@ class JaxEngine(Engine):
     def _run(
         self, executable: Executable, index: int, values: list[FutureLike], protected: frozenset[int]
     ) -> list[Any]:
+        _free_host_memory()
         arguments = [value.result() for value in values]
         # While numpy has a view of an array, jaxlib copies it instead of donating its memory.
         views = [np.asarray(arguments[number]) for number in protected]
@@ -218,7 +219,7 @@ class JaxEngine(Engine):
             account.release(native["own_bytes"])
 
     def from_host(self, device: EngineDevice, type_: ArrayType, data: memoryview) -> Buffer:
-        """Copy before returning, since the caller may reuse its memory."""
+        """Use aligned memory as it is, and copy other."""
         host = np.frombuffer(data, numpy_dtype(type_.dtype), math.prod(type_.dims)).reshape(type_.dims)
         return Buffer(type_, device, CompletedFuture(self._put(device.index, host)))
 
@@ -243,7 +244,7 @@ class JaxEngine(Engine):
         return found.result()
 
     def copy(self, buffer: Buffer, device: EngineDevice) -> Buffer:
-        """Copy through the host, since the clients share no memory."""
+        """Share the memory, which no program changes while both arrays exist."""
         copied: Future[Any] = self._read(buffer, lambda host: self._put(device.index, host))
         return Buffer(buffer.type, device, copied)
 
@@ -262,6 +263,7 @@ class JaxEngine(Engine):
     def delete(self, buffer: Buffer) -> None:
         """Release the array; executions that are already queued still use it."""
         buffer.give_up("was deleted")
+        _free_host_memory()
 
     def serialize(self, executable: Executable) -> bytes:
         """Return the program in jaxlib's format, with a header for what that format lacks."""
@@ -334,6 +336,11 @@ class JaxEngine(Engine):
         for thread in self._threads.values():
             thread.close(0 if late else FINISH_TIMEOUT_S)
         self._clients.close()
+
+
+def _free_host_memory() -> None:
+    # jaxlib lets go of the host memory of freed arrays only here, or when the next array is brought.
+    _jax.collect_garbage()
 
 
 def _bytes(host: np.ndarray[Any, Any]) -> memoryview:

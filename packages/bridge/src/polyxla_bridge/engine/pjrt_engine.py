@@ -241,7 +241,7 @@ class PjrtEngine(Engine):
         thread.put(done, wait_for_end)
 
     def from_host(self, device: EngineDevice, type_: ArrayType, data: memoryview) -> Buffer:
-        """Copy before returning, since the caller may reuse its memory."""
+        """Copy before returning."""
         self._client.check_open()
         array = buffers.put(self._client, self._client.devices[device.index], type_.dtype, type_.dims, data)
         if account := self._accounts.get(device.index):

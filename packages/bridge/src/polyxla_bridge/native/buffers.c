@@ -187,7 +187,7 @@ Error *PJRT_Client_BufferFromHostBuffer(PJRT_Client_BufferFromHostBuffer_Args *a
   if (error == NULL) error = check_dense(args);
   if (error != NULL) return error;
   size_t size = size_of(args->type, args->num_dims, args->dims);
-  void *data = size > 0 ? malloc(size) : NULL;
+  void *data = size > 0 ? polyxla_allocate_data(size) : NULL;
   if (size > 0 && data == NULL)
     return polyxla_error_of(RESOURCE_EXHAUSTED, "no memory for %zu bytes from the host", size);
   if (size > 0) memcpy(data, args->data, size);

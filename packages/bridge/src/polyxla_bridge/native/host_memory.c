@@ -1,5 +1,5 @@
-/* The extension for memory of the host from which a device copies: torch calls it pinned. The devices are this
- * machine's CPU, for which any memory will do. */
+/* Memory of the host that XLA's CPU client uses without a copy, and the extension through which a framework
+ * allocates the memory from which a device copies, which torch calls pinned. */
 #include <stdlib.h>
 
 #include "objects.h"
@@ -7,15 +7,19 @@
 /* XLA's CPU client aligns its buffers so. */
 enum { ALIGNMENT = 64 };
 
+void *polyxla_allocate_data(size_t size) {
+  /* At least one byte, in whole multiples of the alignment, as aligned_alloc requires. */
+  size_t blocks = size / ALIGNMENT + 1;
+  return aligned_alloc(ALIGNMENT, blocks * ALIGNMENT);
+}
+
 static void release(void *memory, void *unused) {
   (void)unused;
   free(memory);
 }
 
 static Error *allocate(PJRT_HostMemoryAllocator_Allocate_Args *args) {
-  /* At least one byte, in whole multiples of the alignment, as aligned_alloc requires. */
-  size_t blocks = args->size / ALIGNMENT + 1;
-  args->ptr = aligned_alloc(ALIGNMENT, blocks * ALIGNMENT);
+  args->ptr = polyxla_allocate_data(args->size);
   args->deleter = release;
   args->deleter_arg = NULL;
   if (args->ptr != NULL) return NULL;

@@ -21,6 +21,9 @@ typedef struct Buffer Buffer;
 /* Like malloc, but ends the process if there is no memory. For small objects. */
 void *polyxla_allocate(size_t size);
 
+/* Memory for data, which XLA's CPU client can use without a copy; null if there is none. `free` frees it. */
+void *polyxla_allocate_data(size_t size);
+
 Error *polyxla_error(int code, const char *message, size_t size);
 
 /* Takes a format like printf; the message is cut at 256 bytes. */

@@ -7,6 +7,7 @@ import functools
 import itertools
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
@@ -262,16 +263,15 @@ class Bridge:
         dims = read_array(record.dims, record.num_dims, ctypes.c_int64)
         type_ = ArrayType(DTYPES[record.type], tuple(dims))
         device = self.handles[record.place].device
-        data = (ctypes.c_char * record.size).from_address(record.data) if record.size else b""
+        data = _adopt(record.data, record.size) if record.size else memoryview(b"")
         try:
-            return self.engine.from_host(device, type_, memoryview(data).cast("B"))
+            return self.engine.from_host(device, type_, data)
         except BaseException as error:
-            # torch_xla's call returned long ago: the error is raised where the array is used.
+            # torch_xla's call returned long ago: the error is raised where the array is used. The frames of
+            # its traceback would keep the data until then.
             broken: Future[Any] = Future()
-            broken.set_exception(error)
+            broken.set_exception(error.with_traceback(None))
             return Buffer(type_, device, broken)
-        finally:
-            UNLOCKED.polyxla_free(record.data)
 
     def _delete(self, handle: int) -> None:
         buffer = self._buffers.pop(handle)
@@ -283,6 +283,13 @@ class Bridge:
             self.engine.delete(buffer)
         except BaseException:
             _log.exception("the engine could not delete a buffer")
+
+
+def _adopt(data: int, size: int) -> memoryview:
+    """Return a view of memory that C allocated, which frees it when nothing refers to it any more."""
+    memory = (ctypes.c_char * size).from_address(data)
+    weakref.finalize(memory, UNLOCKED.polyxla_free, data).atexit = False
+    return memoryview(memory).cast("B")
 
 
 def array(numbers: list[int], type_: Any = ctypes.c_void_p) -> Any:
