@@ -19,8 +19,9 @@ from polyxla_bridge.env import BridgeSettings
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
 from polyxla_xrt.protocol.chunks import CHUNK_BYTES
+from polyxla_xrt.server.worker.incoming_array import MisuseError
 from polyxla_xrt.server.worker.memory_budget import MemoryBudget
-from polyxla_xrt.server.worker.session import MisuseError, Session
+from polyxla_xrt.server.worker.session import Session
 
 TIMEOUT_S = 60
 OPTIONS = xla_client.CompileOptions().SerializeAsString()

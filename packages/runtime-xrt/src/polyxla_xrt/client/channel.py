@@ -18,7 +18,7 @@ from polyxla_xrt.config.variables import find
 from polyxla_xrt.errors import WorkerConnectError, WorkerError, WorkerRefusedError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.proto import worker_pb2_grpc
-from polyxla_xrt.protocol import bulk_encoding
+from polyxla_xrt.protocol import bulk_decoding, bulk_encoding
 from polyxla_xrt.protocol.channel_options import CLIENT_OPTIONS
 from polyxla_xrt.protocol.worker import OPTIONS, PROTOCOL, SERVICE
 
@@ -72,7 +72,7 @@ class WorkerChannel:
         session = self._channel.stream_stream(
             f"/{SERVICE}/Session",
             request_serializer=bulk_encoding.encode,
-            response_deserializer=pb.Answers.FromString,
+            response_deserializer=bulk_decoding.answers,
         )
         return session(commands, metadata=self._metadata)
 

@@ -167,8 +167,8 @@ class RemoteEngine(Engine):
         """Handle answers until the stream ends. Runs on the reader thread."""
         try:
             for answers in self._call:
-                for answer in answers.answers:
-                    self._handle(answer)
+                for answer, data in answers:
+                    self._handle(answer, data)
             error = None
         except grpc.RpcError as broken:
             error = broken
@@ -179,7 +179,7 @@ class RemoteEngine(Engine):
             gone = lost(self._channel, error) if error else _ended(self._channel, "it ended the session")
             self._lose(Code.UNAVAILABLE, gone)
 
-    def _handle(self, answer: pb.Answer) -> None:
+    def _handle(self, answer: pb.Answer, data: memoryview | None) -> None:
         match answer.WhichOneof("kind"):
             case "executed":
                 self._room.release()
@@ -194,7 +194,7 @@ class RemoteEngine(Engine):
                     done.set_result(None)
             case "part":
                 request = self._requests[answer.part.request]
-                if request.add(answer.part):
+                if request.add(answer.part, data):
                     del self._requests[answer.part.request]
             case "attached":
                 self._attached.set_result(None)
@@ -341,8 +341,7 @@ class RemoteEngine(Engine):
             core = self._cores[device.index]
             for chunk, ends in chunks(data):
                 head = pb.Upload(array=number, type=announced, core=core, ends=ends)
-                # Copied: the caller may reuse its memory as soon as this returns.
-                yield bulk_encoding.upload(head, bytes(chunk)), len(chunk)
+                yield bulk_encoding.upload(head, chunk), len(chunk)
                 announced = None
 
         self._send(uploads())

@@ -26,15 +26,21 @@ class PendingAnswer:
         self._data = memoryview(np.empty(size, np.uint8).data)
         self._filled = 0
 
-    def add(self, part: pb.Part) -> bool:
-        """Add a chunk; return whether it was the last."""
+    def add(self, part: pb.Part, data: memoryview | None = None) -> bool:
+        """Add a chunk; return whether it was the last.
+
+        Args:
+            part: the chunk.
+            data: its data; None if `part` has it.
+        """
         if part.HasField("failure"):
             self.done.set_exception(PjrtError(part.failure.code, part.failure.message))
             return True
-        data = part.data
+        if data is None:
+            data = memoryview(part.data)
         if part.ends and not self._filled:
             # The whole answer is one chunk: no copy.
-            self.done.set_result(memoryview(data))
+            self.done.set_result(data)
             return True
         end = self._filled + len(data)
         if end > len(self._data):

@@ -6,8 +6,9 @@ import hmac
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from importlib.metadata import version
+from itertools import islice
 from typing import Any, NoReturn
 
 import grpc
@@ -16,14 +17,15 @@ from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError, as_pjrt_error
 from polyxla_xrt.config.timeouts import LONGEST_WAIT_S
 from polyxla_xrt.proto import worker_pb2 as pb
+from polyxla_xrt.protocol.bulk_decoding import Decoded
 from polyxla_xrt.protocol.outbox import Outbox
 from polyxla_xrt.protocol.worker import PROTOCOL, SILENCE_S, format_holder
 from polyxla_xrt.server.worker import glibc_memory
 from polyxla_xrt.server.worker.coordinator import coordinator_address
+from polyxla_xrt.server.worker.incoming_array import MisuseError
 from polyxla_xrt.server.worker.leased_job import AttachedProcess, LeasedJob
 from polyxla_xrt.server.worker.leases import DrainingError, HeldError, Leases, QueueFullError, held
 from polyxla_xrt.server.worker.platforms.engines import JobEngines
-from polyxla_xrt.server.worker.session import MisuseError
 
 ATTACH_S = 110.0
 """Longest wait for a job's engine to start, in seconds: less than the client's, more than a TPU's takes."""
@@ -174,7 +176,7 @@ class WorkerServicer:
         if self.leases.is_draining:
             self._on_idle()
 
-    def Session(self, requests: Iterator[pb.Commands], context: Any) -> Iterator[list[Any]]:  # noqa: N802
+    def Session(self, requests: Iterator[Iterable[Decoded]], context: Any) -> Iterator[list[Any]]:  # noqa: N802
         """Carry out the commands of one process of a job; yield the answers that travel together.
 
         Two threads: gRPC's own iterates over this generator and so sends the answers; the reader carries out
@@ -237,17 +239,17 @@ class WorkerServicer:
         )
 
 
-def _read(requests: Iterator[pb.Commands], job: LeasedJob, process: AttachedProcess) -> None:
+def _read(requests: Iterator[Iterable[Decoded]], job: LeasedJob, process: AttachedProcess) -> None:
     """Carry out a session's commands until its goodbye, its death or its first invalid command."""
     assert process.session is not None
     how = f"died, or was unreachable for {SILENCE_S} s"
     try:
         for commands in requests:
-            for command in commands.commands:
+            for command, data in commands:
                 if command.WhichOneof("kind") == "goodbye":
                     job.detach(process)
                     return
-                process.session.handle(command)
+                process.session.handle(command, data)
     except MisuseError as error:
         how = f"violated the protocol: {error}"
     except grpc.RpcError:
@@ -261,17 +263,17 @@ def _read(requests: Iterator[pb.Commands], job: LeasedJob, process: AttachedProc
         process.outbox.close()
 
 
-def _attach_command(requests: Iterator[pb.Commands], context: Any) -> pb.Attach:
+def _attach_command(requests: Iterator[Iterable[Decoded]], context: Any) -> pb.Attach:
     timer = threading.Timer(ATTACH_COMMAND_S, context.cancel)
     timer.daemon = True
     timer.start()
     try:
-        first = next(requests, pb.Commands())
+        first = list(islice(next(requests, ()), 2))
     finally:
         timer.cancel()
-    if len(first.commands) != 1 or first.commands[0].WhichOneof("kind") != "attach":
+    if len(first) != 1 or first[0].message.WhichOneof("kind") != "attach":
         context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first command of a session must be Attach")
-    return first.commands[0].attach
+    return first[0].message.attach
 
 
 def _pod_problem(request: pb.LeaseRequest) -> str | None:

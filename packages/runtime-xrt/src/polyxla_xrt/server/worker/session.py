@@ -13,9 +13,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any, overload
 
-import numpy as np
-
-from polyxla_bridge.abi import DTYPES, Code, width
+from polyxla_bridge.abi import Code
 from polyxla_bridge.engine.engine import Buffer, Engine, EngineDevice
 from polyxla_bridge.engine.futures import FutureLike, completion_of
 from polyxla_bridge.errors import PjrtError, as_pjrt_error
@@ -24,22 +22,15 @@ from polyxla_bridge.programs.executable import ArrayType, Executable
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
 from polyxla_xrt.protocol.chunks import chunks
-from polyxla_xrt.protocol.worker import MAX_PROGRAM_BYTES, array_bytes
+from polyxla_xrt.protocol.worker import MAX_PROGRAM_BYTES
+from polyxla_xrt.server.worker.incoming_array import IncomingArray, MisuseError, array_type, size_of
 from polyxla_xrt.server.worker.memory_budget import MemoryBudget
 
-MAX_DIMENSIONS = 64
-"""Maximum number of dimensions of an array: NumPy's limit."""
 MAX_FAILURE_CHARS = 16_384
 """Maximum length of a failure's text: compiler errors have any length, and answers share messages."""
-_MAX_ARRAY_BYTES = 1 << 63
-_MAX_NAME_CHARS = 40
 
 Send = Callable[[pb.Answer | bulk_encoding.BulkMessage, int], object]
 """Queues an answer with the size of its data; blocks while the outbox is full. False: the client has gone."""
-
-
-class MisuseError(Exception):
-    """The client violates the protocol; its session ends."""
 
 
 @dataclass
@@ -48,29 +39,6 @@ class _SessionArray:
 
     buffer: Buffer
     size: int
-
-
-@dataclass
-class _IncomingArray:
-    """An array whose chunks are arriving.
-
-    Attributes:
-        array: its number.
-        type: its type.
-        device: its device.
-        data: buffer for the whole array, or the only chunk; empty if there is a problem.
-        size: the array's size in bytes.
-        problem: why the array is refused; its chunks are dropped, since the client has sent them already.
-        filled: bytes that have arrived.
-    """
-
-    array: int
-    type: ArrayType
-    device: EngineDevice
-    data: memoryview
-    size: int
-    problem: str | None
-    filled: int = 0
 
 
 @dataclass
@@ -123,9 +91,9 @@ class Session:
         self._on_broken = on_broken
         self._arrays: dict[int, _SessionArray] = {}
         self._programs: dict[int, Executable] = {}
-        self._incoming_array: _IncomingArray | None = None
+        self._incoming_array: IncomingArray | None = None
         self._incoming_program: _IncomingProgram | None = None
-        self._handlers: dict[str, Callable[[Any], None]] = {
+        self._handlers: dict[str, Callable[..., None]] = {
             "upload": self._upload,
             "execute": self._execute,
             "release": self._release,
@@ -135,8 +103,12 @@ class Session:
             "stats": self._stats,
         }
 
-    def handle(self, command: pb.Command) -> None:
+    def handle(self, command: pb.Command, data: memoryview | None = None) -> None:
         """Begin to carry out a command.
+
+        Args:
+            command: the command.
+            data: the data of an upload; None if `command` has all of it.
 
         Raises:
             MisuseError: the command is invalid here.
@@ -150,7 +122,10 @@ class Session:
             raise MisuseError(f"{kind} came before the rest of array {self._incoming_array.array}")
         if self._incoming_program and kind not in ("compile", "release"):
             raise MisuseError(f"{kind} came before the rest of a program")
-        handler(getattr(command, kind))
+        if data is None:
+            handler(getattr(command, kind))
+        else:
+            handler(getattr(command, kind), data)
 
     def retire(self) -> None:
         """Record that the client will run no more programs, which other replicas must not wait for."""
@@ -166,38 +141,23 @@ class Session:
             self._budget.give_back(self._incoming_array.size)
         self._incoming_array = self._incoming_program = None
 
-    def _upload(self, chunk: pb.Upload) -> None:
+    def _upload(self, chunk: pb.Upload, data: memoryview | None = None) -> None:
         if self._incoming_array is None:
             self._incoming_array = self._announced(chunk)
         incoming = self._incoming_array
-        if chunk.array != incoming.array:
-            raise MisuseError(f"a chunk of array {chunk.array} came amid array {incoming.array}")
-        # Read once: protobuf copies a bytes field at each access.
-        data = chunk.data
-        end = incoming.filled + len(data)
-        if end > incoming.size or (chunk.ends and end < incoming.size):
-            raise MisuseError(f"array {chunk.array} has {end} bytes, not {incoming.size}")
-        if chunk.ends and not incoming.filled:
-            incoming.data = memoryview(data)
-        elif not incoming.problem:
-            incoming.data[incoming.filled : end] = data
-        incoming.filled = end
+        incoming.add(chunk, chunk.data if data is None else data)
         if chunk.ends:
             self._incoming_array = None
             self._arrays[chunk.array] = self._arrived(incoming)
 
-    def _announced(self, chunk: pb.Upload) -> _IncomingArray:
-        type_ = _array_type(chunk.type)
+    def _announced(self, chunk: pb.Upload) -> IncomingArray:
+        type_ = array_type(chunk.type)
         self._check_new(chunk.array)
         device = self._device(chunk.core)
-        size = _size(type_)
-        problem = self._budget.take(size)
-        # A single chunk is used as it is; a buffer for several need not be zeroed.
-        room = 0 if problem or chunk.ends else size
-        data = memoryview(np.empty(room, np.uint8).data)
-        return _IncomingArray(chunk.array, type_, device, data, size, problem)
+        problem = self._budget.take(size_of(type_))
+        return IncomingArray(chunk.array, type_, device, problem)
 
-    def _arrived(self, incoming: _IncomingArray) -> _SessionArray:
+    def _arrived(self, incoming: IncomingArray) -> _SessionArray:
         if incoming.problem:
             error = PjrtError(Code.RESOURCE_EXHAUSTED, incoming.problem)
             return _SessionArray(_broken(incoming.type, incoming.device, error), 0)
@@ -244,7 +204,7 @@ class Session:
         rows = [held[place * each : (place + 1) * each] for place in range(len(devices))]
         for row in rows:
             program.check([one.buffer.type for one in row])
-        sizes = [_size(type_) for type_ in program.outputs]
+        sizes = [size_of(type_) for type_ in program.outputs]
         self._take(len(devices) * sum(sizes), program.name)
         buffers, keep = [[one.buffer for one in row] for row in rows], frozenset(request.keep)
         if is_partitioned:
@@ -296,8 +256,8 @@ class Session:
         try:
             source = self._array(request.source).buffer
             type_ = source.type
-            self._take(_size(type_), "a copy")
-            self._arrays[request.array] = _SessionArray(self._engine.copy(source, device), _size(type_))
+            self._take(size_of(type_), "a copy")
+            self._arrays[request.array] = _SessionArray(self._engine.copy(source, device), size_of(type_))
         except PjrtError as error:
             self._arrays[request.array] = _SessionArray(_broken(type_, device, error), 0)
 
@@ -404,23 +364,6 @@ def _when_all_are_done(futures: Sequence[FutureLike], then: Callable[[BaseExcept
         one.add_done_callback(count)
     if not futures:
         then(None)
-
-
-def _array_type(message: pb.ArrayType) -> ArrayType:
-    if message.dtype not in DTYPES or width(message.dtype) == 0:
-        raise MisuseError(f"{message.dtype[:_MAX_NAME_CHARS]!r} is not a dtype of arrays")
-    if len(message.dims) > MAX_DIMENSIONS:
-        raise MisuseError(f"an array has more than {MAX_DIMENSIONS} dimensions: {len(message.dims)}")
-    if any(size < 0 for size in message.dims):
-        raise MisuseError(f"an array cannot have the dimensions {list(message.dims)}")
-    type_ = ArrayType(message.dtype, tuple(message.dims))
-    if _size(type_) >= _MAX_ARRAY_BYTES:
-        raise MisuseError(f"an array of {list(message.dims)} is too large")
-    return type_
-
-
-def _size(type_: ArrayType) -> int:
-    return array_bytes(width(type_.dtype), type_.dims)
 
 
 def _broken(type_: ArrayType, device: EngineDevice, error: BaseException) -> Buffer:
