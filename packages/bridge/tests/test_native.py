@@ -42,10 +42,14 @@ class ListEngine:
         value.set_result(bytes(data))
         return Buffer(type_, device, value)
 
-    def to_host(self, buffer: Buffer) -> Future[memoryview]:
+    def to_host(self, buffer: Buffer, into: memoryview) -> Future[memoryview]:
         done: Future[memoryview] = Future()
-        data = memoryview(buffer.value.result())
-        threading.Timer(0.2, done.set_result, [data]).start()
+
+        def write() -> None:
+            into[:] = buffer.value.result()
+            done.set_result(into)
+
+        threading.Timer(0.2, write).start()
         return done
 
     def delete(self, buffer: Buffer) -> None:

@@ -105,6 +105,12 @@ class EngineConformance:
         (turned,) = engine.execute(compiled(engine, text), engine.devices[0], [upload(engine, host)])
         assert np.array_equal(download(engine, turned), host.T)
 
+    def test_an_array_is_read_into_memory_of_the_reader(self, open_engine: OpenEngine) -> None:
+        engine = open_engine(1)
+        host, memory = np.arange(1000, dtype=np.float32), memoryview(bytearray(4000))
+        assert engine.to_host(upload(engine, host), memory).result(TIMEOUT_S) is memory
+        assert np.array_equal(np.frombuffer(memory, np.float32), host)
+
     def test_results_have_their_types_before_they_are_computed(self, open_engine: OpenEngine) -> None:
         engine = open_engine(1)
         donating = compiled(engine, DONATING)

@@ -157,8 +157,14 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def to_host(self, buffer: Buffer) -> Future[memoryview]:
-        """Return the future of a buffer's bytes, dense and row-major."""
+    def to_host(self, buffer: Buffer, into: memoryview | None = None) -> Future[memoryview]:
+        """Return the future of a buffer's bytes, dense and row-major.
+
+        Args:
+            buffer: the buffer.
+            into: memory of the same size, to which the bytes are written, and which is the future's value; it
+                must stay until the future is done. None to let the engine choose.
+        """
 
     def address(self, buffer: Buffer) -> int:
         """Return where a buffer's bytes are in this process's memory, once it is computed.

@@ -233,9 +233,9 @@ class JaxEngine(Engine):
         account.add([array])
         return array
 
-    def to_host(self, buffer: Buffer) -> Future[memoryview]:
+    def to_host(self, buffer: Buffer, into: memoryview | None = None) -> Future[memoryview]:
         """Read the buffer as soon as it is computed."""
-        return self._read(buffer, _bytes)
+        return self._read(buffer, _bytes if into is None else lambda host: _written(host, into))
 
     def address(self, buffer: Buffer) -> int:
         """Return jaxlib's own address of the array."""
@@ -346,6 +346,12 @@ def _free_host_memory() -> None:
 def _bytes(host: np.ndarray[Any, Any]) -> memoryview:
     # As uint8, because memoryview does not support bfloat16 and the other dtypes of ml_dtypes.
     return memoryview(np.ascontiguousarray(host).reshape(-1).view(np.uint8).data)
+
+
+def _written(host: np.ndarray[Any, Any], into: memoryview) -> memoryview:
+    # By numpy, which releases the GIL meanwhile.
+    np.frombuffer(into, np.uint8)[:] = np.frombuffer(_bytes(host), np.uint8)
+    return into
 
 
 def numpy_dtype(name: str) -> Any:

@@ -248,7 +248,7 @@ class PjrtEngine(Engine):
             account.add([array])
         return Buffer(type_, device, CompletedFuture(array))
 
-    def to_host(self, buffer: Buffer) -> Future[memoryview]:
+    def to_host(self, buffer: Buffer, into: memoryview | None = None) -> Future[memoryview]:
         """Read the buffer as soon as it is computed."""
         done: Future[memoryview] = Future()
         rank = len(buffer.type.dims)
@@ -258,7 +258,10 @@ class PjrtEngine(Engine):
 
             def take() -> memoryview:
                 arrived.wait()
-                return view
+                if into is None:
+                    return view
+                into[:] = view
+                return into
 
             if arrived.is_ready:
                 complete(done, take)

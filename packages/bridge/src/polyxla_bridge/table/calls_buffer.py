@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-from concurrent.futures import Future
 from typing import Any
 
 from polyxla_bridge import abi
 from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.table.handles import ArrayTypes, Bridge, call
+from polyxla_bridge.table.handles import ArrayTypes, Bridge, call, host_memory
 
 
 @call("Buffer_CopyToDevice")
@@ -49,21 +47,4 @@ def buffer_to_host_buffer(bridge: Bridge, args: Any) -> None:
             Code.INVALID_ARGUMENT,
             f"the array has {length} bytes, which do not fit into a buffer of {args.dst_size}",
         )
-    args.event = bridge.event(_read_into(bridge.engine.to_host(buffer), args.dst, length))
-
-
-def _read_into(source: Future[memoryview], destination: int, length: int) -> Future[None]:
-    done: Future[None] = Future()
-
-    def write(read: Future[memoryview]) -> None:
-        try:
-            # Written through a view of the target, so that the data is copied only once.
-            target = memoryview((ctypes.c_char * length).from_address(destination)).cast("B")
-            target[:] = read.result()
-        except BaseException as error:
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-
-    source.add_done_callback(write)
-    return done
+    args.event = bridge.event(bridge.engine.to_host(buffer, host_memory(args.dst, length)))

@@ -263,7 +263,9 @@ class Bridge:
         dims = read_array(record.dims, record.num_dims, ctypes.c_int64)
         type_ = ArrayType(DTYPES[record.type], tuple(dims))
         device = self.handles[record.place].device
-        data = _adopt(record.data, record.size) if record.size else memoryview(b"")
+        data = host_memory(record.data, record.size)
+        if record.size:
+            weakref.finalize(data.obj, UNLOCKED.polyxla_free, record.data).atexit = False
         try:
             return self.engine.from_host(device, type_, data)
         except BaseException as error:
@@ -285,11 +287,11 @@ class Bridge:
             _log.exception("the engine could not delete a buffer")
 
 
-def _adopt(data: int, size: int) -> memoryview:
-    """Return a view of memory that C allocated, which frees it when nothing refers to it any more."""
-    memory = (ctypes.c_char * size).from_address(data)
-    weakref.finalize(memory, UNLOCKED.polyxla_free, data).atexit = False
-    return memoryview(memory).cast("B")
+def host_memory(start: int | None, size: int) -> memoryview:
+    """Return a view of C's memory."""
+    if not start or not size:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_char * size).from_address(start)).cast("B")
 
 
 def array(numbers: list[int], type_: Any = ctypes.c_void_p) -> Any:
