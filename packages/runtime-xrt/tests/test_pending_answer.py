@@ -10,24 +10,40 @@ from polyxla_xrt.client.pending_answer import PendingAnswer
 from polyxla_xrt.proto import worker_pb2 as pb
 
 
-@pytest.mark.parametrize("size", [0, 6])
+@pytest.mark.parametrize("into", [None, memoryview(bytearray(6))])
 @pytest.mark.parametrize("parts", [[b"abcdef"], [b"abc", b"def"], [b"a", b"bcde", b"f"], [b"abcdef", b""]])
-def test_chunks_are_joined(size: int, parts: list[bytes]) -> None:
-    answer = PendingAnswer(size)
+def test_chunks_are_joined(into: memoryview | None, parts: list[bytes]) -> None:
+    answer = PendingAnswer(into)
     for number, data in enumerate(parts, 1):
         assert not answer.done.done()
         assert answer.add(pb.Part(data=data, ends=number == len(parts))) is (number == len(parts))
     assert bytes(answer.done.result(0)) == b"abcdef"
+    assert into is None or answer.done.result(0) is into
+
+
+@pytest.mark.parametrize("parts", [[b"abcde"], [b"abcdefg"], [b"abc", b"defg"], [b"abcdefg", b"h"]])
+def test_an_answer_of_another_size_than_its_memory_is_an_error(parts: list[bytes]) -> None:
+    answer = PendingAnswer(memoryview(bytearray(6)))
+    for number, data in enumerate(parts, 1):
+        answer.add(pb.Part(ends=number == len(parts)), memoryview(data))
+    with pytest.raises(PjrtError, match=f"the worker sent {sum(map(len, parts))} bytes of an array of 6 bytes"):
+        answer.done.result(0)
+
+
+def test_an_answer_of_one_chunk_is_not_copied() -> None:
+    answer, data = PendingAnswer(), memoryview(b"abc")
+    assert answer.add(pb.Part(ends=True), data)
+    assert answer.done.result(0) is data
 
 
 def test_an_empty_answer_is_one_empty_chunk() -> None:
-    answer = PendingAnswer(0)
+    answer = PendingAnswer()
     assert answer.add(pb.Part(ends=True))
     assert bytes(answer.done.result(0)) == b""
 
 
 def test_a_failure_ends_the_answer_with_its_error() -> None:
-    answer = PendingAnswer(6)
+    answer = PendingAnswer(memoryview(bytearray(6)))
     assert not answer.add(pb.Part(data=b"abc"))
     assert answer.add(pb.Part(ends=True, failure=pb.Failure(code=Code.NOT_FOUND, message="no array 3")))
     with pytest.raises(PjrtError, match="no array 3"):
@@ -35,7 +51,7 @@ def test_a_failure_ends_the_answer_with_its_error() -> None:
 
 
 def test_a_lost_worker_fails_only_incomplete_answers() -> None:
-    complete, incomplete = PendingAnswer(1), PendingAnswer(1)
+    complete, incomplete = PendingAnswer(), PendingAnswer()
     complete.add(pb.Part(data=b"x", ends=True))
     for answer in (complete, incomplete):
         answer.fail(PjrtError(Code.UNAVAILABLE, "the worker is gone"))

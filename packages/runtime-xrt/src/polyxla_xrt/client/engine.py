@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import numpy as np
 
 from polyxla_bridge.abi import Code, width
 from polyxla_bridge.engine.engine import Buffer, DeviceActivity, Engine, EngineDevice
@@ -31,7 +32,7 @@ from polyxla_xrt.config.assignment import Assignment
 from polyxla_xrt.errors import WorkerError, WorkerLostError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
-from polyxla_xrt.protocol.chunks import chunks
+from polyxla_xrt.protocol.chunks import CHUNK_BYTES, chunks
 from polyxla_xrt.protocol.outbox import Outbox
 from polyxla_xrt.protocol.worker import PROTOCOL, array_bytes
 
@@ -223,10 +224,10 @@ class RemoteEngine(Engine):
         for _ in range(MAX_IN_FLIGHT):
             self._room.release()
 
-    def _ask(self, size: int = 0) -> tuple[int, Future[memoryview]]:
-        """Register a request; return its number and its answer, of `size` bytes if that is known."""
+    def _ask(self, into: memoryview | None = None) -> tuple[int, Future[memoryview]]:
+        """Register a request; return its number and its answer, for which `into` has as much memory."""
         number = self._new_numbers(1)
-        request = self._requests[number] = PendingAnswer(size)
+        request = self._requests[number] = PendingAnswer(into)
         return number, request.done
 
     def _wait(self, answer: Future[memoryview]) -> memoryview:
@@ -347,13 +348,17 @@ class RemoteEngine(Engine):
         self._send(uploads())
         return RemoteBuffer(type_, device, CompletedFuture(), number=number)
 
-    def to_host(self, buffer: Buffer) -> Future[memoryview]:
+    def to_host(self, buffer: Buffer, into: memoryview | None = None) -> Future[memoryview]:
         """Request an array's bytes."""
         if buffer.is_deleted:
             broken: Future[memoryview] = Future()
             broken.set_exception(DeletedFuture("was given up", buffer.type).exception())
             return broken
-        number, answer = self._ask(array_bytes(width(buffer.type.dtype), buffer.type.dims))
+        size = array_bytes(width(buffer.type.dtype), buffer.type.dims)
+        if into is None and size > CHUNK_BYTES:
+            # Allocated once and not filled with zeros. One chunk is used as it arrives.
+            into = memoryview(np.empty(size, np.uint8).data)
+        number, answer = self._ask(into)
         self.waits += 1
         self._send([(pb.Command(download=pb.Download(request=number, array=_number(buffer))), 0)])
         return answer

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
+from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
 from polyxla_xrt.proto import worker_pb2 as pb
 
@@ -14,16 +15,16 @@ class PendingAnswer:
     """An answer that has not arrived completely. Only the reader thread calls its methods.
 
     Args:
-        size: the size of the answer in bytes; 0 if unknown.
+        into: memory of the answer's size that gets it; None if the size is unknown.
 
     Attributes:
         done: gets the whole answer, or the error.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, into: memoryview | None = None) -> None:
         self.done: Future[memoryview] = Future()
-        # Allocated once and not filled with zeros.
-        self._data = memoryview(np.empty(size, np.uint8).data)
+        self._into = into
+        self._parts: list[memoryview] = []
         self._filled = 0
 
     def add(self, part: pb.Part, data: memoryview | None = None) -> bool:
@@ -36,23 +37,33 @@ class PendingAnswer:
         if part.HasField("failure"):
             self.done.set_exception(PjrtError(part.failure.code, part.failure.message))
             return True
-        if data is None:
-            data = memoryview(part.data)
-        if part.ends and not self._filled:
-            # The whole answer is one chunk: no copy.
-            self.done.set_result(data)
-            return True
-        end = self._filled + len(data)
-        if end > len(self._data):
-            # The size was not known: grow.
-            grown = bytearray(max(end, 2 * len(data)))
-            grown[: self._filled] = self._data[: self._filled]
-            self._data = memoryview(grown)
-        self._data[self._filled : end] = data
-        self._filled = end
+        self._keep(memoryview(part.data) if data is None else data)
         if part.ends:
-            self.done.set_result(self._data[:end])
+            self._complete()
         return part.ends
+
+    def _keep(self, data: memoryview) -> None:
+        start, self._filled = self._filled, self._filled + len(data)
+        if self._into is None:
+            self._parts.append(data)
+        elif self._filled <= len(self._into):
+            # By numpy, which releases the GIL meanwhile.
+            np.frombuffer(self._into, np.uint8)[start : self._filled] = np.frombuffer(data, np.uint8)
+
+    def _complete(self) -> None:
+        if self._into is None:
+            # An answer of one chunk is not copied.
+            one = self._parts[0] if len(self._parts) == 1 else memoryview(b"".join(self._parts))
+            self.done.set_result(one)
+        elif self._filled == len(self._into):
+            self.done.set_result(self._into)
+        else:
+            self.done.set_exception(
+                PjrtError(
+                    Code.INTERNAL,
+                    f"the worker sent {self._filled} bytes of an array of {len(self._into)} bytes",
+                )
+            )
 
     def fail(self, error: PjrtError) -> None:
         """Set the error, unless the answer is complete."""

@@ -61,7 +61,8 @@ class IncomingArray:
         if not self.problem:
             if not self._filled:
                 self.data = _aligned(self.size)
-            self.data[self._filled : end] = data
+            # By numpy, which releases the GIL meanwhile.
+            np.frombuffer(self.data, np.uint8)[self._filled : end] = np.frombuffer(data, np.uint8)
         self._filled = end
 
 
