@@ -105,7 +105,9 @@ def test_other_forms_mean_what_they_mean_to_protobuf(encoded: bytes) -> None:
     end=st.integers(0, 50),
 )
 @example(cuts=[], end=0)
-def test_damaged_messages_mean_what_they_mean_to_protobuf(cuts: list[tuple[int, bytes, int]], end: int) -> None:
+def test_damaged_messages_mean_what_they_mean_to_protobuf(
+    cuts: list[tuple[int, bytes, int]], end: int
+) -> None:
     encoded = batch(bulk_encoding.upload(HEAD, DATA), SMALL)
     for at, new, dropped in cuts:
         encoded = encoded[:at] + new + encoded[at + dropped :]

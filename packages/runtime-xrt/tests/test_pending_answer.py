@@ -26,7 +26,8 @@ def test_an_answer_of_another_size_than_its_memory_is_an_error(parts: list[bytes
     answer = PendingAnswer(memoryview(bytearray(6)))
     for number, data in enumerate(parts, 1):
         answer.add(pb.Part(ends=number == len(parts)), memoryview(data))
-    with pytest.raises(PjrtError, match=f"the worker sent {sum(map(len, parts))} bytes of an array of 6 bytes"):
+    sent = sum(map(len, parts))
+    with pytest.raises(PjrtError, match=f"the worker sent {sent} bytes of an array of 6 bytes"):
         answer.done.result(0)
 
 

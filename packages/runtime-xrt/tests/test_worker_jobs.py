@@ -28,6 +28,8 @@ ENTRY main { x = f32[] parameter(0) ROOT r = f32[] all-reduce(x), replica_groups
 WARM, JOBS, WINDOW = 20, 60, 10
 GROWTH = 1.03
 """Largest growth of the worker's memory once it is warm; the figure varies as much between single jobs."""
+ONCE = 1.2
+"""Largest growth of the worker's memory in the size of an array; a second copy would double it."""
 
 
 def compute(address: str, job: str, core: int) -> float:
@@ -40,6 +42,21 @@ def compute(address: str, job: str, core: int) -> float:
     assert not large.is_deleted
     engine.close()
     return float(value)
+
+
+def test_a_worker_holds_an_uploaded_array_once(start_worker: Callable[..., Any]) -> None:
+    worker = start_worker()
+    size = 256 << 20
+    with closing(Lease(worker.address, 1, snapshot(), wait_s=TIMEOUT_S)) as lease:
+        engine = RemoteEngine(Assignment(worker.address, lease.job, (0,), "TPU", 0, 1, 0, 1), snapshot())
+        (device,) = engine.devices
+        before = worker.resident_bytes
+        held = engine.from_host(device, ArrayType("uint8", (size,)), memoryview(bytes(size)))
+        # Answered when the array has arrived.
+        assert engine.memory_stats(device)["bytes_in_use"] == size
+        assert worker.resident_bytes - before < ONCE * size
+        assert not held.is_deleted
+        engine.close()
 
 
 @pytest.mark.timeout(600)

@@ -18,7 +18,7 @@ from polyxla_xrt.protocol.bulk_encoding import MIN_BYTES
 MAX_HEAD_BYTES = 4096
 """Longest message without its data that is read here: the type of an array fits, with any dimensions."""
 MAX_MESSAGES = 1024
-"""Maximum number of messages in a batch that is read here, one by one; protobuf reads a longer batch faster."""
+"""Maximum number of messages in a batch that is read here, one by one; protobuf is faster with more."""
 _VARINT, _SIZED = 0, 2
 """The wire types of numbers, and of fields that begin with their length."""
 _MAX_NUMBER_BYTES, _MAX_LENGTH_BYTES = 10, 5
