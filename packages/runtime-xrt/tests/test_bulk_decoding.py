@@ -70,7 +70,7 @@ def test_answers_are_decoded_like_commands() -> None:
     part = pb.Part(request=1 << 40, ends=True)
     encoded = batch(bulk_encoding.part(part, DATA), pb.Answer(attached=pb.Attached()))
     first, second = bulk_decoding.answers(encoded)
-    assert (first.message, first.data) == (pb.Answer(part=part), DATA)
+    assert first == (pb.Answer(part=part), memoryview(DATA))
     assert second == (pb.Answer(attached=pb.Attached()), None)
 
 

@@ -273,7 +273,8 @@ def _attach_command(requests: Iterator[Iterable[Decoded]], context: Any) -> pb.A
         timer.cancel()
     if len(first) != 1 or first[0].message.WhichOneof("kind") != "attach":
         context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first command of a session must be Attach")
-    return first[0].message.attach
+    attach: pb.Attach = first[0].message.attach
+    return attach
 
 
 def _pod_problem(request: pb.LeaseRequest) -> str | None:
