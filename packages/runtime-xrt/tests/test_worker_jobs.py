@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import struct
+import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pytest
 from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
@@ -42,6 +45,20 @@ def compute(address: str, job: str, core: int) -> float:
     assert not large.is_deleted
     engine.close()
     return float(value)
+
+
+def test_an_uploaded_array_is_let_go_once_it_is_sent(start_worker: Callable[..., Any]) -> None:
+    worker = start_worker()
+    with closing(Lease(worker.address, 1, snapshot(), wait_s=TIMEOUT_S)) as lease:
+        engine = RemoteEngine(Assignment(worker.address, lease.job, (0,), "TPU", 0, 1, 0, 1), snapshot())
+        host = np.zeros(3 << 20, np.uint8)
+        freed = threading.Event()
+        weakref.finalize(host, freed.set)
+        engine.from_host(engine.devices[0], ArrayType("uint8", (host.size,)), host.data)
+        del host
+        # Nothing else is sent meanwhile.
+        assert freed.wait(TIMEOUT_S)
+        engine.close()
 
 
 def test_a_worker_holds_an_uploaded_array_once(start_worker: Callable[..., Any]) -> None:

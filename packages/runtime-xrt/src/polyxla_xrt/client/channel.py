@@ -18,7 +18,7 @@ from polyxla_xrt.config.variables import find
 from polyxla_xrt.errors import WorkerConnectError, WorkerError, WorkerRefusedError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.proto import worker_pb2_grpc
-from polyxla_xrt.protocol import bulk_decoding, bulk_encoding
+from polyxla_xrt.protocol import bulk_decoding
 from polyxla_xrt.protocol.channel_options import CLIENT_OPTIONS
 from polyxla_xrt.protocol.worker import OPTIONS, PROTOCOL, SERVICE
 
@@ -67,11 +67,10 @@ class WorkerChannel:
         """
         return getattr(self.stub, name)(request, metadata=self._metadata, **options)
 
-    def session(self, commands: Iterator[list[Any]]) -> Any:
-        """Begin a session: sends what `commands` yields; the returned call iterates over the answers."""
+    def session(self, commands: Iterator[bytes]) -> Any:
+        """Begin a session: sends the encoded `commands`; the returned call iterates over the answers."""
         session = self._channel.stream_stream(
             f"/{SERVICE}/Session",
-            request_serializer=bulk_encoding.encode,
             response_deserializer=bulk_decoding.answers,
         )
         return session(commands, metadata=self._metadata)

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any
 
 import grpc
 import numpy as np
@@ -141,11 +140,10 @@ class RemoteEngine(Engine):
     def _local(self) -> list[EngineDevice]:
         return [device for device in self.devices if device.is_local]
 
-    def _commands(self, attach: pb.Attach) -> Iterator[list[Any]]:
+    def _commands(self, attach: pb.Attach) -> Iterator[bytes]:
         """Yield commands to send. gRPC's thread iterates, the only one that takes from the outbox."""
-        yield [pb.Command(attach=attach)]
-        while (commands := self._outbox.take()) is not None:
-            yield commands
+        yield bulk_encoding.encode([pb.Command(attach=attach)])
+        yield from bulk_encoding.encode_all(self._outbox.take)
 
     def _releases(self) -> pb.Command | None:
         """Return one command that frees everything released so far, or None."""

@@ -8,7 +8,7 @@ Source: the encoding of protocol buffers, https://protobuf.dev/programming-guide
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from polyxla_xrt.proto import worker_pb2 as pb
@@ -66,6 +66,15 @@ def encode(messages: Iterable[Any]) -> bytes:
             body = message.SerializeToString()
             buffers += (_MESSAGE + _varint(len(body)), body)
     return b"".join(buffers)
+
+
+def encode_all(take: Callable[[], list[Any] | None]) -> Iterator[bytes]:
+    """Encode one batch after another, until `take` returns None."""
+    while (batch := take()) is not None:
+        encoded = encode(batch)
+        # Otherwise the data of the last batch would stay in memory until there is another.
+        del batch
+        yield encoded
 
 
 def _tag(field: int) -> bytes:

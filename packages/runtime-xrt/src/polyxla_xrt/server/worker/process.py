@@ -19,7 +19,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
 from polyxla_xrt.proto import worker_pb2 as pb
-from polyxla_xrt.protocol import bulk_decoding, bulk_encoding
+from polyxla_xrt.protocol import bulk_decoding
 from polyxla_xrt.protocol.worker import OPTIONS, SERVICE, format_holder
 from polyxla_xrt.server.malformed_requests import MalformedRequests
 from polyxla_xrt.server.worker.leases import MAX_WAITING
@@ -167,14 +167,12 @@ def _server(serving: ServingOptions, servicer: WorkerServicer, cores: int) -> An
 
 
 def _handlers(servicer: WorkerServicer) -> dict[str, Any]:
-    """Return the handlers that protoc would generate, with our decoder and encoder for a session."""
+    """Return the handlers that protoc would generate, except that a session's bulk data is not copied."""
     return {
         "Lease": grpc.unary_stream_rpc_method_handler(
             servicer.Lease, pb.LeaseRequest.FromString, pb.LeaseReply.SerializeToString
         ),
-        "Session": grpc.stream_stream_rpc_method_handler(
-            servicer.Session, bulk_decoding.commands, bulk_encoding.encode
-        ),
+        "Session": grpc.stream_stream_rpc_method_handler(servicer.Session, bulk_decoding.commands),
         "Status": grpc.unary_unary_rpc_method_handler(
             servicer.Status, pb.StatusRequest.FromString, pb.StatusReply.SerializeToString
         ),

@@ -17,6 +17,7 @@ from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError, as_pjrt_error
 from polyxla_xrt.config.timeouts import LONGEST_WAIT_S
 from polyxla_xrt.proto import worker_pb2 as pb
+from polyxla_xrt.protocol import bulk_encoding
 from polyxla_xrt.protocol.bulk_decoding import Decoded
 from polyxla_xrt.protocol.outbox import Outbox
 from polyxla_xrt.protocol.worker import PROTOCOL, SILENCE_S, format_holder
@@ -176,7 +177,7 @@ class WorkerServicer:
         if self.leases.is_draining:
             self._on_idle()
 
-    def Session(self, requests: Iterator[Iterable[Decoded]], context: Any) -> Iterator[list[Any]]:  # noqa: N802
+    def Session(self, requests: Iterator[Iterable[Decoded]], context: Any) -> Iterator[bytes]:  # noqa: N802
         """Carry out the commands of one process of a job; yield the answers that travel together.
 
         Two threads: gRPC's own iterates over this generator and so sends the answers; the reader carries out
@@ -194,9 +195,8 @@ class WorkerServicer:
             job.lose(process, "died or lost its connection")
             return
         reader.start()
-        yield [pb.Answer(attached=pb.Attached())]
-        while (answers := outbox.take()) is not None:
-            yield answers
+        yield bulk_encoding.encode([pb.Answer(attached=pb.Attached())])
+        yield from bulk_encoding.encode_all(outbox.take)
 
     def _attach(self, attach: pb.Attach, outbox: Outbox, context: Any) -> tuple[LeasedJob, AttachedProcess]:
         _check_protocol(attach.protocol, context)
