@@ -64,7 +64,8 @@ def test_nothing_is_left_when_the_driver_of_a_launch_ends(drivers: Drivers, numb
     pids = drivers.pids(2)
     process.send_signal(number)
     done = drivers.finish(process)
-    assert done.returncode == -number
+    # After KeyboardInterrupt, Ray's exit hooks decide about the code.
+    assert done.returncode in ((1, -number) if number == signal.SIGINT else (-number,)), done.stderr
     assert done.stderr.count("KeyboardInterrupt") == (number == signal.SIGINT)
     wait_for_end_of(pids)
 

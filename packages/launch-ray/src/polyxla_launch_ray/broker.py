@@ -87,6 +87,9 @@ class Broker:
             outcome.set_result(ending.outcome)
             if ending.code:
                 _report(writer, _explain(header["program"], ending))
+        except asyncio.CancelledError:
+            # By `close`: nobody waits for this task's error, which asyncio would print.
+            pass
         except RayActorError as error:
             _report(writer, f"its Ray node was lost, or the actor on it: {_first_line(error)}")
         except Exception as error:

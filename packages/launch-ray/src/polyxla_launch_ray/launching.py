@@ -70,13 +70,14 @@ class _Attempt:
         self._error: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
-        self._thread = threading.Thread(target=self._main, name="polyxla-pod", daemon=True)
+        # Not the thread's end: in Python 3.11, one whose `join` was interrupted counts as ended.
+        self._is_over = threading.Event()
 
     def run(self) -> Sequence[Failure]:
         """Run it; return the failures, the first one first. An interrupt ends all hosts, then goes on."""
-        self._thread.start()
+        threading.Thread(target=self._main, name="polyxla-pod", daemon=True).start()
         try:
-            self._thread.join()
+            self._is_over.wait()
         except BaseException:
             self._stop()
             raise
@@ -91,6 +92,8 @@ class _Attempt:
             pass
         except BaseException as error:
             self._error = error
+        finally:
+            self._is_over.set()
 
     async def _run(self) -> None:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
@@ -102,7 +105,7 @@ class _Attempt:
     def _stop(self) -> None:
         if self._loop and self._task:
             self._loop.call_soon_threadsafe(self._task.cancel)
-        self._thread.join(self._job.grace_s + CONFIRM_S + STOPPED_S)
+        self._is_over.wait(self._job.grace_s + CONFIRM_S + STOPPED_S)
 
 
 class _Pipeline(Pipeline):
