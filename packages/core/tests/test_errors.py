@@ -18,7 +18,10 @@ SOURCES = sorted(ROOT.glob("packages/*/src/**/*.py"))
 def test_until_a_release_a_package_is_installed_from_its_directory() -> None:
     assert pip_install("polyxla-training[report]") == "pip install './packages/training[report]'"
     assert pip_install("polyxla-runtime-pjrt") == "pip install ./packages/tpu ./packages/runtime-pjrt"
-    assert pip_install("polyxla-runtime-xrt") == "pip install ./packages/bridge ./packages/runtime-xrt"
+    assert (
+        pip_install("polyxla-runtime-xrt")
+        == "pip install ./packages/tpu ./packages/bridge ./packages/runtime-xrt"
+    )
 
 
 def test_one_line_changes_with_a_release(monkeypatch: pytest.MonkeyPatch) -> None:
