@@ -218,7 +218,8 @@ def test_xrt_asked_for_and_missing_is_never_a_fallback(
         choose(others, environ)
     assert str(caught.value) == (
         "runtime 'xrt' is not installed (installed: none) "
-        f"(from XRT_TPU_CONFIG={TPU}). Install it: pip install ./packages/tpu ./packages/bridge ./packages/runtime-xrt"
+        f"(from XRT_TPU_CONFIG={TPU}). "
+        "Install it: pip install ./packages/tpu ./packages/bridge ./packages/runtime-xrt"
     )
 
 
