@@ -28,6 +28,7 @@ CELLS = [
 LAUNCHING = str(Path(__file__).parent / "programs" / "launching.py")
 
 
+@pytest.mark.long
 def test_the_results_of_all_hosts_are_in_the_order_of_their_ordinals(drivers: Drivers) -> None:
     drivers.environ["POLYXLA_EMULATE"] = "v4-16"
     done = drivers.finish(drivers.start(LAUNCHING, "return", "."))
@@ -70,6 +71,7 @@ def test_nothing_is_left_when_the_driver_of_a_launch_ends(drivers: Drivers, numb
     wait_for_end_of(pids)
 
 
+@pytest.mark.long
 def test_a_host_whose_launch_is_killed_is_named(drivers: Drivers, cluster: RayCluster) -> None:
     process = drivers.start(LAUNCHING, "sleep", str(drivers.directory))
     pids = drivers.pids(2)
