@@ -16,7 +16,7 @@ from polyxla.launcher.ports import free_ports
 from polyxla_tpu import env
 from polyxla_tpu.monitor.connection import Connection
 from polyxla_tpu.monitor.launches import monitored
-from polyxla_tpu.monitor.server import Failure, Hosts, Monitor
+from polyxla_tpu.monitor.server import TICK_S, Failure, Hosts, Monitor
 
 PATIENCE_S = 30.0
 NAMES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
@@ -176,6 +176,23 @@ def test_replicas_that_wait_for_those_of_host_0_are_found_after_its_end(tpu: Sli
     processes[2].send("account", ordinal=8, **WAITING)
     text = received(processes[2])["text"]
     assert text.startswith("replica 8 waits at train.py:7; replica 0 on host 0 (127.0.0.1) returned\n")
+
+
+def test_a_host_may_start_its_next_launch_before_host_0_has_ended_this_one(tpu: Slice) -> None:
+    tpu.start(0, 1, 2)
+    wait_for_connections(tpu)
+    tpu.end(1)
+    tpu.start(1)
+    # It is refused in the meantime.
+    time.sleep(3 * TICK_S)
+    tpu.end(2)
+    tpu.end(0)
+    tpu.start(0, 2)
+    process = tpu.process(1)
+    wait_for_connections(tpu)
+    assert tpu.monitors[1].failure is None
+    tpu.end(0, Failure(0, 7, "host 0 failed"))
+    assert received(process)["text"] == "host 0 failed"
 
 
 def test_a_strangers_connection_changes_nothing(tpu: Slice) -> None:

@@ -95,6 +95,8 @@ class Monitor:
         self._processes: list[Connection] = []
         self._others: dict[Connection, int] = {}
         self._connected: set[int] = {hosts.own}
+        # To host 0, until that has welcomed this host.
+        self._joining: Connection | None = None
         self._is_decided = False
         self._report_at: float | None = time.monotonic() + start_timeout_s
         local = self._listen(LOCALHOST, 0)
@@ -165,17 +167,26 @@ class Monitor:
             self._selector.register(Connection(listener.accept()[0]), selectors.EVENT_READ)
 
     def _connect_to_first(self) -> None:
-        if self._hosts.own == 0 or 0 in self._connected or self._report_at is None:
+        if self._hosts.own == 0 or 0 in self._connected or self._joining or self._report_at is None:
             return
         with contextlib.suppress(OSError):
             first = Connection.open(self._hosts.first, CONNECT_S)
             first.send("host", host=self._hosts.own)
-            self._add_host(first, 0)
+            self._joining = first
             self._selector.register(first, selectors.EVENT_READ)
 
+    def _welcome(self, connection: Connection, host: int) -> None:
+        """Take the connection of another host's monitor, once.
+
+        A second one belongs to that host's next launch, which has started before this one has ended. It is
+        refused, and comes again.
+        """
+        if host not in range(len(self._hosts.names)) or host in self._connected:
+            raise ValueError(f"host {host} is connected already, or does not exist")
+        _send(connection, "welcome")
+        self._add_host(connection, host)
+
     def _add_host(self, connection: Connection, host: int) -> None:
-        if host not in range(len(self._hosts.names)):
-            raise ValueError(f"there is no host {host}")
         self._others[connection] = host
         self._connected.add(host)
         if self.failure:
@@ -206,7 +217,10 @@ class Monitor:
             if self.failure:
                 _send(connection, "failed", **asdict(self.failure))
         elif kind == "host":
-            self._add_host(connection, int(message["host"]))
+            self._welcome(connection, int(message["host"]))
+        elif kind == "welcome" and connection is self._joining:
+            self._joining = None
+            self._add_host(connection, 0)
         elif kind == "account":
             self._take_account(message, self._others.get(connection, self._hosts.own))
         elif kind == "failed":
@@ -236,6 +250,9 @@ class Monitor:
     def _drop(self, connection: Connection) -> None:
         self._selector.unregister(connection)
         connection.close()
+        if connection is self._joining:
+            # It was host 0's previous launch that has ended.
+            self._joining = None
         if connection in self._processes:
             # The end of a process is the launching process's to report.
             self._processes.remove(connection)
