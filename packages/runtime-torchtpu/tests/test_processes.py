@@ -134,7 +134,7 @@ if dist.get_rank() == 0:
     print(f"{total.tolist()}\\n", end="", flush=True)
 group = dist.new_group([0, 1])
 dist.all_reduce(total, group=group)
-print(total.tolist())
+print(f"{total.tolist()}\\n", end="", flush=True)
 dist.destroy_process_group()
 """
 

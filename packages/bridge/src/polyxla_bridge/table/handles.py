@@ -84,7 +84,7 @@ def _attributes(device: EngineDevice) -> Any:
     *chip, core = device.place
     coordinates = array(chip, ctypes.c_int64)
     # It lives as long as the process, as a device does.
-    _ALIVE.append(coordinates)
+    _keep(coordinates)
     coords = _attribute(b"coords", NamedValueType.INT64_LIST, len(chip))
     coords.int64_array_value = address(coordinates)
     on_chip, cores = (_attribute(name, NamedValueType.INT64, 1) for name in (b"core_on_chip", b"num_cores"))
@@ -304,11 +304,13 @@ def text(value: str | bytes) -> tuple[int, int]:
     """Return address and length of a C string that is never freed."""
     data = value if isinstance(value, bytes) else value.encode()
     copy = ctypes.create_string_buffer(data)
-    _ALIVE.append(copy)
+    _keep(copy)
     return ctypes.addressof(copy), len(data)
 
 
-_ALIVE: list[Any] = []
+def _keep(value: Any) -> None:
+    """Keep a C object for ever: TorchTPU's threads outlive the interpreter, and still read."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 def address(value: Any) -> int:
