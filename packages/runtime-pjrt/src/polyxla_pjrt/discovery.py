@@ -19,8 +19,9 @@ from polyxla_pjrt.layout import BRIDGED_CPU, Plan, cpu_layout, require_bridge
 from polyxla_pjrt.versions import RIGHT_PAIR, versions_problem
 from polyxla_tpu import env as tpu_env
 from polyxla_tpu import torchrun
-from polyxla_tpu.chips import PCI_ROOT, AttachedChip, attached_chips
-from polyxla_tpu.played import PlayedTpu, check_device_memory
+from polyxla_tpu.chips import PCI_ROOT, attached_chips
+from polyxla_tpu.played import check_device_memory
+from polyxla_tpu.this_host import host_chips
 
 KINDS = ("CPU", "TPU")
 """The device types this runtime drives."""
@@ -39,7 +40,7 @@ def discover(environ: Mapping[str, str], accelerator: str, pci_root: Path = PCI_
     try:
         _check_request(environ, accelerator, kind)
         if kind == "TPU":
-            return cores.with_devices(bare, environ, _chips(environ, pci_root))
+            return cores.with_devices(bare, environ, host_chips(environ, pci_root))
         # Without a fixed number, a launch gets as many devices as it requests.
         return replace(bare, devices=_cpus(environ), growable=not environ.get(env.CPU_NUM_DEVICES))
     except UsageError as error:
@@ -115,12 +116,6 @@ def requested_kind(environ: Mapping[str, str]) -> str:
     """Return the kind of device in ``PJRT_DEVICE``, which torchrun's processes may have for the bridge's."""
     kind = environ.get(env.PJRT_DEVICE, "")
     return "CPU" if kind == BRIDGED_CPU else kind
-
-
-def _chips(environ: Mapping[str, str], pci_root: Path) -> tuple[AttachedChip, ...]:
-    """Return the TPU chips of this host, which may be a played one."""
-    played = PlayedTpu.read(environ)
-    return played.chips if played else attached_chips(pci_root)
 
 
 def _claim(environ: Mapping[str, str], accelerator: str, pci_root: Path) -> tuple[Claim, str, str]:

@@ -17,7 +17,7 @@ from polyxla_tpu import env as tpu
 from polyxla_tpu import torchrun
 from polyxla_tpu.chips import PCI_ROOT, attached_chips
 from polyxla_tpu.played import PlayedTpu, check_device_memory
-from polyxla_tpu.this_host import cores
+from polyxla_tpu.this_host import cores, host_chips
 
 PJRT_DEVICE = "PJRT_DEVICE"
 """torch_xla's variable, which TorchTPU does not read."""
@@ -99,7 +99,7 @@ def _notes(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 def _with_chips(bare: Discovery, environ: Mapping[str, str], pci_root: Path) -> Discovery:
     played = PlayedTpu.read(environ)
-    chips = played.chips if played else attached_chips(pci_root)
+    chips = host_chips(environ, pci_root)
     if not chips:
         raise UsageError(
             "no TPU chip is attached to this machine",

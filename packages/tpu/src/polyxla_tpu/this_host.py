@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from pathlib import Path
 
 from polyxla import Device, UsageError
 from polyxla_tpu import env
-from polyxla_tpu.chips import AttachedChip, attached_chips
+from polyxla_tpu.chips import PCI_ROOT, AttachedChip, attached_chips
 from polyxla_tpu.metadata import MetadataClient
 from polyxla_tpu.played import PlayedTpu
 from polyxla_tpu.slices import TpuSlice, read_slice
 
 
-def host_chips(environ: Mapping[str, str]) -> tuple[AttachedChip, ...]:
+def host_chips(environ: Mapping[str, str], pci_root: Path = PCI_ROOT) -> tuple[AttachedChip, ...]:
     """Return the TPU chips of this host, which may be a played one.
+
+    Args:
+        environ: with the TPU to play, if there is one.
+        pci_root: sysfs's directory of PCI devices, for tests.
 
     Raises:
         UsageError: there is no such TPU to play.
     """
     played = PlayedTpu.read(environ)
-    return played.chips if played else attached_chips()
+    return played.chips if played else attached_chips(pci_root)
 
 
 def this_slice(environ: Mapping[str, str]) -> TpuSlice:

@@ -220,6 +220,14 @@ class Engine(ABC):
     def finish(self, timeout_s: float) -> bool:
         """Wait at most `timeout_s` seconds for the queued work; return whether it is done."""
 
+    def unfinished(self, seconds: float) -> PjrtError:
+        """Return the error for work that had not ended when `close` had waited so long."""
+        where = "; ".join(str(one) for one in self.activities())
+        return PjrtError(
+            Code.DEADLINE_EXCEEDED,
+            f"the engine was closed, but had not finished after {seconds:g} s: {where}",
+        )
+
     @abstractmethod
     def close(self) -> None:
         """Finish the queued work, then release all devices; a second call does nothing."""

@@ -16,7 +16,6 @@ import ml_dtypes
 import numpy as np
 from jaxlib import _jax
 
-from polyxla_bridge.abi import Code
 from polyxla_bridge.engine import memory_accounting
 from polyxla_bridge.engine.clients import Clients
 from polyxla_bridge.engine.compiler import Compiler
@@ -34,7 +33,7 @@ from polyxla_bridge.engine.futures import (
 from polyxla_bridge.engine.profile import Profile
 from polyxla_bridge.engine.stall_watchdog import StallWatchdog
 from polyxla_bridge.env import BridgeSettings
-from polyxla_bridge.errors import PjrtError, keep_first
+from polyxla_bridge.errors import keep_first
 from polyxla_bridge.programs import cache
 from polyxla_bridge.programs.compile_coordination import CompileCoordinator
 from polyxla_bridge.programs.executable import ArrayType, Executable
@@ -126,11 +125,7 @@ class JaxEngine(Engine):
         keep: frozenset[int] = frozenset(),
     ) -> list[Buffer]:
         """Queue one execution on the device's thread."""
-        if executable.num_partitions > 1:
-            raise PjrtError(
-                Code.UNIMPLEMENTED,
-                f"{executable.name} is partitioned (SPMD): one device alone cannot execute it",
-            )
+        executable.check_whole()
         return self._queue(executable, device, arguments, keep)
 
     def execute_partitioned(
@@ -322,11 +317,7 @@ class JaxEngine(Engine):
         self._readers.shutdown(wait=not unfinished, cancel_futures=unfinished)
         self._compiler.close()
         if unfinished:
-            where = "; ".join(str(one) for one in self.activities())
-            raise PjrtError(
-                Code.DEADLINE_EXCEEDED,
-                f"the engine was closed, but had not finished after {FINISH_TIMEOUT_S} s: {where}",
-            )
+            raise self.unfinished(FINISH_TIMEOUT_S)
         if self.cache.hits + self.cache.misses and self._settings.process == 0:
             _log.info("%s", self.cache)
         self._clients.wait_for_all()

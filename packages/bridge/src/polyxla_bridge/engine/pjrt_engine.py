@@ -10,7 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from polyxla_bridge.abi import Code
 from polyxla_bridge.engine import memory_accounting
 from polyxla_bridge.engine.device_thread import DeviceThread
 from polyxla_bridge.engine.engine import Buffer, DeviceActivity, Engine, EngineDevice
@@ -21,7 +20,7 @@ from polyxla_bridge.engine.plugin_engine.meeting import Meeting, Meetings, Part,
 from polyxla_bridge.engine.plugin_engine.own_progress import OwnProgress
 from polyxla_bridge.engine.stall_watchdog import StallWatchdog
 from polyxla_bridge.env import BridgeSettings
-from polyxla_bridge.errors import PjrtError, keep_first
+from polyxla_bridge.errors import keep_first
 from polyxla_bridge.plugin_client import buffers, plugin
 from polyxla_bridge.plugin_client.buffers import DeviceArray
 from polyxla_bridge.plugin_client.client import PluginClient, PluginDevice
@@ -130,11 +129,7 @@ class PjrtEngine(Engine):
         keep: frozenset[int] = frozenset(),
     ) -> list[Buffer]:
         """Queue one execution on the device's thread."""
-        if executable.num_partitions > 1:
-            raise PjrtError(
-                Code.UNIMPLEMENTED,
-                f"{executable.name} is partitioned (SPMD): one device alone cannot execute it",
-            )
+        executable.check_whole()
         program: PluginProgram = executable.native["program"]
         meeting = self._meetings.next(device.index) if program.meets else None
         return self._queue(executable, device, arguments, keep, meeting)
@@ -379,11 +374,7 @@ class PjrtEngine(Engine):
         for thread in (*self._starting.values(), *self._ending.values()):
             thread.close(0 if unfinished else FINISH_TIMEOUT_S)
         if unfinished:
-            where = "; ".join(str(one) for one in self.activities())
-            raise PjrtError(
-                Code.DEADLINE_EXCEEDED,
-                f"the engine was closed, but had not finished after {FINISH_TIMEOUT_S} s: {where}",
-            )
+            raise self.unfinished(FINISH_TIMEOUT_S)
         if self.cache.hits + self.cache.misses and self.process_index == 0:
             _log.info("%s", self.cache)
         self._client.close()

@@ -80,6 +80,18 @@ class Executable:
             f"argument {number} of {self.name} must be {self.parameters[number]}, not {arguments[number]}",
         )
 
+    def check_whole(self) -> None:
+        """Check that one device alone can run the program.
+
+        Raises:
+            PjrtError: it is partitioned.
+        """
+        if self.num_partitions > 1:
+            raise PjrtError(
+                Code.UNIMPLEMENTED,
+                f"{self.name} is partitioned (SPMD): one device alone cannot execute it",
+            )
+
     def check_count(self, count: int) -> None:
         """Check the number of arguments on one device.
 
