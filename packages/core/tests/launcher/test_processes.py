@@ -63,11 +63,11 @@ def test_each_process_has_its_own_environment() -> None:
     assert dict(os.environ) == before
 
 
-def test_a_replica_process_starts_without_arguments(run_bare: Callable[..., list[Any]]) -> None:
+def test_a_replica_process_has_the_launching_processs_arguments(run_bare: Callable[..., list[Any]]) -> None:
     def look(_: Replica) -> tuple[list[str], list[str], str]:
         return sys.argv, sys.path, sys.stdin.read()
 
-    assert run_bare(look) == [([""], sys.path, "")]
+    assert run_bare(look) == [(sys.argv, sys.path, "")]
 
 
 def test_lambdas_and_closures_can_be_sent(run_bare: Callable[..., list[Any]]) -> None:

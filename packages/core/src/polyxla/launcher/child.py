@@ -50,7 +50,6 @@ def serve(pipe: Connection, adapt: Callable[[dict[str, str]], dict[str, str]] = 
         pipe: the child's end.
         adapt: turns the environment that the launching process sent into this process's.
     """
-    sys.argv[:] = [""]
     faulthandler.enable()
     try:
         pipe.send(Message("hello"))
@@ -59,7 +58,7 @@ def serve(pipe: Connection, adapt: Callable[[dict[str, str]], dict[str, str]] = 
         # It was interrupted while this process started.
         os._exit(failures.PARENT_GONE)
     env.replace_environ(adapt(setup.environ))
-    sys.path[:] = setup.path
+    sys.argv[:], sys.path[:] = setup.argv, setup.path
     os.chdir(setup.directory)
     finish(pipe, setup.work)
 

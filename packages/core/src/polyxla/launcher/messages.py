@@ -18,12 +18,14 @@ class Setup:
 
     Attributes:
         environ: its whole environment.
+        argv: its `sys.argv`: a function that parses arguments must not get its defaults in silence.
         path: its `sys.path`.
         directory: its working directory.
         work: the pickled work and place.
     """
 
     environ: dict[str, str]
+    argv: list[str]
     path: list[str]
     directory: str
     work: bytes

@@ -156,7 +156,7 @@ def _fork(
 def _setups(work: Work, places: Sequence[Any], environs: Sequence[Mapping[str, str]]) -> list[Setup]:
     directory = str(Path.cwd())
     return [
-        Setup(dict(environ), sys.path, directory, _pickled(work, place))
+        Setup(dict(environ), sys.argv, sys.path, directory, _pickled(work, place))
         for place, environ in zip(places, environs, strict=True)
     ]
 
