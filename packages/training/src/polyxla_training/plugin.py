@@ -143,6 +143,7 @@ def _first_replicas(replica: Replica, fit: Fit) -> Iterator[object]:
 
 
 def _run_log(replica: Replica, fit: Fit, directory: str | Path) -> RunLog:
+    from polyxla_training.observe.provenance import hyper_parameters
     from polyxla_training.observe.run_log import RunLog
 
     log = RunLog(directory)
@@ -150,5 +151,10 @@ def _run_log(replica: Replica, fit: Fit, directory: str | Path) -> RunLog:
         name: os.fspath(value) if isinstance(value, os.PathLike) else value
         for name, value in asdict(fit.options).items()
     }
-    log.start(replica, module=type(fit.module).__name__, settings=settings)
+    log.start(
+        replica,
+        module=type(fit.module).__name__,
+        settings=settings,
+        hyper_parameters=hyper_parameters(fit.module),
+    )
     return log

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyxla.errors import UsageError
+from polyxla_training.observe.provenance import provenance
 from polyxla_training.storage.location import check_location, locate
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class RunLog:
             self._file.write("\n")
 
     def start(self, replica: Replica, **fields: Any) -> None:
-        """Append the start event: the runtime, the device, the number of replicas, and `fields`."""
+        """Append the start event: runtime, device, number of replicas, `fields`, and the provenance."""
         self.write(
             "start",
             started=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -49,6 +50,7 @@ class RunLog:
             device=replica.kind,
             world_size=replica.world_size,
             **fields,
+            **provenance(),
         )
 
     def write(self, event: str, **fields: Any) -> None:
