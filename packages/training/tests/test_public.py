@@ -10,7 +10,7 @@ import pytest
 import polyxla_training
 
 TIMEOUT_S = 60.0
-HEAVY = {"torch", "torch_xla", "numpy", "rich", "tensorboard", "matplotlib", "jinja2", "lightning"}
+HEAVY = {"torch", "torch_xla", "numpy", "rich", "tensorboard", "plotly", "jinja2", "lightning"}
 
 
 def test_every_public_name_is_there() -> None:

@@ -128,7 +128,7 @@ def test_logs_are_in_the_store_also_of_two_runs(remote: str, capsys: pytest.Capt
     store.get(path, "copy", recursive=True)
     log = next(Path("copy").rglob("run.jsonl"))
     assert read_run(remote) == read_run(f"{remote}/run.jsonl") == read_run(log)
-    commands.report(remote)
+    commands.report([remote])
     assert "wrote report.html" in capsys.readouterr().out
     assert Path("report.html").read_text().startswith("<!doctype html>")
     with pytest.raises(UsageError, match=f"there is no run.jsonl \\(from {remote}/none\\)"):

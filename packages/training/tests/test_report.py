@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -14,12 +15,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plotly.graph_objects import Figure
+from plotly.offline import get_plotlyjs
 
 from polyxla import UsageError
 from polyxla_training.observe import RunLog, read_run
 from polyxla_training.observe.report import text
+from polyxla_training.observe.report.comparison import Comparison, short_names
 from polyxla_training.observe.report.page import render
-from polyxla_training.observe.report.plots import figure, plots
+from polyxla_training.observe.report.plots import compared_figures, figures, plots
 from polyxla_training.observe.report.run import Run
 from polyxla_training.observe.run_log import newest_run
 
@@ -147,9 +151,11 @@ def test_values_that_are_missing_leave_a_gap() -> None:
     assert run.rate("step_s") == [(5, 0.01)]
 
 
-def test_memory_is_shown_in_gib() -> None:
-    memory = {"used_bytes": 3 * 2**30, "limit_bytes": 2**35, "peak_bytes": None}
-    assert run_of(START, step(5, memory=memory)).memory() == [(5, 3.0)]
+@pytest.mark.parametrize(("used", "unit", "shown"), [(3 * 2**30, "GiB", 3.0), (2**19, "MiB", 0.5)])
+def test_memory_is_shown_in_a_unit_that_fits(used: int, unit: str, shown: float) -> None:
+    memory = {"used_bytes": used, "limit_bytes": 2**35, "peak_bytes": None}
+    drawn = {plot.name: plot for plot in plots(run_of(START, step(5, memory=memory)))}["Device memory"]
+    assert (drawn.unit, drawn.curves) == (unit, {"in use": [(5, shown)]})
 
 
 def test_a_killed_run_still_adds_up() -> None:
@@ -184,6 +190,13 @@ def test_the_terminal_shows_what_matters() -> None:
         assert part in shown
 
 
+@pytest.mark.parametrize(("rate", "shown"), [(12345.6, "12,346 records/s"), (1.23456, "1.235 records/s")])
+def test_a_throughput_is_shown_with_four_digits_or_more(rate: float, shown: str) -> None:
+    events = [START, step(1), end()]
+    events[-1]["summary"]["records_per_s"] = rate
+    assert text.facts(run_of(*events))["throughput"] == shown
+
+
 def test_many_compilations_are_cut_short_on_the_terminal() -> None:
     lines = list(text.as_lines(run_of(START, *[compiled(number) for number in range(1, 31)], end())))
     assert lines[-1] == "  and 10 more"
@@ -213,26 +226,94 @@ class _Page(HTMLParser):
         self.texts.append(data)
 
 
+NAMES = ["Loss", "Other metrics", "Step time", "Throughput", "Waiting for input", "Compilations"]
+
+
+def embedded(html: str) -> list[dict[str, Any]]:
+    """Return the figures that a page draws."""
+    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', html, re.DOTALL)
+    assert found
+    drawn: list[dict[str, Any]] = json.loads(found[1])
+    return drawn
+
+
 def test_the_page_has_its_plots_and_loads_nothing() -> None:
     html = render(run_of(*EVENTS))
     page = _Page(html)
-    names = ["Loss", "Other metrics", "Step time", "Throughput", "Waiting for input", "Compilations"]
-    assert [name for name in names if name in page.texts] == names
-    assert page.tags.count("svg") == len(names)
+    assert [name for name in NAMES if name in page.texts] == NAMES
+    assert [one["name"] for one in embedded(html)] == NAMES
     assert page.loads == []
-    assert not re.search(r"@import|url\(\s*['\"]?http|<script", html)
-    assert {"ms", "records/s", "% of the time", "step"} <= {one.strip() for one in page.texts}
+    own = html.replace(get_plotlyjs(), "")
+    assert len(own) < len(html), "Plotly is in the page"
+    assert not re.search(r"https?://|@import", own)
+    units = {one["layout"]["yaxis"]["title"]["text"] for one in embedded(html)}
+    assert {"ms", "records/s", "% of the time"} <= units
+
+
+def test_plotly_accepts_the_figures() -> None:
+    for one in figures(run_of(*EVENTS)) + compared_figures({"a": run_of(*EVENTS), "b": run_of(*EVENTS)}):
+        Figure(data=one["data"], layout=one["layout"])
+
+
+CONTROL = """<script>
+const slider = document.getElementById("smoothing");
+slider.value = 0.5;
+slider.dispatchEvent(new Event("input", { bubbles: true }));
+Plotly.relayout(places[0], { "xaxis.range[0]": 5, "xaxis.range[1]": 15 }).then(() => setTimeout(() => {
+  const shown = {
+    loss: places[0].data.map((trace) => trace.y),
+    ranges: places.map((place) => place.layout.xaxis.range),
+    drawn: places.map((place) => place.querySelectorAll("svg .trace").length),
+  };
+  const found = document.createElement("pre");
+  found.id = "found";
+  found.textContent = JSON.stringify(shown);
+  document.body.append(found);
+}, 500));
+</script></body>"""
+
+
+@pytest.mark.long
+def test_the_controls_work_in_a_browser(tmp_path: Path) -> None:
+    browser = next((one for one in map(shutil.which, ("chromium", "google-chrome")) if one), None)
+    if browser is None:
+        pytest.skip("no Chromium on this machine")
+    page = tmp_path / "page.html"
+    html = render(run_of(START, *[step(n, values={"loss": float(n)}) for n in (5, 10, 20)], end()))
+    page.write_text(html.replace("</body>", CONTROL))
+    options = ["--headless=new", "--no-sandbox", f"--user-data-dir={tmp_path / 'profile'}"]
+    command = [browser, *options, "--virtual-time-budget=10000", "--dump-dom", page.as_uri()]
+    # No network: a page that loads anything would wait, or miss it.
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+    [found] = re.findall(r'<pre id="found">(.*?)</pre>', done.stdout)
+    shown = json.loads(found)
+    # By hand: 5; (5/2 + 10)/1.5; (5/4 + 10/2 + 20)/1.75.
+    assert shown["loss"] == [[5, 10, 20], pytest.approx([5, 8.3333333, 15])]
+    assert set(map(tuple, shown["ranges"])) == {(5, 15)}
+    assert all(shown["drawn"])
 
 
 def test_the_page_reads_in_light_and_dark() -> None:
     html = render(run_of(*EVENTS))
     assert "prefers-color-scheme: dark" in html
-    assert "#ffffff" not in html, "plots have no background"
+    backgrounds = {
+        one["layout"][name] for one in embedded(html) for name in ("paper_bgcolor", "plot_bgcolor")
+    }
+    assert backgrounds == {"rgba(0, 0, 0, 0)"}, "the page's own shows through"
 
 
 def test_a_runs_texts_cannot_become_markup() -> None:
     html = render(run_of({**START, "module": "<script>"}, compiled(1, cause="<b>&x</b>"), end(error="<i>")))
-    assert not {"script", "b", "i"} & set(_Page(html).tags)
+    tags = _Page(html).tags
+    assert not {"b", "i"} & set(tags)
+    assert tags.count("script") == _Page(render(run_of(*EVENTS))).tags.count("script")
+
+
+def test_a_curves_name_cannot_end_the_pages_data() -> None:
+    name = "</script><img src=x onerror=alert(1)>loss"
+    html = render(run_of(START, step(5, values={name: 1.0})))
+    assert "img" not in _Page(html).tags
+    assert [trace["name"] for trace in embedded(html)[0]["data"]] == [name]
 
 
 def test_a_page_is_the_same_for_the_same_run() -> None:
@@ -243,13 +324,13 @@ def test_unexpected_compilations_are_marked_in_the_step_times() -> None:
     drawn = {plot.name: plot for plot in plots(run_of(*EVENTS))}
     assert drawn["Step time"].marks == [17]
     assert drawn["Compilations"].curves == {"expected": [(1, 0.5)], "unexpected": [(17, 0.5)]}
-    [axes] = figure(drawn["Step time"]).axes
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "ms")
+    times = next(one for one in figures(run_of(*EVENTS)) if one["name"] == "Step time")
+    assert [shape["x0"] for shape in times["layout"]["shapes"]] == [17]
 
 
 def test_plots_without_data_are_left_out() -> None:
     assert plots(run_of(START)) == []
-    assert "<svg" not in render(run_of(START))
+    assert "<script" not in render(run_of(START))
 
 
 # The command
@@ -293,9 +374,81 @@ def test_json_is_one_document_and_writes_nothing(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["run.jsonl"]
 
 
+# Several runs
+
+
+def other(**changed: Any) -> list[dict[str, Any]]:
+    """Return the events of a run that differs in some fields of its start."""
+    return [START | changed, *EVENTS[1:]]
+
+
+def test_runs_are_named_by_what_tells_them_apart() -> None:
+    assert short_names(["runs/a/log", "runs/b/log"]) == ["a", "b"]
+    assert short_names(["x/1", "x/1"]) == [".", ". (2)"]
+    assert short_names(["runs/a", "runs/a/b"]) == [".", "b"]
+    assert short_names(["gs://bucket/a", "runs/b"]) == ["gs:/bucket/a", "runs/b"]
+
+
+@given(st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=4), min_size=2, max_size=6))
+def test_every_run_has_a_name_of_its_own(paths: list[list[str]]) -> None:
+    names = short_names(["/".join(parts) for parts in paths])
+    assert len(set(names)) == len(paths)
+    assert all(names)
+
+
+def test_a_comparison_says_what_differs() -> None:
+    git = {"commit": "1a2b3c4d5e6f", "branch": "main", "changed_files": 2}
+    one, two = other(hyper_parameters={"lr": 0.1}), other(hyper_parameters={"lr": 0.2}, git=git)
+    comparison = Comparison.of([Run.of("runs/one", one), Run.of("runs/two", two)])
+    assert {row.name: row.values for row in comparison.settings() if row.differs} == {
+        "hparams.lr": ("0.1", "0.2"),
+        "git commit": ("", "1a2b3c4d5e on main, 2 files changed"),
+    }
+    shown = "\n".join(comparison.as_lines())
+    assert re.search(r"throughput +3,200 records/s +3,200 records/s", shown)
+    assert "max_epochs" not in shown, "what is the same is not printed"
+
+
+def test_a_comparison_has_one_colour_a_run_and_one_dash_a_curve() -> None:
+    losses = compared_figures({"a": run_of(*EVENTS), "b": run_of(*EVENTS)})[0]
+    drawn = {one["name"]: (one["line"]["color"], one["line"]["dash"]) for one in losses["data"]}
+    colours = {name: colour for name, (colour, _) in drawn.items()}
+    assert set(drawn) == {"a: loss", "a: val_loss", "b: loss", "b: val_loss"}
+    assert colours["a: loss"] == colours["a: val_loss"] != colours["b: loss"]
+    assert drawn["a: loss"][1] == drawn["b: loss"][1] != drawn["b: val_loss"][1]
+
+
+def test_runs_are_compared_on_one_page(tmp_path: Path) -> None:
+    folders = [str(write(tmp_path / name, other(world_size=n))) for n, name in ((1, "small"), (8, "large"))]
+    done = report("--compare", *folders, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"replicas +1 +8\n", done.stdout)
+    assert done.stdout.endswith("wrote comparison.html\n")
+    page = _Page((tmp_path / "comparison.html").read_text())
+    assert {"small", "large", "Results", "What differs"} <= set(page.texts)
+    document = json.loads(report("--compare", *folders, "--json", cwd=tmp_path).stdout)
+    assert document["differences"] == {"replicas": {"small": "1", "large": "8"}}
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["one", "one"], "polyxla report --compare one one"),
+        (["--compare", "one"], "a comparison is of 2 to 6 runs, not 1"),
+        (["--compare", *["one"] * 7], "not 7"),
+    ],
+)
+def test_a_wrong_number_of_runs_is_a_plain_error(tmp_path: Path, args: list[str], message: str) -> None:
+    write(tmp_path / "one", EVENTS)
+    done = report(*args, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert list(tmp_path.iterdir()) == [tmp_path / "one"]
+
+
 def test_without_the_extra_text_works_and_the_page_names_the_pip_command(tmp_path: Path) -> None:
     folder = write(tmp_path / "one", EVENTS)
-    hide = "import sys; sys.modules['matplotlib'] = None"
+    hide = "import sys; sys.modules['plotly'] = None"
     done = report(str(folder), cwd=tmp_path, code=hide)
     assert done.returncode == 2
     assert "pip install './packages/training[report]'" in done.stderr
@@ -312,7 +465,7 @@ def test_no_run_is_a_plain_error(tmp_path: Path) -> None:
 
 
 def test_its_help_and_its_listeners_import_nothing_heavy(tmp_path: Path) -> None:
-    heavy = "{'torch', 'torch_xla', 'matplotlib', 'jinja2', 'numpy', 'rich'}"
+    heavy = "{'torch', 'torch_xla', 'plotly', 'jinja2', 'numpy', 'rich'}"
     code = (
         "import atexit, sys, os, polyxla_training.plugin, polyxla_training.observe.observer\n"
         f"atexit.register(lambda: print('heavy:', sorted({heavy} & set(sys.modules))))"

@@ -4,59 +4,77 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from polyxla.cli.output import JsonFlag, RuntimeOption, plain_errors, print_json
 from polyxla.console import say
+from polyxla.errors import UsageError
+
+if TYPE_CHECKING:
+    from polyxla_training.storage.remote_path import RemotePath
 
 RUNS = "runs"
 """Directory in which `polyxla_training.Trainer` makes a directory for each run."""
 
 
 def report(
-    run: Annotated[
-        str | None,
-        typer.Argument(metavar="[RUN]", help="A log_dir, or its URL; default: the newest below ./runs."),
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[RUN]...", help="A log_dir, or its URL; default: the newest below ./runs."),
     ] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Compare several runs, on one page.")] = False,
     out: Annotated[
         Path | None,
         typer.Option(
             "--out",
             metavar="FILE",
-            help="Write the page to this file; default: report.html in the run, for a URL in this directory.",
+            help="Write the page to this file; default: report.html in the run, for a URL in this directory, "
+            "and comparison.html in this directory.",
         ),
     ] = None,
     as_text: Annotated[bool, typer.Option("--text", help="Print the summary only; write no page.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Print a training run's summary; write a page.
+    """Print a training run's summary, or a comparison of several; write a page.
 
-    The page is one HTML file with plots.
+    The page is one HTML file with plots. It needs no network.
     """
+    from polyxla_training.observe.report.comparison import Comparison
     from polyxla_training.observe.report.run import Run
+    from polyxla_training.observe.report.text import as_lines
     from polyxla_training.observe.run_log import newest_run, read_run
     from polyxla_training.storage.location import locate
-    from polyxla_training.storage.remote_path import RemotePath
 
     with plain_errors(as_json):
-        place = locate(run) if run else newest_run(RUNS)
-        found = Run.of(str(place), read_run(place))
+        if runs and len(runs) > 1 and not compare:
+            raise UsageError(
+                f"{len(runs)} runs are named, and one is reported at a time",
+                where="polyxla report",
+                fix=f"To compare them: polyxla report --compare {' '.join(runs)}",
+            )
+        places = [locate(run) for run in runs or ()] or ([] if compare else [newest_run(RUNS)])
+        found = [Run.of(str(place), read_run(place)) for place in places]
+        comparison = Comparison.of(found) if compare else None
         if as_json:
-            print_json(found.as_json())
+            print_json((comparison or found[0]).as_json())
             return
-        from polyxla_training.observe.report.text import as_lines
-
-        typer.echo("\n".join(as_lines(found)))
+        typer.echo("\n".join(comparison.as_lines() if comparison else as_lines(found[0])))
         if as_text:
             return
-        from polyxla_training.observe.report.page import render
+        from polyxla_training.observe.report.page import render, render_comparison
 
-        folder = Path() if isinstance(place, RemotePath) else place if place.is_dir() else place.parent
-        page = out or folder / "report.html"
-        page.write_text(render(found), encoding="utf-8")
+        page = out or (Path("comparison.html") if comparison else _page_of(places[0]))
+        text = render_comparison(comparison) if comparison else render(found[0])
+        page.write_text(text, encoding="utf-8")
         typer.echo(f"wrote {page}")
+
+
+def _page_of(place: Path | RemotePath) -> Path:
+    if not isinstance(place, Path):
+        return Path("report.html")
+    return (place if place.is_dir() else place.parent) / "report.html"
 
 
 def consolidate(

@@ -2,32 +2,52 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
+from typing import Any
 
 from polyxla.errors import UsageError, pip_install
 from polyxla_training.observe.report import text
-from polyxla_training.observe.report.plots import plots, svg
+from polyxla_training.observe.report.comparison import Comparison, origin
+from polyxla_training.observe.report.plots import COLOURS, compared_figures, figures
 from polyxla_training.observe.report.run import Run
 
 try:
-    from jinja2 import Environment
+    from jinja2 import Environment, PackageLoader
+    from plotly.offline import get_plotlyjs
 except ImportError as error:
     raise UsageError(
-        "Jinja is not installed, which renders the report's page",
+        f"{error.name} is not installed, which the report's page needs",
         where="polyxla report",
         fix=f"Install it: {pip_install('polyxla-training[report]')}, or use polyxla report --text.",
     ) from error
 
 
 def render(run: Run) -> str:
-    """Return the page; texts of the run are escaped, and the plots are inline."""
-    template = files("polyxla_training.observe.report").joinpath("page.html").read_text(encoding="utf-8")
-    page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(template)
-    return page.render(
+    """Return the page of one run; its texts are escaped, and the page loads nothing."""
+    return _page(
+        "run.html",
         run=run,
         title=text.title(run),
         facts=text.facts(run),
         findings=text.findings(run),
-        settings={name: value for name, value in run.start.get("settings", {}).items() if value is not None},
-        plots=[(plot.name, svg(plot)) for plot in plots(run)],
+        origin=origin(run),
+        figures=figures(run),
     )
+
+
+def render_comparison(comparison: Comparison) -> str:
+    """Return the page of several runs; their texts are escaped, and the page loads nothing."""
+    return _page(
+        "comparison.html",
+        comparison=comparison,
+        colours=COLOURS,
+        title=f"Comparison of {', '.join(comparison.runs)}",
+        figures=compared_figures(comparison.runs),
+    )
+
+
+def _page(template: str, **values: Any) -> str:
+    loader = PackageLoader("polyxla_training.observe.report", "templates")
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=loader)
+    # Plotly's own code, inline: it is what makes the page work without a network.
+    plotly = get_plotlyjs() if values["figures"] else ""
+    return environment.get_template(template).render(plotly=plotly, **values)

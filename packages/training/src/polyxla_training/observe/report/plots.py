@@ -1,30 +1,23 @@
-"""The report's plots as SVG. Heavy: imported when a page is made."""
+"""What the report plots, as data of Plotly's figures."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from polyxla.errors import UsageError, pip_install
 from polyxla_training.observe.report.run import Curve, Run
-
-try:
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-except ImportError as error:
-    raise UsageError(
-        "matplotlib is not installed, which draws the report's plots",
-        where="polyxla report",
-        fix=f"Install it: {pip_install('polyxla-training[report]')}, or use polyxla report --text.",
-    ) from error
 
 COLOURS = ("#2f7ed8", "#e07b39", "#2a9d6f", "#b5499b", "#8a8a2a", "#6a6ad8")
 """Colours of the curves, distinguishable on white and on black."""
+DASHES = ("solid", "dot", "dash", "dashdot")
+"""Lines of a comparison: the colour is the run's, the dash the curve's."""
 INK = "#8a8f98"
 """Colour of axes and texts, readable on white and on black."""
+FAINT = "rgba(138, 143, 152, 0.2)"
 MAX_CURVES = len(COLOURS)
+FEW_POINTS = 30
+"""Number of points up to which a marker shows each."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +28,16 @@ class Plot:
         name: its title.
         unit: the label of its vertical axis.
         curves: by name.
-        steps: number of steps in the run.
         kind: ``line``, or ``stems`` for occasional events.
+        starts_at_zero: the vertical axis does.
         marks: steps with an unexpected compilation.
     """
 
     name: str
     unit: str
     curves: Mapping[str, Curve]
-    steps: int
     kind: str = "line"
+    starts_at_zero: bool = False
     marks: list[int] = field(default_factory=list)
 
 
@@ -54,17 +47,18 @@ def plots(run: Run) -> list[Plot]:
 
 
 def _candidates(run: Run) -> Iterator[Plot]:
-    steps: int = run.summary["steps"]
     marks = [one["step"] for one in run.compiles if not one["expected"]]
     losses, others = _split(run.values() | run.evaluations(), lambda name: "loss" in name.lower())
-    yield Plot("Loss", "loss", losses, steps)
-    yield Plot("Other metrics", "value", others, steps)
-    yield Plot("Step time", "ms", {"step time": run.rate("step_s", 1e3)}, steps, marks=marks)
-    yield Plot("Throughput", "records/s", {"throughput": run.rate("records_per_s")}, steps, marks=marks)
-    yield Plot("Waiting for input", "% of the time", {"waiting": run.rate("wait_share", 100.0)}, steps)
-    yield Plot("Compilations", "s", _compilations(run), steps, kind="stems")
-    yield Plot("Device memory", "GiB", {"in use": run.memory()}, steps)
-    yield Plot("MFU", "% of the peak", {"MFU": run.rate("mfu", 100.0)}, steps)
+    times = {"step time": run.rate("step_s", 1e3)}
+    waiting = {"waiting": run.rate("wait_share", 100.0)}
+    yield Plot("Loss", "loss", losses)
+    yield Plot("Other metrics", "value", others)
+    yield Plot("Step time", "ms", times, starts_at_zero=True, marks=marks)
+    yield Plot("Throughput", "records/s", {"throughput": run.rate("records_per_s")}, marks=marks)
+    yield Plot("Waiting for input", "% of the time", waiting, starts_at_zero=True)
+    yield Plot("Compilations", "s", _compilations(run), kind="stems", starts_at_zero=True)
+    yield _memory(run.memory())
+    yield Plot("MFU", "% of the peak", {"MFU": run.rate("mfu", 100.0)})
 
 
 def _split(
@@ -84,50 +78,91 @@ def _compilations(run: Run) -> dict[str, Curve]:
     return curves
 
 
-def figure(plot: Plot) -> Figure:
-    """Draw one plot with a transparent background."""
-    drawn = Figure(figsize=(6.4, 2.6), layout="constrained")
-    drawn.patch.set_alpha(0)
-    axes = drawn.add_subplot()
-    axes.patch.set_alpha(0)
-    for (name, curve), colour in zip(plot.curves.items(), COLOURS, strict=False):
-        steps, values = zip(*curve, strict=True) if curve else ((), ())
-        if plot.kind == "stems":
-            axes.vlines(steps, 0, values, colors=colour, linewidth=2)
-            axes.plot(steps, values, "o", color=colour, markersize=5, label=name)
-        else:
-            # Markers, if there are few enough points to see them.
-            axes.plot(
-                steps, values, color=colour, marker="o" if len(curve) < 30 else "", markersize=3, label=name
-            )
-    for number, step in enumerate(plot.marks):
-        label = "compiled" if number == 0 else None
-        axes.axvline(step, color=COLOURS[1], linewidth=0.8, linestyle=":", label=label)
-    _dress(axes, plot)
-    return drawn
+def _memory(curve: Curve) -> Plot:
+    most = max((value for _, value in curve), default=0)
+    unit, name = (2**30, "GiB") if most >= 2**30 else (2**20, "MiB")
+    return Plot("Device memory", name, {"in use": [(step, value / unit) for step, value in curve]})
 
 
-def _dress(axes: mpl.axes.Axes, plot: Plot) -> None:
-    axes.set_xlabel("step", color=INK)
-    # The same range in all plots of a run.
-    axes.set_xlim(0, plot.steps * 1.02 or None)
-    axes.set_ylabel(plot.unit, color=INK)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.tick_params(colors=INK, labelsize=8)
-    axes.grid(visible=True, color=INK, alpha=0.2, linewidth=0.6)
-    for side, spine in axes.spines.items():
-        spine.set_color(INK)
-        spine.set_visible(side in {"left", "bottom"})
-    if plot.kind == "stems" or "waiting" in plot.curves or plot.unit == "ms":
-        axes.set_ylim(bottom=0)
-    if len(plot.curves) > 1 or plot.marks:
-        axes.legend(frameon=False, labelcolor=INK, fontsize=8)
+def figures(run: Run) -> list[dict[str, Any]]:
+    """Return a figure of Plotly for each plot of a run: its ``name``, ``data`` and ``layout``."""
+    return [
+        _figure(
+            plot,
+            [
+                _trace(plot, curve, name, colour=COLOURS[number])
+                for number, (name, curve) in enumerate(plot.curves.items())
+            ],
+        )
+        for plot in plots(run)
+    ]
 
 
-def svg(plot: Plot) -> str:
-    """Return one plot as an SVG element; the same data produce the same text."""
-    file = io.StringIO()
-    with mpl.rc_context({"svg.hashsalt": plot.name, "svg.fonttype": "none", "font.family": "sans-serif"}):
-        figure(plot).savefig(file, format="svg", transparent=True, metadata={"Date": None})
-    text = file.getvalue()
-    return text[text.index("<svg") :]
+def compared_figures(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
+    """Return a figure for each plot of several runs: one colour a run, one dash a curve.
+
+    Args:
+        runs: at most `MAX_CURVES`, by the name that the legend shows.
+    """
+    by_plot: dict[str, list[tuple[str, str, Plot]]] = {}
+    for colour, (run_name, run) in zip(COLOURS, runs.items(), strict=False):
+        for plot in plots(run):
+            by_plot.setdefault(plot.name, []).append((run_name, colour, plot))
+    return [_compared_figure(parts) for parts in by_plot.values()]
+
+
+def _compared_figure(parts: list[tuple[str, str, Plot]]) -> dict[str, Any]:
+    names = list(dict.fromkeys(name for _, _, plot in parts for name in plot.curves))
+    traces = []
+    for run_name, colour, plot in parts:
+        for name, curve in plot.curves.items():
+            label = run_name if len(names) == 1 else f"{run_name}: {name}"
+            dash = DASHES[names.index(name) % len(DASHES)]
+            traces.append(_trace(plot, curve, label, colour=colour, dash=dash))
+    first = parts[0][2]
+    # Whose compilations the marks were, nobody could tell.
+    return _figure(Plot(first.name, first.unit, {}, first.kind, first.starts_at_zero), traces)
+
+
+def _trace(plot: Plot, curve: Curve, name: str, *, colour: str, dash: str = "solid") -> dict[str, Any]:
+    trace = {
+        "type": "scatter",
+        "name": name,
+        "x": [step for step, _ in curve],
+        "y": [value for _, value in curve],
+        "marker": {"color": colour, "size": 5},
+        "hovertemplate": "step %{x}: %{y:.5g}<extra>%{fullData.name}</extra>",
+    }
+    if plot.kind == "stems":
+        heights = [value for _, value in curve]
+        stem = {"type": "data", "symmetric": False, "array": [0] * len(heights), "arrayminus": heights}
+        return trace | {"mode": "markers", "error_y": stem | {"width": 0, "thickness": 2, "color": colour}}
+    mode = "lines+markers" if len(curve) <= FEW_POINTS else "lines"
+    return trace | {"mode": mode, "line": {"color": colour, "dash": dash, "width": 2}}
+
+
+def _figure(plot: Plot, traces: list[dict[str, Any]]) -> dict[str, Any]:
+    axis = {"gridcolor": FAINT, "linecolor": INK, "zeroline": False, "automargin": True}
+    vertical = axis | {"title": {"text": plot.unit}}
+    layout = {
+        "height": 270,
+        "margin": {"l": 10, "r": 10, "t": 10, "b": 10},
+        "paper_bgcolor": "rgba(0, 0, 0, 0)",
+        "plot_bgcolor": "rgba(0, 0, 0, 0)",
+        "font": {"color": INK, "size": 12, "family": "system-ui, sans-serif"},
+        "xaxis": axis | {"title": {"text": "step"}, "tickformat": ",d"},
+        "yaxis": vertical | ({"rangemode": "tozero"} if plot.starts_at_zero else {}),
+        "hovermode": "closest",
+        "showlegend": len(traces) > 1,
+        "legend": {"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0},
+        "shapes": [_mark(step) for step in plot.marks],
+        "modebar": {"bgcolor": "rgba(0, 0, 0, 0)", "color": INK},
+        # What is hidden stays hidden when the page draws again.
+        "uirevision": "kept",
+    }
+    return {"name": plot.name, "kind": plot.kind, "data": traces, "layout": layout}
+
+
+def _mark(step: int) -> dict[str, Any]:
+    line = {"color": COLOURS[1], "width": 1, "dash": "dot"}
+    return {"type": "line", "x0": step, "x1": step, "y0": 0, "y1": 1, "yref": "paper", "line": line}

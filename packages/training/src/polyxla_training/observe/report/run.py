@@ -87,9 +87,8 @@ class Run:
         return [(one["step"], one[name] * scale) for one in self.steps if one.get(name) is not None]
 
     def memory(self) -> Curve:
-        """Return the device memory in use, in GiB."""
-        memories = [(one["step"], one["memory"]) for one in self.steps if one.get("memory")]
-        return [(step, memory["used_bytes"] / 2**30) for step, memory in memories]
+        """Return the device memory in use, in bytes."""
+        return [(one["step"], one["memory"]["used_bytes"]) for one in self.steps if one.get("memory")]
 
     def values(self) -> dict[str, Curve]:
         """Return the values that steps logged, by name."""

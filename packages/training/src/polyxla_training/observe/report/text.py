@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from polyxla_training.checkpoint.errors import size_text
 from polyxla_training.observe.report.run import Run
 from polyxla_training.observe.tracing.findings import Finding
 
@@ -19,13 +20,13 @@ def facts(run: Run) -> dict[str, str]:
         "steps": _of(summary, "steps", "{:,}"),
         "time": _of(summary, "seconds", "{:.1f} s"),
         "step time": _of(summary, "step_s", "{:.3g} ms (median)", 1e3),
-        "throughput": _of(summary, "records_per_s", "{:,.4g} records/s"),
+        "throughput": _throughput(summary),
         "waiting for input": _of(summary, "wait_share", "{:.1%} of the time"),
         "programs compiled": _compiled(summary),
         "program cache": _cache(summary),
         "reads of the device": _of(summary, "reads_per_step", "{:.3g} a step"),
         "on the host": ", ".join(f"{name} x{count}" for name, count in summary.get("fallbacks", {}).items()),
-        "device memory": _of(summary, "peak_bytes", "{:.3g} GiB", 2**-30),
+        "device memory": size_text(summary["peak_bytes"]) if summary.get("peak_bytes") else "",
         "MFU": _of(summary, "mfu", "{:.1%}") or "not available: the chip is unknown",
     }
     return {name: text for name, text in shown.items() if text}
@@ -34,6 +35,11 @@ def facts(run: Run) -> dict[str, str]:
 def _of(summary: Mapping[str, Any], name: str, form: str, scale: float | None = None) -> str:
     value = summary.get(name)
     return "" if value is None else form.format(value if scale is None else value * scale)
+
+
+def _throughput(summary: Mapping[str, Any]) -> str:
+    rate = summary.get("records_per_s")
+    return _of(summary, "records_per_s", "{:,.0f} records/s" if rate and rate >= 1000 else "{:.4g} records/s")
 
 
 def _compiled(summary: Mapping[str, Any]) -> str:
