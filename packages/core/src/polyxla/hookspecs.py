@@ -103,6 +103,25 @@ def polyxla_prepare(environ: Mapping[str, str]) -> None:
 
 
 @hookspec(firstresult=True)
+def polyxla_preload(environ: Mapping[str, str]) -> Sequence[str] | None:
+    """Return the names of the modules that every replica needs; importing them must start nothing.
+
+    Called on the chosen runtime by ``polyxla warm on``, which imports them in a process for later launches.
+
+    Args:
+        environ: the environment, including the variables of `polyxla_environment`.
+    """
+
+
+@hookspec
+def polyxla_forked() -> None:
+    """Act on this process's environment as the import of the modules of `polyxla_preload` did on its parent's.
+
+    Called on the chosen runtime, in each fork of that process, before anything else.
+    """
+
+
+@hookspec(firstresult=True)
 def polyxla_launch_pod(pod: str, function: Any, options: Mapping[str, Any]) -> list[Any] | None:
     """Launch on every host of `pod`; return all results in ordinal order, or None if it is another plugin's.
 

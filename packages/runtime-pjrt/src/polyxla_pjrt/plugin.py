@@ -52,6 +52,20 @@ def polyxla_prepare(environ: Mapping[str, str]) -> None:
 
 
 @hookimpl
+def polyxla_preload(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Name what the fork server imports."""
+    return preload(on_chips=pjrt.requested_kind(environ) == "TPU" and not PlayedTpu.read(environ))
+
+
+@hookimpl
+def polyxla_forked() -> None:
+    """Do what torch_xla's import of this runtime would have done in this environment."""
+    from polyxla_pjrt import torch_plugin
+
+    torch_plugin.apply_environment()
+
+
+@hookimpl
 def polyxla_launch(job: Job) -> list[Any]:
     """Run one replica in this process, or in a fresh one on request; run several in fresh processes."""
     kind = pjrt.requested_kind(job.environ)

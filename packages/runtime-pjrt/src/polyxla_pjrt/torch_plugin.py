@@ -153,25 +153,31 @@ def _may_launch_on_cpu(environ: Mapping[str, str]) -> bool:
     return is_on_cpu and any(number not in (None, "", "auto", "1") for number in numbers)
 
 
-def _watch() -> None:
-    """Watch for the first use of a device, also through a tensor on torch_xla's own client for the CPU."""
-    tensors = TensorWatch()
+_tensors = TensorWatch()
 
-    def follow() -> None:
-        _say_played()
-        _join_torchrun()
-        tensors.stop()
 
-    first_device_use.watch(_replicas, follow)
+def _follow() -> None:
+    _say_played()
+    _join_torchrun()
+    _tensors.stop()
+
+
+def apply_environment() -> None:
+    """Act on this process's environment: at import, and once more in a fork that has an environment of its own.
+
+    Watches for tensors on torch_xla's own client for the CPU, too, where the environment asks for several.
+    """
+    update_environ(_through_bridge(snapshot()) | prepare(snapshot()))
+    _tensors.stop()
     if _may_launch_on_cpu(snapshot()):
-        tensors.__enter__()  # type: ignore[no-untyped-call]
+        _tensors.__enter__()  # type: ignore[no-untyped-call]
 
 
 def _install() -> None:
     answer()
-    update_environ(_through_bridge(snapshot()) | prepare(snapshot()))
+    apply_environment()
     handle_launches(_launch_plan, _run)
-    _watch()
+    first_device_use.watch(_replicas, _follow)
 
 
 _install()

@@ -17,6 +17,7 @@ from polyxla.cli import script
 from polyxla.env import LaunchSettings, Setting
 from polyxla.errors import UsageError
 from polyxla.launcher.launch import child_environment, select_devices
+from polyxla.launcher.prepared import prepared_processes
 from polyxla.plugins.manager import load_plugins
 from polyxla.plugins.precision_lookup import find_precision
 from polyxla.plugins.selection import Selection, select
@@ -81,12 +82,18 @@ def make_run_plan(
 
 
 def replace_process(plan: RunPlan, environ: Mapping[str, str]) -> NoReturn:
-    """Replace this process by the program, which keeps the process id and receives signals directly."""
+    """Become the program, which keeps the process id and receives signals directly.
+
+    If a prepared process runs it instead, this process passes on its signals and its end.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     # A Ctrl-C waits until the program's process can report it: python itself would print a traceback.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    os.execve(plan.command[0], plan.command, {**environ, **plan.variables})
+    environ = {**environ, **plan.variables}
+    if ready := prepared_processes():
+        ready.run_program(plan.command, environ)
+    os.execve(plan.command[0], plan.command, environ)
 
 
 def _check_program(command: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ the process has ended. Each message is a JSON list.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -19,7 +20,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 
 from polyxla import env
@@ -33,19 +34,40 @@ def main() -> None:
     """Serve the socket whose descriptor is the second argument."""
     (number,) = json.loads(sys.argv[2])
     control = socket.socket(fileno=number)
-    # A terminal's Ctrl-C reaches every process of the group; the launching process ends the replicas.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    leave_interrupts()
     before = env.snapshot()
     for name in json.loads(sys.argv[3]):
         importlib.import_module(name)
-    imported = {name: value for name, value in env.snapshot().items() if before.get(name) != value}
+    serve(control, functools.partial(merged, before, env.snapshot()))
+
+
+def leave_interrupts() -> None:
+    """Ignore Ctrl-C, which a terminal sends to the whole group; the launching process ends the replicas."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def serve(control: socket.socket, adapt: Callable[[dict[str, str]], dict[str, str]]) -> None:
+    """Be the fork server after its imports; return in a replica's process, when its work is done.
+
+    Args:
+        control: the socket of the launching process.
+        adapt: turns the environment that the launching process sends a replica into the replica's.
+    """
     pipe = _Server(control).serve()
     if pipe is None:
         # Nothing here needs an orderly exit, which would take time.
         os._exit(0)
-    # Keep what the imports have set, unless the process gets another value.
-    child.serve(pipe, lambda environ: _merged(before, imported, environ))
+    child.serve(pipe, adapt)
+
+
+def merged(
+    before: Mapping[str, str], after: Mapping[str, str], wanted: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the environment `wanted`, with what imports have set in theirs, unless it has another value."""
+    imported = {name: value for name, value in after.items() if before.get(name) != value}
+    kept = {name: value for name, value in imported.items() if wanted.get(name) == before.get(name)}
+    return {**wanted, **kept}
 
 
 class _Server:
@@ -105,10 +127,3 @@ class _Server:
         # A launching process that is gone needs no report; its children end by themselves.
         with contextlib.suppress(OSError):
             self._control.send(json.dumps(values).encode())
-
-
-def _merged(
-    before: Mapping[str, str], imported: Mapping[str, str], wanted: Mapping[str, str]
-) -> dict[str, str]:
-    kept = {name: value for name, value in imported.items() if wanted.get(name) == before.get(name)}
-    return {**wanted, **kept}

@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from types import ModuleType
 
 from polyxla.launcher import child, fork_server
+from polyxla.launcher.prepared import prepared_processes
 from polyxla.launcher.process_handle import Exit, OwnProcess, Process
 
 CLOSE_S = 1.0
@@ -67,7 +68,10 @@ class ForkServer:
 
     def __init__(self, environ: Mapping[str, str], preload: Sequence[str]) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.process = _python(fork_server, [theirs.fileno()], environ, json.dumps(list(preload)))
+        ready = prepared_processes()
+        self.process: Process = (ready and ready.fork_server(theirs, environ, preload)) or _python(
+            fork_server, [theirs.fileno()], environ, json.dumps(list(preload))
+        )
         theirs.close()
         self._control.setblocking(False)
         self._numbers = itertools.count()

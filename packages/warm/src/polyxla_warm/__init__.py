@@ -1,0 +1,1 @@
+"""A prepared process from which launches of polyxla start at once."""
