@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,9 +61,11 @@ def polyxla_preload(environ: Mapping[str, str]) -> tuple[str, ...]:
 @hookimpl
 def polyxla_forked() -> None:
     """Do what torch_xla's import of this runtime would have done in this environment."""
-    from polyxla_pjrt import torch_plugin
+    # Not imported yet, it acts on the right environment by itself.
+    if "polyxla_pjrt.torch_plugin" in sys.modules:
+        from polyxla_pjrt import torch_plugin
 
-    torch_plugin.apply_environment()
+        torch_plugin.apply_environment()
 
 
 @hookimpl

@@ -117,17 +117,17 @@ def _stream(number: int, name: str, like: Any) -> Any:
         os.fstat(number)
     except OSError:
         return None
-    is_unbuffered = like.write_through and number > 0
+    is_unbuffered = like.write_through
     mode = "rb" if number == 0 else "wb"
-    binary: Any = open(number, mode, buffering=0 if is_unbuffered else -1, closefd=False)  # noqa: SIM115
-    raw = binary if is_unbuffered else binary.raw
+    binary: Any = open(number, mode, buffering=0 if is_unbuffered and number else -1, closefd=False)  # noqa: SIM115
+    raw = getattr(binary, "raw", binary)
     raw.name = name
     text = io.TextIOWrapper(
         binary,
         encoding=like.encoding,
         errors=like.errors,
         newline=None if number == 0 else "\n",
-        line_buffering=number == 2 or is_unbuffered or raw.isatty(),
+        line_buffering=not is_unbuffered and (number == 2 or raw.isatty()),
         write_through=is_unbuffered,
     )
     text.mode = "r" if number == 0 else "w"  # type: ignore[misc]

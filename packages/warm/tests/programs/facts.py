@@ -1,0 +1,64 @@
+"""Prints what a program sees of itself, as JSON."""
+
+import atexit
+import faulthandler
+import gc
+import json
+import locale
+import multiprocessing.process
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+import warnings
+from typing import Any
+
+import numpy as np
+
+main = sys.modules["__main__"]
+
+
+def stream(one: Any) -> list[Any]:
+    """Describe a standard stream."""
+    buffering = [one.line_buffering, one.write_through]
+    return [one.name, one.mode, one.encoding, one.errors, one.isatty(), *buffering, one.fileno(), one.newlines]
+
+
+facts = {
+    "argv": sys.argv,
+    "orig_argv": sys.orig_argv,
+    "path": sys.path,
+    "directory": os.getcwd(),
+    "environ": dict(os.environ),
+    "umask": os.umask(0o77),
+    "limits": {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if "RLIMIT" in name},
+    "priority": os.getpriority(os.PRIO_PROCESS, 0),
+    "handlers": [str(signal.getsignal(one)).partition(" at ")[0] for one in signal.Signals],
+    "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+    "wakeup": signal.set_wakeup_fd(-1),
+    "streams": [stream(one) for one in (sys.stdin, sys.stdout, sys.stderr)],
+    "originals": [sys.stdin is sys.__stdin__, sys.stdout is sys.__stdout__, sys.stderr is sys.__stderr__],
+    "descriptors": sorted(int(one) for one in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{one}")),
+    "main": [main.__name__, main.__file__, str(main.__spec__), main.__package__, globals() is vars(main)],
+    "flags": list(sys.flags),
+    "locale": locale.setlocale(locale.LC_ALL),
+    "filters": [str(one) for one in warnings.filters],
+    "faulthandler": faulthandler.is_enabled(),
+    "threads": [one.name for one in threading.enumerate()],
+    "is_main_thread": threading.current_thread() is threading.main_thread(),
+    "thresholds": gc.get_threshold(),
+    "original_directory": multiprocessing.process.ORIGINAL_DIR,
+    "process": multiprocessing.current_process().name,
+    "recursion": sys.getrecursionlimit(),
+    "excepthook": sys.excepthook is sys.__excepthook__,
+    "input": sys.stdin.read(),
+}
+drawn = {
+    "python": random.random(),
+    "numpy": float(np.random.default_rng(None).random()) + float(np.random.rand()),  # noqa: NPY002
+    "key": bytes(multiprocessing.current_process().authkey).hex(),
+}
+atexit.register(print, "the exit function ran")
+print(json.dumps({"facts": facts, "drawn": drawn}))
