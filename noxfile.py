@@ -58,6 +58,7 @@ TESTS_NEED = {
     "runtime-torchtpu": ["testing"],
     "tpu": ["testing"],
     "training": ["sampler", "testing"],
+    "warm": ["bridge", "runtime-pjrt", "testing"],
 }
 # The first runs all of integration/, the others the tests that depend on the runtime.
 RUNTIMES = ["pjrt", "xrt", "torchtpu"]

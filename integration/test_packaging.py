@@ -44,6 +44,7 @@ ALLOWED = {
     "testing": {"core"},
     "tpu": {"core"},
     "training": {"core"},
+    "warm": {"core"},
 }
 # The releases of torch that a package works with: torch_xla was built with one, TorchTPU begins with 2.11.
 NEEDS_TORCH = {

@@ -14,13 +14,10 @@ from typing import Any
 
 import pytest
 
-from polyxla_testing.processes import is_alive, wait_for_end_of
+from polyxla_testing.processes import WAIT_S, is_alive, wait_for_end_of
 from polyxla_warm import starting
 from polyxla_warm.starting import Options
 
-WAIT_S = 60.0
-PROGRAMS = Path(__file__).parent / "programs"
-COMMAND = [sys.executable, "-m", "polyxla"]
 MODULES = ("json.tool", "numpy.random")
 
 
@@ -28,6 +25,7 @@ class Machine:
     """The commands of a user with a private directory of sockets."""
 
     def __init__(self, directory: str) -> None:
+        self.command = [sys.executable, "-m", "polyxla"]
         self.environ = {**os.environ, "XDG_RUNTIME_DIR": directory, "PJRT_DEVICE": "CPU"}
         self.environ.pop("POLYXLA_RUNTIME", None)
         self.clients: list[subprocess.Popen[str]] = []
@@ -40,14 +38,14 @@ class Machine:
     def run(self, *arguments: Any, **more: Any) -> subprocess.CompletedProcess[str]:
         """Run a polyxla command to its end."""
         environ = {**self.environ, **more.pop("environ", {})}
-        command = [*COMMAND, *map(str, arguments)]
+        command = [*self.command, *map(str, arguments)]
         return subprocess.run(
             command, env=environ, capture_output=True, text=True, timeout=WAIT_S, check=False, **more
         )
 
     def start(self, *arguments: Any, **more: Any) -> subprocess.Popen[str]:
         """Start a polyxla command, which is killed after the test."""
-        command = [*COMMAND, *map(str, arguments)]
+        command = [*self.command, *map(str, arguments)]
         client = subprocess.Popen(command, env=self.environ, stdout=subprocess.PIPE, text=True, **more)
         self.clients.append(client)
         return client

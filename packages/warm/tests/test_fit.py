@@ -8,6 +8,7 @@ import sys
 import venv
 import zipfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,7 +16,10 @@ from polyxla import UsageError
 from polyxla_testing.processes import wait_for_end_of, wait_until
 from polyxla_warm.directory import new_socket, sockets
 
-from .conftest import COMMAND, PROGRAMS, Machine
+if TYPE_CHECKING:
+    from conftest import Machine
+
+PROGRAMS = Path(__file__).parent / "programs"
 
 
 @pytest.fixture
@@ -78,10 +82,8 @@ def test_a_module_of_the_program_is_not_shadowed_by_one_of_the_process(
 
 @pytest.mark.parametrize("before", [["taskset", "-c", "0"], ["prlimit", "--stack=4194304"]])
 def test_other_surroundings_start_cold(warm: Machine, before: list[str]) -> None:
-    command = [*before, *COMMAND, "run", str(PROGRAMS / "ends.py"), "exit"]
-    done = subprocess.run(
-        command, env=warm.environ, capture_output=True, text=True, timeout=60, check=False
-    )
+    command = [*before, *warm.command, "run", str(PROGRAMS / "ends.py"), "exit"]
+    done = subprocess.run(command, env=warm.environ, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 3
     assert "are not those of the warm process; this start is cold" in done.stderr
 
@@ -109,7 +111,9 @@ def test_a_directory_that_is_not_private_is_refused(machine: Machine, tmp_path: 
 
 
 def test_a_process_whose_imports_start_threads_is_refused(machine: Machine, package: Path) -> None:
-    package.write_text("import threading, time\nthreading.Thread(target=time.sleep, args=(99,), daemon=True).start()")
+    package.write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(99,), daemon=True).start()"
+    )
     with pytest.raises(Exception, match=r"importing has started 1 thread\(s\)"):
         machine.prepare("itself")
     package.write_text("raise ValueError('as asked')")

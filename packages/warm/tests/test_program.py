@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from .conftest import COMMAND, PROGRAMS, Machine
+if TYPE_CHECKING:
+    from conftest import Machine
+
+PROGRAMS = Path(__file__).parent / "programs"
 
 
 def facts_of(machine: Machine, *program: Any, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -62,9 +65,7 @@ def test_two_clients_run_at_once(warm: Machine) -> None:
 def test_descriptors_of_the_shell_arrive(warm: Machine, tmp_path: Path) -> None:
     (tmp_path / "reads.py").write_text("import sys\nprint(open(sys.argv[1]).read(), end='')\n")
     line = f'"$@" run {tmp_path}/reads.py <(echo from the shell)'
-    command = ["bash", "-c", line, "", *COMMAND]
+    command = ["bash", "-c", line, "", *warm.command]
     done = subprocess.run(command, env=warm.environ, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "from the shell\n"
     assert warm.served() == 1
-
-

@@ -104,21 +104,12 @@ def polyxla_prepare(environ: Mapping[str, str]) -> None:
 
 @hookspec(firstresult=True)
 def polyxla_preload(environ: Mapping[str, str]) -> Sequence[str] | None:
-    """Return the names of the modules that every replica needs; importing them must start nothing.
-
-    Called on the chosen runtime by ``polyxla warm on``, which imports them in a process for later launches.
-
-    Args:
-        environ: the environment, including the variables of `polyxla_environment`.
-    """
+    """Return the modules that ``polyxla warm on`` imports for later launches; that must start nothing."""
 
 
 @hookspec
 def polyxla_forked() -> None:
-    """Act on this process's environment as the import of the modules of `polyxla_preload` did on its parent's.
-
-    Called on the chosen runtime, in each fork of that process, before anything else.
-    """
+    """Do again, in a fork, what importing the modules of `polyxla_preload` did with another environment."""
 
 
 @hookspec(firstresult=True)

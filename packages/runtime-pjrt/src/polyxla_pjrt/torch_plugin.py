@@ -163,7 +163,7 @@ def _follow() -> None:
 
 
 def apply_environment() -> None:
-    """Act on this process's environment: at import, and once more in a fork that has an environment of its own.
+    """Act on this process's environment: at import, and again in a fork with an environment of its own.
 
     Watches for tensors on torch_xla's own client for the CPU, too, where the environment asks for several.
     """

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from polyxla import UsageError
+from polyxla import UsageError, env
 from polyxla.cli import script
 from polyxla.console import say
 from polyxla_warm import messages
@@ -44,7 +44,7 @@ def misfits(environ: Mapping[str, str], preload: Sequence[str]) -> list[str | No
     """Return, for each warm process, why it would not fit to `environ`; None if it fits."""
     request = _request("check", environ, preload=list(preload), own_path=[])
     found = []
-    for path in sockets(os.environ):
+    for path in sockets(env.snapshot()):
         with _connected(path) as connection:
             if connection and (answer := ask(connection, request)):
                 found.append(answer["refused"])
@@ -54,7 +54,7 @@ def misfits(environ: Mapping[str, str], preload: Sequence[str]) -> list[str | No
 def ask_all(kind: str) -> list[Message]:
     """Return the answers of all warm processes to a request without arguments."""
     answers = []
-    for path in sockets(os.environ):
+    for path in sockets(env.snapshot()):
         with _connected(path) as connection:
             if connection and (answer := ask(connection, {"kind": kind})):
                 answers.append(answer)
@@ -150,14 +150,14 @@ def _connect(path: Path) -> socket.socket | None:
 def _program_directory(program: Sequence[str]) -> str:
     """Return what the program will have first in `sys.path`."""
     if program[0] == "-m":
-        return os.getcwd()
-    path = os.path.realpath(program[0])
-    return path if os.path.isdir(path) else os.path.dirname(path)
+        return str(Path.cwd())
+    path = Path(program[0]).resolve()
+    return str(path if path.is_dir() else path.parent)
 
 
 def _inheritable() -> list[int]:
     """Return the descriptors that a program would inherit, such as those of a shell's redirections."""
-    numbers = [int(name) for name in os.listdir("/proc/self/fd")]
+    numbers = [int(path.name) for path in Path("/proc/self/fd").iterdir()]
     found = []
     for number in numbers:
         # The directory's own is closed again.

@@ -82,7 +82,7 @@ def _row(one: dict[str, Any]) -> list[Any]:
 
 
 def _choose(environ: dict[str, str], runtime: str | None) -> tuple[str, dict[str, str], tuple[str, ...]]:
-    """Return the runtime that a launch here would choose, the environment of its programs, and its modules."""
+    """Return the runtime that a launch would choose, the environment of its programs, and its modules."""
     asked = None if runtime is None else Setting(runtime, f"--runtime {runtime}")
     settings = env.from_environ(environ, runtime=asked)
     selection = select(environ, settings.runtime)

@@ -23,8 +23,8 @@ def surroundings() -> dict[str, Any]:
         "user and groups": [os.getresuid(), os.getresgid(), sorted(os.getgroups())],
         "CPUs": sorted(os.sched_getaffinity(0)),
         "control group": Path("/proc/self/cgroup").read_text(),
-        "namespaces": [os.readlink(f"/proc/self/ns/{name}") for name in _NAMESPACES],
-        "root directory": os.readlink("/proc/self/root"),
+        "namespaces": [str(Path(f"/proc/self/ns/{name}").readlink()) for name in _NAMESPACES],
+        "root directory": str(Path("/proc/self/root").readlink()),
         "stack limit": resource.getrlimit(resource.RLIMIT_STACK)[0],
     }
 
@@ -32,7 +32,7 @@ def surroundings() -> dict[str, Any]:
 def own_state() -> dict[str, Any]:
     """Return what `take_state` gives to a fork: directory, limits, priority, signals."""
     return {
-        "directory": os.getcwd(),
+        "directory": str(Path.cwd()),
         "umask": _umask(),
         "limits": {name: resource.getrlimit(getattr(resource, name)) for name in LIMITS},
         "priority": os.getpriority(os.PRIO_PROCESS, 0),

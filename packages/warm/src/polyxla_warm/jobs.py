@@ -17,7 +17,7 @@ class Job:
 
     Attributes:
         connection: its client's; the end of the process is reported there.
-        is_program: whether it is a program, which ends when its client does; fork servers see that themselves.
+        is_program: whether it is a program, which ends with its client; fork servers see that themselves.
     """
 
     connection: socket.socket

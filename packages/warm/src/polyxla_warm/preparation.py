@@ -13,7 +13,8 @@ from typing import Any
 
 from polyxla import env
 from polyxla.plugins.manager import load_plugins
-from polyxla_warm import files, variables
+from polyxla_warm import env as imports
+from polyxla_warm import files
 from polyxla_warm.facts import surroundings, unreachable
 from polyxla_warm.messages import Message
 from polyxla_warm.program import environment
@@ -37,7 +38,7 @@ class Preparation:
     runtime: str
     before: dict[str, str]
     after: dict[str, str]
-    reads: variables.Reads
+    reads: imports.Reads
     path: tuple[str, ...]
     imported: files.ImportedFiles
     own: dict[str, Any]
@@ -53,7 +54,7 @@ class Preparation:
 
     def variables(self) -> dict[str, str]:
         """Return those variables, of the environment in which it was started, that matter."""
-        names = variables.relevant(self.reads, self.before)
+        names = imports.relevant(self.reads, self.before)
         return {name: self.before[name] for name in sorted(names) if name in self.before}
 
     def misfit(self, request: Message) -> str | None:
@@ -67,18 +68,20 @@ class Preparation:
         if missing := [name for name in request["preload"] if name not in sys.modules]:
             return f"it has not imported {', '.join(missing)}"
         return (
-            variables.difference(self.before, self.after, self.reads, request["environ"])
+            imports.difference(self.before, self.after, self.reads, request["environ"])
             or unreachable(request["state"])
             or self._other_path(request)
         )
 
     def _other_path(self, request: Message) -> str | None:
         directory = request["state"]["directory"]
-        wanted = list(dict.fromkeys(os.path.join(directory, entry) for entry in request["path"]))
-        if [entry for entry in wanted if entry in self.path] != list(self.path):
+        wanted = (os.path.join(directory, entry) for entry in request["path"])
+        # In this order, with others between.
+        if not all(entry in wanted for entry in self.path):
             return "the module search path is not that of the warm process"
-        for entry in request["own_path"]:
-            if entry not in self.path and (found := files.shadowed(os.path.join(directory, entry))):
+        first, *others = request["own_path"] or [""]
+        for entry in [first, *(entry for entry in others if entry not in self.path)]:
+            if entry and (found := files.shadowed(os.path.join(directory, entry))):
                 return f"{found} would be imported in place of a module of the warm process"
         return None
 
@@ -94,7 +97,7 @@ def prepare(options: Options) -> Preparation:
         # The directory in which it was started is not every program's.
         del sys.path[0]
     before, path = env.snapshot(), tuple(dict.fromkeys(sys.path))
-    with variables.recorded_reads() as reads:
+    with imports.recorded_reads() as reads:
         for name in options.modules:
             importlib.import_module(name)
         load_plugins(options.runtime)

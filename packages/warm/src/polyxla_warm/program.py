@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from polyxla import env
@@ -43,7 +44,7 @@ def become_program(request: Mapping[str, Any], descriptors: Sequence[int], path:
     sys.orig_argv[:] = command
     sys.argv[:] = [str(script.__file__), *command[3:]]
     by_imports = [entry for entry in sys.path if entry not in path]
-    sys.path[:] = [*([] if sys.flags.safe_path else [os.getcwd()]), *path, *by_imports]
+    sys.path[:] = [*([] if sys.flags.safe_path else [str(Path.cwd())]), *path, *by_imports]
     script.main()
 
 
@@ -57,7 +58,9 @@ def become_fork_server(
     number = fcntl.fcntl(control, fcntl.F_DUPFD_CLOEXEC, _first_free())
     os.close(control)
     _take(request, others)
-    fork_server.leave_interrupts()
+    # The launching process ends the replicas.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     fork_server.serve(socket.socket(fileno=number), adapt)
 
 
@@ -77,7 +80,7 @@ def _take(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
     # What Python and NumPy drew or noted when they were imported. Python's own generators see a fork.
     process: Any = multiprocessing.process
     process.current_process().authkey = os.urandom(32)
-    process.ORIGINAL_DIR = os.getcwd()
+    process.ORIGINAL_DIR = str(Path.cwd())
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     importlib.invalidate_caches()

@@ -1,8 +1,8 @@
 """The warm process: import once, then fork programs and fork servers for this user's clients.
 
 It has one thread, touches no device, and listens on a socket in the user's private directory. A client sends
-its request, the process answers whether it fits, the client sends its descriptors, and the process forks. Then
-it reports the fork's process id and its end, and takes signals for it.
+its request, the process answers whether it fits, the client sends its descriptors, and the process forks.
+Then it reports the fork's process id and its end, and takes signals for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from polyxla import PolyxlaError
+from polyxla import PolyxlaError, env
 from polyxla_warm import messages
 from polyxla_warm.directory import new_socket
 from polyxla_warm.jobs import Job, Jobs
@@ -39,11 +39,11 @@ Work = Callable[[], None]
 def main() -> None:
     """Prepare, by the options in the first argument, and serve; in a fork, be what the client asked for."""
     options = Options(**json.loads(sys.argv[1]))
-    directory = os.getcwd()
+    directory = str(Path.cwd())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         preparation = prepare(options)
-        path = new_socket(os.environ, os.getpid())
+        path = new_socket(env.snapshot(), os.getpid())
         server = Server(preparation, options, path, directory)
     except Exception as error:
         problem = str(error) if isinstance(error, PolyxlaError) else f"{type(error).__name__}: {error}"
@@ -59,8 +59,8 @@ def main() -> None:
 
 def _answer(options: Options, **answer: Any) -> None:
     if options.ready >= 0:
-        with open(options.ready, "w", encoding="utf-8") as ready:
-            json.dump(answer, ready)
+        os.write(options.ready, json.dumps(answer).encode())
+        os.close(options.ready)
 
 
 class Server:

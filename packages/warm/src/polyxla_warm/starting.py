@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from polyxla import PolyxlaError
@@ -66,10 +67,10 @@ def start(options: Options, environ: Mapping[str, str]) -> int:
     ours, theirs = os.pipe()
     try:
         options = Options(options.runtime, options.modules, options.idle_s, theirs)
-        process = spawn(options, environ, os.getcwd())
+        process = spawn(options, environ, str(Path.cwd()))
     finally:
         os.close(theirs)
-    with open(ours, encoding="utf-8") as ready, _killed_unless_ready(process):
+    with os.fdopen(ours, encoding="utf-8") as ready, _killed_unless_ready(process):
         if not select.select([ready], [], [], READY_TIMEOUT_S)[0]:
             raise NotReadyError(f"the warm process was not ready within {READY_TIMEOUT_S:g} s")
         answer: dict[str, Any] = json.loads(ready.read() or "{}")

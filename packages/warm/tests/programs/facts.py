@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,25 +24,42 @@ main = sys.modules["__main__"]
 def stream(one: Any) -> list[Any]:
     """Describe a standard stream."""
     buffering = [one.line_buffering, one.write_through]
-    return [one.name, one.mode, one.encoding, one.errors, one.isatty(), *buffering, one.fileno(), one.newlines]
+    return [
+        one.name,
+        one.mode,
+        one.encoding,
+        one.errors,
+        one.isatty(),
+        *buffering,
+        one.fileno(),
+        one.newlines,
+    ]
 
 
 facts = {
     "argv": sys.argv,
     "orig_argv": sys.orig_argv,
     "path": sys.path,
-    "directory": os.getcwd(),
+    "directory": str(Path.cwd()),
     "environ": dict(os.environ),
     "umask": os.umask(0o77),
-    "limits": {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if "RLIMIT" in name},
+    "limits": {
+        name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if "RLIMIT" in name
+    },
     "priority": os.getpriority(os.PRIO_PROCESS, 0),
     "handlers": [str(signal.getsignal(one)).partition(" at ")[0] for one in signal.Signals],
     "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
     "wakeup": signal.set_wakeup_fd(-1),
     "streams": [stream(one) for one in (sys.stdin, sys.stdout, sys.stderr)],
     "originals": [sys.stdin is sys.__stdin__, sys.stdout is sys.__stdout__, sys.stderr is sys.__stderr__],
-    "descriptors": sorted(int(one) for one in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{one}")),
-    "main": [main.__name__, main.__file__, str(main.__spec__), main.__package__, globals() is vars(main)],
+    "descriptors": sorted(int(one.name) for one in Path("/proc/self/fd").iterdir() if one.exists()),
+    "main": [
+        main.__name__,
+        main.__file__,
+        getattr(main.__spec__, "name", None),
+        main.__package__,
+        globals() is vars(main),
+    ],
     "flags": list(sys.flags),
     "locale": locale.setlocale(locale.LC_ALL),
     "filters": [str(one) for one in warnings.filters],

@@ -82,10 +82,7 @@ def make_run_plan(
 
 
 def replace_process(plan: RunPlan, environ: Mapping[str, str]) -> NoReturn:
-    """Become the program, which keeps the process id and receives signals directly.
-
-    If a prepared process runs it instead, this process passes on its signals and its end.
-    """
+    """Become the program; if a prepared process runs it, pass on its signals, and end as it ends."""
     sys.stdout.flush()
     sys.stderr.flush()
     # A Ctrl-C waits until the program's process can report it: python itself would print a traceback.

@@ -34,25 +34,19 @@ def main() -> None:
     """Serve the socket whose descriptor is the second argument."""
     (number,) = json.loads(sys.argv[2])
     control = socket.socket(fileno=number)
-    leave_interrupts()
+    # A terminal's Ctrl-C reaches every process of the group; the launching process ends the replicas.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     before = env.snapshot()
     for name in json.loads(sys.argv[3]):
         importlib.import_module(name)
     serve(control, functools.partial(merged, before, env.snapshot()))
 
 
-def leave_interrupts() -> None:
-    """Ignore Ctrl-C, which a terminal sends to the whole group; the launching process ends the replicas."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
 def serve(control: socket.socket, adapt: Callable[[dict[str, str]], dict[str, str]]) -> None:
-    """Be the fork server after its imports; return in a replica's process, when its work is done.
+    """Be the fork server after its imports; in a replica's process, return when its work is done.
 
-    Args:
-        control: the socket of the launching process.
-        adapt: turns the environment that the launching process sends a replica into the replica's.
+    `adapt` turns the environment that the launching process sends for a replica into the replica's.
     """
     pipe = _Server(control).serve()
     if pipe is None:
@@ -61,9 +55,7 @@ def serve(control: socket.socket, adapt: Callable[[dict[str, str]], dict[str, st
     child.serve(pipe, adapt)
 
 
-def merged(
-    before: Mapping[str, str], after: Mapping[str, str], wanted: Mapping[str, str]
-) -> dict[str, str]:
+def merged(before: Mapping[str, str], after: Mapping[str, str], wanted: Mapping[str, str]) -> dict[str, str]:
     """Return the environment `wanted`, with what imports have set in theirs, unless it has another value."""
     imported = {name: value for name, value in after.items() if before.get(name) != value}
     kept = {name: value for name, value in imported.items() if wanted.get(name) == before.get(name)}
@@ -92,7 +84,10 @@ class _Server:
                 self._reap()
             if self._control in ready:
                 requested = time.monotonic()
-                data, descriptors, _, _ = socket.recv_fds(self._control, 4096, 1)
+                data = b""
+                # Reset: the launching process was killed before it read a report.
+                with contextlib.suppress(ConnectionResetError):
+                    data, descriptors, _, _ = socket.recv_fds(self._control, 4096, 1)
                 if not data:
                     return None
                 if pipe := self._fork(json.loads(data), Connection(descriptors[0])):

@@ -1,8 +1,4 @@
-"""Prepared processes, which have imported the heavy modules already; polyxla-warm provides them.
-
-The package that provides them names an object in the entry-point group ``polyxla.prepared``. Without one, or
-if none fits, processes start in the ordinary way.
-"""
+"""Processes that have imported the heavy modules already, such as those of polyxla-warm."""
 
 from __future__ import annotations
 
@@ -14,14 +10,14 @@ from typing import Protocol
 from polyxla.launcher.process_handle import Process
 
 GROUP = "polyxla.prepared"
-"""Entry-point group; the name of the entry does not matter."""
+"""Entry-point group of the one installed object that provides them."""
 
 
 class PreparedProcesses(Protocol):
-    """The object, or module, that the entry point names. It must not import heavy modules."""
+    """That object. Where none of its processes fits, a process starts in the ordinary way."""
 
     def run_program(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Run `command`, of `polyxla.cli.run.RunPlan`, and end this process as it ends; return if none fits."""
+        """Run the `command` of a `RunPlan`, and end this process as it ends; return if no process fits."""
 
     def fork_server(
         self, control: socket.socket, environ: Mapping[str, str], preload: Sequence[str]
@@ -30,8 +26,6 @@ class PreparedProcesses(Protocol):
 
 
 def prepared_processes() -> PreparedProcesses | None:
-    """Return the object of the first installed package that provides one."""
-    for point in importlib.metadata.entry_points(group=GROUP):
-        found: PreparedProcesses = point.load()
-        return found
-    return None
+    """Return the installed object; None if there is none."""
+    points = importlib.metadata.entry_points(group=GROUP)
+    return next((point.load() for point in points), None)

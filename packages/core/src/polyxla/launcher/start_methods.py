@@ -69,9 +69,9 @@ class ForkServer:
     def __init__(self, environ: Mapping[str, str], preload: Sequence[str]) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ready = prepared_processes()
-        self.process: Process = (ready and ready.fork_server(theirs, environ, preload)) or _python(
-            fork_server, [theirs.fileno()], environ, json.dumps(list(preload))
-        )
+        warm = ready.fork_server(theirs, environ, preload) if ready else None
+        cold = [theirs.fileno()], environ, json.dumps(list(preload))
+        self.process: Process = warm or _python(fork_server, *cold)
         theirs.close()
         self._control.setblocking(False)
         self._numbers = itertools.count()

@@ -9,22 +9,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyxla import env
+from polyxla import env as core
 
 # fmt: off
 READ_BY_LIBRARIES = (
     "ACC_", "AS_SECURE_", "ATEN_", "CASK_", "COVERAGE_", "COV_CORE_", "CUBLAS", "CUDA_", "DNNL_", "GCS_",
-    "GFORTRAN_", "GLIBC_", "GOMP_", "GOTO_", "GRPC_", "INTEL_", "I_MPI_", "JAX_", "KINETO_", "KMP_", "LANG", "LC_",
-    "LD_", "LIBNVVM_", "LLVM_", "LOCALTIME", "MALLOC_", "MKL", "MPI", "NCCL_", "NPY_", "NUMPY_", "NVRTC_",
-    "NV_", "OMP_", "ONEDNN_", "OPENBLAS_", "OPENSSL_", "PYTHON", "PYTORCH", "TF_", "TORCH", "TRITON_", "TZ",
-    "XLA_", "XRT_",
+    "GFORTRAN_", "GLIBC_", "GOMP_", "GOTO_", "GRPC_", "INTEL_", "I_MPI_", "JAX_", "KINETO_", "KMP_", "LANG",
+    "LC_", "LD_", "LIBNVVM_", "LLVM_", "LOCALTIME", "MALLOC_", "MKL", "MPI", "NCCL_", "NPY_", "NUMPY_",
+    "NVRTC_", "NV_", "OMP_", "ONEDNN_", "OPENBLAS_", "OPENSSL_", "PYTHON", "PYTORCH", "TF_", "TORCH", "TRITON_",
+    "TZ", "XLA_", "XRT_",
 )
 # fmt: on
 """Prefixes of the variables that Python, the C library and the libraries of torch, torch_xla, JAX and NumPy
 read in C while they start or are imported; and those by which another runtime would be chosen.
 
-Source: a list of their calls of getenv, made with torch 2.9.1, torch_xla 2.9.0 and jax 0.10.2; LD_, GLIBC_ and
-MALLOC_ are the C library's own.
+Source: a list of their calls of getenv, made with torch 2.9.1, torch_xla 2.9.0 and jax 0.10.2; LD_, GLIBC_
+and MALLOC_ are the C library's own.
 """
 READ_LATER = frozenset(["XLA_THREAD_POOL_SIZE"])
 """Variables with such a prefix that are read when a device is opened; launches set them for replicas."""
@@ -46,7 +46,7 @@ class _Recorder(os._Environ):  # type: ignore[type-arg]  # noqa: SLF001
 
     def __getitem__(self, name: str) -> str:
         # Copies of all variables read each by its name. In a fork, `polyxla_forked` acts on polyxla's.
-        is_copy = sys._getframe(1).f_globals is vars(env) or sys._getframe(2).f_globals is vars(env)
+        is_copy = sys._getframe(1).f_globals is vars(core) or sys._getframe(2).f_globals is vars(core)
         if name != self._listed and not is_copy:
             self.reads.values.add(name)
         self._listed = None
