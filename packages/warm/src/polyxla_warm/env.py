@@ -16,8 +16,8 @@ READ_BY_LIBRARIES = (
     "ACC_", "AS_SECURE_", "ATEN_", "CASK_", "COVERAGE_", "COV_CORE_", "CUBLAS", "CUDA_", "DNNL_", "GCS_",
     "GFORTRAN_", "GLIBC_", "GOMP_", "GOTO_", "GRPC_", "INTEL_", "I_MPI_", "JAX_", "KINETO_", "KMP_", "LANG",
     "LC_", "LD_", "LIBNVVM_", "LLVM_", "LOCALTIME", "MALLOC_", "MKL", "MPI", "NCCL_", "NPY_", "NUMPY_",
-    "NVRTC_", "NV_", "OMP_", "ONEDNN_", "OPENBLAS_", "OPENSSL_", "PYTHON", "PYTORCH", "TF_", "TORCH", "TRITON_",
-    "TZ", "XLA_", "XRT_",
+    "NVRTC_", "NV_", "OMP_", "ONEDNN_", "OPENBLAS_", "OPENSSL_", "PYTHON", "PYTORCH", "TF_", "TORCH",
+    "TRITON_", "TZ", "XLA_", "XRT_",
 )
 # fmt: on
 """Prefixes of the variables that Python, the C library and the libraries of torch, torch_xla, JAX and NumPy

@@ -67,7 +67,7 @@ facts = {
     "threads": [one.name for one in threading.enumerate()],
     "is_main_thread": threading.current_thread() is threading.main_thread(),
     "thresholds": gc.get_threshold(),
-    "original_directory": multiprocessing.process.ORIGINAL_DIR,
+    "original_directory": vars(multiprocessing.process)["ORIGINAL_DIR"],
     "process": multiprocessing.current_process().name,
     "recursion": sys.getrecursionlimit(),
     "excepthook": sys.excepthook is sys.__excepthook__,
