@@ -34,6 +34,7 @@ ALLOWED = {
         "runtime-xrt",
         "sampler",
         "training",
+        "warm",
     },
     "pod": {"core", "tpu"},
     "precision": set(),

@@ -61,10 +61,8 @@ def polyxla_preload(environ: Mapping[str, str]) -> tuple[str, ...]:
 @hookimpl
 def polyxla_forked() -> None:
     """Do what torch_xla's import of this runtime would have done in this environment."""
-    # Not imported yet, it acts on the right environment by itself.
-    if "polyxla_pjrt.torch_plugin" in sys.modules:
-        from polyxla_pjrt import torch_plugin
-
+    # Only torch_xla imports it. If it has not yet, it will act on the right environment by itself.
+    if torch_plugin := sys.modules.get("polyxla_pjrt.torch_plugin"):
         torch_plugin.apply_environment()
 
 
