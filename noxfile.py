@@ -41,7 +41,7 @@ PROJECTS: dict[str, dict[str, Any]] = {
 PACKAGE_OF = {project["name"]: package for package, project in PROJECTS.items()}
 # Each of the two frameworks needs a release of torch of its own: their packages are never in one environment.
 ON_TORCH_XLA = ["polyxla", "runtime-pjrt", "runtime-xrt"]
-ON_TORCH_TPU = ["runtime-torchtpu"]
+ON_TORCH_TPU = ["runtime-torchtpu", "torchtpu"]
 WITH_TORCH_XLA = [package for package in PROJECTS if package not in ON_TORCH_TPU]
 WITH_TORCH_TPU = [package for package in PROJECTS if package not in ON_TORCH_XLA]
 TESTED = [package for package in WITH_TORCH_XLA if any(ROOT.glob(f"packages/{package}/tests/test_*.py"))]
@@ -166,7 +166,7 @@ def types(session: nox.Session) -> None:
     """Check types strictly, one package at a time: tests of two packages may share a name."""
     install(session, WITH_TORCH_XLA, group("types"), with_extras=["training"], editable=True)
     # Not installed here, where torch_xla is.
-    sources = {"MYPYPATH": os.pathsep.join(f"packages/{package}/src" for package in ON_TORCH_TPU)}
+    sources = {"MYPYPATH": "packages/runtime-torchtpu/src"}
     for package in PROJECTS:
         parts = [f"packages/{package}/{part}" for part in ("src", "tests")]
         if parts := [part for part in parts if any((ROOT / part).rglob("*.py"))]:
@@ -327,7 +327,7 @@ def look_into(wheel: Path, package: str) -> list[str]:
     }
     missing = {*files, f"{info}/METADATA", f"{info}/licenses/LICENSE"} - names
     problems = [f"{name} is missing" for name in sorted(missing)]
-    # The umbrella has no code.
+    # The umbrellas have no code.
     if files and not any(name.endswith("/py.typed") for name in files):
         problems.append("py.typed is missing")
     problems += wrong_tag(wheel)
