@@ -152,6 +152,7 @@ COMMANDS = [
     "report",
     "run",
     "runtimes",
+    "warm",
     "worker",
 ]
 
@@ -352,6 +353,7 @@ SOURCES = {
     "bridge": "packages/bridge/src/polyxla_bridge",
     "pod": "packages/pod/src/polyxla_pod",
     "doctor": "packages/doctor/src/polyxla_doctor",
+    "warm": "packages/warm/src/polyxla_warm",
     "launch-ray": "packages/launch-ray/src/polyxla_launch_ray",
     "sampler": "packages/sampler/src/polyxla_sampler",
     "precision": "packages/precision/src/polyxla_precision",
