@@ -46,12 +46,9 @@ def test_a_test_has_the_outcome_of_its_replicas(
     }, done.stdout
     assert re.search(r"^SKIPPED \[1\] \S+: not on 2$", done.stdout, re.MULTILINE)
     assert "\nreplicas 0, 1: assert [1, 2] == [1, 3]\n" in done.stdout
-    if runtime.name != "xrt":
-        # After a test in which a replica waits for one that failed, the worker is replaced, and may not yet
-        # listen when the next test starts.
-        assert done.stdout.count("\nreplica 1: AssertionError: not here\n") == 2, done.stdout
-        assert re.search(r"Captured stdout of replica 1 call -+\ntwo words of 1\n", done.stdout)
-        assert re.search(r"^ReplicaLostError: .*replica 1.* exited with code 3", done.stdout, re.MULTILINE)
+    assert done.stdout.count("\nreplica 1: AssertionError: not here\n") == 2, done.stdout
+    assert re.search(r"Captured stdout of replica 1 call -+\ntwo words of 1\n", done.stdout)
+    assert re.search(r"^ReplicaLostError: .*replica 1.* exited with code 3", done.stdout, re.MULTILINE)
     assert "Mark it with @pytest.mark.replicas(2), which runs it on two." in done.stdout
 
 

@@ -29,8 +29,9 @@ from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
 from polyxla.env import snapshot
 from polyxla_bridge.programs.executable import ArrayType
+from polyxla_xrt.client.channel import WorkerChannel
 from polyxla_xrt.client.engine import MAX_IN_FLIGHT, RemoteEngine
-from polyxla_xrt.client.lease import Lease
+from polyxla_xrt.client.lease import REPLACED_S, Lease
 from polyxla_xrt.config.assignment import Assignment
 from polyxla_xrt.errors import WorkerHeldError, WorkerRefusedError
 from polyxla_xrt.proto import worker_pb2 as pb
@@ -38,6 +39,7 @@ from polyxla_xrt.proto import worker_pb2_grpc
 from polyxla_xrt.protocol.worker import PROTOCOL
 from polyxla_xrt.server.worker import logs
 
+PATIENCE_S = 40.0
 SOON_S = 10.0
 """Time within which the worker notices that a client died, in seconds."""
 
@@ -193,6 +195,40 @@ def test_a_program_that_waits_for_a_dead_replica_ends_with_its_process(worker: A
     worker.wait_until_replaced(serving)
     serves_a_job(worker, client)
     assert "a program of the job cannot be stopped: replacing this process" in worker.log
+
+
+def answers(address: str) -> bool:
+    """Return whether a worker answers a connection of its own, which a refused one would not survive."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=SOON_S):
+        channel = WorkerChannel(address, snapshot())
+        try:
+            return channel.status(timeout_s=REPLACED_S).protocol == PROTOCOL
+        finally:
+            channel.close()
+
+
+@pytest.mark.parametrize("is_wedged", [True, False], ids=["wedged", "killed"])
+def test_no_connection_is_refused_while_the_process_is_replaced(
+    worker: Any, client: Start, is_wedged: bool
+) -> None:
+    serving = worker.serving_pid
+    _, sessions = job_of_two(worker, client)
+    assert sessions[0].order("stall") == "sent"
+    if is_wedged:
+        time.sleep(0.5)
+        sessions[1].kill()
+    with ThreadPoolExecutor(21) as pool:
+        # The next job's, which waits for the one that cannot be stopped.
+        following = pool.submit(Lease, worker.address, 2, snapshot(), wait_s=SOON_S)
+        if not is_wedged:
+            os.kill(serving, signal.SIGKILL)
+        deadline = time.monotonic() + PATIENCE_S
+        while Path(f"/proc/{serving}").exists():
+            assert time.monotonic() < deadline, worker.log
+        assert all(pool.map(answers, [worker.address] * 20))
+        following.result(PATIENCE_S).close()
+    worker.wait_until_free()
 
 
 def test_a_limited_number_of_executions_is_in_flight(worker: Any) -> None:

@@ -23,8 +23,8 @@ from polyxla_xrt.protocol.channel_options import CLIENT_OPTIONS
 from polyxla_xrt.protocol.worker import OPTIONS, PROTOCOL, SERVICE
 
 _REPLACED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-"""What a call gets while the worker's process is replaced: nobody listens, or the old process stops with the
-call in its hands."""
+"""What a call gets while the worker's process is replaced: the old process ends with the call, or the
+connection was waiting for a process."""
 
 
 class WorkerChannel:
@@ -75,17 +75,20 @@ class WorkerChannel:
         )
         return session(commands, metadata=self._metadata)
 
-    def status(self, call: Literal["Status", "Drain"] = "Status") -> pb.StatusReply:
+    def status(
+        self, call: Literal["Status", "Drain"] = "Status", timeout_s: float = ANSWER_S
+    ) -> pb.StatusReply:
         """Ask for the worker's status, which also checks that it is a worker and accepts this client.
 
         Args:
             call: ``Drain`` also drains the worker.
+            timeout_s: longest wait, in seconds.
 
         Raises:
             WorkerError: nothing answers in time, the server is not a worker, or it refuses this client.
         """
         request = pb.StatusRequest() if call == "Status" else pb.DrainRequest()
-        deadline = time.monotonic() + ANSWER_S
+        deadline = time.monotonic() + timeout_s
         while True:
             left = max(0.1, deadline - time.monotonic())
             try:

@@ -19,6 +19,8 @@ from polyxla_xrt.errors import WorkerConnectError, WorkerError, WorkerHeldError,
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol.worker import PROTOCOL, format_holder
 
+REPLACED_S = 20.0
+"""How long a worker that has answered may then be without a process that serves, in seconds."""
 CLOSE_S = 2.0
 """Longest wait for the end of the call, in seconds."""
 
@@ -93,17 +95,18 @@ class Lease:
 
     def _wait_for(self, request: pb.LeaseRequest, on_wait: Callable[[str], None]) -> pb.Granted:
         """Request the cores; again if the worker's process is replaced meanwhile."""
-        deadline = time.monotonic() + request.wait_s
+        found = self._channel.status()
+        _check_cores(request.cores, found.cores, self._channel.address)
+        started, wait_s = time.monotonic(), request.wait_s
         while True:
-            found = self._channel.status()
-            _check_cores(request.cores, found.cores, self._channel.address)
             self._call = self._channel.call("Lease", request)
             try:
                 return self._granted(on_wait)
             except WorkerConnectError:
-                if time.monotonic() >= deadline:
+                if time.monotonic() - started >= max(wait_s, REPLACED_S):
                     raise
-                request.wait_s = deadline - time.monotonic()
+            self._channel.status(timeout_s=REPLACED_S)
+            request.wait_s = max(0.0, started + wait_s - time.monotonic())
 
     def _granted(self, on_wait: Callable[[str], None]) -> pb.Granted:
         try:

@@ -50,7 +50,7 @@ def check_reachable(address: str, environ: Mapping[str, str], timeout_s: float =
     Args:
         address: the worker's address.
         environ: the environment to connect with.
-        timeout_s: how long to retry if nothing listens: the worker's process may be being replaced.
+        timeout_s: how long to retry: while the worker's process is replaced, connections are not answered.
 
     Raises:
         WorkerConnectError: there is no worker at the address.
@@ -59,12 +59,10 @@ def check_reachable(address: str, environ: Mapping[str, str], timeout_s: float =
         # A TLS server does not answer a probe in the clear.
         return
     deadline = time.monotonic() + timeout_s
-    while (found := look(address)) not in (SPEAKS_HTTP2, SILENT):
+    while (found := look(address)) != SPEAKS_HTTP2:
         if time.monotonic() >= deadline:
             raise unreachable(address, found, environ)
         time.sleep(RETRY_S)
-    if found == SILENT:
-        raise unreachable(address, found, environ)
 
 
 def unreachable(address: str, found: str, environ: Mapping[str, str]) -> WorkerConnectError:

@@ -136,9 +136,11 @@ def serve(serving: ServingOptions, engines: JobEngines, ready: Callable[[], None
             "ending a job: the worker was stopped", extra={"event": {"holder": format_holder(job.holder)}}
         )
         job.end(PjrtError(Code.UNAVAILABLE, f"the worker at {serving.address} was stopped"))
-    # The job of a process that must be replaced has been notified before. Nobody listens from here until its
-    # successor does, and clients give up after a few seconds.
-    server.stop(0 if codes[0] == REPLACE else LEAVE_S).wait(LEAVE_S)
+    if codes[0] == REPLACE:
+        # Its job has been notified before. The server is not stopped: that would end the listening sockets,
+        # in which the supervisor lets connections wait for the successor.
+        return REPLACE
+    server.stop(LEAVE_S).wait(LEAVE_S)
     return codes[0]
 
 

@@ -18,13 +18,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from polyxla import UsageError
 from polyxla_xrt.config.addresses import join_address
-from polyxla_xrt.server.worker import glibc_memory, process
+from polyxla_xrt.server.worker import glibc_memory, listeners, process
 from polyxla_xrt.server.worker.platforms.engines import Served
 from polyxla_xrt.server.worker.process import REPLACE, UNOPENED, ServingOptions
 
@@ -37,6 +37,8 @@ MAX_FAILED_STARTS = 3
 REOPEN_S = 120.0
 """How long a new serving process may find the devices occupied by the previous one, in seconds."""
 REOPEN_POLL_S = 1.0
+_MAX_REPORT_BYTES = 1 << 16
+_MAX_LISTENERS = 64
 _STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 _log = logging.getLogger("polyxla.worker")
@@ -80,6 +82,8 @@ class _Supervisor:
         self._environ = environ
         self._pid = 0
         self._is_stopping = False
+        # Of the last process that served: connections wait in them while there is none.
+        self._listeners: list[int] = []
 
     def run(self, ready: Callable[[Served], None]) -> int:
         # The other end closes when this process ends, however it ends.
@@ -113,7 +117,7 @@ class _Supervisor:
 
     def _fork(self, alive: int, before: Served | None) -> Served | UsageError | None:
         """Fork a serving process; return what it serves or why it cannot, or None if it died before that."""
-        readable, writable = os.pipe()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sys.stdout.flush()
         sys.stderr.flush()
         # Signals stay blocked until this process knows the child's pid, to pass them on, and until the child
@@ -121,21 +125,25 @@ class _Supervisor:
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
         self._pid = os.fork()
         if self._pid == 0:
-            os.close(readable)
-            os.close(self._life)
-            self._serve(alive, writable, before)
+            ours.close()
+            for number in (self._life, *self._listeners):
+                os.close(number)
+            self._serve(alive, theirs, before)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
         if self._is_stopping:
             # The signal came before there was a child to pass it on to.
             self._stop()
-        # The child holds the only writable end now: the read ends when it is ready, or dead.
-        os.close(writable)
-        with os.fdopen(readable, "rb") as pipe:
-            report = pipe.read()
-        found: Served | UsageError | None = pickle.loads(report) if report else None
-        return found
+        # The child holds the only other end now: the wait ends when it is ready, or dead.
+        theirs.close()
+        with ours:
+            report, found, _, _ = socket.recv_fds(ours, _MAX_REPORT_BYTES, _MAX_LISTENERS)
+        if found:
+            listeners.turn_away(self._listeners)
+            self._listeners = found
+        result: Served | UsageError | None = pickle.loads(report) if report else None
+        return result
 
-    def _serve(self, alive: int, ready: int, before: Served | None) -> None:
+    def _serve(self, alive: int, ready: socket.socket, before: Served | None) -> None:
         code = 1
         try:
             # A terminal sends Ctrl-C to both processes; the supervisor decides and sends SIGTERM.
@@ -145,7 +153,12 @@ class _Supervisor:
             _end_with_supervisor(alive)
             glibc_memory.share_arena()
             engines = process.open_engines(self._serving, self._environ, before)
-            code = process.serve(self._serving, engines, lambda: _report(ready, engines.served))
+            port = int(self._serving.address.rpartition(":")[2])
+            code = process.serve(
+                self._serving,
+                engines,
+                lambda: _report(ready, engines.served, listeners.own_listeners(port)),
+            )
         except UsageError as error:
             _report(ready, error)
         except Exception:
@@ -179,9 +192,9 @@ def _end_with_supervisor(alive: int) -> None:
     threading.Thread(target=wait, name="polyxla-supervisor", daemon=True).start()
 
 
-def _report(pipe: int, found: Served | UsageError) -> None:
-    os.write(pipe, pickle.dumps(found))
-    os.close(pipe)
+def _report(to: socket.socket, found: Served | UsageError, files: Sequence[int] = ()) -> None:
+    with to:
+        socket.send_fds(to, [pickle.dumps(found)], files)
 
 
 def _hold(host: str, port: int, option: str) -> socket.socket:
