@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,8 +34,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--xrt-worker",
         default="",
-        metavar="OPTIONS",
-        help="such as '--platform plugin=PATH --plugin-option cpu_device_count=8'",
+        metavar="[NAME=VALUE ...] OPTIONS",
+        help="such as '--platform plugin=PATH --plugin-option cpu_device_count=8', "
+        "or 'POLYXLA_EMULATE=v4-8 --platform tpu --devices 4'",
     )
 
 
@@ -152,23 +154,36 @@ def _node_of_this_process() -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def runtime(runtime: RuntimeUnderTest, pytestconfig: pytest.Config) -> Iterator[RuntimeUnderTest]:
+def runtime(
+    runtime: RuntimeUnderTest, chosen_worker: tuple[list[str], dict[str, str]]
+) -> Iterator[RuntimeUnderTest]:
     """The runtime under test; for xrt with a worker that its replicas run on."""
     if runtime.name != "xrt":
         yield runtime
         return
     with (
-        _worker(8, shlex.split(pytestconfig.getoption("--xrt-worker"))) as address,
+        _worker(8, *chosen_worker) as address,
         temporary_environ({**os.environ, "XRT_TPU_CONFIG": f"tpu_worker;0;{address}"}),
     ):
         yield runtime
 
 
+@pytest.fixture(scope="session")
+def chosen_worker(pytestconfig: pytest.Config) -> tuple[list[str], dict[str, str]]:
+    """The options and the variables of the workers that ``--xrt-worker`` chooses."""
+    words = shlex.split(pytestconfig.getoption("--xrt-worker"))
+    variables = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
+    return words[len(variables) :], dict(one.split("=", 1) for one in variables)
+
+
 @contextmanager
-def _worker(cores: int, options: list[str]) -> Iterator[str]:
+def _worker(cores: int, options: list[str], variables: Mapping[str, str]) -> Iterator[str]:
     """Serve cores on a free port, as from another terminal."""
     command = ["polyxla", "worker", "--address", "127.0.0.1:0", "--devices", str(cores), "--json", *options]
-    worker = subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True)
+    environ = {**os.environ, **variables}
+    worker = subprocess.Popen(
+        [sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True, env=environ
+    )
     assert worker.stdout is not None
     try:
         lines = iter(worker.stdout.readline, "")

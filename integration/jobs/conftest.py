@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -65,9 +64,9 @@ class Served:
 
 
 @pytest.fixture
-def serve(pytestconfig: pytest.Config) -> Iterator[Callable[..., Served]]:
+def serve(chosen_worker: tuple[list[str], dict[str, str]]) -> Iterator[Callable[..., Served]]:
     """Start workers that end with the test."""
-    chosen = shlex.split(pytestconfig.getoption("--xrt-worker"))
+    chosen, variables = chosen_worker
     with ExitStack() as stack:
 
         def start(
@@ -82,7 +81,8 @@ def serve(pytestconfig: pytest.Config) -> Iterator[Callable[..., Served]]:
                 "--json",
                 *platform,
             ]
-            process = host.start("-m", "polyxla", "worker", *options, **environ)
+            of_platform = variables if platform is chosen else {}
+            process = host.start("-m", "polyxla", "worker", *options, **of_platform, **environ)
             stack.callback(process.communicate)
             stack.callback(process.kill)
             assert process.stdout is not None

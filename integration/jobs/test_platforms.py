@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -76,3 +77,26 @@ def test_digits_trains_on_a_played_tpu(
     assert served.status()["platform"] == "tpu"
     out, _ = printed(launch(here, "-m", "polyxla", "run", *DIGITS, **variables(served, cores)))
     assert json.loads(out)["test_accuracy"] > 0.97
+
+
+def check_mnist(served: Served, launch: Launch, cores: int) -> None:
+    command = ("-m", "polyxla", "run", str(SEEDS / "mnist_multi.py"), str(1280 * cores))
+    out, _ = printed(launch(served.host, *command, **variables(served, cores)))
+    found = sorted(re.findall(r"ordinal (\d+) steps 10 first (\S+) last (\S+)", out))
+    assert [int(ordinal) for ordinal, *_ in found] == list(range(cores))
+    # All images and labels are equal, so the loss can only fall.
+    assert all(float(last) < float(first) for _, first, last in found)
+
+
+@pytest.mark.long
+def test_multi_device_mnist_runs_on_a_plugin(serve: Serve, launch: Launch, here: Host) -> None:
+    check_mnist(on_plugin(serve, here, 8), launch, 8)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "cores"), [("v3-8", 8), ("v4-8", 4)])
+def test_multi_device_mnist_runs_on_a_played_tpu(
+    serve: Serve, launch: Launch, here: Host, kind: str, cores: int
+) -> None:
+    served = serve(here, cores, platform=("--platform", "tpu"), POLYXLA_EMULATE=kind)
+    check_mnist(served, launch, cores)
