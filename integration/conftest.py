@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="",
         metavar="[NAME=VALUE ...] OPTIONS",
         help="such as '--platform plugin=PATH --plugin-option cpu_device_count=8', "
-        "or 'POLYXLA_EMULATE=v4-8 --platform tpu --devices 4'",
+        "or 'POLYXLA_EMULATE=v4-8 --platform tpu --devices 4', always with the number of cores",
     )
 
 

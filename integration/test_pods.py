@@ -102,6 +102,7 @@ def test_the_launcher_says_which_replica_of_which_host_the_others_wait_for(
     assert re.search(account, error), error
 
 
+@pytest.mark.long
 def test_hosts_that_share_the_directory_of_the_checkpoints_train_and_others_do_not(
     run_pod: RunPod, tmp_path: Path
 ) -> None:
