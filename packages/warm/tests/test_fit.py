@@ -80,7 +80,9 @@ def test_a_module_of_the_program_is_not_shadowed_by_one_of_the_process(
     assert f"{tmp_path / 'itself.py'} would be imported" in done.stderr
 
 
-@pytest.mark.parametrize("before", [["taskset", "-c", "0"], ["prlimit", "--stack=4194304"]])
+@pytest.mark.parametrize(
+    "before", [["taskset", "-c", "0"], pytest.param(["prlimit", "--stack=4194304"], marks=pytest.mark.long)]
+)
 def test_other_surroundings_start_cold(warm: Machine, before: list[str]) -> None:
     command = [*before, *warm.command, "run", str(PROGRAMS / "ends.py"), "exit"]
     done = subprocess.run(command, env=warm.environ, capture_output=True, text=True, timeout=60, check=False)

@@ -26,7 +26,9 @@ def start(machine: Machine) -> tuple[subprocess.Popen[str], int]:
     return client, int(client.stdout.readline())
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.long), signal.SIGKILL]
+)
 def test_a_program_ends_with_its_client(warm: Machine, number: signal.Signals) -> None:
     client, pid = start(warm)
     assert pid != client.pid
