@@ -104,12 +104,12 @@ def polyxla_prepare(environ: Mapping[str, str]) -> None:
 
 @hookspec(firstresult=True)
 def polyxla_preload(environ: Mapping[str, str]) -> Sequence[str] | None:
-    """Return the modules that ``polyxla warm on`` imports for later launches; that must start nothing."""
+    """Called by ``polyxla warm on``: return the modules to import for launches, which must start nothing."""
 
 
 @hookspec
 def polyxla_forked() -> None:
-    """Do again, in a fork, what importing the modules of `polyxla_preload` did with another environment."""
+    """Called in a fork: do again what importing `polyxla_preload`'s modules did in another environment."""
 
 
 @hookspec(firstresult=True)

@@ -4,8 +4,8 @@ import os
 import sys
 import time
 
-print(os.getpid(), flush=True)
 try:
+    print(os.getpid(), flush=True)
     time.sleep(120)
 except KeyboardInterrupt:
     print("interrupted", flush=True)
