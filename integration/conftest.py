@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -166,6 +167,21 @@ def runtime(
         temporary_environ({**os.environ, "XRT_TPU_CONFIG": f"tpu_worker;0;{address}"}),
     ):
         yield runtime
+
+
+@pytest.fixture(scope="session")
+def check_mnist() -> Callable[[str, range], None]:
+    """Checks what the replicas with these ordinals have printed in the seeds' multi-device MNIST."""
+
+    def check(output: str, ordinals: range) -> None:
+        found = re.findall(r"ordinal (\d+) steps (\d+) first (\S+) last (\S+)", output)
+        assert sorted(int(ordinal) for ordinal, *_ in found) == list(ordinals)
+        for _, steps, first, last in found:
+            assert steps == "10"
+            # All images and labels are equal, so the loss can only fall.
+            assert float(last) < float(first)
+
+    return check
 
 
 @pytest.fixture(scope="session")

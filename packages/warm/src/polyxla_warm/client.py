@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ def run_program(command: Sequence[str], environ: Mapping[str, str]) -> None:
     first = _program_directory(command[3:])
     own_path = [] if sys.flags.safe_path else [first]
     if found := _fork(_request("program", environ, command=list(command), own_path=own_path), environ):
-        follow(*found)
+        follow(found[0])
 
 
 def fork_server(
@@ -43,21 +43,17 @@ def fork_server(
 def misfits(environ: Mapping[str, str], preload: Sequence[str]) -> list[str | None]:
     """Return, for each warm process, why it would not fit to `environ`; None if it fits."""
     request = _request("check", environ, preload=list(preload), own_path=[])
-    found = []
-    for path in sockets(env.snapshot()):
-        with _connected(path) as connection:
-            if connection and (answer := ask(connection, request)):
-                found.append(answer["refused"])
-    return found
+    return [answer["refused"] for answer in ask_all(**request)]
 
 
-def ask_all(kind: str) -> list[Message]:
-    """Return the answers of all warm processes to a request without arguments."""
+def ask_all(kind: str, **more: Any) -> list[Message]:
+    """Return the answers of all warm processes to a request."""
     answers = []
     for path in sockets(env.snapshot()):
-        with _connected(path) as connection:
-            if connection and (answer := ask(connection, {"kind": kind})):
-                answers.append(answer)
+        if connection := _connect(path):
+            with connection:
+                if answer := ask(connection, {"kind": kind, **more}):
+                    answers.append(answer)
     return answers
 
 
@@ -121,22 +117,12 @@ def _is_cold_program() -> bool:
     return sys.orig_argv[1:3] == ["-m", script.__name__]
 
 
-@contextlib.contextmanager
-def _connected(path: Path) -> Iterator[socket.socket | None]:
-    connection = _connect(path)
-    try:
-        yield connection
-    finally:
-        if connection:
-            connection.close()
-
-
 def _connect(path: Path) -> socket.socket | None:
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(ANSWER_S)
     try:
         connection.connect(str(path))
-        if messages.peer(connection)[1] == os.getuid():
+        if messages.peer_user(connection) == os.getuid():
             return connection
     except ConnectionRefusedError:
         # Its process was killed.

@@ -30,12 +30,10 @@ def on(
 ) -> None:
     """Prepare a process for this environment, unless there is one."""
     from polyxla_warm.client import misfits
-    from polyxla_warm.directory import sockets
     from polyxla_warm.starting import Options, start
 
     with plain_errors(False):
         environ = env.snapshot()
-        sockets(environ)
         runtime, prepared, modules = _choose(environ, runtime)
         if None in misfits(prepared, modules):
             typer.echo("warm: a process for this environment is ready already")

@@ -56,9 +56,8 @@ class WarmProcess(Process):
         return self._end
 
 
-def follow(connection: socket.socket, pid: int) -> NoReturn:
+def follow(connection: socket.socket) -> NoReturn:
     """Pass on signals to a program until it ends, then end this process in the same way."""
-    del pid
     signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED, signal.SIGIO})
     # A message then comes as a signal, too: one call waits for everything, and says who sent a signal.
     signal.signal(signal.SIGIO, lambda *_: None)

@@ -51,11 +51,11 @@ def receive_descriptors(connection: socket.socket) -> list[int]:
     return descriptors
 
 
-def peer(connection: socket.socket) -> tuple[int, int]:
-    """Return the process id and the user id of the other end, by the kernel."""
+def peer_user(connection: socket.socket) -> int:
+    """Return the user id of the other end, by the kernel."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, user, _ = struct.unpack("3i", data)
-    return pid, user
+    _, user, _ = struct.unpack("3i", data)
+    return int(user)
 
 
 def _read(connection: socket.socket, size: int) -> bytes:

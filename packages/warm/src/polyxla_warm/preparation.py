@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -12,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from polyxla import env
+from polyxla.launcher import fork_server
 from polyxla.plugins.manager import load_plugins
 from polyxla_warm import env as imports
 from polyxla_warm import files
 from polyxla_warm.facts import surroundings, unreachable
 from polyxla_warm.messages import Message
-from polyxla_warm.program import environment
 from polyxla_warm.starting import NotReadyError, Options
 
 
@@ -46,7 +47,7 @@ class Preparation:
     @property
     def adapt(self) -> Callable[[dict[str, str]], dict[str, str]]:
         """The function that adds what the imports have set to a process's environment."""
-        return environment(self.before, self.after)
+        return functools.partial(fork_server.merged, self.before, self.after)
 
     def change(self) -> str | None:
         """Describe the first change of what was imported; None if it is all as it was."""

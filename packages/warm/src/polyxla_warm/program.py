@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import functools
 import importlib
 import io
 import multiprocessing.process
@@ -62,13 +61,6 @@ def become_fork_server(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     fork_server.serve(socket.socket(fileno=number), adapt)
-
-
-def environment(
-    before: Mapping[str, str], after: Mapping[str, str]
-) -> Callable[[dict[str, str]], dict[str, str]]:
-    """Return the function that adds what the imports have set to a process's environment."""
-    return functools.partial(fork_server.merged, before, after)
 
 
 def _take(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:

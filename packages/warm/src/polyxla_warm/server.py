@@ -135,7 +135,7 @@ class Server:
 
     def _answer(self, connection: socket.socket) -> Work | None:
         connection.settimeout(HANDSHAKE_S)
-        if messages.peer(connection)[1] != os.getuid():
+        if messages.peer_user(connection) != os.getuid():
             connection.close()
             return None
         request = messages.receive(connection) or {}

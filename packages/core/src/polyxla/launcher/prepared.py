@@ -26,6 +26,6 @@ class PreparedProcesses(Protocol):
 
 
 def prepared_processes() -> PreparedProcesses | None:
-    """Return the installed object; None if there is none."""
+    """Return the installed object, or None."""
     points = importlib.metadata.entry_points(group=GROUP)
     return next((point.load() for point in points), None)

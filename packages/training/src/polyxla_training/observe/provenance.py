@@ -31,7 +31,8 @@ def provenance() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the releases of Python, of `PACKAGES` and of polyxla's packages; of those that are installed."""
-    releases = {_normal(one.name): one.version for one in distributions() if one.name}
+    # Of a distribution that is found twice on the path, the first is imported.
+    releases = {_normal(one.name): one.version for one in reversed([*distributions()]) if one.name}
     ours = sorted(name for name in releases if name.startswith("polyxla"))
     return {
         "python": platform.python_version(),

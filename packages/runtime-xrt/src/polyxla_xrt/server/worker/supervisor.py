@@ -82,7 +82,7 @@ class _Supervisor:
         self._environ = environ
         self._pid = 0
         self._is_stopping = False
-        # Of the last process that served: connections wait in them while there is none.
+        # The sockets of the last serving process: connections wait in them until the next one serves.
         self._listeners: list[int] = []
 
     def run(self, ready: Callable[[Served], None]) -> int:

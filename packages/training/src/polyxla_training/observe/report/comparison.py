@@ -9,10 +9,11 @@ from typing import Any
 
 from polyxla.errors import UsageError
 from polyxla_training.observe.report import text
+from polyxla_training.observe.report.plots import COLOURS
 from polyxla_training.observe.report.run import Run
 
-MAX_RUNS = 6
-"""A seventh would have the colour of another."""
+MAX_RUNS = len(COLOURS)
+"""One more would have the colour of another."""
 
 
 @dataclass(frozen=True)
@@ -102,17 +103,13 @@ def origin(run: Run) -> dict[str, str]:
         "replicas": start["world_size"],
         "device": start["device"],
         "runtime": start["runtime"],
-        **_flat("", start.get("settings")),
-        **_flat("hparams.", start.get("hyper_parameters")),
-        **_flat("", {name: start.get(name) for name in ("command", "directory", "host", "system")}),
+        **(start.get("settings") or {}),
+        **{f"hparams.{name}": value for name, value in (start.get("hyper_parameters") or {}).items()},
+        **{name: start.get(name) for name in ("command", "directory", "host", "system")},
         "git commit": git_text(start.get("git")),
-        **_flat("", start.get("versions") or {"polyxla_core": start["polyxla"]}),
+        **(start.get("versions") or {"polyxla_core": start["polyxla"]}),
     }
     return {name: str(value) for name, value in found.items() if value not in (None, "")}
-
-
-def _flat(prefix: str, values: Mapping[str, Any] | None) -> dict[str, Any]:
-    return {f"{prefix}{name}": value for name, value in (values or {}).items()}
 
 
 def git_text(git: Mapping[str, Any] | None) -> str:
