@@ -23,6 +23,7 @@ from polyxla_bridge.engine import startup_barrier
 from polyxla_bridge.engine.coordination_service import CoordinationService
 from polyxla_bridge.engine.numbering import Share, Shares
 from polyxla_bridge.env import BridgeSettings
+from polyxla_bridge.programs.executable import Executable
 
 CONNECT_TIMEOUT_S = 120
 """Longest wait until the clients of all replicas are connected, in seconds."""
@@ -123,15 +124,15 @@ class Clients:
     def _device(self, index: int) -> Any:
         return self._clients[index].local_devices()[0]
 
-    def compile(self, index: int, module: Any, options: Any) -> Any:
-        """Compile for all replicas, and load on one."""
-        devices = self._list(index, options.num_partitions)
-        return self._clients[index].compile_and_load(module, devices, options)
+    def compile(self, index: int, module: Any, options: Any, devices: Sequence[int]) -> Any:
+        """Compile for some replicas, or if `devices` is empty for all, and load on one of them."""
+        listed = self._list(index, options.num_partitions, devices)
+        return self._clients[index].compile_and_load(module, listed, options)
 
-    def load(self, index: int, data: bytes, num_partitions: int) -> Any:
+    def load(self, index: int, data: bytes, num_partitions: int, devices: Sequence[int]) -> Any:
         """Load on one replica the bytes that `serialize` returned in any process."""
-        devices = self._list(index, num_partitions)
-        return self._clients[index].deserialize_executable(data, devices, None)
+        listed = self._list(index, num_partitions, devices)
+        return self._clients[index].deserialize_executable(data, listed, None)
 
     def serialize(self, index: int, loaded: Any) -> bytes:
         """Return a program in jaxlib's format."""
@@ -147,11 +148,13 @@ class Clients:
         device = self._device(index)
         return _jax.batched_device_put(aval, self._shardings[index], [host], [device])
 
-    def _list(self, index: int, num_partitions: int) -> Any:
+    def _list(self, index: int, num_partitions: int, devices: Sequence[int]) -> Any:
         """Return the devices of a program, which jaxlib's arrays of its results name."""
         # Partitions make one array together. An array of replicas is each replica's own.
+        if num_partitions == 1:
+            return _jax.DeviceList((self._device(index),))
         every = self._clients[index].devices()
-        return _jax.DeviceList(tuple(every) if num_partitions > 1 else (self._device(index),))
+        return _jax.DeviceList(tuple(every[one] for one in sorted(devices) or range(len(every))))
 
     def wait_for_all(self) -> None:
         """Wait until no process needs the others any more."""
@@ -185,7 +188,7 @@ class LoadedProgram:
 
     Args:
         clients: the clients of this process.
-        num_partitions: number of its partitions.
+        executable: the program.
         loaded: the program by replica, as far as it is loaded already.
         data: the program in jaxlib's format; required if `loaded` is empty.
         compile_on: compiles the program for a replica, if jaxlib cannot serialise it.
@@ -197,14 +200,15 @@ class LoadedProgram:
     def __init__(
         self,
         clients: Clients,
-        num_partitions: int,
+        executable: Executable,
         loaded: dict[int, Any],
         data: bytes | None = None,
         compile_on: Callable[[int], Any] | None = None,
     ) -> None:
         self.is_serializable = compile_on is None
         self._clients = clients
-        self._num_partitions = num_partitions
+        # Not the program itself, which refers to this object.
+        self._num_partitions, self._devices = executable.num_partitions, executable.devices
         self._compile_on = compile_on or self._load_on
         self._loaded = loaded
         self._data = data
@@ -220,7 +224,7 @@ class LoadedProgram:
         return self._loaded[index]
 
     def _load_on(self, index: int) -> Any:
-        return self._clients.load(index, self._bytes(), self._num_partitions)
+        return self._clients.load(index, self._bytes(), self._num_partitions, self._devices)
 
     def data(self) -> bytes:
         """Return the program in jaxlib's format; nothing if it cannot be serialised."""

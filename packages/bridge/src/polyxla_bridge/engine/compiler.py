@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -60,9 +60,8 @@ class Compiler(CompileOnce):
         hlo.results(hlo_module)
         hlo.check_kernels(hlo_module)
         compile_options = xla_client.CompileOptions.ParseFromString(options)
-        order = self._order(compile_options)
-        device = order[0] if len(order) < self._settings.replicas else None
-        self._complete(compile_options, order)
+        devices = self._devices(compile_options)
+        self._complete(compile_options, devices)
         partitions = compile_options.num_partitions
         code = arguments.for_jaxlib(hlo_module, is_partitioned=partitions > 1)
         if partitions > 1:
@@ -72,8 +71,7 @@ class Compiler(CompileOnce):
             code = inlining.replace(code, scan.choose, max_pool.choose)
             code = rewrite.for_jaxlib(code, compile_options.num_replicas)
         module = _jax.mlir.hlo_to_stablehlo(code)
-        first = self._first(device)
-        native = self._clients.compile(first, module, compile_options)
+        native = self._clients.compile(self._first(devices), module, compile_options, devices)
         optimized = native.hlo_modules()[0].as_serialized_hlo_module_proto()
         executable = Executable(
             name=hlo.module_name(hlo_module),
@@ -83,30 +81,29 @@ class Compiler(CompileOnce):
             code_size_bytes=native.size_of_generated_code_in_bytes(),
             fingerprint=fingerprint,
             num_partitions=partitions,
-            device=device,
-            order=tuple(order) if order != sorted(order) else (),
+            devices=devices,
         )
-        return self._attach(executable, self._loaded(hlo_module, module, compile_options, native, device))
+        return self._attach(executable, self._loaded(executable, hlo_module, module, compile_options, native))
 
     def _loaded(
-        self, hlo_module: bytes, module: Any, options: Any, native: Any, device: int | None
+        self, executable: Executable, hlo_module: bytes, module: Any, options: Any, native: Any
     ) -> LoadedProgram:
         """Return the program that `native` is on the first replica."""
-        first = self._first(device)
+        loaded = {self._first(executable.devices): native}
         if options.num_partitions == 1 or _has_equal_parts(hlo_module, native):
-            return LoadedProgram(self._clients, options.num_partitions, {first: native})
+            return LoadedProgram(self._clients, executable, loaded)
 
         def compile_on(index: int) -> Any:
-            return self._clients.compile(index, module, options)
+            return self._clients.compile(index, module, options, executable.devices)
 
-        return LoadedProgram(self._clients, options.num_partitions, {first: native}, compile_on=compile_on)
+        return LoadedProgram(self._clients, executable, loaded, compile_on=compile_on)
 
     def _attach(self, executable: Executable, program: LoadedProgram) -> Executable:
         executable.native["program"] = program
         executable.native["donated"] = hlo.donated(executable.optimized_hlo)
         executable.native["collectives"] = hlo.collectives(executable.optimized_hlo)
         executable.native["groups"] = executable.groups()
-        memory = program.on(self._first(executable.device)).get_compiled_memory_stats()
+        memory = program.on(self._first(executable.devices)).get_compiled_memory_stats()
         executable.native["argument_bytes"] = memory.argument_size_in_bytes
         # Temporary arrays, and results that do not reuse an argument's memory. A tuple of results has a table
         # of pointers, which a device does not hold.
@@ -116,24 +113,26 @@ class Compiler(CompileOnce):
         )
         return executable
 
-    def _order(self, options: Any) -> list[int]:
+    def _devices(self, options: Any) -> tuple[int, ...]:
         assignment = options.device_assignment
         numbers = hlo.assigned_devices(assignment.serialize()) if assignment is not None else ()
         return numbering.in_program(numbers, self._settings.replicas, self._clients.local)
 
-    def _first(self, device: int | None) -> int:
+    def _first(self, devices: Sequence[int]) -> int:
         """Return the local replica on which a program is loaded first."""
-        return self._clients.local[0] if device is None else device
+        local = self._clients.local
+        return next(one for one in local if one in devices) if devices else local[0]
 
-    def _complete(self, options: Any, order: list[int]) -> None:
+    def _complete(self, options: Any, devices: Sequence[int]) -> None:
         """Write the devices and this engine's own options into a program's options."""
         partitions = options.num_partitions
+        # The order lists all replicas of the first partition, then those of the next.
+        order = list(devices or range(self._settings.replicas))
         options.num_replicas = len(order) // partitions
         # `arguments` has unpacked the tuple.
         options.parameter_is_tupled_arguments = False
         # jaxlib gives each client a block of ids.
         ids = np.array(self._clients.global_ids, dtype=np.int32)
-        # The order lists all replicas of the first partition, then those of the next.
         placed = ids[order].reshape(partitions, -1).T
         options.device_assignment = xla_client.DeviceAssignment.create(np.ascontiguousarray(placed))
         # A flag that the user sets takes precedence.
@@ -148,9 +147,9 @@ class Compiler(CompileOnce):
     def deserialize(self, data: bytes) -> Executable:
         """Load what `serialize` returned, in any process of a job with as many devices."""
         unpacked = program_file.unpack(data, self._settings.replicas, COMPILER)
-        program = LoadedProgram(self._clients, unpacked.executable.num_partitions, {}, unpacked.native)
+        program = LoadedProgram(self._clients, unpacked.executable, {}, unpacked.native)
         try:
-            program.on(self._first(unpacked.executable.device))
+            program.on(self._first(unpacked.executable.devices))
         except Exception as error:
             raise PjrtError(
                 Code.INVALID_ARGUMENT, f"jaxlib cannot load {unpacked.executable.name}: {error}"

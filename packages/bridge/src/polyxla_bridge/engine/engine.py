@@ -137,13 +137,13 @@ class Engine(ABC):
         arguments: Sequence[Sequence[Buffer]],
         keep: frozenset[int] = frozenset(),
     ) -> list[list[Buffer]]:
-        """Queue a partitioned program on all local devices, and return the buffers of each one's results.
+        """Queue a partitioned program on its local devices, and return the buffers of each one's results.
 
         Like `execute` in everything else. An engine without partitioned programs need not implement it.
 
         Args:
             executable: the program.
-            arguments: the arguments of each local device, by index of the device.
+            arguments: the arguments of each local device that runs it, by index of the device.
             keep: indices of arguments that must not be donated.
         """
         raise PjrtError(Code.UNIMPLEMENTED, f"{type(self).__name__} runs no partitioned programs")

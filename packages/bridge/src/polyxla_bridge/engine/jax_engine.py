@@ -143,7 +143,7 @@ class JaxEngine(Engine):
         for row in arguments:
             executable.check([one.type for one in row])
         inputs = {completion_of(one.value) for row in arguments for one in row}
-        local = [device for device in self.devices if device.is_local]
+        local = [device for device in self.devices if device.is_local and executable.runs_on(device.index)]
         # In the same order on each device: two programs that meet in different orders would wait forever.
         with self._order:
             return [

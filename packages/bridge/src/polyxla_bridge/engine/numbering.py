@@ -69,27 +69,28 @@ def _order(place: Coordinates) -> Coordinates:
     return z, y, x, core
 
 
-def in_program(numbers: Sequence[int], replicas: int, local: Sequence[int]) -> list[int]:
+def in_program(numbers: Sequence[int], replicas: int, local: Sequence[int]) -> tuple[int, ...]:
     """Return a program's devices, in the order of its own numbers of replicas and partitions.
 
-    JAX and TorchTPU compile for one device, too. For a group of every other device, TorchTPU numbers them
-    so that the group's are next to each other.
+    JAX and TorchTPU compile for one device, too, and a TPU node has jobs on some of its cores. For a group of
+    every other device, TorchTPU numbers them so that the group's are next to each other.
 
     Args:
         numbers: the devices that the program's options name; empty for all, in their order.
         replicas: number of devices of the job.
         local: this process's devices.
 
+    Returns:
+        The devices' indices; none for all of the job's, in their order.
+
     Raises:
-        PjrtError: the program is for another number of devices.
+        PjrtError: the program is for some devices, and another process has one of them.
     """
-    if not numbers:
-        return list(range(replicas))
-    is_one_here = len(numbers) == 1 and numbers[0] in local
-    if len(numbers) != replicas and not is_one_here:
+    every = range(replicas)
+    if set(numbers) != set(every) and not set(numbers) <= set(local):
         raise PjrtError(
             Code.UNIMPLEMENTED,
-            f"a program for the devices {list(numbers)} is not supported, only for one device of this "
+            f"a program for the devices {list(numbers)} is not supported, only for devices of this "
             f"process or for all {replicas}",
         )
-    return list(numbers)
+    return () if list(numbers) == list(every) else tuple(numbers)

@@ -37,8 +37,8 @@ class Executable:
         code_size_bytes: size of the generated code.
         fingerprint: equal for equal programs and options.
         num_partitions: number of devices that compute one replica of the program together.
-        device: index of the only device that runs it; None if all of the job's do.
-        order: indices of the devices that run it, by the program's own numbers; empty if those are the same.
+        devices: indices of the devices that run it, in the order of the program's own numbers; empty for all
+            of the job's, in their order.
         native: objects that the engine attaches.
     """
 
@@ -49,16 +49,21 @@ class Executable:
     code_size_bytes: int
     fingerprint: str
     num_partitions: int = 1
-    device: int | None = None
-    order: tuple[int, ...] = ()
+    devices: tuple[int, ...] = ()
     native: dict[str, Any] = field(default_factory=dict)
 
     def groups(self) -> frozenset[frozenset[int]]:
         """Return the groups of devices that meet in the program; see `polyxla_bridge.programs.hlo.groups`."""
         found = hlo.groups(self.optimized_hlo)
-        return (
-            frozenset(frozenset(self.order[one] for one in group) for group in found) if self.order else found
-        )
+        if not self.devices:
+            return found
+        # A group without members stands for all that run the program.
+        every = range(len(self.devices))
+        return frozenset(frozenset(self.devices[one] for one in group or every) for group in found)
+
+    def runs_on(self, index: int) -> bool:
+        """Return whether a device runs the program."""
+        return not self.devices or index in self.devices
 
     @functools.cached_property
     def parameters(self) -> list[ArrayType]:

@@ -63,8 +63,7 @@ def pack(executable: Executable, native: bytes, compiler: str) -> bytes:
         "outputs": [(one.dtype, one.dims) for one in executable.outputs],
         "num_replicas": executable.num_replicas,
         "num_partitions": executable.num_partitions,
-        "device": executable.device,
-        "order": executable.order,
+        "devices": executable.devices,
         "code_size_bytes": executable.code_size_bytes,
         "fingerprint": executable.fingerprint,
         "optimized_hlo_bytes": len(executable.optimized_hlo),
@@ -79,7 +78,8 @@ def unpack(data: bytes, num_devices: int, compiler: str) -> UnpackedProgram:
 
     Args:
         data: the bytes.
-        num_devices: number of devices in this job; the program must be compiled for as many.
+        num_devices: number of devices in this job; the program must be compiled for as many, or for some of
+            them.
         compiler: name and version of the one that must have made the program.
 
     Raises:
@@ -103,8 +103,7 @@ def unpack(data: bytes, num_devices: int, compiler: str) -> UnpackedProgram:
         code_size_bytes=header["code_size_bytes"],
         fingerprint=header["fingerprint"],
         num_partitions=header["num_partitions"],
-        device=header["device"],
-        order=tuple(header["order"]),
+        devices=tuple(header["devices"]),
     )
     return UnpackedProgram(executable, bytes(whole[middle:]))
 
@@ -115,9 +114,13 @@ def _check(header: dict[str, Any], num_devices: int, compiler: str) -> None:
     for key, value in expected.items():
         if header[key] != value:
             raise _refused(f"{name} was made with {key} {header[key]}, and this is {key} {value}")
-    made_for = header["num_replicas"] * header["num_partitions"]
-    if header["device"] is None and made_for != num_devices:
-        raise _refused(f"{name} was made for {made_for} devices, and this job has {num_devices}")
+    if chosen := header["devices"]:
+        fits, made_for = max(chosen) < num_devices, f"the devices {chosen}"
+    else:
+        count = header["num_replicas"] * header["num_partitions"]
+        fits, made_for = count == num_devices, f"{count} devices"
+    if not fits:
+        raise _refused(f"{name} was made for {made_for}, and this job has {num_devices}")
 
 
 def _refused(reason: str) -> PjrtError:

@@ -61,10 +61,21 @@ def loaded_is_deleted(bridge: Bridge, args: Any) -> None:
 
 @call("LoadedExecutable_AddressableDevices")
 def loaded_addressable_devices(bridge: Bridge, args: Any) -> None:
-    device = bridge.handles[args.executable].device
-    args.addressable_devices, args.num_addressable_devices = address(bridge.local_array), len(bridge.local)
-    if device is not None:
-        args.addressable_devices, args.num_addressable_devices = address(bridge.devices[device].itself), 1
+    found = _members(bridge, bridge.handles[args.executable])
+    args.addressable_devices, args.num_addressable_devices = address(found), len(found)
+
+
+def _members(bridge: Bridge, executable: Executable) -> Any:
+    """Return an array of the handles of this process's devices that run a program."""
+    if not executable.devices:
+        return bridge.local_array
+    # Kept, because C reads the array as long as the program exists.
+    if "members" not in executable.native:
+        runs_on = executable.runs_on
+        executable.native["members"] = array(
+            [one.handle for one in bridge.local if runs_on(one.device.index)]
+        )
+    return executable.native["members"]
 
 
 @call("LoadedExecutable_Fingerprint")
@@ -186,12 +197,19 @@ def loaded_execute(bridge: Bridge, args: Any) -> None:
 
 def _places(bridge: Bridge, executable: Executable, args: Any) -> list[int]:
     """Return the handles of the devices that one execution uses."""
+    members = _members(bridge, executable)
     if executable.num_partitions > 1:
-        places = [one.handle for one in bridge.local]
-    elif executable.device is not None:
-        places = [bridge.devices[executable.device].handle]
+        places = list(members)
+    elif len(executable.devices) == 1:
+        places = [members[0]]
     else:
-        places = [args.execute_device or bridge.local[0].handle]
+        places = [args.execute_device or members[0]]
+        if places[0] not in members:
+            raise PjrtError(
+                Code.INVALID_ARGUMENT,
+                f"{executable.name} was compiled for the devices {list(executable.devices)}, not for "
+                f"{bridge.handles[places[0]].device.index}",
+            )
     if args.num_devices != len(places):
         raise PjrtError(
             Code.UNIMPLEMENTED,

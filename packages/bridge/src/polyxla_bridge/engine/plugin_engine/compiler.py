@@ -94,7 +94,8 @@ class PluginCompiler(CompileOnce):
         asked = CompileOptionsProto.FromString(options)
         build = asked.executable_build_options
         numbers = hlo.assigned_devices(build.device_assignment.SerializeToString())
-        order = numbering.in_program(numbers, len(self._client.devices), self._local)
+        devices = numbering.in_program(numbers, len(self._client.devices), self._local)
+        order = devices or range(len(self._client.devices))
         partitions = max(1, build.num_partitions)
         code = self._for_cpu(hlo_module, partitions, len(order)) if self._is_cpu else hlo_module
         chosen = self._options(asked, order, is_portable=self._is_portable(code, partitions, order))
@@ -108,8 +109,7 @@ class PluginCompiler(CompileOnce):
             code_size_bytes=loaded.code_size_bytes,
             fingerprint=fingerprint,
             num_partitions=partitions,
-            device=order[0] if len(order) < len(self._client.devices) else None,
-            order=tuple(order) if order != sorted(order) else (),
+            devices=devices,
         )
         return self._attach(executable, loaded, chosen, hlo_module)
 
@@ -202,7 +202,7 @@ class PluginCompiler(CompileOnce):
             return JointProgram(first)
         fingerprints = tuple(one.fingerprint for one in executables)
         if fingerprints not in self._joint:
-            order = first.order or range(len(executables))
+            order = first.devices or range(len(executables))
             found = merging.merged([executables[index].native["program"].source for index in order])
             executable = self.compile(found.module, first.native["program"].options)
             arguments = dict(zip(order, found.arguments, strict=True))
