@@ -131,15 +131,9 @@ def devices(runtime: RuntimeOption = None, as_json: JsonFlag = False) -> None:
         rows = [[device.index, device.kind, device.name, device.host_index] for device in found.devices]
         names = ["index", "kind", "name", "host_index"]
         if as_json:
-            print_json(
-                {
-                    "runtime": selection.runtime,
-                    "reason": selection.reason,
-                    "topology": found.topology,
-                    "host_count": found.host_count,
-                    "devices": [dict(zip(names, row, strict=True)) for row in rows],
-                }
-            )
+            why = {"runtime": selection.runtime, "reason": selection.reason}
+            hosts = {"topology": found.topology, "host_count": found.host_count}
+            print_json({**why, **hosts, "devices": [dict(zip(names, row, strict=True)) for row in rows]})
             return
         announce(selection)
         print_table(names, rows)

@@ -43,15 +43,10 @@ class RunPlan:
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as JSON-compatible values, for ``--json``."""
-        return {
-            "runtime": self.selection.runtime,
-            "reason": self.selection.reason,
-            "warnings": list(self.selection.warnings),
-            "devices": list(self.devices),
-            "each": self.each,
-            "environment": dict(self.variables),
-            "command": list(self.command),
-        }
+        chosen = self.selection
+        why = {"runtime": chosen.runtime, "reason": chosen.reason, "warnings": list(chosen.warnings)}
+        where = {"devices": list(self.devices), "each": self.each, "environment": dict(self.variables)}
+        return {**why, **where, "command": list(self.command)}
 
 
 def make_run_plan(

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import socket
-from contextlib import ExitStack, closing
 
 LOCALHOST = "127.0.0.1"
 
 
 def free_ports(count: int) -> list[int]:
-    """Return `count` different ports on `LOCALHOST` that nothing listens on at the moment."""
-    with ExitStack() as stack:
-        # All are bound before any is released, or the same port could come twice.
-        probes = [stack.enter_context(closing(socket.socket())) for _ in range(count)]
-        for probe in probes:
-            probe.bind((LOCALHOST, 0))
-        return [probe.getsockname()[1] for probe in probes]
+    """Return `count` ports of `LOCALHOST` that the system gives to nobody for a minute.
+
+    A server that sets ``SO_REUSEADDR`` can listen there, as gRPC's and torch.distributed's do.
+    """
+    return [_reserved_port() for _ in range(count)]
+
+
+def _reserved_port() -> int:
+    with socket.socket() as server:
+        server.bind((LOCALHOST, 0))
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.listen()
+        with socket.create_connection(server.getsockname()):
+            # This end closes first, so its port stays in TIME_WAIT. Else another connection could get the port
+            # before the server of the job listens.
+            server.accept()[0].close()
+        return int(server.getsockname()[1])

@@ -1,0 +1,27 @@
+"""Ports that stay free until a server of the job listens on them."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack
+
+from polyxla.launcher.ports import LOCALHOST, free_ports
+
+
+def test_a_port_is_given_to_nobody_but_a_server_that_asks_for_it() -> None:
+    # So many that of the others at least one would get one of them.
+    mine = free_ports(2000)
+    assert len(set(mine)) == 2000
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.create_server((LOCALHOST, 0)))
+        others = [stack.enter_context(socket.socket()) for _ in range(300)]
+        for other in others:
+            other.bind((LOCALHOST, 0))
+        others += [
+            stack.enter_context(socket.create_connection(server.getsockname())) for _ in range(100)
+        ]
+        assert not {other.getsockname()[1] for other in others} & set(mine)
+    # On all addresses, as torch.distributed's store.
+    for port in mine[::100]:
+        with socket.create_server(("", port)), socket.create_connection((LOCALHOST, port)):
+            pass
