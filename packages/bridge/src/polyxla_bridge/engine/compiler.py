@@ -13,6 +13,7 @@ from polyxla_bridge.abi import Code
 from polyxla_bridge.engine import numbering
 from polyxla_bridge.engine.clients import Clients, LoadedProgram
 from polyxla_bridge.engine.expansions import batch_norm, inlining, max_pool, scan
+from polyxla_bridge.engine.memory_accounting import MemoryNeeds
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs import arguments, cache, hlo, program_file, rewrite
@@ -103,14 +104,8 @@ class Compiler(CompileOnce):
         executable.native["donated"] = hlo.donated(executable.optimized_hlo)
         executable.native["collectives"] = hlo.collectives(executable.optimized_hlo)
         executable.native["groups"] = executable.groups()
-        memory = program.on(self._first(executable.devices)).get_compiled_memory_stats()
-        executable.native["argument_bytes"] = memory.argument_size_in_bytes
-        # Temporary arrays, and results that do not reuse an argument's memory. A tuple of results has a table
-        # of pointers, which a device does not hold.
-        table = 8 * len(executable.outputs) if len(executable.outputs) > 1 else 0
-        executable.native["own_bytes"] = (
-            memory.temp_size_in_bytes + memory.output_size_in_bytes - table - memory.alias_size_in_bytes
-        )
+        found = program.on(self._first(executable.devices)).get_compiled_memory_stats()
+        executable.native["memory"] = MemoryNeeds.from_xla(found, len(executable.outputs))
         return executable
 
     def _devices(self, options: Any) -> tuple[int, ...]:

@@ -110,8 +110,7 @@ class JaxEngine(Engine):
         """
         try:
             executable = self._compiler.compile(hlo_module, options)
-            size = executable.native["argument_bytes"] + executable.native["own_bytes"]
-            self._accounts[self._clients.local[0]].check(size, f"program {executable.name}")
+            self._accounts[self._clients.local[0]].check(executable.native["memory"], executable.name)
         except Exception as error:
             keep_first(error)
             raise
@@ -203,7 +202,8 @@ class JaxEngine(Engine):
         native, account = executable.native, self._accounts[index]
         loaded = native["program"].on(index)
         self._threads[index].enter(executable.name, native["collectives"], native["groups"])
-        account.reserve(native["own_bytes"], f"program {executable.name}")
+        own = native["memory"].own
+        account.reserve(own, f"program {executable.name}")
         try:
             results = loaded.execute_sharded(arguments)
             arrays = [parts[0] for parts in results.disassemble_into_single_device_arrays()]
@@ -211,7 +211,7 @@ class JaxEngine(Engine):
             _jax.batched_block_until_ready(arrays)
             return arrays
         finally:
-            account.release(native["own_bytes"])
+            account.release(own)
 
     def from_host(self, device: EngineDevice, type_: ArrayType, data: memoryview) -> Buffer:
         """Use aligned memory as it is, and copy other."""
@@ -219,14 +219,8 @@ class JaxEngine(Engine):
         return Buffer(type_, device, CompletedFuture(self._put(device.index, host)))
 
     def _put(self, index: int, host: np.ndarray[Any, Any]) -> Any:
-        account = self._accounts[index]
-        account.reserve(host.nbytes, f"an array of shape {host.shape} and dtype {host.dtype}")
-        try:
-            array = self._clients.put(index, host)
-        finally:
-            account.release(host.nbytes)
-        account.add([array])
-        return array
+        what = f"an array of shape {host.shape} and dtype {host.dtype}"
+        return self._accounts[index].make(host.nbytes, what, lambda: self._clients.put(index, host))
 
     def to_host(self, buffer: Buffer, into: memoryview | None = None) -> Future[memoryview]:
         """Read the buffer as soon as it is computed."""

@@ -7,9 +7,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from polyxla_bridge.abi import Code
 from polyxla_bridge.env import POLYXLA_DEVICE_MEMORY
@@ -18,6 +18,42 @@ from polyxla_bridge.errors import PjrtError
 FREE_TIMEOUT_S = 1.0
 """Longest wait for arrays that another thread is about to free, before memory is refused, in seconds."""
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_Array = TypeVar("_Array")
+
+
+class MemoryNeeds(NamedTuple):
+    """Memory that a program needs on one device, in bytes.
+
+    Attributes:
+        arguments: of the arguments.
+        results: of the results that do not reuse an argument's memory.
+        temporary: of the arrays that exist only while the program runs.
+    """
+
+    arguments: int
+    results: int
+    temporary: int
+
+    @classmethod
+    def from_xla(cls, stats: Any, results: int) -> MemoryNeeds:
+        """Read what XLA has found.
+
+        Args:
+            stats: jaxlib's ``CompiledMemoryStats``, or ``PJRT_Executable_GetCompiledMemoryStats_Args``.
+            results: number of results.
+        """
+        # A tuple of results has a table of pointers, which a device does not hold.
+        table = 8 * results if results > 1 else 0
+        return cls(
+            stats.argument_size_in_bytes,
+            stats.output_size_in_bytes - table - stats.alias_size_in_bytes,
+            stats.temp_size_in_bytes,
+        )
+
+    @property
+    def own(self) -> int:
+        """Memory beside the arguments."""
+        return self.results + self.temporary
 
 
 class MemoryAccount:
@@ -73,17 +109,37 @@ class MemoryAccount:
         with self._lock:
             self._reserved -= size
 
-    def check(self, size: int, what: str) -> None:
-        """Raise an error for what needs more memory than the device has, with nothing else on it.
+    def make(self, size: int, what: str, make: Callable[[], _Array]) -> _Array:
+        """Make an array, and count it.
+
+        Args:
+            size: in bytes.
+            what: is made, for the error.
+            make: makes it.
 
         Raises:
-            PjrtError: the limit is enforced, and `size` is larger.
+            PjrtError: the limit is enforced, and less than `size` is free.
         """
+        self.reserve(size, what)
+        try:
+            array = make()
+        finally:
+            self.release(size)
+        self.add([array])
+        return array
+
+    def check(self, needs: MemoryNeeds, program: str) -> None:
+        """Raise an error for a program that needs more memory than the device has, with nothing else on it.
+
+        Raises:
+            PjrtError: the limit is enforced, and the program needs more.
+        """
+        size = needs.arguments + needs.own
         if self._is_enforced and size > self._limit_bytes:
             raise PjrtError(
                 Code.RESOURCE_EXHAUSTED,
-                f"{what} needs {size:,} bytes of memory, but the device has {self._limit_bytes:,} bytes "
-                f"({POLYXLA_DEVICE_MEMORY} sets the limit)",
+                f"program {program} needs {size:,} bytes of memory, but the device has "
+                f"{self._limit_bytes:,} bytes ({POLYXLA_DEVICE_MEMORY} sets the limit)",
             )
 
     def add(self, arrays: list[Any]) -> None:

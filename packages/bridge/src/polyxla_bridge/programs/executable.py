@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from polyxla_bridge import abi
 from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs import hlo
@@ -23,6 +25,11 @@ class ArrayType:
 
     dtype: str
     dims: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of a dense array, in bytes."""
+        return math.prod(self.dims) * abi.width(self.dtype)
 
 
 @dataclass
