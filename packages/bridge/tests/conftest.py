@@ -53,12 +53,16 @@ def cpu_plugin() -> Path:
 
 
 @pytest.fixture
-def open_on_plugin(cpu_plugin: Path) -> Iterator[Callable[[int], Engine]]:
-    """Return a function that opens an engine on the plugin, with a number of devices."""
+def open_on_plugin(cpu_plugin: Path) -> Iterator[Callable[..., Engine]]:
+    """Return a function that opens an engine on the plugin.
+
+    Its arguments are the number of devices, and the limit of their memory in bytes; without it, none.
+    """
     engines: list[PjrtEngine] = []
 
-    def open_on_plugin(count: int) -> PjrtEngine:
-        engines.append(PjrtEngine(BridgeSettings(), cpu_plugin, {"cpu_device_count": count}))
+    def open_on_plugin(count: int, limit_bytes: int = 0) -> PjrtEngine:
+        settings = BridgeSettings(memory_bytes=limit_bytes, is_memory_limited=limit_bytes > 0)
+        engines.append(PjrtEngine(settings, cpu_plugin, {"cpu_device_count": count}))
         return engines[-1]
 
     yield open_on_plugin

@@ -13,12 +13,12 @@ import pytest
 from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
-from polyxla_bridge.abi import Code
 from polyxla_bridge.engine import stall_watchdog
 from polyxla_bridge.engine.compiler import COMPILER
 from polyxla_bridge.engine.engine import Buffer
 from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.engine.memory_accounting import machine_bytes
+from polyxla_bridge.engine_conformance import SQUARING
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs import program_file
@@ -117,57 +117,6 @@ def test_a_donated_array_is_counted_once(engine: JaxEngine) -> None:
     assert stats(engine)["peak_bytes_in_use"] <= 2 * BYTES + 8
 
 
-@pytest.fixture
-def limited() -> Iterator[JaxEngine]:
-    """An engine whose device has memory for four arrays."""
-    engine = JaxEngine(BridgeSettings(memory_bytes=4 * BYTES, is_memory_limited=True))
-    yield engine
-    engine.close()
-
-
-def test_arrays_beyond_the_memory_of_a_device_are_refused(limited: JaxEngine) -> None:
-    arrays = [upload(limited, value) for value in range(4)]
-    with pytest.raises(
-        PjrtError,
-        match=r"an array of shape \(262144,\) and dtype float32 needs 1,048,576 .* 4,194,304 are in use",
-    ) as refused:
-        upload(limited, 4)
-    assert refused.value.code == Code.RESOURCE_EXHAUSTED
-    limited.delete(arrays.pop())
-    assert first(limited, upload(limited, 5)) == 5
-
-
-def test_a_program_is_refused_while_its_results_have_no_place(limited: JaxEngine) -> None:
-    add = adding(limited)
-    arrays = [upload(limited, value) for value in range(4)]
-    total, _ = limited.execute(add, limited.devices[0], arrays[:2])
-    with pytest.raises(
-        PjrtError, match="program adding needs 1,048,580 bytes of memory, but of the device's"
-    ):
-        first(limited, total)
-    assert stats(limited)["bytes_in_use"] == 4 * BYTES
-    limited.delete(arrays.pop())
-    limited.delete(arrays.pop())
-    total, _ = limited.execute(add, limited.devices[0], arrays)
-    assert first(limited, total) == 1
-
-
-def test_a_donated_array_makes_place_for_a_result(limited: JaxEngine) -> None:
-    arrays = [upload(limited, value) for value in range(3)]
-    for _ in range(3):
-        arrays[0], one = limited.execute(adding(limited, "may-alias"), limited.devices[0], arrays[:2])
-        limited.delete(one)
-    assert first(limited, arrays[0]) == 3
-
-
-# Each of its arrays has BYTES.
-SQUARING = """HloModule squaring
-    ENTRY main { x = f32[512,512] parameter(0)
-      d = f32[512,512] dot(x, x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-      e = f32[512,512] dot(d, x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-      ROOT f = f32[512,512] dot(e, d), lhs_contracting_dims={1}, rhs_contracting_dims={0} }"""
-
-
 def test_temporary_arrays_count_while_a_program_runs(engine: JaxEngine) -> None:
     squaring = compiled(engine, SQUARING)
     zeros = np.zeros((512, 512), np.float32)
@@ -176,15 +125,6 @@ def test_temporary_arrays_count_while_a_program_runs(engine: JaxEngine) -> None:
     assert first(engine, result) == 0
     assert stats(engine)["bytes_in_use"] == 2 * BYTES
     assert 4 * BYTES <= stats(engine)["peak_bytes_in_use"] < 5 * BYTES
-
-
-def test_a_program_that_cannot_fit_is_refused_when_it_is_compiled() -> None:
-    small = JaxEngine(BridgeSettings(memory_bytes=3 * BYTES, is_memory_limited=True))
-    with pytest.raises(
-        PjrtError, match=r"squaring needs 4,194,\d{3} bytes of memory, but the device has 3,145,728"
-    ):
-        compiled(small, SQUARING)
-    small.close()
 
 
 def test_memory_stays_flat_over_two_thousand_steps(engine: JaxEngine) -> None:

@@ -8,7 +8,12 @@ from contextlib import ExitStack, closing
 import pytest
 
 from polyxla_bridge.engine.jax_engine import JaxEngine
-from polyxla_bridge.engine_conformance import EngineConformance, OpenEngine
+from polyxla_bridge.engine_conformance import (
+    EngineConformance,
+    MemoryLimitConformance,
+    OpenEngine,
+    OpenLimited,
+)
 from polyxla_bridge.env import BridgeSettings
 
 
@@ -23,5 +28,16 @@ def open_engine(free_port: Callable[[], int]) -> Iterator[OpenEngine]:
         yield open_engine
 
 
-class TestConformance(EngineConformance):
+@pytest.fixture
+def open_limited() -> Iterator[OpenLimited]:
+    with ExitStack() as stack:
+
+        def open_limited(limit_bytes: int) -> JaxEngine:
+            settings = BridgeSettings(memory_bytes=limit_bytes, is_memory_limited=True)
+            return stack.enter_context(closing(JaxEngine(settings)))
+
+        yield open_limited
+
+
+class TestConformance(EngineConformance, MemoryLimitConformance):
     """Every engine passes these tests."""

@@ -13,6 +13,7 @@ import pytest
 
 from polyxla_bridge import LIBRARY, pjrt_plugin
 from polyxla_bridge.abi import Code
+from polyxla_bridge.engine.engine import Engine
 from polyxla_bridge.engine.pjrt_engine import PjrtEngine
 from polyxla_bridge.engine_conformance import (
     ADD,
@@ -20,7 +21,9 @@ from polyxla_bridge.engine_conformance import (
     DOUBLING,
     OPTIONS,
     EngineConformance,
+    MemoryLimitConformance,
     OpenEngine,
+    OpenLimited,
     compiled,
     download,
     module,
@@ -43,7 +46,12 @@ def open_engine(open_on_plugin: OpenEngine) -> OpenEngine:
     return open_on_plugin
 
 
-class TestConformance(EngineConformance):
+@pytest.fixture
+def open_limited(open_on_plugin: Callable[..., Engine]) -> OpenLimited:
+    return lambda limit_bytes: open_on_plugin(1, limit_bytes)
+
+
+class TestConformance(EngineConformance, MemoryLimitConformance):
     """Every engine passes these tests."""
 
 

@@ -1,7 +1,8 @@
 """The contract of `polyxla_bridge.engine.engine.Engine`, as tests.
 
 Importing this module imports pytest, which the package does not require, and jaxlib. A test module subclasses
-`EngineConformance`, and has a fixture `open_engine`.
+`EngineConformance`, and has a fixture `open_engine`; one for an engine that limits the memory of its devices
+also subclasses `MemoryLimitConformance`, and has a fixture `open_limited`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import pytest
 from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
-from polyxla_bridge.abi import DTYPES
+from polyxla_bridge.abi import DTYPES, Code
 from polyxla_bridge.engine.engine import Buffer, Engine
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs.executable import ArrayType, Executable
@@ -28,6 +29,11 @@ TIMEOUT_S = 60
 OPTIONS = xla_client.CompileOptions().SerializeAsString()
 OpenEngine = Callable[[int], Engine]
 """Opens an engine with a number of devices, all of them in this process. The fixture closes it."""
+OpenLimited = Callable[[int], Engine]
+"""Opens an engine with one device, whose memory is limited to a number of bytes. The fixture closes it."""
+COUNT = 1 << 18
+BYTES = 4 * COUNT
+"""Size of an array in `MemoryLimitConformance`."""
 
 DONATING = """HloModule donating, input_output_alias={ {0}: (0, {}, may-alias) }
 ENTRY main { x = f32[4] parameter(0) y = f32[4] parameter(1) s = f32[4] add(x, y) k = f32[] constant(1)
@@ -337,3 +343,104 @@ class EngineConformance:
         for thread in threads:
             thread.join(TIMEOUT_S)
         assert found == [0] * 200
+
+
+def large(engine: Engine, value: float) -> Buffer:
+    """Copy an array of `BYTES` to the first device."""
+    return upload(engine, np.full((512, 512), value, np.float32))
+
+
+def adding(engine: Engine, alias: str = "") -> Executable:
+    """Return a program for x + y and 1, which reuses the memory of x if there is an alias."""
+    header = f", input_output_alias={{ {{0}}: (0, {{}}, {alias}) }}" if alias else ""
+    return compiled(
+        engine,
+        f"""HloModule adding{header}
+        ENTRY main {{ x = f32[512,512] parameter(0) y = f32[512,512] parameter(1)
+          s = f32[512,512] add(x, y) k = f32[] constant(1)
+          ROOT t = (f32[512,512], f32[]) tuple(s, k) }}""",
+    )
+
+
+# Each of its arrays has BYTES.
+SQUARING = """HloModule squaring
+    ENTRY main { x = f32[512,512] parameter(0)
+      d = f32[512,512] dot(x, x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+      e = f32[512,512] dot(d, x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+      ROOT f = f32[512,512] dot(e, d), lhs_contracting_dims={1}, rhs_contracting_dims={0} }"""
+
+
+class MemoryLimitConformance:
+    """Every engine that counts the memory of its devices passes these tests."""
+
+    def test_arrays_beyond_the_memory_of_a_device_are_refused(self, open_limited: OpenLimited) -> None:
+        engine = open_limited(4 * BYTES)
+        arrays = [large(engine, value) for value in range(4)]
+        with pytest.raises(
+            PjrtError,
+            match=r"an array of shape \(512, 512\) and dtype float32 needs 1,048,576 bytes of memory, but of "
+            r"the device's 4,194,304 bytes 4,194,304 are in use \(POLYXLA_DEVICE_MEMORY sets the limit\)",
+        ) as refused:
+            large(engine, 4)
+        assert refused.value.code == Code.RESOURCE_EXHAUSTED
+        engine.delete(arrays.pop())
+        assert download(engine, large(engine, 5))[0, 0] == 5
+
+    def test_a_copy_beyond_the_memory_of_a_device_is_refused(self, open_limited: OpenLimited) -> None:
+        engine = open_limited(3 * BYTES)
+        arrays = [large(engine, value) for value in range(2)]
+        arrays.append(engine.copy(arrays[1], engine.devices[0]))
+        assert download(engine, arrays[2])[0, 0] == 1
+        with pytest.raises(PjrtError, match=r"dtype float32 needs 1,048,576 .* 3,145,728 are in use"):
+            download(engine, engine.copy(arrays[1], engine.devices[0]))
+        engine.delete(arrays.pop())
+        assert download(engine, engine.copy(arrays[1], engine.devices[0]))[0, 0] == 1
+
+    def test_a_program_is_refused_while_its_results_have_no_place(self, open_limited: OpenLimited) -> None:
+        engine = open_limited(4 * BYTES)
+        add = adding(engine)
+        arrays = [large(engine, value) for value in range(4)]
+        total, _ = engine.execute(add, engine.devices[0], arrays[:2])
+        with pytest.raises(
+            PjrtError, match="program adding needs 1,048,580 bytes of memory, but of the device's 4,194,304"
+        ) as refused:
+            download(engine, total)
+        assert refused.value.code == Code.RESOURCE_EXHAUSTED
+        assert engine.memory_stats(engine.devices[0])["bytes_in_use"] == 4 * BYTES
+        assert engine.memory_stats(engine.devices[0])["bytes_limit"] == 4 * BYTES
+        engine.delete(arrays.pop())
+        engine.delete(arrays.pop())
+        total, _ = engine.execute(add, engine.devices[0], arrays)
+        assert download(engine, total)[0, 0] == 1
+
+    def test_a_donated_array_makes_place_for_a_result(self, open_limited: OpenLimited) -> None:
+        engine = open_limited(4 * BYTES)
+        add = adding(engine, "may-alias")
+        arrays = [large(engine, value) for value in range(3)]
+        for _ in range(3):
+            arrays[0], one = engine.execute(add, engine.devices[0], arrays[:2])
+            engine.delete(one)
+        assert download(engine, arrays[0])[0, 0] == 3
+
+    def test_temporary_arrays_make_place_for_those_of_the_next_program(
+        self, open_limited: OpenLimited
+    ) -> None:
+        engine = open_limited(5 * BYTES)
+        squaring, x = compiled(engine, SQUARING), large(engine, 0)
+        for _ in range(20):
+            # The results of two programs, and the temporary arrays of one.
+            (x,) = engine.execute(squaring, engine.devices[0], [x])
+        assert download(engine, x)[0, 0] == 0
+        assert engine.finish(TIMEOUT_S)
+        stats = engine.memory_stats(engine.devices[0])
+        assert stats["bytes_in_use"] == BYTES
+        assert 4 * BYTES <= stats["peak_bytes_in_use"] <= 5 * BYTES
+
+    def test_a_program_that_cannot_fit_is_refused_when_it_is_compiled(
+        self, open_limited: OpenLimited
+    ) -> None:
+        with pytest.raises(
+            PjrtError, match=r"squaring needs 4,194,\d{3} bytes of memory, but the device has 3,145,728 bytes"
+        ) as refused:
+            compiled(open_limited(3 * BYTES), SQUARING)
+        assert refused.value.code == Code.RESOURCE_EXHAUSTED

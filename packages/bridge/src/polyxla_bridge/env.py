@@ -116,7 +116,8 @@ Default: not set; nothing is recorded.
 POLYXLA_DEVICE_MEMORY = "POLYXLA_DEVICE_MEMORY"
 """Limit of each device's memory, in bytes or as in ``512MiB`` and ``16GiB``; or ``on``: what the device
 reports, on an emulated TPU the chip's HBM, otherwise an equal share of the machine's memory. Arrays and
-programs that need more are refused.
+programs that need more are refused, except on the devices of a PJRT plugin that counts their memory itself:
+their own limit stays.
 Default: ``off``; nothing is refused.
 """
 

@@ -92,11 +92,12 @@ class PjrtEngine(Engine):
         return all(one.program for one in self.activities())
 
     def _make_accounts(self, local: Sequence[int]) -> dict[int, memory_accounting.MemoryAccount]:
-        """Return what counts the memory of each device, if the plugin does not."""
+        """Return what counts the memory of each device, and limits it, if the plugin does not."""
         if self._client.memory_stats(self._client.devices[local[0]]) is not None:
             return {}
-        each = memory_accounting.machine_bytes() // len(self.devices)
-        return {index: memory_accounting.MemoryAccount(each) for index in local}
+        settings = self._settings
+        each = settings.memory_bytes or memory_accounting.machine_bytes() // len(self.devices)
+        return {index: memory_accounting.MemoryAccount(each, settings.is_memory_limited) for index in local}
 
     @property
     def compiles(self) -> int:
@@ -114,12 +115,19 @@ class PjrtEngine(Engine):
         return self._client.live_buffers
 
     def compile(self, hlo: bytes, options: bytes) -> Executable:
-        """Compile a program once for all replicas; different programs compile at the same time."""
+        """Compile a program once for all replicas; different programs compile at the same time.
+
+        Raises:
+            PjrtError: the plugin's; or the memory of the devices is limited here, and the program needs more.
+        """
         try:
-            return self._compiler.compile(hlo, options)
+            executable = self._compiler.compile(hlo, options)
+            for account in self._accounts.values():
+                account.check(executable.native["program"].memory, executable.name)
         except Exception as error:
             keep_first(error)
             raise
+        return executable
 
     def execute(
         self,
@@ -195,53 +203,89 @@ class PjrtEngine(Engine):
             executable.check_count(len(values))
             arrays = [_array(value) for value in values]
             self._starting[index].enter(executable.name, program.collectives, program.groups)
-            if meeting is None:
-                started = self._start_alone(program, index, arrays, keep)
-            else:
-                started = meeting.join(index, Part(executable, arrays, keep))
+            return self._launch(index, Part(executable, arrays, keep), meeting)
         except BaseException as error:
             keep_first(error)
             if meeting is not None:
                 meeting.give_up(error)
             raise
-        if account := self._accounts.get(index):
-            for number in program.donated - keep:
-                account.take(arrays[number])
-            account.add(list(started.results))
+
+    def _launch(self, index: int, part: Part, meeting: Meeting | None) -> Started:
+        """Start a program, and count its memory; that of its temporary arrays until `_end`."""
+        account = self._accounts.get(index)
+        if account is None:
+            return self._launch_uncounted(index, part, meeting)
+        program: PluginProgram = part.executable.native["program"]
+        # The plugin copies what the program reuses and must not.
+        copied = sum(part.arguments[number].size for number in program.donated & part.keep)
+        size = program.memory.own + copied
+        if self._settings.is_memory_limited:
+            # A device runs one program at a time: the temporary arrays of the last one are free by then.
+            self._ending[index].run(int).result()
+        account.reserve(size, f"program {part.executable.name}")
+        try:
+            started = self._launch_uncounted(index, part, meeting)
+        except BaseException:
+            account.release(size)
+            raise
+        account.release(size - program.memory.temporary)
+        for number in program.donated - part.keep:
+            account.take(part.arguments[number])
+        account.add(list(started.results))
         return started
 
-    def _start_alone(
-        self, program: PluginProgram, index: int, arrays: Sequence[DeviceArray], keep: frozenset[int]
-    ) -> Started:
+    def _launch_uncounted(self, index: int, part: Part, meeting: Meeting | None) -> Started:
+        if meeting is not None:
+            return meeting.join(index, part)
+        program: PluginProgram = part.executable.native["program"]
         device = self._client.devices[index]
-        ((results,), (end,)) = program.loaded.launch([arrays], program.sizes, keep, device)
+        ((results,), (end,)) = program.loaded.launch([part.arguments], program.sizes, part.keep, device)
         return Started(results, end)
 
     def _end(self, executable: Executable, index: int, end: Event, done: Future[None]) -> None:
         """Complete `done` when a program has ended."""
-        # A short program on a CPU has often ended already, and needs no other thread.
-        if end.is_ready:
-            complete(done, end.wait)
-            return
-        thread, program = self._ending[index], executable.native["program"]
+        program: PluginProgram = executable.native["program"]
+        account = self._accounts.get(index)
 
         def wait_for_end() -> None:
-            thread.enter(executable.name, program.collectives, program.groups)
             try:
                 end.wait()
+            finally:
+                if account is not None:
+                    account.release(program.memory.temporary)
+
+        # A short program on a CPU has often ended already, and needs no other thread.
+        if end.is_ready:
+            complete(done, wait_for_end)
+            return
+        thread = self._ending[index]
+
+        def wait_on_thread() -> None:
+            thread.enter(executable.name, program.collectives, program.groups)
+            try:
+                wait_for_end()
             except BaseException as error:
                 keep_first(error)
                 raise
 
-        thread.put(done, wait_for_end)
+        thread.put(done, wait_on_thread)
 
     def from_host(self, device: EngineDevice, type_: ArrayType, data: memoryview) -> Buffer:
         """Copy before returning."""
         self._client.check_open()
-        array = buffers.put(self._client, self._client.devices[device.index], type_.dtype, type_.dims, data)
-        if account := self._accounts.get(device.index):
-            account.add([array])
+        to = self._client.devices[device.index]
+        array = self._make(
+            device, type_, lambda: buffers.put(self._client, to, type_.dtype, type_.dims, data)
+        )
         return Buffer(type_, device, CompletedFuture(array))
+
+    def _make(self, device: EngineDevice, type_: ArrayType, make: Callable[[], DeviceArray]) -> DeviceArray:
+        """Make an array that is counted, if arrays are counted here."""
+        account = self._accounts.get(device.index)
+        if account is None:
+            return make()
+        what = f"an array of shape {type_.dims} and dtype {type_.dtype}"
+        return account.make(type_.size_bytes, what, make)
 
     def to_host(self, buffer: Buffer, into: memoryview | None = None) -> Future[memoryview]:
         """Read the buffer as soon as it is computed."""
@@ -302,10 +346,8 @@ class PjrtEngine(Engine):
         copied: Future[Any] = Future()
 
         def start(array: DeviceArray) -> None:
-            copy = array.copy(self._client.devices[device.index])
-            if account := self._accounts.get(device.index):
-                account.add([copy])
-            copied.set_result(copy)
+            to = self._client.devices[device.index]
+            copied.set_result(self._make(device, buffer.type, lambda: array.copy(to)))
 
         self._when_started(buffer, start, copied)
         return Buffer(buffer.type, device, copied)

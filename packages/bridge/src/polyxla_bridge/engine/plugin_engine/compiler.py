@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from polyxla_bridge import abi
+from polyxla_bridge.abi import Code
 from polyxla_bridge.engine import numbering
+from polyxla_bridge.engine.memory_accounting import MemoryNeeds
 from polyxla_bridge.env import BridgeSettings
+from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.plugin_client import programs
 from polyxla_bridge.plugin_client.client import PluginClient
 from polyxla_bridge.plugin_client.programs import LoadedProgram
@@ -33,6 +35,7 @@ class PluginProgram:
         options: its options, a serialised CompileOptionsProto with the engine's numbers of the devices.
         source: what was compiled, a serialised HloModuleProto, if all devices must start it together.
         sizes: size of each result on one device, in bytes.
+        memory: what it needs on one device.
         donated: indices of the parameters whose memory the results reuse.
         collectives: kinds of its collectives.
         groups: groups of devices that meet in it.
@@ -43,6 +46,7 @@ class PluginProgram:
     options: bytes
     source: bytes
     sizes: tuple[int, ...]
+    memory: MemoryNeeds
     donated: frozenset[int]
     collectives: tuple[str, ...]
     groups: frozenset[frozenset[int]]
@@ -163,7 +167,8 @@ class PluginCompiler(CompileOnce):
             loaded=loaded,
             options=options,
             source=source if meets and not is_partitioned else b"",
-            sizes=tuple(math.prod(one.dims) * abi.width(one.dtype) for one in executable.outputs),
+            sizes=tuple(one.size_bytes for one in executable.outputs),
+            memory=_needs(executable, loaded),
             donated=hlo.donated(executable.optimized_hlo),
             collectives=hlo.collectives(executable.optimized_hlo),
             groups=executable.groups(),
@@ -213,6 +218,21 @@ class PluginCompiler(CompileOnce):
         """Forget all programs."""
         super().close()
         self._joint.clear()
+
+
+def _needs(executable: Executable, loaded: LoadedProgram) -> MemoryNeeds:
+    """Return what a program needs on one device; its temporary arrays are 0 if the plugin does not tell."""
+    try:
+        return MemoryNeeds.from_xla(loaded.memory(), len(executable.outputs))
+    except PjrtError as error:
+        if error.code != Code.UNIMPLEMENTED:
+            raise
+    arguments, results = (
+        sum(one.size_bytes for one in arrays) for arrays in (executable.parameters, executable.outputs)
+    )
+    donated = hlo.donated(executable.optimized_hlo)
+    reused = sum(executable.parameters[number].size_bytes for number in donated)
+    return MemoryNeeds(arguments, results - reused, 0)
 
 
 def _optimized(loaded: LoadedProgram) -> bytes:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-from polyxla_bridge import abi
 from polyxla_bridge.engine.plugin_engine.compiler import JointProgram, PluginCompiler, PluginProgram
 from polyxla_bridge.engine.plugin_engine.meeting import Part, Started
 from polyxla_bridge.plugin_client import buffers
@@ -54,7 +52,7 @@ class JointStart:
     def _zero(self, index: int, type_: ArrayType) -> DeviceArray:
         """Return an array for an argument that does not matter."""
         if (index, type_) not in self._zeros:
-            data = memoryview(bytearray(math.prod(type_.dims) * abi.width(type_.dtype)))
+            data = memoryview(bytearray(type_.size_bytes))
             device = self._client.devices[index]
             self._zeros[index, type_] = buffers.put(self._client, device, type_.dtype, type_.dims, data)
         return self._zeros[index, type_]
