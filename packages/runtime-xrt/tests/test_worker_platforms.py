@@ -23,6 +23,7 @@ from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
 from polyxla import UsageError
 from polyxla.env import snapshot, temporary_environ
+from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs.executable import ArrayType
 from polyxla_xrt.client.engine import RemoteEngine
 from polyxla_xrt.client.lease import Lease, Pod
@@ -164,6 +165,24 @@ def test_a_device_that_is_taken_during_a_replacement_is_awaited(start_worker: St
             time.sleep(0.1)
     serves_a_job(worker, client)
     assert "the cores cannot be opened again yet" in worker.log
+
+
+@pytest.mark.parametrize("platform", ["plugin", "tpu"])
+def test_the_memory_of_a_workers_devices_is_limited(start_worker: Start, platform: str) -> None:
+    variables = {"POLYXLA_DEVICE_MEMORY": "4MiB", "POLYXLA_EMULATE": "v7x-2"}
+    with temporary_environ({**os.environ, **variables}):
+        worker = start_worker(*(on_plugin(2) if platform == "plugin" else ("--platform", "tpu")))
+    with closing(Lease(worker.address, 1, snapshot(), wait_s=TIMEOUT_S)) as lease:
+        engine = RemoteEngine(Assignment(worker.address, lease.job, (0,), "TPU", 0, 1, 0, 1), {})
+        size = 3 << 20
+        type_, zeros = ArrayType("uint8", (size,)), memoryview(bytes(size))
+        first, second = (engine.from_host(engine.devices[0], type_, zeros) for _ in range(2))
+        assert engine.to_host(first).result(TIMEOUT_S).nbytes == size
+        limit = r"needs 3,145,728 bytes of memory, but of the device's 4,194,304 bytes 3,145,728 are in use"
+        with pytest.raises(PjrtError, match=limit):
+            engine.to_host(second).result(TIMEOUT_S)
+        assert engine.memory_stats(engine.devices[0])["bytes_limit"] == 4 << 20
+        engine.close()
 
 
 def test_a_job_of_several_workers_is_refused(platform_worker: Any) -> None:
