@@ -37,10 +37,10 @@ from polyxla_xrt.server.worker.platforms.plugin import PluginEngines
 Start = Callable[..., Any]
 TIMEOUT_S = 60.0
 OPTIONS = xla_client.CompileOptions().SerializeAsString()
-SUM: bytes = hlo_module_from_text("""HloModule meet, replica_count=2
+SUM = """HloModule meet, replica_count=CORES
 add { a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }
 ENTRY main { x = f32[] parameter(0) ROOT r = f32[] all-reduce(x), replica_groups={}, to_apply=add }
-""").as_serialized_hlo_module_proto()
+"""
 GROWTH = 1.03
 """As in `test_worker_jobs`."""
 WINDOW = 5
@@ -54,6 +54,17 @@ def cpu_plugin() -> Path:
 
 def on_plugin(devices: int) -> tuple[str, ...]:
     return ("--platform", f"plugin={cpu_plugin()}", "--plugin-option", f"cpu_device_count={devices}")
+
+
+def start_on(start: Start, platform: str, *options: str, **variables: str) -> Any:
+    """Start a worker of two cores on the plugin, or on a played TPU of the type `platform`."""
+    if platform == "plugin":
+        options = (*on_plugin(2), *options)
+    else:
+        options = ("--platform", "tpu", *options)
+        variables["POLYXLA_EMULATE"] = platform
+    with temporary_environ({**os.environ, **variables}):
+        return start(*options)
 
 
 @pytest.fixture(scope="module", params=["plugin", "tpu"])
@@ -85,22 +96,23 @@ def serves_a_job(worker: Any, client: Start) -> None:
     worker.wait_until_free()
 
 
-def compute(address: str, job: str, core: int) -> float:
+def compute(address: str, job: str, core: int, cores: int) -> float:
     """Add the cores' numbers in a collective; leave an array behind."""
-    engine = RemoteEngine(Assignment(address, job, (core,), "TPU", core, 2, core, 2), snapshot())
+    engine = RemoteEngine(Assignment(address, job, (core,), "TPU", core, cores, core, cores), snapshot())
     device = engine.devices[core]
     argument = engine.from_host(device, ArrayType("float32", ()), memoryview(struct.pack("<f", core + 1)))
     unused = engine.from_host(device, ArrayType("uint8", (UNUSED,)), memoryview(bytes(UNUSED)))
-    (result,) = engine.execute(engine.compile(SUM, OPTIONS), device, [argument])
+    module = hlo_module_from_text(SUM.replace("CORES", str(cores))).as_serialized_hlo_module_proto()
+    (result,) = engine.execute(engine.compile(module, OPTIONS), device, [argument])
     (value,) = struct.unpack("<f", engine.to_host(result).result(TIMEOUT_S))
     assert not unused.is_deleted
     engine.close()
     return float(value)
 
 
-def sums(worker: Any, pool: ThreadPoolExecutor) -> list[float]:
-    with closing(Lease(worker.address, 2, snapshot(), wait_s=TIMEOUT_S)) as lease:
-        parts = [pool.submit(compute, worker.address, lease.job, core) for core in range(2)]
+def sums(worker: Any, pool: ThreadPoolExecutor, cores: int = 2) -> list[float]:
+    with closing(Lease(worker.address, cores, snapshot(), wait_s=TIMEOUT_S)) as lease:
+        parts = [pool.submit(compute, worker.address, lease.job, core, cores) for core in range(cores)]
         found = [one.result(TIMEOUT_S) for one in parts]
     worker.wait_until_free()
     return found
@@ -167,11 +179,9 @@ def test_a_device_that_is_taken_during_a_replacement_is_awaited(start_worker: St
     assert "the cores cannot be opened again yet" in worker.log
 
 
-@pytest.mark.parametrize("platform", ["plugin", "tpu"])
+@pytest.mark.parametrize("platform", ["plugin", "v7x-2"])
 def test_the_memory_of_a_workers_devices_is_limited(start_worker: Start, platform: str) -> None:
-    variables = {"POLYXLA_DEVICE_MEMORY": "4MiB", "POLYXLA_EMULATE": "v7x-2"}
-    with temporary_environ({**os.environ, **variables}):
-        worker = start_worker(*(on_plugin(2) if platform == "plugin" else ("--platform", "tpu")))
+    worker = start_on(start_worker, platform, POLYXLA_DEVICE_MEMORY="4MiB")
     with closing(Lease(worker.address, 1, snapshot(), wait_s=TIMEOUT_S)) as lease:
         engine = RemoteEngine(Assignment(worker.address, lease.job, (0,), "TPU", 0, 1, 0, 1), {})
         size = 3 << 20
@@ -190,14 +200,23 @@ def test_a_job_of_several_workers_is_refused(platform_worker: Any) -> None:
         Lease(platform_worker.address, 2, snapshot(), pod=Pod(2, 0, "127.0.0.1"))
 
 
-@pytest.mark.parametrize("jobs", [20, pytest.param(200, marks=pytest.mark.long)])
-@pytest.mark.timeout(600)
-def test_jobs_leave_no_memory_behind(start_worker: Start, jobs: int) -> None:
-    worker = start_worker(*on_plugin(2))
+@pytest.mark.parametrize(
+    ("platform", "cores", "jobs"),
+    [
+        ("plugin", 2, 20),
+        *(
+            pytest.param(platform, cores, 200, marks=pytest.mark.long)
+            for platform, cores in (("plugin", 2), ("v7x-2", 2), ("v3-8", 8))
+        ),
+    ],
+)
+@pytest.mark.timeout(900)
+def test_jobs_leave_no_memory_behind(start_worker: Start, platform: str, cores: int, jobs: int) -> None:
+    worker = start_on(start_worker, platform, "--devices", str(cores))
     resident = []
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(cores) as pool:
         for _ in range(jobs):
-            assert sums(worker, pool) == [3.0, 3.0]
+            assert sums(worker, pool, cores) == [cores * (cores + 1) / 2] * cores
             resident.append(worker.resident_bytes)
     warm, last = median(resident[jobs // 2 - WINDOW : jobs // 2]), median(resident[-WINDOW:])
     assert last < GROWTH * warm, [one >> 20 for one in resident]
