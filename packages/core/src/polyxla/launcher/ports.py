@@ -21,7 +21,7 @@ def _reserved_port() -> int:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.listen()
         with socket.create_connection(server.getsockname()):
-            # This end closes first, so its port stays in TIME_WAIT. Else another connection could get the port
-            # before the server of the job listens.
+            # This end closes first, so its port stays in TIME_WAIT, and no other connection gets the port
+            # before the job's server listens.
             server.accept()[0].close()
         return int(server.getsockname()[1])
