@@ -17,9 +17,7 @@ def test_a_port_is_given_to_nobody_but_a_server_that_asks_for_it() -> None:
         others = [stack.enter_context(socket.socket()) for _ in range(300)]
         for other in others:
             other.bind((LOCALHOST, 0))
-        others += [
-            stack.enter_context(socket.create_connection(server.getsockname())) for _ in range(100)
-        ]
+        others += [stack.enter_context(socket.create_connection(server.getsockname())) for _ in range(100)]
         assert not {other.getsockname()[1] for other in others} & set(mine)
     # On all addresses, as torch.distributed's store.
     for port in mine[::100]:
