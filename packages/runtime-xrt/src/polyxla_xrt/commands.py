@@ -13,6 +13,7 @@ from polyxla.console import say
 from polyxla.env import snapshot
 from polyxla_xrt.config.addresses import DEFAULT_PORT, read_address
 from polyxla_xrt.config.variables import Variable
+from polyxla_xrt.config.workers import read_workers
 
 app = typer.Typer(
     help="Serve this machine's cores, or query a worker.",
@@ -36,6 +37,14 @@ def serve(
     platform: Annotated[
         str, typer.Option(metavar="KIND", help="Kind of the cores: cpu, tpu, or plugin=PATH.")
     ] = "cpu",
+    tpu_slice: Annotated[
+        str,
+        typer.Option(
+            "--slice",
+            metavar="WORKERS",
+            help="The workers of all hosts of the TPU slice, as in XRT_TPU_CONFIG.",
+        ),
+    ] = "",
     plugin_option: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="Option of the plugin's client.")
     ] = None,
@@ -70,7 +79,7 @@ def serve(
         from polyxla_xrt.server.worker.security import Security
         from polyxla_xrt.server.worker.supervisor import supervise
 
-        host, _ = _address(address, "--address", may_be_any=True)
+        host, port = _address(address, "--address", may_be_any=True)
         if metrics_address:
             _address(metrics_address, "--metrics-address")
         security = Security(token_file, tls_cert, tls_key, tls_client_ca, insecure)
@@ -80,10 +89,15 @@ def serve(
         security.credentials()
         logs.start(as_json=as_json)
         environ = snapshot()
+        workers = read_workers(Variable("--slice", tpu_slice)) if tpu_slice else ()
+        library = choose_platform(platform, plugin_option or (), environ, workers)
+        if library and library.members:
+            library.members.check(port)
+            security.as_client(environ)
         serving = ServingOptions(
             address,
             security,
-            library=choose_platform(platform, plugin_option or (), environ),
+            library=library,
             cores=devices,
             memory_limit_bytes=int(memory_per_job * 2**30) if memory_per_job else None,
             metrics_address=metrics_address,

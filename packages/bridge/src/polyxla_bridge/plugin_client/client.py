@@ -54,7 +54,7 @@ class PluginClient:
         plugin: that made the client.
         platform: such as ``cpu`` or ``tpu``.
         platform_version: the plugin's version in its own words.
-        devices: all devices, by id.
+        devices: all devices, by id; a share's in its own order.
 
     Raises:
         PjrtError: the plugin refuses an option, or finds no devices.
@@ -79,22 +79,26 @@ class PluginClient:
         self._is_closed = False
         self._lock = threading.Lock()
 
-    def share(self, count: int) -> PluginClient:
-        """Return the first devices of this process as a client whose end destroys its own objects only.
+    def share(self, count: int | None = None) -> PluginClient:
+        """Return some devices as a client whose end destroys its own objects only.
 
         A program compiled by the share is for these devices. Close all shares before this client.
 
         Args:
-            count: number of its devices.
+            count: number of its devices, the first of this process; None for those of all processes, ordered
+                by process: each process then has consecutive ones, wherever its devices are.
         """
         share = copy.copy(self)
         share._become_share(count)  # noqa: SLF001  (of the same class)
         return share
 
-    def _become_share(self, count: int) -> None:
+    def _become_share(self, count: int | None) -> None:
         self._own_nothing()
         self._is_share = True
-        self.devices = tuple(device for device in self.devices if device.is_local)[:count]
+        if count is None:
+            self.devices = tuple(sorted(self.devices, key=lambda device: (device.process_index, device.id)))
+        else:
+            self.devices = tuple(device for device in self.devices if device.is_local)[:count]
 
     def _device(self, handle: int) -> PluginDevice:
         call = self.plugin.call

@@ -1,9 +1,10 @@
-"""Attendance at the mesh: the stream whose end shows the mesh service that this process is gone."""
+"""Attendance at a service: the stream whose end shows each side that the other is gone."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -17,12 +18,16 @@ class Attendance:
 
     Args:
         stream: the call; a thread reads it until it ends.
+
+    Attributes:
+        ended: completes when the stream has ended, with the error that ended it.
     """
 
     def __init__(self, stream: Any) -> None:
+        self.ended: Future[Exception] = Future()
         self._stream = stream
         self._admitted: Future[None] = Future()
-        self._thread = threading.Thread(target=self._read, name="mesh-attendance", daemon=True)
+        self._thread = threading.Thread(target=self._read, name="polyxla-attendance", daemon=True)
         self._thread.start()
 
     def wait(self, timeout_s: float) -> None:
@@ -52,10 +57,15 @@ class Attendance:
             ended = error
         if not self._admitted.done():
             self._admitted.set_exception(ended)
+        self.ended.set_result(ended)
 
 
-def attend(stub: Any, request: Any, wait_s: float) -> Attendance:
-    """Attend the mesh; retry while nothing listens, since ordinal 0 may still be starting.
+def attend(begin: Callable[[], Any], wait_s: float) -> Attendance:
+    """Attend; retry while nothing listens, since the service may still be starting.
+
+    Args:
+        begin: begins the call.
+        wait_s: longest wait for the service, in seconds.
 
     Raises:
         grpc.RpcError: the service refuses, or cannot be reached in time.
@@ -63,7 +73,7 @@ def attend(stub: Any, request: Any, wait_s: float) -> Attendance:
     """
     deadline = time.monotonic() + wait_s
     while True:
-        attendance = Attendance(stub.Attend(request))
+        attendance = Attendance(begin())
         try:
             attendance.wait(max(deadline - time.monotonic(), PROBE_S))
         except grpc.RpcError as error:

@@ -56,6 +56,7 @@ class WorkerChannel:
             else grpc.insecure_channel(target, options=(*OPTIONS, *CLIENT_OPTIONS))
         )
         self.stub: Any = worker_pb2_grpc.WorkerStub(self._channel)
+        self._slice: Any = worker_pb2_grpc.SliceStub(self._channel)
 
     def call(self, name: str, request: Any, **options: Any) -> Any:
         """Begin one of the worker's calls, with the token.
@@ -74,6 +75,10 @@ class WorkerChannel:
             response_deserializer=bulk_decoding.answers,
         )
         return session(commands, metadata=self._metadata)
+
+    def join(self, request: pb.JoinRequest) -> Any:
+        """Begin to take part in a slice; the address is that of its link, not a worker's."""
+        return self._slice.Join(request, metadata=self._metadata)
 
     def status(
         self, call: Literal["Status", "Drain"] = "Status", timeout_s: float = ANSWER_S

@@ -158,7 +158,7 @@ class MeshClient:
 
     def _attend(self, request: pb.AttendRequest, wait_s: float, environ: Mapping[str, str]) -> Attendance:
         try:
-            return attend(self._stub, request, wait_s)
+            return attend(lambda: self._stub.Attend(request), wait_s)
         except TimeoutError:
             raise self._unreachable(look(self.address), environ) from None
         except grpc.RpcError as error:

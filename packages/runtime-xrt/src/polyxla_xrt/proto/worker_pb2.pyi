@@ -5,6 +5,20 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class JoinRequest(_message.Message):
+    __slots__ = ("protocol", "workers", "worker")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    workers: str
+    worker: int
+    def __init__(self, protocol: _Optional[int] = ..., workers: _Optional[str] = ..., worker: _Optional[int] = ...) -> None: ...
+
+class JoinReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class Holder(_message.Message):
     __slots__ = ("host", "pid", "user", "command")
     HOST_FIELD_NUMBER: _ClassVar[int]

@@ -227,3 +227,80 @@ class Worker(object):
             timeout,
             metadata,
             _registered_method=True)
+
+
+class SliceStub(object):
+    """Served by the first worker of a TPU slice, on a port of its own, for the other workers.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Join = channel.unary_stream(
+                '/polyxla.xrt.worker.Slice/Join',
+                request_serializer=polyxla__xrt_dot_proto_dot_worker__pb2.JoinRequest.SerializeToString,
+                response_deserializer=polyxla__xrt_dot_proto_dot_worker__pb2.JoinReply.FromString,
+                _registered_method=True)
+
+
+class SliceServicer(object):
+    """Served by the first worker of a TPU slice, on a port of its own, for the other workers.
+    """
+
+    def Join(self, request, context):
+        """Takes part in the slice. One reply, once all workers have come; then the stream stays open: its end means
+        that a worker is gone, and the others must be replaced.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_SliceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Join': grpc.unary_stream_rpc_method_handler(
+                    servicer.Join,
+                    request_deserializer=polyxla__xrt_dot_proto_dot_worker__pb2.JoinRequest.FromString,
+                    response_serializer=polyxla__xrt_dot_proto_dot_worker__pb2.JoinReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'polyxla.xrt.worker.Slice', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('polyxla.xrt.worker.Slice', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Slice(object):
+    """Served by the first worker of a TPU slice, on a port of its own, for the other workers.
+    """
+
+    @staticmethod
+    def Join(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/polyxla.xrt.worker.Slice/Join',
+            polyxla__xrt_dot_proto_dot_worker__pb2.JoinRequest.SerializeToString,
+            polyxla__xrt_dot_proto_dot_worker__pb2.JoinReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -28,7 +28,8 @@ from polyxla_xrt.server.worker.platforms.engines import JobEngines, Served
 from polyxla_xrt.server.worker.platforms.library import Library
 from polyxla_xrt.server.worker.platforms.plugin import PluginEngines
 from polyxla_xrt.server.worker.platforms.reopened import ReopenedEngines
-from polyxla_xrt.server.worker.security import Security, TokenInterceptor
+from polyxla_xrt.server.worker.platforms.tpu_slice import SliceEngines
+from polyxla_xrt.server.worker.security import Security
 from polyxla_xrt.server.worker.service import WorkerServicer
 
 LEAVE_S = 5.0
@@ -93,11 +94,15 @@ def open_engines(
     library = serving.library
     if library is None:
         return CpuEngines(serving.cores, environ)
+
+    def open_cores(cores: int | None) -> PluginEngines:
+        if library.members:
+            return SliceEngines(library, library.members, cores, environ, serving.security)
+        return PluginEngines(library, cores, environ)
+
     if before is None:
-        return PluginEngines(library, serving.cores, environ)
-    return ReopenedEngines(
-        before, lambda: PluginEngines(library, before.cores, environ), lambda: end_with(UNOPENED)
-    )
+        return open_cores(serving.cores)
+    return ReopenedEngines(library, before, lambda: open_cores(before.cores), lambda: end_with(UNOPENED))
 
 
 def serve(serving: ServingOptions, engines: JobEngines, ready: Callable[[], None]) -> int:
@@ -129,6 +134,10 @@ def serve(serving: ServingOptions, engines: JobEngines, ready: Callable[[], None
         threading.Thread(target=_watch_idle, args=(servicer, serving.idle_exit_s, end), daemon=True).start()
     server.start()
     ready()
+    # On a thread of its own: the link's must not wait.
+    engines.lost.add_done_callback(
+        lambda lost: threading.Thread(target=servicer.lose_cores, args=(lost.result(),), daemon=True).start()
+    )
     ended.wait()
     if job := servicer.leases.job:
         # This process ends before the job's engine is closed, and with it the log of the lease's return.
@@ -147,10 +156,9 @@ def serve(serving: ServingOptions, engines: JobEngines, ready: Callable[[], None
 def _server(serving: ServingOptions, servicer: WorkerServicer, cores: int) -> Any:
     # A lease, a waiting lease and a session each occupy a thread for their whole life.
     threads = cores + MAX_WAITING + _SPARE_CALLS
-    token = serving.security.token()
     server = grpc.server(
         ThreadPoolExecutor(threads, thread_name_prefix="polyxla-call"),
-        interceptors=[*([TokenInterceptor(token)] if token else []), MalformedRequests()],
+        interceptors=[*serving.security.interceptors(), MalformedRequests()],
         options=_SERVER_OPTIONS,
         # A call beyond that fails at once: queued inside gRPC, it would hang without a reason.
         maximum_concurrent_rpcs=threads,
@@ -160,11 +168,7 @@ def _server(serving: ServingOptions, servicer: WorkerServicer, cores: int) -> An
     for name in ("", SERVICE):
         checker.set(name, health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(checker, server)
-    credentials = serving.security.credentials()
-    if credentials:
-        server.add_secure_port(serving.address, credentials)
-    else:
-        server.add_insecure_port(serving.address)
+    serving.security.listen(server, serving.address)
     return server
 
 

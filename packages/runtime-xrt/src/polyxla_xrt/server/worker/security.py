@@ -6,7 +6,7 @@ import hmac
 import ipaddress
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 
 from polyxla import UsageError
+from polyxla_xrt import env
 from polyxla_xrt.config.credential_files import read_file, read_token
 
 
@@ -83,6 +84,47 @@ class Security:
         ca = read_file(self.client_ca, "--tls-client-ca") if self.client_ca else None
         _check_pem(self.cert, self.key, self.client_ca)
         return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
+
+    def listen(self, server: grpc.Server, address: str) -> None:
+        """Open a server's port, encrypted if there is a certificate.
+
+        Raises:
+            RuntimeError: gRPC cannot bind the address.
+        """
+        credentials = self.credentials()
+        if credentials:
+            server.add_secure_port(address, credentials)
+        else:
+            server.add_insecure_port(address)
+
+    def interceptors(self) -> list[grpc.ServerInterceptor]:
+        """Return what rejects the calls of others."""
+        token = self.token()
+        return [TokenInterceptor(token)] if token else []
+
+    def as_client(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment in which this worker is a client of others with the same credentials.
+
+        Args:
+            environ: this process's environment, which names the authority of the workers' certificates.
+
+        Raises:
+            UsageError: it does not, and the workers have certificates.
+        """
+        if self.cert is None:
+            return {env.POLYXLA_XRT_TOKEN_FILE: str(self.token_file or "")}
+        if not environ.get(env.POLYXLA_XRT_TLS_CA):
+            raise UsageError(
+                "the workers of a slice check each other's certificates",
+                where="--slice, --tls-cert",
+                fix=f"Set {env.POLYXLA_XRT_TLS_CA} to the file with the authority of all workers' certificates.",
+            )
+        return {
+            env.POLYXLA_XRT_TOKEN_FILE: str(self.token_file or ""),
+            env.POLYXLA_XRT_TLS_CA: environ[env.POLYXLA_XRT_TLS_CA],
+            env.POLYXLA_XRT_TLS_CERT: str(self.cert),
+            env.POLYXLA_XRT_TLS_KEY: str(self.key),
+        }
 
 
 class TokenInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]

@@ -136,10 +136,8 @@ class WorkerServicer:
             len(value) > MAX_NAME_CHARS for _, value in request.holder.ListFields() if isinstance(value, str)
         ):
             text = f"a job's host, user and command may have at most {MAX_NAME_CHARS} characters each"
-        elif request.workers > 1 and not self._engines.has_pods:
-            text = _no_pods(self._engines.served.platform, request.workers)
         else:
-            text = _pod_problem(request)
+            text = self._engines.refusal(request) or _pod_problem(request)
         if text:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
 
@@ -176,6 +174,18 @@ class WorkerServicer:
             self.leases.give_back(job)
         if self.leases.is_draining:
             self._on_idle()
+
+    def lose_cores(self, why: str) -> None:
+        """End the job, if there is one, and have this process replaced.
+
+        Args:
+            why: what happened to the cores.
+        """
+        if job := self.leases.job:
+            job.end(PjrtError(Code.ABORTED, why))
+        _log.warning("%s: replacing this process", why)
+        time.sleep(NOTIFY_S)
+        self._give_up()
 
     def Session(self, requests: Iterator[Iterable[Decoded]], context: Any) -> Iterator[bytes]:  # noqa: N802
         """Carry out the commands of one process of a job; yield the answers that travel together.
@@ -292,13 +302,6 @@ def _pod_problem(request: pb.LeaseRequest) -> str | None:
     except (OSError, TypeError, ValueError) as error:
         return f"the coordinator cannot be at {name!r}, which must be an address of this worker: {error}"
     return None
-
-
-def _no_pods(platform: str, workers: int) -> str:
-    return (
-        f"this worker's cores are {platform}, and a job of {workers} workers needs CPU workers: in this "
-        "version, other workers only serve jobs of one worker"
-    )
 
 
 def _check_protocol(protocol: int, context: Any) -> None:

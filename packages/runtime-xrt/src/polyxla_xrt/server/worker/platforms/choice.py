@@ -7,19 +7,23 @@ from pathlib import Path
 
 from polyxla import UsageError
 from polyxla_bridge.plugin_client.memory import Option
+from polyxla_xrt.config.workers import Worker
 from polyxla_xrt.server.worker.platforms import tpu_host
 from polyxla_xrt.server.worker.platforms.library import TPU, Library
 
 CPU, PLUGIN = "cpu", "plugin"
 
 
-def choose_platform(text: str, options: Sequence[str], environ: Mapping[str, str]) -> Library | None:
+def choose_platform(
+    text: str, options: Sequence[str], environ: Mapping[str, str], workers: Sequence[Worker] = ()
+) -> Library | None:
     """Return the plugin that has the cores; None for this machine's CPU.
 
     Args:
         text: the value of ``--platform``.
         options: the values of ``--plugin-option``.
         environ: this process's environment.
+        workers: those of ``--slice``.
 
     Raises:
         UsageError: there is no such platform, no such plugin, or no TPU that can be opened here.
@@ -32,6 +36,12 @@ def choose_platform(text: str, options: Sequence[str], environ: Mapping[str, str
             fix="Pass --platform cpu, --platform tpu, or --platform plugin=PATH with the library of a PJRT "
             "plugin.",
         )
+    if workers and kind != TPU:
+        raise UsageError(
+            "only the workers of TPU hosts form a slice",
+            where="--slice",
+            fix="Pass --platform tpu, too, or omit it: CPU workers need no list.",
+        )
     values = dict(map(_option, options))
     if kind == CPU:
         if options:
@@ -42,7 +52,7 @@ def choose_platform(text: str, options: Sequence[str], environ: Mapping[str, str
             )
         return None
     if kind == TPU:
-        return tpu_host.find_library(values, environ)
+        return tpu_host.find_library(values, environ, workers)
     if not Path(path).is_file():
         raise UsageError(
             f"there is no file {path}",

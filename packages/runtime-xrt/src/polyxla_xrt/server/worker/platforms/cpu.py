@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from concurrent.futures import Future
 
 from polyxla import env as core_env
 from polyxla.launcher.ports import LOCALHOST
@@ -29,11 +30,15 @@ class CpuEngines:
     """
 
     close_s = CLOSE_S
-    has_pods = True
 
     def __init__(self, cores: int | None, environ: Mapping[str, str]) -> None:
         self.served = Served(cores or DEFAULT_CORES, CPU, memory_accounting.machine_bytes())
+        self.lost: Future[str] = Future()
         self._environ = environ
+
+    def refusal(self, request: pb.LeaseRequest) -> str | None:
+        """Refuse none: a job may have cores of other workers, too."""
+        return None
 
     def start(self, request: pb.LeaseRequest, coordinator: str, on_stall: OnStall) -> Engine:
         """Start jaxlib's clients, one for each core of the job."""

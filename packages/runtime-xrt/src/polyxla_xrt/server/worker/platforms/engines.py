@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,12 +36,16 @@ class JobEngines(Protocol):
         served: the cores.
         close_s: longest wait for an engine to finish what a job left behind, in seconds; the engine is then
             given up, and with it the serving process.
-        has_pods: whether a job may have cores of other workers, too.
+        lost: completes, with the reason, if no job can use the cores any more: then this process must be
+            replaced.
     """
 
     served: Served
     close_s: float
-    has_pods: bool
+    lost: Future[str]
+
+    def refusal(self, request: pb.LeaseRequest) -> str | None:
+        """Return why a job cannot have the cores; None if it can."""
 
     def start(self, request: pb.LeaseRequest, coordinator: str, on_stall: OnStall) -> Engine:
         """Start the engine of a job.

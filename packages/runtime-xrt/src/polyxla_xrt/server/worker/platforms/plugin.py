@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from polyxla import UsageError
 from polyxla.env import update_environ
@@ -34,20 +34,27 @@ class PluginEngines:
         cores: number of devices to serve; None for all of this process.
         environ: this process's environment.
         open_s: longest wait for the plugin, in seconds.
+        lost: completes, with the reason, if the devices are lost.
 
     Raises:
         UsageError: the plugin cannot be opened, or has fewer devices.
     """
 
     close_s = CLOSE_S
-    has_pods = False
 
     def __init__(
-        self, library: Library, cores: int | None, environ: Mapping[str, str], open_s: float = OPEN_S
+        self,
+        library: Library,
+        cores: int | None,
+        environ: Mapping[str, str],
+        open_s: float = OPEN_S,
+        lost: Future[str] | None = None,
     ) -> None:
+        self.refusal = library.refusal
+        self.lost = lost or Future()
         self._environ = {**environ, **library.variables}
         update_environ(library.variables)
-        self._client = _open(library, open_s)
+        self._client = _open(library, open_s, self.lost)
         here = [device for device in self._client.devices if device.is_local]
         if cores is not None and cores > len(here):
             raise UsageError(
@@ -62,13 +69,16 @@ class PluginEngines:
 
     def start(self, request: pb.LeaseRequest, coordinator: str, on_stall: OnStall) -> Engine:
         """Start an engine on the first devices; what it makes there ends with it."""
+        return PjrtEngine(self._settings(request, on_stall), self._client.share(request.cores))
+
+    def _settings(self, request: pb.LeaseRequest, on_stall: OnStall) -> bridge.BridgeSettings:
+        """Return the settings of a job's engine."""
         timeout_s = request.stall_timeout_s or bridge.BridgeSettings.stall_timeout_s
-        settings = bridge.from_environ({**self._environ, bridge.POLYXLA_STALL_TIMEOUT_S: str(timeout_s)})
         stall_watchdog.on_stall(lambda text, _: on_stall(text))
-        return PjrtEngine(settings, self._client.share(request.cores))
+        return bridge.from_environ({**self._environ, bridge.POLYXLA_STALL_TIMEOUT_S: str(timeout_s)})
 
 
-def _open(library: Library, open_s: float) -> PluginClient:
+def _open(library: Library, open_s: float, lost: Future[str]) -> PluginClient:
     """Load the plugin and make its client, on a thread: a plugin that hangs must not hang the worker."""
     made: Future[PluginClient] = Future()
 
@@ -76,10 +86,13 @@ def _open(library: Library, open_s: float) -> PluginClient:
         complete(made, lambda: PluginClient(plugin.load(library.path), library.options))
 
     threading.Thread(target=make, name="polyxla-open", daemon=True).start()
+    wait((made, lost), open_s, FIRST_COMPLETED)
     try:
-        return made.result(open_s)
+        return made.result(0)
     except TimeoutError:
         problem = f"the plugin {library.path} has not made its client within {open_s:g} s"
+        if lost.done():
+            problem = lost.result()
     except PjrtError as error:
         problem = error.message.strip().rstrip(".")
     raise UsageError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from polyxla import UsageError
@@ -16,7 +16,8 @@ from polyxla_tpu.processes.holders import find_holders
 from polyxla_tpu.slices import TpuSlice
 from polyxla_tpu.this_host import host_chips, skip_metadata, this_slice
 from polyxla_tpu.topology import host_environment, join
-from polyxla_xrt.server.worker.platforms.library import TPU, Library
+from polyxla_xrt.config.workers import Worker
+from polyxla_xrt.server.worker.platforms.library import TPU, Library, SliceMembers
 
 LIBTPU_INIT_ARGS = "LIBTPU_INIT_ARGS"
 """libtpu's flags, separated by spaces."""
@@ -35,16 +36,19 @@ _FOR_PARTS = (
 )
 
 
-def find_library(options: Mapping[str, Option], environ: Mapping[str, str]) -> Library:
-    """Return libtpu, and the variables by which it opens all chips of this host and no other's.
+def find_library(
+    options: Mapping[str, Option], environ: Mapping[str, str], workers: Sequence[Worker] = ()
+) -> Library:
+    """Return libtpu, and the variables by which it opens all chips of this host.
 
     Args:
         options: libtpu's own options for its client.
         environ: this process's environment.
+        workers: those of all hosts of the slice, to open it together; empty to open no other host's chips.
 
     Raises:
         UsageError: there is no chip, another process has the chips, libtpu is missing, or it is not known
-            which chips these are.
+            which chips these are; or the workers are not those of the slice's hosts.
     """
     played = PlayedTpu.read(environ)
     if not host_chips(environ):
@@ -56,24 +60,50 @@ def find_library(options: Mapping[str, Option], environ: Mapping[str, str]) -> L
         )
     # What describes a part of the host does not matter: a worker serves the whole.
     tpu_slice = this_slice({name: value for name, value in environ.items() if name not in _FOR_PARTS})
-    variables = _of_whole_host(tpu_slice, environ)
+    members = _members(tpu_slice, workers, played) if workers else None
+    variables = _of_whole_host(tpu_slice, environ, members)
     if played:
         played.require_library(environ)
-        played.say(f"a worker has the chips of a host, {join(tpu_slice.host)}")
+        where = f"host {tpu_slice.worker_id} of a slice" if members else "a host"
+        played.say(f"a worker has the chips of {where}, {join(tpu_slice.host)}")
         variables |= played.library_environment(played.devices(environ))
-        return Library(Path(variables[env.TPU_LIBRARY_PATH]), SOURCE, options, variables, TPU)
+        return Library(Path(variables[env.TPU_LIBRARY_PATH]), SOURCE, options, variables, TPU, members)
     _check_free()
-    return Library(_libtpu(environ), SOURCE, options, variables, TPU)
+    return Library(_libtpu(environ), SOURCE, options, variables, TPU, members)
 
 
-def _of_whole_host(tpu_slice: TpuSlice, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of the process that opens all chips of this host, as if it were a slice alone."""
-    bounds = Bounds(ONE, tpu_slice.host)
+def _members(tpu_slice: TpuSlice, workers: Sequence[Worker], played: PlayedTpu | None) -> SliceMembers:
+    hosts = tpu_slice.bounds.host_count
+    if hosts == 1 or len(workers) != hosts:
+        raise UsageError(
+            f"the slice {tpu_slice.accelerator.name} has {hosts} host(s), the list {len(workers)} worker(s)",
+            where="--slice",
+            fix="List the worker of each host, in the order of TPU_WORKER_ID." if hosts > 1 else "Omit it.",
+        )
+    if played and played.host is None:
+        raise UsageError(
+            "it is not known which host of the emulated slice this worker is on",
+            where=f"{env.POLYXLA_EMULATE}={played.accelerator.name}",
+            fix=f"Set {env.POLYXLA_EMULATE_HOST} to the host's number, 0 to {hosts - 1}.",
+        )
+    return SliceMembers(tuple(workers), tpu_slice.worker_id)
+
+
+def _of_whole_host(
+    tpu_slice: TpuSlice, environ: Mapping[str, str], members: SliceMembers | None
+) -> dict[str, str]:
+    """Return the variables of the process that opens all chips of this host.
+
+    Without members as if it were a slice alone.
+    """
+    bounds, hostnames = Bounds(ONE, tpu_slice.host), ["localhost"]
+    if members:
+        bounds, hostnames = tpu_slice.bounds, [worker.host for worker in members.workers]
     flags = environ.get(LIBTPU_INIT_ARGS, "")
     if BARRIER not in flags:
         flags = f"{flags} --{BARRIER}=false".strip()
     return {
-        **host_environment(bounds, 0, ("localhost",)),
+        **host_environment(bounds, members.own if members else 0, hostnames),
         env.TPU_VISIBLE_CHIPS: join(range(bounds.chips_per_host_count)),
         LIBTPU_INIT_ARGS: flags,
         **skip_metadata(tpu_slice),

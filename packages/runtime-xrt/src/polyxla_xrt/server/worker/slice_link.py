@@ -1,0 +1,246 @@
+"""The link between the workers of a TPU slice: their serving processes begin together and end together.
+
+libtpu's client of a slice waits for the processes of all hosts without naming them, and is useless once one of
+them has ended. So the serving process of worker 0 serves a link, which the others join before they open libtpu;
+each joined stream stays open as long as both processes live. Whoever loses the link is replaced by its
+supervisor, and the new process joins again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import grpc
+
+from polyxla import UsageError
+from polyxla.errors import PolyxlaError
+from polyxla_tpu.topology import BASE_PORT
+from polyxla_xrt.client.attendance import attend
+from polyxla_xrt.client.channel import WorkerChannel
+from polyxla_xrt.config.addresses import join_address
+from polyxla_xrt.config.workers import write_workers
+from polyxla_xrt.errors import WorkerError
+from polyxla_xrt.proto import worker_pb2 as pb
+from polyxla_xrt.proto import worker_pb2_grpc
+from polyxla_xrt.protocol.worker import OPTIONS, PROTOCOL
+from polyxla_xrt.server.malformed_requests import MalformedRequests
+from polyxla_xrt.server.worker.platforms.library import SliceMembers
+from polyxla_xrt.server.worker.security import Security
+
+PORT = BASE_PORT - 1
+"""The port of the link, on the host of worker 0; libtpu's own is the next one."""
+JOIN_S = 180.0
+"""Longest wait for the other workers, in seconds."""
+MARGIN_S = 5.0
+"""How much longer the others wait for worker 0, in seconds, which then names the missing ones."""
+POLL_S = 0.2
+"""Interval at which worker 0 asks whether the others have finished a job, in seconds."""
+_CALLS_PER_WORKER = 4
+_SERVER_OPTIONS = (
+    *OPTIONS,
+    # Otherwise a process that has not quite ended would get a part of the others' calls.
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+_log = logging.getLogger("polyxla.worker")
+
+
+class SliceLink:
+    """This process's end of the link, until the process ends. Blocks until all workers have joined.
+
+    Args:
+        members: the workers of the slice.
+        security: the credentials of all workers.
+        environ: this process's environment.
+        join_s: longest wait for the other workers, in seconds.
+
+    Attributes:
+        lost: completes, with the reason, when a worker is gone.
+
+    Raises:
+        UsageError: a worker has not come in time, refuses, or has another list of workers.
+    """
+
+    def __init__(
+        self, members: SliceMembers, security: Security, environ: Mapping[str, str], join_s: float = JOIN_S
+    ) -> None:
+        self.lost: Future[str] = Future()
+        self._members = members
+        self._environ = security.as_client(environ)
+        self._address = join_address(members.workers[0].host, PORT)
+        _log.info("waiting for the other workers of the slice: %s", write_workers(members.workers))
+        if members.own == 0:
+            self._serve(security, join_s)
+        else:
+            self._join(join_s)
+
+    def _serve(self, security: Security, join_s: float) -> None:
+        """Serve the link as worker 0."""
+        hub = _Hub(self._members, self.lost)
+        server = grpc.server(
+            ThreadPoolExecutor(_CALLS_PER_WORKER * len(self._members.workers), "polyxla-slice"),
+            interceptors=[*security.interceptors(), MalformedRequests()],
+            options=_SERVER_OPTIONS,
+        )
+        worker_pb2_grpc.add_SliceServicer_to_server(hub, server)
+        try:
+            security.listen(server, self._address)
+        except RuntimeError as error:
+            raise _problem(
+                f"the workers of the slice cannot meet at {self._address}: {error}",
+                "Worker 0's host must be an address of this host, and the port must be free: ss -ltnp.",
+            ) from None
+        server.start()
+        self._server = server
+        if missing := hub.wait(join_s):
+            names = " and ".join(map(self._members.name, missing))
+            text = f"{names} did not join within {join_s:g} s"
+            hub.give_up(text)
+            # Until the others have the reason, too.
+            server.stop(MARGIN_S).wait(MARGIN_S)
+            raise _problem(text, "Start the worker of each host with the same list.")
+
+    def _join(self, join_s: float) -> None:
+        """Join the link of worker 0."""
+        channel = WorkerChannel(self._address, self._environ)
+        request = pb.JoinRequest(
+            protocol=PROTOCOL, workers=write_workers(self._members.workers), worker=self._members.own
+        )
+        first = self._members.name(0)
+        try:
+            attendance = attend(lambda: channel.join(request), join_s + MARGIN_S)
+        except TimeoutError:
+            channel.close()
+            text, fix = f"{first} did not answer within {join_s:g} s", "See its log."
+            raise _problem(text, fix) from None
+        except grpc.RpcError as error:
+            channel.close()
+            raise _explained(first, channel, error) from None
+        self._channel = channel
+        attendance.ended.add_done_callback(lambda ended: self.lost.set_result(_why(first, ended.result())))
+
+    def wait_for_release(self) -> None:
+        """On worker 0, wait until no other worker has a job, or the slice is lost; elsewhere, do nothing."""
+        others = self._members.workers[1:] if self._members.own == 0 else ()
+        for worker in others:
+            channel = WorkerChannel(worker.address, self._environ)
+            while not self.lost.done() and _has_job(channel):
+                time.sleep(POLL_S)
+            channel.close()
+
+
+class _Hub(worker_pb2_grpc.SliceServicer):
+    """Answers the calls of `polyxla.xrt.worker.Slice` in the serving process of worker 0.
+
+    Args:
+        members: the workers of the slice.
+        lost: completed here, with the reason, when one of them is gone.
+    """
+
+    def __init__(self, members: SliceMembers, lost: Future[str]) -> None:
+        self._members = members
+        self._lost = lost
+        self._joined: dict[int, object] = {}
+        self._is_complete = False
+        self._problem = ""
+        # Guards the three above.
+        self._changed = threading.Condition()
+
+    def wait(self, timeout_s: float) -> list[int]:
+        """Wait for all workers; return the missing ones at the end of the wait."""
+        others = range(1, len(self._members.workers))
+        with self._changed:
+            self._is_complete = self._changed.wait_for(lambda: len(self._joined) == len(others), timeout_s)
+            self._changed.notify_all()
+            return [worker for worker in others if worker not in self._joined]
+
+    def give_up(self, problem: str) -> None:
+        """End the calls that wait, with the reason."""
+        with self._changed:
+            self._problem = problem
+            self._changed.notify_all()
+
+    def Join(self, request: pb.JoinRequest, context: Any) -> Iterator[pb.JoinReply]:  # noqa: N802
+        """Keep the stream open as long as all workers are there."""
+        if problem := self._refusal(request):
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, problem)
+        worker, ticket = request.worker, object()
+        # The new process of a worker may come before the end of the old one's stream.
+        self._leave(worker, self._joined.get(worker))
+        with self._changed:
+            is_late = self._is_complete
+            if not is_late:
+                self._joined[worker] = ticket
+                self._changed.notify_all()
+        if is_late:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "worker 0 replaces its process")
+        if not context.add_callback(lambda: self._leave(worker, ticket)):
+            self._leave(worker, ticket)
+            return
+        with self._changed:
+            # `SliceLink` ends this wait: it waits with a deadline for all workers.
+            self._changed.wait_for(
+                lambda: self._is_complete or self._problem or self._joined.get(worker) is not ticket
+            )
+            problem = self._problem
+        if problem:
+            context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, problem)
+        yield pb.JoinReply()
+        context.abort(grpc.StatusCode.ABORTED, self._lost.result())
+
+    def _refusal(self, request: pb.JoinRequest) -> str | None:
+        wanted = write_workers(self._members.workers)
+        if request.protocol != PROTOCOL:
+            return f"worker {request.worker} speaks protocol {request.protocol}, worker 0 {PROTOCOL}"
+        if request.workers != wanted or not 0 < request.worker < len(self._members.workers):
+            return (
+                f"worker {request.worker} has the list of workers {request.workers[:500]}, worker 0 {wanted}"
+            )
+        return None
+
+    def _leave(self, worker: int, ticket: object) -> None:
+        """Record that a stream has ended, unless another one has replaced it."""
+        with self._changed:
+            if ticket is None or self._joined.get(worker) is not ticket:
+                return
+            del self._joined[worker]
+            self._changed.notify_all()
+            if not self._is_complete or self._lost.done():
+                return
+        self._lost.set_result(_gone(self._members.name(worker)))
+
+
+def _gone(name: str) -> str:
+    return f"{name}, has ended its process or is unreachable, and a slice needs all its workers"
+
+
+def _why(first: str, ended: Any) -> str:
+    is_told = isinstance(ended, grpc.RpcError) and ended.code() is grpc.StatusCode.ABORTED
+    return str(ended.details()) if is_told else _gone(first)
+
+
+def _explained(first: str, channel: WorkerChannel, error: Any) -> PolyxlaError:
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return _problem(error.details(), "Start the worker of each host with the same list.")
+    if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+        return _problem(error.details(), "Start the same version on all hosts, with the same list.")
+    found = channel.explain(error)
+    return _problem(f"{first}, cannot be joined: {found.what}", str(found.fix))
+
+
+def _problem(what: str, fix: str) -> UsageError:
+    return UsageError(what, where="--slice", fix=fix)
+
+
+def _has_job(channel: WorkerChannel) -> bool:
+    try:
+        return bool(channel.status().HasField("job"))
+    except WorkerError:
+        # Its process is being replaced; then the link is lost soon.
+        return True
