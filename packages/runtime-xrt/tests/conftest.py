@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def server() -> Iterator[MeshServer]:
 class Worker:
     """A `polyxla worker` of two cores: a supervisor, and the serving process, which may be replaced."""
 
-    def __init__(self, log: Path, *options: str) -> None:
+    def __init__(self, log: Path, *options: str, **environ: str) -> None:
         self._log = log
         command = [sys.executable, "-m", "polyxla", "worker", "--devices", "2", "--json"]
         with log.open("w") as errors:
@@ -110,11 +111,17 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
+                env=os.environ | environ,
             )
+
+    @cached_property
+    def address(self) -> str:
+        """Its address, which it prints when it serves."""
         assert self.process.stdout is not None
         document = "".join(iter(self.process.stdout.readline, "}\n"))
         assert document, self.log
-        self.address: str = json.loads(document + "}")["address"]
+        address: str = json.loads(document + "}")["address"]
+        return address
 
     @property
     def log(self) -> str:
@@ -167,9 +174,10 @@ class Worker:
 def _starting(directory: Path) -> Iterator[Callable[..., Worker]]:
     workers: list[Worker] = []
 
-    def start(*options: str) -> Worker:
-        workers.append(Worker(directory / f"worker-{len(workers)}.log", *options))
-        return workers[-1]
+    def start(*options: str, waits: bool = True, **environ: str) -> Worker:
+        workers.append(worker := Worker(directory / f"worker-{len(workers)}.log", *options, **environ))
+        assert not waits or worker.address
+        return worker
 
     yield start
     for one in workers:
