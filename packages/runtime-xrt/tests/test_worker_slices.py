@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +29,7 @@ from polyxla_xrt.config.workers import Worker
 from polyxla_xrt.errors import WorkerError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol.worker import PROTOCOL
+from polyxla_xrt.server.worker import slice_link
 from polyxla_xrt.server.worker.platforms import tpu_host
 from polyxla_xrt.server.worker.platforms.library import SliceMembers
 from polyxla_xrt.server.worker.security import Security
@@ -44,7 +44,7 @@ SUM: bytes = hlo_module_from_text(f"""HloModule meet, replica_count={CORES}
 add {{ a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }}
 ENTRY main {{ x = f32[] parameter(0) ROOT r = f32[] all-reduce(x), replica_groups={{}}, to_apply=add }}
 """).as_serialized_hlo_module_proto()
-GATHERED = sum(range(1, CORES + 1))
+TOTAL = sum(range(1, CORES + 1))
 
 
 def workers_of(*hosts: str) -> tuple[Worker, ...]:
@@ -125,7 +125,7 @@ def computes(pod: list[Any]) -> None:
         sums = [job.add(ordinal) for ordinal in range(CORES)]
         found = [struct.unpack("<f", one.result(TIMEOUT_S))[0] for one in sums]
         job.close()
-    assert found == CORES * [GATHERED]
+    assert found == CORES * [TOTAL]
     for worker in pod:
         worker.wait_until_free()
 
@@ -152,6 +152,7 @@ def test_the_workers_are_replaced_together_and_serve_the_next_job(pod: list[Any]
     computes(pod)
 
 
+@pytest.mark.long
 def test_a_wedged_device_replaces_the_whole_slice(pod: list[Any]) -> None:
     serving = [worker.serving_pid for worker in pod]
     with job_on(pod) as job:
@@ -193,17 +194,18 @@ def test_missing_workers_are_named_to_those_who_wait() -> None:
             )
 
 
-def test_a_missing_first_worker_is_named() -> None:
+def test_a_missing_first_worker_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slice_link, "MARGIN_S", 0.1)
     workers = workers_of(*free_addresses(2))
     with pytest.raises(UsageError, match=r"worker 0 of the slice, at .*, cannot be joined: .* refused"):
-        link(SliceMembers(workers, 1), -4.0)
+        link(SliceMembers(workers, 1), 0.5)
 
 
 def test_another_list_of_workers_is_refused() -> None:
     workers = workers_of(*free_addresses(2))
     other = workers_of(workers[0].host, "127.0.0.9")
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(link, SliceMembers(workers, 0), 3.0)
+        first = pool.submit(link, SliceMembers(workers, 0), 2.0)
         with pytest.raises(UsageError, match=r"worker 1 has the list of workers w;0.*127\.0\.0\.9"):
             link(SliceMembers(other, 1))
         with pytest.raises(UsageError, match="worker 1 of the slice"):
