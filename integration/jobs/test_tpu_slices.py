@@ -67,8 +67,9 @@ class Slice:
             "TPU_NUM_DEVICES": "4",
         }
         config = [{"XRT_TPU_CONFIG": self.listed}, {}]
+        run = ("-m", "polyxla", "run", *command)
         return [
-            self._launch(host, "-m", "polyxla", "run", *command, XRT_LOCAL_WORKER=f"w:{number}", **common, **own)
+            self._launch(host, *run, XRT_LOCAL_WORKER=f"w:{number}", **common, **own)
             for number, (host, own) in enumerate(zip(self.hosts, config, strict=True))
         ]
 

@@ -81,13 +81,18 @@ class Job:
         self.leases: list[Lease] = []
         for number, worker in enumerate(pod):
             coordinator = self.leases[0].coordinator if self.leases else ""
+            ended = self.ended[number]
+
+            def end(error: WorkerError, ended: Future[str] = ended) -> None:
+                ended.set_result(str(error))
+
             lease = Lease(
                 worker.address,
                 EACH,
                 snapshot(),
                 wait_s=TIMEOUT_S,
                 pod=Pod(HOSTS, number, worker.address.rpartition(":")[0], coordinator),
-                on_end=lambda error, ended=self.ended[number]: ended.set_result(str(error)),
+                on_end=end,
             )
             self.leases.append(stack.enter_context(closing(lease)))
         pool = stack.enter_context(ThreadPoolExecutor(CORES))
@@ -259,7 +264,7 @@ def test_libtpu_gets_the_addresses_of_all_hosts() -> None:
         "CLOUD_TPU_TASK_ID": "1",
     }
     assert {name: library.variables[name] for name in wanted} == wanted
-    with pytest.raises(UsageError, match="is listed at 10.0.0.2:8470, and listens on port 8471"):
+    with pytest.raises(UsageError, match=r"is listed at 10\.0\.0\.2:8470, and listens on port 8471"):
         library.members.check(8471)
 
 

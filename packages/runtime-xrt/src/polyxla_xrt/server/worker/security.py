@@ -117,7 +117,7 @@ class Security:
             raise UsageError(
                 "the workers of a slice check each other's certificates",
                 where="--slice, --tls-cert",
-                fix=f"Set {env.POLYXLA_XRT_TLS_CA} to the file with the authority of all workers' certificates.",
+                fix=f"Set {env.POLYXLA_XRT_TLS_CA} to the file with the authority of all their certificates.",
             )
         return {
             env.POLYXLA_XRT_TOKEN_FILE: str(self.token_file or ""),

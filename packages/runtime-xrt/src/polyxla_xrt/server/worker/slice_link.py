@@ -1,9 +1,9 @@
 """The link between the workers of a TPU slice: their serving processes begin together and end together.
 
-libtpu's client of a slice waits for the processes of all hosts without naming them, and is useless once one of
-them has ended. So the serving process of worker 0 serves a link, which the others join before they open libtpu;
-each joined stream stays open as long as both processes live. Whoever loses the link is replaced by its
-supervisor, and the new process joins again.
+libtpu's client of a slice waits for the processes of all hosts without naming them, and is useless once one
+of them has ended. So the serving process of worker 0 serves a link, which the others join before they open
+libtpu; each joined stream stays open as long as both processes live. Whoever loses the link is replaced by
+its supervisor, and the new process joins again.
 """
 
 from __future__ import annotations

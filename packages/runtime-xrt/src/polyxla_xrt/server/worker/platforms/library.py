@@ -35,8 +35,8 @@ class SliceMembers:
         """
         if self.workers[self.own].port != port:
             raise UsageError(
-                f"this worker, number {self.own}, is listed at {self.workers[self.own].address}, and listens on "
-                f"port {port}",
+                f"this worker, number {self.own}, is listed at {self.workers[self.own].address}, and listens "
+                f"on port {port}",
                 where="--slice, --address",
                 fix="Write the same port.",
             )
@@ -71,7 +71,7 @@ class Library:
         options: the plugin's own options for its client.
         variables: those that only the serving process gets, before it opens the plugin.
         platform: the kind of the devices; empty if the plugin knows better.
-        members: the workers of the TPU slice that the devices are part of; None for devices of this host only.
+        members: the workers of the TPU slice that the devices are part of; None for this host's alone.
     """
 
     path: Path

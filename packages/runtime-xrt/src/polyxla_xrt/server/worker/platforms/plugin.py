@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any
 
 from polyxla import UsageError
 from polyxla.env import update_environ
@@ -86,7 +87,8 @@ def _open(library: Library, open_s: float, lost: Future[str]) -> PluginClient:
         complete(made, lambda: PluginClient(plugin.load(library.path), library.options))
 
     threading.Thread(target=make, name="polyxla-open", daemon=True).start()
-    wait((made, lost), open_s, FIRST_COMPLETED)
+    either: list[Future[Any]] = [made, lost]
+    wait(either, open_s, FIRST_COMPLETED)
     try:
         return made.result(0)
     except TimeoutError:

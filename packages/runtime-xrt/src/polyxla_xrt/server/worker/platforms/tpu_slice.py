@@ -30,8 +30,8 @@ class SliceEngines(PluginEngines):
         security: the credentials of all workers.
 
     Raises:
-        UsageError: a worker has not come in time, libtpu cannot be opened, or the workers are in another order
-            than libtpu's.
+        UsageError: a worker has not come in time, libtpu cannot be opened, or the workers are in another
+            order than libtpu's.
     """
 
     def __init__(
