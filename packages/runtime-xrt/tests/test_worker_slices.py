@@ -29,11 +29,10 @@ from polyxla_xrt.config.workers import Worker
 from polyxla_xrt.errors import WorkerError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol.worker import PROTOCOL
-from polyxla_xrt.server.worker import slice_link
-from polyxla_xrt.server.worker.platforms import tpu_host
+from polyxla_xrt.server.worker.platforms import slice_link, tpu_host
 from polyxla_xrt.server.worker.platforms.library import SliceMembers
+from polyxla_xrt.server.worker.platforms.slice_link import PORT, SliceLink
 from polyxla_xrt.server.worker.security import Security
-from polyxla_xrt.server.worker.slice_link import PORT, SliceLink
 
 Start = Callable[..., Any]
 TIMEOUT_S = 60.0
