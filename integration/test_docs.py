@@ -40,7 +40,8 @@ from polyxla_training.options import LEAST_READS, LOG_EVERY_N_STEPS
 from polyxla_xrt.config.configuration import Configuration, read_configuration
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+API = sorted((ROOT / "docs" / "api").glob("*.md"))
 TIMEOUT_S = 280
 HOOKSPECS = [polyxla.hookspecs, polyxla_training.hookspecs, polyxla_pod.hookspecs]
 
@@ -326,7 +327,25 @@ def test_a_readme_says_how_to_install_and_links_to_the_documentation(path: Path)
 
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
-    assert [path.name for path in PAGES if path.name not in navigation] == []
+    names = [str(path.relative_to(ROOT / "docs")) for path in PAGES]
+    assert [name for name in names if f": {name}\n" not in navigation] == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_block_ends(path: Path) -> None:
+    fences = re.findall(r"^```(.*)", path.read_text(), re.MULTILINE)
+    # With one missing, text is code and code is text from there on.
+    assert [bool(one) for one in fences] == [True, False] * (len(fences) // 2)
+
+
+def test_every_module_with_public_names_is_on_an_api_page() -> None:
+    # .ci/api.py looks for each of the names on the built pages.
+    packages = ROOT.glob("packages/*/src/**/__init__.py")
+    sources = [path for path in packages if "\n__all__ = " in path.read_text()]
+    modules = {".".join(path.parts[path.parts.index("src") + 1 : -1]) for path in sources}
+    shown = [name for path in API for name in re.findall(r"^::: (\S+)", path.read_text(), re.MULTILINE)]
+    assert len(modules) >= 7
+    assert sorted(modules - set(shown)) == []
 
 
 def test_the_tests_that_the_features_page_names_exist() -> None:
