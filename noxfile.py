@@ -405,10 +405,11 @@ def generated_code() -> dict[Path, bytes]:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the documentation into site/; a broken link is an error."""
+    """Build the documentation into site/; a broken link, or a public name on no page, is an error."""
     install(session, requirements=group("docs"))
     quiet = {"NO_MKDOCS_2_WARNING": "1"}
     session.run("mkdocs", "build", "--strict", "--site-dir", "site", *session.posargs, env=quiet)
+    session.run("python", ".ci/api.py", "site")
 
 
 @nox.session
