@@ -247,6 +247,18 @@ def clients(session: nox.Session, runtime: str) -> None:
     session.run("pytest", CLIENTS[runtime], *together, *options, *session.posargs)
 
 
+@nox.session
+@nox.parametrize("runtime", list(CLIENTS))
+def notebooks(session: nox.Session, runtime: str) -> None:
+    """Run the tutorials in docs/tutorials that are for one framework; takes ten minutes."""
+    pins = ("-c", CONSTRAINTS_TORCHTPU if runtime == "torchtpu" else CONSTRAINTS)
+    packages = ["bridge", "sampler", "training", f"runtime-{runtime}"]
+    packages += ["fits", "runtime-xrt"] if runtime == "pjrt" else []
+    install(session, packages, group(f"notebooks-{runtime}"), options=pins)
+    framework = "torch_tpu" if runtime == "torchtpu" else "torch_xla"
+    session.run("python", ".ci/notebooks.py", framework, env={"POLYXLA_COMPILE_CACHE": "off"})
+
+
 @nox.session(venv_backend="uv", reuse_venv=False)
 def minimums(session: nox.Session) -> None:
     """Test the packages that promise a range of versions with the oldest they allow."""
@@ -441,7 +453,7 @@ def pin(session: nox.Session) -> None:
     """Rewrite the constraints: ``nox -s pin`` adds missing pins, ``-- --upgrade`` moves all of them."""
     everything = {one for name in GROUPS for one in group(name)}
     # What only torch_xla's environment needs, or another release of torch.
-    on_torch_xla = re.compile(r"torch_?xla|torchvision|torchax|torch==|flax")
+    on_torch_xla = re.compile(r"torch_?xla|torchvision|torchax|torch==|flax|libtpu")
     shared = {one for one in everything if not on_torch_xla.match(one)}
     write_pins(session, CONSTRAINTS, everything | required_by(WITH_TORCH_XLA) | {"torch==2.9.*"})
     write_pins(session, CONSTRAINTS_TORCHTPU, shared | required_by(WITH_TORCH_TPU))

@@ -327,7 +327,8 @@ def test_a_readme_says_how_to_install_and_links_to_the_documentation(path: Path)
 
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
-    names = [str(path.relative_to(ROOT / "docs")) for path in PAGES]
+    paths = [*PAGES, *(ROOT / "docs").rglob("*.ipynb")]
+    names = [str(path.relative_to(ROOT / "docs").with_suffix(".md")) for path in paths]
     assert [name for name in names if f": {name}\n" not in navigation] == []
 
 
