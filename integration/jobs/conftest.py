@@ -93,14 +93,6 @@ def serve(chosen_worker: tuple[list[str], dict[str, str]]) -> Iterator[Callable[
 
 
 @pytest.fixture
-def cores(chosen_worker: tuple[list[str], dict[str, str]]) -> Callable[[int], int]:
-    """Return the cores of a job that wants so many: a played TPU has jobs on all of its cores, or on one."""
-    options, variables = chosen_worker
-    every = int(options[options.index("--devices") + 1]) if variables else 0
-    return lambda wanted: every or wanted
-
-
-@pytest.fixture
 def launch() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Start jobs whose processes end with the test."""
     started: list[subprocess.Popen[str]] = []

@@ -83,11 +83,11 @@ def check_served(worker: Served) -> None:
 
 
 def test_a_killed_worker_ends_its_clients_and_can_restart(
-    here: Host, serve: Callable[..., Served], train: Callable[..., Training], cores: Callable[[int], int]
+    here: Host, serve: Callable[..., Served], train: Callable[..., Training]
 ) -> None:
-    worker = serve(here, cores(2))
-    job = train(here, worker.address, cores(2))
-    pids = [job.pid(ordinal) for ordinal in range(cores(2))]
+    worker = serve(here, 2)
+    job = train(here, worker.address, 2)
+    pids = [job.pid(ordinal) for ordinal in range(2)]
     worker.process.kill()
     stderr = job.end()
     errors = [line for line in stderr.splitlines() if line.startswith("polyxla: error:")]
@@ -97,18 +97,18 @@ def test_a_killed_worker_ends_its_clients_and_can_restart(
     import torch
 
     checkpoint = torch.load(job.directory / "checkpoint", weights_only=True)
-    assert checkpoint["weight"].tolist() == [cores(2) * (checkpoint["step"] + 1.0)] * 4
-    again = serve(here, cores(2), int(worker.address.rpartition(":")[2]))
+    assert checkpoint["weight"].tolist() == [2 * (checkpoint["step"] + 1.0)] * 4
+    again = serve(here, 2, int(worker.address.rpartition(":")[2]))
     assert again.address == worker.address
     check_served(again)
 
 
 def test_a_stopped_worker_is_the_reason_in_its_clients_error_and_in_its_log(
-    here: Host, serve: Callable[..., Served], train: Callable[..., Training], cores: Callable[[int], int]
+    here: Host, serve: Callable[..., Served], train: Callable[..., Training]
 ) -> None:
-    worker = serve(here, cores(2))
-    job = train(here, worker.address, cores(2))
-    for ordinal in range(cores(2)):
+    worker = serve(here, 2)
+    job = train(here, worker.address, 2)
+    for ordinal in range(2):
         job.pid(ordinal)
     worker.process.terminate()
     stderr = job.end()
@@ -120,11 +120,11 @@ def test_a_stopped_worker_is_the_reason_in_its_clients_error_and_in_its_log(
 
 
 def test_a_killed_replica_ends_the_others_and_the_workers_session(
-    here: Host, serve: Callable[..., Served], train: Callable[..., Training], cores: Callable[[int], int]
+    here: Host, serve: Callable[..., Served], train: Callable[..., Training]
 ) -> None:
-    worker = serve(here, cores(3))
-    job = train(here, worker.address, cores(3))
-    pids = [job.pid(ordinal) for ordinal in range(cores(3))]
+    worker = serve(here, 3)
+    job = train(here, worker.address, 3)
+    pids = [job.pid(ordinal) for ordinal in range(3)]
     os.kill(pids[1], signal.SIGKILL)
     stderr = job.end()
     assert re.search(r"process 1 \(replica 1; pid \d+\) was ended by SIGKILL", stderr), stderr
@@ -172,11 +172,10 @@ def test_a_job_survives_a_short_network_failure_and_reports_a_long_one(
     namespaces: list[Host],
     serve: Callable[..., Served],
     train: Callable[..., Training],
-    cores: Callable[[int], int],
 ) -> None:
-    worker = serve(namespaces[0], cores(2))
-    job = train(namespaces[1], worker.address, cores(2))
-    for ordinal in range(cores(2)):
+    worker = serve(namespaces[0], 2)
+    job = train(namespaces[1], worker.address, 2)
+    for ordinal in range(2):
         job.pid(ordinal)
     cable = Cable(namespaces[1])
     cable.cut()

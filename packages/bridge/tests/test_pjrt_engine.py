@@ -28,6 +28,7 @@ from polyxla_bridge.engine_conformance import (
     download,
     module,
     ones,
+    options_for,
     upload,
 )
 from polyxla_bridge.env import BridgeSettings, CacheOrigin
@@ -62,6 +63,11 @@ def test_devices_are_described(open_engine: OpenEngine) -> None:
         (0, True, "cpu", None),
         (1, True, "cpu", None),
     ]
+
+
+def test_a_program_for_some_of_its_devices_is_refused(open_engine: OpenEngine) -> None:
+    with pytest.raises(PjrtError, match=r"for the devices \[0, 2\] is not supported on a plugin"):
+        open_engine(4).compile(module(EVERY), options_for([0, 2]))
 
 
 def test_steps_leave_no_buffer_behind(cpu_plugin: Path) -> None:

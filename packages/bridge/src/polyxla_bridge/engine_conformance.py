@@ -81,6 +81,19 @@ def ones(value: float) -> Any:
     return np.full(4, value, np.float32)
 
 
+def options_for(devices: list[int], partitions: int = 1) -> bytes:
+    """Return the options of a program for some devices, all of one partition first."""
+    chosen = xla_client.CompileOptions()
+    chosen.num_replicas, chosen.num_partitions = len(devices) // partitions, partitions
+    build = chosen.executable_build_options
+    build.num_replicas, build.num_partitions = chosen.num_replicas, partitions
+    build.use_spmd_partitioning = partitions > 1
+    assignment = np.array(devices, np.int32).reshape(partitions, -1).T
+    chosen.device_assignment = xla_client.DeviceAssignment.create(np.ascontiguousarray(assignment))
+    serialized: bytes = chosen.SerializeAsString()
+    return serialized
+
+
 class EngineConformance:
     """Every engine passes these tests."""
 

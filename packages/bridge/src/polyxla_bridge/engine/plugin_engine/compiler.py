@@ -97,8 +97,7 @@ class PluginCompiler(CompileOnce):
         hlo.results(hlo_module)
         asked = CompileOptionsProto.FromString(options)
         build = asked.executable_build_options
-        numbers = hlo.assigned_devices(build.device_assignment.SerializeToString())
-        devices = numbering.in_program(numbers, len(self._client.devices), self._local)
+        devices = self._devices(hlo.assigned_devices(build.device_assignment.SerializeToString()))
         order = devices or range(len(self._client.devices))
         partitions = max(1, build.num_partitions)
         code = self._for_cpu(hlo_module, partitions, len(order)) if self._is_cpu else hlo_module
@@ -116,6 +115,22 @@ class PluginCompiler(CompileOnce):
             devices=devices,
         )
         return self._attach(executable, loaded, chosen, hlo_module)
+
+    def _devices(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        """Return the devices of a program that names `numbers`; none for all.
+
+        Raises:
+            PjrtError: it is for some of them: all local ones meet in one for several.
+        """
+        count = len(self._client.devices)
+        devices = numbering.in_program(numbers, count, self._local)
+        if 1 < len(devices) < count:
+            raise PjrtError(
+                Code.UNIMPLEMENTED,
+                f"a program for the devices {list(devices)} is not supported on a plugin, only for one device "
+                f"or for all {count}",
+            )
+        return devices
 
     def _for_cpu(self, hlo_module: bytes, partitions: int, devices: int) -> bytes:
         # Imported here, because only XLA's CPU compiler needs jax for it.
