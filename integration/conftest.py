@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 pytest_plugins = ["polyxla_testing.fixtures"]
 
+CORES = 8
+"""Cores of the worker for runtime xrt, if the option does not say another number; what a node has by default."""
+
 # Tests count compilations, so they must not use the programs in the user's cache.
 os.environ["POLYXLA_COMPILE_CACHE"] = "off"
 
@@ -162,11 +165,12 @@ def runtime(
     if runtime.name != "xrt":
         yield runtime
         return
-    with (
-        _worker(8, *chosen_worker) as address,
-        temporary_environ({**os.environ, "XRT_TPU_CONFIG": f"tpu_worker;0;{address}"}),
-    ):
-        yield runtime
+    with _worker(CORES, *chosen_worker) as served:
+        node = {"XRT_TPU_CONFIG": f"tpu_worker;0;{served['address']}"}
+        if served["devices"] != CORES:
+            node["TPU_NUM_DEVICES"] = str(served["devices"])
+        with temporary_environ(os.environ | node):
+            yield runtime
 
 
 @pytest.fixture(scope="session")
@@ -193,8 +197,8 @@ def chosen_worker(pytestconfig: pytest.Config) -> tuple[list[str], dict[str, str
 
 
 @contextmanager
-def _worker(cores: int, options: list[str], variables: Mapping[str, str]) -> Iterator[str]:
-    """Serve cores on a free port, as from another terminal."""
+def _worker(cores: int, options: list[str], variables: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """Serve cores on a free port, as from another terminal; yield what the worker says of itself."""
     command = ["polyxla", "worker", "--address", "127.0.0.1:0", "--devices", str(cores), "--json", *options]
     environ = {**os.environ, **variables}
     worker = subprocess.Popen(
@@ -203,7 +207,7 @@ def _worker(cores: int, options: list[str], variables: Mapping[str, str]) -> Ite
     assert worker.stdout is not None
     try:
         lines = iter(worker.stdout.readline, "")
-        yield json.loads("".join(_until("}", lines)))["address"]
+        yield json.loads("".join(_until("}", lines)))
     finally:
         worker.terminate()
         worker.wait(30)

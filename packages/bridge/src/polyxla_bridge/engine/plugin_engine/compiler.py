@@ -127,8 +127,8 @@ class PluginCompiler(CompileOnce):
         if 1 < len(devices) < count:
             raise PjrtError(
                 Code.UNIMPLEMENTED,
-                f"a program for the devices {list(devices)} is not supported on a plugin, only for one device "
-                f"or for all {count}",
+                f"a program for the devices {list(devices)} is not supported on a plugin, only for one "
+                f"device or for all {count}",
             )
         return devices
 
