@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 pytest_plugins = ["polyxla_testing.fixtures"]
 
 CORES = 8
-"""Cores of the worker for runtime xrt, if the option does not say another number; what a node has by default."""
+"""Cores of the worker for runtime xrt, unless the option says another number; the default of a node."""
 
 # Tests count compilations, so they must not use the programs in the user's cache.
 os.environ["POLYXLA_COMPILE_CACHE"] = "off"
