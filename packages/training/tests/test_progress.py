@@ -18,8 +18,7 @@ from polyxla_training.observe.logged_values import LoggedValues
 
 TIMEOUT_S = 60.0
 PROGRAMS = Path(__file__).parent / "programs"
-HOW = (2, 3)
-"""Epochs, and the interval of reads."""
+EPOCHS = 2
 
 
 def _lines(text: str) -> list[str]:
@@ -28,7 +27,7 @@ def _lines(text: str) -> list[str]:
 
 
 def test_without_a_terminal_each_epoch_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = ProgressListener(*HOW, steps_per_epoch=2, logged_values=LoggedValues())
+    progress = ProgressListener(EPOCHS, steps_per_epoch=2, logged_values=LoggedValues(every_n_steps=3))
     for step in range(1, 5):
         progress.polyxla_step_finished(step=step, logged={"loss": 1 / step, "lr": 0.1})
         if step % 2 == 0:
@@ -43,7 +42,7 @@ def test_without_a_terminal_each_epoch_is_a_line(capsys: pytest.CaptureFixture[s
 
 
 def test_without_a_length_only_metrics_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = ProgressListener(*HOW, steps_per_epoch=None, logged_values=LoggedValues())
+    progress = ProgressListener(EPOCHS, steps_per_epoch=None, logged_values=LoggedValues(every_n_steps=3))
     for step in range(1, 5):
         progress.polyxla_step_finished(step=step, logged={"loss": 1.0})
     progress.polyxla_metrics_ready(step=4, metrics={"val_loss": 2.0})
@@ -62,10 +61,10 @@ class _Counted:
 
 def test_values_are_read_only_in_steps_that_show_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Counted, "reads", 0)
-    progress = ProgressListener(*HOW, steps_per_epoch=100, logged_values=LoggedValues())
+    progress = ProgressListener(EPOCHS, steps_per_epoch=100, logged_values=LoggedValues(every_n_steps=3))
     for step in range(1, 101):
         progress.polyxla_step_finished(step=step, logged={"loss": _Counted()})
-    assert _Counted.reads == 33 + 1, "every 3rd step and the epoch's last"
+    assert _Counted.reads == 1 + 33 + 1, "the first, every 3rd step and the epoch's last"
 
 
 def _on_a_terminal(program: Path, *arguments: str) -> str:

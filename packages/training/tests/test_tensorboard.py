@@ -91,7 +91,7 @@ def test_tensorboard_gets_steps_and_metrics(
     _trainer(devices, max_epochs=2, log_dir=str(folder), log_every_n_steps=2).fit(_Validated(), data, UNEVEN)
     assert len(list(folder.glob("events.*"))) == 1, "one replica writes for all"
     scalars = _scalars(folder)
-    assert [step for step, _ in scalars["loss"]] == [2, 4, 6, 8]
+    assert [step for step, _ in scalars["loss"]] == [1, 2, 4, 6, 8]
     assert scalars["mean"] == [(4, MEAN), (8, MEAN)]
     assert scalars["first"] == [(4, FIRST), (8, FIRST)]
     assert capsys.readouterr().err == (
@@ -110,9 +110,9 @@ def test_tensorboard_gets_the_loss_of_the_step() -> None:
 
 @pytest.mark.parametrize(
     ("batches", "steps"),
-    [(7, [1, 2, 3, 4, 5, 6, 7]), (23, [*range(2, 23, 2), 23]), (503, [*range(50, 501, 50), 503])],
+    [(7, [1, 2, 3, 4, 5, 6, 7]), (23, [1, *range(2, 23, 2), 23]), (503, [1, *range(50, 501, 50), 503])],
 )
-def test_short_trainings_have_points_and_the_last_step_is_written(batches: int, steps: list[int]) -> None:
+def test_short_trainings_have_points_and_the_first_and_the_last_step_are_written(batches: int, steps: list[int]) -> None:
     losses: list[float] = []
 
     class Keeps(_Net):

@@ -36,6 +36,17 @@ def polyxla_metrics_ready(replica: Replica, step: int, metrics: Mapping[str, flo
 
 
 @hookspec
+def polyxla_validation_finished(replica: Replica) -> None:
+    """A validation within an epoch has ended; `polyxla_epoch_finished` follows one at the end of an epoch.
+
+    Called in each replica, between two steps.
+
+    Args:
+        replica: the replica that trains.
+    """
+
+
+@hookspec
 def polyxla_epoch_finished(replica: Replica, epoch: int) -> None:
     """An epoch has ended, and its validation too. Called once per epoch in each replica.
 

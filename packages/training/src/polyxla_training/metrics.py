@@ -237,6 +237,13 @@ class MetricAccumulator:
         means = {name: _result(one[name] for one in gathered if name in one) for name in sorted(names)}
         return means | computed
 
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Collect the values in the block apart from those of the epoch so far."""
+        before, self._running, self._objects = (self._running, self._objects), {}, {}
+        yield
+        self._running, self._objects = before
+
     def state_dict(self) -> dict[str, Total]:
         """Return the epoch's totals, weights and kinds so far, by name. Waits for the device."""
         return {name: (float(one.total), one.weight, one.kind) for name, one in self._running.items()}

@@ -25,6 +25,18 @@ LIGHTNINGS_DEBUG = ("tpu_spawn_debug", "xla_debug")
 """Lightning's names of its strategies with torch_xla's report, in two versions: they mean ``debug``."""
 LOG_EVERY_N_STEPS, LEAST_READS = 50, 10
 """Default interval of reads, and how many a shorter training should have."""
+BATCH_LIMITS = tuple(f"limit_{kind}_batches" for kind in ("train", "val", "test", "predict"))
+NOT_IN_FAST_DEV_RUN: Mapping[str, Any] = {
+    "max_epochs": 1,
+    "max_steps": None,
+    "log_dir": None,
+    "val_check_interval": None,
+    "val_every_n_epochs": 1,
+    "checkpoint_dir": None,
+    "resume": None,
+    "profile_steps": None,
+}
+"""The options that `fast_dev_run` replaces, beside the limits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +80,16 @@ class FitOptions:
         clip_value: maximum absolute value of a gradient's element.
         seed: seed of every replica's random numbers and of the order of the records. Default: torch's
             current seed, and the order of seed 0.
+        limit_train_batches: number of batches of an epoch that each replica trains on, or their fraction of
+            the loader: ``100``, or ``0.1``. None for all.
+        limit_val_batches: likewise of a validation; 0 for no validation.
+        limit_test_batches: likewise of a test.
+        limit_predict_batches: likewise of a prediction.
+        val_check_interval: number of batches after which to validate within an epoch, or their fraction of
+            it, such as ``0.25``; a multiple of `accumulate`. None: after the epoch.
+        val_every_n_epochs: interval of the epochs that are validated.
+        fast_dev_run: True, or a number: train, validate and test on so many batches (True: one) of one epoch,
+            without log files, checkpoints and profiles.
         prefetch: how far ahead to copy batches, such as ``{"loader_prefetch_size": 4}``; see
             `Replica.loader`.
         checkpoint_dir: directory, or its URL in an object store, in which the whole state is saved, at the
@@ -96,6 +118,13 @@ class FitOptions:
     clip_norm: float | None = None
     clip_value: float | None = None
     seed: int | None = None
+    limit_train_batches: float | None = None
+    limit_val_batches: float | None = None
+    limit_test_batches: float | None = None
+    limit_predict_batches: float | None = None
+    val_check_interval: float | None = None
+    val_every_n_epochs: int = 1
+    fast_dev_run: bool | int = False
     prefetch: Mapping[str, int] | None = None
     checkpoint_dir: str | os.PathLike[str] | None = None
     save_every_n_steps: int | None = None
@@ -108,8 +137,13 @@ class FitOptions:
     def __post_init__(self) -> None:
         mesh = read_strategy(self.strategy, "Trainer(strategy=...)")
         object.__setattr__(self, "strategy", mesh or _find_strategy(self.strategy))
-        for name in ("max_epochs", "accumulate"):
+        for name in ("max_epochs", "accumulate", "val_every_n_epochs"):
             _check_count(name, getattr(self, name))
+        if not isinstance(self.fast_dev_run, bool):
+            _check_count("fast_dev_run", self.fast_dev_run)
+        for name in BATCH_LIMITS:
+            _check_batches(name, getattr(self, name))
+        self._check_interval()
         for name in ("max_steps", "log_every_n_steps", "save_every_n_steps", "keep"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
@@ -129,6 +163,16 @@ class FitOptions:
                 "resume='auto' resumes from the newest checkpoint in checkpoint_dir, which is not set",
                 where="Trainer",
                 fix="Write checkpoint_dir='checkpoints' too, or the checkpoint's own path.",
+            )
+
+    def _check_interval(self) -> None:
+        given = self.val_check_interval
+        _check_batches("val_check_interval", given)
+        if isinstance(given, int) and given % self.accumulate:
+            raise UsageError(
+                f"val_check_interval={given} is not a multiple of accumulate={self.accumulate}",
+                where="Trainer",
+                fix=f"Write val_check_interval={-(-given // self.accumulate) * self.accumulate}.",
             )
 
     @property
@@ -163,6 +207,9 @@ class TrainerOptions(FitOptions, LaunchOptions):
             log_dir: replaces the option, which may be ``"auto"``.
         """
         values = {one.name: getattr(self, one.name) for one in fields(FitOptions)}
+        if self.fast_dev_run:
+            values |= dict.fromkeys(BATCH_LIMITS, int(self.fast_dev_run)) | NOT_IN_FAST_DEV_RUN
+            return FitOptions(**values)
         return FitOptions(**values | {"log_dir": log_dir})
 
 
@@ -208,6 +255,18 @@ def _check_count(name: str, value: Any) -> None:
         raise UsageError(
             f"{name}={value!r} is not a positive integer", where="Trainer", fix=f"Write {name}=1."
         )
+
+
+def _check_batches(name: str, value: Any) -> None:
+    least = 0 if name == "limit_val_batches" else 1
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is None or (is_number and (value >= least if isinstance(value, int) else 0 < value <= 1)):
+        return
+    raise UsageError(
+        f"{name}={value!r} is neither a number of batches nor a fraction of them",
+        where="Trainer",
+        fix=f"Write {name}=10 for ten batches, or {name}=0.1 for a tenth of them.",
+    )
 
 
 def _check_limit(name: str, value: Any) -> None:

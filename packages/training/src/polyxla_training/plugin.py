@@ -106,7 +106,7 @@ def _first_replicas(replica: Replica, fit: Fit) -> Iterator[object]:
     from polyxla_training.observe.logged_values import LoggedValues
     from polyxla_training.observe.observer import AfterListeners, Observer
 
-    options, logged_values = fit.options, LoggedValues(replica.counters())
+    options, logged_values = fit.options, LoggedValues(replica.counters(), fit.log_every_n_steps)
     directory: str | Path | None = options.log_dir
     if directory is not None and is_url(directory):
         from polyxla_training.listeners.log_upload import LogUploadListener
@@ -117,15 +117,14 @@ def _first_replicas(replica: Replica, fit: Fit) -> Iterator[object]:
     if options.progress:
         from polyxla_training.listeners.progress import ProgressListener
 
-        yield ProgressListener(options.max_epochs, fit.log_every_n_steps, fit.steps_per_epoch, logged_values)
+        yield ProgressListener(options.max_epochs, fit.steps_per_epoch, logged_values)
     if options.log_dir is not None and directory is not None:
         from polyxla_training.listeners.tensorboard import TensorBoardListener
 
         say(f"logging to {options.log_dir}; view it with: tensorboard --logdir {options.log_dir}")
-        yield TensorBoardListener(str(directory), fit.log_every_n_steps, logged_values)
+        yield TensorBoardListener(str(directory), logged_values)
     observer = Observer(
         replica,
-        every_n_steps=fit.log_every_n_steps,
         log=_run_log(replica, fit, directory) if directory is not None else None,
         logged_values=logged_values,
         module=fit.module,

@@ -24,7 +24,7 @@ from polyxla_training.resume import load_same
 if TYPE_CHECKING:
     from polyxla_training.checkpoint.shards.reader import ShardedCheckpoint
 
-FORMAT = 2
+FORMAT = 3
 """Version of `TrainingState.state_dict`; checkpoints of other versions are refused."""
 
 
@@ -131,6 +131,7 @@ class TrainingState:
             "world_size": self.replica.world_size,
             "precision": self.replica.precision.name,
             "epoch": self.view.current_epoch,
+            "validated_batches": self.view.validated_batches,
             "step": self.replica.steps,
             "seed": self.seed,
             "data": self.loader.state_dict(),
@@ -180,6 +181,7 @@ class TrainingState:
         if now != state["precision"] and self.replica.is_first:
             say(f"{where} was saved with precision {state['precision']}; training continues with {now}")
         self.view.current_epoch = state["epoch"]
+        self.view.validated_batches = state["validated_batches"]
         self.view.global_step = self.replica.steps = state["step"]
         self.loader.load_state_dict(state["data"])
         self._restore_own(state)

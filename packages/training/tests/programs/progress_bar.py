@@ -8,7 +8,7 @@ from polyxla_training.listeners.progress import ProgressListener
 from polyxla_training.observe.logged_values import LoggedValues
 
 steps_per_epoch = int(sys.argv[1]) if len(sys.argv) > 1 else None
-progress = ProgressListener(2, 1, steps_per_epoch, LoggedValues())
+progress = ProgressListener(2, steps_per_epoch, LoggedValues(every_n_steps=1))
 for step in range(1, 5):
     progress.polyxla_step_finished(step=step, logged={"loss": 1 / step})
 progress.polyxla_metrics_ready(step=4, metrics={"val_loss": 0.5})

@@ -10,10 +10,8 @@ from collections.abc import Iterable, Mapping
 
 from polyxla.errors import UsageError
 
-_SUBSET = "Pass a loader of a torch.utils.data.Subset, or write max_steps=."
 _DEVICES = "Write devices=8."
 _NONE_MADE = "Leave it out: there is none here."
-_EVERY_EPOCH = "Leave it out: validation runs after each epoch."
 _LISTENER = "Write hooks in the module, or a listener as in docs/plugins.md."
 _SHARDED = "Leave it out: polyxla-sampler divides the records among the replicas."
 _REDUCED = "Write reduce_fx= in self.log; its values stay on the device."
@@ -24,7 +22,7 @@ FIXES: Mapping[str, str] = {
     "barebones": "Write progress=False, log_dir=None.",
     "benchmark": "Leave it out: it is for cuDNN.",
     "callbacks": _LISTENER,
-    "check_val_every_n_epoch": _EVERY_EPOCH,
+    "check_val_every_n_epoch": "Write val_every_n_epochs=.",
     "default_root_dir": "Write log_dir= and checkpoint_dir=.",
     "detect_anomaly": "Call torch.autograd.set_detect_anomaly(True) in on_fit_start.",
     "deterministic": "Write seed=0.",
@@ -32,14 +30,9 @@ FIXES: Mapping[str, str] = {
     "enable_checkpointing": "Write checkpoint_dir='checkpoints', or leave it out to save none.",
     "enable_model_summary": _NONE_MADE,
     "enable_progress_bar": "Write progress=.",
-    "fast_dev_run": "Write max_steps=1.",
     "gradient_clip_algorithm": "Write clip_norm= or clip_value=.",
     "gradient_clip_val": "Write clip_norm=, or clip_value= for gradient_clip_algorithm='value'.",
     "inference_mode": "Leave it out: evaluations compute no gradients.",
-    "limit_predict_batches": _SUBSET,
-    "limit_test_batches": _SUBSET,
-    "limit_train_batches": _SUBSET,
-    "limit_val_batches": _SUBSET,
     "logger": "Write log_dir= for TensorBoard files, or log_dir=None for none.",
     "max_time": "Set self.trainer.should_stop = True in a hook when the time is over.",
     "min_epochs": "Leave it out: training ends earlier only if self.trainer.should_stop is set.",
@@ -47,13 +40,12 @@ FIXES: Mapping[str, str] = {
     "model_registry": _NONE_MADE,
     "num_nodes": "Leave it out: start the script on every host; the runtime knows the hosts.",
     "num_sanity_val_steps": _NONE_MADE,
-    "overfit_batches": _SUBSET,
+    "overfit_batches": "Write limit_train_batches=; a loader that does not shuffle repeats its first batches.",
     "plugins": "Write precision= for a precision policy; other plugins are installed, see docs/plugins.md.",
     "profiler": "Write profile_steps=(10, 12).",
     "reload_dataloaders_every_n_epochs": "Leave it out: a loader may change when it is iterated.",
     "sync_batchnorm": "Put torch_xla.core.functions.SyncBatchNorm into the module.",
     "use_distributed_sampler": _SHARDED,
-    "val_check_interval": _EVERY_EPOCH,
     # of earlier versions
     "amp_backend": "Write precision='bf16-mixed'.",
     "amp_level": "Write precision='bf16-mixed'.",

@@ -34,6 +34,8 @@ class TrainerView:
             validation, with several at the end of the epoch in which any of them has set it.
         estimated_stepping_batches: optimizer updates that training will make; inf if unknown.
         num_training_batches: batches of one epoch; inf if unknown.
+        validated_batches: batches of this epoch before the last validation in it; 0 if there was none.
+        fast_dev_run: the Trainer's option.
         callback_metrics: the metrics so far, by name, as tensors on the host.
         model: the module.
         datamodule: the data module, if there is one.
@@ -63,6 +65,8 @@ class TrainerView:
     should_stop: bool = False
     estimated_stepping_batches: float = float("inf")
     num_training_batches: float = float("inf")
+    validated_batches: int = 0
+    fast_dev_run: bool | int = False
     callback_metrics: dict[str, Any] = field(default_factory=dict)
     model: Any = None
     datamodule: Any = None
@@ -93,6 +97,7 @@ class TrainerView:
             num_nodes=world.host_count,
             max_steps=-1 if options.max_steps is None else options.max_steps,
             accumulate_grad_batches=options.accumulate,
+            fast_dev_run=options.fast_dev_run,
             gradient_clip_val=limit,
             gradient_clip_algorithm=None if limit is None else algorithm,
             datamodule=datamodule,

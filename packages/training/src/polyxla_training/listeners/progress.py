@@ -22,16 +22,12 @@ class ProgressListener:
 
     Args:
         max_epochs: number of passes over the training data.
-        every_n_steps: interval at which logged tensors may be read.
         steps_per_epoch: None if the loader has no length.
         logged_values: reads the tensors.
     """
 
-    def __init__(
-        self, max_epochs: int, every_n_steps: int, steps_per_epoch: int | None, logged_values: LoggedValues
-    ) -> None:
-        self._max_epochs, self._every = max_epochs, every_n_steps
-        self._steps_per_epoch = steps_per_epoch
+    def __init__(self, max_epochs: int, steps_per_epoch: int | None, logged_values: LoggedValues) -> None:
+        self._max_epochs, self._steps_per_epoch = max_epochs, steps_per_epoch
         self._logged_values = logged_values
         self._latest: dict[str, float] = {}
         self._started = time.monotonic()
@@ -41,7 +37,7 @@ class ProgressListener:
     def polyxla_step_finished(self, step: int, logged: Mapping[str, Any]) -> None:
         """Advance the bar; without one, print a line at the end of an epoch."""
         ends_epoch = self._steps_per_epoch is not None and step % self._steps_per_epoch == 0
-        if ends_epoch or step % self._every == 0:
+        if self._logged_values.is_due(step) or ends_epoch:
             self._latest |= self._logged_values.read(step, logged)
         if self._bar:
             self._bar.show(step, self._latest)

@@ -26,21 +26,19 @@ class TensorBoardListener:
 
     Args:
         log_dir: directory of the event file; made if it is missing.
-        every_n_steps: interval at which the tensors of steps are read, which waits for the device.
         logged_values: reads the tensors.
     """
 
-    def __init__(self, log_dir: str, every_n_steps: int, logged_values: LoggedValues) -> None:
-        self._every = every_n_steps
+    def __init__(self, log_dir: str, logged_values: LoggedValues) -> None:
         self._logged_values = logged_values
         self._unwritten: tuple[int, Mapping[str, Any]] | None = None
         self._writer = SummaryWriter(log_dir)
 
     @hookimpl
     def polyxla_step_finished(self, step: int, logged: Mapping[str, Any]) -> None:
-        """Write the values of every n-th step."""
+        """Write the values of the first step and of every n-th."""
         self._unwritten = (step, logged)
-        if step % self._every == 0:
+        if self._logged_values.is_due(step):
             self._write_step()
 
     def _write_step(self) -> None:

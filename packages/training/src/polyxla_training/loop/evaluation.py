@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
+from itertools import islice
 
 import torch
 
@@ -24,6 +26,7 @@ def evaluate(
     data: Data,
     view: TrainerView,
     publish: Callable[[], None],
+    batches: int | None,
 ) -> None:
     """Run a step over a loader, with the hooks around it in Lightning's order.
 
@@ -36,24 +39,26 @@ def evaluate(
         data: has the hook after the batches' transfer.
         view: what the module sees as ``self.trainer``.
         publish: computes and publishes the metrics.
+        batches: number of batches to read; None for all.
     """
     precision = replica.precision
     on_batch_start = adapter.hook(f"on_{kind}_batch_start")
     on_batch_end = adapter.hook(f"on_{kind}_batch_end")
-    adapter.call(f"on_{kind}_model_zero_grad")
     with view.evaluating(kind), adapter.evaluating(kind):
         accumulator.outside_batches()
         adapter.call(f"on_{kind}_start")
         adapter.call(f"on_{kind}_epoch_start")
-        for index, arrived in enumerate(loader):
-            batch = data.after_transfer(arrived, 0) if data.after_transfer else arrived
-            accumulator.start_batch(batch, is_training=False, real=loader.real, valid=loader.valid)
-            if on_batch_start:
-                on_batch_start(batch, index)
-            with precision.forward_context():
-                outputs = adapter.evaluate(kind, precision.convert_input(batch), index, loader.valid)
-            if on_batch_end:
-                on_batch_end(outputs, batch, index)
+        # Closing ends the runtime's threads, which read ahead of the limit.
+        with closing(iter(loader)) as arriving:
+            for index, arrived in enumerate(islice(arriving, batches)):
+                batch = data.after_transfer(arrived, 0) if data.after_transfer else arrived
+                accumulator.start_batch(batch, is_training=False, real=loader.real, valid=loader.valid)
+                if on_batch_start:
+                    on_batch_start(batch, index)
+                with precision.forward_context():
+                    outputs = adapter.evaluate(kind, precision.convert_input(batch), index, loader.valid)
+                if on_batch_end:
+                    on_batch_end(outputs, batch, index)
         accumulator.outside_batches()
         adapter.call(f"on_{kind}_epoch_end")
         publish()

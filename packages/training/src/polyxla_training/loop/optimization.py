@@ -82,6 +82,11 @@ class Optimization:
         loss = self.loss if self._accumulate == 1 or self.loss is None else self.loss / self._accumulate
         return {**self._adapter.extra, "loss": loss}
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether there are gradients that have not made an update yet."""
+        return self._pending > 0
+
     def batch(self, batch: Any, index: int, valid: torch.Tensor | None) -> None:
         """Compute the gradients of a batch, and update the parameters if it completes an update."""
         self.is_updated = False

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterable
+from contextlib import closing
+from itertools import islice
 from typing import Any, Self
 
 import torch
@@ -18,6 +20,7 @@ from polyxla_training.lightning.schedulers import configure_optimizers
 from polyxla_training.lightning.trainer_view import TrainerView
 from polyxla_training.loop.call import Call, Outcome
 from polyxla_training.loop.evaluation import evaluate
+from polyxla_training.loop.limits import ValidationSchedule, count_batches, length_of
 from polyxla_training.loop.optimization import Optimization
 from polyxla_training.metrics import MetricAccumulator
 from polyxla_training.module_adapter import ModuleAdapter
@@ -113,14 +116,14 @@ class TrainingLoop:
     def fit(self, train: Iterable[Any] | None, val: Iterable[Any] | None) -> None:
         """Train for the requested epochs, and validate after each."""
         self.loader = self._load(self.data.find(train, "train_dataloader"), "training")
-        validation = self._validation_loader(val)
+        self.validation = self._validation_loader(val)
         self._prepare()
         self.view.training = True
         self.adapter.call("on_fit_start")
         self.adapter.start_training(self.replica)
         self.adapter.call("on_train_start")
         while self.view.current_epoch < self.options.max_epochs and not self._is_done():
-            self._epoch(validation)
+            self._epoch()
             if self.stopped:
                 break
         self.replica.hook.polyxla_fit_finished(replica=self.replica)
@@ -135,6 +138,7 @@ class TrainingLoop:
     def _validation_loader(self, val: Iterable[Any] | None) -> Loader | None:
         # A data module may serve several modules, and not all of them validate.
         is_unused = self.call.datamodule is not None and not self.adapter.has_step("validation")
+        is_unused = is_unused or self.options.limit_val_batches == 0
         found = None if is_unused else self.data.find(val, "val_dataloader")
         if found is None:
             return None
@@ -156,7 +160,9 @@ class TrainingLoop:
 
     def _prepare(self) -> None:
         """Make the optimizer, resume, and let plugins add listeners, in this order."""
-        batches = _length(self.loader)
+        batches = count_batches(length_of(self.loader), self.options, "limit_train_batches")
+        self._batches_per_epoch = batches
+        self.schedule = ValidationSchedule.of(self.options, batches)
         steps_per_epoch = None if batches is None else -(-batches // self.options.accumulate)
         # A LightningModule's configure_optimizers reads these.
         self.view.num_training_batches = float("inf") if batches is None else batches
@@ -204,7 +210,7 @@ class TrainingLoop:
         # Several replicas agree on it at the end of the epoch.
         return self.view.should_stop and (self.replica.world_size == 1 or not self.view.training)
 
-    def _epoch(self, val: Loader | None) -> None:
+    def _epoch(self) -> None:
         """Train for the rest of an epoch, validate, and publish what was logged."""
         self.accumulator.outside_batches()
         self.view.training = True
@@ -215,10 +221,10 @@ class TrainingLoop:
         self.accumulator.outside_batches()
         self.schedulers.epoch_finished()
         # As in Lightning, which does not validate an epoch that a hook has cut short.
-        is_validated = val is not None and not is_skipped
-        if val is not None and is_validated:
+        is_validated = not is_skipped and self._validation_is_due(self._batches_so_far, is_end=True)
+        if is_validated:
             self._publish()
-            self._evaluate(val, "validation")
+            self._validate(self._batches_so_far)
         if self._on_epoch_end:
             self._on_epoch_end()
         if self._on_epoch_end or not is_validated:
@@ -228,6 +234,7 @@ class TrainingLoop:
         if self.replica.world_size > 1:
             self.view.should_stop = any(self.replica.all_gather(self.view.should_stop))
         if is_whole:
+            self.view.validated_batches = 0
             self.view.current_epoch += 1
             self.loader.finish_epoch()
             self.replica.hook.polyxla_epoch_finished(replica=self.replica, epoch=self.view.current_epoch)
@@ -235,25 +242,53 @@ class TrainingLoop:
     def _batches(self) -> tuple[bool, bool]:
         """Train on the rest of an epoch; return whether the epoch is over, and whether a hook has cut it."""
         # A resumed run has consumed some batches of this epoch already; indices count on from them.
-        before, expected = self.loader.batches_before, _length(self.loader)
-        count = 0
-        for count, batch in enumerate(self.loader, start=1):
-            if not self._batch(batch, before + count - 1):
-                self.optimization.drop()
-                return True, True
-            if self._is_done():
-                break
-        else:
-            expected = count
-            self.optimization.flush(before + count - 1)
-            self._finish_step()
-        if before + count == 0:
+        count, whole = self.loader.batches_before, self._batches_per_epoch
+        self._validate_within(count)
+        left = None if whole is None else max(0, whole - count)
+        with closing(iter(self.loader)) as arriving:
+            for count, batch in enumerate(islice(arriving, left), start=count + 1):
+                self._batches_so_far = count
+                if not self._batch(batch, count - 1):
+                    self.optimization.drop()
+                    return True, True
+                self._validate_within(count)
+                if self._is_done():
+                    break
+            else:
+                whole = count
+                self.optimization.flush(count - 1)
+                self._finish_step()
+        self._batches_so_far = count
+        if count == 0:
             raise UsageError(
                 "the training loader gave no batch",
                 where="Trainer.fit",
                 fix="Check its dataset's length, and drop_last if the batch is larger than the dataset.",
             )
-        return count == expected, False
+        return count == whole, False
+
+    def _validate_within(self, batches: int) -> None:
+        """Validate after so many batches of the epoch, if it is due and the epoch goes on."""
+        if batches in (0, self._batches_per_epoch) or self._is_done():
+            return
+        if self._validation_is_due(batches, is_end=False):
+            # The values that belong to the whole epoch are published at its end.
+            with self.accumulator.set_aside():
+                self._validate(batches)
+            self.replica.hook.polyxla_validation_finished(replica=self.replica)
+
+    def _validation_is_due(self, batches: int, *, is_end: bool) -> bool:
+        is_done = self.view.validated_batches == batches
+        epoch = self.view.current_epoch
+        return self.validation is not None and not is_done and self.schedule.is_due(epoch, batches, is_end=is_end)
+
+    def _validate(self, batches: int) -> None:
+        assert self.validation is not None
+        # Set before, so that a checkpoint after the validation has it; none is saved within.
+        self.view.validated_batches = batches
+        if not self.optimization.is_pending:
+            self.adapter.call("on_validation_model_zero_grad")
+        self._evaluate(self.validation, "validation")
 
     def _batch(self, batch: Any, index: int) -> bool:
         """Train on a batch; return whether the epoch goes on."""
@@ -276,7 +311,9 @@ class TrainingLoop:
 
     def _evaluate(self, loader: Loader, kind: str) -> None:
         parts = (self.replica, self.adapter, self.accumulator, self.data, self.view)
-        evaluate(loader, kind, *parts, publish=self._publish)
+        option = f"limit_{'val' if kind == 'validation' else kind}_batches"
+        batches = count_batches(length_of(loader), self.options, option)
+        evaluate(loader, kind, *parts, publish=self._publish, batches=batches)
 
     def _publish(self) -> None:
         means = self.accumulator.take(self.replica)
@@ -319,10 +356,3 @@ class TrainingLoop:
         # A collective, also in replicas that return nothing.
         state = gathered(dict(self.module.state_dict()), keep=is_wanted)
         return state if is_wanted else None
-
-
-def _length(loader: Iterable[Any]) -> int | None:
-    try:
-        return len(loader)  # type: ignore[arg-type]
-    except TypeError:
-        return None

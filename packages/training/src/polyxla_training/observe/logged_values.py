@@ -17,18 +17,26 @@ class LoggedValues:
 
     Args:
         counters: counts the reads, which are polyxla's and not the user's; None if the runtime has none.
+        every_n_steps: interval at which they are read, which waits for the device.
 
     Attributes:
         host_reads: number of reads of the device so far, as the counters count them.
         not_finite: names whose value was NaN or infinite, each with the first such step.
     """
 
-    def __init__(self, counters: Counters | None = None) -> None:
-        self._counters = counters
+    def __init__(self, counters: Counters | None = None, every_n_steps: int = 50) -> None:
+        self._counters, self._every = counters, every_n_steps
+        self._first: int | None = None
         self._step = -1
         self._values: dict[str, float] = {}
         self.host_reads = 0
         self.not_finite: dict[str, int] = {}
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the values of a step are read: those of the run's first step, and every n-th."""
+        if self._first is None:
+            self._first = step
+        return step == self._first or step % self._every == 0
 
     def read(self, step: int, logged: Mapping[str, Any]) -> dict[str, float]:
         """Return `logged` as numbers. Only the first call in a step waits for the device."""

@@ -44,9 +44,10 @@ class Observer:
 
     Args:
         replica: the replica to observe.
-        every_n_steps: interval at which logged tensors are read, which waits for the device.
+        every_n_steps: interval at which logged tensors are read, which waits for the device; the first and
+            the last step are always read.
         log: receives the events too; None for no file.
-        logged_values: shared with other listeners, so that values are read once.
+        logged_values: shared with other listeners, so that values are read once, at its own interval.
         module: the Trainer's module, to name the line of its ``training_step``; None in a user's own loop.
         compile_budget: number of programs that may be compiled after the first two steps (three under
             torch.compile) and the first evaluation; None for no limit.
@@ -72,8 +73,8 @@ class Observer:
         self._prints_summary = prints_summary
         budget = CompileBudget(compile_budget, on_budget)
         counters = replica.counters()
-        self._replica, self._every, self._log = replica, every_n_steps, log
-        self._logged_values = logged_values or LoggedValues(counters)
+        self._replica, self._log = replica, log
+        self._logged_values = logged_values or LoggedValues(counters, every_n_steps)
         self._is_shared = replica.world.shares_process
         self._step_counters = self._make_step_counters(counters, budget, module) if counters else None
         self._budget = budget
@@ -93,7 +94,7 @@ class Observer:
 
     @hookimpl
     def polyxla_step_finished(self, step: int, logged: Mapping[str, Any]) -> None:
-        """Compare the counters; every n-th step, read the logged values and end a window."""
+        """Compare the counters; every n-th step, and in the first, read the logged values, end a window."""
         self._throughput.step()
         self._steps += 1
         self._loader = self._replica.current_loader
@@ -102,7 +103,7 @@ class Observer:
         if self._steps == warm_up_steps():
             self._warm_up_s = self._throughput.next_window(self._loader).seconds
         self._unread = (step, logged)
-        if step % self._every == 0:
+        if self._logged_values.is_due(step):
             self._read()
 
     @hookimpl
@@ -118,7 +119,9 @@ class Observer:
         # A read waits for the device: none if nobody would see the values.
         values = self._logged_values.read(step, logged) if self._prints_summary or self._log else {}
         self._throughput.extend_step()
-        window = self._next_window()
+        # The first steps are excluded from the windows, all together.
+        is_warm = self._steps >= warm_up_steps()
+        window = self._next_window() if is_warm else ThroughputWindow()
         if self._step_counters:
             self._memory = self._step_counters.memory() or self._memory
         memory = asdict(self._memory) if self._memory else None

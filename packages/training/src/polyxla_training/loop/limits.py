@@ -1,0 +1,97 @@
+"""How much of the data is read, and when it is validated. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from polyxla.errors import UsageError
+from polyxla_training.options import FitOptions
+
+
+def length_of(loader: Iterable[Any]) -> int | None:
+    """Return the number of batches of a loader; None if it does not know."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def count_batches(length: int | None, options: FitOptions, option: str) -> int | None:
+    """Return how many batches of an epoch are read; None for all of a loader without a length.
+
+    Args:
+        length: number of the loader's batches; None if it is unknown.
+        options: the Trainer's options.
+        option: the limit's name, such as ``limit_val_batches``.
+
+    Raises:
+        UsageError: the limit is a fraction of an unknown number, or of too few batches.
+    """
+    limit: float | None = getattr(options, option)
+    if limit is None:
+        return length
+    if isinstance(limit, int):
+        return limit if length is None else min(length, limit)
+    return _fraction(length, limit, option)
+
+
+def _fraction(length: int | None, fraction: float, option: str) -> int:
+    if length is None or (length and int(length * fraction) < 1):
+        which = "a loader without a length" if length is None else f"{length} batches: less than one"
+        raise UsageError(
+            f"{option}={fraction!r} is a fraction of {which}",
+            where="Trainer",
+            fix=f"Write a number of batches, such as {option}=1.",
+        )
+    return int(length * fraction)
+
+
+@dataclass(frozen=True)
+class ValidationSchedule:
+    """When a training is validated.
+
+    Attributes:
+        every_n_epochs: interval of the epochs that are validated.
+        interval: number of batches between two validations within an epoch; None: after the epoch.
+    """
+
+    every_n_epochs: int = 1
+    interval: int | None = None
+
+    @classmethod
+    def of(cls, options: FitOptions, batches: int | None) -> ValidationSchedule:
+        """Return the schedule for epochs of so many batches, or of an unknown number.
+
+        Raises:
+            UsageError: an epoch has fewer batches than the interval, or the interval is a fraction of an
+                unknown number.
+        """
+        given = options.val_check_interval
+        if given is None:
+            return cls(options.val_every_n_epochs)
+        if not isinstance(given, int):
+            # Between two updates, so that a checkpoint after the validation misses no gradients.
+            whole = _fraction(batches, given, "val_check_interval")
+            interval = max(whole - whole % options.accumulate, options.accumulate)
+            return cls(options.val_every_n_epochs, interval if given < 1 else None)
+        if batches is not None and given > batches:
+            raise UsageError(
+                f"val_check_interval={given} is more than the {batches} batches of an epoch",
+                where="Trainer",
+                fix="Leave it out to validate after each epoch; see val_every_n_epochs= too.",
+            )
+        return cls(options.val_every_n_epochs, given)
+
+    def is_due(self, epoch: int, batches: int, *, is_end: bool) -> bool:
+        """Return whether to validate now.
+
+        Args:
+            epoch: number of finished epochs.
+            batches: number of this epoch's batches so far.
+            is_end: whether the epoch has no further batches.
+        """
+        if (epoch + 1) % self.every_n_epochs:
+            return False
+        return is_end if self.interval is None else batches % self.interval == 0
