@@ -110,7 +110,7 @@ def test_a_module_that_does_not_validate_leaves_a_data_modules_validation_out(ca
 def test_loaders_beside_a_data_module_are_refused(calls: Path) -> None:
     with pytest.raises(UsageError, match="loaders were passed beside _Data"):
         _trainer().fit(_Net(), [torch.ones(1, 1)], datamodule=_Data(calls))
-    with pytest.raises(UsageError, match="str has neither train_dataloader nor test_dataloader"):
+    with pytest.raises(UsageError, match="str has no train_dataloader, val_dataloader, test_dataloader"):
         _trainer().fit(_Net(), datamodule="digits")
 
 

@@ -64,6 +64,9 @@ class _Net(lightning.LightningModule):
     def test_step(self, batch: Any, batch_idx: int) -> Any:
         self.log("test_loss", F.mse_loss(self(batch[0]), batch[1]))
 
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0])
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -74,7 +77,7 @@ class _Net(lightning.LightningModule):
         inputs = torch.randn(2 * BATCHES, 3, generator=generator)
         return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=2)
 
-    train_dataloader = val_dataloader = test_dataloader = _loader
+    train_dataloader = val_dataloader = test_dataloader = predict_dataloader = _loader
 
 
 def _recording(names: Iterable[str], base: type[_Net] = _Net) -> _Net:
@@ -126,7 +129,8 @@ def test_lightning_does_not_call_what_is_said_to_be_not_called() -> None:
     names = hooks.NOT_CALLED - {"load_from_checkpoint"}
     module = _recording(names)
     assert _in_lightning(module) == []
-    assert _in_lightning(module, "test") == []
+    for run in ("validate", "test", "predict"):
+        assert _in_lightning(module, run) == []
 
 
 def test_all_hooks_are_called(tmp_path: Path) -> None:
@@ -134,7 +138,7 @@ def test_all_hooks_are_called(tmp_path: Path) -> None:
     options: Any = {"checkpoint_dir": str(tmp_path), "resume": "auto"}
     called = set(_in_polyxla(module, max_epochs=1, **options))
     called |= set(_in_polyxla(_recording(CALLED), **options))
-    called |= set(_in_polyxla(_recording(CALLED), "test"))
+    called |= {name for run in ("test", "predict") for name in _in_polyxla(_recording(CALLED), run)}
     assert called == CALLED
 
 
@@ -147,10 +151,18 @@ def test_fit_calls_the_hooks_in_lightnings_order(accumulate: int) -> None:
     assert {name for name in found if name.endswith("_dataloader")} == {"train_dataloader", "val_dataloader"}
 
 
-def test_test_calls_the_hooks_in_lightnings_order() -> None:
-    expected = _in_lightning(_recording(CALLED), "test")
-    assert _in_polyxla(_recording(CALLED), "test") == expected
-    assert "on_test_batch_end" in expected
+@pytest.mark.parametrize(
+    ("run", "hook"),
+    [
+        ("validate", "on_validation_batch_end"),
+        ("test", "on_test_batch_end"),
+        ("predict", "on_predict_batch_end"),
+    ],
+)
+def test_an_evaluation_calls_the_hooks_in_lightnings_order(run: str, hook: str) -> None:
+    expected = _in_lightning(_recording(CALLED), run)
+    assert _in_polyxla(_recording(CALLED), run) == expected
+    assert expected.count(hook) == BATCHES
 
 
 def test_the_old_hook_for_making_layers_is_called_as_well() -> None:

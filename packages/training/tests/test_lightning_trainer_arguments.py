@@ -61,7 +61,7 @@ def test_an_option_like_no_other_is_answered_with_all() -> None:
         Trainer(qqqq=1)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("method", ["fit", "test"])
+@pytest.mark.parametrize("method", ["fit", "validate", "test", "predict"])
 def test_every_argument_of_lightnings_methods_is_ours_or_is_answered(method: str) -> None:
     ours = set(inspect.signature(getattr(Trainer, method)).parameters)
     for name in inspect.signature(getattr(lightning.Trainer, method)).parameters:

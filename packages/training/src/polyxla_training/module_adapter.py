@@ -217,7 +217,7 @@ class ModuleAdapter:
         return loss
 
     def evaluate(self, kind: str, batch: Any, index: int, valid: torch.Tensor | None = None) -> Any:
-        """Call ``validation_step`` or ``test_step``; arguments as for `loss`."""
+        """Call ``validation_step``, ``test_step`` or ``predict_step``; arguments as for `loss`."""
         return self._call_step(kind, batch, index, valid)
 
     def _call_step(self, kind: str, batch: Any, index: int, valid: Any) -> Any:
@@ -230,7 +230,9 @@ class ModuleAdapter:
 
     def has_step(self, kind: str) -> bool:
         """Return whether the module has a ``{kind}_step``."""
-        return find_hook(self._module, f"{kind}_step") is not None
+        # A LightningModule has a predict_step, which calls its forward.
+        is_given = self.is_lightning and kind == "predict"
+        return is_given or find_hook(self._module, f"{kind}_step") is not None
 
     def require(self, kind: str) -> None:
         """Raise an error if the module has no ``{kind}_step``.

@@ -32,7 +32,7 @@ def check_module(module: Any, methods: Iterable[str]) -> None:
     if not is_module(module):
         return
     check_hooks(module)
-    for name in ("training_step", "validation_step", "test_step"):
+    for name in ("training_step", "validation_step", "test_step", "predict_step"):
         if "dataloader_iter" in inspect.signature(getattr(module, name)).parameters:
             raise UsageError(
                 f"{name} takes dataloader_iter, and the Trainer passes batches",
@@ -53,12 +53,12 @@ def check_datamodule(datamodule: Any, loaders: Iterable[Any]) -> None:
     if any(loader is not None for loader in loaders):
         raise UsageError(
             f"loaders were passed beside {name}",
-            where="the arguments of Trainer.fit or Trainer.test",
+            where="the arguments of the Trainer's method",
             fix="Pass either loaders or a data module.",
         )
-    if not any(callable(getattr(datamodule, f"{kind}_dataloader", None)) for kind in ("train", "test")):
+    if not any(callable(getattr(datamodule, f"{kind}_dataloader", None)) for kind in ("train", "val", "test", "predict")):
         raise UsageError(
-            f"{name} has neither train_dataloader nor test_dataloader",
+            f"{name} has no train_dataloader, val_dataloader, test_dataloader or predict_dataloader",
             where="datamodule=",
             fix="Write the method, or pass a loader in place of the data module.",
         )

@@ -8,31 +8,34 @@ import os
 import signal
 import time
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from polyxla.console import say, say_once
 from polyxla.errors import pip_install
 from polyxla.launcher.launch import launch
 from polyxla_training.lightning.hooks import DataModule, is_data_module
 from polyxla_training.lightning.trainer_arguments import FIXES, METHOD_FIXES, check_names
-from polyxla_training.loop.call import Call, Outcome
+from polyxla_training.loop.call import Call, Outcome, Stage, merge_predictions
 from polyxla_training.module_checks import check_datamodule, check_module, take_state
 from polyxla_training.options import FitOptions, LaunchOptions, TrainerOptions
 from polyxla_training.stop_request import forward_sigterm
+
+EVALUATION_NAMES = ("module", "data", "datamodule")
+"""Arguments of `Trainer.validate`, `Trainer.test` and `Trainer.predict`."""
 
 
 class Trainer(TrainerOptions):
     """Trains any module that has ``training_step`` and ``configure_optimizers``.
 
-    ``validation_step``, ``test_step`` and ``on_post_move_to_device`` are used if the module has them, so a
-    LightningModule works unchanged. Options that are not given come from the environment, as in
+    ``validation_step``, ``test_step``, ``predict_step`` and ``on_post_move_to_device`` are used if the module
+    has them, so a LightningModule works unchanged. Options that are not given come from the environment, as in
     `polyxla.launch`.
 
     Attributes:
-        metrics: the latest metrics of `fit` or `test`, by name.
+        metrics: the latest metrics of `fit`, `validate`, `test` or `predict`, by name.
         outcome: the result of the last run: epochs, steps, runtime, device, world size.
     """
 
@@ -98,12 +101,58 @@ class Trainer(TrainerOptions):
             datamodule: as for `fit`, with ``test_dataloader()``.
             unknown: refused.
         """
-        check_names("Trainer.test", unknown, ("module", "data", "datamodule"), METHOD_FIXES)
+        check_names("Trainer.test", unknown, EVALUATION_NAMES, METHOD_FIXES)
         return self._run("test", module, (data,), datamodule, ["test_step"])
+
+    def validate(
+        self,
+        module: Any,
+        data: Iterable[Any] | DataModule | None = None,
+        datamodule: Any = None,
+        **unknown: Any,
+    ) -> dict[str, float]:
+        """Run the module's ``validation_step`` over `data` and return the means of its logged values.
+
+        Args:
+            module: has ``validation_step(batch[, index])``.
+            data: the batches, or a LightningDataModule; default: the module's ``val_dataloader()``.
+            datamodule: as for `fit`, with ``val_dataloader()``.
+            unknown: refused.
+        """
+        check_names("Trainer.validate", unknown, EVALUATION_NAMES, METHOD_FIXES)
+        return self._run("validate", module, (data,), datamodule, ["validation_step"])
+
+    def predict(
+        self,
+        module: Any,
+        data: Iterable[Any] | DataModule | None = None,
+        datamodule: Any = None,
+        **unknown: Any,
+    ) -> list[Any]:
+        """Run the module's ``predict_step`` over `data` and return what it returns, for each batch.
+
+        With several replicas, each predicts every n-th batch of a DataLoader, and the list has the loader's
+        order. Records of an iterable dataset are divided one by one: the batches are those of the replicas in
+        turn. Of replicas on other hosts, or that torchrun started in other processes, the predictions stay
+        there.
+
+        Args:
+            module: has ``predict_step(batch[, index])``. A LightningModule's own one calls its ``forward``.
+            data: the batches, or a LightningDataModule; default: the module's ``predict_dataloader()``.
+            datamodule: as for `fit`, with ``predict_dataloader()``.
+            unknown: refused.
+
+        Returns:
+            The predictions on the host, in float32 if the precision policy computes in less; without those of
+            padding, if the step takes ``valid``.
+        """
+        check_names("Trainer.predict", unknown, EVALUATION_NAMES, METHOD_FIXES)
+        self._run("predict", module, (data,), datamodule, ["predict_step"])
+        return self.outcome.predictions if self.outcome else []
 
     def _run(
         self,
-        stage: Literal["fit", "test"],
+        stage: Stage,
         module: Any,
         loaders: tuple[Any, ...],
         datamodule: Any,
@@ -121,10 +170,11 @@ class Trainer(TrainerOptions):
         with forward_sigterm(options.checkpoint_dir):
             outcomes: list[Outcome] = launch(run, (call,), **self.launch_options())
         # Metrics are the same in all; the parameters come from one of them.
-        self.outcome = outcome = next((one for one in outcomes if one.state is not None), outcomes[0])
+        outcome = next((one for one in outcomes if one.state is not None), outcomes[0])
         if outcome.state is not None:
             take_state(module, outcome.state)
         self.metrics = outcome.metrics
+        self.outcome = replace(outcome, predictions=merge_predictions(outcomes))
         if outcome.stopped:
             say(f"ended by {outcome.stopped} after step {outcome.steps}, which is saved")
             # The state is safe: now act on the signal that was held back.

@@ -23,13 +23,13 @@ longest. Waiting in one collective until a long download ends would be reported 
 
 
 class Data:
-    """The data of one call of ``fit`` or ``test``, in one replica.
+    """The data of one call of a method of the Trainer, in one replica.
 
     Args:
         replica: the replica.
         module: the module; its methods are used without a data module.
         datamodule: an object with ``train_dataloader`` and the other hooks of a LightningDataModule, or None.
-        stage: ``fit`` or ``test``.
+        stage: the method's name, as Lightning's hooks receive it.
         view: what the data module sees as ``self.trainer``, until `release`.
 
     Attributes:
@@ -119,6 +119,30 @@ class Data:
     def _transfer_hook(self, name: str) -> Callable[..., Any] | None:
         # The data module's wins, as in Lightning.
         return next((hook for owner in self._owners if (hook := find_hook(owner, name))), None)
+
+
+def divisible_by_batches(loader: Any) -> Any:
+    """Return a loader of the same batches, of which each replica receives every n-th, whole.
+
+    Predictions have the order of the batches then. Records of an iterable dataset stay divided one by one.
+    """
+    if not isinstance(loader, DataLoader) or loader.batch_size is None or loader.batch_sampler is None:
+        return loader
+    names = (
+        "num_workers",
+        "collate_fn",
+        "pin_memory",
+        "timeout",
+        "worker_init_fn",
+        "multiprocessing_context",
+        "generator",
+        "prefetch_factor",
+        "persistent_workers",
+        "pin_memory_device",
+        "in_order",
+    )
+    arguments = {name: getattr(loader, name) for name in names}
+    return DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, **arguments)
 
 
 def _run_while_others_wait(replica: Replica, function: Callable[[], None] | None) -> None:

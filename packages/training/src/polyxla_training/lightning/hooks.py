@@ -21,6 +21,8 @@ PLAIN = frozenset(
         "on_validation_epoch_end",
         "on_test_epoch_start",
         "on_test_epoch_end",
+        "on_predict_epoch_start",
+        "on_predict_epoch_end",
         "on_train_end",
         "on_fit_end",
     }
@@ -35,6 +37,7 @@ CALLED = PLAIN | {
     "configure_sharded_model",
     "on_load_checkpoint",
     "on_save_checkpoint",
+    "predict_dataloader",
     "prepare_data",
     "setup",
     "teardown",
@@ -59,6 +62,11 @@ CALLED = PLAIN | {
     "training_step",
     "transfer_batch_to_device",
     # evaluations
+    "on_predict_batch_end",
+    "on_predict_batch_start",
+    "on_predict_end",
+    "on_predict_model_eval",
+    "on_predict_start",
     "on_test_batch_end",
     "on_test_batch_start",
     "on_test_end",
@@ -72,6 +80,7 @@ CALLED = PLAIN | {
     "on_validation_model_train",
     "on_validation_model_zero_grad",
     "on_validation_start",
+    "predict_step",
     "test_step",
     "validation_step",
 }
@@ -86,16 +95,6 @@ REFUSED: Mapping[str, str] = {
 
 NOT_CALLED = frozenset(
     {
-        # Trainer.predict's
-        "on_predict_batch_end",
-        "on_predict_batch_start",
-        "on_predict_end",
-        "on_predict_epoch_end",
-        "on_predict_epoch_start",
-        "on_predict_model_eval",
-        "on_predict_start",
-        "predict_dataloader",
-        "predict_step",
         # the user's to call
         "freeze",
         "load_from_checkpoint",
@@ -110,7 +109,7 @@ NOT_CALLED = frozenset(
         "untoggle_optimizer",
     }
 )
-"""Methods of a LightningModule that Lightning's own ``fit`` and ``test`` do not call."""
+"""Methods of a LightningModule that Lightning's own Trainer does not call."""
 
 DATA_CALLED = frozenset(
     {
@@ -118,6 +117,7 @@ DATA_CALLED = frozenset(
         "on_after_batch_transfer",
         "on_before_batch_transfer",
         "on_exception",
+        "predict_dataloader",
         "prepare_data",
         "setup",
         "state_dict",
@@ -130,8 +130,8 @@ DATA_CALLED = frozenset(
 )
 """Hooks of a LightningDataModule."""
 
-DATA_NOT_CALLED = frozenset({"from_datasets", "load_from_checkpoint", "predict_dataloader"})
-"""Methods of a LightningDataModule that Lightning's own ``fit`` and ``test`` do not call."""
+DATA_NOT_CALLED = frozenset({"from_datasets", "load_from_checkpoint"})
+"""Methods of a LightningDataModule that Lightning's own Trainer does not call."""
 
 _BASES = frozenset({"LightningModule", "LightningDataModule", "ModelHooks", "DataHooks", "CheckpointHooks"})
 

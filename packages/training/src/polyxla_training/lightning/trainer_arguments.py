@@ -76,9 +76,10 @@ FIXES: Mapping[str, str] = {
 """Argument of Lightning's Trainer: what to write in polyxla's."""
 
 METHOD_FIXES: Mapping[str, str] = {
-    "ckpt_path": "Write Trainer(resume=...).",
+    "ckpt_path": "For fit, write Trainer(resume=...); else call module.load_state_dict(load(path)['module']).",
     "dataloaders": "Write data=.",
     "model": "Write module=, or pass it first without a name.",
+    "return_predictions": "Leave it out: they are returned.",
     "test_dataloaders": "Write data=.",
     "train_dataloader": "Write train=.",
     "train_dataloaders": "Write train=.",
@@ -86,7 +87,7 @@ METHOD_FIXES: Mapping[str, str] = {
     "verbose": "Leave it out: the metrics are returned.",
     "weights_only": "Leave it out: a checkpoint holds no code.",
 }
-"""Argument of Lightning's ``fit`` and ``test``: what to write here."""
+"""Argument of the methods of Lightning's Trainer: what to write here."""
 
 
 def check_names(where: str, given: Iterable[str], known: Iterable[str], fixes: Mapping[str, str]) -> None:

@@ -43,7 +43,7 @@ class TrainerView:
         validating: likewise a validation.
         testing: likewise a test.
         sanity_checking: False; there is no sanity check.
-        predicting: False.
+        predicting: likewise a prediction.
         logger: None; logged values go to the listeners.
         loggers: empty.
         progress_bar_callback: None; ``self.print`` of a LightningModule prints plainly.
@@ -105,11 +105,13 @@ class TrainerView:
 
     @contextmanager
     def evaluating(self, kind: str) -> Iterator[None]:
-        """Set the flags of an evaluation for the block; `kind` is ``validation`` or ``test``."""
-        before = self.training
-        self.training, self.validating, self.testing = False, kind == "validation", kind == "test"
+        """Set the flags of an evaluation for the block; `kind` is ``validation``, ``test`` or ``predict``."""
+        before, self.training = self.training, False
+        self.validating, self.testing, self.predicting = (
+            kind == one for one in ("validation", "test", "predict")
+        )
         yield
-        self.training, self.validating, self.testing = before, False, False
+        self.training, self.validating, self.testing, self.predicting = before, False, False, False
 
     @property
     def lightning_module(self) -> Any:

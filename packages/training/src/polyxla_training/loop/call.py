@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -12,20 +13,24 @@ if TYPE_CHECKING:
     from polyxla_training.options import FitOptions
 
 
+Stage = Literal["fit", "validate", "test", "predict"]
+"""The methods of a Trainer."""
+
+
 @dataclass(frozen=True)
 class Call:
-    """One call of ``fit`` or ``test``.
+    """One call of a method of the Trainer.
 
     Attributes:
-        stage: which of the two.
+        stage: which method.
         module: the caller's module, or this process's copy of it.
-        loaders: the loaders that were passed, each None if it was not: training and validation, or test.
+        loaders: the loaders that were passed, each None if it was not: training and validation, or one.
         datamodule: the data module that was passed, or None.
         options: the Trainer's options.
         caller_pid: id of the process that called the Trainer.
     """
 
-    stage: Literal["fit", "test"]
+    stage: Stage
     module: Any
     loaders: tuple[Iterable[Any] | None, ...]
     datamodule: Any
@@ -65,6 +70,9 @@ class Outcome:
         state: the trained parameters on the host, from one replica for each process that called the Trainer;
             None from the others, and if the caller's own module was trained.
         stopped: why training ended early; empty if it did not.
+        predictions: what ``predict_step`` returned for each batch of this replica, on the host;
+            in the Trainer those of all replicas, in order.
+        data_ordinal: number of this replica among those that receive different records.
     """
 
     metrics: dict[str, float]
@@ -75,3 +83,16 @@ class Outcome:
     world_size: int
     state: dict[str, Any] | None = field(default=None, repr=False)
     stopped: str = ""
+    predictions: list[Any] = field(default_factory=list, repr=False)
+    data_ordinal: int = 0
+
+
+def merge_predictions(outcomes: Iterable[Outcome]) -> list[Any]:
+    """Return the predictions of all replicas, between which whole batches were divided round-robin, in order."""
+    # Replicas that divide a module among them compute the same predictions.
+    parts = {one.data_ordinal: one.predictions for one in outcomes}
+    rounds = zip_longest(*(parts[ordinal] for ordinal in sorted(parts)), fillvalue=_NONE)
+    return [batch for one in rounds for batch in one if batch is not _NONE]
+
+
+_NONE = object()

@@ -1,13 +1,15 @@
-"""Running ``validation_step`` or ``test_step`` over a loader."""
+"""Running ``validation_step``, ``test_step`` or ``predict_step`` over a loader."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
 from itertools import islice
+from typing import Any
 
 import torch
 
+from polyxla.pytree import map_tensors
 from polyxla.replica.loader import Loader
 from polyxla.replica.replica import Replica
 from polyxla_training.lightning.data import Data
@@ -27,12 +29,13 @@ def evaluate(
     view: TrainerView,
     publish: Callable[[], None],
     batches: int | None,
+    predictions: list[Any],
 ) -> None:
     """Run a step over a loader, with the hooks around it in Lightning's order.
 
     Args:
         loader: the batches, on the device.
-        kind: ``validation`` or ``test``.
+        kind: ``validation``, ``test`` or ``predict``.
         replica: its precision policy converts the batches.
         adapter: the module.
         accumulator: receives the logged values.
@@ -40,6 +43,7 @@ def evaluate(
         view: what the module sees as ``self.trainer``.
         publish: computes and publishes the metrics.
         batches: number of batches to read; None for all.
+        predictions: receives what ``predict_step`` returns, on the host and without padding.
     """
     precision = replica.precision
     on_batch_start = adapter.hook(f"on_{kind}_batch_start")
@@ -57,9 +61,24 @@ def evaluate(
                     on_batch_start(batch, index)
                 with precision.forward_context():
                     outputs = adapter.evaluate(kind, precision.convert_input(batch), index, loader.valid)
+                    if kind == "predict":
+                        outputs = map_tensors(precision.convert_output, outputs)
                 if on_batch_end:
                     on_batch_end(outputs, batch, index)
+                if kind == "predict":
+                    predictions.append(_on_host(outputs, accumulator))
         accumulator.outside_batches()
         adapter.call(f"on_{kind}_epoch_end")
         publish()
         adapter.call_last(f"on_{kind}_end")
+
+
+def _on_host(outputs: Any, accumulator: MetricAccumulator) -> Any:
+    real, padded = accumulator.batch_size, accumulator.valid
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach().cpu()
+        is_padded = padded is not None and tensor.dim() > 0 and len(tensor) == len(padded)
+        return tensor[:real] if is_padded else tensor
+
+    return map_tensors(copied, outputs)

@@ -15,7 +15,7 @@ from polyxla.errors import UsageError
 from polyxla.replica.loader import Loader
 from polyxla.replica.module_move import move_module
 from polyxla.replica.replica import Replica
-from polyxla_training.lightning.data import Data
+from polyxla_training.lightning.data import Data, divisible_by_batches
 from polyxla_training.lightning.schedulers import configure_optimizers
 from polyxla_training.lightning.trainer_view import TrainerView
 from polyxla_training.loop.call import Call, Outcome
@@ -30,14 +30,14 @@ from polyxla_training.storage.shared_directory import check_shared
 
 
 def run(replica: Replica, call: Call) -> Outcome:
-    """Train or test in this replica; see `polyxla_training.Trainer`."""
+    """Train or evaluate in this replica; see `polyxla_training.Trainer`."""
     with TrainingLoop(replica, call) as loop:
         try:
             loop.set_up()
             if call.stage == "fit":
                 loop.fit(*call.loaders)
             else:
-                loop.test(*call.loaders)
+                loop.evaluate(*call.loaders)
             return loop.finish()
         except BaseException as error:
             loop.data.report_error(error)
@@ -68,6 +68,7 @@ class TrainingLoop:
         self.adapter = ModuleAdapter(self.module, self.accumulator, self.view)
         self.data = Data(replica, self.module, datamodule, call.stage, self.view)
         self.metrics: dict[str, float] = {}
+        self.predictions: list[Any] = []
         self.stopped = ""
         self._own_optimizers: list[torch.optim.Optimizer] = []
         self._checkpoint: Checkpoint | None = None
@@ -129,11 +130,15 @@ class TrainingLoop:
         self.replica.hook.polyxla_fit_finished(replica=self.replica)
         self.adapter.call_last("on_train_end")
 
-    def test(self, data: Iterable[Any] | None) -> None:
-        """Run ``test_step`` over the data."""
-        loader = self._load(self.data.find(data, "test_dataloader"), "test")
-        self.adapter.require("test")
-        self._evaluate(loader, "test")
+    def evaluate(self, data: Iterable[Any] | None) -> None:
+        """Run ``validation_step``, ``test_step`` or ``predict_step`` over the data."""
+        short, kind = {"validate": ("val", "validation")}.get(self.call.stage, (self.call.stage,) * 2)
+        found = self.data.find(data, f"{short}_dataloader")
+        if kind == "predict" and self.replica.world_size > 1:
+            found = divisible_by_batches(found)
+        loader = self._load(found, kind)
+        self.adapter.require(kind)
+        self._evaluate(loader, kind)
 
     def _validation_loader(self, val: Iterable[Any] | None) -> Loader | None:
         # A data module may serve several modules, and not all of them validate.
@@ -149,9 +154,9 @@ class TrainingLoop:
     def _load(self, data: Iterable[Any] | None, kind: str) -> Loader:
         """Return a loader of `data` on the device: in an evaluation, every record once over all replicas."""
         if data is None:
-            short = "train" if kind == "training" else kind
+            short = {"training": "train", "validation": "val"}.get(kind, kind)
             raise UsageError(
-                f"there is nothing to {short} on",
+                f"there is nothing to {'train' if kind == 'training' else self.call.stage} on",
                 where=f"Trainer.{self.call.stage}",
                 fix=f"Pass the {short} loader, or write {short}_dataloader in the module.",
             )
@@ -313,7 +318,9 @@ class TrainingLoop:
         parts = (self.replica, self.adapter, self.accumulator, self.data, self.view)
         option = f"limit_{'val' if kind == 'validation' else kind}_batches"
         batches = count_batches(length_of(loader), self.options, option)
-        evaluate(loader, kind, *parts, publish=self._publish, batches=batches)
+        evaluate(
+            loader, kind, *parts, publish=self._publish, batches=batches, predictions=self.predictions
+        )
 
     def _publish(self) -> None:
         means = self.accumulator.take(self.replica)
@@ -344,6 +351,8 @@ class TrainingLoop:
             world_size=replica.world_size,
             state=state,
             stopped=self.stopped,
+            predictions=self.predictions,
+            data_ordinal=replica.data_world.ordinal,
         )
 
     def _state_for_caller(self) -> dict[str, Any] | None:
