@@ -126,7 +126,9 @@ def divisible_by_batches(loader: Any) -> Any:
 
     Predictions have the order of the batches then. Records of an iterable dataset stay divided one by one.
     """
-    if not isinstance(loader, DataLoader) or loader.batch_size is None or loader.batch_sampler is None:
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return loader
+    if loader.batch_size is None or loader.batch_sampler is None:
         return loader
     names = (
         "num_workers",
