@@ -220,23 +220,6 @@ def test_a_hook_of_a_newer_lightning_is_refused(monkeypatch: pytest.MonkeyPatch)
     _trainer().fit(_Net())
 
 
-class _Stops(lightning.pytorch.callbacks.EarlyStopping):
-    pass
-
-
-def test_callbacks_are_refused_with_their_names() -> None:
-    class WithCallbacks(_Net):
-        def configure_callbacks(self) -> Any:
-            return [_Stops("val_loss")]
-
-    with pytest.raises(UsageError) as caught:
-        _trainer().fit(WithCallbacks())
-    assert str(caught.value) == (
-        "the Trainer would not call _Stops (from WithCallbacks.configure_callbacks). "
-        "Write what they do in the module's hooks, or in a listener as in docs/plugins.md."
-    )
-
-
 def test_a_step_that_reads_its_batches_itself_is_refused() -> None:
     class Reads(_Net):
         def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]

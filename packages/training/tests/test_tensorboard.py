@@ -112,7 +112,9 @@ def test_tensorboard_gets_the_loss_of_the_step() -> None:
     ("batches", "steps"),
     [(7, [1, 2, 3, 4, 5, 6, 7]), (23, [1, *range(2, 23, 2), 23]), (503, [1, *range(50, 501, 50), 503])],
 )
-def test_short_trainings_have_points_and_the_first_and_the_last_step_are_written(batches: int, steps: list[int]) -> None:
+def test_short_trainings_have_points_and_the_first_and_the_last_step_are_written(
+    batches: int, steps: list[int]
+) -> None:
     losses: list[float] = []
 
     class Keeps(_Net):

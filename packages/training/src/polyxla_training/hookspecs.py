@@ -25,6 +25,18 @@ def polyxla_listeners(replica: Replica, fit: Fit) -> list[object] | None:
 
 
 @hookspec
+def polyxla_fit_started(replica: Replica, fit: Fit) -> None:
+    """A training begins: all listeners are there, and have the states of the checkpoint that it resumes from.
+
+    Called once per fit in each replica.
+
+    Args:
+        replica: the replica that trains.
+        fit: the training.
+    """
+
+
+@hookspec
 def polyxla_metrics_ready(replica: Replica, step: int, metrics: Mapping[str, float]) -> None:
     """Metrics of an epoch or a validation are computed over all replicas. Called in each replica.
 

@@ -14,6 +14,7 @@ from polyxla.console import say
 from polyxla.errors import UsageError
 from polyxla.pytree import map_tensors
 from polyxla.replica.replica import Replica
+from polyxla_training.lightning.callbacks import LightningCallbacks
 from polyxla_training.lightning.hooks import PLAIN, find_hook, is_module
 from polyxla_training.lightning.schedulers import Schedulers
 from polyxla_training.lightning.trainer_view import TrainerView
@@ -29,16 +30,19 @@ class ModuleAdapter:
         module: a LightningModule, or any module with ``training_step``.
         accumulator: receives the logged values.
         view: what the module sees as ``self.trainer``.
+        callbacks: Lightning's Callback objects, whose hooks are called before the module's.
 
     Attributes:
         is_lightning: whether it is a LightningModule.
         extra: what the latest ``training_step`` returned beside the loss.
     """
 
-    def __init__(self, module: Any, accumulator: MetricAccumulator, view: TrainerView) -> None:
+    def __init__(
+        self, module: Any, accumulator: MetricAccumulator, view: TrainerView, callbacks: LightningCallbacks
+    ) -> None:
         self._module = module
         self._accumulator = accumulator
-        self._view = view
+        self._view, self._callbacks = view, callbacks
         self._before: list[tuple[Any, str, Any]] = []
         self._takes: dict[str, tuple[bool, bool]] = {}
         self.is_lightning = is_module(module)
@@ -124,21 +128,16 @@ class ModuleAdapter:
                 fix="Write 'norm' or 'value'.",
             )
 
-    def refuse_callbacks(self) -> None:
-        """Call ``configure_callbacks``.
+    def configure_callbacks(self) -> None:
+        """Add the callbacks that ``configure_callbacks`` returns.
 
         Raises:
-            UsageError: it returned callbacks.
+            UsageError: one of them is not supported.
         """
         hook = self.hook("configure_callbacks")
-        made = hook() if hook else None
-        if made:
-            callbacks = list(made) if isinstance(made, list | tuple) else [made]
-            raise UsageError(
-                f"the Trainer would not call {', '.join(type(one).__name__ for one in callbacks)}",
-                where=f"{type(self._module).__name__}.configure_callbacks",
-                fix="Write what they do in the module's hooks, or in a listener as in docs/plugins.md.",
-            )
+        if hook is not None and (made := hook()):
+            self._callbacks.add(made if isinstance(made, list | tuple) else [made])
+            self._keeps_extra = self.hook("on_train_batch_end") is not None
 
     def start_training(self, replica: Replica) -> None:
         """Put the module into training mode; a LightningModule's parts keep the mode that they are in."""
@@ -148,13 +147,15 @@ class ModuleAdapter:
             say(f"modules in eval mode: {frozen}; they stay so: call train() on those to be trained")
 
     def hook(self, name: str) -> Callable[..., Any] | None:
-        """Return the hook `name` if the module overrides it; most are a LightningModule's only."""
-        if self.is_lightning or name in PLAIN:
-            return find_hook(self._module, name)
-        return None
+        """Return the hook `name` if the module or a callback overrides it.
+
+        Most hooks of modules are a LightningModule's only.
+        """
+        is_known = self.is_lightning or name in PLAIN
+        return self._callbacks.before(name, find_hook(self._module, name) if is_known else None)
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Call a hook, such as ``on_train_start``, if the module overrides it."""
+        """Call a hook, such as ``on_train_start``, if the module or a callback overrides it."""
         if hook := self.hook(name):
             hook(*arguments)
 

@@ -56,7 +56,10 @@ def check_datamodule(datamodule: Any, loaders: Iterable[Any]) -> None:
             where="the arguments of the Trainer's method",
             fix="Pass either loaders or a data module.",
         )
-    if not any(callable(getattr(datamodule, f"{kind}_dataloader", None)) for kind in ("train", "val", "test", "predict")):
+    if not any(
+        callable(getattr(datamodule, f"{kind}_dataloader", None))
+        for kind in ("train", "val", "test", "predict")
+    ):
         raise UsageError(
             f"{name} has no train_dataloader, val_dataloader, test_dataloader or predict_dataloader",
             where="datamodule=",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyxla.contracts.job import StartMethod
 from polyxla.errors import UsageError
+from polyxla_training.monitor import check_mode
 from polyxla_training.sharding.mesh_shape import DDP, DIMENSIONS, read_strategy
 from polyxla_training.storage.location import check_location
 
@@ -32,6 +33,8 @@ NOT_IN_FAST_DEV_RUN: Mapping[str, Any] = {
     "log_dir": None,
     "val_check_interval": None,
     "val_every_n_epochs": 1,
+    "callbacks": (),
+    "monitor": None,
     "checkpoint_dir": None,
     "resume": None,
     "profile_steps": None,
@@ -90,6 +93,12 @@ class FitOptions:
         val_every_n_epochs: interval of the epochs that are validated.
         fast_dev_run: True, or a number: train, validate and test on so many batches (True: one) of one epoch,
             without log files, checkpoints and profiles.
+        callbacks: objects with hook implementations (`polyxla.hookimpl`), such as
+            `polyxla_training.EarlyStopping`, and Callback objects of Lightning. Each replica has a copy,
+            except a single replica in this process. If they have ``state_dict`` and ``load_state_dict``,
+            checkpoints hold their states.
+        monitor: name of the metric by which the best checkpoint is kept, as ``step-...-best``.
+        mode: ``"min"`` or ``"max"``: which value of `monitor` is the best.
         prefetch: how far ahead to copy batches, such as ``{"loader_prefetch_size": 4}``; see
             `Replica.loader`.
         checkpoint_dir: directory, or its URL in an object store, in which the whole state is saved, at the
@@ -125,6 +134,9 @@ class FitOptions:
     val_check_interval: float | None = None
     val_every_n_epochs: int = 1
     fast_dev_run: bool | int = False
+    callbacks: Sequence[object] = ()
+    monitor: str | None = None
+    mode: str = "min"
     prefetch: Mapping[str, int] | None = None
     checkpoint_dir: str | os.PathLike[str] | None = None
     save_every_n_steps: int | None = None
@@ -157,6 +169,16 @@ class FitOptions:
                 f"profile_steps={self.profile_steps!r} is not a first and a last step",
                 where="Trainer",
                 fix="Write profile_steps=(10, 12).",
+            )
+        self._check_checkpoints()
+
+    def _check_checkpoints(self) -> None:
+        check_mode(self.mode, "Trainer")
+        if self.monitor is not None and self.checkpoint_dir is None:
+            raise UsageError(
+                f"monitor={self.monitor!r} chooses the best checkpoint, and checkpoint_dir is not set",
+                where="Trainer",
+                fix="Write checkpoint_dir='checkpoints' too.",
             )
         if self.resume == "auto" and self.checkpoint_dir is None:
             raise UsageError(
@@ -221,16 +243,18 @@ class Fit:
         options: the Trainer's options; `log_dir` is a path or None.
         log_every_n_steps: interval at which logged tensors are read.
         module: the module in training, on the device.
+        optimizer: updates its parameters; its ``param_groups`` have the learning rate.
         steps_per_epoch: optimizer updates in a whole epoch; None if the loader has no length.
         state_dict: returns the whole training state, as `polyxla_training.save` takes it. A collective; call
             it between steps. If a mesh divides the module, all replicas save it together.
-        stop: takes a reason and ends training after the current step. Every replica must call it at the same
-            step.
+        stop: takes a reason, which is printed, and ends training after the current step and the evaluation
+            that follows it. Every replica must call it at the same step.
     """
 
     options: FitOptions
     log_every_n_steps: int
     module: torch.nn.Module
+    optimizer: torch.optim.Optimizer
     steps_per_epoch: int | None
     state_dict: Callable[[], dict[str, Any]]
     stop: Callable[[str], None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,8 +148,9 @@ def _run_log(replica: Replica, fit: Fit, directory: str | Path) -> RunLog:
     log = RunLog(directory)
     settings = {
         name: os.fspath(value) if isinstance(value, os.PathLike) else value
-        for name, value in asdict(fit.options).items()
+        for name, value in ((one.name, getattr(fit.options, one.name)) for one in fields(fit.options))
     }
+    settings["callbacks"] = [type(one).__name__ for one in fit.options.callbacks]
     log.start(
         replica,
         module=type(fit.module).__name__,

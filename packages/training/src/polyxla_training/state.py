@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from polyxla.errors import UsageError
 from polyxla.replica import random_state
 from polyxla.replica.loader import Loader
 from polyxla.replica.replica import Replica
+from polyxla_training.callbacks import states_of
 from polyxla_training.checkpoint import CheckpointError, check_state
 from polyxla_training.lightning.schedulers import Schedulers
 from polyxla_training.lightning.trainer_view import TrainerView
@@ -105,6 +106,7 @@ class TrainingState:
         seed: the seed that the Trainer was given.
         on_save: the module's ``on_save_checkpoint``, if it has one.
         data_state: returns the data module's state.
+        callbacks: the callbacks and listeners; of those that have states, ordinal 0's is saved.
     """
 
     replica: Replica
@@ -117,6 +119,7 @@ class TrainingState:
     seed: int | None
     on_save: Callable[[dict[str, Any]], None] | None = None
     data_state: Callable[[], dict[str, Any]] = dict
+    callbacks: Sequence[Any] = ()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, the same in every replica but for the shards of divided tensors.
@@ -140,6 +143,7 @@ class TrainingState:
             "module_extra": module_extra,
             "optimizer": self.optimizer.state_dict(),
             "schedules": self.schedulers.state_dict(),
+            "callbacks": states_of(self.callbacks),
             "replicas": self.replica.all_gather(own),
         }
 

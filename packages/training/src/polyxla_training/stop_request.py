@@ -12,6 +12,8 @@ from pathlib import Path
 from polyxla_training.checkpoint.stop_signal import StopSignal
 from polyxla_training.storage.location import locate
 
+SIGNALLED = "SIGTERM"
+"""Why a training ended, if the signal asked it to."""
 STOP_FILE = ".stop"
 """In the checkpoint directory, from a SIGTERM until the replicas have saved their last checkpoint."""
 

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 from polyxla.console import say, say_once
 from polyxla.errors import pip_install
 from polyxla.launcher.launch import launch
+from polyxla_training.callbacks import check_callbacks
 from polyxla_training.lightning.hooks import DataModule, is_data_module
 from polyxla_training.lightning.trainer_arguments import FIXES, METHOD_FIXES, check_names
 from polyxla_training.loop.call import Call, Outcome, Stage, merge_predictions
 from polyxla_training.module_checks import check_datamodule, check_module, take_state
 from polyxla_training.options import FitOptions, LaunchOptions, TrainerOptions
-from polyxla_training.stop_request import forward_sigterm
+from polyxla_training.stop_request import SIGNALLED, forward_sigterm
 
 EVALUATION_NAMES = ("module", "data", "datamodule")
 """Arguments of `Trainer.validate`, `Trainer.test` and `Trainer.predict`."""
@@ -31,8 +32,8 @@ class Trainer(TrainerOptions):
     """Trains any module that has ``training_step`` and ``configure_optimizers``.
 
     ``validation_step``, ``test_step``, ``predict_step`` and ``on_post_move_to_device`` are used if the module
-    has them, so a LightningModule works unchanged. Options that are not given come from the environment, as in
-    `polyxla.launch`.
+    has them, so a LightningModule works unchanged. Options that are not given come from the environment, as
+    in `polyxla.launch`.
 
     Attributes:
         metrics: the latest metrics of `fit`, `validate`, `test` or `predict`, by name.
@@ -53,6 +54,7 @@ class Trainer(TrainerOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_callbacks(self.callbacks)
         self.metrics = {}
         self.outcome = None
 
@@ -175,10 +177,12 @@ class Trainer(TrainerOptions):
             take_state(module, outcome.state)
         self.metrics = outcome.metrics
         self.outcome = replace(outcome, predictions=merge_predictions(outcomes))
-        if outcome.stopped:
+        if outcome.stopped == SIGNALLED:
             say(f"ended by {outcome.stopped} after step {outcome.steps}, which is saved")
             # The state is safe: now act on the signal that was held back.
             signal.raise_signal(signal.SIGTERM)
+        elif outcome.stopped:
+            say(f"training ended after step {outcome.steps}: {outcome.stopped}")
         return self.metrics
 
     def _new_log_dir(self) -> str | None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from polyxla_training.checkpoint.state_codec import EncodedState
 
-_NAME = re.compile(r"step-(\d{8,})(-kept)?\.(safetensors|shards)")
+_NAME = re.compile(r"step-(\d{8,})(-kept|-best)?\.(safetensors|shards)")
 Loaded = TypeVar("Loaded")
 _START_BYTES = 64
 
@@ -47,6 +47,7 @@ class CheckpointEntry:
         time_s: time of writing, in seconds since 1970.
         size_bytes: its size, that of all shards together.
         is_kept: whether it is never deleted.
+        is_best: whether it was the best of the run when it was saved; the last such one is kept.
     """
 
     step: int
@@ -54,6 +55,7 @@ class CheckpointEntry:
     time_s: float
     size_bytes: int
     is_kept: bool
+    is_best: bool = False
 
 
 class CheckpointFolder:
@@ -82,7 +84,7 @@ class CheckpointFolder:
         self.path = locate(path)
         self._keep = keep
 
-    def save(self, step: int, state: Any, *, keep_forever: bool = False) -> Location:
+    def save(self, step: int, state: Any, *, keep_forever: bool = False, is_best: bool = False) -> Location:
         """Write a checkpoint; once it is durable, delete the oldest ones beyond `keep`.
 
         A collective, if the state's tensors are divided among replicas; ordinal 0 deletes.
@@ -91,6 +93,7 @@ class CheckpointFolder:
             step: the optimizer step, from 0; a checkpoint of the same step is replaced.
             state: as for `polyxla_training.save`.
             keep_forever: never delete it, and do not count it.
+            is_best: do not delete it before a better one is saved, and do not count it until then.
 
         Returns:
             The path of the file or directory.
@@ -105,7 +108,7 @@ class CheckpointFolder:
         from polyxla_training.checkpoint.state_codec import EncodedState, encode_state
 
         encoded = state if isinstance(state, EncodedState) else encode_state(state)
-        name = f"step-{step:08d}{'-kept' if keep_forever else ''}"
+        name = f"step-{step:08d}{'-kept' if keep_forever else '-best' if is_best else ''}"
         path = self.path / f"{name}.{'shards' if encoded.is_divided else 'safetensors'}"
         if _write(encoded, path):
             self._delete_old(path)
@@ -132,6 +135,11 @@ class CheckpointFolder:
     def latest(self) -> CheckpointEntry | None:
         """Return the checkpoint of the highest step, intact or not; None if there is none."""
         return next(reversed(self.entries()), None)
+
+    def best(self) -> CheckpointEntry | None:
+        """Return the checkpoint that was last saved as the best, intact or not; None if there is none."""
+        found = [entry for entry in self.entries() if entry.is_best]
+        return max(found, key=lambda entry: (entry.time_s, entry.step), default=None)
 
     def load_latest(self, *, device: str | torch.device = "cpu") -> tuple[CheckpointEntry, Any] | None:
         """Load the intact checkpoint of the highest step; print the names of damaged ones to standard error.
@@ -181,7 +189,9 @@ class CheckpointFolder:
     def _delete_old(self, written: Location) -> None:
         if self._keep is None:
             return
-        deletable = [entry.path for entry in self.entries() if not entry.is_kept]
+        best = self.best()
+        others = (entry for entry in self.entries() if best is None or entry.path != best.path)
+        deletable = [entry.path for entry in others if not entry.is_kept]
         for path in deletable[: -self._keep]:
             # After resuming from an earlier checkpoint, the file just written may have a lower step.
             if path != written and _is_ours(path):
@@ -211,7 +221,10 @@ def _entry(file: FileInfo) -> CheckpointEntry | None:
     match = _NAME.fullmatch(file.path.name)
     if match is None:
         return None
-    return CheckpointEntry(int(match[1]), file.path, file.time_s, file.size_bytes, match[2] is not None)
+    suffix = match[2]
+    return CheckpointEntry(
+        int(match[1]), file.path, file.time_s, file.size_bytes, suffix == "-kept", suffix == "-best"
+    )
 
 
 def _delete(path: Location) -> None:

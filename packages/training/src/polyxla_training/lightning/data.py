@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from polyxla.errors import UsageError
 from polyxla.replica.loader import Loader
 from polyxla.replica.replica import Replica
+from polyxla_training.lightning.callbacks import LightningCallbacks
 from polyxla_training.lightning.hooks import find_hook, is_module, is_overridden
 from polyxla_training.lightning.trainer_view import TrainerView
 
@@ -31,13 +32,22 @@ class Data:
         datamodule: an object with ``train_dataloader`` and the other hooks of a LightningDataModule, or None.
         stage: the method's name, as Lightning's hooks receive it.
         view: what the data module sees as ``self.trainer``, until `release`.
+        callbacks: Lightning's Callback objects, which have ``setup``, ``teardown`` and ``on_exception`` too.
 
     Attributes:
         after_transfer: the hook ``on_after_batch_transfer``, if it is overridden.
     """
 
-    def __init__(self, replica: Replica, module: Any, datamodule: Any, stage: str, view: TrainerView) -> None:
-        self._replica = replica
+    def __init__(
+        self,
+        replica: Replica,
+        module: Any,
+        datamodule: Any,
+        stage: str,
+        view: TrainerView,
+        callbacks: LightningCallbacks,
+    ) -> None:
+        self._replica, self._callbacks = replica, callbacks
         self._module = module
         self._datamodule = datamodule
         self._stage = stage
@@ -68,19 +78,25 @@ class Data:
                 _run_while_others_wait(self._replica, hook if is_mine else None)
 
     def set_up(self) -> None:
-        """Call ``setup`` of the data module and of the module."""
-        for owner in self._owners:
-            if hook := find_hook(owner, "setup"):
-                hook(self._stage)
+        """Call ``setup`` of the data module, the callbacks and the module."""
+        self._call_with_stage("setup")
 
     def tear_down(self) -> None:
-        """Call ``teardown`` of the data module and of the module."""
-        for owner in self._owners:
-            if hook := find_hook(owner, "teardown"):
+        """Call ``teardown`` of the data module, the callbacks and the module."""
+        self._call_with_stage("teardown")
+
+    def _call_with_stage(self, name: str) -> None:
+        hooks = [find_hook(owner, name) for owner in self._owners]
+        # In Lightning's order: after the data module's.
+        hooks.insert(0 if self._datamodule is None else 1, self._callbacks.hook(name))
+        for hook in hooks:
+            if hook is not None:
                 hook(self._stage)
 
     def report_error(self, error: BaseException) -> None:
-        """Call ``on_exception`` of the data module."""
+        """Call ``on_exception`` of the callbacks and of the data module."""
+        if hook := self._callbacks.hook("on_exception"):
+            hook(error)
         if self._datamodule is not None and (hook := find_hook(self._datamodule, "on_exception")):
             hook(error)
 

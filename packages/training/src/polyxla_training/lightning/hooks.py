@@ -148,20 +148,22 @@ class DataModule(Protocol):
 
 def is_module(value: Any) -> bool:
     """Return whether `value` is a LightningModule."""
-    return _has_base(value, "LightningModule")
+    return has_base(value, "LightningModule")
 
 
 def is_data_module(value: Any) -> bool:
     """Return whether `value` is a LightningDataModule."""
-    return _has_base(value, "LightningDataModule")
+    return has_base(value, "LightningDataModule")
 
 
-def _has_base(value: Any, name: str) -> bool:
+def has_base(value: Any, name: str) -> bool:
+    """Return whether Lightning's class `name` is among the bases of `value`."""
     # By name: Lightning need not be installed, and has two distributions.
-    return any(base.__name__ == name and _is_lightnings(base) for base in type(value).__mro__)
+    return any(base.__name__ == name and is_lightnings(base) for base in type(value).__mro__)
 
 
-def _is_lightnings(base: type) -> bool:
+def is_lightnings(base: type) -> bool:
+    """Return whether a class is one of Lightning's own."""
     return base.__module__.startswith(("lightning.", "pytorch_lightning."))
 
 
@@ -170,7 +172,7 @@ def is_overridden(value: Any, name: str) -> bool:
     if name in vars(value):
         return True
     owner = next((base for base in type(value).__mro__ if name in vars(base)), None)
-    return owner is not None and not _is_lightnings(owner)
+    return owner is not None and not is_lightnings(owner)
 
 
 def find_hook(value: Any, name: str) -> Callable[..., Any] | None:
@@ -197,7 +199,7 @@ def check_hooks(value: Any) -> None:
 
 def _hooks_of(value: Any) -> set[str]:
     """Return the public methods that Lightning's base classes give `value`."""
-    bases = [base for base in type(value).__mro__ if base.__name__ in _BASES and _is_lightnings(base)]
+    bases = [base for base in type(value).__mro__ if base.__name__ in _BASES and is_lightnings(base)]
     return {
         name
         for base in bases

@@ -12,7 +12,6 @@ from polyxla.errors import UsageError
 
 _DEVICES = "Write devices=8."
 _NONE_MADE = "Leave it out: there is none here."
-_LISTENER = "Write hooks in the module, or a listener as in docs/plugins.md."
 _SHARDED = "Leave it out: polyxla-sampler divides the records among the replicas."
 _REDUCED = "Write reduce_fx= in self.log; its values stay on the device."
 
@@ -21,7 +20,6 @@ FIXES: Mapping[str, str] = {
     "accumulate_grad_batches": "Write accumulate=.",
     "barebones": "Write progress=False, log_dir=None.",
     "benchmark": "Leave it out: it is for cuDNN.",
-    "callbacks": _LISTENER,
     "check_val_every_n_epoch": "Write val_every_n_epochs=.",
     "default_root_dir": "Write log_dir= and checkpoint_dir=.",
     "detect_anomaly": "Call torch.autograd.set_detect_anomaly(True) in on_fit_start.",
@@ -40,7 +38,7 @@ FIXES: Mapping[str, str] = {
     "model_registry": _NONE_MADE,
     "num_nodes": "Leave it out: start the script on every host; the runtime knows the hosts.",
     "num_sanity_val_steps": _NONE_MADE,
-    "overfit_batches": "Write limit_train_batches=; a loader that does not shuffle repeats its first batches.",
+    "overfit_batches": "Write limit_train_batches=; without shuffling, these are the same batches.",
     "plugins": "Write precision= for a precision policy; other plugins are installed, see docs/plugins.md.",
     "profiler": "Write profile_steps=(10, 12).",
     "reload_dataloaders_every_n_epochs": "Leave it out: a loader may change when it is iterated.",
@@ -54,7 +52,7 @@ FIXES: Mapping[str, str] = {
     "auto_select_gpus": _DEVICES,
     "checkpoint_callback": "Write checkpoint_dir='checkpoints', or leave it out to save none.",
     "distributed_backend": _DEVICES,
-    "early_stop_callback": "Set self.trainer.should_stop = True in on_validation_epoch_end.",
+    "early_stop_callback": "Write callbacks=[polyxla_training.EarlyStopping('val_loss')].",
     "gpus": _DEVICES,
     "hpus": _DEVICES,
     "ipus": _DEVICES,
@@ -76,7 +74,7 @@ FIXES: Mapping[str, str] = {
 """Argument of Lightning's Trainer: what to write in polyxla's."""
 
 METHOD_FIXES: Mapping[str, str] = {
-    "ckpt_path": "For fit, write Trainer(resume=...); else call module.load_state_dict(load(path)['module']).",
+    "ckpt_path": "For fit: Trainer(resume=...). Else: module.load_state_dict(load(path)['module']).",
     "dataloaders": "Write data=.",
     "model": "Write module=, or pass it first without a name.",
     "return_predictions": "Leave it out: they are returned.",

@@ -36,6 +36,8 @@ class TrainerView:
         num_training_batches: batches of one epoch; inf if unknown.
         validated_batches: batches of this epoch before the last validation in it; 0 if there was none.
         fast_dev_run: the Trainer's option.
+        callbacks: the Callback objects.
+        optimizers: the optimizer, in a list; empty before ``configure_optimizers``.
         callback_metrics: the metrics so far, by name, as tensors on the host.
         model: the module.
         datamodule: the data module, if there is one.
@@ -67,6 +69,8 @@ class TrainerView:
     num_training_batches: float = float("inf")
     validated_batches: int = 0
     fast_dev_run: bool | int = False
+    callbacks: list[Any] = field(default_factory=list)
+    optimizers: list[Any] = field(default_factory=list)
     callback_metrics: dict[str, Any] = field(default_factory=dict)
     model: Any = None
     datamodule: Any = None

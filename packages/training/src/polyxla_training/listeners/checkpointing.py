@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from polyxla.console import say
 from polyxla.hookspecs import hookimpl
@@ -14,7 +15,8 @@ from polyxla_training.checkpoint.background_writer import BackgroundWriter
 from polyxla_training.checkpoint.divided_tensor import is_divided
 from polyxla_training.checkpoint.folder import CheckpointFolder
 from polyxla_training.checkpoint.stop_signal import StopSignal
-from polyxla_training.stop_request import stop_file
+from polyxla_training.monitor import Monitor
+from polyxla_training.stop_request import SIGNALLED, stop_file
 
 if TYPE_CHECKING:
     from polyxla.replica.replica import Replica
@@ -37,6 +39,9 @@ class CheckpointListener:
     def __init__(self, replica: Replica, fit: Fit, directory: str | os.PathLike[str]) -> None:
         self._fit = fit
         self._every = fit.options.save_every_n_steps
+        name, mode = fit.options.monitor, fit.options.mode
+        self._monitor = None if name is None else Monitor(name, mode, "Trainer(monitor=...)")
+        self._is_best = False
         self._folder = CheckpointFolder(directory, fit.options.keep)
         self._writer = BackgroundWriter()
         self._stop_file = stop_file(directory)
@@ -45,13 +50,39 @@ class CheckpointListener:
         self._saved_step = self._agree_at = replica.steps
         self._agreed_s = time.monotonic()
 
+    @property
+    def state_key(self) -> str:
+        """Its name in checkpoints."""
+        return "checkpoints"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value so far, under the name of its metric."""
+        return {} if self._monitor is None else {self._monitor.name: self._monitor.best}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`; with another metric, begin anew."""
+        if self._monitor is not None:
+            self._monitor.best = state.get(self._monitor.name)
+
+    @hookimpl
+    def polyxla_metrics_ready(self, metrics: Mapping[str, float]) -> None:
+        """Decide whether the next checkpoint is the best."""
+        if self._monitor is not None and self._monitor.name in metrics:
+            self._is_best = self._monitor.improves(metrics[self._monitor.name])
+
+    @hookimpl
+    def polyxla_validation_finished(self, replica: Replica) -> None:
+        """Save the state that a validation within an epoch has found to be the best."""
+        if self._is_best:
+            self._save(replica)
+
     @hookimpl
     def polyxla_step_finished(self, replica: Replica, step: int) -> None:
         """Save every n steps; stop if a replica received the request."""
         if self._every is not None and step % self._every == 0:
             self._save(replica)
         if step >= self._agree_at and self._must_stop(replica, step):
-            self._fit.stop("SIGTERM")
+            self._fit.stop(SIGNALLED)
 
     def _must_stop(self, replica: Replica, step: int) -> bool:
         is_requested = bool(self._stop) or self._stop_file.exists()
@@ -67,14 +98,16 @@ class CheckpointListener:
         return any(requested for requested, _ in answers)
 
     @hookimpl
-    def polyxla_epoch_finished(self, replica: Replica) -> None:
+    def polyxla_epoch_finished(self, replica: Replica, epoch: int) -> None:
         """Save the state after an epoch and its validation."""
         self._save(replica)
+        if self._monitor is not None:
+            self._monitor.check(epoch, self._fit.options.val_every_n_epochs)
 
     @hookimpl
     def polyxla_fit_finished(self, replica: Replica) -> None:
         """Save the last step, if it is not saved yet."""
-        if self._saved_step != replica.steps:
+        if self._saved_step != replica.steps or self._is_best:
             self._save(replica)
         self._writer.close()
 
@@ -83,7 +116,9 @@ class CheckpointListener:
         state = self._fit.state_dict()
         self._saved_step = replica.steps
         if replica.is_first or any(map(is_divided, tensors_in(state))):
-            self._writer.submit(functools.partial(self._folder.save, replica.steps), state)
+            save = functools.partial(self._folder.save, replica.steps, is_best=self._is_best)
+            self._writer.submit(save, state)
+        self._is_best = False
 
     @hookimpl
     def polyxla_replica_stopped(self, error: BaseException | None) -> None:

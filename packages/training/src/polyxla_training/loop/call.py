@@ -88,7 +88,7 @@ class Outcome:
 
 
 def merge_predictions(outcomes: Iterable[Outcome]) -> list[Any]:
-    """Return the predictions of all replicas, between which whole batches were divided round-robin, in order."""
+    """Return all predictions in order; the batches were divided round-robin."""
     # Replicas that divide a module among them compute the same predictions.
     parts = {one.data_ordinal: one.predictions for one in outcomes}
     rounds = zip_longest(*(parts[ordinal] for ordinal in sorted(parts)), fillvalue=_NONE)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 from collections.abc import Iterable
 from contextlib import closing
-from itertools import islice
 from typing import Any, Self
 
 import torch
@@ -15,6 +15,8 @@ from polyxla.errors import UsageError
 from polyxla.replica.loader import Loader
 from polyxla.replica.module_move import move_module
 from polyxla.replica.replica import Replica
+from polyxla_training.callbacks import is_listener, load_states
+from polyxla_training.lightning.callbacks import LightningCallbacks, is_callback
 from polyxla_training.lightning.data import Data, divisible_by_batches
 from polyxla_training.lightning.schedulers import configure_optimizers
 from polyxla_training.lightning.trainer_view import TrainerView
@@ -56,17 +58,20 @@ class TrainingLoop:
         self.replica, self.call, self.options = replica, call, call.options
         if self.options.seed is not None:
             replica.seed_everything(self.options.seed)
-        self.module, datamodule = call.module, call.datamodule
+        received = (call.module, call.datamodule, self.options.callbacks)
         if replica.world.shares_process:
             # Replicas that are threads received the one module of the caller: each trains a copy.
-            self.module, datamodule = copy.deepcopy((self.module, datamodule))
-        elif self.options.mesh is not None and call.is_callers_process:
+            received = copy.deepcopy(received)
+        self.module, datamodule, self._callbacks = received
+        if not replica.world.shares_process and self.options.mesh is not None and call.is_callers_process:
             # What has been divided cannot be put together in place.
             self.module = copy.deepcopy(self.module)
         self.view = TrainerView.at_start(replica, self.options, datamodule)
         self.accumulator = MetricAccumulator(replica)
-        self.adapter = ModuleAdapter(self.module, self.accumulator, self.view)
-        self.data = Data(replica, self.module, datamodule, call.stage, self.view)
+        self.lightning_callbacks = LightningCallbacks(filter(is_callback, self._callbacks), self.view)
+        self.view.callbacks = self.lightning_callbacks.callbacks
+        self.adapter = ModuleAdapter(self.module, self.accumulator, self.view, self.lightning_callbacks)
+        self.data = Data(replica, self.module, datamodule, call.stage, self.view, self.lightning_callbacks)
         self.metrics: dict[str, float] = {}
         self.predictions: list[Any] = []
         self.stopped = ""
@@ -91,7 +96,7 @@ class TrainingLoop:
             directory = self.options.checkpoint_dir
             check_shared(self.replica, directory, f"checkpoint_dir={os.fspath(directory)!r}")
         self.adapter.lend_replica(self.replica)
-        self.adapter.refuse_callbacks()
+        self.adapter.configure_callbacks()
         self.data.prepare()
         self.data.set_up()
         self.adapter.call("configure_sharded_model")
@@ -112,7 +117,8 @@ class TrainingLoop:
         if moved is not self.module:
             # The precision policy has wrapped it.
             self.adapter.release()
-            self.module, self.adapter = moved, ModuleAdapter(moved, self.accumulator, self.view)
+            self.module = moved
+            self.adapter = ModuleAdapter(moved, self.accumulator, self.view, self.lightning_callbacks)
 
     def fit(self, train: Iterable[Any] | None, val: Iterable[Any] | None) -> None:
         """Train for the requested epochs, and validate after each."""
@@ -175,6 +181,7 @@ class TrainingLoop:
         adapter, options = self.adapter, self.options
         advance = adapter.hook("lr_scheduler_step")
         optimizer, self.schedulers = configure_optimizers(self.module, advance)
+        self.view.optimizers = [optimizer]
         adapter.lend_optimizer(self.replica, optimizer, self.schedulers)
         self.optimization = Optimization(
             self.replica, adapter, optimizer, self.schedulers, options, self.view
@@ -182,6 +189,7 @@ class TrainingLoop:
         self._on_batch_start = adapter.hook("on_train_batch_start")
         self._on_batch_end = adapter.hook("on_train_batch_end")
         self._on_epoch_end = adapter.hook("on_train_epoch_end")
+        with_states: list[Any] = list(self.lightning_callbacks.callbacks)
         state = TrainingState(
             self.replica,
             self.module,
@@ -193,16 +201,23 @@ class TrainingLoop:
             options.seed,
             adapter.hook("on_save_checkpoint"),
             self.data.state_dict,
+            with_states,
         )
         if self._checkpoint is not None:
             state.resume(self._checkpoint)
-            self._checkpoint = None
         # Listeners come after resuming: they read the step that training begins at.
         every = options.read_interval(self.view.estimated_stepping_batches)
-        fit = Fit(options, every, self.module, steps_per_epoch, state.state_dict, self.stop)
-        for listeners in self.replica.hook.polyxla_listeners(replica=self.replica, fit=fit):
-            for listener in listeners:
-                self.replica.add_listener(listener)
+        fit = Fit(options, every, self.module, optimizer, steps_per_epoch, state.state_dict, self.stop)
+        found = self.replica.hook.polyxla_listeners(replica=self.replica, fit=fit)
+        # The last one added is called first: checkpoints hold what the callbacks have made of an event.
+        listeners = [*itertools.chain(*found), *filter(is_listener, self._callbacks)]
+        for listener in listeners:
+            self.replica.add_listener(listener)
+        with_states += [one for one in listeners if one not in with_states]
+        saved = {} if self._checkpoint is None else self._checkpoint.state["callbacks"]
+        load_states(with_states, saved, is_first=self.replica.is_first)
+        self._checkpoint = None
+        self.replica.hook.polyxla_fit_started(replica=self.replica, fit=fit)
 
     def stop(self, reason: str) -> None:
         """End training after the current step; every replica must call it at the same step."""
@@ -247,30 +262,30 @@ class TrainingLoop:
     def _batches(self) -> tuple[bool, bool]:
         """Train on the rest of an epoch; return whether the epoch is over, and whether a hook has cut it."""
         # A resumed run has consumed some batches of this epoch already; indices count on from them.
-        count, whole = self.loader.batches_before, self._batches_per_epoch
-        self._validate_within(count)
-        left = None if whole is None else max(0, whole - count)
+        before, whole = self.loader.batches_before, self._batches_per_epoch
+        self._batches_so_far = before
+        self._validate_within(before)
+        left = None if whole is None else max(0, whole - before)
         with closing(iter(self.loader)) as arriving:
-            for count, batch in enumerate(islice(arriving, left), start=count + 1):
-                self._batches_so_far = count
-                if not self._batch(batch, count - 1):
+            for index, batch in enumerate(itertools.islice(arriving, left), start=before):
+                self._batches_so_far = index + 1
+                if not self._batch(batch, index):
                     self.optimization.drop()
                     return True, True
-                self._validate_within(count)
+                self._validate_within(index + 1)
                 if self._is_done():
                     break
             else:
-                whole = count
-                self.optimization.flush(count - 1)
+                whole = self._batches_so_far
+                self.optimization.flush(whole - 1)
                 self._finish_step()
-        self._batches_so_far = count
-        if count == 0:
+        if self._batches_so_far == 0:
             raise UsageError(
                 "the training loader gave no batch",
                 where="Trainer.fit",
                 fix="Check its dataset's length, and drop_last if the batch is larger than the dataset.",
             )
-        return count == whole, False
+        return self._batches_so_far == whole, False
 
     def _validate_within(self, batches: int) -> None:
         """Validate after so many batches of the epoch, if it is due and the epoch goes on."""
@@ -285,7 +300,11 @@ class TrainingLoop:
     def _validation_is_due(self, batches: int, *, is_end: bool) -> bool:
         is_done = self.view.validated_batches == batches
         epoch = self.view.current_epoch
-        return self.validation is not None and not is_done and self.schedule.is_due(epoch, batches, is_end=is_end)
+        return (
+            self.validation is not None
+            and not is_done
+            and self.schedule.is_due(epoch, batches, is_end=is_end)
+        )
 
     def _validate(self, batches: int) -> None:
         assert self.validation is not None
@@ -318,9 +337,7 @@ class TrainingLoop:
         parts = (self.replica, self.adapter, self.accumulator, self.data, self.view)
         option = f"limit_{'val' if kind == 'validation' else kind}_batches"
         batches = count_batches(length_of(loader), self.options, option)
-        evaluate(
-            loader, kind, *parts, publish=self._publish, batches=batches, predictions=self.predictions
-        )
+        evaluate(loader, kind, *parts, publish=self._publish, batches=batches, predictions=self.predictions)
 
     def _publish(self) -> None:
         means = self.accumulator.take(self.replica)

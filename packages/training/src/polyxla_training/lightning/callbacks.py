@@ -1,0 +1,157 @@
+"""Lightning's Callback objects: which are accepted, and how their hooks are called. Imports no Lightning.
+
+The sets are checked against the installed Lightning by a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from polyxla.errors import UsageError
+from polyxla_training.lightning.hooks import find_hook, has_base, is_lightnings, is_overridden
+
+AROUND = frozenset(
+    {
+        "on_after_backward",
+        "on_before_backward",
+        "on_before_optimizer_step",
+        "on_before_zero_grad",
+        "on_fit_end",
+        "on_fit_start",
+        "on_load_checkpoint",
+        "on_predict_batch_end",
+        "on_predict_batch_start",
+        "on_predict_end",
+        "on_predict_epoch_end",
+        "on_predict_epoch_start",
+        "on_predict_start",
+        "on_save_checkpoint",
+        "on_test_batch_end",
+        "on_test_batch_start",
+        "on_test_end",
+        "on_test_epoch_end",
+        "on_test_epoch_start",
+        "on_test_start",
+        "on_train_batch_end",
+        "on_train_batch_start",
+        "on_train_end",
+        "on_train_epoch_end",
+        "on_train_epoch_start",
+        "on_train_start",
+        "on_validation_batch_end",
+        "on_validation_batch_start",
+        "on_validation_end",
+        "on_validation_epoch_end",
+        "on_validation_epoch_start",
+        "on_validation_start",
+    }
+)
+"""Hooks that are called where the module's hook of the same name is, before it."""
+CALLED = AROUND | {"load_state_dict", "on_exception", "setup", "state_dict", "teardown"}
+NOT_CALLED = frozenset({"on_sanity_check_end", "on_sanity_check_start"})
+"""There is no sanity check, as with Lightning's ``num_sanity_val_steps=0``."""
+
+ACCEPTED = frozenset({"Callback", "LambdaCallback"})
+"""Lightning's own classes that a callback may be of, or inherit from."""
+_PROGRESS = "Leave it out: progress= shows the bar."
+_SUMMARY = "Leave it out: progress= prints a summary of the module."
+REFUSED: Mapping[str, str] = {
+    "DeviceStatsMonitor": "Leave it out: the run log and polyxla report have the device's memory.",
+    "EarlyStopping": "Write polyxla_training.EarlyStopping(monitor, mode, patience).",
+    "GradientAccumulationScheduler": "Write Trainer(accumulate=...).",
+    "LearningRateMonitor": "Log it with self.log in on_train_batch_start.",
+    "ModelCheckpoint": "Write Trainer(checkpoint_dir='checkpoints', monitor='val_loss').",
+    "ModelSummary": _SUMMARY,
+    "OnExceptionCheckpoint": "Write Trainer(save_every_n_steps=...).",
+    "ProgressBar": _PROGRESS,
+    "RichModelSummary": _SUMMARY,
+    "RichProgressBar": _PROGRESS,
+    "StochasticWeightAveraging": "Use torch.optim.swa_utils in the module.",
+    "TQDMProgressBar": _PROGRESS,
+    "ThroughputMonitor": "Leave it out: the run log and polyxla report have the throughput.",
+    "WeightAveraging": "Use torch.optim.swa_utils in the module.",
+}
+"""Lightning's own callbacks that reach into its Trainer, each with what to do instead."""
+_OTHER = "Write what it does as a Callback of your own, or as hooks of the module."
+
+
+def is_callback(value: Any) -> bool:
+    """Return whether `value` is one of Lightning's Callback objects."""
+    return has_base(value, "Callback")
+
+
+def check_callback(callback: Any) -> None:
+    """Refuse a Callback that would not work as in Lightning.
+
+    Raises:
+        UsageError: it is of one of Lightning's own classes, or overrides a hook that is not called.
+    """
+    name = type(callback).__name__
+    own = [base for base in type(callback).__mro__ if is_lightnings(base)]
+    for base in own:
+        if base.__name__ not in ACCEPTED:
+            nearest = next((REFUSED[one.__name__] for one in own if one.__name__ in REFUSED), _OTHER)
+            raise UsageError(
+                f"{name} needs Lightning's own Trainer", where="Trainer(callbacks=...)", fix=nearest
+            )
+    for hook in sorted(_hooks_of(own)):
+        if hook not in CALLED | NOT_CALLED and is_overridden(callback, hook):
+            raise UsageError(
+                f"{name} overrides {hook}, which the Trainer would not call",
+                where="Trainer(callbacks=...)",
+                fix="Remove it: write what it does in another hook.",
+            )
+
+
+def _hooks_of(bases: Iterable[type]) -> set[str]:
+    return {
+        name
+        for base in bases
+        for name, member in vars(base).items()
+        if not name.startswith("_") and callable(member)
+    }
+
+
+class LightningCallbacks:
+    """Calls the hooks of Callback objects.
+
+    Args:
+        callbacks: the objects.
+        view: what they receive as the trainer; its `model` is the module.
+    """
+
+    def __init__(self, callbacks: Iterable[Any], view: Any) -> None:
+        self.callbacks, self._view = list(callbacks), view
+
+    def add(self, callbacks: Iterable[Any]) -> None:
+        """Add those that the module's ``configure_callbacks`` returned; they replace others of their type."""
+        added = list(callbacks)
+        for one in added:
+            check_callback(one)
+        types = {type(one) for one in added}
+        self.callbacks[:] = [*(one for one in self.callbacks if type(one) not in types), *added]
+
+    def hook(self, name: str) -> Callable[..., None] | None:
+        """Return what calls the hook `name` of those that override it; None if none does."""
+        methods = [method for one in self.callbacks if (method := find_hook(one, name)) is not None]
+        if not methods:
+            return None
+
+        def call(*arguments: Any) -> None:
+            for method in methods:
+                method(self._view, self._view.model, *arguments)
+
+        return call
+
+    def before(self, name: str, hook: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        """Return `hook`, the module's or None, with the callbacks' hooks of that name before it."""
+        first = self.hook(name) if name in AROUND else None
+        if first is None or hook is None:
+            return first or hook
+
+        def call(*arguments: Any) -> Any:
+            first(*arguments)
+            return hook(*arguments)
+
+        return call

@@ -1,0 +1,97 @@
+"""The callback that ends a training which no longer improves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from polyxla.errors import UsageError
+from polyxla.hookspecs import hookimpl
+from polyxla_training.monitor import Monitor
+
+if TYPE_CHECKING:
+    from polyxla.replica.replica import Replica
+    from polyxla_training.options import Fit
+
+
+class EarlyStopping:
+    """Ends a training when a metric has not improved for some evaluations: ``Trainer(callbacks=[...])``.
+
+    All replicas decide alike, because metrics are means over all of them. A checkpoint holds the count, so a
+    resumed training ends where it would have ended. NaN and infinity end it at once.
+
+    Args:
+        monitor: name of a metric: a value logged in ``validation_step``, or in training with
+            ``on_epoch=True``.
+        mode: ``min`` or ``max``: what is better.
+        patience: number of evaluations without an improvement after which training ends.
+        min_delta: smallest change that counts as an improvement.
+
+    Attributes:
+        best: the best value so far; None before the first.
+        waited: number of evaluations since the best one.
+
+    Raises:
+        UsageError: `mode`, `patience` or `min_delta` is invalid; or, after the first epoch that is validated,
+            the metric was not logged.
+    """
+
+    def __init__(self, monitor: str, mode: str = "min", patience: int = 3, min_delta: float = 0.0) -> None:
+        where = "EarlyStopping"
+        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
+            raise UsageError(
+                f"patience={patience!r} is not a positive integer", where=where, fix="Write patience=3."
+            )
+        self._monitor = Monitor(monitor, mode, where, min_delta)
+        self._patience = patience
+        self.waited = 0
+
+    @property
+    def best(self) -> float | None:
+        """The best value so far; None before the first."""
+        return self._monitor.best
+
+    @property
+    def state_key(self) -> str:
+        """Its name in checkpoints."""
+        return f"EarlyStopping:{self._monitor.name}:{self._monitor.mode}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed training continues from."""
+        return {"best": self.best, "waited": self.waited}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        self._monitor.best, self.waited = state["best"], state["waited"]
+
+    @hookimpl
+    def polyxla_fit_started(self, replica: Replica, fit: Fit) -> None:
+        """Begin anew, unless the training resumes."""
+        self._fit = fit
+        if replica.steps == 0:
+            self._monitor.best, self.waited = None, 0
+        elif self.waited >= self._patience:
+            # It had ended already.
+            self._stop()
+
+    @hookimpl
+    def polyxla_metrics_ready(self, metrics: Mapping[str, float]) -> None:
+        """Count an evaluation, if it is one of this metric."""
+        value = metrics.get(self._monitor.name)
+        if value is None:
+            return
+        self.waited = 0 if self._monitor.improves(value) else self.waited + 1
+        if not math.isfinite(value):
+            self._fit.stop(f"EarlyStopping: {self._monitor.name} is {value}")
+        elif self.waited >= self._patience:
+            self._stop()
+
+    def _stop(self) -> None:
+        name, times = self._monitor.name, "evaluation" if self.waited == 1 else f"{self.waited} evaluations"
+        self._fit.stop(f"EarlyStopping: {name} has not been better than {self.best:.6g} in the last {times}")
+
+    @hookimpl
+    def polyxla_epoch_finished(self, epoch: int) -> None:
+        """See that the metric is logged."""
+        self._monitor.check(epoch, self._fit.options.val_every_n_epochs)
