@@ -66,10 +66,10 @@ class _Net(lightning.LightningModule):
         return self.layer(batch[0])
 
     def setup(self, stage: str) -> None:
-        self.calls.append(f"module {stage}")
+        self.calls.append("module " + getattr(stage, "value", stage))
 
     def teardown(self, stage: str) -> None:
-        self.calls.append(f"module {stage} ends")
+        self.calls.append("module ends " + getattr(stage, "value", stage))
 
     def on_train_epoch_end(self) -> None:
         self.calls.append("module on_train_epoch_end")
@@ -89,8 +89,9 @@ class _Net(lightning.LightningModule):
 
 def _recording() -> theirs.Callback:
     def recorded(name: str) -> Callable[..., Any]:
-        def method(self: Any, *arguments: Any) -> Any:
-            _Net.calls.append(f"{name} {len(arguments)}")
+        def method(self: Any, *arguments: Any, **named: Any) -> Any:
+            # Lightning passes the stage by name.
+            _Net.calls.append(f"{name} {len(arguments) + len(named)}")
             return {} if name == "state_dict" else None
 
         return method
