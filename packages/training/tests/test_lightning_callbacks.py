@@ -107,7 +107,12 @@ def _in_lightning(run: str) -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = lightning.Trainer(
-            accelerator="cpu", devices=1, num_sanity_val_steps=0, max_epochs=2, callbacks=_recording(), **quiet
+            accelerator="cpu",
+            devices=1,
+            num_sanity_val_steps=0,
+            max_epochs=2,
+            callbacks=_recording(),
+            **quiet,
         )
         getattr(trainer, run)(_Net())
     return _Net.calls.copy()
@@ -155,7 +160,9 @@ class _Counts(theirs.Callback):
     def __init__(self) -> None:
         self.batches = 0
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         assert outputs["loss"].dim() == 0
         self.batches += 1
 
@@ -247,6 +254,6 @@ def test_a_refused_callback_of_a_module_is_an_error_of_its_training() -> None:
 def test_a_hook_of_a_newer_lightning_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(theirs.Callback, "on_moon_phase", theirs.Callback.on_fit_start, raising=False)
     check_callback(theirs.Callback())
-    newer = type("Newer", (theirs.Callback,), {"on_moon_phase": lambda self: None})()
+    newer = type("Newer", (theirs.Callback,), {"on_moon_phase": lambda _: None})()
     with pytest.raises(UsageError, match="Newer overrides on_moon_phase, which the Trainer would not call"):
         Trainer(callbacks=[newer])
