@@ -38,7 +38,7 @@ class _Net(torch.nn.Module):
         self.layer = torch.nn.Linear(1, 1)
         self.values, self.crash_at = values, crash_at
 
-    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+    def training_step(self, batch: torch.Tensor) -> Any:
         if self.trainer.global_step == self.crash_at:
             raise ZeroDivisionError
         return self.layer(batch).sum()
@@ -216,7 +216,8 @@ class Recorder:
 @REPLICAS
 def test_a_callback_hears_the_events_of_each_replica_and_its_state_is_saved(devices: int) -> None:
     Recorder.events.clear()
-    per_epoch, options = 4 // devices, {"checkpoint_dir": "saved", "resume": "auto", "save_every_n_steps": 1}
+    per_epoch = 4 // devices
+    options: dict[str, Any] = {"checkpoint_dir": "saved", "resume": "auto", "save_every_n_steps": 1}
     for epochs in (1, 3):
         _fit([1.0] * 9, devices, callbacks=[Recorder()], max_epochs=epochs, **options)
     expected = ["started at 0", f"stopped at {per_epoch}", f"started at {per_epoch}"]

@@ -96,7 +96,8 @@ def _recording() -> theirs.Callback:
 
         return method
 
-    return type("Recording", (theirs.Callback,), {name: recorded(name) for name in HOOKS})()
+    made: theirs.Callback = type("Recording", (theirs.Callback,), {name: recorded(name) for name in HOOKS})()
+    return made
 
 
 def _in_lightning(run: str) -> list[str]:
@@ -214,7 +215,7 @@ def test_a_callback_may_stop_training_and_works_with_a_plain_module() -> None:
             super().__init__()
             self.layer = torch.nn.Linear(1, 1)
 
-        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        def training_step(self, batch: torch.Tensor) -> Any:
             return self.layer(batch).sum()
 
         def configure_optimizers(self) -> Any:
@@ -233,7 +234,7 @@ def test_a_callback_may_stop_training_and_works_with_a_plain_module() -> None:
 @pytest.mark.parametrize("name", sorted(set(theirs.__all__) - ACCEPTED))
 def test_lightnings_own_callbacks_are_refused_with_what_to_write(name: str) -> None:
     theirs_own = getattr(theirs, name)
-    callback = object.__new__(type(f"My{name}", (theirs_own,), {}))
+    callback: Any = object.__new__(type(f"My{name}", (theirs_own,), {}))
     with pytest.raises(UsageError) as caught:
         Trainer(callbacks=[callback])
     text = str(caught.value)

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 from torch.utils.data import TensorDataset
 
 from polyxla import UsageError
+from polyxla_training.lightning.callbacks import LightningCallbacks
 from polyxla_training.lightning.data import resolve_loader
 from polyxla_training.lightning.schedulers import Schedulers, configure_optimizers
 from polyxla_training.lightning.trainer_view import TrainerView
@@ -191,7 +192,8 @@ def test_any_other_number_of_optimizers_is_refused(configure: Callable[[Optimize
 
 
 def _steps(module: Any) -> ModuleAdapter:
-    return ModuleAdapter(module, MetricAccumulator(), TrainerView(0, 0, 1, 1, is_global_zero=True))
+    view = TrainerView(0, 0, 1, 1, is_global_zero=True)
+    return ModuleAdapter(module, MetricAccumulator(), view, LightningCallbacks((), view))
 
 
 @pytest.mark.parametrize(

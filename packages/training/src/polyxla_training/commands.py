@@ -123,8 +123,8 @@ def check_replicas(
     Trains a torch module both ways and compares the parameters. Exits with 1 if they differ by more than the
     tolerance.
     """
-    from polyxla_training.replica_check import check_replicas as check
-    from polyxla_training.replica_check import load_factory
+    from polyxla_training.replica_check.check import check_replicas as check
+    from polyxla_training.replica_check.check import load_factory
 
     with plain_errors(as_json):
         made = load_factory(factory)

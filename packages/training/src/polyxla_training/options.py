@@ -188,7 +188,7 @@ class FitOptions:
             )
 
     def _check_interval(self) -> None:
-        given = self.val_check_interval
+        given: Any = self.val_check_interval
         _check_batches("val_check_interval", given)
         if isinstance(given, int) and given % self.accumulate:
             raise UsageError(
@@ -230,8 +230,8 @@ class TrainerOptions(FitOptions, LaunchOptions):
         """
         values = {one.name: getattr(self, one.name) for one in fields(FitOptions)}
         if self.fast_dev_run:
-            values |= dict.fromkeys(BATCH_LIMITS, int(self.fast_dev_run)) | NOT_IN_FAST_DEV_RUN
-            return FitOptions(**values)
+            limits = dict.fromkeys(BATCH_LIMITS, int(self.fast_dev_run))
+            return FitOptions(**values | limits | dict(NOT_IN_FAST_DEV_RUN))
         return FitOptions(**values | {"log_dir": log_dir})
 
 

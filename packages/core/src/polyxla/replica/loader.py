@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -84,7 +84,7 @@ class Loader:
     def __len__(self) -> int:
         return len(self._source) - self._position.skip  # type: ignore[arg-type]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Generator[Any, None, None]:
         skip = self._position.begin()
         # The iterator is made here, in the replica's thread: a DataLoader then forks its workers from it, and
         # an error of the dataset is raised in it. A DataLoader also draws a random number; in a resumed epoch

@@ -18,6 +18,7 @@ from polyxla.errors import UsageError
 from polyxla.pytree import map_tensors
 from polyxla.replica.module_move import move_module
 from polyxla.replica.replica import Replica
+from polyxla_training.lightning.callbacks import LightningCallbacks
 from polyxla_training.lightning.data import resolve_loader
 from polyxla_training.lightning.schedulers import configure_optimizers
 from polyxla_training.lightning.trainer_view import TrainerView
@@ -169,7 +170,8 @@ def train(replica: Replica, workload: Workload) -> tuple[int, dict[str, Tensor]]
     # A copy, because replicas that are threads all receive the same module.
     module = replica.setup(copy.deepcopy(workload.module)).train()
     accumulator = MetricAccumulator(replica)
-    adapter = ModuleAdapter(module, accumulator, TrainerView.at_start(replica, FitOptions()))
+    view = TrainerView.at_start(replica, FitOptions())
+    adapter = ModuleAdapter(module, accumulator, view, LightningCallbacks((), view))
     try:
         adapter.call("setup", "fit")
         optimizer, schedulers = configure_optimizers(module) if _configures(module) else (_sgd(module), None)

@@ -106,7 +106,7 @@ def check_replicas(
     """
     _check_numbers(steps=steps, devices=devices, batch_size=batch_size)
     # Imports torch, which `import polyxla_training` must not.
-    from polyxla_training.replica_check_runs import compare, prepare, train
+    from polyxla_training.replica_check.runs import compare, prepare, train
 
     workload = prepare(make_module, batches, steps, devices, batch_size)
     # Not in this process: a device that is opened here would block the launch of several replicas.

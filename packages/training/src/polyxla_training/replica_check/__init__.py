@@ -1,0 +1,1 @@
+"""``polyxla check-replicas``: whether several replicas train as one does."""
