@@ -55,7 +55,7 @@ NOT_CALLED = frozenset({"on_sanity_check_end", "on_sanity_check_start"})
 ACCEPTED = frozenset({"Callback", "LambdaCallback"})
 """Lightning's own classes that a callback may be of, or inherit from."""
 _PROGRESS = "Leave it out: progress= shows the bar."
-_SUMMARY = "Leave it out: progress= prints a summary of the module."
+_SUMMARY = "Leave it out: there is none here."
 REFUSED: Mapping[str, str] = {
     "DeviceStatsMonitor": "Leave it out: the run log and polyxla report have the device's memory.",
     "EarlyStopping": "Write polyxla_training.EarlyStopping(monitor, mode, patience).",
