@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
-import runpy
 import shutil
 import signal
 import socket
-import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +22,57 @@ import typer
 from typer.testing import CliRunner
 
 from polyxla import Replica, launch
+from polyxla_testing.processes import wait_until
 from polyxla_training import CheckpointError, CheckpointFolder, load, load_into, plugin, save
 from polyxla_training.checkpoint import DamagedCheckpointError, fingerprint
 from polyxla_training.checkpoint.shards.reader import ShardedCheckpoint
 from polyxla_training.resume import load_same
 from polyxla_training.sharding.sharded_state import divide_into
 
-PROGRAM = Path(__file__).parent / "programs" / "shard_states.py"
+from .programs import shard_states
+
 TIMEOUT_S = 120.0
 
 
+# The replicas of all tests are forked from one process, which has imported what they need: torch imports _dynamo
+# with the first divided tensor, which takes seconds.
+PREPARED = multiprocessing.get_context("forkserver")
+PREPARED.set_forkserver_preload(["polyxla_training.checkpoint", "torch.distributed.fsdp", "torch._dynamo"])
+
+
+class Job:
+    """Replicas that run one task of the program, in a process group of their own."""
+
+    def __init__(self, task: str, replicas: int, *arguments: object) -> None:
+        self.printed = Path(tempfile.mkdtemp()) / "printed"
+        texts = map(str, arguments)
+        values = (self.printed, dict(os.environ), task, replicas, *texts)
+        self.process = PREPARED.Process(target=shard_states.run, args=values)
+        self.process.start()
+
+    def output(self) -> str:
+        """Return what the replicas have printed so far."""
+        return self.printed.read_text() if self.printed.exists() else ""
+
+    def wait(self) -> int | None:
+        """Return the exit code."""
+        self.process.join(TIMEOUT_S)
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        """End all its processes, without a signal that they could handle."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid or 0, signal.SIGKILL)
+        self.process.join(TIMEOUT_S)
+
+
 def _run(task: str, replicas: int, *arguments: object) -> str:
-    command = [sys.executable, str(PROGRAM), task, str(replicas), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    job = Job(task, replicas, *arguments)
+    try:
+        assert job.wait() == 0, job.output()[-3000:]
+    finally:
+        job.kill()
+    return job.output()
 
 
 def _errors(printed: str) -> dict[int, str]:
@@ -47,8 +83,7 @@ def _errors(printed: str) -> dict[int, str]:
 
 @pytest.fixture(scope="module")
 def values() -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = runpy.run_path(str(PROGRAM))["values"](1)
-    return found
+    return shard_states.values(1)
 
 
 @pytest.fixture(scope="module")
@@ -267,9 +302,10 @@ def test_all_replicas_raise_if_one_cannot_write(tmp_path: Path) -> None:
 
 
 def test_a_lost_replica_is_an_error_in_the_others(tmp_path: Path) -> None:
-    command = [sys.executable, str(PROGRAM), "lose_a_replica", "2", str(tmp_path / "state")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    errors = _errors(done.stdout)
+    job = Job("lose_a_replica", 2, tmp_path / "state")
+    job.wait()
+    job.kill()
+    errors = _errors(job.output())
     assert [*errors] == [0]
     assert re.match(r"'.*state' cannot be written, because another replica was lost: ", errors[0])
     assert _names(tmp_path) == []
@@ -287,27 +323,19 @@ def test_torchs_own_format_has_no_shards(tmp_path: Path) -> None:
 @pytest.fixture
 def saving(tmp_path: Path) -> Iterator[Any]:
     """Start replicas that save until they are killed, and kill them after a step and a delay."""
-    started: list[subprocess.Popen[str]] = []
+    jobs = []
 
     def start_and_kill(first: int, delay_s: float) -> int:
-        command = [sys.executable, str(PROGRAM), "save_until_killed", "2", str(tmp_path), str(first)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-        started.append(process)
-        assert process.stdout is not None
-        line = next(line for line in process.stdout if line.startswith("saved"))
+        job = Job("save_until_killed", 2, tmp_path, first)
+        jobs.append(job)
+        wait_until(lambda: "saved" in job.output(), "the first save")
         time.sleep(delay_s)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(TIMEOUT_S)
-        saved = [one for one in (line, *process.stdout) if one.startswith("saved")]
-        return int(saved[-1].split()[1])
+        job.kill()
+        return int(re.findall(r"^saved (\d+)$", job.output(), re.MULTILINE)[-1])
 
     yield start_and_kill
-    for process in started:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(TIMEOUT_S)
-        assert process.stdout is not None
-        process.stdout.close()
+    for job in jobs:
+        job.kill()
 
 
 def test_a_killed_writer_leaves_the_checkpoint_before(saving: Any, tmp_path: Path) -> None:

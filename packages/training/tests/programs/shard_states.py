@@ -1,7 +1,6 @@
 """Replicas in a process group of torch, on the CPU, that divide a state and save it.
 
-Arguments: the task, which is a function here, the number of replicas, a directory of their own, and the
-task's own. Each replica is forked once torch is imported, and prints its lines whole.
+Each replica is forked once torch is imported, and prints its lines whole.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import resource
 import signal
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -192,24 +192,32 @@ def resume_training(mesh: DeviceMesh, path: str) -> None:
             assert torch.equal(own[name], value), name
 
 
-def _replica(rank: int, count: int, own: str, task: str, arguments: list[str]) -> None:
+def _replica(rank: int, count: int, own: str, task: str, arguments: Sequence[str]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{own}/store", rank=rank, world_size=count)
     shape = (2, count // 2) if task.endswith("_on_two_dimensions") else (count,)
     mesh = init_device_mesh("cpu", shape)
     globals()[task.removesuffix("_on_two_dimensions")](mesh, *arguments)
 
 
-def main() -> int:
+def run(printed: Path, environ: dict[str, str], task: str, count: int, *arguments: str) -> None:
+    """Run a task, which is a function here, in replicas that are forked from this process; exit as they do.
+
+    This process and they are a group of their own, and print to a file.
+    """
+    os.setsid()
+    os.environ.update(environ)
+    with printed.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
-    task, count, *arguments = sys.argv[1:]
     with tempfile.TemporaryDirectory() as own:
         pids = []
-        for rank in range(int(count)):
+        for rank in range(count):
             pid = os.fork()
             if pid == 0:
                 code = 1
                 try:
-                    _replica(rank, int(count), own, task, arguments)
+                    _replica(rank, count, own, task, arguments)
                     code = 0
                 except BaseException:
                     sys.excepthook(*sys.exc_info())
@@ -218,8 +226,4 @@ def main() -> int:
                     os._exit(code)
             pids.append(pid)
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    return max(codes)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(max(codes))
