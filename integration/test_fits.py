@@ -34,7 +34,7 @@ def line_of(path: Path, text: str) -> str:
 
 
 # The second batch is one that no CPU computes.
-@pytest.mark.parametrize("batch_size", [8, 100_000_000])
+@pytest.mark.parametrize("batch_size", [pytest.param(8, marks=pytest.mark.long), 100_000_000])
 def test_an_endless_loop_is_stopped_when_it_has_no_new_programs(
     batch_size: int, clean_environ: dict[str, str], tmp_path: Path
 ) -> None:

@@ -98,8 +98,9 @@ def test_the_launcher_says_which_replica_of_which_host_the_others_wait_for(
 ) -> None:
     done = run_pod(FAILING, how, variables={"POLYXLA_STALL_TIMEOUT_S": "12"})
     assert done.returncode == 1
-    [error] = re.findall(r"^\[w\d\] polyxla\.errors\.\w+Error: (.*)", done.stderr, re.MULTILINE)
-    assert re.search(account, error), error
+    # On a slow machine, the other host has time to print its own, too.
+    first, *_ = re.findall(r"^\[w\d\] polyxla\.errors\.\w+Error: (.*)", done.stderr, re.MULTILINE)
+    assert re.search(account, first), first
 
 
 @pytest.mark.long

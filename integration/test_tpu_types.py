@@ -95,6 +95,7 @@ def _check_digits(output: str, replicas: int) -> None:
     assert result["test_accuracy"] >= 0.97
 
 
+@pytest.mark.long
 @each_type
 def test_digits_reaches_its_accuracy_on_each_type(run_on_host: Callable[..., str], kind: str) -> None:
     _check_digits(run_on_host(kind, *DIGITS), REPLICAS[kind])

@@ -51,7 +51,7 @@ def test_a_plain_script_runs_on_a_plugin(serve: Serve, launch: Launch, here: Hos
     assert sorted(out.splitlines()) == [f"ordinal {ordinal} of 8 sum 28.0" for ordinal in range(8)]
 
 
-@pytest.mark.parametrize("asked", [1, 4])
+@pytest.mark.parametrize("asked", [pytest.param(1, marks=pytest.mark.long), 4])
 def test_localservice_on_a_tpu_host_serves_its_chips(launch: Launch, here: Host, asked: int) -> None:
     (port,) = free_ports(1)
     environ = {

@@ -41,7 +41,9 @@ def test_the_first_host_that_fails_is_named_and_its_traceback_shown_once(
     wait_for_end_of(drivers.pids(4))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)], ids=lambda one: one.name
+)
 def test_nothing_is_left_when_the_driver_ends(drivers: Drivers, number: signal.Signals) -> None:
     process = drivers.start_run("--", sys.executable, SLEEPER)
     pids = drivers.pids(4)

@@ -51,6 +51,7 @@ def test_what_a_replica_raises_is_raised_at_the_driver_with_its_traceback_once(
     assert "ReplicaLostError" not in done.stderr
 
 
+@pytest.mark.long
 def test_a_cell_of_a_notebook_launches(drivers: Drivers) -> None:
     # A kernel that sees pytest's variable does not capture what child processes print.
     environ = {name: value for name, value in drivers.environ.items() if name != "PYTEST_CURRENT_TEST"}
@@ -59,7 +60,9 @@ def test_a_cell_of_a_notebook_launches(drivers: Drivers) -> None:
     assert "LAUNCHED [(0, 5), (0, 5)]\n" in "".join(output.text for output in notebook.cells[1].outputs)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGKILL], ids=lambda one: one.name
+)
 def test_nothing_is_left_when_the_driver_of_a_launch_ends(drivers: Drivers, number: signal.Signals) -> None:
     process = drivers.start(LAUNCHING, "sleep", str(drivers.directory))
     pids = drivers.pids(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -29,13 +30,13 @@ from polyxla_training.checkpoint.shards.reader import ShardedCheckpoint
 from polyxla_training.resume import load_same
 from polyxla_training.sharding.sharded_state import divide_into
 
-from .programs import shard_states
+shard_states = importlib.import_module("packages.training.tests.programs.shard_states")
 
 TIMEOUT_S = 120.0
 
 
-# The replicas of all tests are forked from one process, which has imported what they need: torch imports _dynamo
-# with the first divided tensor, which takes seconds.
+# The replicas of all tests are forked from one process, which has imported what they need. torch imports
+# _dynamo with the first divided tensor; this takes seconds.
 PREPARED = multiprocessing.get_context("forkserver")
 PREPARED.set_forkserver_preload(["polyxla_training.checkpoint", "torch.distributed.fsdp", "torch._dynamo"])
 
@@ -83,7 +84,8 @@ def _errors(printed: str) -> dict[int, str]:
 
 @pytest.fixture(scope="module")
 def values() -> dict[str, torch.Tensor]:
-    return shard_states.values(1)
+    found: dict[str, torch.Tensor] = shard_states.values(1)
+    return found
 
 
 @pytest.fixture(scope="module")
