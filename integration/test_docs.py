@@ -233,11 +233,11 @@ def test_the_hooks_of_a_plain_module_are_on_the_training_page() -> None:
 @pytest.mark.parametrize(
     "path", sorted(ROOT.glob("packages/*/pyproject.toml")), ids=lambda path: path.parent.name
 )
-def test_every_distribution_is_on_the_first_page(path: Path) -> None:
+def test_every_distribution_is_on_the_installation_page(path: Path) -> None:
     name = tomllib.loads(path.read_text())["project"]["name"]
     modules = [one.name for one in path.parent.glob("src/*") if (one / "__init__.py").is_file()]
     [module] = [f"`{one}`" for one in modules] or ["none"]
-    assert f"| `{name}` | {module} |" in page("index.md")
+    assert f"| `{name}` | {module} |" in page("installation.md")
 
 
 def test_every_session_is_on_the_page_for_contributors() -> None:
