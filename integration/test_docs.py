@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.util
 import inspect
+import json
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,6 +35,8 @@ from polyxla.cli.variables import variables
 from polyxla.plugins.manager import load_everything
 from polyxla.plugins.selection import select
 from polyxla_pjrt.discovery import discover
+from polyxla_pod.manifest import node_selector
+from polyxla_tpu.accelerators import AcceleratorType
 from polyxla_tpu.metadata import MetadataClient
 from polyxla_training import Trainer, check_replicas
 from polyxla_training.lightning.hooks import PLAIN
@@ -264,6 +268,32 @@ def test_yaml_in_the_pages_can_be_read(path: Path) -> None:
         assert isinstance(yaml.safe_load(block), dict | list), block
 
 
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_json_in_the_pages_can_be_read(path: Path) -> None:
+    for block in re.findall(r"```json\n(.*?)```", path.read_text(), re.DOTALL):
+        assert isinstance(json.loads(block), dict), block
+
+
+def test_the_workflow_for_github_runs_the_tests_and_uses_pips_cache() -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", page("how-to/github-actions.md"), re.DOTALL)
+    workflow = yaml.safe_load(block)
+    # YAML 1.1 reads the key `on` as true.
+    assert workflow.keys() == {"name", True, "jobs"}
+    (job,) = workflow["jobs"].values()
+    assert job.keys() == {"runs-on", "timeout-minutes", "steps"}
+    commands = [step["run"] for step in job["steps"] if "run" in step]
+    assert "pytest" in commands
+    for command in commands:
+        subprocess.run(["bash", "-n"], input=command, text=True, check=True)
+    assert "pip" in [step.get("with", {}).get("cache") for step in job["steps"]]
+
+
+def test_the_labels_on_the_page_for_gke_are_those_of_the_manifest() -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", page("how-to/gke.md"), re.DOTALL)
+    assert "--type v5e-16" in page("how-to/gke.md")
+    assert yaml.safe_load(block)["nodeSelector"] == node_selector(AcceleratorType.parse("v5e-16"))
+
+
 def test_the_task_for_skypilot_has_keys_of_its_format() -> None:
     (block,) = re.findall(r"```yaml\n(# train\.yaml.*?)```", page("pods.md"), re.DOTALL)
     task = yaml.safe_load(block)
@@ -272,6 +302,59 @@ def test_the_task_for_skypilot_has_keys_of_its_format() -> None:
     assert task["resources"].keys() == {"accelerators", "accelerator_args"}
     for part in ("setup", "run"):
         subprocess.run(["bash", "-n"], input=task[part], text=True, check=True)
+
+
+def templates(sources: Iterable[Path]) -> list[re.Pattern[str]]:
+    """Return a pattern for each text's first line: what an f-string fills in may be anything."""
+    found = set()
+    for path in sources:
+        for one in ast.walk(ast.parse(path.read_text())):
+            match one:
+                case ast.JoinedStr():
+                    parts = [part.value if isinstance(part, ast.Constant) else None for part in one.values]
+                case ast.Constant(value=str()):
+                    parts = [one.value.partition("\n")[0]]
+                case _:
+                    continue
+            fixed = "".join(str(part) for part in parts if part is not None)
+            if len(fixed) >= LEAST_FIXED:
+                found.add("".join(".*?" if part is None else re.escape(str(part)) for part in parts))
+    return [re.compile(one) for one in found]
+
+
+LEAST_FIXED = 15
+"""Shorter texts would match too much, as ``f"{what}. {fix}"`` does."""
+
+
+def is_printed(text: str, printed: list[re.Pattern[str]]) -> bool:
+    """Return whether a text is one that the sources print, or an error's two: what is wrong, and the fix."""
+    splits = [(text[: one.start()], text[one.end() :]) for one in re.finditer(r"\. ", text)]
+    return any(one.fullmatch(text) for one in printed) or any(
+        all(any(one.fullmatch(part) for one in printed) for part in split) for split in splits
+    )
+
+
+def test_the_error_texts_of_the_questions_page_are_those_of_the_sources() -> None:
+    blocks = re.findall(r'^```text title="([\w ]+)"\n(.*?)```', page("faq.md"), re.MULTILINE | re.DOTALL)
+    assert {title for title, _ in blocks} == {"polyxla", "torch_xla", "libtpu", "Python"}
+    spec = importlib.util.find_spec("torch_xla")
+    assert spec and spec.origin
+    torch_xla = Path(spec.origin).parent
+    ours = templates((ROOT / "packages").glob("*/src/**/*.py"))
+    printed = {
+        "polyxla": ours,
+        "torch_xla": templates([torch_xla / "runtime.py", torch_xla / "_internal" / "pjrt.py"]),
+        # The played libtpu has the real one's texts, and so have the tests of `polyxla fits`.
+        "libtpu": [*ours, *templates([ROOT / "packages" / "fits" / "tests" / "test_fits.py"])],
+    }
+    # What comes before a text is added where it is printed.
+    added = r"^(polyxla: |error: |WARNING:root:|RuntimeError: |runtime '\w+' cannot run here: |\.\.\. )*"
+    quoted = [(title, re.sub(added, "", on_one_line(text))) for title, text in blocks if title in printed]
+    assert len(quoted) >= 25
+    wrong = [
+        text for title, text in quoted if not is_printed(re.sub(r" \(from [^)]*\)", "", text), printed[title])
+    ]
+    assert wrong == []
 
 
 READMES = sorted(ROOT.glob("packages/*/README.md"))
@@ -313,6 +396,37 @@ def test_the_example_of_a_readme_runs(package: str, clean_environ: dict[str, str
     )
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(PRINTED[package], done.stdout), done.stdout
+
+
+def first_programs() -> list[tuple[str, str]]:
+    """Return the name and the text of each program on the two pages that a user reads first."""
+    blocks = re.findall(r"```python\n(.*?)```", page("index.md") + page("quickstart.md"), re.DOTALL)
+    return [(block.partition("\n")[0].removeprefix("# "), block) for block in blocks]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "text"), first_programs(), ids=[name for name, _ in first_programs()])
+def test_the_programs_of_the_first_pages_print_what_they_say(
+    name: str, text: str, clean_environ: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    command = ["pytest", "-q"] if name.startswith("test_") else ["polyxla", "run", "--devices", "4"]
+    done = subprocess.run(
+        [sys.executable, "-m", *command, name],
+        cwd=tmp_path,
+        env=clean_environ,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    if name == "digits.py":
+        assert re.fullmatch(r"\{'accuracy': (0\.[89]\d*|1\.0)\}\n", done.stdout)
+    else:
+        printed = [line for line in done.stdout.splitlines() if not re.fullmatch(r"\d+ passed in .*", line)]
+        assert printed
+        assert [line for line in printed if line not in page("index.md") + page("quickstart.md")] == []
 
 
 @pytest.mark.parametrize("path", READMES, ids=lambda path: path.parent.name)
