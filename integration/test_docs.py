@@ -291,7 +291,7 @@ def test_the_workflow_for_github_runs_the_tests_and_uses_pips_cache() -> None:
 def test_the_labels_on_the_page_for_gke_are_those_of_the_manifest() -> None:
     (block,) = re.findall(r"```yaml\n(.*?)```", page("how-to/gke.md"), re.DOTALL)
     assert "--type v5e-16" in page("how-to/gke.md")
-    assert yaml.safe_load(block)["nodeSelector"] == node_selector(AcceleratorType.parse("v5e-16"))
+    assert yaml.safe_load(block)["nodeSelector"] == node_selector(AcceleratorType.parse("v5e-16", "the page"))
 
 
 def test_the_task_for_skypilot_has_keys_of_its_format() -> None:
