@@ -1,7 +1,8 @@
-"""debugpy, which VS Code's Python extension uses, stops in replicas: with the configurations of the how-to page."""
+"""debugpy, which VS Code's Python extension uses, stops in replicas with the how-to page's configurations."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import queue
@@ -41,10 +42,13 @@ class Session:
     Source: the Debug Adapter Protocol, 1.70, and debugpy's event ``debugpyAttach``.
     """
 
-    def __init__(self, reader: IO[bytes], writer: IO[bytes], messages: queue.Queue[tuple[Session, Any]]) -> None:
+    def __init__(
+        self, reader: IO[bytes], writer: IO[bytes], messages: queue.Queue[tuple[Session, Any]]
+    ) -> None:
         self._reader, self._writer, self._messages = reader, writer, messages
         self._numbers = itertools.count(1)
-        threading.Thread(target=self._read, daemon=True).start()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
 
     def begin(self, request: str, configuration: dict[str, Any]) -> None:
         """Start to debug: ``launch`` or ``attach``."""
@@ -58,18 +62,27 @@ class Session:
         self._writer.write(b"Content-Length: %d\r\n\r\n%b" % (len(text), text))
         self._writer.flush()
 
+    def close(self) -> None:
+        """Close the connection, whose other end must be gone."""
+        self._thread.join(DEADLINE_S)
+        self._reader.close()
+        self._writer.close()
+
     def _read(self) -> None:
         while header := self._reader.readline():
             self._reader.readline()
             self._messages.put((self, json.loads(self._reader.read(int(header.partition(b":")[2])))))
 
 
-def debug(adapter: subprocess.Popen[bytes], configuration: dict[str, Any], script: Path) -> tuple[list[str], str]:
+def debug(
+    adapter: subprocess.Popen[bytes], configuration: dict[str, Any], script: Path, stack: contextlib.ExitStack
+) -> tuple[list[str], str]:
     """Return the ordinals of the replicas that stopped at `LINE`, and what the program printed."""
     assert adapter.stdin
     assert adapter.stdout
     messages: queue.Queue[tuple[Session, Any]] = queue.Queue()
     first = Session(adapter.stdout, adapter.stdin, messages)
+    stack.callback(first.close)
     first.begin("launch", configuration)
     ordinals, printed, threads = [], "", {}
     deadline = time.monotonic() + DEADLINE_S
@@ -82,9 +95,12 @@ def debug(adapter: subprocess.Popen[bytes], configuration: dict[str, Any], scrip
                 session.send("setBreakpoints", source={"path": str(script)}, breakpoints=[{"line": LINE}])
                 session.send("configurationDone")
             case "debugpyAttach":
-                connection = socket.create_connection((body["connect"]["host"], body["connect"]["port"]))
-                child = connection.makefile("rwb")
-                Session(child, child, messages).begin("attach", body)
+                address = body["connect"]["host"], body["connect"]["port"]
+                with socket.create_connection(address) as connection:
+                    child = connection.makefile("rwb")
+                attached = Session(child, child, messages)
+                stack.callback(attached.close)
+                attached.begin("attach", body)
             case "stopped":
                 threads[session] = body["threadId"]
                 session.send("stackTrace", threadId=body["threadId"])
@@ -112,14 +128,14 @@ def test_a_breakpoint_stops_each_replica(
     [configuration] = [one for one in configurations if one["name"] == name]
     # What VS Code adds: the interpreter that the user has chosen, and the folder.
     configuration |= {"python": [sys.executable], "cwd": str(tmp_path), "console": "internalConsole"}
-    with subprocess.Popen(
-        [sys.executable, "-m", "debugpy.adapter"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=clean_environ,
-    ) as adapter:
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-m", "debugpy.adapter"]
+    with (
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, env=clean_environ) as adapter,
+        contextlib.ExitStack() as stack,
+    ):
         try:
-            ordinals, printed = debug(adapter, configuration, script)
+            ordinals, printed = debug(adapter, configuration, script, stack)
         finally:
             adapter.kill()
     assert ordinals == [str(ordinal) for ordinal in range(replicas)]

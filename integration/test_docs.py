@@ -338,7 +338,8 @@ def test_the_error_texts_of_the_questions_page_are_those_of_the_sources() -> Non
     blocks = re.findall(r'^```text title="([\w ]+)"\n(.*?)```', page("faq.md"), re.MULTILINE | re.DOTALL)
     assert {title for title, _ in blocks} == {"polyxla", "torch_xla", "libtpu", "Python"}
     spec = importlib.util.find_spec("torch_xla")
-    assert spec and spec.origin
+    assert spec
+    assert spec.origin
     torch_xla = Path(spec.origin).parent
     ours = templates((ROOT / "packages").glob("*/src/**/*.py"))
     printed = {
