@@ -26,11 +26,14 @@ LIGHTNINGS_DEBUG = ("tpu_spawn_debug", "xla_debug")
 """Lightning's names of its strategies with torch_xla's report, in two versions: they mean ``debug``."""
 LOG_EVERY_N_STEPS, LEAST_READS = 50, 10
 """Default interval of reads, and how many a shorter training should have."""
+LOGGERS = ("tensorboard", "csv", "wandb", "mlflow")
+FILE_LOGGERS = ("tensorboard", "csv")
 BATCH_LIMITS = tuple(f"limit_{kind}_batches" for kind in ("train", "val", "test", "predict"))
 NOT_IN_FAST_DEV_RUN: Mapping[str, Any] = {
     "max_epochs": 1,
     "max_steps": None,
     "log_dir": None,
+    "loggers": None,
     "val_check_interval": None,
     "val_every_n_epochs": 1,
     "callbacks": (),
@@ -74,8 +77,11 @@ class FitOptions:
         max_steps: number of optimizer updates after which training ends, even within an epoch.
         log_dir: directory of the TensorBoard files and the run log, or its URL in an object store. ``"auto"``
             makes a new directory under ``runs`` if TensorBoard is installed; None writes no files.
-        log_every_n_steps: interval at which logged tensors are read, which waits for the device. The last
-            step is always read. Default: 50, or a tenth of the steps of a shorter training.
+        loggers: what writes the logged values: names from ``"tensorboard"``, ``"csv"``, ``"wandb"`` and
+            ``"mlflow"``, or a mapping from them to the arguments of these libraries, such as
+            ``{"wandb": {"project": "digits", "mode": "offline"}}``. Default: TensorBoard in `log_dir`.
+        log_every_n_steps: interval at which logged tensors are read, which waits for the device. The first
+            and the last step are always read. Default: 50, or a tenth of the steps of a shorter training.
         progress: show progress on standard error.
         accumulate: number of batches whose gradients make one optimizer update. The last update of an epoch
             takes the batches that are left.
@@ -121,6 +127,7 @@ class FitOptions:
     _: KW_ONLY
     max_steps: int | None = None
     log_dir: str | None = "auto"
+    loggers: Sequence[str] | Mapping[str, Mapping[str, Any]] | None = None
     log_every_n_steps: int | None = None
     progress: bool = True
     accumulate: int = 1
@@ -171,6 +178,28 @@ class FitOptions:
                 fix="Write profile_steps=(10, 12).",
             )
         self._check_checkpoints()
+        self._check_loggers()
+
+    def _check_loggers(self) -> None:
+        known = f"Write one of {', '.join(LOGGERS)}, as in loggers=['csv']."
+        if isinstance(self.loggers, str):
+            raise UsageError(f"loggers={self.loggers!r} is not a list", where="Trainer", fix=known)
+        for name in self.loggers or ():
+            if name not in LOGGERS:
+                raise UsageError(f"there is no logger {name!r}", where="Trainer(loggers=...)", fix=known)
+            if name in FILE_LOGGERS and self.log_dir is None:
+                raise UsageError(
+                    f"logger {name!r} writes files to log_dir, which is None",
+                    where="Trainer(loggers=...)",
+                    fix="Write log_dir='runs/mine', or leave log_dir out.",
+                )
+
+    @property
+    def logger_arguments(self) -> Mapping[str, Mapping[str, Any]]:
+        """The names of the loggers, each with the arguments for it."""
+        if self.loggers is None:
+            return {"tensorboard": {}} if self.log_dir is not None else {}
+        return self.loggers if isinstance(self.loggers, Mapping) else {name: {} for name in self.loggers}
 
     def _check_checkpoints(self) -> None:
         check_mode(self.mode, "Trainer")

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
     from polyxla.contracts.sharding import Sharding
     from polyxla.replica.replica import Replica
+    from polyxla_training.listeners.scalars import Logger
+    from polyxla_training.observe.logged_values import LoggedValues
     from polyxla_training.observe.run_log import RunLog
-    from polyxla_training.options import Fit
+    from polyxla_training.options import Fit, FitOptions
 
 
 @hookimpl
@@ -118,11 +120,7 @@ def _first_replicas(replica: Replica, fit: Fit) -> Iterator[object]:
         from polyxla_training.listeners.progress import ProgressListener
 
         yield ProgressListener(options.max_epochs, fit.steps_per_epoch, logged_values)
-    if options.log_dir is not None and directory is not None:
-        from polyxla_training.listeners.tensorboard import TensorBoardListener
-
-        say(f"logging to {options.log_dir}; view it with: tensorboard --logdir {options.log_dir}")
-        yield TensorBoardListener(str(directory), logged_values)
+    yield from _loggers(fit, directory, logged_values)
     observer = Observer(
         replica,
         log=_run_log(replica, fit, directory) if directory is not None else None,
@@ -141,20 +139,60 @@ def _first_replicas(replica: Replica, fit: Fit) -> Iterator[object]:
         yield ProfileListener(replica, options.profile_steps, str(directory or "runs"))
 
 
+def _loggers(fit: Fit, directory: str | Path | None, logged_values: LoggedValues) -> Iterator[object]:
+    from polyxla_training.listeners.scalars import ScalarListener
+
+    arguments = fit.options.logger_arguments
+    if fit.options.log_dir is not None:
+        view = f"; view it with: tensorboard --logdir {fit.options.log_dir}"
+        say(f"logging to {fit.options.log_dir}{view if 'tensorboard' in arguments else ''}")
+    for name, given in arguments.items():
+        yield ScalarListener(_logger(name, given, fit, directory), logged_values)
+
+
+def _logger(name: str, given: Mapping[str, Any], fit: Fit, directory: str | Path | None) -> Logger:
+    log_dir = None if directory is None else str(directory)
+    # What TensorBoard and CSV need is checked: they have a directory.
+    if name == "tensorboard":
+        from polyxla_training.listeners.loggers.tensorboard import TensorBoardLogger
+
+        return TensorBoardLogger(str(log_dir), **given)
+    if name == "csv":
+        from polyxla_training.listeners.loggers.csv_file import CsvLogger
+
+        return CsvLogger(str(log_dir), **given)
+    from polyxla_training.observe.provenance import hyper_parameters
+
+    settings = {**_settings(fit.options), **hyper_parameters(fit.module)}
+    if name == "wandb":
+        from polyxla_training.listeners.loggers.weights_and_biases import WandbLogger
+
+        return WandbLogger(log_dir, settings, **given)
+    from polyxla_training.listeners.loggers.mlflow_run import MlflowLogger
+
+    return MlflowLogger(settings, **given)
+
+
+def _settings(options: FitOptions) -> dict[str, Any]:
+    """Return the options, as JSON has them."""
+    values = {one.name: getattr(options, one.name) for one in fields(options)}
+    values["callbacks"] = [type(one).__name__ for one in options.callbacks]
+    # Arguments of loggers may hold keys to their services.
+    values["loggers"] = list(options.logger_arguments)
+    return {
+        name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in values.items()
+    }
+
+
 def _run_log(replica: Replica, fit: Fit, directory: str | Path) -> RunLog:
     from polyxla_training.observe.provenance import hyper_parameters
     from polyxla_training.observe.run_log import RunLog
 
     log = RunLog(directory)
-    settings = {
-        name: os.fspath(value) if isinstance(value, os.PathLike) else value
-        for name, value in ((one.name, getattr(fit.options, one.name)) for one in fields(fit.options))
-    }
-    settings["callbacks"] = [type(one).__name__ for one in fit.options.callbacks]
     log.start(
         replica,
         module=type(fit.module).__name__,
-        settings=settings,
+        settings=_settings(fit.options),
         hyper_parameters=hyper_parameters(fit.module),
     )
     return log

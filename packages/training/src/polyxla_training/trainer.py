@@ -188,7 +188,7 @@ class Trainer(TrainerOptions):
     def _new_log_dir(self) -> str | None:
         if self.log_dir != "auto":
             return self.log_dir
-        if importlib.util.find_spec("tensorboard") is None:
+        if self.loggers is None and importlib.util.find_spec("tensorboard") is None:
             say_once(
                 "TensorBoard is not installed, so nothing is logged: "
                 f"{pip_install('polyxla-training[tensorboard]')}"

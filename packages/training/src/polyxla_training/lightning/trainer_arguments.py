@@ -31,7 +31,7 @@ FIXES: Mapping[str, str] = {
     "gradient_clip_algorithm": "Write clip_norm= or clip_value=.",
     "gradient_clip_val": "Write clip_norm=, or clip_value= for gradient_clip_algorithm='value'.",
     "inference_mode": "Leave it out: evaluations compute no gradients.",
-    "logger": "Write log_dir= for TensorBoard files, or log_dir=None for none.",
+    "logger": "Write log_dir= and loggers=['tensorboard'], or log_dir=None for no files.",
     "max_time": "Set self.trainer.should_stop = True in a hook when the time is over.",
     "min_epochs": "Leave it out: training ends earlier only if self.trainer.should_stop is set.",
     "min_steps": "Leave it out: training ends earlier only if self.trainer.should_stop is set.",

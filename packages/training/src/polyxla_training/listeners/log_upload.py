@@ -7,6 +7,7 @@ from pathlib import Path
 
 from polyxla.errors import UsageError
 from polyxla.hookspecs import hookimpl
+from polyxla_training.listeners.loggers.csv_file import METRICS_FILE
 from polyxla_training.observe.run_log import RUN_LOG
 from polyxla_training.storage.directory_upload import DirectoryUpload
 from polyxla_training.storage.remote_path import RemotePath
@@ -29,7 +30,9 @@ class LogUploadListener:
 
     def __init__(self, log_dir: str | os.PathLike[str]) -> None:
         try:
-            self._upload = DirectoryUpload(RemotePath(os.fspath(log_dir).rstrip("/")), continues=[RUN_LOG])
+            self._upload = DirectoryUpload(
+                RemotePath(os.fspath(log_dir).rstrip("/")), continues=[RUN_LOG, METRICS_FILE]
+            )
         except OSError as error:
             raise UsageError(
                 f"{os.fspath(log_dir)!r} cannot be read: {error}",

@@ -1,0 +1,124 @@
+"""`Trainer(loggers=...)`: the file of comma-separated values, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from polyxla import UsageError
+from polyxla_training import Trainer
+from polyxla_training.observe import read_run
+
+pytestmark = pytest.mark.usefixtures("fake_replicas")
+
+
+class _Net(torch.nn.Module):
+    log: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.layer(batch).sum()
+
+    def validation_step(self, batch: torch.Tensor) -> None:
+        self.log("val, mean", batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _fit(devices: int = 1, batches: int = 5, **options: Any) -> None:
+    trainer = Trainer(runtime="fake", devices=devices, progress=False, log_every_n_steps=2, **options)
+    trainer.fit(_Net(), [torch.ones(1, 1)] * batches * devices, [torch.full((1, 1), 0.5)] * devices)
+
+
+def _rows(path: Path) -> list[tuple[int, str]]:
+    with path.open(newline="") as file:
+        return [(int(row["step"]), row["name"]) for row in csv.DictReader(file)]
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_csv_has_a_row_for_each_value_and_a_resumed_training_appends(
+    devices: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options: Any = {"log_dir": "here", "loggers": ["csv"], "checkpoint_dir": "saved", "resume": "auto"}
+    for epochs in (1, 2):
+        _fit(devices, max_epochs=epochs, **options)
+    epoch = [(step, "loss") for step in (1, 2, 4)]
+    rows = _rows(Path("here/metrics.csv"))
+    assert rows[:5] == [*epoch, (5, "val, mean"), (5, "loss")]
+    assert rows[5:] == [(step, "loss") for step in (6, 8, 10)] + [(10, "val, mean")]
+    assert Path("here/metrics.csv").read_text().count("step,name,value") == 1
+    assert not list(Path("here").glob("events.*"))
+    assert capsys.readouterr().err.count("polyxla: logging to here\n") == 2
+
+
+def test_several_loggers_write_and_the_run_log_has_their_names_not_their_arguments() -> None:
+    _fit(log_dir="here", loggers={"csv": {}, "tensorboard": {"flush_secs": 1}})
+    assert list(Path("here").glob("events.*"))
+    assert (5, "loss") in _rows(Path("here/metrics.csv"))
+    settings = read_run(Path("here"))[0]["settings"]
+    assert (settings["loggers"], settings["callbacks"]) == (["csv", "tensorboard"], [])
+
+
+def test_without_tensorboard_another_logger_has_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    _fit(loggers=["csv"])
+    (directory,) = Path("runs").iterdir()
+    assert (directory / "metrics.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"loggers": ["neptune"]},
+            (
+                "there is no logger 'neptune' (from Trainer(loggers=...)). "
+                "Write one of tensorboard, csv, wandb, mlflow, as in loggers=['csv']."
+            ),
+        ),
+        (
+            {"loggers": "csv"},
+            (
+                "loggers='csv' is not a list (from Trainer). "
+                "Write one of tensorboard, csv, wandb, mlflow, as in loggers=['csv']."
+            ),
+        ),
+        (
+            {"loggers": ["csv"], "log_dir": None},
+            (
+                "logger 'csv' writes files to log_dir, which is None (from Trainer(loggers=...)). "
+                "Write log_dir='runs/mine', or leave log_dir out."
+            ),
+        ),
+    ],
+)
+def test_an_invalid_logger_is_refused_at_once(options: Any, text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Trainer(**options)
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "library", "module", "title"),
+    [("wandb", "wandb", "weights_and_biases", "wandb"), ("mlflow", "mlflow", "mlflow_run", "MLflow")],
+)
+def test_a_library_that_is_missing_is_named(
+    name: str, library: str, module: str, title: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.delitem(sys.modules, f"polyxla_training.listeners.loggers.{module}", raising=False)
+    with pytest.raises(UsageError) as caught:
+        _fit(log_dir=None, loggers=[name])
+    assert str(caught.value) == (
+        f"{title} is not installed (from Trainer(loggers=...)). "
+        f"Install it: pip install './packages/training[{name}]'."
+    )
