@@ -64,6 +64,9 @@ TESTS_NEED = {
 RUNTIMES = ["pjrt", "xrt", "torchtpu"]
 # Where the programs of other libraries are, for `clients`.
 CLIENTS = {"pjrt": "integration/clients", "torchtpu": "integration/torchtpu/clients"}
+# Extras that log to services, with many requirements, and the directory of their tests.
+TRACKERS = ["mlflow", "wandb"]
+TRACKERS_TESTS = "integration/trackers"
 # These promise a range of versions, and are tested with the oldest. The others follow one torch_xla release.
 WITH_A_RANGE = ["core", "sampler", "precision", "testing", "tpu", "training"]
 # A few tests take most of the time: whichever process is done first takes some of the other's.
@@ -85,8 +88,8 @@ def group(name: str) -> tuple[str, ...]:
 def extras_of(package: str) -> dict[str, list[str]]:
     """Return the requirements of each of a package's extras."""
     extras: dict[str, list[str]] = PROJECTS[package].get("optional-dependencies", {})
-    # libtpu is for machines with a TPU.
-    return {extra: required for extra, required in extras.items() if extra != "tpu"}
+    # libtpu is for machines with a TPU; `trackers` tests the other two.
+    return {extra: required for extra, required in extras.items() if extra not in ("tpu", *TRACKERS)}
 
 
 def with_siblings(packages: Iterable[str], with_extras: Collection[str] = ()) -> list[str]:
@@ -232,8 +235,8 @@ def integration(session: nox.Session, runtime: str) -> None:
     packages = WITH_TORCH_TPU if on_torch_tpu else WITH_TORCH_XLA
     install(session, packages, group("integration"), with_extras=["training"], options=pins)
     options = ["--durations=10", "--polyxla-runtime", runtime, junit(f"integration-{runtime}")]
-    # Those need other libraries: `clients` runs them.
-    options += [f"--ignore={directory}" for directory in CLIENTS.values()]
+    # Those need other libraries: `clients` and `trackers` run them.
+    options += [f"--ignore={directory}" for directory in (*CLIENTS.values(), TRACKERS_TESTS)]
     session.run("pytest", "integration", *TWO_AT_ONCE, *options, *session.posargs)
 
 
@@ -260,6 +263,16 @@ def notebooks(session: nox.Session, runtime: str) -> None:
     install(session, packages, group(f"notebooks-{runtime}"), options=pins)
     framework = "torch_tpu" if runtime == "torchtpu" else "torch_xla"
     session.run("python", ".ci/notebooks.py", framework, env={"POLYXLA_COMPILE_CACHE": "off"})
+
+
+@nox.session
+def trackers(session: nox.Session) -> None:
+    """Log a training to Weights & Biases, offline, and to MLflow, in a file."""
+    extras = PROJECTS["training"]["optional-dependencies"]
+    requirements = [*group("trackers"), *(one for extra in TRACKERS for one in extras[extra])]
+    # Without the constraints: MLflow allows only older releases of some libraries.
+    install(session, ["runtime-pjrt", "training", "testing"], requirements, options=())
+    session.run("pytest", TRACKERS_TESTS, "--polyxla-runtime", "pjrt", junit("trackers"), *session.posargs)
 
 
 @nox.session(venv_backend="uv", reuse_venv=False)
@@ -464,9 +477,9 @@ def pin(session: nox.Session) -> None:
 
 def required_by(packages: Iterable[str]) -> set[str]:
     """Return what our packages and their extras require of others."""
-    projects = [PROJECTS[package] for package in packages]
-    lists = [one["dependencies"] for one in projects]
-    lists += [extra for one in projects for extra in one.get("optional-dependencies", {}).values()]
+    lists = [PROJECTS[package]["dependencies"] for package in packages]
+    extras = [PROJECTS[package].get("optional-dependencies", {}) for package in packages]
+    lists += [extra for one in extras for name, extra in one.items() if name not in TRACKERS]
     return {requirement for one in lists for requirement in one if not siblings([requirement])}
 
 
