@@ -177,7 +177,7 @@ def test_the_replica_that_fails_in_run_each_is_named(runtime: RuntimeUnderTest) 
     assert "the program exited with code 3 in the replica with ordinal 1\n" in done.stderr
 
 
-def test_two_cells_of_a_notebook_can_launch(clean_environ: dict[str, str]) -> None:
+def test_two_cells_of_a_notebook_can_launch_and_a_training_has_one_bar(clean_environ: dict[str, str]) -> None:
     environ = {**clean_environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
     # A kernel that sees pytest's variable does not capture what child processes print.
     environ.pop("PYTEST_CURRENT_TEST")
@@ -185,10 +185,17 @@ def test_two_cells_of_a_notebook_can_launch(clean_environ: dict[str, str]) -> No
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     # A real kernel, in a process of its own; a cell that raises raises here.
     NotebookClient(notebook, timeout=TIMEOUT_S, kernel_name="python3").execute(env=environ)
-    printed = ["".join(output.text for output in cell.outputs) for cell in notebook.cells]
+    printed = ["".join(output.text for output in cell.outputs) for cell in notebook.cells[:2]]
     # The lines of the replicas' processes appear under the cell that launched them.
     assert sorted(printed[0].splitlines()) == ["CELL 0 20", "CELL 1 20"]
     assert sorted(printed[1].splitlines()) == ["CELL 0 200", "CELL 1 200", "LAUNCHED [200, 200]"]
+    # The bar is one output, which has been updated; beside it are lines of text.
+    outputs = notebook.cells[2].outputs
+    (bar,) = [one.data["text/plain"] for one in outputs if one.output_type == "display_data"]
+    assert re.search(r"epoch 2/2 .*40/40.* it/s +lr 0\.01 +loss", " ".join(bar.split())), bar
+    text = "".join(one.text for one in outputs if one.output_type == "stream")
+    assert re.search(r"^all +Line +1 +1 +4 bytes$", text, re.MULTILINE), text
+    assert "epoch" not in text
 
 
 def test_forked_replicas_share_the_objects_of_the_parent(clean_environ: dict[str, str]) -> None:

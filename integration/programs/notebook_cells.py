@@ -1,4 +1,4 @@
-"""Two cells of a notebook that launch several times."""
+"""Two cells of a notebook that launch several times, and one that trains."""
 
 # %%
 import os
@@ -28,3 +28,23 @@ scale = 100
 torch_xla.launch(train, args=(1,))
 print("LAUNCHED", polyxla.launch(lambda replica: replica.all_reduce(scale), devices=2))
 assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())
+
+# %%
+from polyxla_training import Trainer  # noqa: E402
+
+
+class Line(torch.nn.Module):
+    """A line through the origin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1, bias=False)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+Trainer(devices=1, max_epochs=2, log_dir=None).fit(Line(), [torch.ones(2, 1)] * 20)

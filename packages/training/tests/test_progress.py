@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from polyxla_training.listeners.progress import ProgressListener
 from polyxla_training.observe.logged_values import LoggedValues
@@ -19,6 +20,7 @@ from polyxla_training.observe.logged_values import LoggedValues
 TIMEOUT_S = 60.0
 PROGRAMS = Path(__file__).parent / "programs"
 EPOCHS = 2
+OPTIMIZER = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
 
 
 def _lines(text: str) -> list[str]:
@@ -27,7 +29,7 @@ def _lines(text: str) -> list[str]:
 
 
 def test_without_a_terminal_each_epoch_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = ProgressListener(EPOCHS, steps_per_epoch=2, logged_values=LoggedValues(every_n_steps=3))
+    progress = ProgressListener(EPOCHS, 2, LoggedValues(every_n_steps=3), OPTIMIZER)
     for step in range(1, 5):
         progress.polyxla_step_finished(step=step, logged={"loss": 1 / step, "lr": 0.1})
         if step % 2 == 0:
@@ -42,7 +44,7 @@ def test_without_a_terminal_each_epoch_is_a_line(capsys: pytest.CaptureFixture[s
 
 
 def test_without_a_length_only_metrics_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = ProgressListener(EPOCHS, steps_per_epoch=None, logged_values=LoggedValues(every_n_steps=3))
+    progress = ProgressListener(EPOCHS, None, LoggedValues(every_n_steps=3), OPTIMIZER)
     for step in range(1, 5):
         progress.polyxla_step_finished(step=step, logged={"loss": 1.0})
     progress.polyxla_metrics_ready(step=4, metrics={"val_loss": 2.0})
@@ -61,7 +63,7 @@ class _Counted:
 
 def test_values_are_read_only_in_steps_that_show_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Counted, "reads", 0)
-    progress = ProgressListener(EPOCHS, steps_per_epoch=100, logged_values=LoggedValues(every_n_steps=3))
+    progress = ProgressListener(EPOCHS, 100, LoggedValues(every_n_steps=3), OPTIMIZER)
     for step in range(1, 101):
         progress.polyxla_step_finished(step=step, logged={"loss": _Counted()})
     assert _Counted.reads == 1 + 33 + 1, "the first, every 3rd step and the epoch's last"
@@ -102,8 +104,10 @@ def _read_to_end(terminal: int) -> str:
 @pytest.mark.parametrize(
     ("steps", "last"),
     [
-        pytest.param(2, r"epoch 2/2 ━+ 4/4 .*loss 0\.25  val_loss 0\.5", id="known-length"),
-        pytest.param(None, r"training .+ 4/\? .*loss 0\.25  val_loss 0\.5", id="unknown-length"),
+        pytest.param(
+            2, r"epoch 2/2 ━+ 4/4 .* it/s  lr 0\.01 to 0\.1  loss 0\.25  val_loss 0\.5", id="known-length"
+        ),
+        pytest.param(None, r"training .+ 4/\? .* it/s  loss 0\.25  val_loss 0\.5", id="unknown-length"),
     ],
 )
 def test_on_a_terminal_there_is_a_bar(steps: int | None, last: str) -> None:

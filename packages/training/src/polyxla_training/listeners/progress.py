@@ -1,7 +1,8 @@
-"""The listener that shows progress: a bar on a terminal, plain lines elsewhere."""
+"""The listener that shows progress: a bar on a terminal and in a notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -11,10 +12,15 @@ from polyxla.console import say
 from polyxla.hookspecs import hookimpl
 
 if TYPE_CHECKING:
+    import torch
+    from IPython.display import DisplayHandle
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
     from polyxla_training.observe.logged_values import LoggedValues
+
+UPDATE_S = 0.2
+"""Least seconds between two updates of a notebook's output."""
 
 
 class ProgressListener:
@@ -24,14 +30,24 @@ class ProgressListener:
         max_epochs: number of passes over the training data.
         steps_per_epoch: None if the loader has no length.
         logged_values: reads the tensors.
+        optimizer: has the learning rate, which a bar shows.
     """
 
-    def __init__(self, max_epochs: int, steps_per_epoch: int | None, logged_values: LoggedValues) -> None:
+    def __init__(
+        self,
+        max_epochs: int,
+        steps_per_epoch: int | None,
+        logged_values: LoggedValues,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
         self._max_epochs, self._steps_per_epoch = max_epochs, steps_per_epoch
         self._logged_values = logged_values
         self._latest: dict[str, float] = {}
         self._started = time.monotonic()
-        self._bar = _Bar(max_epochs, steps_per_epoch) if sys.stderr.isatty() else None
+        self._optimizer = optimizer
+        in_notebook = _is_in_notebook()
+        has_bar = in_notebook or sys.stderr.isatty()
+        self._bar = _Bar(max_epochs, steps_per_epoch, in_notebook=in_notebook) if has_bar else None
 
     @hookimpl
     def polyxla_step_finished(self, step: int, logged: Mapping[str, Any]) -> None:
@@ -40,7 +56,7 @@ class ProgressListener:
         if self._logged_values.is_due(step) or ends_epoch:
             self._latest |= self._logged_values.read(step, logged)
         if self._bar:
-            self._bar.show(step, self._latest)
+            self._bar.show(step, _learning_rate(self._optimizer) | self._latest)
         elif ends_epoch and self._steps_per_epoch:
             self._line(f"epoch {step // self._steps_per_epoch}/{self._max_epochs}", step, self._latest)
 
@@ -52,7 +68,7 @@ class ProgressListener:
         """Show the metrics."""
         if self._bar:
             self._latest |= metrics
-            self._bar.show(step, self._latest)
+            self._bar.show(step, _learning_rate(self._optimizer) | self._latest)
         else:
             self._line("metrics", step, metrics)
 
@@ -64,9 +80,12 @@ class ProgressListener:
 
 
 class _Bar:
-    """The bar on a terminal. Imports rich, which a replica without a terminal does not need."""
+    """The bar on a terminal, or below a notebook's cell. Imports rich, which other replicas do not need.
 
-    def __init__(self, epochs: int, steps_per_epoch: int | None) -> None:
+    Rich's own bar in notebooks needs ipywidgets; one output that is updated needs IPython only.
+    """
+
+    def __init__(self, epochs: int, steps_per_epoch: int | None, *, in_notebook: bool) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -75,21 +94,55 @@ class _Bar:
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[numbers]}"),
+            TextColumn("{task.fields[rate]}{task.fields[numbers]}"),
         )
         self._epochs, self._per_epoch = epochs, steps_per_epoch
         self._progress: RichProgress = Progress(*columns, console=Console(stderr=True))
         total = epochs * steps_per_epoch if steps_per_epoch else None
-        self._task: TaskID = self._progress.add_task("training", total=total, numbers="")
-        self._progress.start()
+        self._task: TaskID = self._progress.add_task("training", total=total, rate="", numbers="")
+        self._output: DisplayHandle | None = None
+        self._next_update = 0.0
+        if in_notebook:
+            from IPython.display import display
 
-    def show(self, step: int, values: Mapping[str, float]) -> None:
+            self._output = display(self._progress, display_id=True)
+        else:
+            self._progress.start()
+
+    def show(self, step: int, values: Mapping[str, float | str]) -> None:
         epoch = f"epoch {(step - 1) // self._per_epoch + 1}/{self._epochs}" if self._per_epoch else "training"
-        self._progress.update(self._task, completed=step, description=epoch, numbers=_numbers(values))
+        speed = self._progress.tasks[0].speed
+        rate = f"{speed:.3g} it/s  " if speed else ""
+        numbers = _numbers(values)
+        self._progress.update(self._task, completed=step, description=epoch, rate=rate, numbers=numbers)
+        if self._output and time.monotonic() >= self._next_update:
+            self._next_update = time.monotonic() + UPDATE_S
+            self._output.update(self._progress)
 
     def close(self) -> None:
         self._progress.stop()
+        if self._output:
+            self._output.update(self._progress)
 
 
-def _numbers(values: Mapping[str, float]) -> str:
-    return "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+def _is_in_notebook() -> bool:
+    """Return whether this process is a notebook's kernel. Its forks cannot display: they have no kernel."""
+    ipython = sys.modules.get("IPython")
+    kernel = getattr(ipython.get_ipython(), "kernel", None) if ipython else None
+    return kernel is not None and kernel.session.pid == os.getpid()
+
+
+def _learning_rate(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return the learning rate of all parameters, or the least and the greatest; nothing if it is a tensor."""
+    rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+    # Reading a tensor would wait for the device.
+    if not rates or not all(isinstance(one, int | float) for one in rates):
+        return {}
+    return {"lr": " to ".join(f"{one:.3g}" for one in sorted({min(rates), max(rates)}))}
+
+
+def _numbers(values: Mapping[str, float | str]) -> str:
+    return "  ".join(
+        f"{name} {value if isinstance(value, str) else format(value, '.4g')}"
+        for name, value in values.items()
+    )
