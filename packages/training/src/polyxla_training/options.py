@@ -83,6 +83,8 @@ class FitOptions:
         log_every_n_steps: interval at which logged tensors are read, which waits for the device. The first
             and the last step are always read. Default: 50, or a tenth of the steps of a shorter training.
         progress: show progress on standard error.
+        summary: print a table of the module's layers with their parameters first, if `progress` is set: True
+            for all layers of a small module and the top level of a large one, a number for so many levels.
         accumulate: number of batches whose gradients make one optimizer update. The last update of an epoch
             takes the batches that are left.
         clip_norm: maximum norm of all gradients together, after they are averaged over the replicas.
@@ -130,6 +132,7 @@ class FitOptions:
     loggers: Sequence[str] | Mapping[str, Mapping[str, Any]] | None = None
     log_every_n_steps: int | None = None
     progress: bool = True
+    summary: bool | int = True
     accumulate: int = 1
     clip_norm: float | None = None
     clip_value: float | None = None
@@ -158,8 +161,9 @@ class FitOptions:
         object.__setattr__(self, "strategy", mesh or _find_strategy(self.strategy))
         for name in ("max_epochs", "accumulate", "val_every_n_epochs"):
             _check_count(name, getattr(self, name))
-        if not isinstance(self.fast_dev_run, bool):
-            _check_count("fast_dev_run", self.fast_dev_run)
+        for name in ("fast_dev_run", "summary"):
+            if not isinstance(getattr(self, name), bool):
+                _check_count(name, getattr(self, name))
         for name in BATCH_LIMITS:
             _check_batches(name, getattr(self, name))
         self._check_interval()

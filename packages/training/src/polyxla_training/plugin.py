@@ -116,10 +116,14 @@ def _first_replicas(replica: Replica, fit: Fit) -> Iterator[object]:
         upload = LogUploadListener(directory)
         directory = upload.path
         yield upload
+    if options.progress and options.summary:
+        from polyxla_training.listeners.layer_table import print_layers
+
+        print_layers(fit.module, options.summary)
     if options.progress:
         from polyxla_training.listeners.progress import ProgressListener
 
-        yield ProgressListener(options.max_epochs, fit.steps_per_epoch, logged_values)
+        yield ProgressListener(options.max_epochs, fit.steps_per_epoch, logged_values, fit.optimizer)
     yield from _loggers(fit, directory, logged_values)
     observer = Observer(
         replica,

@@ -55,12 +55,12 @@ NOT_CALLED = frozenset({"on_sanity_check_end", "on_sanity_check_start"})
 ACCEPTED = frozenset({"Callback", "LambdaCallback"})
 """Lightning's own classes that a callback may be of, or inherit from."""
 _PROGRESS = "Leave it out: progress= shows the bar."
-_SUMMARY = "Leave it out: there is none here."
+_SUMMARY = "Write Trainer(summary=...)."
 REFUSED: Mapping[str, str] = {
     "DeviceStatsMonitor": "Leave it out: the run log and polyxla report have the device's memory.",
     "EarlyStopping": "Write polyxla_training.EarlyStopping(monitor, mode, patience).",
     "GradientAccumulationScheduler": "Write Trainer(accumulate=...).",
-    "LearningRateMonitor": "Log it with self.log in on_train_batch_start.",
+    "LearningRateMonitor": "Leave it out: the bar shows it; log it with self.log in on_train_batch_start.",
     "ModelCheckpoint": "Write Trainer(checkpoint_dir='checkpoints', monitor='val_loss').",
     "ModelSummary": _SUMMARY,
     "OnExceptionCheckpoint": "Write Trainer(save_every_n_steps=...).",

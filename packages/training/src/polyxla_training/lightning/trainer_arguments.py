@@ -26,7 +26,7 @@ FIXES: Mapping[str, str] = {
     "deterministic": "Write seed=0.",
     "enable_autolog_hparams": "Leave it out: log_dir has the Trainer's options; log others with self.log.",
     "enable_checkpointing": "Write checkpoint_dir='checkpoints', or leave it out to save none.",
-    "enable_model_summary": _NONE_MADE,
+    "enable_model_summary": "Write summary=.",
     "enable_progress_bar": "Write progress=.",
     "gradient_clip_algorithm": "Write clip_norm= or clip_value=.",
     "gradient_clip_val": "Write clip_norm=, or clip_value= for gradient_clip_algorithm='value'.",
@@ -69,7 +69,7 @@ FIXES: Mapping[str, str] = {
     "tpu_cores": _DEVICES,
     "track_grad_norm": "Log it with self.log in on_before_optimizer_step.",
     "weights_save_path": "Write checkpoint_dir=.",
-    "weights_summary": _NONE_MADE,
+    "weights_summary": "Write summary=.",
 }
 """Argument of Lightning's Trainer: what to write in polyxla's."""
 
