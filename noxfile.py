@@ -272,7 +272,10 @@ def trackers(session: nox.Session) -> None:
     requirements = [*group("trackers"), *(one for extra in TRACKERS for one in extras[extra])]
     # Without the constraints: MLflow allows only older releases of some libraries.
     install(session, ["runtime-pjrt", "training", "testing"], requirements, options=())
-    session.run("pytest", TRACKERS_TESTS, "--polyxla-runtime", "pjrt", junit("trackers"), *session.posargs)
+    options = ["--polyxla-runtime", "pjrt", junit("trackers")]
+    # MLflow would report its use to its makers.
+    environ = {"MLFLOW_DISABLE_TELEMETRY": "true"}
+    session.run("pytest", TRACKERS_TESTS, *options, *session.posargs, env=environ)
 
 
 @nox.session(venv_backend="uv", reuse_venv=False)

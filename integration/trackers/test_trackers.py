@@ -96,13 +96,15 @@ def test_wandb_has_the_settings_and_each_value_offline(runtime: RuntimeUnderTest
     given = {"project": "lines", "mode": "offline"}
     _fit(runtime, {"wandb": given, "csv": {}}, log_dir=str(tmp_path))
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    losses, sizes = [], []
+    losses, sizes, settings = [], [], {}
     for record in _records(file):
+        settings |= {one.key: one.value_json for one in record.run.config.update}
         items = {one.key or one.nested_key[0]: one.value_json for one in record.history.item}
         if "loss" in items:
             losses.append(int(items["_step"]))
         if "size" in items:
             sizes.append((int(items["_step"]), float(items["size"])))
+    assert settings["max_epochs"] == "1"
     assert losses == STEPS
     assert sizes == [(5, 2.0)]
     assert "size" in (tmp_path / "metrics.csv").read_text()

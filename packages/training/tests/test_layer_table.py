@@ -17,14 +17,16 @@ class _Net(torch.nn.Module):
 
     def __init__(self, layers: int = 0) -> None:
         super().__init__()
-        self.block = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+        tied = torch.nn.Linear(4, 4)
+        self.block = torch.nn.Sequential(tied, torch.nn.ReLU())
         self.head = torch.nn.Linear(4, 4, bias=False)
-        self.head.weight = self.block[0].weight
+        self.head.weight = tied.weight
         self.frozen = torch.nn.Linear(1000, 1, bias=False).requires_grad_(requires_grad=False)
         self.more = torch.nn.ModuleList(torch.nn.Identity() for _ in range(layers))
 
     def training_step(self, batch: torch.Tensor) -> torch.Tensor:
-        return self.head(self.block(batch)).sum()
+        loss: torch.Tensor = self.head(self.block(batch)).sum()
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)

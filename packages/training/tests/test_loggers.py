@@ -25,7 +25,8 @@ class _Net(torch.nn.Module):
         self.layer = torch.nn.Linear(1, 1)
 
     def training_step(self, batch: torch.Tensor) -> torch.Tensor:
-        return self.layer(batch).sum()
+        loss: torch.Tensor = self.layer(batch).sum()
+        return loss
 
     def validation_step(self, batch: torch.Tensor) -> None:
         self.log("val, mean", batch)

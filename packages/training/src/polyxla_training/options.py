@@ -159,17 +159,10 @@ class FitOptions:
     def __post_init__(self) -> None:
         mesh = read_strategy(self.strategy, "Trainer(strategy=...)")
         object.__setattr__(self, "strategy", mesh or _find_strategy(self.strategy))
-        for name in ("max_epochs", "accumulate", "val_every_n_epochs"):
-            _check_count(name, getattr(self, name))
-        for name in ("fast_dev_run", "summary"):
-            if not isinstance(getattr(self, name), bool):
-                _check_count(name, getattr(self, name))
+        self._check_counts()
         for name in BATCH_LIMITS:
             _check_batches(name, getattr(self, name))
         self._check_interval()
-        for name in ("max_steps", "log_every_n_steps", "save_every_n_steps", "keep"):
-            if getattr(self, name) is not None:
-                _check_count(name, getattr(self, name))
         for name in ("checkpoint_dir", "log_dir", "resume"):
             if getattr(self, name) is not None:
                 check_location(getattr(self, name), f"{name}=")
@@ -183,6 +176,16 @@ class FitOptions:
             )
         self._check_checkpoints()
         self._check_loggers()
+
+    def _check_counts(self) -> None:
+        for name in ("max_epochs", "accumulate", "val_every_n_epochs"):
+            _check_count(name, getattr(self, name))
+        for name in ("fast_dev_run", "summary"):
+            if not isinstance(getattr(self, name), bool):
+                _check_count(name, getattr(self, name))
+        for name in ("max_steps", "log_every_n_steps", "save_every_n_steps", "keep"):
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name))
 
     def _check_loggers(self) -> None:
         known = f"Write one of {', '.join(LOGGERS)}, as in loggers=['csv']."

@@ -1,12 +1,9 @@
-"""The table of a module's layers that is printed before training. Imports rich, so it is imported late."""
+"""The table of a module's layers that is printed before training."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
-
-from rich.console import Console
-from rich.table import Table
 
 from polyxla_training.checkpoint.errors import size_text
 
@@ -29,6 +26,9 @@ def print_layers(module: torch.nn.Module, summary: bool | int) -> None:
         module: the module, in the dtypes that it trains in.
         summary: number of levels; True: all, but one if there are more than `MOST_LAYERS` layers.
     """
+    from rich.console import Console
+    from rich.table import Table
+
     depth = _levels(module) if summary is True else summary
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("layer", "type"):

@@ -44,10 +44,9 @@ class ProgressListener:
         self._logged_values = logged_values
         self._latest: dict[str, float] = {}
         self._started = time.monotonic()
-        self._optimizer = optimizer
         in_notebook = _is_in_notebook()
         has_bar = in_notebook or sys.stderr.isatty()
-        self._bar = _Bar(max_epochs, steps_per_epoch, in_notebook=in_notebook) if has_bar else None
+        self._bar = _Bar(max_epochs, steps_per_epoch, optimizer, in_notebook) if has_bar else None
 
     @hookimpl
     def polyxla_step_finished(self, step: int, logged: Mapping[str, Any]) -> None:
@@ -56,7 +55,7 @@ class ProgressListener:
         if self._logged_values.is_due(step) or ends_epoch:
             self._latest |= self._logged_values.read(step, logged)
         if self._bar:
-            self._bar.show(step, _learning_rate(self._optimizer) | self._latest)
+            self._bar.show(step, self._latest)
         elif ends_epoch and self._steps_per_epoch:
             self._line(f"epoch {step // self._steps_per_epoch}/{self._max_epochs}", step, self._latest)
 
@@ -68,7 +67,7 @@ class ProgressListener:
         """Show the metrics."""
         if self._bar:
             self._latest |= metrics
-            self._bar.show(step, _learning_rate(self._optimizer) | self._latest)
+            self._bar.show(step, self._latest)
         else:
             self._line("metrics", step, metrics)
 
@@ -85,7 +84,13 @@ class _Bar:
     Rich's own bar in notebooks needs ipywidgets; one output that is updated needs IPython only.
     """
 
-    def __init__(self, epochs: int, steps_per_epoch: int | None, *, in_notebook: bool) -> None:
+    def __init__(
+        self,
+        epochs: int,
+        steps_per_epoch: int | None,
+        optimizer: torch.optim.Optimizer,
+        in_notebook: bool,
+    ) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -96,7 +101,7 @@ class _Bar:
             TimeRemainingColumn(),
             TextColumn("{task.fields[rate]}{task.fields[numbers]}"),
         )
-        self._epochs, self._per_epoch = epochs, steps_per_epoch
+        self._epochs, self._per_epoch, self._optimizer = epochs, steps_per_epoch, optimizer
         self._progress: RichProgress = Progress(*columns, console=Console(stderr=True))
         total = epochs * steps_per_epoch if steps_per_epoch else None
         self._task: TaskID = self._progress.add_task("training", total=total, rate="", numbers="")
@@ -109,11 +114,11 @@ class _Bar:
         else:
             self._progress.start()
 
-    def show(self, step: int, values: Mapping[str, float | str]) -> None:
+    def show(self, step: int, values: Mapping[str, float]) -> None:
         epoch = f"epoch {(step - 1) // self._per_epoch + 1}/{self._epochs}" if self._per_epoch else "training"
         speed = self._progress.tasks[0].speed
         rate = f"{speed:.3g} it/s  " if speed else ""
-        numbers = _numbers(values)
+        numbers = _numbers({**_learning_rate(self._optimizer), **values})
         self._progress.update(self._task, completed=step, description=epoch, rate=rate, numbers=numbers)
         if self._output and time.monotonic() >= self._next_update:
             self._next_update = time.monotonic() + UPDATE_S
@@ -133,7 +138,7 @@ def _is_in_notebook() -> bool:
 
 
 def _learning_rate(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Return the learning rate of all parameters, or the least and the greatest; nothing if it is a tensor."""
+    """Return the learning rate, or the least and the greatest of several; nothing if one is a tensor."""
     rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
     # Reading a tensor would wait for the device.
     if not rates or not all(isinstance(one, int | float) for one in rates):
