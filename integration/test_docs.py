@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,8 +40,10 @@ from polyxla_pod.manifest import node_selector
 from polyxla_tpu.accelerators import AcceleratorType
 from polyxla_tpu.metadata import MetadataClient
 from polyxla_training import Trainer, check_replicas
+from polyxla_training.lightning.callbacks import REFUSED
 from polyxla_training.lightning.hooks import PLAIN
-from polyxla_training.options import LEAST_READS, LOG_EVERY_N_STEPS
+from polyxla_training.lightning.trainer_arguments import FIXES
+from polyxla_training.options import LEAST_READS, LOG_EVERY_N_STEPS, TrainerOptions
 from polyxla_xrt.config.configuration import Configuration, read_configuration
 
 ROOT = Path(__file__).parents[1]
@@ -213,6 +216,17 @@ def test_the_trainer_has_the_arguments_and_defaults_of_the_training_page() -> No
     options = list(inspect.signature(Trainer).parameters.values())[: len(given)]
     assert list(given) == [one.name for one in options], "in this order they need no names"
     assert given == {one.name: one.default for one in options} | {"max_epochs": 5}
+
+
+def test_each_argument_and_callback_of_lightnings_is_on_the_training_page_with_what_its_error_says() -> None:
+    rows = re.findall(
+        r"^\| (`.+?`) \| (.+) \|$", page("training.md").split("### From Lightning")[1], re.MULTILINE
+    )
+    here = {theirs: ours for names, ours in rows for theirs in re.findall(r"`(\w+)`", names)}
+    options = {one.name for one in fields(TrainerOptions)}
+    for name, fix in (FIXES | REFUSED).items():
+        written = set(re.findall(r"(\w+)=", fix)) & options
+        assert written <= set(re.findall(r"`(\w+)`", here[name])), name
 
 
 def test_every_method_of_replica_on_the_training_page_has_the_named_arguments() -> None:
@@ -522,7 +536,7 @@ def test_the_numbers_on_the_pages_are_those_of_the_code() -> None:
     from polyxla_bridge.engine import clients, stall_watchdog
     from polyxla_bridge.programs import cache_directory
     from polyxla_training.checkpoint import background_writer, safetensors_header
-    from polyxla_training.listeners import checkpointing
+    from polyxla_training.listeners import checkpointing, layer_table
     from polyxla_training.observe.own_loop import step_watch, trained_parameters
     from polyxla_training.observe.tracing import trace_schedule
     from polyxla_training.storage import directory_upload, remote_path
@@ -546,6 +560,7 @@ def test_the_numbers_on_the_pages_are_those_of_the_code() -> None:
         "training.md": [
             *(f"`{one}` ({text.format(default_of(ParallelLoader, one))})" for one, text in ahead.items()),
             f"by default every {LOG_EVERY_N_STEPS}, or {words[LEAST_READS]} times in {short}",
+            f"the top level of one with more than {layer_table.MOST_LAYERS} layers",
         ],
         "architecture.md": [
             f"SIGTERM, and SIGKILL after {failures.STOP_GRACE_S:g} s",
