@@ -229,6 +229,25 @@ def test_each_argument_and_callback_of_lightnings_is_on_the_training_page_with_w
         assert written <= set(re.findall(r"`(\w+)`", here[name])), name
 
 
+def test_what_the_conventions_page_names_exists() -> None:
+    text = page("conventions.md")
+    section = text.partition("## The Trainer of transformers")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `.*? \| (.*) \|$", section, re.MULTILINE)
+    named = {name for here in rows for name in re.findall(r"`(\w+)[`=]", here)}
+    assert len(named) > 20
+    assert named - {*dir(Trainer)} <= {"batch_size", "configure_optimizers", "fp16"}
+    assert set(re.findall(r"`polyxla (\w[\w-]*)", text)) <= {*commands()}
+    replica = set(re.findall(r"`replica\.(\w+)", text))
+    assert replica >= {"setup", "loader", "step"}
+    assert [name for name in replica if not hasattr(Replica, name)] == []
+
+
+def test_every_command_on_the_performance_page_is_a_benchmark() -> None:
+    for name, argument in re.findall(r"`nox -s bench -- (\w+)(?: (\w+))?`", page("performance.md")):
+        text = (ROOT / "benchmarks" / f"{name}.py").read_text()
+        assert not argument or f"[{argument}]" in text, argument
+
+
 def test_every_method_of_replica_on_the_training_page_has_the_named_arguments() -> None:
     section = page("training.md").partition("## `Replica`")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
