@@ -97,8 +97,8 @@ def debug(
             case "debugpyAttach":
                 address = body["connect"]["host"], body["connect"]["port"]
                 with socket.create_connection(address) as connection:
-                    child = connection.makefile("rwb")
-                attached = Session(child, child, messages)
+                    files = connection.makefile("rb"), connection.makefile("wb")
+                attached = Session(*files, messages)
                 stack.callback(attached.close)
                 attached.begin("attach", body)
             case "stopped":

@@ -345,8 +345,8 @@ def templates(sources: Iterable[Path]) -> list[re.Pattern[str]]:
             match one:
                 case ast.JoinedStr():
                     parts = [part.value if isinstance(part, ast.Constant) else None for part in one.values]
-                case ast.Constant(value=str()):
-                    parts = [one.value.partition("\n")[0]]
+                case ast.Constant(value=str(text)):
+                    parts = [text.partition("\n")[0]]
                 case _:
                     continue
             fixed = "".join(str(part) for part in parts if part is not None)
