@@ -278,6 +278,14 @@ def trackers(session: nox.Session) -> None:
     session.run("pytest", TRACKERS_TESTS, *options, *session.posargs, env=environ)
 
 
+@nox.session
+def blocks(session: nox.Session) -> None:
+    """Run the code blocks of README and docs/, each page in a process of its own: ``-- NAME`` runs one page."""
+    packages = ["bridge", "pod", "polyxla", "runtime-xrt", "testing"]
+    install(session, packages, [*group("notebooks-pjrt"), *group("test")])
+    session.run("python", ".ci/notebooks.py", "pages", *session.posargs, env={"POLYXLA_COMPILE_CACHE": "off"})
+
+
 @nox.session(venv_backend="uv", reuse_venv=False)
 def minimums(session: nox.Session) -> None:
     """Test the packages that promise a range of versions with the oldest they allow."""

@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""Run the cells of the tutorials in a kernel, each in an empty directory; fail at a cell that raises.
+"""Run the documentation's code in kernels, each in an empty directory; fail at a cell that raises.
 
-The argument is the framework that is installed here, torch_xla or torch_tpu. `polyxla` must be on PATH, as it
-is in a session of nox. Each cell has a deadline.
+    notebooks.py torch_xla|torch_tpu    the tutorials for the framework that is installed here
+    notebooks.py pages [NAME ...]       the blocks of the pages, which are for torch_xla; all, or those named
+
+`polyxla` must be on PATH, as it is in a session of nox. Each cell has a deadline.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import blocks
 import nbformat
 from nbclient import NotebookClient
 
@@ -20,7 +23,7 @@ ON_TORCH_TPU = {"torchtpu-in-ci"}
 CELL_TIMEOUT_S = 280
 
 
-def run(path: Path) -> None:
+def run(name: str, notebook: nbformat.NotebookNode) -> None:
     """Run one notebook, and print how long it took.
 
     Raises:
@@ -28,15 +31,31 @@ def run(path: Path) -> None:
         nbclient.exceptions.CellTimeoutError: a cell did not end in time.
     """
     started = time.monotonic()
-    notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory() as directory:
         where = {"metadata": {"path": directory}}
         NotebookClient(notebook, timeout=CELL_TIMEOUT_S, kernel_name="python3", resources=where).execute()
-    print(f"{path.stem}: {time.monotonic() - started:.0f} s", flush=True)
+    print(f"{name}: {time.monotonic() - started:.0f} s", flush=True)
+
+
+def run_tutorials(framework: str) -> None:
+    """Run the tutorials for one framework."""
+    every = {path.stem for path in TUTORIALS.glob("*.ipynb")}
+    for name in sorted(ON_TORCH_TPU if framework == "torch_tpu" else every - ON_TORCH_TPU):
+        run(name, nbformat.read(TUTORIALS / f"{name}.ipynb", as_version=4))
+
+
+def run_pages(names: list[str]) -> None:
+    """Run the blocks of the pages with these names, or of all pages, each page in a kernel of its own."""
+    for path in blocks.pages():
+        cells = [one.code for one in blocks.blocks(path) if one.reason is None]
+        if cells and (path.stem in names or not names):
+            notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(one) for one in cells])
+            run(path.stem, notebook)
 
 
 if __name__ == "__main__":
-    every = {path.stem for path in TUTORIALS.glob("*.ipynb")}
-    names = ON_TORCH_TPU if sys.argv[1] == "torch_tpu" else every - ON_TORCH_TPU
-    for name in sorted(names):
-        run(TUTORIALS / f"{name}.ipynb")
+    what, *names = sys.argv[1:]
+    if what == "pages":
+        run_pages(names)
+    else:
+        run_tutorials(what)
