@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import json
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -293,6 +294,25 @@ def test_python_in_the_pages_compiles(path: Path) -> None:
     for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL):
         if "--8<--" not in block:
             compile(block, path.name, "exec")
+
+
+BLOCKS: dict[str, Any] = runpy.run_path(str(ROOT / ".ci" / "blocks.py"))
+# The first words of commands that `nox -s blocks` cannot run: they install, never end, or need other hosts.
+NOT_RUN = r"(?:uv )?pip|python3 -m venv|\.venv|gcloud|kubectl|ray|ssh|docker|torchrun|curl|polyxla (?:worker --|pod run)"
+
+
+@pytest.mark.parametrize("path", BLOCKS["pages"](), ids=lambda path: path.name)
+def test_a_block_runs_or_says_why_it_does_not(path: Path) -> None:
+    text, blocks = path.read_text(), list(BLOCKS["blocks"](path))
+    fences = re.findall(r"^ *```(?:python|sh|bash|console)\b", text, re.MULTILINE)
+    hidden = text.count("<!-- run:")
+    assert len(blocks) == len(fences) + hidden, "a fence has an attribute, or a hidden block has no end"
+    assert len([one for one in blocks if one.reason]) == text.count("<!-- not run:"), "a mark without a block"
+    for one in blocks:
+        if one.reason is None and one.language != "python":
+            assert one.commands, f"{path.name}:{one.line}: no line begins with $"
+            found = re.search(rf"^(?:\w+=\S+ )*({NOT_RUN})", one.commands, re.MULTILINE)
+            assert not found, f"{path.name}:{one.line}: <!-- not run: REASON --> is missing"
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
