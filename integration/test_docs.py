@@ -261,6 +261,14 @@ def test_every_method_of_replica_on_the_training_page_has_the_named_arguments() 
         assert "..." in arguments or optional <= named, name
 
 
+def test_the_aims_on_the_performance_page_are_those_of_the_benchmarks() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| at (least|most) ([\d.]+)", page("performance.md"), re.MULTILINE)
+    assert len(rows) >= 10
+    for benchmark, row, bound, aim in rows:
+        source = (ROOT / "benchmarks" / f"{benchmark}.py").read_text()
+        assert re.search(rf'row\("{re.escape(row)}".*at_{bound}={re.escape(aim)}\)', source), row
+
+
 def test_the_hooks_of_a_plain_module_are_on_the_training_page() -> None:
     (paragraph,) = [one for one in page("training.md").split("\n\n") if one.startswith("The module needs")]
     short = re.compile(r"`(on_\w+)_start` and `_end`")
@@ -522,12 +530,15 @@ def test_the_tests_that_the_features_page_names_exist() -> None:
     files = [path for directory in directories for path in directory.rglob("test_*.py")]
     kit = (ROOT / "packages/testing/src/polyxla_testing/conformance.py").read_text()
     sources = kit + "".join(path.read_text() for path in files)
-    named = set(re.findall(r"\btest_\w+", page("features.md"))) - {path.stem for path in files}
+    text = page("features.md") + page("comparison.md")
+    named = set(re.findall(r"\btest_\w+", text)) - {path.stem for path in files}
     assert [name for name in sorted(named) if f"def {name}(" not in sources] == []
 
 
-def test_the_files_that_the_features_page_names_exist() -> None:
-    named = re.findall(r"`((?:packages|integration)/[^`:]+)", page("features.md"))
+@pytest.mark.parametrize("name", ["features.md", "comparison.md"])
+def test_the_files_that_the_features_page_names_exist(name: str) -> None:
+    named = re.findall(r"`((?:packages|integration)/[^`:]+)", page(name))
+    assert named
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
