@@ -280,7 +280,7 @@ def trackers(session: nox.Session) -> None:
 
 @nox.session
 def blocks(session: nox.Session) -> None:
-    """Run the code blocks of README and docs/, each page in a process of its own: ``-- NAME`` runs one page."""
+    """Run the code blocks of README and docs/, each page in its own process; ``-- NAME`` runs one."""
     packages = ["bridge", "pod", "polyxla", "runtime-xrt", "testing"]
     install(session, packages, [*group("notebooks-pjrt"), *group("test")])
     session.run("python", ".ci/notebooks.py", "pages", *session.posargs, env={"POLYXLA_COMPILE_CACHE": "off"})

@@ -1,9 +1,9 @@
 """The code blocks of a page, and whether each runs.
 
-The Python and shell blocks of a page run in order, in one process and one directory, unless the comment before a
-block says why one does not: ``<!-- not run: needs a TPU -->``. A comment ``<!-- run: CODE -->`` is a block that
-readers do not see: what a fragment needs before it, or a call after it. A Python block whose first line is a
-comment with the name of a file becomes that file. In a console block, the lines after ``$`` run.
+The Python and shell blocks of a page run in order, in one process and one directory, unless the comment
+before a block says why one does not: ``<!-- not run: needs a TPU -->``. A comment ``<!-- run: CODE -->`` is a
+block that readers do not see: what a fragment needs before it, or a call after it. A Python block whose first
+line is a comment with the name of a file becomes that file. In a console block, the lines after ``$`` run.
 """
 
 from __future__ import annotations

@@ -262,7 +262,8 @@ def test_every_method_of_replica_on_the_training_page_has_the_named_arguments() 
 
 
 def test_the_aims_on_the_performance_page_are_those_of_the_benchmarks() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| at (least|most) ([\d.]+)", page("performance.md"), re.MULTILINE)
+    form = r"^\| `(\w+)` \| (.*?) \| at (least|most) ([\d.]+)"
+    rows = re.findall(form, page("performance.md"), re.MULTILINE)
     assert len(rows) >= 10
     for benchmark, row, bound, aim in rows:
         source = (ROOT / "benchmarks" / f"{benchmark}.py").read_text()
@@ -306,7 +307,9 @@ def test_python_in_the_pages_compiles(path: Path) -> None:
 
 BLOCKS: dict[str, Any] = runpy.run_path(str(ROOT / ".ci" / "blocks.py"))
 # The first words of commands that `nox -s blocks` cannot run: they install, never end, or need other hosts.
-NOT_RUN = r"(?:uv )?pip|python3 -m venv|\.venv|gcloud|kubectl|ray|ssh|docker|torchrun|curl|polyxla (?:worker --|pod run)"
+NOT_RUN = (
+    r"(?:uv )?pip|python3 -m venv|\.venv|gcloud|kubectl|ray|ssh|curl|polyxla (?:worker --|pod run)"
+)
 
 
 @pytest.mark.parametrize("path", BLOCKS["pages"](), ids=lambda path: path.name)
