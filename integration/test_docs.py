@@ -307,9 +307,7 @@ def test_python_in_the_pages_compiles(path: Path) -> None:
 
 BLOCKS: dict[str, Any] = runpy.run_path(str(ROOT / ".ci" / "blocks.py"))
 # The first words of commands that `nox -s blocks` cannot run: they install, never end, or need other hosts.
-NOT_RUN = (
-    r"(?:uv )?pip|python3 -m venv|\.venv|gcloud|kubectl|ray|ssh|curl|polyxla (?:worker --|pod run)"
-)
+NOT_RUN = r"(?:uv )?pip|python3 -m venv|\.venv|gcloud|kubectl|ray|ssh|curl|polyxla (?:worker --|pod run)"
 
 
 @pytest.mark.parametrize("path", BLOCKS["pages"](), ids=lambda path: path.name)
