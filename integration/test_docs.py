@@ -225,7 +225,7 @@ def test_each_argument_and_callback_of_lightnings_is_on_the_training_page_with_w
     )
     here = {theirs: ours for names, ours in rows for theirs in re.findall(r"`(\w+)`", names)}
     options = {one.name for one in fields(TrainerOptions)}
-    for name, fix in (FIXES | REFUSED).items():
+    for name, fix in {**FIXES, **REFUSED}.items():
         written = set(re.findall(r"(\w+)=", fix)) & options
         assert written <= set(re.findall(r"`(\w+)`", here[name])), name
 

@@ -41,7 +41,8 @@ class Line(torch.nn.Module):
         self.layer = torch.nn.Linear(1, 1, bias=False)
 
     def training_step(self, batch: torch.Tensor) -> torch.Tensor:
-        return self.layer(batch).square().mean()
+        loss: torch.Tensor = self.layer(batch).square().mean()
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)

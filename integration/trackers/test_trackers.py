@@ -31,7 +31,8 @@ class Line(torch.nn.Module):
     def training_step(self, batch: torch.Tensor) -> torch.Tensor:
         if self.fails:
             raise ZeroDivisionError
-        return self.layer(batch).square().mean()
+        loss: torch.Tensor = self.layer(batch).square().mean()
+        return loss
 
     def validation_step(self, batch: torch.Tensor) -> None:
         self.log("size", float(len(batch)))  # type: ignore[operator]
@@ -96,7 +97,8 @@ def test_wandb_has_the_settings_and_each_value_offline(runtime: RuntimeUnderTest
     given = {"project": "lines", "mode": "offline"}
     _fit(runtime, {"wandb": given, "csv": {}}, log_dir=str(tmp_path))
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    losses, sizes, settings = [], [], {}
+    losses, sizes = [], []
+    settings: dict[str, str] = {}
     for record in _records(file):
         settings |= {one.key: one.value_json for one in record.run.config.update}
         items = {one.key or one.nested_key[0]: one.value_json for one in record.history.item}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -38,10 +39,11 @@ def print_layers(module: torch.nn.Module, summary: bool | int) -> None:
     for name, layer in _layers(module, depth):
         table.add_row(name, type(layer).__name__, *_numbers(layer))
     table.add_row("all", type(module).__name__, *_numbers(module), style="bold")
-    # In a notebook too it is text, as the other lines are: forks of a kernel cannot display.
-    console = Console(stderr=True, force_jupyter=False, highlight=False, markup=False)
-    console.width = console.width if console.is_terminal else WIDTH
-    console.print(table)
+    on_terminal = sys.stderr.isatty()
+    width = None if on_terminal else WIDTH
+    # In a notebook too it is plain text, as the other lines are: forks of a kernel cannot display.
+    console = Console(stderr=True, force_terminal=on_terminal, force_jupyter=False, width=width)
+    console.print(table, highlight=False, markup=False)
 
 
 def _levels(module: torch.nn.Module) -> int:
