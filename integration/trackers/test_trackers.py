@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ def _fit(runtime: RuntimeUnderTest, loggers: Any, *, fails: bool = False, **opti
 
 
 STEPS = [1, 2, 4, 5]
+TIMEOUT_S = 60.0
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -86,11 +88,24 @@ def _records(file: Path) -> Iterator[Any]:
         length, kind = struct.unpack_from("<HB", data, at + 4)
         pieces += data[at + 7 : at + 7 + length]
         at += 7 + length
+        if at > len(data):
+            return
         if kind in (1, 4):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(pieces)
             yield record
             pieces = b""
+
+
+def _records_to_the_end(file: Path) -> list[Any]:
+    """Wait for the record of the run's end: a process of wandb's writes the file, also after `finish`."""
+    deadline = time.monotonic() + TIMEOUT_S
+    records = list(_records(file))
+    while not any(one.HasField("exit") for one in records):
+        assert time.monotonic() < deadline, records
+        time.sleep(0.1)
+        records = list(_records(file))
+    return records
 
 
 def test_wandb_has_the_settings_and_each_value_offline(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
@@ -99,7 +114,7 @@ def test_wandb_has_the_settings_and_each_value_offline(runtime: RuntimeUnderTest
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     losses, sizes = [], []
     settings: dict[str, str] = {}
-    for record in _records(file):
+    for record in _records_to_the_end(file):
         settings |= {one.key: one.value_json for one in record.run.config.update}
         items = {one.key or one.nested_key[0]: one.value_json for one in record.history.item}
         if "loss" in items:
