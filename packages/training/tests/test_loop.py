@@ -204,7 +204,7 @@ class _Endless:
 
 
 def test_a_loader_without_a_length_trains_to_the_step_limit(capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = _trainer(max_steps=5, progress=True)
+    trainer = _trainer(max_steps=5, progress=True, summary=False)
     trainer.fit(_Validated(), _Endless(), UNEVEN)
     assert trainer.outcome is not None
     assert trainer.outcome.steps == 5
