@@ -173,7 +173,8 @@ def test_the_last_step_of_a_training_is_in_the_run_log(on_fake: None, tmp_path: 
 def documented() -> dict[str, set[str]]:
     """Return the fields of each event that the page lists; what is in parentheses are values."""
     page = (Path(__file__).parents[3] / "docs" / "logging-and-profiling.md").read_text()
-    rows = re.findall(r"^\| `(\w+)`[^|]*\| (.*) \|$", page, re.MULTILINE)
+    section = page.partition("## The run log")[2]
+    rows = re.findall(r"^\| `(\w+)`[^|]*\| (.*) \|$", section, re.MULTILINE)
     return {event: set(re.findall(r"`(\w+)`", re.sub(r"\(.*?\)", "", text))) for event, text in rows}
 
 
