@@ -27,34 +27,46 @@ def on(
     idle: Annotated[
         float, typer.Option(metavar="MINUTES", min=0.01, help="End after so long without a job.")
     ] = IDLE_MIN,
+    as_json: JsonFlag = False,
 ) -> None:
     """Prepare a process for this environment, unless there is one."""
     from polyxla_warm.client import misfits
     from polyxla_warm.starting import Options, start
 
-    with plain_errors(False):
+    with plain_errors(as_json):
         environ = env.snapshot()
         runtime, prepared, modules = _choose(environ, runtime)
         if None in misfits(prepared, modules):
-            typer.echo("warm: a process for this environment is ready already")
+            line = "warm: a process for this environment is ready already"
+            _print(line, {"runtime": runtime, "started": False}, as_json)
             return
         started = time.monotonic()
         pid = start(Options(runtime, modules, idle * 60), prepared)
-        typer.echo(f"warm: process {pid} is ready ({time.monotonic() - started:.1f} s, runtime {runtime})")
+        took_s = time.monotonic() - started
+        line = f"warm: process {pid} is ready ({took_s:.1f} s, runtime {runtime})"
+        _print(line, {"runtime": runtime, "started": True, "pid": pid, "start_s": took_s}, as_json)
 
 
 @app.command()
-def off() -> None:
+def off(as_json: JsonFlag = False) -> None:
     """End the warm processes; each waits for its running jobs."""
     from polyxla_warm.client import ask_all
 
-    with plain_errors(False):
+    with plain_errors(as_json):
         answers = ask_all("off")
-        for one in answers:
-            rest = f" after its {one['jobs']} running job(s)" if one["jobs"] else ""
-            typer.echo(f"warm: process {one['pid']} ends{rest}")
-        if not answers:
-            typer.echo("warm: there is no warm process")
+    lines = [f"warm: process {one['pid']} ends{_after_jobs(one['jobs'])}" for one in answers]
+    _print("\n".join(lines) or "warm: there is no warm process", {"processes": answers}, as_json)
+
+
+def _after_jobs(running: int) -> str:
+    return f" after its {running} running job(s)" if running else ""
+
+
+def _print(line: str, document: Any, as_json: bool) -> None:
+    if as_json:
+        print_json(document)
+    else:
+        typer.echo(line)
 
 
 @app.command()
