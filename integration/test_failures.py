@@ -242,12 +242,10 @@ def test_the_end_of_the_parent_ends_all_its_processes(
         os.killpg(parent.pid, number)
     else:
         parent.kill()
-    since = time.monotonic()
     assert parent.wait(PATIENCE_S) == (130 if number == signal.SIGINT else -number)
     if number == signal.SIGINT:
-        assert time.monotonic() - since < 2
         assert (tmp_path / "out").read_text().splitlines()[-1] == "polyxla: interrupted"
-        deadline = since + 2
+    deadline = time.monotonic() + PATIENCE_S
     while left := _of_job(f"TEST_JOB={tmp_path}"):
         assert time.monotonic() < deadline, f"{left} still live"
         time.sleep(0.05)

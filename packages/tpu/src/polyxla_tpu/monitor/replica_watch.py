@@ -121,8 +121,6 @@ class _Look(NamedTuple):
     """Time for which the process has computed, on all cores."""
     ended: int
     """Number of programs and compilations that have ended."""
-    spot: tuple[int, int] | None
-    """Where the replica's thread is in its Python code."""
 
 
 class ReplicaWatch:
@@ -161,15 +159,20 @@ class ReplicaWatch:
     def _watch(self) -> None:
         last, since = self._look(), time.monotonic()
         was_in_device: bool | None = None
+        spot: tuple[int, int] | None = None
         while not self._stop.wait(self._tick_s):
             before, last = last, self._look()
             # After a time in which this thread could not run, nothing is known of that time.
             if last.ended != before.ended or last.time_s - before.time_s > FRESH_S:
                 since, was_in_device = last.time_s, None
             if last.time_s - since < self._quiet_s:
+                spot = None
                 continue
             in_device = self._is_in_device()
-            stays = in_device or last.spot == before.spot
+            before_spot, spot = spot, self._spot()
+            if before_spot is None and not in_device:
+                continue
+            stays = in_device or spot == before_spot
             computes = last.used_s - before.used_s > _COMPUTING * (last.time_s - before.time_s)
             if was_in_device not in (None, in_device) or (stays and computes):
                 since = last.time_s
@@ -177,9 +180,12 @@ class ReplicaWatch:
             self._report(in_device, last.time_s - since)
 
     def _look(self) -> _Look:
+        return _Look(time.monotonic(), time.process_time(), self._probe.ended())
+
+    def _spot(self) -> tuple[int, int]:
+        """Return where the replica is. Rarely called: Python 3.11 has crashed here during an import."""
         frame = sys._current_frames().get(self._replica)
-        spot = (id(frame), frame.f_lasti) if frame else None
-        return _Look(time.monotonic(), time.process_time(), self._probe.ended(), spot)
+        return (id(frame), frame.f_lasti) if frame else (0, 0)
 
     def _is_in_device(self) -> bool:
         if self._waiting is None or not self._waiting.is_alive():

@@ -149,7 +149,8 @@ class _Hub(worker_pb2_grpc.SliceServicer):
         self._joined: dict[int, object] = {}
         self._is_complete = False
         self._problem = ""
-        # Guards the three above.
+        self._is_lost = False
+        # Guards the four above.
         self._changed = threading.Condition()
 
     def wait(self, timeout_s: float) -> list[int]:
@@ -211,8 +212,10 @@ class _Hub(worker_pb2_grpc.SliceServicer):
                 return
             del self._joined[worker]
             self._changed.notify_all()
-            if not self._is_complete or self._lost.done():
+            # Several may leave at once, and the first completes the future.
+            if not self._is_complete or self._is_lost:
                 return
+            self._is_lost = True
         self._lost.set_result(_gone(self._members.name(worker)))
 
 
