@@ -28,6 +28,9 @@ nox.options.reuse_venv = "yes"
 # The integration suites on xrt and torchtpu are separate jobs in .github/workflows: together with these they
 # take over half an hour on two cores.
 nox.options.sessions = ["lint", "types", "tests", "integration(runtime='pjrt')", "build"]
+# Where it is set, each process of a test compiles all the modules that it imports: with torch_xla, this takes
+# as long as the rest of the import.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 ROOT = Path(__file__).parent
 CONSTRAINTS = "constraints.txt"
@@ -73,9 +76,6 @@ WITH_A_RANGE = ["core", "sampler", "precision", "testing", "tpu", "training"]
 TWO_AT_ONCE = ["-n", "2", "--dist", "worksteal"]
 # Their slow tests share what one process makes; two would make it twice.
 ONE_AT_A_TIME = ["launch-ray", "precision"]
-# Where it is set, each process of a test compiles all the modules that it imports: with torch_xla, this takes
-# as long as the rest of the import.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # torch 2.9's wheels are manylinux_2_28: no machine that runs them has an older glibc.
 NEWEST_GLIBC = 28
 

@@ -20,7 +20,7 @@ BLOCK = re.compile(
     r"```(?P<language>python|sh|bash|console)\n(?P<text>.*?)^ *```$",
     re.MULTILINE | re.DOTALL,
 )
-FILE = re.compile(r"# ([\w.-]+\.(?:py|sh|yaml))\n")
+FILE = re.compile(r"# ([\w.-]+\.py)\n")
 
 
 @dataclass(frozen=True)

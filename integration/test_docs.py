@@ -58,6 +58,11 @@ def page(name: str) -> str:
     return (ROOT / "docs" / name).read_text()
 
 
+def fenced(language: str, text: str) -> list[str]:
+    """Return the code blocks of one language."""
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
 def on_one_line(text: str) -> str:
     return " ".join(text.split())
 
@@ -200,7 +205,7 @@ def test_the_options_of_check_replicas_have_the_defaults_on_the_page() -> None:
 
 def calls(name: str) -> list[dict[str, Any]]:
     """Return the keyword arguments of each call of a function on the training page."""
-    blocks = re.findall(r"```python\n(.*?)```", page("training.md"), re.DOTALL)
+    blocks = fenced("python", page("training.md"))
     return [
         {word.arg: ast.literal_eval(word.value) for word in one.keywords if word.arg}
         for block in blocks
@@ -304,7 +309,7 @@ def test_every_session_is_on_the_page_for_contributors() -> None:
 
 @pytest.mark.parametrize("path", [*PAGES, ROOT / "README.md"], ids=lambda path: path.name)
 def test_python_in_the_pages_compiles(path: Path) -> None:
-    for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL):
+    for block in fenced("python", path.read_text()):
         if "--8<--" not in block:
             compile(block, path.name, "exec")
 
@@ -330,18 +335,18 @@ def test_a_block_runs_or_says_why_it_does_not(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_yaml_in_the_pages_can_be_read(path: Path) -> None:
-    for block in re.findall(r"```yaml\n(.*?)```", path.read_text(), re.DOTALL):
+    for block in fenced("yaml", path.read_text()):
         assert isinstance(yaml.safe_load(block), dict | list), block
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_json_in_the_pages_can_be_read(path: Path) -> None:
-    for block in re.findall(r"```json\n(.*?)```", path.read_text(), re.DOTALL):
+    for block in fenced("json", path.read_text()):
         assert isinstance(json.loads(block), dict), block
 
 
 def test_the_workflow_for_github_runs_the_tests_and_uses_pips_cache() -> None:
-    (block,) = re.findall(r"```yaml\n(.*?)```", page("how-to/github-actions.md"), re.DOTALL)
+    (block,) = fenced("yaml", page("how-to/github-actions.md"))
     workflow = yaml.safe_load(block)
     # YAML 1.1 reads the key `on` as true.
     assert workflow.keys() == {"name", True, "jobs"}
@@ -355,7 +360,7 @@ def test_the_workflow_for_github_runs_the_tests_and_uses_pips_cache() -> None:
 
 
 def test_the_labels_on_the_page_for_gke_are_those_of_the_manifest() -> None:
-    (block,) = re.findall(r"```yaml\n(.*?)```", page("how-to/gke.md"), re.DOTALL)
+    (block,) = fenced("yaml", page("how-to/gke.md"))
     assert "--type v5e-16" in page("how-to/gke.md")
     assert yaml.safe_load(block)["nodeSelector"] == node_selector(AcceleratorType.parse("v5e-16", "the page"))
 
@@ -424,6 +429,21 @@ def test_the_error_texts_of_the_questions_page_are_those_of_the_sources() -> Non
     assert wrong == []
 
 
+def output_of(arguments: list[str], directory: Path, environ: dict[str, str]) -> str:
+    """Run Python with these arguments, and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=directory,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 READMES = sorted(ROOT.glob("packages/*/README.md"))
 # What each example prints; the examples of the other packages take longer.
 PRINTED = {
@@ -451,24 +471,15 @@ def test_the_example_of_a_readme_runs(package: str, clean_environ: dict[str, str
     directory = ROOT if package == "the project" else ROOT / "packages" / package
     text = (directory / "README.md").read_text()
     script = tmp_path / "example.py"
-    script.write_text(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0])
-    done = subprocess.run(
-        [sys.executable, script.name],
-        cwd=tmp_path,
-        env=clean_environ,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.fullmatch(PRINTED[package], done.stdout), done.stdout
+    script.write_text(fenced("python", text)[0])
+    printed = output_of([script.name], tmp_path, clean_environ)
+    assert re.fullmatch(PRINTED[package], printed), printed
 
 
 def first_programs() -> list[tuple[str, str]]:
     """Return the name and the text of each program on the two pages that a user reads first."""
-    blocks = re.findall(r"```python\n(.*?)```", page("index.md") + page("quickstart.md"), re.DOTALL)
-    return [(block.partition("\n")[0].removeprefix("# "), block) for block in blocks]
+    blocks = [one for name in ("index.md", "quickstart.md") for one in BLOCKS["blocks"](ROOT / "docs" / name)]
+    return [(one.file, one.text) for one in blocks if one.file]
 
 
 @pytest.mark.long
@@ -478,20 +489,11 @@ def test_the_programs_of_the_first_pages_print_what_they_say(
 ) -> None:
     (tmp_path / name).write_text(text)
     command = ["pytest", "-q"] if name.startswith("test_") else ["polyxla", "run", "--devices", "4"]
-    done = subprocess.run(
-        [sys.executable, "-m", *command, name],
-        cwd=tmp_path,
-        env=clean_environ,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    output = output_of(["-m", *command, name], tmp_path, clean_environ)
     if name == "digits.py":
-        assert re.fullmatch(r"\{'accuracy': (0\.[89]\d*|1\.0)\}\n", done.stdout)
+        assert re.fullmatch(r"\{'accuracy': (0\.[89]\d*|1\.0)\}\n", output)
     else:
-        printed = [line for line in done.stdout.splitlines() if not re.fullmatch(r"\d+ passed in .*", line)]
+        printed = [line for line in output.splitlines() if not re.fullmatch(r"\d+ passed in .*", line)]
         assert printed
         assert [line for line in printed if line not in page("index.md") + page("quickstart.md")] == []
 
@@ -685,7 +687,7 @@ def test_every_library_is_on_the_dependencies_page_with_the_packages_that_requir
 
 
 def test_the_examples_of_the_sampling_page_are_right() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", page("sampling.md"), re.DOTALL)
+    blocks = fenced("python", page("sampling.md"))
     checked = [block for block in blocks if "assert" in block]
     assert len(checked) == 3
     for block in checked:

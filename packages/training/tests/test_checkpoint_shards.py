@@ -12,10 +12,10 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -42,38 +42,45 @@ PREPARED.set_forkserver_preload(["polyxla_training.checkpoint", "torch.distribut
 
 
 class Job:
-    """Replicas that run one task of the program, in a process group of their own."""
+    """Replicas that run one task of the program, in a process group of their own; killed at the end."""
 
     def __init__(self, task: str, replicas: int, *arguments: object) -> None:
-        self.printed = Path(tempfile.mkdtemp()) / "printed"
+        self._directory = tempfile.TemporaryDirectory()
+        self._printed = Path(self._directory.name) / "printed"
         texts = map(str, arguments)
-        values = (self.printed, dict(os.environ), task, replicas, *texts)
-        self.process = PREPARED.Process(target=shard_states.run, args=values)
-        self.process.start()
+        values = (self._printed, dict(os.environ), task, replicas, *texts)
+        self._process = PREPARED.Process(target=shard_states.run, args=values)
+
+    def __enter__(self) -> Self:
+        self._process.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self._directory.cleanup()
 
     def output(self) -> str:
         """Return what the replicas have printed so far."""
-        return self.printed.read_text() if self.printed.exists() else ""
+        return self._printed.read_text() if self._printed.exists() else ""
 
-    def wait(self) -> int | None:
+    def wait(self) -> int:
         """Return the exit code."""
-        self.process.join(TIMEOUT_S)
-        return self.process.exitcode
+        self._process.join(TIMEOUT_S)
+        assert self._process.exitcode is not None, f"it has not ended in time: {self.output()[-3000:]}"
+        return self._process.exitcode
 
     def kill(self) -> None:
         """End all its processes, without a signal that they could handle."""
+        assert self._process.pid
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid or 0, signal.SIGKILL)
-        self.process.join(TIMEOUT_S)
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.join(TIMEOUT_S)
 
 
 def _run(task: str, replicas: int, *arguments: object) -> str:
-    job = Job(task, replicas, *arguments)
-    try:
+    with Job(task, replicas, *arguments) as job:
         assert job.wait() == 0, job.output()[-3000:]
-    finally:
-        job.kill()
-    return job.output()
+        return job.output()
 
 
 def _errors(printed: str) -> dict[int, str]:
@@ -304,10 +311,9 @@ def test_all_replicas_raise_if_one_cannot_write(tmp_path: Path) -> None:
 
 
 def test_a_lost_replica_is_an_error_in_the_others(tmp_path: Path) -> None:
-    job = Job("lose_a_replica", 2, tmp_path / "state")
-    job.wait()
-    job.kill()
-    errors = _errors(job.output())
+    with Job("lose_a_replica", 2, tmp_path / "state") as job:
+        job.wait()
+        errors = _errors(job.output())
     assert [*errors] == [0]
     assert re.match(r"'.*state' cannot be written, because another replica was lost: ", errors[0])
     assert _names(tmp_path) == []
@@ -323,21 +329,17 @@ def test_torchs_own_format_has_no_shards(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def saving(tmp_path: Path) -> Iterator[Any]:
+def saving(tmp_path: Path) -> Callable[[int, float], int]:
     """Start replicas that save until they are killed, and kill them after a step and a delay."""
-    jobs = []
 
     def start_and_kill(first: int, delay_s: float) -> int:
-        job = Job("save_until_killed", 2, tmp_path, first)
-        jobs.append(job)
-        wait_until(lambda: "saved" in job.output(), "the first save")
-        time.sleep(delay_s)
-        job.kill()
-        return int(re.findall(r"^saved (\d+)$", job.output(), re.MULTILINE)[-1])
+        with Job("save_until_killed", 2, tmp_path, first) as job:
+            wait_until(lambda: "saved" in job.output(), "the first save")
+            time.sleep(delay_s)
+            job.kill()
+            return int(re.findall(r"^saved (\d+)$", job.output(), re.MULTILINE)[-1])
 
-    yield start_and_kill
-    for job in jobs:
-        job.kill()
+    return start_and_kill
 
 
 def test_a_killed_writer_leaves_the_checkpoint_before(saving: Any, tmp_path: Path) -> None:
