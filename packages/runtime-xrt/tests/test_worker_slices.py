@@ -74,7 +74,7 @@ def pod(share_worker: Start) -> list[Any]:
 class Job:
     """A job on the whole slice, with a process's part of the client for each core."""
 
-    def __init__(self, pod: list[Any], stack: ExitStack) -> None:
+    def __init__(self, pod: list[Any], stack: ExitStack, stall_timeout_s: float = 0.0) -> None:
         self.ended: list[Future[str]] = [Future() for _ in pod]
         self._pod = pod
         self.leases: list[Lease] = []
@@ -90,6 +90,7 @@ class Job:
                 EACH,
                 snapshot(),
                 wait_s=TIMEOUT_S,
+                stall_timeout_s=stall_timeout_s,
                 pod=Pod(HOSTS, number, worker.address.rpartition(":")[0], coordinator),
                 on_end=end,
             )
@@ -119,9 +120,9 @@ class Job:
 
 
 @contextmanager
-def job_on(pod: list[Any]) -> Iterator[Job]:
+def job_on(pod: list[Any], stall_timeout_s: float = 0.0) -> Iterator[Job]:
     with ExitStack() as stack:
-        yield Job(pod, stack)
+        yield Job(pod, stack, stall_timeout_s)
 
 
 def computes(pod: list[Any]) -> None:
@@ -166,6 +167,28 @@ def test_a_wedged_device_replaces_the_whole_slice(pod: list[Any]) -> None:
     for worker, pid in zip(pod, serving, strict=True):
         worker.wait_until_replaced(pid)
     assert "a program of the job cannot be stopped" in pod[1].log
+    computes(pod)
+
+
+@pytest.mark.parametrize(
+    ("returns", "problem"),
+    [
+        (False, "a replica is stuck: the other replicas do not join its collectives"),
+        pytest.param(True, "a replica is stuck: it waits for one that has returned", marks=pytest.mark.long),
+    ],
+)
+def test_a_replica_that_waits_for_another_host_is_named(pod: list[Any], returns: bool, problem: str) -> None:
+    serving = [worker.serving_pid for worker in pod]
+    with job_on(pod, 3.0 if not returns else 0.0) as job:
+        if returns:
+            job.engines.pop().close()
+        for ordinal in range(CORES - 1):
+            job.add(ordinal)
+        ended = job.ended[0].result(TIMEOUT_S)
+    assert problem in ended
+    assert "replica 0: in meet with all-reduce" in ended
+    for worker, pid in zip(pod, serving, strict=True):
+        worker.wait_until_replaced(pid)
     computes(pod)
 
 
@@ -227,6 +250,52 @@ def test_joining_requires_the_workers_token(tmp_path: Path) -> None:
         second = link(SliceMembers(workers, 1), TIMEOUT_S, tmp_path / "right")
         assert not first.result(TIMEOUT_S).lost.done()
         assert not second.lost.done()
+
+
+def test_the_devices_of_all_workers_are_at_work_only_together() -> None:
+    workers = workers_of(*free_addresses(2))
+    with ThreadPoolExecutor(2) as pool:
+        links = list(pool.map(lambda own: link(SliceMembers(workers, own)), range(2)))
+    second = links[1].progress("host:1")
+    # Worker 0 does not know the job yet.
+    assert not second.exchange(is_full=True)
+    assert second.heartbeats() == {}
+    first = links[0].progress("host:1")
+    assert not first.exchange(is_full=True)
+    assert second.exchange(is_full=True)
+    assert first.exchange(is_full=True)
+    assert not second.exchange(is_full=False)
+    assert not first.exchange(is_full=True)
+
+
+def test_heartbeats_and_returned_replicas_reach_the_other_workers_of_the_same_job() -> None:
+    workers = workers_of(*free_addresses(2))
+    with ThreadPoolExecutor(2) as pool:
+        links = list(pool.map(lambda own: link(SliceMembers(workers, own)), range(2)))
+    first, second = (one.progress("host:1") for one in links)
+    second.beat()
+    second.retire(5)
+    assert second.retired() == {5}
+    second.exchange(is_full=False)
+    first.exchange(is_full=False)
+    assert (first.heartbeats(), first.retired()) == ({"0": "0", "1": "1"}, {5})
+    again = links[0].progress("host:2")
+    # The last job's account, come late.
+    second.exchange(is_full=True)
+    again.exchange(is_full=True)
+    assert (again.heartbeats(), again.retired()) == ({"0": "0"}, frozenset())
+
+
+def test_progress_is_taken_from_workers_of_the_slice_only() -> None:
+    workers = workers_of(*free_addresses(2))
+    with ThreadPoolExecutor(2) as pool:
+        links = list(pool.map(lambda own: link(SliceMembers(workers, own)), range(2)))
+    other = WorkerChannel(f"{workers[0].host}:{PORT}", {})
+    for worker in (0, 2):
+        with pytest.raises(grpc.RpcError, match=f"there is no worker {worker}"):
+            other.exchange(pb.Account(worker=worker), TIMEOUT_S)
+    other.close()
+    assert not any(one.lost.done() for one in links)
 
 
 def test_a_worker_that_comes_again_has_lost_its_first_process() -> None:

@@ -15,9 +15,9 @@ from polyxla_bridge.engine.device_thread import DeviceThread
 from polyxla_bridge.engine.engine import Buffer, DeviceActivity, Engine, EngineDevice
 from polyxla_bridge.engine.futures import CompletedFuture, FutureLike, GroupedFuture, complete, set_values
 from polyxla_bridge.engine.plugin_engine.compiler import CPU, PluginCompiler, PluginProgram
+from polyxla_bridge.engine.plugin_engine.device_progress import DeviceProgress, OwnProgress
 from polyxla_bridge.engine.plugin_engine.joint_start import JointStart
 from polyxla_bridge.engine.plugin_engine.meeting import Meeting, Meetings, Part, Started
-from polyxla_bridge.engine.plugin_engine.own_progress import OwnProgress
 from polyxla_bridge.engine.stall_watchdog import StallWatchdog
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import keep_first
@@ -45,6 +45,8 @@ class PjrtEngine(Engine):
         library: the plugin's path; or its client, such as a share of one that stays open.
         options: the plugin's own options for a new client.
         on_lookup: called for each program that this process needs, with whether the compilation cache had it.
+        progress: exchanges the replicas' progress with the job's other processes; without it, no stall is
+            noticed if there are other processes.
 
     Raises:
         PjrtError: the plugin cannot be loaded, refuses an option, or finds no devices.
@@ -56,6 +58,7 @@ class PjrtEngine(Engine):
         library: Path | PluginClient,
         options: Mapping[str, Option] | None = None,
         on_lookup: Callable[[bool], None] | None = None,
+        progress: DeviceProgress | None = None,
     ) -> None:
         if isinstance(library, Path):
             library = PluginClient(plugin.load(library), options or {})
@@ -75,21 +78,19 @@ class PjrtEngine(Engine):
         self._order = threading.Lock()
         self._is_closed = False
         self._accounts = self._make_accounts(local)
-        self._progress = OwnProgress()
+        self._progress = progress or OwnProgress()
         self._watchdog: StallWatchdog | None = None
-        # Of other processes it would know nothing.
-        if 1 < len(self.devices) == len(local):
+        if len(self.devices) > 1 and (progress or len(self.devices) == len(local)):
             self._watchdog = StallWatchdog(self, self._progress, self._is_busy, settings.stall_timeout_s)
 
     def _is_busy(self) -> bool:
-        """Return whether this process compiles, or each of its devices works.
+        """Return whether this process compiles, or each device of the job works.
 
         Only a CPU shows whether a program computes or waits in a collective. An accelerator's program
         computes if no other replica is missing.
         """
-        if self._compiler.is_compiling or self._client.platform == CPU:
-            return self._compiler.is_compiling
-        return all(one.program for one in self.activities())
+        all_work = self._progress.exchange(all(one.program for one in self.activities()))
+        return self._compiler.is_compiling or (all_work and self._client.platform != CPU)
 
     def _make_accounts(self, local: Sequence[int]) -> dict[int, memory_accounting.MemoryAccount]:
         """Return what counts the memory of each device, and limits it, if the plugin does not."""

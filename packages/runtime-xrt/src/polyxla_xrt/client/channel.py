@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,6 +79,15 @@ class WorkerChannel:
     def join(self, request: pb.JoinRequest) -> Any:
         """Begin to take part in a slice; the address is that of its link, not a worker's."""
         return self._slice.Join(request, metadata=self._metadata)
+
+    def exchange(self, account: pb.Account, timeout_s: float) -> Sequence[pb.Account]:
+        """Tell the progress of one worker of a slice, at the address of its link; return that of all.
+
+        Raises:
+            grpc.RpcError: there is no answer within `timeout_s` seconds.
+        """
+        reply: pb.Accounts = self._slice.Exchange(account, metadata=self._metadata, timeout=timeout_s)
+        return reply.accounts
 
     def status(
         self, call: Literal["Status", "Drain"] = "Status", timeout_s: float = ANSWER_S

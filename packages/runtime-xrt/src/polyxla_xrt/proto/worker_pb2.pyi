@@ -19,6 +19,26 @@ class JoinReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Account(_message.Message):
+    __slots__ = ("worker", "job", "heartbeats", "is_full", "retired")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEATS_FIELD_NUMBER: _ClassVar[int]
+    IS_FULL_FIELD_NUMBER: _ClassVar[int]
+    RETIRED_FIELD_NUMBER: _ClassVar[int]
+    worker: int
+    job: str
+    heartbeats: int
+    is_full: bool
+    retired: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, worker: _Optional[int] = ..., job: _Optional[str] = ..., heartbeats: _Optional[int] = ..., is_full: bool = ..., retired: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Accounts(_message.Message):
+    __slots__ = ("accounts",)
+    ACCOUNTS_FIELD_NUMBER: _ClassVar[int]
+    accounts: _containers.RepeatedCompositeFieldContainer[Account]
+    def __init__(self, accounts: _Optional[_Iterable[_Union[Account, _Mapping]]] = ...) -> None: ...
+
 class Holder(_message.Message):
     __slots__ = ("host", "pid", "user", "command")
     HOST_FIELD_NUMBER: _ClassVar[int]

@@ -244,6 +244,11 @@ class SliceStub(object):
                 request_serializer=polyxla__xrt_dot_proto_dot_worker__pb2.JoinRequest.SerializeToString,
                 response_deserializer=polyxla__xrt_dot_proto_dot_worker__pb2.JoinReply.FromString,
                 _registered_method=True)
+        self.Exchange = channel.unary_unary(
+                '/polyxla.xrt.worker.Slice/Exchange',
+                request_serializer=polyxla__xrt_dot_proto_dot_worker__pb2.Account.SerializeToString,
+                response_deserializer=polyxla__xrt_dot_proto_dot_worker__pb2.Accounts.FromString,
+                _registered_method=True)
 
 
 class SliceServicer(object):
@@ -258,6 +263,13 @@ class SliceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Exchange(self, request, context):
+        """Tells the progress of a worker's devices in a job, and returns that of all workers in the same job.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SliceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -265,6 +277,11 @@ def add_SliceServicer_to_server(servicer, server):
                     servicer.Join,
                     request_deserializer=polyxla__xrt_dot_proto_dot_worker__pb2.JoinRequest.FromString,
                     response_serializer=polyxla__xrt_dot_proto_dot_worker__pb2.JoinReply.SerializeToString,
+            ),
+            'Exchange': grpc.unary_unary_rpc_method_handler(
+                    servicer.Exchange,
+                    request_deserializer=polyxla__xrt_dot_proto_dot_worker__pb2.Account.FromString,
+                    response_serializer=polyxla__xrt_dot_proto_dot_worker__pb2.Accounts.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -295,6 +312,33 @@ class Slice(object):
             '/polyxla.xrt.worker.Slice/Join',
             polyxla__xrt_dot_proto_dot_worker__pb2.JoinRequest.SerializeToString,
             polyxla__xrt_dot_proto_dot_worker__pb2.JoinReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Exchange(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/polyxla.xrt.worker.Slice/Exchange',
+            polyxla__xrt_dot_proto_dot_worker__pb2.Account.SerializeToString,
+            polyxla__xrt_dot_proto_dot_worker__pb2.Accounts.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,7 +3,7 @@
 libtpu's client of a slice waits for the processes of all hosts without naming them, and is useless once one
 of them has ended. So the serving process of worker 0 serves a link, which the others join before they open
 libtpu; each joined stream stays open as long as both processes live. Whoever loses the link is replaced by
-its supervisor, and the new process joins again.
+its supervisor, and the new process joins again. During a job, the workers exchange their progress over it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -30,6 +30,7 @@ from polyxla_xrt.proto import worker_pb2_grpc
 from polyxla_xrt.protocol.worker import OPTIONS, PROTOCOL
 from polyxla_xrt.server.malformed_requests import MalformedRequests
 from polyxla_xrt.server.worker.platforms.library import SliceMembers
+from polyxla_xrt.server.worker.platforms.slice_progress import AccountTable, SliceProgress
 from polyxla_xrt.server.worker.security import Security
 
 PORT = BASE_PORT - 1
@@ -40,6 +41,8 @@ MARGIN_S = 5.0
 """How much longer the others wait for worker 0, in seconds, which then names the missing ones."""
 POLL_S = 0.2
 """Interval at which worker 0 asks whether the others have finished a job, in seconds."""
+EXCHANGE_S = 5.0
+"""Longest wait for worker 0's answer to an account of progress, in seconds."""
 _CALLS_PER_WORKER = 4
 _SERVER_OPTIONS = (
     *OPTIONS,
@@ -71,6 +74,8 @@ class SliceLink:
         self, members: SliceMembers, security: Security, environ: Mapping[str, str], join_s: float = JOIN_S
     ) -> None:
         self.lost: Future[str] = Future()
+        self._table = AccountTable()
+        self._channel: WorkerChannel | None = None
         self._members = members
         self._environ = security.as_client(environ)
         self._address = join_address(members.workers[0].host, PORT)
@@ -82,7 +87,7 @@ class SliceLink:
 
     def _serve(self, security: Security, join_s: float) -> None:
         """Serve the link as worker 0."""
-        hub = _Hub(self._members, self.lost)
+        hub = _Hub(self._members, self.lost, self._table)
         server = grpc.server(
             ThreadPoolExecutor(_CALLS_PER_WORKER * len(self._members.workers), "polyxla-slice"),
             interceptors=[*security.interceptors(), MalformedRequests()],
@@ -125,6 +130,26 @@ class SliceLink:
         self._channel = channel
         attendance.ended.add_done_callback(lambda ended: self.lost.set_result(_why(first, ended.result())))
 
+    def progress(self, job: str) -> SliceProgress:
+        """Return what exchanges the progress of a new job.
+
+        Args:
+            job: its coordinator, the same on all workers.
+        """
+        if self._members.own == 0:
+            self._table.begin(job)
+        return SliceProgress(job, self._members.own, len(self._members.workers), self._exchange)
+
+    def _exchange(self, account: pb.Account) -> Sequence[pb.Account]:
+        """Publish an account; return those of all workers, or none if worker 0 does not answer."""
+        if self._channel is None:
+            return self._table.exchange(account)
+        try:
+            return self._channel.exchange(account, EXCHANGE_S)
+        except grpc.RpcError:
+            # Either the link is lost as well, or the next exchange passes.
+            return ()
+
     def wait_for_release(self) -> None:
         """On worker 0, wait until no other worker has a job, or the slice is lost; elsewhere, do nothing."""
         others = self._members.workers[1:] if self._members.own == 0 else ()
@@ -141,11 +166,13 @@ class _Hub(worker_pb2_grpc.SliceServicer):
     Args:
         members: the workers of the slice.
         lost: completed here, with the reason, when one of them is gone.
+        table: takes the accounts of the workers' progress.
     """
 
-    def __init__(self, members: SliceMembers, lost: Future[str]) -> None:
+    def __init__(self, members: SliceMembers, lost: Future[str], table: AccountTable) -> None:
         self._members = members
         self._lost = lost
+        self._table = table
         self._joined: dict[int, object] = {}
         self._is_complete = False
         self._problem = ""
@@ -194,6 +221,12 @@ class _Hub(worker_pb2_grpc.SliceServicer):
             context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, problem)
         yield pb.JoinReply()
         context.abort(grpc.StatusCode.ABORTED, self._lost.result())
+
+    def Exchange(self, request: pb.Account, context: Any) -> pb.Accounts:  # noqa: N802
+        """Take a worker's account of its progress, and return those of all."""
+        if not 0 < request.worker < len(self._members.workers):
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"there is no worker {request.worker}")
+        return pb.Accounts(accounts=self._table.exchange(request))
 
     def _refusal(self, request: pb.JoinRequest) -> str | None:
         wanted = write_workers(self._members.workers)

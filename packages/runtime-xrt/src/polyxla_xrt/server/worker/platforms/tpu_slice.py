@@ -14,6 +14,7 @@ from polyxla_xrt.server.worker.platforms.engines import OnStall
 from polyxla_xrt.server.worker.platforms.library import Library, SliceMembers
 from polyxla_xrt.server.worker.platforms.plugin import PluginEngines
 from polyxla_xrt.server.worker.platforms.slice_link import SliceLink
+from polyxla_xrt.server.worker.platforms.slice_progress import SliceProgress
 from polyxla_xrt.server.worker.security import Security
 
 
@@ -61,7 +62,8 @@ class SliceEngines(PluginEngines):
 
     def start(self, request: pb.LeaseRequest, coordinator: str, on_stall: OnStall) -> Engine:
         """Start an engine that knows the devices of all hosts, and drives those of this one."""
-        return _SliceEngine(self._settings(request, on_stall), self._client.share(), self._link)
+        progress = self._link.progress(coordinator)
+        return _SliceEngine(self._settings(request, on_stall), self._client.share(), progress, self._link)
 
 
 class _SliceEngine(PjrtEngine):
@@ -70,11 +72,14 @@ class _SliceEngine(PjrtEngine):
     Args:
         settings: of the job.
         client: the slice's.
+        progress: exchanged with the other workers.
         link: the link to the other workers.
     """
 
-    def __init__(self, settings: BridgeSettings, client: PluginClient, link: SliceLink) -> None:
-        super().__init__(settings, client)
+    def __init__(
+        self, settings: BridgeSettings, client: PluginClient, progress: SliceProgress, link: SliceLink
+    ) -> None:
+        super().__init__(settings, client, progress=progress)
         self._link = link
 
     def close(self) -> None:
@@ -84,4 +89,6 @@ class _SliceEngine(PjrtEngine):
         last job, the two programs would meet.
         """
         super().close()
+        # The watchdog has ended, and with it the exchanges: the others must learn what has returned since.
+        self._progress.exchange(is_full=False)
         self._link.wait_for_release()
