@@ -18,7 +18,7 @@ from typing import Any
 from polyxla import env
 from polyxla.cli import script
 from polyxla.console import say_once
-from polyxla.launcher import fork_server
+from polyxla.launcher import fork_server, process_end
 from polyxla.plugins.manager import find_runtime, load_runtime
 from polyxla_warm.facts import take_state
 
@@ -29,7 +29,7 @@ _FREE_DESCRIPTOR = 512
 
 
 def become_program(request: Mapping[str, Any], descriptors: Sequence[int], path: Sequence[str]) -> None:
-    """Run the program of a request as ``python -m polyxla.cli.script`` would.
+    """Run the program of a request as ``python -m polyxla.cli.script`` would, and end with it.
 
     Args:
         request: what the client sent.
@@ -44,7 +44,20 @@ def become_program(request: Mapping[str, Any], descriptors: Sequence[int], path:
     sys.argv[:] = [str(script.__file__), *command[3:]]
     by_imports = [entry for entry in sys.path if entry not in path]
     sys.path[:] = [*([] if sys.flags.safe_path else [str(Path.cwd())]), *path, *by_imports]
-    script.main()
+    try:
+        script.main()
+        code = 0
+    except SystemExit as error:
+        code = _exit_code(error)
+    process_end.end(code)
+
+
+def _exit_code(error: SystemExit) -> int:
+    """Return the exit code that Python gives a program that raises `error`; print its text, as Python does."""
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    print(error.code, file=sys.stderr)
+    return 1
 
 
 def become_fork_server(

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import cloudpickle
 
 from polyxla import env, tracebacks
-from polyxla.launcher import failures
+from polyxla.launcher import failures, process_end
 from polyxla.launcher.messages import Message, Raised, Returned, Setup, pack
 
 REPLICA_THREAD = "polyxla-replica"
@@ -65,7 +65,6 @@ def serve(pipe: Connection, adapt: Callable[[dict[str, str]], dict[str, str]] = 
 
 def serve_forked(pipe: Connection, environ: Mapping[str, str], work: Callable[[], Any]) -> NoReturn:
     """Run the child in a fork of the launching process; never returns into the launching program."""
-    code = 1
     try:
         # The launching process's exit hooks are not for this process to run.
         atexit._clear()  # noqa: SLF001
@@ -73,14 +72,9 @@ def serve_forked(pipe: Connection, environ: Mapping[str, str], work: Callable[[]
         env.replace_environ(environ)
         faulthandler.enable()
         finish(pipe, work)
-        # In the order of a normal exit: first the threads, then the exit hooks.
-        threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001
-        atexit._run_exitfuncs()  # noqa: SLF001
-        sys.stdout.flush()
-        sys.stderr.flush()
-        code = 0
+        process_end.end(0, takes_apart=False)
     finally:
-        os._exit(code)
+        os._exit(1)
 
 
 def finish(pipe: Connection, work: bytes | Callable[[], Any]) -> None:

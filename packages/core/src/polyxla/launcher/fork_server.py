@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import os
@@ -22,9 +23,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 from polyxla import env
-from polyxla.launcher import child
+from polyxla.launcher import child, process_end
 
 IDLE_S = 300.0
 """Time without a launch after which the server ends and frees its memory, in seconds."""
@@ -38,13 +40,17 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     before = env.snapshot()
+    # Nothing that is imported is garbage, and what the collector touches later would be copied in each fork.
+    gc.disable()
     for name in json.loads(sys.argv[3]):
         importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
     serve(control, functools.partial(merged, before, env.snapshot()))
 
 
-def serve(control: socket.socket, adapt: Callable[[dict[str, str]], dict[str, str]]) -> None:
-    """Be the fork server after its imports; in a replica's process, return when its work is done.
+def serve(control: socket.socket, adapt: Callable[[dict[str, str]], dict[str, str]]) -> NoReturn:
+    """Be the fork server after its imports; in a replica's process, do its work, then end.
 
     `adapt` turns the environment that the launching process sends for a replica into the replica's.
     """
@@ -53,6 +59,7 @@ def serve(control: socket.socket, adapt: Callable[[dict[str, str]], dict[str, st
         # Nothing here needs an orderly exit, which would take time.
         os._exit(0)
     child.serve(pipe, adapt)
+    process_end.end(0)
 
 
 def merged(before: Mapping[str, str], after: Mapping[str, str], wanted: Mapping[str, str]) -> dict[str, str]:
