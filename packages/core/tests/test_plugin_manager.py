@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,8 @@ import pytest
 
 from polyxla import BrokenPluginError, RuntimeNotInstalledError, UnknownRuntimeError, UsageError, hookimpl
 from polyxla.console import say_once
+from polyxla.entry_points import entry_points
+from polyxla.plugins import manager
 from polyxla.plugins.manager import (
     HOOKSPECS,
     PLUGINS,
@@ -176,8 +177,8 @@ def test_a_distribution_that_is_on_the_path_twice_counts_once(
     install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install_plugin("toy", TOY)
-    once = importlib.metadata.entry_points(group=RUNTIMES)
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: [*once, *once])
+    once = entry_points(RUNTIMES)
+    monkeypatch.setattr(manager, "entry_points", lambda _: [*once, *once])
     assert len(runtime_entries()["toy"].points) == 1
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import os
 import sys
 from pathlib import Path
 from types import CodeType, FrameType
+
+from polyxla.entry_points import entry_points
 
 LIBRARIES = sys.stdlib_module_names | {
     *("pluggy", "numpy", "polyxla_testing"),
@@ -31,7 +32,7 @@ _runtimes: set[str] = set()
 @functools.cache
 def own_packages() -> frozenset[str]:
     """Return the import names of polyxla's own distributions."""
-    points = (point for group in PLUGIN_GROUPS for point in importlib.metadata.entry_points(group=group))
+    points = (point for group in PLUGIN_GROUPS for point in entry_points(group))
     ours = (point.module for point in points if point.dist and point.dist.name.startswith("polyxla-"))
     # polyxla_tpu is a library of runtimes, and no plugin.
     return frozenset({"polyxla", "polyxla_tpu", *(module.partition(".")[0] for module in ours)})

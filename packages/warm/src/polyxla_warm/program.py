@@ -53,10 +53,10 @@ def become_program(request: Mapping[str, Any], descriptors: Sequence[int], path:
 
 
 def _exit_code(error: SystemExit) -> int:
-    """Return the exit code that Python gives a program that raises `error`; print its text, as Python does."""
+    """Return the exit code of a program that raises `error`; print its text, as Python does."""
     if error.code is None or isinstance(error.code, int):
         return error.code or 0
-    print(error.code, file=sys.stderr)
+    sys.stderr.write(f"{error.code}\n")
     return 1
 
 

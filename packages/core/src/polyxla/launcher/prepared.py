@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from polyxla.entry_points import entry_points
 from polyxla.launcher.process_handle import Process
 
 GROUP = "polyxla.prepared"
@@ -27,5 +27,4 @@ class PreparedProcesses(Protocol):
 
 def prepared_processes() -> PreparedProcesses | None:
     """Return the installed object, or None."""
-    points = importlib.metadata.entry_points(group=GROUP)
-    return next((point.load() for point in points), None)
+    return next((point.load() for point in entry_points(GROUP)), None)

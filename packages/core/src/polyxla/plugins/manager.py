@@ -18,6 +18,7 @@ import pluggy
 
 from polyxla import callsite, hookspecs
 from polyxla.console import say_once
+from polyxla.entry_points import entry_points
 from polyxla.errors import BrokenPluginError, RuntimeNotInstalledError, UnknownRuntimeError, pip_install
 
 RUNTIMES = "polyxla.runtimes"
@@ -237,8 +238,7 @@ def plugin_problems() -> list[str]:
 
 def _entry_points(group: str) -> tuple[importlib.metadata.EntryPoint, ...]:
     """Return a group's entry points, sorted. A distribution found twice on the path counts once."""
-    found = importlib.metadata.entry_points(group=group)
-    unique = {(point.name, point.value, _distribution(point)): point for point in found}
+    unique = {(point.name, point.value, _distribution(point)): point for point in entry_points(group)}
     return tuple(unique[key] for key in sorted(unique))
 
 

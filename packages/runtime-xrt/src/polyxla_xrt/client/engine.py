@@ -103,7 +103,7 @@ class RemoteEngine(Engine):
     ) -> None:
         self.platform = assignment.kind
         self.process_index = assignment.process_index
-        self.devices = assignment.devices()
+        self.devices = _devices(assignment)
         self.waits = self.holdups = 0
         self._cores = {device.index: assignment.cores[n] for n, device in enumerate(self._local())}
         self._on_lost = on_lost
@@ -436,6 +436,16 @@ class RemoteEngine(Engine):
 def _number(buffer: Buffer) -> int:
     assert isinstance(buffer, RemoteBuffer)
     return buffer.number
+
+
+def _devices(assignment: Assignment) -> tuple[EngineDevice, ...]:
+    """Return every device of the job. All processes have equally many."""
+    each, kind = assignment.world_size // assignment.process_count, f"{assignment.kind} core"
+    processes = (index // each for index in range(assignment.world_size))
+    return tuple(
+        EngineDevice(index, process, process == assignment.process_index, kind)
+        for index, process in enumerate(processes)
+    )
 
 
 def _error(failure: pb.Failure) -> PjrtError:

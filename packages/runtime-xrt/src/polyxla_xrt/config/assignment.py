@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from polyxla_bridge.engine.engine import EngineDevice
 from polyxla_xrt import env
 
 
@@ -33,14 +32,6 @@ class Assignment:
     world_size: int
     process_index: int
     process_count: int
-
-    def devices(self) -> tuple[EngineDevice, ...]:
-        """Return every device of the job. All processes have equally many."""
-        each = self.world_size // self.process_count
-        return tuple(
-            EngineDevice(index, index // each, index // each == self.process_index, f"{self.kind} core")
-            for index in range(self.world_size)
-        )
 
     def write(self) -> str:
         """Return the value of the variable."""

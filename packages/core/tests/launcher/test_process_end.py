@@ -1,0 +1,83 @@
+"""What a process does at its end: the same in a fork of a prepared process as in a Python of its own."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyxla import Replica
+from polyxla.contracts.job import ProcessMethod
+
+PAUSE_S = 0.3
+
+
+class Deleted:
+    """Writes a file when it is deleted."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __del__(self) -> None:
+        self._path.write_text("deleted")
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_what_a_replica_has_left_open_is_written(
+    method: ProcessMethod, run_bare: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    def leave(_: Replica) -> None:
+        program: Any = sys.modules["__main__"]
+        # In `__main__`, and in a module that was imported before the fork.
+        for place in (program, json):
+            place.left = (tmp_path / f"in {place.__name__}").open("w")
+            place.left.write("written")
+        program.deleted = Deleted(tmp_path / "object")
+
+        def work() -> None:
+            time.sleep(PAUSE_S)
+            (tmp_path / "thread").write_text(str(time.monotonic()))
+
+        threading.Thread(target=work).start()
+        atexit.register(lambda: (tmp_path / "hook").write_text(str(time.monotonic())))
+
+    run_bare(leave, method=method)
+    found = {path.name: path.read_text() for path in tmp_path.iterdir() if path.is_file()}
+    assert float(found.pop("thread")) <= float(found.pop("hook"))
+    assert found == {"in __main__": "written", "in json": "written", "object": "deleted"}
+
+
+def end(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    program = f"from polyxla.launcher.process_end import end\n{code}\nend(3)"
+    # Whose output would not wait for the end.
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", program]
+    return subprocess.run(
+        command, env=environ, text=True, stderr=subprocess.PIPE, timeout=60, check=False, **options
+    )
+
+
+def test_the_exit_code_says_that_output_was_lost() -> None:
+    assert end("").returncode == 3
+    with Path("/dev/full").open("w") as full:
+        assert end("print('text')", stdout=full).returncode == 120
+
+
+def test_an_exit_hook_that_fails_is_reported_and_the_others_run(tmp_path: Path) -> None:
+    hooks = f"""
+import atexit, pathlib
+atexit.register(pathlib.Path({str(tmp_path / "hook")!r}).touch)
+atexit.register(lambda: 1 / 0)"""
+    ended = end(hooks)
+    assert ended.returncode == 3
+    assert "ZeroDivisionError" in ended.stderr
+    assert (tmp_path / "hook").exists()
