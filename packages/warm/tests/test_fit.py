@@ -87,7 +87,7 @@ def test_other_surroundings_start_cold(warm: Machine, before: list[str]) -> None
     command = [*before, *warm.command, "run", str(PROGRAMS / "ends.py"), "exit"]
     done = subprocess.run(command, env=warm.environ, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 3
-    assert "are not those of the warm process; this start is cold" in done.stderr
+    assert "as the warm process; this start is cold" in done.stderr
 
 
 def test_another_users_directory_is_refused(machine: Machine) -> None:

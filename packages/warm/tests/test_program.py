@@ -43,7 +43,7 @@ def test_a_program_sees_what_it_sees_after_a_cold_start(machine: Machine, tmp_pa
     assert not first.items() & second.items()
 
 
-@pytest.mark.parametrize("how", ["raise", "exit", "SIGKILL", "SIGSEGV"])
+@pytest.mark.parametrize("how", ["raise", "exit", "text", "SIGKILL", "SIGSEGV"])
 def test_a_program_ends_as_after_a_cold_start(machine: Machine, how: str) -> None:
     cold = machine.run("run", PROGRAMS / "ends.py", how)
     machine.prepare()

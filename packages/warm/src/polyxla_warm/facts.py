@@ -19,7 +19,7 @@ _IGNORED_BY_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
 def surroundings() -> dict[str, Any]:
     """Return what a fork cannot change, or what libraries read when they are loaded."""
     return {
-        "interpreter": [sys.executable, sys.prefix, sys.version, list(sys.flags)],
+        "interpreter with its flags": [sys.executable, sys.prefix, sys.version, list(sys.flags)],
         "user and groups": [os.getresuid(), os.getresgid(), sorted(os.getgroups())],
         "CPUs": sorted(os.sched_getaffinity(0)),
         "control group": Path("/proc/self/cgroup").read_text(),

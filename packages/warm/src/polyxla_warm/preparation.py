@@ -62,7 +62,7 @@ class Preparation:
         """Describe why a process of `request` cannot be a fork of this one; None if it can."""
         for name, value in request["surroundings"].items():
             if value != self.own[name]:
-                return f"the {name} are not those of the warm process"
+                return f"not the same {name} as the warm process"
         runtime = request["environ"].get(env.POLYXLA_RUNTIME) or self.runtime
         if runtime != self.runtime:
             return f"it is for runtime {self.runtime!r}, not {runtime!r}"
