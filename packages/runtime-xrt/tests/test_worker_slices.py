@@ -278,7 +278,7 @@ def test_heartbeats_and_returned_replicas_reach_the_other_workers_of_the_same_jo
     assert second.retired() == {5}
     second.exchange(is_full=False)
     first.exchange(is_full=False)
-    assert (first.heartbeats(), first.retired()) == ({"0": "0", "1": "1"}, {5})
+    assert (first.heartbeats(), first.retired()) == ({"0": "0", "1": "1"}, frozenset({5}))
     again = links[0].progress("host:2")
     # The last job's account, come late.
     second.exchange(is_full=True)

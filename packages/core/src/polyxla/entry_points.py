@@ -6,15 +6,19 @@ import functools
 import importlib.metadata
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def entry_points(group: str) -> importlib.metadata.EntryPoints:
     """Return a group's entry points, as installed now: an installation changes a directory on the path."""
-    return _all(tuple((entry, _changed(entry)) for entry in sys.path)).select(group=group)
+    everything = _all(tuple((entry, _changed(entry)) for entry in sys.path))
+    found: importlib.metadata.EntryPoints = everything.select(group=group)
+    return found
 
 
 @functools.lru_cache(maxsize=1)
-def _all(path: tuple[tuple[str, int], ...]) -> importlib.metadata.EntryPoints:
+def _all(path: tuple[tuple[str, int], ...]) -> Any:
+    # Its type is another one before Python 3.12.
     return importlib.metadata.entry_points()
 
 

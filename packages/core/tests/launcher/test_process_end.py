@@ -38,7 +38,8 @@ def test_what_a_replica_has_left_open_is_written(
     def leave(_: Replica) -> None:
         program: Any = sys.modules["__main__"]
         # In `__main__`, and in a module that was imported before the fork.
-        for place in (program, json):
+        places: list[Any] = [program, json]
+        for place in places:
             place.left = (tmp_path / f"in {place.__name__}").open("w")
             place.left.write("written")
         program.deleted = Deleted(tmp_path / "object")
