@@ -282,7 +282,7 @@ def trackers(session: nox.Session) -> None:
 def blocks(session: nox.Session) -> None:
     """Run the code blocks of README and docs/, each page in its own process; ``-- NAME`` runs one."""
     packages = ["bridge", "pod", "polyxla", "runtime-xrt", "testing"]
-    install(session, packages, [*group("notebooks-pjrt"), *group("test")])
+    install(session, packages, [*group("notebooks-pjrt"), *group("test")], with_extras=["training"])
     session.run("python", ".ci/notebooks.py", "pages", *session.posargs, env={"POLYXLA_COMPILE_CACHE": "off"})
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import blocks
 import nbformat
 from nbclient import NotebookClient
+from nbclient.exceptions import CellControlSignal
 
 TUTORIALS = Path(__file__).resolve().parent.parent / "docs" / "tutorials"
 ON_TORCH_TPU = {"torchtpu-in-ci"}
@@ -45,12 +46,23 @@ def run_tutorials(framework: str) -> None:
 
 
 def run_pages(names: list[str]) -> None:
-    """Run the blocks of the pages with these names, or of all pages, each page in a kernel of its own."""
+    """Run the blocks of the pages with these names, or of all pages, each page in a kernel of its own.
+
+    Raises:
+        SystemExit: blocks of some pages have failed; all pages have run.
+    """
+    failed = []
     for path in blocks.pages():
         cells = [one.code for one in blocks.blocks(path) if one.reason is None]
         if cells and (path.stem in names or not names):
             notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(one) for one in cells])
-            run(path.stem, notebook)
+            try:
+                run(path.stem, notebook)
+            except CellControlSignal as error:
+                print(f"{path.stem}: {error}", flush=True)
+                failed.append(path.stem)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":
