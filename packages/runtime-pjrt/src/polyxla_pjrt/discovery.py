@@ -16,7 +16,7 @@ from polyxla.env import POLYXLA_DEVICES, from_environ
 from polyxla.plugins.device_request import pick_devices
 from polyxla_pjrt import cores, env, tpu_plan
 from polyxla_pjrt.layout import BRIDGED_CPU, Plan, cpu_layout, require_bridge
-from polyxla_pjrt.versions import RIGHT_PAIR, versions_problem
+from polyxla_pjrt.versions import import_problem
 from polyxla_tpu import env as tpu_env
 from polyxla_tpu import torchrun
 from polyxla_tpu.chips import PCI_ROOT, attached_chips
@@ -154,8 +154,8 @@ def _check_request(environ: Mapping[str, str], accelerator: str, kind: str) -> N
             f"{env.PJRT_DEVICE}={environ[env.PJRT_DEVICE]} contradict each other",
             fix=f"Unset {env.PJRT_DEVICE}: an emulated TPU needs none.",
         )
-    if problem := versions_problem():
-        raise UsageError(problem, fix=f"Install a pair that fits: {RIGHT_PAIR}")
+    if problem := import_problem():
+        raise UsageError(problem.what, fix=problem.fix)
 
 
 def _cpus(environ: Mapping[str, str]) -> tuple[Device, ...]:
