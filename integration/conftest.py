@@ -81,7 +81,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 # Where the tests are that run on one of the other runtimes only.
 OWN_TESTS = {"xrt": "jobs", "torchtpu": "torchtpu"}
 # Beside this file. Their imports need torch_xla, and what they test does not depend on the runtime.
-WITHOUT_TORCH_XLA = ("test_docs.py", "test_bad_input.py", "jobs", "clients", "seeds")
+WITHOUT_TORCH_XLA = ("test_docs.py", "test_page_blocks.py", "test_bad_input.py", "jobs", "clients", "seeds")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

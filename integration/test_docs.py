@@ -1,4 +1,4 @@
-"""The pages name every hook, variable and option with its default, and their Python compiles."""
+"""The pages name every hook, variable, option, file and test, with the code's own defaults and texts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ import ast
 import functools
 import importlib.util
 import inspect
-import json
 import re
-import runpy
-import subprocess
-import sys
 import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import fields
@@ -20,7 +16,7 @@ from typing import Any
 
 import pytest
 import typer
-import yaml
+from pages import PAGES, ROOT, fenced, on_one_line, page
 
 import polyxla.cli.app
 import polyxla.env
@@ -37,8 +33,6 @@ from polyxla.cli.variables import variables
 from polyxla.plugins.manager import load_everything
 from polyxla.plugins.selection import select
 from polyxla_pjrt.discovery import discover
-from polyxla_pod.manifest import node_selector
-from polyxla_tpu.accelerators import AcceleratorType
 from polyxla_tpu.metadata import MetadataClient
 from polyxla_training import Trainer, check_replicas
 from polyxla_training.lightning.callbacks import REFUSED
@@ -47,24 +41,9 @@ from polyxla_training.lightning.trainer_arguments import FIXES
 from polyxla_training.options import LEAST_READS, LOG_EVERY_N_STEPS, TrainerOptions
 from polyxla_xrt.config.configuration import Configuration, read_configuration
 
-ROOT = Path(__file__).parents[1]
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
 API = sorted((ROOT / "docs" / "api").glob("*.md"))
-TIMEOUT_S = 280
+READMES = sorted(ROOT.glob("packages/*/README.md"))
 HOOKSPECS = [polyxla.hookspecs, polyxla_training.hookspecs, polyxla_pod.hookspecs]
-
-
-def page(name: str) -> str:
-    return (ROOT / "docs" / name).read_text()
-
-
-def fenced(language: str, text: str) -> list[str]:
-    """Return the code blocks of one language."""
-    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
-
-
-def on_one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def default_of(function: Callable[..., Any], parameter: str) -> Any:
@@ -307,74 +286,6 @@ def test_every_session_is_on_the_page_for_contributors() -> None:
     assert f"| `nox` | {', '.join(said)} |" in text
 
 
-@pytest.mark.parametrize("path", [*PAGES, ROOT / "README.md"], ids=lambda path: path.name)
-def test_python_in_the_pages_compiles(path: Path) -> None:
-    for block in fenced("python", path.read_text()):
-        if "--8<--" not in block:
-            compile(block, path.name, "exec")
-
-
-BLOCKS: dict[str, Any] = runpy.run_path(str(ROOT / ".ci" / "blocks.py"))
-# The first words of commands that `nox -s blocks` cannot run: they install, never end, or need other hosts.
-NOT_RUN = r"(?:uv )?pip|python3 -m venv|\.venv|gcloud|kubectl|ray|ssh|curl|polyxla (?:worker --|pod run)"
-
-
-@pytest.mark.parametrize("path", BLOCKS["pages"](), ids=lambda path: path.name)
-def test_a_block_runs_or_says_why_it_does_not(path: Path) -> None:
-    text, blocks = path.read_text(), list(BLOCKS["blocks"](path))
-    fences = re.findall(r"^ *```(?:python|sh|bash|console)\b", text, re.MULTILINE)
-    hidden = text.count("<!-- run:")
-    assert len(blocks) == len(fences) + hidden, "a fence has an attribute, or a hidden block has no end"
-    assert len([one for one in blocks if one.reason]) == text.count("<!-- not run:"), "a mark without a block"
-    for one in blocks:
-        if one.reason is None and one.language != "python":
-            assert one.commands, f"{path.name}:{one.line}: no line begins with $"
-            found = re.search(rf"^(?:\w+=\S+ )*({NOT_RUN})", one.commands, re.MULTILINE)
-            assert not found, f"{path.name}:{one.line}: <!-- not run: REASON --> is missing"
-
-
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_yaml_in_the_pages_can_be_read(path: Path) -> None:
-    for block in fenced("yaml", path.read_text()):
-        assert isinstance(yaml.safe_load(block), dict | list), block
-
-
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_json_in_the_pages_can_be_read(path: Path) -> None:
-    for block in fenced("json", path.read_text()):
-        assert isinstance(json.loads(block), dict), block
-
-
-def test_the_workflow_for_github_runs_the_tests_and_uses_pips_cache() -> None:
-    (block,) = fenced("yaml", page("how-to/github-actions.md"))
-    workflow = yaml.safe_load(block)
-    # YAML 1.1 reads the key `on` as true.
-    assert workflow.keys() == {"name", True, "jobs"}
-    (job,) = workflow["jobs"].values()
-    assert job.keys() == {"runs-on", "timeout-minutes", "steps"}
-    commands = [step["run"] for step in job["steps"] if "run" in step]
-    assert "pytest" in commands
-    for command in commands:
-        subprocess.run(["bash", "-n"], input=command, text=True, check=True)
-    assert "pip" in [step.get("with", {}).get("cache") for step in job["steps"]]
-
-
-def test_the_labels_on_the_page_for_gke_are_those_of_the_manifest() -> None:
-    (block,) = fenced("yaml", page("how-to/gke.md"))
-    assert "--type v5e-16" in page("how-to/gke.md")
-    assert yaml.safe_load(block)["nodeSelector"] == node_selector(AcceleratorType.parse("v5e-16", "the page"))
-
-
-def test_the_task_for_skypilot_has_keys_of_its_format() -> None:
-    (block,) = re.findall(r"```yaml\n(# train\.yaml.*?)```", page("pods.md"), re.DOTALL)
-    task = yaml.safe_load(block)
-    # Source: the reference of SkyPilot's YAML.
-    assert task.keys() == {"resources", "workdir", "setup", "run"}
-    assert task["resources"].keys() == {"accelerators", "accelerator_args"}
-    for part in ("setup", "run"):
-        subprocess.run(["bash", "-n"], input=task[part], text=True, check=True)
-
-
 def templates(sources: Iterable[Path]) -> list[re.Pattern[str]]:
     """Return a pattern for each text's first line: what an f-string fills in may be anything."""
     found = set()
@@ -429,75 +340,6 @@ def test_the_error_texts_of_the_questions_page_are_those_of_the_sources() -> Non
     assert wrong == []
 
 
-def output_of(arguments: list[str], directory: Path, environ: dict[str, str]) -> str:
-    """Run Python with these arguments, and return what it printed."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=directory,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-READMES = sorted(ROOT.glob("packages/*/README.md"))
-# What each example prints; the examples of the other packages take longer.
-PRINTED = {
-    "bridge": r"tensor\(\[\[4\., 4\.\]\]\)\n",
-    "core": r"\[[\d.e-]+, [\d.e-]+\]\n",
-    "doctor": r"ok\n",
-    "polyxla": r"(2\.9|3\.0)\d+ (0\.9|1\.0)\d*\n",
-    "pod": r"\{'cloud\.google\.com/gke-tpu-accelerator': 'tpu-v5-lite-podslice', .*: '4x4'\}\n",
-    "precision": r"\[torch\.bfloat16, torch\.bfloat16, torch\.float32, torch\.float32\]\n",
-    "runtime-pjrt": r"\[\[1\.0, 1\.0\], \[1\.0, 1\.0\]\]\n",
-    "runtime-xrt": r"\[\[1\.0, 1\.0\], \[1\.0, 1\.0\]\]\n",
-    "the project": r"\[[\d.e-]+\]\n",
-    "tpu": r"Bounds\(hosts=\(1, 1, 2\), chips_per_host=\(2, 2, 1\)\)\n",
-    "sampler": r"0 \[\[2, 3\], \[7, 4\], \[8\]\]\n1 \[\[7, 3\], \[0, 4\], \[2\]\]\n910635848\n",
-    "training": r"(2\.9|3\.0)\d+ (0\.9|1\.0)\d*\n",
-}
-QUICK = {"doctor", "pod", "precision", "sampler", "tpu"}
-
-
-@pytest.mark.parametrize(
-    "package",
-    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for name in sorted(PRINTED)],
-)
-def test_the_example_of_a_readme_runs(package: str, clean_environ: dict[str, str], tmp_path: Path) -> None:
-    directory = ROOT if package == "the project" else ROOT / "packages" / package
-    text = (directory / "README.md").read_text()
-    script = tmp_path / "example.py"
-    script.write_text(fenced("python", text)[0])
-    printed = output_of([script.name], tmp_path, clean_environ)
-    assert re.fullmatch(PRINTED[package], printed), printed
-
-
-def first_programs() -> list[tuple[str, str]]:
-    """Return the name and the text of each program on the two pages that a user reads first."""
-    blocks = [one for name in ("index.md", "quickstart.md") for one in BLOCKS["blocks"](ROOT / "docs" / name)]
-    return [(one.file, one.text) for one in blocks if one.file]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("name", "text"), first_programs(), ids=[name for name, _ in first_programs()])
-def test_the_programs_of_the_first_pages_print_what_they_say(
-    name: str, text: str, clean_environ: dict[str, str], tmp_path: Path
-) -> None:
-    (tmp_path / name).write_text(text)
-    command = ["pytest", "-q"] if name.startswith("test_") else ["polyxla", "run", "--devices", "4"]
-    output = output_of(["-m", *command, name], tmp_path, clean_environ)
-    if name == "digits.py":
-        assert re.fullmatch(r"\{'accuracy': (0\.[89]\d*|1\.0)\}\n", output)
-    else:
-        printed = [line for line in output.splitlines() if not re.fullmatch(r"\d+ passed in .*", line)]
-        assert printed
-        assert [line for line in printed if line not in page("index.md") + page("quickstart.md")] == []
-
-
 @pytest.mark.parametrize("path", READMES, ids=lambda path: path.parent.name)
 def test_a_readme_says_how_to_install_and_links_to_the_documentation(path: Path) -> None:
     text = path.read_text()
@@ -513,13 +355,6 @@ def test_every_page_is_in_the_navigation() -> None:
     paths = [*PAGES, *(ROOT / "docs").rglob("*.ipynb")]
     names = [str(path.relative_to(ROOT / "docs").with_suffix(".md")) for path in paths]
     assert [name for name in names if f": {name}\n" not in navigation] == []
-
-
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_every_block_ends(path: Path) -> None:
-    fences = re.findall(r"^```(.*)", path.read_text(), re.MULTILINE)
-    # With one missing, text is code and code is text from there on.
-    assert [bool(one) for one in fences] == [True, False] * (len(fences) // 2)
 
 
 def test_every_module_with_public_names_is_on_an_api_page() -> None:
@@ -684,11 +519,3 @@ def test_every_library_is_on_the_dependencies_page_with_the_packages_that_requir
         names = re.compile(rf"\b{library.rstrip('2')}\b", re.IGNORECASE)
         users = " ".join(used for row, used in rows if names.search(row))
         assert [package for package in sorted(packages) if package not in users] == [], library
-
-
-def test_the_examples_of_the_sampling_page_are_right() -> None:
-    blocks = fenced("python", page("sampling.md"))
-    checked = [block for block in blocks if "assert" in block]
-    assert len(checked) == 3
-    for block in checked:
-        exec(block, {})
