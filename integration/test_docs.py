@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import typer
-from pages import PAGES, ROOT, fenced, on_one_line, page
 
 import polyxla.cli.app
 import polyxla.env
@@ -28,6 +27,7 @@ import polyxla_tpu.env
 import polyxla_training.env
 import polyxla_training.hookspecs
 import polyxla_xrt.env
+from integration.pages import PAGES, ROOT, fenced, on_one_line, page
 from polyxla import Replica, launch
 from polyxla.cli.variables import variables
 from polyxla.plugins.manager import load_everything

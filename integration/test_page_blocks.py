@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
-from pages import PAGES, ROOT, fenced, page
 
+from integration.pages import PAGES, ROOT, fenced, page
 from polyxla_pod.manifest import node_selector
 from polyxla_tpu.accelerators import AcceleratorType
 

@@ -324,8 +324,8 @@ def test_the_note_says_how_the_loader_was_changed() -> None:
     def note(loader: DataLoader[Any], count: int = 2) -> str:
         return sharded(loader, 0, count).note
 
-    assert note(DataLoader(data)) == "each of 2 replicas gets an equal share of the records"
-    assert note(DataLoader(data, shuffle=True), 1).endswith("all of the records, in a new order every epoch")
+    assert note(DataLoader(data)) == "each of 2 replicas gets an equal share of the 4 records"
+    assert note(DataLoader(data, shuffle=True), 1).endswith("all of the 4 records, in a new order every epoch")
     assert note(DataLoader(data, sampler=[1, 2])).endswith("an equal share of the items of list")
 
 

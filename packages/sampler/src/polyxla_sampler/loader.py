@@ -186,7 +186,8 @@ def shard(
         return _self_sharded_loader(loader, divider, shard_count)
     drawn = loader.batch_sampler if _has_batches(loader) else loader.sampler
     sampler = _divided_sampler(drawn, shard_index, shard_count, seed, drop_last)
-    what = "the records" if isinstance(sampler, ShardedSampler) else f"the items of {type(drawn).__name__}"
+    is_plain = isinstance(sampler, ShardedSampler)
+    what = f"the {len(drawn):,} records" if is_plain else f"the items of {type(drawn).__name__}"
     order = ", in a new order every epoch" if getattr(sampler, "shuffle", False) else ""
     note = _note(loader, f"{_who_reads(shard_count)} {what}{order}")
     return ShardedLoader(_rebuilt(loader, sampler), sampler, _batch_size(loader), note)
