@@ -58,6 +58,26 @@ def test_replicas_in_their_devices_do_not_wait_for_ever(
     assert "most recent call first" not in done.stderr
 
 
+@pytest.mark.parametrize("how", ["sleep", pytest.param("return", marks=pytest.mark.long)])
+def test_torchruns_processes_do_not_wait_for_ever(
+    runtime: RuntimeUnderTest, clean_environ: dict[str, str], how: str
+) -> None:
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    environ = {"POLYXLA_EMULATE": "v4-8", "POLYXLA_STALL_TIMEOUT_S": "6", "POLYXLA_RUNTIME": runtime.name}
+    done = subprocess.run(
+        [sys.executable, *command, str(PROGRAMS / "wait_on_tpu.py"), how],
+        env=clean_environ | environ,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 1
+    ended = rf"is at {line_of('time.sleep')}, with no work for the device" if how == "sleep" else "returned"
+    text = rf"^polyxla: replicas? [023, ]+ waits? at {line_of('all_reduce')}; replica 1 {ended}"
+    assert re.search(text, done.stderr, re.MULTILINE), done.stderr
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["compute", "compile"])
 def test_nothing_ends_replicas_that_compute_or_compile(runtime: RuntimeUnderTest, how: str) -> None:

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
+import itertools
 import json
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import polyxla.env
 from polyxla import UsageError
 from polyxla_tpu import env
 from polyxla_tpu.layout import Layout
+from polyxla_tpu.monitor.launches import monitored
 
 MEET_TIMEOUT_S = 120
 """Longest wait for all of torchrun's processes to connect, in seconds."""
+POLL_S = 0.2
+"""Interval at which the first process of a host asks whether the others have finished, in seconds."""
 _KEY = "polyxla/meeting"
 _meetings: dict[str, dict[str, str]] = {}
 """Where the processes of each run of torchrun meet. A second launch in this process uses the same devices."""
+_launches = itertools.count()
+"""Numbers this process's launches: the same number in all processes, which launch together."""
 
 
 class Plan(Protocol):
@@ -36,6 +44,16 @@ class Plan(Protocol):
     @property
     def processes_here(self) -> range:
         """The numbers of this host's processes."""
+        ...
+
+    @property
+    def launching_hosts(self) -> Sequence[str]:
+        """The hosts whose replicas a monitor watches; none if their devices tell when they wait."""
+        ...
+
+    @property
+    def own_host(self) -> int:
+        """The number of this host among them."""
         ...
 
     def meeting(self, environ: Mapping[str, str]) -> dict[str, str]:
@@ -105,20 +123,41 @@ def run_here(run: Any, plan: Plan, environ: Mapping[str, str]) -> list[Any]:
         environ: the job's environment.
     """
     whole = {**environ, **environment(plan, environ, os.cpu_count() or 1)}
-    with polyxla.env.temporary_environ(whole):
+    with _watched(plan, environ) as variables, polyxla.env.temporary_environ(whole | variables):
         results: list[Any] = run(_process(plan, environ))
     return results
 
 
+@contextlib.contextmanager
+def _watched(plan: Plan, environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Watch what runs in the context: the replicas of one process; yield the variables of the watch.
+
+    torchrun notices only processes that end. The first process of each host monitors all of that host, as a
+    launch without torchrun would.
+    """
+    if not plan.launching_hosts:
+        yield {}
+        return
+    key = f"polyxla/monitor/{next(_launches)}/{plan.own_host}"
+    store, number = _store(environ), int(environ.get(env.LOCAL_RANK, environ[env.RANK]))
+    if number:
+        yield {env.POLYXLA_MONITOR: store.get(key).decode()}
+        store.set(f"{key}/{number}", "finished")
+        return
+    with monitored(plan.launching_hosts, plan.own_host, environ) as variables:
+        store.set(key, variables[env.POLYXLA_MONITOR])
+        yield variables
+        others = [f"{key}/{other}" for other in range(1, len(plan.processes_here))]
+        # They work for as long as they like. If one fails, torchrun ends this process.
+        while others and not store.check(others):
+            time.sleep(POLL_S)
+
+
 def _agree(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
     """Agree on where the processes meet, through torchrun's own store."""
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-
     address, port = environ[env.MASTER_ADDR], environ[env.MASTER_PORT]
-    timeout = dt.timedelta(seconds=MEET_TIMEOUT_S)
     try:
-        agents = TCPStore(address, int(port), is_master=False, timeout=timeout)
-        store = PrefixStore(environ[env.TORCHELASTIC_RUN_ID], agents)
+        store = _store(environ)
         if environ[env.RANK] == "0":
             store.set(_KEY, json.dumps(plan.meeting(environ)))
         meeting: dict[str, str] = json.loads(store.get(_KEY))
@@ -129,3 +168,12 @@ def _agree(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
             fix="Leave TORCHELASTIC_USE_AGENT_STORE as torchrun sets it, so that torchrun hosts the store.",
         ) from error
     return meeting
+
+
+def _store(environ: Mapping[str, str]) -> Any:
+    """Connect to torchrun's own store, for the keys of this run."""
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    address, port = environ[env.MASTER_ADDR], int(environ[env.MASTER_PORT])
+    agents = TCPStore(address, port, is_master=False, timeout=dt.timedelta(seconds=MEET_TIMEOUT_S))
+    return PrefixStore(environ[env.TORCHELASTIC_RUN_ID], agents)
