@@ -43,6 +43,8 @@ POLL_S = 0.2
 """Interval at which worker 0 asks whether the others have finished a job, in seconds."""
 EXCHANGE_S = 5.0
 """Longest wait for worker 0's answer to an account of progress, in seconds."""
+REPORT_S = 60.0
+"""Interval at which worker 0 reports that it still waits for them, in seconds."""
 _CALLS_PER_WORKER = 4
 _SERVER_OPTIONS = (
     *OPTIONS,
@@ -151,11 +153,19 @@ class SliceLink:
             return ()
 
     def wait_for_release(self) -> None:
-        """On worker 0, wait until no other worker has a job, or the slice is lost; elsewhere, do nothing."""
-        others = self._members.workers[1:] if self._members.own == 0 else ()
+        """On worker 0, wait until no other worker has a job, or the slice is lost; elsewhere, do nothing.
+
+        Without a deadline: the job's other hosts may save or evaluate for as long as they like. A job that
+        waits for the slice has a deadline of its own.
+        """
+        others = range(1, len(self._members.workers)) if self._members.own == 0 else ()
+        report_at = time.monotonic() + REPORT_S
         for worker in others:
-            channel = WorkerChannel(worker.address, self._environ)
+            channel = WorkerChannel(self._members.workers[worker].address, self._environ)
             while not self.lost.done() and _has_job(channel):
+                if time.monotonic() > report_at:
+                    _log.info("%s, still has the last job", self._members.name(worker))
+                    report_at += REPORT_S
                 time.sleep(POLL_S)
             channel.close()
 
