@@ -27,7 +27,6 @@ import polyxla_tpu.env
 import polyxla_training.env
 import polyxla_training.hookspecs
 import polyxla_xrt.env
-from integration.pages import PAGES, ROOT, fenced, on_one_line, page
 from polyxla import Replica, launch
 from polyxla.cli.variables import variables
 from polyxla.plugins.manager import load_everything
@@ -41,9 +40,19 @@ from polyxla_training.lightning.trainer_arguments import FIXES
 from polyxla_training.options import LEAST_READS, LOG_EVERY_N_STEPS, TrainerOptions
 from polyxla_xrt.config.configuration import Configuration, read_configuration
 
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 API = sorted((ROOT / "docs" / "api").glob("*.md"))
 READMES = sorted(ROOT.glob("packages/*/README.md"))
 HOOKSPECS = [polyxla.hookspecs, polyxla_training.hookspecs, polyxla_pod.hookspecs]
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text()
+
+
+def on_one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def default_of(function: Callable[..., Any], parameter: str) -> Any:
@@ -184,7 +193,7 @@ def test_the_options_of_check_replicas_have_the_defaults_on_the_page() -> None:
 
 def calls(name: str) -> list[dict[str, Any]]:
     """Return the keyword arguments of each call of a function on the training page."""
-    blocks = fenced("python", page("training.md"))
+    blocks = re.findall(r"```python\n(.*?)```", page("training.md"), re.DOTALL)
     return [
         {word.arg: ast.literal_eval(word.value) for word in one.keywords if word.arg}
         for block in blocks

@@ -13,11 +13,21 @@ from typing import Any
 import pytest
 import yaml
 
-from integration.pages import PAGES, ROOT, fenced, page
 from polyxla_pod.manifest import node_selector
 from polyxla_tpu.accelerators import AcceleratorType
 
 TIMEOUT_S = 280
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text()
+
+
+def fenced(language: str, text: str) -> list[str]:
+    """Return the code blocks of one language."""
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

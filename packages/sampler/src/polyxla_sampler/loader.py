@@ -184,7 +184,7 @@ def shard(
         return _stream_loader(loader, shard_index, shard_count, seed, drop_last)
     if (divider := _self_sharding_sampler(loader)) is not None:
         return _self_sharded_loader(loader, divider, shard_count)
-    drawn = loader.batch_sampler if _has_batches(loader) else loader.sampler
+    drawn: Any = loader.batch_sampler if _has_batches(loader) else loader.sampler
     sampler = _divided_sampler(drawn, shard_index, shard_count, seed, drop_last)
     is_plain = isinstance(sampler, ShardedSampler)
     what = f"the {len(drawn):,} records" if is_plain else f"the items of {type(drawn).__name__}"
