@@ -38,7 +38,8 @@ def line_of(text: str) -> str:
         ),
         pytest.param(
             "return",
-            "replica 1 returned; .*replicas? [023, ]+ waits? at {reading}",
+            # With the steps, where they are known.
+            "replica 1 returned(?: after 0 steps)?; .*replicas? [023, ]+ waits? (?:in step 1 )?at {reading}",
             id="returned",
             marks=pytest.mark.long,
         ),
