@@ -35,6 +35,7 @@ from polyxla_xrt.server.worker.platforms.slice_link import PORT, SliceLink
 from polyxla_xrt.server.worker.security import Security
 
 Start = Callable[..., Any]
+Join = Callable[..., SliceLink]
 TIMEOUT_S = 60.0
 HOSTS, EACH = 2, 4
 CORES = HOSTS * EACH
@@ -205,11 +206,19 @@ def test_a_job_that_is_not_the_slices_is_refused(pod: list[Any], part: Pod | Non
         Lease(pod[0].address, EACH, snapshot(), pod=part)
 
 
-def link(members: SliceMembers, join_s: float = TIMEOUT_S, token: Path | None = None) -> SliceLink:
-    return SliceLink(members, Security(token_file=token), {}, join_s)
+@pytest.fixture
+def link() -> Iterator[Join]:
+    """Joins a worker to its slice in this process, until the end of the test."""
+    with ExitStack() as stack:
+
+        def join(members: SliceMembers, join_s: float = TIMEOUT_S, token: Path | None = None) -> SliceLink:
+            link = SliceLink(members, Security(token_file=token), {}, join_s)
+            return stack.enter_context(closing(link))
+
+        yield join
 
 
-def test_missing_workers_are_named_to_those_who_wait() -> None:
+def test_missing_workers_are_named_to_those_who_wait(link: Join) -> None:
     workers = workers_of(*free_addresses(3))
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(link, SliceMembers(workers, own), 1.0) for own in (0, 2)]
@@ -221,14 +230,14 @@ def test_missing_workers_are_named_to_those_who_wait() -> None:
             )
 
 
-def test_a_missing_first_worker_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_first_worker_is_named(link: Join, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slice_link, "MARGIN_S", 0.1)
     workers = workers_of(*free_addresses(2))
     with pytest.raises(UsageError, match=r"worker 0 of the slice, at .*, cannot be joined: .* refused"):
         link(SliceMembers(workers, 1), 0.5)
 
 
-def test_another_list_of_workers_is_refused() -> None:
+def test_another_list_of_workers_is_refused(link: Join) -> None:
     workers = workers_of(*free_addresses(2))
     other = workers_of(workers[0].host, "127.0.0.9")
     with ThreadPoolExecutor(1) as pool:
@@ -239,7 +248,7 @@ def test_another_list_of_workers_is_refused() -> None:
             first.result(TIMEOUT_S)
 
 
-def test_joining_requires_the_workers_token(tmp_path: Path) -> None:
+def test_joining_requires_the_workers_token(link: Join, tmp_path: Path) -> None:
     workers = workers_of(*free_addresses(2))
     for name in ("right", "wrong"):
         (tmp_path / name).write_text(name * 4)
@@ -252,7 +261,7 @@ def test_joining_requires_the_workers_token(tmp_path: Path) -> None:
         assert not second.lost.done()
 
 
-def test_the_devices_of_all_workers_are_at_work_only_together() -> None:
+def test_the_devices_of_all_workers_are_at_work_only_together(link: Join) -> None:
     workers = workers_of(*free_addresses(2))
     with ThreadPoolExecutor(2) as pool:
         links = list(pool.map(lambda own: link(SliceMembers(workers, own)), range(2)))
@@ -268,7 +277,7 @@ def test_the_devices_of_all_workers_are_at_work_only_together() -> None:
     assert not first.exchange(is_full=True)
 
 
-def test_heartbeats_and_returned_replicas_reach_the_other_workers_of_the_same_job() -> None:
+def test_heartbeats_and_returned_replicas_reach_the_other_workers_of_the_same_job(link: Join) -> None:
     workers = workers_of(*free_addresses(2))
     with ThreadPoolExecutor(2) as pool:
         links = list(pool.map(lambda own: link(SliceMembers(workers, own)), range(2)))
@@ -286,7 +295,7 @@ def test_heartbeats_and_returned_replicas_reach_the_other_workers_of_the_same_jo
     assert (again.heartbeats(), again.retired()) == ({"0": "0"}, frozenset())
 
 
-def test_progress_is_taken_from_workers_of_the_slice_only() -> None:
+def test_progress_is_taken_from_workers_of_the_slice_only(link: Join) -> None:
     workers = workers_of(*free_addresses(2))
     with ThreadPoolExecutor(2) as pool:
         links = list(pool.map(lambda own: link(SliceMembers(workers, own)), range(2)))
@@ -298,7 +307,7 @@ def test_progress_is_taken_from_workers_of_the_slice_only() -> None:
     assert not any(one.lost.done() for one in links)
 
 
-def test_a_worker_that_comes_again_has_lost_its_first_process() -> None:
+def test_a_worker_that_comes_again_has_lost_its_first_process(link: Join) -> None:
     workers = workers_of(*free_addresses(3))
     with ThreadPoolExecutor(3) as pool:
         links = list(pool.map(lambda own: link(SliceMembers(workers, own)), range(3)))

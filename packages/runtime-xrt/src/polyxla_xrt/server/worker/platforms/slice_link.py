@@ -57,7 +57,7 @@ _log = logging.getLogger("polyxla.worker")
 
 
 class SliceLink:
-    """This process's end of the link, until the process ends. Blocks until all workers have joined.
+    """This process's end of the link. Blocks until all workers have joined; keep it as long as the slice.
 
     Args:
         members: the workers of the slice.
@@ -168,6 +168,13 @@ class SliceLink:
                     report_at += REPORT_S
                 time.sleep(POLL_S)
             channel.close()
+
+    def close(self) -> None:
+        """Leave the slice. All workers lose it."""
+        if self._channel is None:
+            self._server.stop(None)
+        else:
+            self._channel.close()
 
 
 class _Hub(worker_pb2_grpc.SliceServicer):
