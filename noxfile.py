@@ -296,11 +296,22 @@ def minimums(session: nox.Session) -> None:
     constraints = Path(session.create_tmp()) / CONSTRAINTS
     constraints.write_text("\n".join(pin for pin in pins if pin.split("==")[0].lower() not in free))
     options = ["--resolution", "lowest-direct", "-c", str(constraints)]
+    test_range(session, options)
+
+
+@nox.session(venv_backend="uv", reuse_venv=False)
+def newest(session: nox.Session) -> None:
+    """Test the same packages with the newest versions they allow, which a new user gets."""
+    test_range(session, ["--upgrade"])
+
+
+def test_range(session: nox.Session, options: Sequence[str]) -> None:
+    """Test the packages that promise a range of versions, with those that the installer's options select."""
     install(session, WITH_A_RANGE, group("test-training"), with_extras=WITH_A_RANGE, options=options)
     # typer and click build the help text together, and have not always fitted.
     session.run("polyxla", "run", "--help", silent=True)
     directories = [f"packages/{package}/tests" for package in WITH_A_RANGE if package in TESTED]
-    session.run("pytest", *TWO_AT_ONCE, *directories, junit("minimums"), *session.posargs)
+    session.run("pytest", *TWO_AT_ONCE, *directories, junit(session.name), *session.posargs)
 
 
 @nox.session

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
 import polyxla
 from polyxla import Replica, UsageError
 from polyxla.env import snapshot
 from polyxla.launcher.messages import Raised, RemoteTraceback, Returned, pack
+from polyxla.launcher.pickling import dumps
 from polyxla_launch_ray import env
 
 
@@ -38,7 +37,7 @@ class Call:
             UsageError: a part of it cannot be pickled.
         """
         try:
-            return bytes(cloudpickle.dumps(self))
+            return dumps(self)
         except Exception as error:
             raise UsageError(
                 f"the function or its arguments cannot be sent to the hosts: {error}",

@@ -10,6 +10,7 @@ import cloudpickle
 
 from polyxla.contracts.job import ReplicaResult
 from polyxla.errors import PolyxlaError, UsageError
+from polyxla.launcher.pickling import dumps, pickles
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,12 @@ class RemoteTraceback(Exception):
 def pack(answer: Returned | Raised) -> bytes:
     """Pickle an answer; an answer that cannot be pickled becomes an error."""
     try:
-        packed = bytes(cloudpickle.dumps(answer))
+        packed = dumps(answer)
         if isinstance(answer, Raised):
             # An exception class with its own __init__ often pickles but does not load again.
             cloudpickle.loads(packed)
     except Exception as error:
-        return bytes(cloudpickle.dumps(_in_words(answer, error)))
+        return dumps(_in_words(answer, error))
     return packed
 
 
@@ -114,15 +115,6 @@ def unpack(packed: bytes) -> Any:
     if isinstance(answer, Raised):
         raise answer.error from RemoteTraceback(answer.traceback)
     return answer.value
-
-
-def pickles(value: Any) -> bool:
-    """Return whether a value can be sent to another process."""
-    try:
-        cloudpickle.dumps(value)
-    except Exception:
-        return False
-    return True
 
 
 def _in_words(answer: Returned | Raised, error: Exception) -> Raised:

@@ -22,15 +22,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
-import cloudpickle
-
 from polyxla import env
 from polyxla.contracts.job import Job, ProcessMethod
 from polyxla.errors import ReplicaLostError, UsageError
 from polyxla.launcher import failures
 from polyxla.launcher.child import serve_forked
 from polyxla.launcher.failures import STOP_GRACE_S, ReplicaProcess
-from polyxla.launcher.messages import Message, Setup, pickles, unpack
+from polyxla.launcher.messages import Message, Setup, unpack
+from polyxla.launcher.pickling import dumps, pickles
 from polyxla.launcher.process_handle import OwnProcess
 from polyxla.launcher.start_methods import interrupts_blocked, running_fork_server, spawn
 
@@ -163,7 +162,7 @@ def _setups(work: Work, places: Sequence[Any], environs: Sequence[Mapping[str, s
 
 def _pickled(work: Work, place: Any) -> bytes:
     try:
-        return bytes(cloudpickle.dumps((work, place)))
+        return dumps((work, place))
     except Exception as error:
         culprit = next((name for name, part in _named_parts(work) if not pickles(part)), "the job")
         raise UsageError(
