@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import CodeType
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle
 
@@ -41,5 +41,7 @@ def _make_code(reduced: tuple[Callable[..., CodeType], tuple[Any, ...]], file_na
     return make(*arguments).replace(co_filename=file_name)
 
 
-class _Pickler(cloudpickle.Pickler):
-    dispatch_table = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    dispatch_table: ClassVar[Mapping[type, Callable[[Any], Any]]] = ChainMap(
+        {CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table
+    )
