@@ -41,6 +41,14 @@ def test_discovery_offers_every_core_of_the_worker() -> None:
     assert found.devices[1].name == "core 1 of tpu_worker:0"
 
 
+def test_why_torch_xla_cannot_be_imported_is_said_before_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", [])
+    found = polyxla_discover_devices({env.XRT_TPU_CONFIG: CONFIG})
+    assert found.claim is Claim.CONFIGURED
+    assert found.unavailable == "torch and torch_xla are not installed"
+    assert "pip install 'torch==2.9.1' 'torch_xla==2.9.0'" in found.fix
+
+
 def test_without_a_configuration_discovery_shows_an_example() -> None:
     found = polyxla_discover_devices({})
     assert found.unavailable == "no variable describes a TPU node"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from polyxla import UsageError
 from polyxla.errors import pip_install
-from polyxla_tpu.libtpu import FOR_TORCH_TPU, FOR_TORCH_XLA, LibtpuReleases
+from polyxla_tpu.versions import FOR_TORCH_TPU, FOR_TORCH_XLA, LibtpuReleases
 
 
 @dataclass(frozen=True)

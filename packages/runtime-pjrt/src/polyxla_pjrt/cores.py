@@ -12,11 +12,11 @@ from polyxla_tpu import env as tpu_env
 from polyxla_tpu import this_host
 from polyxla_tpu.accelerators import AcceleratorType
 from polyxla_tpu.chips import AttachedChip
-from polyxla_tpu.libtpu import FOR_TORCH_XLA
 from polyxla_tpu.played import PlayedTpu
 from polyxla_tpu.slices import TpuSlice
 from polyxla_tpu.this_host import cores, host_core, skip_metadata
 from polyxla_tpu.topology import single_core_environment
+from polyxla_tpu.versions import FOR_TORCH_XLA
 
 _GIVEN_TO_PROCESSES = (
     tpu_env.TPU_PROCESS_BOUNDS,

@@ -10,6 +10,7 @@ from polyxla import Claim, Discovery, Job, Replication, Setting, UsageError, hoo
 from polyxla.launcher.start_methods import running_fork_server
 from polyxla.plugins.unknown_variables import constants
 from polyxla_bridge import env as bridge
+from polyxla_tpu.versions import import_problem
 from polyxla_xrt import env
 from polyxla_xrt.client.probe import check_reachable
 from polyxla_xrt.config.configuration import Configuration, read_configuration
@@ -50,6 +51,8 @@ def polyxla_discover_devices(environ: Mapping[str, str]) -> Discovery:
     if configuration is None:
         unset = replace(bare, unavailable="no variable describes a TPU node", fix=_EXAMPLE)
         return replace(unset, notes=env.warnings(environ))
+    if problem := import_problem():
+        return replace(bare, unavailable=problem.what, fix=problem.fix, notes=configuration.warnings)
     return replace(
         bare,
         kind=configuration.kind,

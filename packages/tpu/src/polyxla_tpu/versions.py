@@ -1,15 +1,65 @@
-"""The releases of libtpu that work with a framework, compared with the installed one without importing it."""
+"""The releases of torch, torch_xla, torch_tpu and libtpu that fit together; nothing of them is imported."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from polyxla.errors import pip_install
 from polyxla_tpu import env
 
+RIGHT_PAIR = "pip install 'torch==2.9.1' 'torch_xla==2.9.0'"
+"""The command that installs a tested pair. torch_xla 2.9.0 is the last release of torch_xla."""
+
 Release = tuple[int, int, int]
+
+
+class Problem(NamedTuple):
+    """Why torch_xla cannot be imported here, and what to do."""
+
+    what: str
+    fix: str
+
+
+def import_problem() -> Problem | None:
+    """Return why torch_xla cannot be imported here; None if it can.
+
+    It is built against one minor release of torch. With another one, its import fails in the dynamic linker
+    with an undefined symbol, an error that does not name the cause. So it does where Python's shared library
+    is missing: Debian's and Ubuntu's ``python3`` need none, and leave it to another package.
+    """
+    torch, torch_xla = _version("torch"), _version("torch_xla")
+    right_pair = f"Install a pair that fits: {RIGHT_PAIR}"
+    if torch is None or torch_xla is None:
+        missing = [name for name, version in (("torch", torch), ("torch_xla", torch_xla)) if version is None]
+        return Problem(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed", right_pair
+        )
+    if _minor(torch) != _minor(torch_xla):
+        return Problem(
+            f"torch {torch} and torch_xla {torch_xla} do not fit together: "
+            f"torch_xla {_minor(torch_xla)} loads only with torch {_minor(torch_xla)}",
+            right_pair,
+        )
+    return library_problem(f"python{sys.version_info.major}.{sys.version_info.minor}")
+
+
+def library_problem(python: str) -> Problem | None:
+    """Return why the dynamic linker does not find the shared library of `python`; None if it does."""
+    name = f"lib{python}.so.1.0"
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        return Problem(
+            f"torch_xla needs Python's shared library {name}, and it is not found",
+            f"On Debian and Ubuntu: apt-get install lib{python}. For another Python, add the directory of "
+            f"{name} to LD_LIBRARY_PATH.",
+        )
+    return None
 
 
 @dataclass(frozen=True)
@@ -76,3 +126,7 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
