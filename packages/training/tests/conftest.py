@@ -50,13 +50,14 @@ class ScriptedCounters(Counters):
         self.compiles = self.executions = self.reads = self.hits = 0
         self.fell_back: dict[str, int] = {}
         self.memory_found: Memory | None = None
+        self.seconds_each = 0.5
         self.chip = None
 
     def counts(self) -> Counts:
         return Counts(self.compiles, self.executions, self.reads, self.hits)
 
     def compile_s(self) -> float:
-        return 0.5 * self.compiles
+        return self.seconds_each * self.compiles
 
     def fallbacks(self) -> dict[str, int]:
         return dict(self.fell_back)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from polyxla.callsite import location
 from polyxla_training.observe import CompileBudgetError
 from polyxla_training.observe.observer import AfterListeners
+from polyxla_training.observe.report.run import Run
+from polyxla_training.observe.report.text import as_lines
 
 
 def kinds(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
@@ -40,6 +43,21 @@ def test_compilations_are_explained(
     said = [line for line in capsys.readouterr().err.splitlines() if " compiled a program" in line]
     assert len(said) == 4
     assert ", as expected: the first step" in said[0]
+
+
+def test_a_compilation_whose_time_is_unknown_has_none(
+    counters: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], observed_loop: Callable[..., Any]
+) -> None:
+    counters.seconds_each = 0.0
+    run = observed_loop(counters, tmp_path)
+    counters.compiles += 1
+    run.step(records=32)
+    events = run.stop()
+    said = capsys.readouterr().err
+    assert "step 1 compiled a program, as expected: the first step" in said
+    report = "\n".join(as_lines(Run.of(str(tmp_path), events)))
+    assert re.search(r"programs compiled +1, 0 unexpected", report)
+    assert "step 1: 1, the first step" in report
 
 
 def test_a_compilation_in_the_second_step_is_unexpected_if_its_inputs_changed(

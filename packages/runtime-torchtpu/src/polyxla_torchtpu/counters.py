@@ -53,7 +53,10 @@ class TorchTpuCounters(Counters):
         _accelerator.synchronize()
 
     def compile_s(self) -> float:
-        """Return the sum of the compilations' times; several programs may compile at the same time."""
+        """Return the sum of the compilations' times; several programs may compile at the same time.
+
+        With several processes, TorchTPU records most of them as 0.
+        """
         entries = _native._get_cache_stats().per_entry_stats
         # In whole microseconds: the order of the entries changes, and sums of floats with it.
         return sum((entry.compilation_duration for entry in entries), dt.timedelta()).total_seconds()

@@ -64,7 +64,7 @@ class Counters(ABC):
 
     @abstractmethod
     def compile_s(self) -> float:
-        """Return the total time of all compilations, in seconds. Called after each; may take 0.2 ms."""
+        """Return the total time of all compilations, in seconds, or 0 if unknown. Called after each."""
 
     @abstractmethod
     def fallbacks(self) -> dict[str, int]:

@@ -49,7 +49,7 @@ class Compilation:
     Attributes:
         step: number of the step, or of the step before.
         compiles: number of programs.
-        seconds: time that their compilation took.
+        seconds: time that their compilation took; 0 where the framework does not tell.
         cause: what differed from the step before.
         line: the user's line, ``file:line``; None if it is unknown.
         expected: whether every training compiles here.
@@ -65,8 +65,9 @@ class Compilation:
     def __str__(self) -> str:
         programs = "a program" if self.compiles == 1 else f"{self.compiles} programs"
         at = f" ({self.line})" if self.line else ""
+        took = f" in {self.seconds:.2g} s" if self.seconds else ""
         as_expected = ", as expected" if self.expected else ""
-        return f"step {self.step} compiled {programs} in {self.seconds:.2g} s{as_expected}: {self.cause}{at}"
+        return f"step {self.step} compiled {programs}{took}{as_expected}: {self.cause}{at}"
 
     def as_json(self) -> dict[str, Any]:
         """Return every field by its name."""

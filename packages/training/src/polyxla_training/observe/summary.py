@@ -59,7 +59,8 @@ class Summary:
     def _parts(self) -> Iterator[str]:
         yield f"{self.steps} steps in {self.seconds:.1f} s"
         if self.compiles:
-            yield f"{self.compiles} programs compiled in {self.compile_s:.1f} s"
+            took = f" in {self.compile_s:.1f} s" if self.compile_s else ""
+            yield f"{self.compiles} programs compiled{took}"
         if self.unexpected:
             yield f"{self.unexpected} of them after the first steps"
         if self.is_shared:

@@ -43,7 +43,8 @@ def _throughput(summary: Mapping[str, Any]) -> str:
 
 
 def _compiled(summary: Mapping[str, Any]) -> str:
-    return f"{summary['compiles']} in {summary['compile_s']:.1f} s, {summary['unexpected']} unexpected"
+    took = f" in {summary['compile_s']:.1f} s" if summary["compile_s"] else ""
+    return f"{summary['compiles']}{took}, {summary['unexpected']} unexpected"
 
 
 def _cache(summary: Mapping[str, Any]) -> str:
@@ -86,4 +87,5 @@ def as_lines(run: Run) -> Iterator[str]:
 def compilation(one: Mapping[str, Any]) -> str:
     """Return a line about one compilation."""
     at = f" ({one['line']})" if one["line"] else ""
-    return f"step {one['step']}: {one['compiles']} in {one['seconds']:.2g} s, {one['cause']}{at}"
+    took = f" in {one['seconds']:.2g} s" if one["seconds"] else ""
+    return f"step {one['step']}: {one['compiles']}{took}, {one['cause']}{at}"
