@@ -433,7 +433,7 @@ def test_the_numbers_on_the_pages_are_those_of_the_code() -> None:
 
     from polyxla.contracts.replication import Replication
     from polyxla.launcher import failures, processes
-    from polyxla.xla import unsynced_steps
+    from polyxla.xla import unsynced_loops
     from polyxla_bridge.engine import clients, stall_watchdog
     from polyxla_bridge.programs import cache_directory
     from polyxla_training.checkpoint import background_writer, safetensors_header
@@ -489,8 +489,8 @@ def test_the_numbers_on_the_pages_are_those_of_the_code() -> None:
             f"every {step_watch.READ_EVERY}th step and the last one",
             f"read {words[step_watch.READ_AFTER]} steps later",
             f"at most {words[trained_parameters.MAX_ELEMENTS * 4 >> 20]} megabyte per optimizer",
-            f"where {words[unsynced_steps.STEPS]} optimizer steps or more were made",
-            f"submitted for {unsynced_steps.SECONDS:g} s",
+            f"where {words[unsynced_loops.STEPS]} optimizer steps or more were made",
+            f"submitted for {unsynced_loops.SECONDS:g} s",
         ],
         "plugins.md": [f"`Replication` ({words[len(Replication.__abstractmethods__)]} methods to implement"],
         "tpu-nodes.md": [

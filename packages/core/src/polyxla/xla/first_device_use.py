@@ -20,7 +20,7 @@ from polyxla import callsite, env
 from polyxla.console import say
 from polyxla.errors import UsageError
 from polyxla.xla import main_module
-from polyxla.xla.unsynced_steps import UnsyncedSteps
+from polyxla.xla.unsynced_loops import UnsyncedSteps
 
 _DEVICE_FUNCTIONS = (
     *("_xla_get_all_", "_xla_get_default_device", "_xla_get_device", "_xla_get_num_processes"),

@@ -18,6 +18,7 @@ from polyxla.contracts.replication import STEP_EVENT, ReduceOp, Replication
 from polyxla.errors import UsageError
 from polyxla.xla.counters import XlaCounters
 from polyxla.xla.optimizer_factors import FactorTensors, factors_as_inputs
+from polyxla.xla.unsynced_loops import UnsyncedCollectives
 from polyxla.xla.upload import upload_batches
 
 _native: Any = torch_xla._XLAC  # type: ignore[attr-defined]
@@ -135,13 +136,19 @@ class XlaReplication(Replication):
 class CollectiveReplication(XlaReplication):
     """One of several replicas, with torch_xla's collectives; subclasses add the world and the rendezvous."""
 
+    def __init__(self, kind: str, local_index: int, environ: Mapping[str, str]) -> None:
+        super().__init__(kind, local_index, environ)
+        self._unsynced = UnsyncedCollectives()
+
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         """Combine the replicas' tensors in the program of the current step."""
+        self._unsynced.called()
         scale = 1.0 / self.world.world_size if op == "mean" else 1.0
         return cast("torch.Tensor", xm.all_reduce(_OPS[op], tensor, scale=scale))
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Gather the replicas' tensors in the program of the current step."""
+        self._unsynced.called()
         return list(xm.all_gather(tensor[None]).unbind())
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
