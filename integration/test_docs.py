@@ -491,6 +491,7 @@ def test_the_numbers_on_the_pages_are_those_of_the_code() -> None:
             f"at most {words[trained_parameters.MAX_ELEMENTS * 4 >> 20]} megabyte per optimizer",
             f"where {words[unsynced_loops.STEPS]} optimizer steps or more were made",
             f"submitted for {unsynced_loops.SECONDS:g} s",
+            f"where a loop reads {words[unsynced_loops.READS]} collectives of a replica without it",
         ],
         "plugins.md": [f"`Replication` ({words[len(Replication.__abstractmethods__)]} methods to implement"],
         "tpu-nodes.md": [
