@@ -140,6 +140,18 @@ def test_what_the_end_of_an_epoch_compiles_is_not_the_next_steps(
     assert found[-1]["cause"] == "an exchange of metrics or of a checkpoint"
 
 
+def test_what_the_end_of_an_epoch_compiles_is_not_the_evaluations(
+    counters: Any, tmp_path: Path, observed_loop: Callable[..., Any]
+) -> None:
+    run = observed_loop(counters, tmp_path, compile_budget=0)
+    run.step()
+    run.evaluation(50)
+    counters.compiles += 1
+    run.observer.polyxla_epoch_finished()
+    [found] = kinds(run.stop(), "compile")
+    assert (found["cause"], found["expected"]) == ("an exchange of metrics or of a checkpoint", True)
+
+
 def test_what_other_listeners_compile_is_not_the_next_steps(
     counters: Any, tmp_path: Path, observed_loop: Callable[..., Any]
 ) -> None:

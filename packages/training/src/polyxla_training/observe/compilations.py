@@ -109,6 +109,7 @@ class CompilationTracker:
         self._arrived_inputs: tuple[Signature, ...] | None = None
         self._evaluation_inputs: tuple[Signature, ...] | None = None
         self._has_evaluated = False
+        self._evaluated_at = -1
         self._explained_s = counters.compile_s()
         self.total, self.seconds = 0, 0.0
 
@@ -182,10 +183,12 @@ class CompilationTracker:
             delta: the counts since that step.
             loader: gave the last batch: the evaluation's loader, if there was an evaluation.
         """
-        if loader is None or not self.is_evaluation(loader):
+        # What follows the metrics of an evaluation, at the end of an epoch, is not the evaluation's.
+        if loader is None or not self.is_evaluation(loader) or self._evaluated_at == self._steps:
             return self._record(
                 step, delta.compiles, "an exchange of metrics or of a checkpoint", None, expected=True
             )
+        self._evaluated_at = self._steps
         before, self._evaluation_inputs = self._evaluation_inputs, signatures(loader.batch)
         if before is None:
             return self._record(step, delta.compiles, "the first evaluation", None, expected=True)
