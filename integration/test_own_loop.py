@@ -62,26 +62,17 @@ def test_a_loop_that_never_syncs_is_reported_while_it_runs(runtime: RuntimeUnder
     assert f"{program.name}:19 makes optimizer steps, and none has run for 5 s" in said
 
 
-def with_reads(replica: Replica, syncs: bool) -> float:
-    ones, total = torch.ones(3, device=replica.device), 0.0
-    for _ in range(15):
-        total += replica.all_reduce(ones).sum().item()
-        if syncs:
-            import torch_xla
-
-            torch_xla.sync()
-    return total
-
-
 @pytest.mark.torch_xla("collectives that wait for a sync")
-@pytest.mark.parametrize("syncs", [False, True])
+@pytest.mark.parametrize(("arguments", "lines"), [([], 2), (["sync"], 0)])
 def test_a_loop_that_reads_collectives_and_never_syncs_is_reported(
-    runtime: RuntimeUnderTest, capfd: pytest.CaptureFixture[str], syncs: bool
+    runtime: RuntimeUnderTest, arguments: list[str], lines: int
 ) -> None:
-    assert runtime.launch(with_reads, syncs, devices=2) == [90.0, 90.0]
-    said = [one for one in capfd.readouterr().err.splitlines() if "reads collectives" in one]
-    assert len(said) == (0 if syncs else 2)
-    assert all(line(with_reads, 3) in one and "Call torch_xla.sync() after each read." in one for one in said)
+    program = Path(__file__).parent / "programs" / "reads_of_collectives.py"
+    done = runtime.run("--devices", "2", str(program), *arguments)
+    assert done.stdout == "[90.0, 90.0]\n", done.stderr
+    said = [one for one in done.stderr.splitlines() if "reads collectives" in one]
+    assert len(said) == lines
+    assert all(f"{program.name}:14" in one and "Call torch_xla.sync() after" in one for one in said)
 
 
 @pytest.mark.torch_xla("counters of reads and of one program for each step")
