@@ -302,7 +302,7 @@ def minimums(session: nox.Session) -> None:
 @nox.session(venv_backend="uv", reuse_venv=False)
 def newest(session: nox.Session) -> None:
     """Test the same packages with the newest versions they allow, which a new user gets."""
-    test_range(session, ["--upgrade"])
+    test_range(session, options=())
 
 
 def test_range(session: nox.Session, options: Sequence[str]) -> None:

@@ -64,7 +64,7 @@ class Counters(ABC):
 
     @abstractmethod
     def compile_s(self) -> float:
-        """Return the total time of all compilations, in seconds, or 0 if unknown. Called after each."""
+        """Return the seconds of all compilations, 0 if unknown. Called after each; may take 0.2 ms."""
 
     @abstractmethod
     def fallbacks(self) -> dict[str, int]:

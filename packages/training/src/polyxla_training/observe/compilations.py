@@ -11,6 +11,7 @@ from polyxla.console import say
 from polyxla_training.observe.compile_budget import CompileBudget
 from polyxla_training.observe.constant_factors import constant_factors
 from polyxla_training.observe.input_shapes import Signature, describe_changes, signatures
+from polyxla_training.observe.summary import in_seconds
 from polyxla_training.observe.tracing.trace_schedule import is_torch_compiled
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class Compilation:
     def __str__(self) -> str:
         programs = "a program" if self.compiles == 1 else f"{self.compiles} programs"
         at = f" ({self.line})" if self.line else ""
-        took = f" in {self.seconds:.2g} s" if self.seconds else ""
+        took = in_seconds(self.seconds, ".2g")
         as_expected = ", as expected" if self.expected else ""
         return f"step {self.step} compiled {programs}{took}{as_expected}: {self.cause}{at}"
 

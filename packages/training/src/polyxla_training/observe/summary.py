@@ -7,6 +7,16 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
+def in_seconds(seconds: float, form: str) -> str:
+    """Return the time of a compilation, to stand after its count; nothing for 0, which is an unknown time.
+
+    Args:
+        seconds: the time.
+        form: its format, such as ``.1f``.
+    """
+    return f" in {seconds:{form}} s" if seconds else ""
+
+
 @dataclass
 class Summary:
     """A run's totals. What the runtime or the loader does not report is None.
@@ -59,8 +69,7 @@ class Summary:
     def _parts(self) -> Iterator[str]:
         yield f"{self.steps} steps in {self.seconds:.1f} s"
         if self.compiles:
-            took = f" in {self.compile_s:.1f} s" if self.compile_s else ""
-            yield f"{self.compiles} programs compiled{took}"
+            yield f"{self.compiles} programs compiled{in_seconds(self.compile_s, '.1f')}"
         if self.unexpected:
             yield f"{self.unexpected} of them after the first steps"
         if self.is_shared:

@@ -7,6 +7,7 @@ from typing import Any
 
 from polyxla_training.checkpoint.errors import size_text
 from polyxla_training.observe.report.run import Run
+from polyxla_training.observe.summary import in_seconds
 from polyxla_training.observe.tracing.findings import Finding
 
 MAX_COMPILES = 20
@@ -43,7 +44,7 @@ def _throughput(summary: Mapping[str, Any]) -> str:
 
 
 def _compiled(summary: Mapping[str, Any]) -> str:
-    took = f" in {summary['compile_s']:.1f} s" if summary["compile_s"] else ""
+    took = in_seconds(summary["compile_s"], ".1f")
     return f"{summary['compiles']}{took}, {summary['unexpected']} unexpected"
 
 
@@ -87,5 +88,5 @@ def as_lines(run: Run) -> Iterator[str]:
 def compilation(one: Mapping[str, Any]) -> str:
     """Return a line about one compilation."""
     at = f" ({one['line']})" if one["line"] else ""
-    took = f" in {one['seconds']:.2g} s" if one["seconds"] else ""
+    took = in_seconds(one["seconds"], ".2g")
     return f"step {one['step']}: {one['compiles']}{took}, {one['cause']}{at}"
