@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,26 @@ torch.backends.cuda.enable_flash_sdp(True)
 x = torch.ones(1, 2, 128, 128, device="tpu")
 torch.nn.functional.scaled_dot_product_attention(x, x, x).cpu()
 """
+# When the error comes, TorchTPU's threads still compile what it runs next.
+RAISE = """
+import atexit, sys, torch
+atexit.register(print, "the program's own exit function")
+x = torch.ones(16, 16, device="tpu")
+for size in range(3, 15):
+    torch.nn.functional.softmax(x[:size] @ x + size, -1).cumsum(0).sort()
+raise getattr(__builtins__, sys.argv[1])("my own mistake")
+"""
+# As pytest keeps the error of a test that was expected to fail.
+CAUGHT = """
+import sys, torch
+def test():
+    try:
+        raise AssertionError
+    except AssertionError:
+        sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
+test()
+print((torch.ones(2, device="tpu") + 1).cpu().tolist())
+"""
 FAIL = """
 import torch
 import torch.distributed as dist
@@ -157,6 +178,7 @@ def run_python(*arguments: str, **environ: str) -> subprocess.CompletedProcess[s
         pytest.param(CYCLES, {}, "True", id="cycles"),
         pytest.param(DISABLED, {}, "False []", id="collection-off"),
         pytest.param(RANDOM, {}, "True", id="random"),
+        pytest.param(CAUGHT, {}, "[2.0, 2.0]", id="caught"),
     ],
 )
 def test_a_program_runs_on_the_played_libtpu(code: str, environ: dict[str, str], answer: str) -> None:
@@ -168,10 +190,20 @@ def test_a_program_runs_on_the_played_libtpu(code: str, environ: dict[str, str],
 
 def test_a_kernel_for_tpu_cores_is_refused_with_what_to_write_instead() -> None:
     done = run(FLASH)
-    assert done.returncode != 0
+    assert done.returncode == 1, done.stderr[-3000:]
     raised = next(line for line in done.stderr.splitlines() if line.startswith("NotImplementedError: "))
     assert "has the tpu_custom_call" in raised
     assert raised.endswith("for attention, write torch.backends.cuda.enable_flash_sdp(False)")
+
+
+@pytest.mark.parametrize(("error", "code"), [("ValueError", 1), ("KeyboardInterrupt", -signal.SIGINT)])
+def test_an_exception_is_the_last_word_of_a_program_with_work_in_its_queue(error: str, code: int) -> None:
+    """Otherwise TorchTPU's threads would call Python while it is finalised, and end the process by signal 6."""
+    done = run_python("-c", RAISE, error)
+    assert done.returncode == code, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == "the program's own exit function"
+    assert done.stderr.splitlines()[-1] == f"{error}: my own mistake"
+    assert "failed" not in done.stderr
 
 
 def run_several(directory: Path, code: str, processes: int = 2) -> subprocess.CompletedProcess[str]:

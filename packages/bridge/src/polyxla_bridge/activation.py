@@ -7,6 +7,7 @@ import ctypes
 import gc
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -36,9 +37,12 @@ class Opener:
 
     Attributes:
         has_late_objects: whether the interpreter's last garbage collections must not destroy its objects.
+        has_lasting_threads: whether its threads go on calling the library after an exception has ended the
+            program.
     """
 
     has_late_objects = True
+    has_lasting_threads = False
 
     def wait(self) -> None:
         """Wait until all work is submitted to the devices.
@@ -58,7 +62,8 @@ def activate(make_engine: Callable[[], Engine], opener: Callable[[], Opener] = O
     """Fill the library's function table, and register the exit function; a second call does nothing.
 
     At exit, the framework first releases its objects, then the engine is closed, then the table is disabled:
-    C++ objects that are destroyed later call functions that do nothing.
+    C++ objects that are destroyed later call functions that do nothing. A framework whose threads go on after
+    an exception is left as it is, and the process ends without finalising Python.
 
     Args:
         make_engine: called when the framework creates its client.
@@ -78,6 +83,9 @@ def activate(make_engine: Callable[[], Engine], opener: Callable[[], Opener] = O
     table = Table(bridge)
     native.LOCKED.polyxla_set_api(ctypes.addressof(table.api))
     atexit.register(_leave, framework, bridge, table)
+    if framework.has_lasting_threads:
+        # Called before the exit functions; only `atexit`'s are called after the program's own threads have ended.
+        threading._register_atexit(_before_exit, bridge)  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def is_active() -> bool:
@@ -115,6 +123,40 @@ def _leave(framework: Opener, bridge: Bridge, table: Table) -> None:
     # clients that no longer exist.
     if framework.has_late_objects:
         gc.freeze()
+
+
+def _before_exit(bridge: Bridge) -> None:
+    if _has_ended_by_exception():
+        # Registered last, so called first.
+        atexit.register(_leave_at_once, bridge)
+
+
+def _has_ended_by_exception() -> bool:
+    """Return whether an exception that nobody caught has ended the program.
+
+    ``sys.last_traceback`` may also be of a test that failed, or of an input in an interactive session.
+    """
+    traceback = getattr(sys, "last_traceback", None)
+    return traceback is not None and traceback.tb_frame.f_back is None and not hasattr(sys, "ps1")
+
+
+def _leave_at_once(bridge: Bridge) -> None:
+    """Call the other exit functions, and end the process while Python still works.
+
+    When Python is finalised, a C++ thread that calls it is ended, and the process with it (signal 6).
+    """
+    for one in (_leave_at_once, _leave):
+        atexit.unregister(one)
+    atexit._run_exitfuncs()  # noqa: SLF001
+    try:
+        # Tells the job's other processes that this one has returned.
+        bridge.close()
+    finally:
+        if issubclass(sys.last_type, KeyboardInterrupt):
+            # As Python ends itself, for a shell to know.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)
+        _end(FAILED)
 
 
 def _end(code: int) -> None:

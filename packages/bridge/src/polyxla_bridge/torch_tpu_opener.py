@@ -23,6 +23,9 @@ class TorchTpu(Opener):
 
     # Modules made by nanobind, such as triton's, report every object that is not destroyed.
     has_late_objects = False
+    # It waits for its threads together with all other processes of the job, see `release`. After an exception
+    # the others wait for this one, in another collective.
+    has_lasting_threads = True
 
     def __init__(self) -> None:
         if not native.LOCKED.polyxla_torch_tpu_without_gil():
@@ -36,12 +39,8 @@ class TorchTpu(Opener):
             atexit.unregister(self._device_module._shutdown_runtime)
 
     def release(self) -> None:
-        """Release TorchTPU's client, unless an exception ends the program.
-
-        TorchTPU first waits for all other processes of the job, as if they had ended, too. After an exception
-        the others wait for this one, in another collective.
-        """
-        if self._device_module and not hasattr(sys, "last_type"):
+        """Wait for all processes of the job to end, and for TorchTPU's threads; release its client."""
+        if self._device_module:
             self._device_module._shutdown_runtime()
 
     @property
