@@ -198,7 +198,7 @@ def test_a_kernel_for_tpu_cores_is_refused_with_what_to_write_instead() -> None:
 
 @pytest.mark.parametrize(("error", "code"), [("ValueError", 1), ("KeyboardInterrupt", -signal.SIGINT)])
 def test_an_exception_is_the_last_word_of_a_program_with_work_in_its_queue(error: str, code: int) -> None:
-    """Otherwise TorchTPU's threads would call Python while it is finalised, and end the process by signal 6."""
+    """Otherwise TorchTPU's threads would call Python while it is finalised: signal 6 or 11."""
     done = run_python("-c", RAISE, error)
     assert done.returncode == code, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == "the program's own exit function"

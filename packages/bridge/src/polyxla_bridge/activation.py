@@ -84,7 +84,7 @@ def activate(make_engine: Callable[[], Engine], opener: Callable[[], Opener] = O
     native.LOCKED.polyxla_set_api(ctypes.addressof(table.api))
     atexit.register(_leave, framework, bridge, table)
     if framework.has_lasting_threads:
-        # Called before the exit functions; only `atexit`'s are called after the program's own threads have ended.
+        # Called before the exit functions, which are called when the program's own threads have ended.
         threading._register_atexit(_before_exit, bridge)  # type: ignore[attr-defined]  # noqa: SLF001
 
 
@@ -137,6 +137,7 @@ def _has_ended_by_exception() -> bool:
     ``sys.last_traceback`` may also be of a test that failed, or of an input in an interactive session.
     """
     traceback = getattr(sys, "last_traceback", None)
+    # Only the frame in which Python has started has none before it.
     return traceback is not None and traceback.tb_frame.f_back is None and not hasattr(sys, "ps1")
 
 
@@ -152,7 +153,7 @@ def _leave_at_once(bridge: Bridge) -> None:
         # Tells the job's other processes that this one has returned.
         bridge.close()
     finally:
-        if issubclass(sys.last_type, KeyboardInterrupt):
+        if isinstance(sys.last_value, KeyboardInterrupt):
             # As Python ends itself, for a shell to know.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.raise_signal(signal.SIGINT)
