@@ -35,6 +35,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 ROOT = Path(__file__).parent
 CONSTRAINTS = "constraints.txt"
 CONSTRAINTS_TORCHTPU = "constraints-torchtpu.txt"
+TORCH_TPU_BENCHMARK = "torchtpu"
 JUNIT = ROOT / ".cache" / "junit"
 GROUPS: dict[str, Any] = nox.project.load_toml("pyproject.toml")["dependency-groups"]
 PROJECTS: dict[str, dict[str, Any]] = {
@@ -467,14 +468,24 @@ def bench(session: nox.Session) -> None:
     """Run one benchmark: ``nox -s bench -- NAME [ARGUMENTS]``."""
     files = ROOT.glob("benchmarks/*.py")
     # The other files are what the benchmarks share.
-    names = sorted(path.stem for path in files if "__main__" in path.read_text())
-    if not session.posargs or session.posargs[0] not in names:
-        session.error(f"nox -s bench -- NAME, one of: {', '.join(names) or 'none yet'}")
-    name, *arguments = session.posargs
-    on_torch_tpu = name == "torchtpu"
-    pins = ("-c", CONSTRAINTS_TORCHTPU if on_torch_tpu else CONSTRAINTS)
-    packages = WITH_TORCH_TPU if on_torch_tpu else WITH_TORCH_XLA
-    install(session, packages, group("bench"), with_extras=["training"], options=pins)
+    names = {path.stem for path in files if "__main__" in path.read_text()} - {TORCH_TPU_BENCHMARK}
+    name, *arguments = session.posargs or [""]
+    if name not in names:
+        session.error(f"nox -s bench -- NAME, one of: {', '.join(sorted(names))}")
+    run_benchmark(session, name, arguments, WITH_TORCH_XLA, CONSTRAINTS)
+
+
+@nox.session(name="bench-torchtpu")
+def bench_torchtpu(session: nox.Session) -> None:
+    """Run the benchmark of TorchTPU, which needs another release of torch: ``-- [ARGUMENTS]``."""
+    run_benchmark(session, TORCH_TPU_BENCHMARK, session.posargs, WITH_TORCH_TPU, CONSTRAINTS_TORCHTPU)
+
+
+def run_benchmark(
+    session: nox.Session, name: str, arguments: Iterable[str], packages: Collection[str], constraints: str
+) -> None:
+    """Install our packages, and run a benchmark with them."""
+    install(session, packages, group("bench"), with_extras=["training"], options=("-c", constraints))
     # A program compiled by an earlier run would be measured as a fast one.
     session.run("python", f"benchmarks/{name}.py", *arguments, env={"POLYXLA_COMPILE_CACHE": "off"})
 

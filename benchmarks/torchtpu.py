@@ -1,6 +1,6 @@
 """Speed of TorchTPU on the bridge, compared with torch on the CPU.
 
-    nox -s bench -- torchtpu [eager] [compiled] [ddp] [start] [--json]
+    nox -s bench-torchtpu -- [eager] [compiled] [ddp] [start] [--json]
 
 Contestants take turns in short rounds, so that other load on the machine affects all of them equally. A
 speed is that of the best round, with the CPU time of a thousand samples beside it; a time is the best of
