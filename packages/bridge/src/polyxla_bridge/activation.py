@@ -85,7 +85,7 @@ def activate(make_engine: Callable[[], Engine], opener: Callable[[], Opener] = O
     atexit.register(_leave, framework, bridge, table)
     if framework.has_lasting_threads:
         # Called before the exit functions, which are called when the program's own threads have ended.
-        threading._register_atexit(_before_exit, bridge)  # type: ignore[attr-defined]  # noqa: SLF001
+        threading._register_atexit(_before_exit, bridge, table)  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def is_active() -> bool:
@@ -125,10 +125,10 @@ def _leave(framework: Opener, bridge: Bridge, table: Table) -> None:
         gc.freeze()
 
 
-def _before_exit(bridge: Bridge) -> None:
+def _before_exit(bridge: Bridge, table: Table) -> None:
     if _has_ended_by_exception():
         # Registered last, so called first.
-        atexit.register(_leave_at_once, bridge)
+        atexit.register(_leave_at_once, bridge, table)
 
 
 def _has_ended_by_exception() -> bool:
@@ -141,7 +141,7 @@ def _has_ended_by_exception() -> bool:
     return traceback is not None and traceback.tb_frame.f_back is None and not hasattr(sys, "ps1")
 
 
-def _leave_at_once(bridge: Bridge) -> None:
+def _leave_at_once(bridge: Bridge, table: Table) -> None:
     """Call the other exit functions, and end the process while Python still works.
 
     When Python is finalised, a C++ thread that calls it is ended, and the process with it (signal 6).
@@ -149,6 +149,8 @@ def _leave_at_once(bridge: Bridge) -> None:
     for one in (_leave_at_once, _leave):
         atexit.unregister(one)
     atexit._run_exitfuncs()  # noqa: SLF001
+    # What the framework's threads still run fails when the engine is closed.
+    table.holds_failures = True
     try:
         # Tells the job's other processes that this one has returned.
         bridge.close()

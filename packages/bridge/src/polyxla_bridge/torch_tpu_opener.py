@@ -23,8 +23,7 @@ class TorchTpu(Opener):
 
     # Modules made by nanobind, such as triton's, report every object that is not destroyed.
     has_late_objects = False
-    # It waits for its threads together with all other processes of the job, see `release`. After an exception
-    # the others wait for this one, in another collective.
+    # `release` would wait for what is queued, which no longer matters after an exception.
     has_lasting_threads = True
 
     def __init__(self) -> None:
@@ -35,19 +34,22 @@ class TorchTpu(Opener):
         """Keep collections, which may destroy tensors, out of TorchTPU's own threads."""
         collection.only_in_main_thread()
         # `release` calls TorchTPU's exit function instead. While the library was opened, there was none yet.
-        if self._device_module:
-            atexit.unregister(self._device_module._shutdown_runtime)
+        if self._devices:
+            atexit.unregister(self._devices.TpuDeviceModule._shutdown_runtime)
 
     def release(self) -> None:
-        """Wait for all processes of the job to end, and for TorchTPU's threads; release its client."""
-        if self._device_module:
-            self._device_module._shutdown_runtime()
+        """Wait for TorchTPU's threads, and release its client.
+
+        TorchTPU's own exit function first waits for the job's other processes in a collective, which would
+        be one of theirs if they have not ended. The engine waits for them when it is closed, with a deadline.
+        """
+        if self._devices:
+            self._devices._device_ops_backend._shutdown_runtime()
 
     @property
-    def _device_module(self) -> Any:
+    def _devices(self) -> Any:
         """Return TorchTPU's module of devices; it is not imported yet while the library is opened."""
-        module = sys.modules.get("torch_tpu._internal.device._device_module")
-        return module and module.TpuDeviceModule
+        return sys.modules.get("torch_tpu._internal.device._device_module")
 
 
 lookups = [0, 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,10 @@ class Table:
 
     Args:
         bridge: passed to the Python functions.
+
+    Attributes:
+        holds_failures: whether a framework's thread whose call fails waits from now on for the end of the
+            process. Set it when nobody is left whom the failure concerns.
     """
 
     def __init__(self, bridge: Bridge) -> None:
@@ -35,11 +40,12 @@ class Table:
         )
         folder = env.own_environ().get(env.POLYXLA_BRIDGE_CALLS)
         record = CallRecord(Path(folder)) if folder else None
+        self.holds_failures = False
         self._in_python: dict[str, Any] = {}
         for name, type_ in abi.CALLBACKS.items():
             address = native.address(f"PJRT_{name}")
             if address is None:
-                self._in_python[name] = type_(_guarded(bridge, name, record))
+                self._in_python[name] = type_(self._guarded(bridge, name, record))
                 address = ctypes.cast(self._in_python[name], ctypes.c_void_p).value
             setattr(self.api, name, address)
         # Never freed, because C++ calls the table even after Python has freed all objects.
@@ -54,22 +60,23 @@ class Table:
             setattr(self.api, name, native.address("polyxla_nothing"))
         self._profiler.silence()
 
+    def _guarded(self, bridge: Bridge, name: str, record: CallRecord | None) -> Any:
+        function = CALLS.get(name, _unimplemented(name))
 
-def _guarded(bridge: Bridge, name: str, record: CallRecord | None) -> Any:
-    function = CALLS.get(name, _unimplemented(name))
+        def entry(args: Any) -> int | None:
+            try:
+                if record:
+                    record.add(name, is_missing=name not in CALLS)
+                function(bridge, args.contents)
+            except BaseException as error:
+                # No exception may reach C: ctypes would print it and return an undefined value.
+                _log.debug("PJRT_%s failed", name, exc_info=True)
+                if self.holds_failures and threading.get_ident() != threading.main_thread().ident:
+                    threading.Event().wait()
+                return bridge.error(error)
+            return None
 
-    def entry(args: Any) -> int | None:
-        try:
-            if record:
-                record.add(name, is_missing=name not in CALLS)
-            function(bridge, args.contents)
-        except BaseException as error:
-            # No exception may reach C: ctypes would print it and return an undefined value.
-            _log.debug("PJRT_%s failed", name, exc_info=True)
-            return bridge.error(error)
-        return None
-
-    return entry
+        return entry
 
 
 def _unimplemented(name: str) -> Call:
