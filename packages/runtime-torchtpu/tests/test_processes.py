@@ -237,12 +237,18 @@ def test_a_group_of_every_other_device_sums_over_its_own(tmp_path: Path) -> None
     ]
 
 
-@pytest.mark.parametrize("ending", ["raise ValueError('my own mistake')", "sys.exit('my own mistake')"])
-def test_a_process_that_fails_ends_a_job_of_torchrun(ending: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ending", "said"),
+    [
+        pytest.param("raise ValueError('my own mistake')", "ValueError: my own mistake", id="raise"),
+        pytest.param("sys.exit('my own mistake')", "my own mistake", id="exit"),
+    ],
+)
+def test_a_process_that_fails_ends_a_job_of_torchrun(ending: str, said: str, tmp_path: Path) -> None:
     """TorchTPU's own exit function would join the other's collective as a barrier, or wait for ever."""
     done = run_several(tmp_path, FAIL.format(ending=ending))
     assert done.returncode != 0
-    assert "my own mistake" in done.stderr
+    assert said in done.stderr
     assert "it waits for one that has returned" in done.stderr
     assert done.stdout.splitlines()[-1] == "[2.0, 2.0]"
 

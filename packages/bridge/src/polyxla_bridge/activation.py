@@ -63,7 +63,7 @@ def activate(make_engine: Callable[[], Engine], opener: Callable[[], Opener] = O
 
     At exit, the framework first releases its objects, then the engine is closed, then the table is disabled:
     C++ objects that are destroyed later call functions that do nothing. A framework whose threads go on after
-    an exception is left as it is, and the process ends without finalising Python.
+    an exception is not released: the engine is closed, and the process ends without finalising Python.
 
     Args:
         make_engine: called when the framework creates its client.
