@@ -148,6 +148,19 @@ def test_a_program_can_spawn_a_number_of_cpu_replicas(clean_environ: dict[str, s
     assert sorted(done.stdout.splitlines()) == expected
 
 
+def test_a_replica_of_a_torch_xla_launch_cannot_end_the_program_with_success(
+    clean_environ: dict[str, str],
+) -> None:
+    done = run(
+        [sys.executable, str(PROGRAMS / "exit_in_replica.py")], {**clean_environ, "PJRT_DEVICE": "CPU"}
+    )
+    assert done.returncode == 0, done.stderr
+    said = re.findall(
+        r"(\w+ \d): the replica with ordinal (\d) called sys\.exit\(0\) at \S+:14;", done.stdout
+    )
+    assert said == [("launch 2", "1"), ("launch 1", "0"), ("spawn 1", "0")], done.stdout
+
+
 @pytest.mark.torch_xla("a program for torch_xla")
 @pytest.mark.parametrize(
     ("init_method", "emulated"),
@@ -174,7 +187,7 @@ def test_a_program_runs_once_in_each_replica(
 def test_the_replica_that_fails_in_run_each_is_named(runtime: RuntimeUnderTest) -> None:
     done = runtime.run("--each", "--devices", "2", str(PROGRAMS / "fail_in_each.py"))
     assert done.returncode == 3
-    assert "the program exited with code 3 in the replica with ordinal 1\n" in done.stderr
+    assert "the replica with ordinal 1 called sys.exit(3) at " in done.stderr
 
 
 def test_two_cells_of_a_notebook_can_launch_and_a_training_has_one_bar(clean_environ: dict[str, str]) -> None:

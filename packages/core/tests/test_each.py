@@ -65,13 +65,13 @@ def test_the_program_runs_in_every_replica_with_torchruns_variables(way: str) ->
         pytest.param(
             "exit-3",
             3,
-            "polyxla: error: the program exited with code 3 in the replica with ordinal 1",
+            "polyxla: error: the replica with ordinal 1 called sys.exit(3) at *each_script.py:34\n",
             id="exit",
         ),
         pytest.param(
             "exit-text",
             1,
-            "the text\n*exited with code 1 in the replica with ordinal 1\n",
+            "polyxla: error: the replica with ordinal 1 called sys.exit('the text') at ",
             id="text",
             marks=pytest.mark.long,
         ),

@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 
 from polyxla.entry_points import entry_points
 
@@ -75,6 +75,16 @@ def user_line(thread: int | None = None) -> str | None:
     while frame is not None and not _is_users(frame):
         frame = frame.f_back
     return location(frame.f_code, frame.f_lineno) if frame else None
+
+
+def raised_at(trace: TracebackType | None) -> str | None:
+    """Return ``file:line`` of the user's innermost frame in a traceback; None if there is none."""
+    line = None
+    while trace is not None:
+        if _is_users(trace.tb_frame):
+            line = location(trace.tb_frame.f_code, trace.tb_lineno)
+        trace = trace.tb_next
+    return line
 
 
 def location(code: CodeType, line: int | None = None) -> str:

@@ -79,7 +79,7 @@ class DevicesError(UsageError):
 
 
 class ReplicaLostError(PolyxlaError):
-    """A replica's process ended without a result: it was killed, crashed or ran out of memory."""
+    """A replica ended without a result: it exited, or its process was killed or crashed."""
 
 
 class StalledError(PolyxlaError):

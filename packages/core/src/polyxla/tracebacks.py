@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from types import FrameType, TracebackType
+from typing import NoReturn
 
 from polyxla import env
-from polyxla.callsite import is_polyxlas
-from polyxla.errors import PolyxlaError
+from polyxla.callsite import is_polyxlas, raised_at
+from polyxla.errors import PolyxlaError, ReplicaLostError
 
 _LAUNCH_MODULES = frozenset({"torch_xla._internal.pjrt", "torch_xla.distributed.xla_multiprocessing"})
 _LAUNCH = ("torch_xla.torch_xla", "launch")
@@ -50,10 +52,46 @@ def fold(error: BaseException) -> None:
         behind += [one.__cause__, one.__context__]
 
 
-def note_replica(error: BaseException, who: str) -> None:
-    """Add a note to an exception: which replica raised it, on which host, and how to see all frames."""
+def leave_replica(error: BaseException, who: str) -> NoReturn:
+    """Raise what leaves a replica for an exception that left its function, in the handler of that exception.
+
+    It has a note: which replica raised it, on which host, and how to see all frames.
+    """
+    left = as_error(error, who)
     hint = "" if is_full() else f"; {HINT}"
-    error.add_note(f"raised in {who} on {socket.gethostname()}{hint}")
+    left.add_note(f"raised in {who} on {socket.gethostname()}{hint}")
+    raise left
+
+
+def as_error(error: BaseException, who: str) -> BaseException:
+    """Return an exception that ended a replica, or the error that stands for it.
+
+    The launching program would take SystemExit, KeyboardInterrupt and their kind for its own: ``sys.exit(0)``
+    in one replica would end the whole job with success.
+
+    Args:
+        error: what the replica raised.
+        who: names the replica.
+    """
+    # Where Python's own handler is installed, the interrupt is the user's Ctrl-C. Replica processes have
+    # another handler.
+    is_ctrl_c = (
+        isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    if isinstance(error, Exception) or is_ctrl_c:
+        return error
+    line = raised_at(error.__traceback__)
+    at = f" at {line}" if line else ""
+    if not isinstance(error, SystemExit):
+        text = f": {error}" if str(error) else ""
+        lost = ReplicaLostError(f"{who} raised {type(error).__name__}{at}{text}")
+    else:
+        code = "" if error.code is None else repr(error.code)
+        advice = "" if error.code else "; to end a replica, return from its function"
+        lost = ReplicaLostError(f"{who} called sys.exit({code}){at}{advice}")
+        lost.exit_code = error.code if error.code and isinstance(error.code, int) else 1
+    lost.__cause__ = error
+    return lost
 
 
 def _folded(trace: TracebackType | None) -> TracebackType | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from polyxla import Job, Replica, Setting, UsageError, env
+from polyxla import Job, Replica, ReplicaLostError, Setting, UsageError, env
 from polyxla.contracts.job import ProcessMethod
 from polyxla.launcher import processes
 from polyxla.launcher.process_handle import Process
@@ -79,12 +80,81 @@ def _fail(replica: Replica) -> None:
     raise ZeroDivisionError("on purpose")
 
 
-def test_a_system_exit_in_a_replica_is_raised_by_launch(
+class _Stop(BaseException):
+    """Neither an error nor a way that Python ends a program."""
+
+
+def _raises(error: BaseException) -> Callable[[Replica], None]:
+    def raise_it(_: Replica) -> None:
+        raise error
+
+    return raise_it
+
+
+@pytest.mark.parametrize(
+    ("end", "words", "code"),
+    [
+        (SystemExit(0), "called sys.exit(0)*; to end a replica, return from its function", 1),
+        (SystemExit(), "called sys.exit()*; to end a replica, return from its function", 1),
+        (SystemExit(3), "called sys.exit(3)", 3),
+        (SystemExit("the text"), "called sys.exit('the text')", 1),
+        (KeyboardInterrupt(), "raised KeyboardInterrupt", 1),
+        (_Stop("enough"), "raised _Stop*: enough", 1),
+    ],
+    ids=repr,
+)
+def test_what_would_end_the_launching_program_is_an_error_that_names_the_replica(
+    run_bare: Callable[..., list[Any]], end: BaseException, words: str, code: int
+) -> None:
+    with pytest.raises(ReplicaLostError) as caught:
+        run_bare(_raises(end), method="forkserver")
+    said, _, rest = words.partition("*")
+    line = rf"\S*{Path(__file__).name}:\d+"
+    text = str(caught.value)
+    assert re.fullmatch(rf"the replica with ordinal 0 {re.escape(said)} at {line}{re.escape(rest)}", text), (
+        text
+    )
+    assert caught.value.exit_code == code
+    assert caught.value.__notes__[0].startswith("raised in the replica with ordinal 0 on ")
+    assert type(end).__name__ in str(caught.value.__cause__), "its traceback"
+
+
+def test_a_system_exit_is_an_error_however_the_process_was_made(
     run_bare: Callable[..., list[Any]], method: ProcessMethod
 ) -> None:
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(ReplicaLostError, match=r"ordinal 0 called sys\.exit\(7\)"):
         run_bare(lambda _: sys.exit(7), method=method)
-    assert caught.value.code == 7
+
+
+def test_a_program_that_ends_while_a_replica_imports_it_is_an_error() -> None:
+    with pytest.raises(ReplicaLostError, match=r"^the replica's process called sys\.exit\(0\)"):
+        run_processes(_Ending(), [0], [dict(os.environ)])
+
+
+class _Ending:
+    """Work that is loaded as the program of a torch_xla launch is: by importing it."""
+
+    function, args, environ = print, (), os.environ
+
+    def run(self, place: Any) -> None:
+        """Is never reached."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return sys.exit, (0,)
+
+
+def _inline(function: Callable[[Replica], Any]) -> Job:
+    return Job(function, (), "bare", (0,), dict(os.environ), Setting(None, "default"), main=run_replica)
+
+
+def test_a_system_exit_of_an_inline_replica_is_an_error_too() -> None:
+    with pytest.raises(ReplicaLostError, match=r"ordinal 0 called sys\.exit\(0\)"):
+        run_inline(_inline(lambda _: sys.exit(0)), 0)
+
+
+def test_ctrl_c_in_an_inline_replica_stays_one() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run_inline(_inline(lambda _: signal.raise_signal(signal.SIGINT)), 0)
 
 
 def test_when_one_fails_the_others_are_ended(

@@ -6,12 +6,14 @@ The functions that run in replicas are module-level, so that a runtime can send 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from polyxla.contracts.discovery import Claim
+from polyxla.errors import ReplicaLostError
 from polyxla.plugins.selection import discover
 
 if TYPE_CHECKING:
@@ -73,6 +75,10 @@ class RuntimeConformance:
             runtime.launch(_fail, devices=self.devices)
         assert any("ordinal" in note for note in caught.value.__notes__)
 
+    def test_a_replica_cannot_end_the_program_with_success(self, runtime: RuntimeUnderTest) -> None:
+        with pytest.raises(ReplicaLostError, match=r"^the replica with ordinal \d called sys\.exit\(0\) at "):
+            runtime.launch(_exit, devices=self.devices)
+
     def test_launch_leaves_the_environment_alone(self, runtime: RuntimeUnderTest) -> None:
         # The first launch imports libraries, some of which set variables when they are imported.
         runtime.launch(_describe, devices=self.devices)
@@ -133,6 +139,10 @@ def _read_broken_loader(replica: Replica) -> int:
 
 def _fail(replica: Replica) -> None:
     raise ZeroDivisionError("on purpose")
+
+
+def _exit(replica: Replica) -> None:
+    sys.exit(0)
 
 
 def _train(replica: Replica) -> tuple[float, float]:

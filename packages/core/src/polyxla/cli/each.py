@@ -12,7 +12,7 @@ from polyxla.cli import script
 from polyxla.cli.run import RunPlan
 from polyxla.contracts.job import Job, ReplicaResult
 from polyxla.env import Setting
-from polyxla.errors import ReplicaLostError, UsageError
+from polyxla.errors import UsageError
 from polyxla.launcher import replica_main
 from polyxla.launcher.ports import LOCALHOST, free_ports
 from polyxla.plugins.manager import load_plugins
@@ -66,12 +66,7 @@ def _run_program(job: Job, place: Any) -> ReplicaResult:
         try:
             job.function(*job.args)
         except SystemExit as end:
+            # Of a program, this is a way to end.
             if end.code not in (None, 0):
-                code = end.code if isinstance(end.code, int) else 1
-                if code is not end.code:
-                    print(end.code, file=sys.stderr)
-                who = replica_main.describe(world.ordinal)
-                error = ReplicaLostError(f"the program exited with code {code} in {who}")
-                error.exit_code = code
-                raise error from None
+                raise
         return ReplicaResult(world.ordinal, None, own.summaries)

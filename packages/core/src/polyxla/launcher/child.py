@@ -100,6 +100,8 @@ def _run(work: bytes | Callable[[], Any]) -> Returned | Raised:
             return Returned(work())
         job, place = cloudpickle.loads(work)
         return Returned(job.run(place))
-    except BaseException as error:
+    except BaseException as raised:
+        # Not only a replica's function: the program is imported here, too.
+        error = tracebacks.as_error(raised, "the replica's process")
         tracebacks.fold(error)
         return failures.explain(Raised(error, "".join(traceback.format_exception(error))))

@@ -62,7 +62,7 @@ def launch(
 
     Raises:
         UsageError: the request cannot be met; nothing was started.
-        ReplicaLostError: a replica process ended without a result.
+        ReplicaLostError: a replica process ended without a result, or a replica called ``sys.exit``.
         StalledError: replicas waited for each other too long.
         Exception: the exception that `train_fn` raised in a replica, with a note that names the replica.
     """

@@ -38,8 +38,7 @@ def connected(job: Job, place: Any, plugins: PluginManager) -> Iterator[Replicat
         with presence.running(ordinal), contextlib.closing(replication):
             yield replication
     except BaseException as error:
-        tracebacks.note_replica(error, describe(ordinal))
-        raise
+        tracebacks.leave_replica(error, describe(ordinal))
 
 
 def describe(ordinal: int | None) -> str:

@@ -17,7 +17,7 @@ import torch_xla.runtime as xr
 from torch_xla._internal import pjrt
 
 from polyxla import presence
-from polyxla.tracebacks import Folded, note_replica
+from polyxla.tracebacks import Folded, leave_replica
 from polyxla.xla import first_device_use, launches
 from polyxla.xla.main_module import Call, refuse_while_importing
 
@@ -41,8 +41,31 @@ class NumberedCall:
                 xm.wait_device_ops(xm.xla_real_devices([torch_xla.device()]))
                 return ordinal, result
         except BaseException as error:
-            note_replica(error, f"the replica with ordinal {ordinal}")
+            leave_replica(error, _named(ordinal))
+
+
+@dataclass(frozen=True)
+class LaunchedFunction:
+    """A program's function in a launch of torch_xla's own, whose ``sys.exit`` must not end the launch.
+
+    Attributes:
+        function: the function.
+    """
+
+    function: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function in a replica."""
+        try:
+            return self.function(*args, **kwargs)
+        except Exception:
             raise
+        except BaseException as error:
+            leave_replica(error, _named(xr.global_ordinal()))
+
+
+def _named(ordinal: int) -> str:
+    return f"the replica with ordinal {ordinal}"
 
 
 @dataclass(frozen=True)
@@ -91,12 +114,12 @@ def handle_launches(
     ) -> dict[int, Any]:
         launches.append(function)
         if _joined:
-            return {xr.global_ordinal(): function(*args, **kwargs)}
+            return {xr.global_ordinal(): LaunchedFunction(function)(*args, **kwargs)}
         # Before asking for the plan, which does not exist in a replica process.
         refuse_while_importing(_LAUNCH)
         plan = prepared(None)
         if plan is None:
-            return previous(function, *args, start_method=start_method, **kwargs)
+            return previous(LaunchedFunction(function), *args, start_method=start_method, **kwargs)
         return launch(plan, function, args, kwargs, start_method, None)
 
     @functools.wraps(previous_spawn)
@@ -109,7 +132,9 @@ def handle_launches(
                 launches.append(fn)
                 launch(plan, pjrt._SpawnFn(fn, *args), (), {}, start_method, nprocs)
                 return None
-        return previous_spawn(fn, None if _joined else nprocs, start_method, args)
+        # With nprocs, torch_xla calls the function itself; otherwise it calls `run_multiprocess`.
+        function = fn if nprocs is None else LaunchedFunction(fn)
+        return previous_spawn(function, None if _joined else nprocs, start_method, args)
 
     pjrt.run_multiprocess = run_multiprocess  # type: ignore[assignment]
     pjrt.spawn = spawn
