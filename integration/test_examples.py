@@ -33,20 +33,22 @@ def test_weights_stay_tied(runtime: RuntimeUnderTest) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_a_language_model_learns_in_both_precisions(
-    runtime: RuntimeUnderTest, precision: str, tmp_path: Path
-) -> None:
+def test_a_language_model_learns_in_both_precisions(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("0123456789" * 4000)
     size = ["--text", str(text), "--steps", "120", "--width", "32", "--layers", "1", "--batch-size", "16"]
+    precisions = ["--precision", "32-true", "--precision", "bf16-mixed"]
     done = runtime.run(
-        "--devices", "1", "-m", "polyxla_examples.language_model", "--precision", precision, *size, "--json"
+        "--devices", "1", "-m", "polyxla_examples.language_model", *precisions, *size, "--json"
     )
-    result = last_line(done)
-    assert (result["precision"], result["steps"]) == (precision, 120)
-    # Guessing one of ten digits at random costs 3.32 bits.
-    assert result["bits_per_hidden_byte"] < 3.0
+    assert done.returncode == 0, done.stderr
+    full, mixed = (json.loads(line) for line in done.stdout.splitlines())
+    assert [full["precision"], mixed["precision"]] == ["32-true", "bf16-mixed"]
+    assert (full["replicas"], full["records_per_step"], full["steps"]) == (1, 16, 120)
+    # Guessing one of ten digits at random has perplexity 10.
+    assert full["perplexity"] == pytest.approx(2 ** full["bits_per_hidden_byte"])
+    assert full["perplexity"] < 8
+    assert mixed["bits_per_hidden_byte"] == pytest.approx(full["bits_per_hidden_byte"], rel=0.1)
 
 
 def _kill_at(command: list[str], directory: Path, step: int, number: signal.Signals) -> None:
