@@ -265,9 +265,12 @@ def linked(networks: Networks, tmp_path: Path) -> Iterator[Pod]:
 class PipedHost:
     """A host's process and the launcher's end of its pipes."""
 
-    def __init__(self) -> None:
+    def __init__(self, **environ: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "polyxla_pod.host"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-m", "polyxla_pod.host"],
+            env={**os.environ, **environ},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
         self.receive("hello")
 
@@ -294,16 +297,30 @@ class PipedHost:
         return [one.content["text"] for one in messages if one and one.kind == "line"]
 
 
+@contextlib.contextmanager
+def open_host(**environ: str) -> Iterator[PipedHost]:
+    """A host's process with these variables."""
+    host = PipedHost(**environ)
+    try:
+        yield host
+    finally:
+        host.process.kill()
+        assert host.process.stdin
+        assert host.process.stdout
+        host.process.stdout.close()
+        host.process.stdin.close()
+        host.process.wait(TIMEOUT_S)
+
+
 @pytest.fixture
 def host() -> Iterator[PipedHost]:
-    host = PipedHost()
-    yield host
-    host.process.kill()
-    assert host.process.stdin
-    assert host.process.stdout
-    host.process.stdout.close()
-    host.process.stdin.close()
-    host.process.wait(TIMEOUT_S)
+    with open_host() as host:
+        yield host
+
+
+@pytest.fixture
+def open_hosts() -> Callable[..., contextlib.AbstractContextManager[PipedHost]]:
+    return open_host
 
 
 @pytest.fixture

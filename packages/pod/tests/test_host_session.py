@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import signal
 import subprocess
@@ -16,7 +17,12 @@ from polyxla_pod.messages import decode
 from polyxla_testing.processes import is_alive, wait_until
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
     from conftest import PipedHost
+
+    OpenHost = Callable[..., AbstractContextManager[PipedHost]]
 
 TIMEOUT_S = 30.0
 PRINT_PID = "import os, time; print(os.getpid(), flush=True); time.sleep(300)"
@@ -146,3 +152,34 @@ m.Session.run = lambda self: (print('noise', flush=True), real(self)); m.main()"
     assert message is not None
     assert message.kind == "hello"
     assert message.content["pid"] != os.getpid()
+
+
+def send_archive(host: PipedHost, directory: Path, size: int) -> None:
+    for last in (False, True):
+        data = base64.b64encode(os.urandom(size)).decode()
+        host.send("archive", directory=str(directory), data=data, last=last)
+
+
+@pytest.mark.parametrize("does", ["sleep 300", "yes >&2"])
+def test_it_answers_while_tar_takes_nothing(open_hosts: OpenHost, tmp_path: Path, does: str) -> None:
+    (tmp_path / "tar").write_text(
+        f"#!/bin/sh\necho $$ > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid; {does}\n"
+    )
+    (tmp_path / "tar").chmod(0o755)
+    with open_hosts(PATH=f"{tmp_path}:{os.environ['PATH']}") as host:
+        send_archive(host, tmp_path, 1 << 20)
+        host.send("beat", number=7)
+        assert host.receive("beat").content["number"] == 7
+        wait_until((tmp_path / "pid").exists, "tar")
+        pid = int((tmp_path / "pid").read_text())
+        assert host.process.stdin
+        host.process.stdin.close()
+        assert host.process.wait(TIMEOUT_S) == 0
+    wait_until(lambda: not is_alive(pid), "tar's end", TIMEOUT_S)
+
+
+def test_it_ends_though_what_the_command_leaves_prints_for_ever(host: PipedHost) -> None:
+    host.start("sh", "-c", "setsid yes & sleep 0.2; exit 3")
+    assert host.receive("exit").content == {"code": 3}
+    host.receive("end")
+    assert host.process.wait(TIMEOUT_S) == 0

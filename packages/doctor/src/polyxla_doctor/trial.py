@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from polyxla import UsageError
+from polyxla import PolyxlaError
 from polyxla.env import POLYXLA_COMPILE_CACHE
+from polyxla.launcher.process_handle import signal_name
 from polyxla_doctor.all_reduce import Measured
 from polyxla_doctor.facts.runtimes import RuntimeFacts, check_environment
 from polyxla_doctor.findings import Finding, counted, ok, problem
@@ -86,7 +87,7 @@ def make_plan(environ: Mapping[str, str], facts: RuntimeFacts, *, is_played: boo
     why = "" if len(devices) > 1 else "the runtime has one"
     try:
         check_environment(environ, facts.selection, devices)
-    except UsageError as error:
+    except PolyxlaError as error:
         return Plan(runtime, facts.devices[:1], f"several cannot be used: {error}")
     return Plan(runtime, devices, why)
 
@@ -149,7 +150,7 @@ def _outcome(plan: Plan, answer: Path, log: Path, code: int) -> Outcome:
     if code == 0 and "replicas" in found:
         return Outcome(plan, tuple(found["replicas"]))
     if code < 0:
-        ended = f"its process was ended by {signal.Signals(-code).name}"
+        ended = f"its process was ended by {signal_name(-code)}"
         return Outcome(plan, error=f"{ended}: {_last_line(log)}".removesuffix(": "))
     return Outcome(plan, error=found.get("error") or _last_line(log) or f"exit code {code}")
 

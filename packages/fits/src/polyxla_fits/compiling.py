@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from polyxla import PolyxlaError
+from polyxla.launcher.process_handle import signal_name
 from polyxla_bridge.abi import Code, width
 from polyxla_bridge.programs import hlo
 from polyxla_bridge.programs.executable import ArrayType
@@ -185,7 +185,7 @@ class CompileProcess:
     def _end_of_process(self) -> str:
         assert self._process is not None
         code = self._process.wait(START_TIMEOUT_S)
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        how = f"was ended by {signal_name(-code)}" if code < 0 else f"ended with code {code}"
         self._errors.seek(0)
         return f"libtpu's process {how}: {fatal_line(self._errors.read())}"
 

@@ -14,6 +14,14 @@ POLL_S = 0.01
 """How often to poll whether a process has ended, in seconds."""
 
 
+def signal_name(number: int) -> str:
+    """Return a signal's name; real-time signals, which have none, by their number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 @dataclass(frozen=True)
 class Exit:
     """How a process ended.
@@ -29,7 +37,7 @@ class Exit:
     def __str__(self) -> str:
         if self.code >= 0:
             return f"exited with code {self.code}"
-        how = f"was ended by {signal.Signals(-self.code).name}"
+        how = f"was ended by {signal_name(-self.code)}"
         if self.code != -signal.SIGKILL:
             return how
         return (

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import base64
-import contextlib
+import fcntl
 import os
 import select
 import selectors
 import signal
 import socket
-import subprocess
+import struct
 import sys
+import termios
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -19,6 +21,7 @@ from typing import Any
 
 from polyxla.env import snapshot
 from polyxla_pod.host.command_group import CommandGroup, adopt_orphans
+from polyxla_pod.host.unpacking import Unpacking
 from polyxla_pod.host.worker import Worker
 from polyxla_pod.messages import WORKER_STREAM, Message, decode
 from polyxla_pod.tpu_nodes import TOKEN_VARIABLE
@@ -37,7 +40,10 @@ _READ_BYTES = 1 << 16
 
 
 class Session:
-    """The host's end of a connection. Everything happens in the thread that calls `run`.
+    """The host's end of a connection. Everything happens in the thread that calls `run`, but `gather`.
+
+    The thread waits for the selector only: a child that hangs must not keep it from answering heartbeats, nor
+    from noticing that the launcher is gone.
 
     The command ends, with all that it started, when the connection does: when the input closes, when nothing
     is received for `lost_after_s`, or when this process receives SIGTERM or SIGHUP.
@@ -61,7 +67,10 @@ class Session:
         # Of each stream that is open: its file descriptor, and what was read of a line.
         self._streams: dict[str, int] = {}
         self._lines: dict[str, bytes] = {}
-        self._unpacking: subprocess.Popen[bytes] | None = None
+        self._unpacking: Unpacking | None = None
+        self._is_unpacked = False
+        # What other threads leave to this one.
+        self._outcomes: list[Callable[[], None]] = []
         self._kill_at_s: float | None = None
         self._drained_by_s: float | None = None
         self._has_exited = False
@@ -91,6 +100,8 @@ class Session:
                 self._group.kill()
             if self._worker:
                 self._worker.kill()
+            if self._unpacking:
+                self._unpacking.kill()
 
     def _send(self, kind: str, **content: Any) -> None:
         self._unsent += Message(kind, content).encode()
@@ -116,12 +127,18 @@ class Session:
     def _apply_backpressure(self) -> None:
         """Read output only while the connection takes it."""
         is_full = len(self._unsent) > UNSENT_BYTES and self._kill_at_s is None
-        watched = {key.fd for key in self._selector.get_map().values()}
         for stream, fd in self._streams.items():
-            if is_full and fd in watched:
-                self._selector.unregister(fd)
-            elif not is_full and fd not in watched:
-                self._selector.register(fd, selectors.EVENT_READ, partial(self._read_output, stream))
+            self._set_watched(
+                fd, selectors.EVENT_READ, partial(self._read_output, stream), wanted=not is_full
+            )
+
+    def _set_watched(self, fd: int, event: int, act: Callable[[], object], *, wanted: bool) -> None:
+        if wanted == (fd in {key.fd for key in self._selector.get_map().values()}):
+            return
+        if wanted:
+            self._selector.register(fd, event, act)
+        else:
+            self._selector.unregister(fd)
 
     def _check_time(self) -> None:
         now = time.monotonic()
@@ -130,6 +147,10 @@ class Session:
         if self._worker and self._worker.poll() is not None and not self._has_worker_exited:
             # Before the command's exit, which may be its consequence.
             self._report_worker(self._worker)
+        while self._outcomes:
+            self._outcomes.pop()()
+        if self._unpacking:
+            self._check_unpacking(self._unpacking)
         if not self._group:
             return
         if self._group.poll() is not None and not self._has_exited:
@@ -153,8 +174,13 @@ class Session:
         self._end_group(group)
 
     def _read_rest(self, streams: Iterable[str]) -> None:
+        """Read what is in the pipes now: what the command leaves behind may print for ever."""
         for stream in streams:
-            while stream in self._streams and select.select([self._streams[stream]], [], [], 0)[0]:
+            left = _waiting_bytes(self._streams[stream]) if stream in self._streams else 0
+            while left > 0:
+                left -= self._read_output(stream)
+            # Its end, with a last line that has none.
+            if stream in self._streams and select.select([self._streams[stream]], [], [], 0)[0]:
                 self._read_output(stream)
 
     def _is_without_worker(self, now: float) -> bool:
@@ -211,9 +237,12 @@ class Session:
         try:
             handlers[message.kind](**message.content)
         except Exception as error:
-            # The launcher names the host with it, and ends the connection.
-            code = NOT_STARTED if message.kind in ("worker", "start") else None
-            self._send("error", text=f"{message.kind}: {type(error).__name__}: {error}", code=code)
+            self._refuse(message.kind, error)
+
+    def _refuse(self, kind: str, error: Exception) -> None:
+        """Report what cannot be done. The launcher names the host with it, and ends the connection."""
+        code = NOT_STARTED if kind in ("worker", "start") else None
+        self._send("error", text=f"{kind}: {type(error).__name__}: {error}", code=code)
 
     def _job(self, host: int, lost_after_s: float, grace_s: float) -> None:
         self._host, self._lost_after_s, self._grace_s = host, lost_after_s, grace_s
@@ -224,26 +253,51 @@ class Session:
     def _check(
         self, environ: dict[str, str], directory: str | None, ports: list[int], node: dict[str, Any] | None
     ) -> None:
+        """Gather the facts in a thread: the metadata server, a name server or a disk may not answer."""
         from polyxla_pod.host.facts import gather
 
-        self._send("facts", facts=gather({**snapshot(), **environ}, _expanded(directory), ports, node))
+        def work() -> None:
+            try:
+                facts = gather(own, _expanded(directory), ports, node)
+            except Exception as error:
+                self._outcomes.append(partial(self._refuse, "check", error))
+            else:
+                self._outcomes.append(partial(self._send, "facts", facts=facts))
+
+        own = {**snapshot(), **environ}
+        threading.Thread(target=work, name="facts", daemon=True).start()
 
     def _archive(self, directory: str, data: str, last: bool) -> None:
         if not self._unpacking:
-            target = Path(directory).expanduser()
-            target.mkdir(parents=True, exist_ok=True)
-            command = ["tar", "-xzf", "-", "-C", str(target)]
-            self._unpacking = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
-        assert self._unpacking.stdin
-        assert self._unpacking.stderr
-        with contextlib.suppress(BrokenPipeError):
-            self._unpacking.stdin.write(base64.b64decode(data))
-        if last:
-            with contextlib.suppress(BrokenPipeError):
-                self._unpacking.stdin.close()
-            said = self._unpacking.stderr.read().decode(errors="replace").strip()
-            if self._unpacking.wait() != 0:
-                raise OSError(f"tar could not unpack into {directory}: {said}")
+            self._unpacking = Unpacking(Path(directory).expanduser())
+            self._selector.register(self._unpacking.errors, selectors.EVENT_READ, self._listen_to_tar)
+        self._unpacking.add(base64.b64decode(data), is_last=last)
+        self._feed_tar()
+
+    def _feed_tar(self) -> None:
+        assert self._unpacking
+        for _ in range(self._unpacking.feed()):
+            self._send("taken")
+        has_rest = self._unpacking.has_rest
+        self._set_watched(self._unpacking.input, selectors.EVENT_WRITE, self._feed_tar, wanted=has_rest)
+        if self._unpacking.is_complete and not has_rest:
+            self._unpacking.close()
+
+    def _listen_to_tar(self) -> None:
+        assert self._unpacking
+        if not self._unpacking.listen():
+            self._selector.unregister(self._unpacking.errors)
+
+    def _check_unpacking(self, unpacking: Unpacking) -> None:
+        """Report tar's end, once."""
+        code = unpacking.poll()
+        if self._is_unpacked or code is None or not (code or unpacking.is_complete):
+            return
+        self._is_unpacked = True
+        unpacking.listen()
+        if code:
+            self._refuse("archive", OSError(f"tar could not unpack it: {unpacking.reason}"))
+        else:
             self._send("unpacked")
 
     def _start_worker(self, command: list[str], environ: dict[str, str], token: str, ready: str) -> None:
@@ -262,7 +316,8 @@ class Session:
         self._streams[stream], self._lines[stream] = fd, b""
         self._selector.register(fd, selectors.EVENT_READ, partial(self._read_output, stream))
 
-    def _read_output(self, stream: str) -> None:
+    def _read_output(self, stream: str) -> int:
+        """Read from a stream once; return how many bytes that were."""
         fd = self._streams[stream]
         if data := os.read(fd, _READ_BYTES):
             *lines, rest = (self._lines[stream] + data).split(b"\n")
@@ -280,6 +335,7 @@ class Session:
             # At the same places on all hosts, whatever one read has returned.
             for begin in range(0, max(len(line), 1), LONGEST_LINE_BYTES):
                 self._send_line(stream, line[begin : begin + LONGEST_LINE_BYTES])
+        return len(data)
 
     def _send_line(self, stream: str, line: bytes) -> None:
         # A progress bar overwrites its line, and only its last state is of use.
@@ -287,6 +343,12 @@ class Session:
         self._send("line", host=self._host, stream=stream, time=time.time(), text=text)
         if stream == WORKER_STREAM and self._worker_is_ready_after in text:
             self._send("ready")
+
+
+def _waiting_bytes(fd: int) -> int:
+    """Return how many bytes a pipe holds."""
+    count: int = struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))[0]
+    return count
 
 
 def _environ(environ: Mapping[str, str]) -> dict[str, str]:

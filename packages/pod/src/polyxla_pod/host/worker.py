@@ -8,7 +8,7 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from polyxla_pod.host.command_group import end_with_parent
+from polyxla_pod.host.command_group import KILLED_WITHIN_S, end_with_parent
 from polyxla_pod.tpu_nodes import TOKEN_FILE
 
 END_S = 1.0
@@ -70,8 +70,10 @@ class Worker:
         return False
 
     def kill(self) -> None:
-        """End the worker and its processes with SIGKILL."""
+        """End the worker and its processes with SIGKILL. Blocks for at most `KILLED_WITHIN_S`."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
-            self._process.wait()
+            # A process in the kernel, such as at a disk that does not answer, dies later.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(KILLED_WITHIN_S)

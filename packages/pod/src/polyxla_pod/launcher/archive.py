@@ -11,11 +11,14 @@ from typing import IO
 
 from polyxla import UsageError
 from polyxla_pod.launcher.connection import Connection
+from polyxla_pod.messages import UNTAKEN_PARTS
 
 CHUNK_BYTES = 1 << 16
 """Size of the parts in which the file is sent, in bytes."""
 UNPACK_S = 600.0
-"""Longest wait for a host to unpack the file, in seconds."""
+"""Longest wait for a host to unpack the rest of the file, in seconds."""
+TAKE_S = 60.0
+"""Longest wait for a host to write a part of the file, in seconds."""
 LIST_S = 60.0
 """Longest wait for git to list a directory's files, in seconds."""
 _LEFT_OUT = {".git", ".venv", "__pycache__"}
@@ -60,11 +63,12 @@ async def send(connection: Connection, file: Path, directory: str) -> None:
         HostEndedError: the host ended, or could not unpack it.
     """
     with file.open("rb") as source:
-        is_last = False
+        is_last, count = False, 0
         while not is_last:
             data = source.read(CHUNK_BYTES)
             is_last = len(data) < CHUNK_BYTES
             text = base64.b64encode(data).decode()
             connection.send("archive", directory=directory, data=text, last=is_last)
-            await connection.drained()
+            count += 1
+            await connection.taken(count - UNTAKEN_PARTS, TAKE_S)
     await connection.answer("unpacked", UNPACK_S)

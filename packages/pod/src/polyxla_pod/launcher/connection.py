@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from polyxla.launcher.process_handle import signal_name
 from polyxla_pod.job import Job
-from polyxla_pod.messages import SILENCES, WORKER_STREAM, Message, decode
+from polyxla_pod.launcher.local_process import LINE_BYTES, LocalProcess
+from polyxla_pod.messages import SILENCES, WORKER_STREAM, Message, decode, find_misfit
 
-LINE_BYTES = 1 << 20
-"""Longest message of a host; its lines are much shorter."""
 EXIT_S = 2.0
 """Longest wait for the process on this machine once the host has closed the connection, in seconds."""
 CONFIRM_S = 3.0
@@ -23,6 +21,7 @@ CONFIRM_S = 3.0
 LOST = 255
 """Exit code for a host that cannot be reached, or whose connection is lost. Source: ``man ssh``."""
 _SAID_LINES = 20
+_SAID_CHARACTERS = 1000
 _WORKER_LINES = 3
 
 
@@ -53,7 +52,7 @@ class End:
 
 def _ended(code: int | None) -> str:
     if code is not None and code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
+        return f"was ended by {signal_name(-code)}"
     return f"ended with exit code {code}"
 
 
@@ -86,8 +85,9 @@ class Connection:
         self._answers: dict[str, asyncio.Future[Message]] = {}
         self._said: deque[str] = deque(maxlen=_SAID_LINES)
         self._worker_said: deque[str] = deque(maxlen=_WORKER_LINES)
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: LocalProcess | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._taken = 0
         self._heard_s = 0.0
         self._beats: dict[int, float] = {}
         self._has_answered = False
@@ -98,21 +98,14 @@ class Connection:
         Raises:
             HostEndedError: it does not come within the job's `connect_s`.
         """
-        pipe = asyncio.subprocess.PIPE
+        process = LocalProcess(self._hear, self._said.append)
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=pipe,
-                stdout=pipe,
-                stderr=pipe,
-                limit=LINE_BYTES,
-                # Ctrl-C reaches the launcher only, which ends the hosts in an orderly way.
-                start_new_session=True,
-            )
+            await process.start(self._command)
         except OSError as error:
             self._end(End(None, f"{self._command[0]} cannot be started: {error}"))
             raise HostEndedError from None
-        self._tasks = [asyncio.create_task(one) for one in (self._read(), self._read_errors())]
+        self._process = process
+        self._tasks = [asyncio.create_task(self._watch(process))]
         self.send("job", host=self.host, lost_after_s=self._job.lost_after_s, grace_s=self._job.grace_s)
         await self.answer("hello", self._job.connect_s)
         self._has_answered = True
@@ -121,27 +114,18 @@ class Connection:
 
     def send(self, kind: str, **content: Any) -> None:
         """Queue a message; a connection that has ended ignores it."""
-        if self._process and self._process.stdin and not self._process.stdin.is_closing():
-            self._process.stdin.write(Message(kind, content).encode())
+        if self._process:
+            self._process.write(Message(kind, content).encode())
 
-    async def drained(self) -> None:
-        """Wait until most of what was sent is on its way.
+    async def taken(self, count: int, timeout_s: float) -> None:
+        """Wait until the host has written that many parts of an archive.
 
         Raises:
-            HostEndedError: the host ended first.
+            HostEndedError: the host ended first, or wrote no part in time, which ends it.
         """
-        assert self._process
-        assert self._process.stdin
-        drain = asyncio.ensure_future(self._process.stdin.drain())
-        either: set[asyncio.Future[Any]] = {drain, self.ended}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if self.ended.done():
-            drain.cancel()
-            await asyncio.gather(drain, return_exceptions=True)
-            raise HostEndedError
-        # What reads the answers notices that the connection was closed.
-        with contextlib.suppress(OSError):
-            drain.result()
+        while self._taken < count:
+            self._answers.pop("taken", None)
+            await self.answer("taken", timeout_s)
 
     async def worker_ready(self, timeout_s: float) -> None:
         """Wait until clients can connect to the host's worker.
@@ -179,9 +163,8 @@ class Connection:
 
     def kill(self) -> None:
         """End the local process at once, which closes the host's input."""
-        if self._process and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+        if self._process:
+            self._process.kill()
 
     async def stop(self) -> None:
         """End the command and the connection. Takes at most the grace and `CONFIRM_S`."""
@@ -193,12 +176,7 @@ class Connection:
             await asyncio.wait({self._is_over}, timeout=self._job.grace_s + CONFIRM_S)
         self._end(End(None, "did not confirm its end"))
         if self._process:
-            assert self._process.stdin
-            self._process.stdin.close()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), EXIT_S)
-            self.kill()
-            await self._process.wait()
+            await self._process.close(EXIT_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -214,19 +192,28 @@ class Connection:
         if not self._is_over.done():
             self._is_over.set_result(None)
 
-    async def _read(self) -> None:
-        assert self._process
-        assert self._process.stdout
-        with contextlib.suppress(ValueError, OSError):
-            while line := await self._process.stdout.readline():
-                self._heard_s = time.monotonic()
-                if message := decode(line):
-                    self._receive(message)
-                elif text := line.decode(errors="replace").strip():
-                    self._said.append(text)
+    async def _watch(self, process: LocalProcess) -> None:
+        """Wait until the host has closed its output, and report that if it is how the host ends."""
+        either: set[asyncio.Future[Any]] = {process.closed, process.exited}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        # What it says last may come later; another process may hold the pipes of one that has ended.
+        await asyncio.wait({*either, process.errors_closed}, timeout=EXIT_S)
         if not self.ended.done():
-            self._end(End(None, await self._closed()))
+            self._end(End(None, self._closed(process)))
         self._set_over()
+
+    def _hear(self, line: bytes) -> None:
+        """Receive a line from the host."""
+        if message := decode(line):
+            self._heard_s = time.monotonic()
+            if misfit := find_misfit(message):
+                self.fail(f"sent {misfit}")
+            else:
+                self._receive(message)
+        elif self._has_answered and len(line) > LINE_BYTES:
+            self.fail("sent more than 1 MiB without the end of a line")
+        elif text := line.decode(errors="replace").strip():
+            self._said.append(text[:_SAID_CHARACTERS])
 
     def _receive(self, message: Message) -> None:
         content = message.content
@@ -246,35 +233,27 @@ class Connection:
             self._end(End(content["code"], content["text"]))
             self.kill()
         elif message.kind == "beat":
-            sent = self._beats.pop(content["number"], None)
-            if sent is not None:
+            if (sent := self._beats.pop(content["number"], None)) is not None:
                 self.clock_difference_s = content["time"] - (sent + time.time()) / 2
-        elif not (answer := self._future(message.kind)).done():
+        else:
+            self._take_answer(message)
+
+    def _take_answer(self, message: Message) -> None:
+        if message.kind == "taken":
+            self._taken += 1
+        if not (answer := self._future(message.kind)).done():
             answer.set_result(message)
 
     def _of_worker(self, how: str) -> str:
         said = f"; it printed last: {' / '.join(self._worker_said)}" if self._worker_said else ""
         return f"its worker at {self._job.worker_address(self.host)} {how}{said}"
 
-    async def _closed(self) -> str:
+    def _closed(self, process: LocalProcess) -> str:
         """Return why the host closed the connection without an end."""
-        assert self._process
-        code: int | None = None
-        with contextlib.suppress(TimeoutError):
-            code = await asyncio.wait_for(self._process.wait(), EXIT_S)
-        # The task that reads it may not have finished.
-        await asyncio.wait({self._tasks[1]}, timeout=EXIT_S)
+        code = process.exited.result() if process.exited.done() else None
         what = "the connection was closed" if self._has_answered else "could not be reached"
         ended = "" if code is None else f": {self._command[0]} ended with exit code {code}"
         return f"{what}{ended}" + (f": {self._said[-1]}" if self._said else "")
-
-    async def _read_errors(self) -> None:
-        assert self._process
-        assert self._process.stderr
-        with contextlib.suppress(ValueError, OSError):
-            while line := await self._process.stderr.readline():
-                if text := line.decode(errors="replace").strip():
-                    self._said.append(text)
 
     async def _send_heartbeats(self) -> None:
         number, limit_s = 0, self._job.lost_after_s

@@ -6,6 +6,7 @@ asking a host, also after a launcher was killed.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from polyxla import UsageError
+from polyxla.console import say
 from polyxla_pod.output.folding import FoldedLine
 from polyxla_pod.output.host_state import HostState
 
@@ -36,7 +38,7 @@ def root(environ: Mapping[str, str]) -> Path:
 
 
 class Recorder:
-    """Writes the record of one running job.
+    """Writes the record of one running job. If it cannot be written, the job goes on without it.
 
     Args:
         directory: that of all records.
@@ -55,12 +57,14 @@ class Recorder:
         self._states = states
         self._description = {"id": self.id, "pid": os.getpid(), "started": time.time(), **description}
         self._written_s = 0.0
+        self._is_lost = False
         self.write_states()
 
     def add(self, line: FoldedLine) -> None:
         """Add a line to the job's log."""
         one = {"time": time.time(), "hosts": line.hosts, "stream": line.stream, "text": line.text}
-        self._log.write(json.dumps(one) + "\n")
+        with self._losable():
+            self._log.write(json.dumps(one) + "\n")
 
     def tick(self) -> None:
         """Write the hosts' states and the end of the log, every `WRITE_S`."""
@@ -70,19 +74,31 @@ class Recorder:
     def write_states(self) -> None:
         """Write the job with its hosts' states."""
         self._written_s = time.monotonic()
-        self._log.flush()
         text = json.dumps({**self._description, "hosts": [one.as_json() for one in self._states]})
         # Readers see the old or the new file, never a part.
         new = self._directory / "job.json.new"
-        new.write_text(text, encoding="utf-8")
-        new.replace(self._directory / "job.json")
+        with self._losable():
+            self._log.flush()
+            new.write_text(text, encoding="utf-8")
+            new.replace(self._directory / "job.json")
 
     def close(self, exit_code: int, failures: Sequence[str]) -> None:
         """Write how the job ended."""
         self._description |= {"exit_code": exit_code, "failures": list(failures), "ended": time.time()}
         self.write_states()
-        self._log.close()
+        with self._losable():
+            self._log.close()
         self._lock.close()
+
+    @contextlib.contextmanager
+    def _losable(self) -> Iterator[None]:
+        """Report the first failure to write, such as on a full disk: a job is worth more than its record."""
+        try:
+            yield
+        except OSError as error:
+            if not self._is_lost:
+                self._is_lost = True
+                say(f"warning: {self._directory} cannot be written ({error.strerror}): its log lacks a part")
 
 
 def _remove_old(directory: Path) -> None:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 _NUMBER = r"[-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|nan|inf)"
-_STEP = re.compile(r"\bsteps?\b\s*[=:#]?\s*(\d+)(?![\d.]*\s*(?:s|ms|it)\b)", re.IGNORECASE)
+_STEP = re.compile(r"\bsteps?\b\s*[=:#]?\s*(\d{1,18})(?![\d.]*\s*(?:s|ms|it)\b)", re.IGNORECASE)
 _LOSS = re.compile(rf"\bloss\b\s*[=:]?\s*({_NUMBER})", re.IGNORECASE)
 _RATE = re.compile(rf"({_NUMBER})\s*(?:steps|it)/s", re.IGNORECASE)
 
