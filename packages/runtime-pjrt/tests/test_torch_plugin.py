@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -32,3 +33,23 @@ def test_a_plugin_puts_the_bridge_before_the_tpu(environ: dict[str, str], librar
         check=False,
     )
     assert done.stdout.splitlines()[-1:] == [library], done.stderr
+
+
+def test_a_dataset_that_fails_is_an_error_in_a_plain_loop() -> None:
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / "programs" / "broken_dataset.py")],
+        env={**os.environ, "PJRT_DEVICE": "CPU"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        "3 ValueError: record 3 is broken",
+        "0 ValueError: record 0 is broken",
+        "8",
+        "0 OSError: cannot be opened",
+        "3 ValueError: record 3 is broken",
+        "4",
+    ]

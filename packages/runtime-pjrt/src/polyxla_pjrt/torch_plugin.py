@@ -24,7 +24,7 @@ from polyxla.console import say_once
 from polyxla.env import POLYXLA_DEVICES, POLYXLA_RUNTIME, snapshot, update_environ
 from polyxla.launcher.processes import ProcessWork
 from polyxla.plugins.unknown_variables import unknown_variables
-from polyxla.xla import first_device_use
+from polyxla.xla import first_device_use, loader_errors
 from polyxla.xla.torch_xla_launch import TorchXlaLaunch, handle_launches
 from polyxla_pjrt import discovery, env
 from polyxla_pjrt.cores import is_prepared
@@ -177,6 +177,7 @@ def _install() -> None:
     answer()
     apply_environment()
     handle_launches(_launch_plan, _run)
+    loader_errors.raise_in_loop()
     first_device_use.watch(_replicas, _follow)
 
 
