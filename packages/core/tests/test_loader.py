@@ -288,3 +288,33 @@ def test_padded_batches_are_transferred_with_their_mask() -> None:
         return [(batch[0].tolist(), loader.valid.tolist()) for batch in loader]
 
     assert _alone(read) == [([0, 10], [True, True]), ([20, 20], [True, False])]
+
+
+def test_records_that_the_program_has_divided_are_not_divided_again(
+    install_plugin: PluginInstaller, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_DEVICES", "2")
+    install_plugin.listener("every_nth", (PROGRAMS / "every_nth_sampler.py").read_text())
+
+    def read(replica: Replica) -> tuple[list[list[int]], dict[str, Any]]:
+        mine = TensorDataset(torch.arange(replica.ordinal, 8, replica.world_size))
+        loader = replica.loader(DataLoader(mine, batch_size=2), divided=True)
+        values = _values(itertools.islice(loader, 1))
+        state = loader.state_dict()
+        loader.load_state_dict(state)
+        with pytest.raises(UsageError) as caught:
+            loader.load_state_dict({**state, "parts": 4})
+        assert str(caught.value).startswith(
+            "the records were divided among 4 replica(s) by the program when the position was saved, and are "
+            "divided among 2 replica(s) by the program now"
+        )
+        with pytest.raises(
+            UsageError, match="by the program when the position was saved, and are divided by the sampler now"
+        ):
+            replica.loader(_numbers(8)).load_state_dict(state)
+        return values + _values(loader), state
+
+    results = launch(read, runtime="fake", devices=2)
+    state = {"epoch": 0, "batches": 1, "parts": 2}
+    assert results == [([[0, 2], [4, 6]], state), ([[1, 3], [5, 7]], state)]
+    assert "DataLoader: each replica reads its own records, as divided=True says" in capsys.readouterr().err

@@ -70,7 +70,8 @@ def test_without_a_plugin_to_divide_records_several_replicas_are_refused() -> No
     assert str(caught.value) == (
         "no installed plugin can divide the records of list among 2 replicas; "
         "all of them would train on the same records. "
-        "Install one (pip install ./packages/sampler), or divide them yourself and use to_device."
+        "Install one (pip install ./packages/sampler), or divide them yourself and write "
+        "replica.loader(loader, divided=True)."
     )
 
 

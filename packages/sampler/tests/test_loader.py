@@ -265,11 +265,18 @@ def test_a_loader_that_is_divided_already_keeps_its_order() -> None:
     resumed = sharded(loader, 0, 2)
     resumed.load_state_dict(json.loads(json.dumps(mine.state_dict(2))))
     assert read(resumed) == found[4:]
-    alone: DistributedSampler[Any] = DistributedSampler(data, num_replicas=1, rank=0)
-    other = sharded(DataLoader(data, sampler=alone), 0, 4)
-    assert other.note.endswith("among 1 replica(s) itself, although there are 4")
-    with pytest.raises(ValueError, match="num_replicas=2, and SelfShardedSampler has num_replicas=1"):
+    three: DistributedSampler[Any] = DistributedSampler(data, num_replicas=3, rank=0)
+    other = sharded(DataLoader(data, sampler=three), 0, 4)
+    assert other.note.endswith("among 3 replica(s) itself, although there are 4")
+    with pytest.raises(ValueError, match="num_replicas=2, and SelfShardedSampler has num_replicas=3"):
         other.load_state_dict(mine.state_dict(2))
+
+
+def test_a_sampler_for_one_replica_is_divided_among_several() -> None:
+    data = records(20)
+    alone: DistributedSampler[Any] = DistributedSampler(data, num_replicas=1, rank=0)
+    parts = [read(sharded(DataLoader(data, sampler=alone), index, 4)) for index in range(4)]
+    assert sorted(chain(*parts)) == list(range(20))
 
 
 def test_samplers_of_this_package_are_kept_and_can_resume() -> None:

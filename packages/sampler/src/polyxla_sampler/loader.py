@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from polyxla_sampler.divided import Divided, divided_by
 from polyxla_sampler.iterable import ShardedIterable, StreamEpochs, WorkerIdCollate
 from polyxla_sampler.resume import ResumableEpochs, RoundRobinEpochs, State
 from polyxla_sampler.sampler import ShardedSampler
@@ -159,8 +160,8 @@ def shard(
 
     With ``shuffle=True`` the records have a new order in each epoch, otherwise the dataset's. The items of
     any other sampler or batch sampler, and the records of an iterable dataset, are divided round-robin. A
-    loader whose sampler divides the records already (it has `num_replicas` and `rank`) is not divided
-    again. The loader's other arguments are kept.
+    loader whose sampler or dataset divides the records already is not divided again
+    (`polyxla_sampler.divided`). The loader's other arguments are kept.
 
     Every replica gets the same number of batches. If the records do not divide evenly, the first ones are
     repeated, or with the loader's ``drop_last`` the last ones dropped.
@@ -182,8 +183,8 @@ def shard(
     drop_last = repeat and bool(getattr(loader.batch_sampler, "drop_last", False))
     if isinstance(loader.dataset, IterableDataset):
         return _stream_loader(loader, shard_index, shard_count, seed, drop_last)
-    if (divider := _self_sharding_sampler(loader)) is not None:
-        return _self_sharded_loader(loader, divider, shard_count)
+    if (divided := _division(loader, shard_count)) is not None:
+        return _self_sharded_loader(loader, divided, shard_count)
     drawn: Any = loader.batch_sampler if _has_batches(loader) else loader.sampler
     sampler = _divided_sampler(drawn, shard_index, shard_count, seed, drop_last)
     is_plain = isinstance(sampler, ShardedSampler)
@@ -208,8 +209,8 @@ def _stream_loader(
     dataset: Any = loader.dataset
     name = type(dataset).__name__
     note = f"{_who_reads(count)} the records of {name}; every replica reads all of them"
-    if hasattr(dataset, "num_replicas") and hasattr(dataset, "rank"):
-        note = f"{name} divides its records among {dataset.num_replicas} replica(s) itself"
+    if (divided := divided_by(dataset, count)) is not None:
+        note = divided.note(count)
         index, count = 0, 1
     mine = ShardedIterable(dataset, count, index, seed, drop_last, loader.num_workers)
     rebuilt = _rebuilt(loader, None, dataset=mine, collate_fn=WorkerIdCollate(loader.collate_fn))
@@ -217,24 +218,20 @@ def _stream_loader(
     return ShardedLoader(rebuilt, epochs, loader.batch_size, _note(loader, note))
 
 
-def _self_sharded_loader(loader: DataLoader[Any], divider: Any, count: int) -> ShardedLoader:
-    note = f"{type(divider).__name__} divides the records among {divider.num_replicas} replica(s) itself"
-    if divider.num_replicas != count:
-        note = f"{note}, although there are {count}"
+def _self_sharded_loader(loader: DataLoader[Any], divided: Divided, count: int) -> ShardedLoader:
+    note = divided.note(count)
     drawn: Any = loader.batch_sampler if _has_batches(loader) else loader.sampler
     if isinstance(drawn, ResumableEpochs):
         return ShardedLoader(loader, drawn, _batch_size(loader), note)
-    sampler = SelfShardedSampler(drawn, divider.num_replicas)
+    sampler = SelfShardedSampler(drawn, divided.parts)
     return ShardedLoader(_rebuilt(loader, sampler), sampler, _batch_size(loader), _note(loader, note))
 
 
-def _self_sharding_sampler(loader: DataLoader[Any]) -> Any | None:
-    """Return the loader's sampler that divides the records among replicas itself, if there is one."""
+def _division(loader: DataLoader[Any], count: int) -> Divided | None:
+    """Return what divides the records among replicas already, of the loader's samplers."""
     batches = loader.batch_sampler
-    for sampler in (batches, getattr(batches, "sampler", None), loader.sampler):
-        if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
-            return sampler
-    return None
+    samplers = (batches, getattr(batches, "sampler", None), loader.sampler)
+    return next(filter(None, (divided_by(sampler, count) for sampler in samplers)), None)
 
 
 def _has_batches(loader: DataLoader[Any]) -> bool:

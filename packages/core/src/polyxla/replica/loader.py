@@ -9,6 +9,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from polyxla.errors import UsageError
 from polyxla.pytree import with_tensors
 from polyxla.replica import random_state
 from polyxla.replica.host_batches import HostBatches, ReadOptions
@@ -55,6 +56,7 @@ class Loader:
         options: how to read them.
         replication: uploads them to the device.
         before_batch: called when the loop requests a batch, before it waits.
+        parts: among how many replicas the program has divided the records itself; None if it has not.
 
     Attributes:
         batch: the latest batch, on the device; None before the first.
@@ -71,9 +73,10 @@ class Loader:
         options: ReadOptions,
         replication: Replication,
         before_batch: Callable[[Loader], None],
+        parts: int | None = None,
     ) -> None:
         self._source, self._options, self._replication = source, options, replication
-        self._before_batch = before_batch
+        self._before_batch, self._parts = before_batch, parts
         self._position = LoaderPosition()
         self._all_valid: Any = None
         self.batch: Any = None
@@ -149,6 +152,8 @@ class Loader:
         position = self._position
         batches = position.before + position.received
         state = {"epoch": position.epoch, "batches": batches}
+        if self._parts is not None:
+            state["parts"] = self._parts
         if batches and hasattr(self._source, "state_dict"):
             state["source"] = self._source.state_dict(position.received)
         return state
@@ -157,7 +162,17 @@ class Loader:
         """Make the next iteration resume where `state_dict` was called.
 
         A source that cannot resume is read from its start, and the batches before the position are skipped.
+
+        Raises:
+            UsageError: the program divided the records among another number of replicas then.
         """
+        if state["batches"] and state.get("parts") != self._parts:
+            raise UsageError(
+                f"the records were divided {_by(state.get('parts'))} when the position was saved, and are "
+                f"divided {_by(self._parts)} now",
+                where="replica.loader(..., divided=True)",
+                fix="Resume with as many replicas as then, or from the end of an epoch.",
+            )
         position = self._position = LoaderPosition(epoch=state["epoch"], before=state["batches"])
         if hasattr(self._source, "set_epoch"):
             self._source.set_epoch(position.epoch)
@@ -203,3 +218,7 @@ class LoaderPosition:
 def _batch_size(source: Any) -> int | None:
     size = getattr(source, "batch_size", None)
     return size if isinstance(size, int) else None
+
+
+def _by(parts: int | None) -> str:
+    return "by the sampler" if parts is None else f"among {parts} replica(s) by the program"

@@ -85,6 +85,7 @@ class Replica(Collectives):
         *,
         pad: bool = False,
         repeat: bool = True,
+        divided: bool = False,
         prefetch: Mapping[str, int] | None = None,
         transfer: Callable[[Any], Any] | None = None,
     ) -> Loader:
@@ -98,6 +99,8 @@ class Replica(Collectives):
                 `Loader.valid` marks the real records.
             repeat: repeat records until every replica has the same number of them, as training requires. If
                 False, repeats are left out, or masked with `pad`, so that metrics are exact.
+            divided: whether the loader has this replica's records only, because you have divided them. Give
+                every replica the same number of batches. The usual ways to divide are recognised without it.
             prefetch: how far to copy ahead, by the runtime's option names: on torch_xla
                 ``loader_prefetch_size``, ``device_prefetch_size`` and ``host_to_device_transfer_threads``.
             transfer: returns a batch of any type on the device, in the loop's thread; nothing is read ahead.
@@ -106,7 +109,8 @@ class Replica(Collectives):
             UsageError: there are several replicas and no plugin can divide the records among them.
         """
         self._has_loaders = True
-        world = self.data_world
+        # With its own records, a replica reads as if it were alone.
+        world = World() if divided else self.data_world
         shard: Iterable[Any] | None = self.hook.polyxla_shard_loader(
             loader=loader, world=world, seed=self.data_seed, repeat=repeat
         )
@@ -114,14 +118,19 @@ class Replica(Collectives):
             raise UsageError(
                 f"no installed plugin can divide the records of {type(loader).__name__} "
                 f"among {world.world_size} replicas; all of them would train on the same records",
-                fix=f"Install one ({pip_install('polyxla-sampler')}), or divide them yourself and use "
-                "to_device.",
+                fix=f"Install one ({pip_install('polyxla-sampler')}), or divide them yourself and write "
+                "replica.loader(loader, divided=True).",
             )
+        note = getattr(shard, "note", "")
+        if divided:
+            note = f"{type(loader).__name__}: each replica reads its own records, as divided=True says"
         # One replica reads everything: nothing was divided, so there is nothing to announce.
-        if world.world_size > 1 and self.is_first and (note := getattr(shard, "note", "")):
+        if self.data_world.world_size > 1 and self.is_first and note:
             say_once(note)
         options = ReadOptions(pad, repeat, prefetch or {}, transfer)
-        return Loader(loader if shard is None else shard, options, self._replication, self._before_batch)
+        source = loader if shard is None else shard
+        parts = self.data_world.world_size if divided else None
+        return Loader(source, options, self._replication, self._before_batch, parts)
 
     def _before_batch(self, loader: Loader) -> None:
         if loader is not self.current_loader:
