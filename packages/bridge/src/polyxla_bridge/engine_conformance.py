@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from typing import Any
 
 import ml_dtypes
@@ -201,6 +201,21 @@ class EngineConformance:
         (right,) = engine.execute(
             compiled(engine, DOUBLING), engine.devices[0], [upload(engine, np.float32(2))]
         )
+        assert download(engine, right) == 4
+
+    def test_an_array_that_was_never_uploaded_fails_with_its_own_error(self, open_engine: OpenEngine) -> None:
+        engine = open_engine(1)
+        device, doubling = engine.devices[0], compiled(engine, DOUBLING)
+        value: Future[Any] = Future()
+        value.set_exception(PjrtError(Code.RESOURCE_EXHAUSTED, "no room for it"))
+        lost = Buffer(ArrayType("float32", ()), device, value)
+        (result,) = engine.execute(doubling, device, [lost])
+        (next_,) = engine.execute(doubling, device, [result])
+        for one in (lost, result, next_, engine.copy(lost, device)):
+            with pytest.raises(PjrtError, match="no room for it"):
+                engine.to_host(one).result(TIMEOUT_S)
+            engine.delete(one)
+        (right,) = engine.execute(doubling, device, [upload(engine, np.float32(2))])
         assert download(engine, right) == 4
 
     def test_invalid_bytes_are_refused_by_the_compiler(self, open_engine: OpenEngine) -> None:

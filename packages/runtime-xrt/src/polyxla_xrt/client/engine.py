@@ -57,6 +57,9 @@ class RemoteBuffer(Buffer):
     number: int = 0
     is_released: bool = False
 
+    # A plain `Buffer` never got to the worker: the bridge makes it when `from_host` fails. Its value is the
+    # error, which is also that of everything computed from it.
+
 
 @dataclass(frozen=True)
 class _Execution:
@@ -289,6 +292,10 @@ class RemoteEngine(Engine):
         for number, argument in (one for row in rows for one in enumerate(row)):
             if argument.is_deleted:
                 raise PjrtError(Code.INVALID_ARGUMENT, f"argument {number} was given up: {argument.type}")
+        if lost := [one for row in rows for one in row if not isinstance(one, RemoteBuffer)]:
+            return [
+                [Buffer(type_, device, lost[0].value) for type_ in executable.outputs] for device in devices
+            ]
         if not self._room.acquire(blocking=False):
             self.holdups += 1
             self._room.acquire()
@@ -348,9 +355,10 @@ class RemoteEngine(Engine):
 
     def to_host(self, buffer: Buffer, into: memoryview | None = None) -> Future[memoryview]:
         """Request an array's bytes."""
-        if buffer.is_deleted:
+        if buffer.is_deleted or not isinstance(buffer, RemoteBuffer):
+            why = DeletedFuture("was given up", buffer.type) if buffer.is_deleted else buffer.value
             broken: Future[memoryview] = Future()
-            broken.set_exception(DeletedFuture("was given up", buffer.type).exception())
+            broken.set_exception(why.exception())
             return broken
         size = array_bytes(width(buffer.type.dtype), buffer.type.dims)
         if into is None and size > CHUNK_BYTES:
@@ -363,6 +371,8 @@ class RemoteEngine(Engine):
 
     def copy(self, buffer: Buffer, device: EngineDevice) -> Buffer:
         """Copy on the worker."""
+        if not isinstance(buffer, RemoteBuffer):
+            return Buffer(buffer.type, device, buffer.value)
         number = self._new_numbers(1)
         request = pb.Copy(array=number, source=_number(buffer), core=self._cores[device.index])
         self._send([(pb.Command(copy=request), 0)])
@@ -370,8 +380,9 @@ class RemoteEngine(Engine):
 
     def delete(self, buffer: Buffer) -> None:
         """Free the array on the worker, together with others, after everything that is queued."""
-        assert isinstance(buffer, RemoteBuffer)
-        if not buffer.is_released:
+        if not isinstance(buffer, RemoteBuffer):
+            buffer.give_up("was deleted")
+        elif not buffer.is_released:
             buffer.is_released = True
             buffer.give_up("was deleted")
             self._released.append(buffer.number)

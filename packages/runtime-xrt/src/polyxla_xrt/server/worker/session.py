@@ -226,8 +226,13 @@ class Session:
         why = failure(error)
         size = len(why.message) if why else 0
         self._send(pb.Answer(executed=pb.Executed(sequence=sequence, failure=why)), size)
-        if error is not None and program is not None and hlo.collectives(program.optimized_hlo):
+        if error is not None and program is not None and self._is_awaited(program):
             self._on_broken(program.name, error)
+
+    def _is_awaited(self, program: Executable) -> bool:
+        """Return whether other processes wait for the program: one may drive all of its devices."""
+        devices = program.num_replicas * program.num_partitions
+        return devices > len(self._devices) and bool(hlo.collectives(program.optimized_hlo))
 
     def _release(self, request: pb.Release) -> None:
         for number in request.arrays:
