@@ -257,13 +257,15 @@ def clients(session: nox.Session, runtime: str) -> None:
 @nox.session
 @nox.parametrize("runtime", list(CLIENTS))
 def notebooks(session: nox.Session, runtime: str) -> None:
-    """Run the tutorials in docs/tutorials that are for one framework; takes ten minutes."""
+    """Run the tutorials in docs/tutorials that are for one framework; ``-- --save`` keeps what they print."""
     pins = ("-c", CONSTRAINTS_TORCHTPU if runtime == "torchtpu" else CONSTRAINTS)
     packages = ["bridge", "sampler", "training", f"runtime-{runtime}"]
     packages += ["fits", "runtime-xrt"] if runtime == "pjrt" else []
     install(session, packages, group(f"notebooks-{runtime}"), options=pins)
     framework = "torch_tpu" if runtime == "torchtpu" else "torch_xla"
-    session.run("python", ".ci/notebooks.py", framework, env={"POLYXLA_COMPILE_CACHE": "off"})
+    session.run(
+        "python", ".ci/notebooks.py", framework, *session.posargs, env={"POLYXLA_COMPILE_CACHE": "off"}
+    )
 
 
 @nox.session

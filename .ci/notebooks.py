@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
 """Run the documentation's code in kernels, each in an empty directory; fail at a cell that raises.
 
-    notebooks.py torch_xla|torch_tpu    the tutorials for the framework that is installed here
-    notebooks.py pages [NAME ...]       the blocks of the pages, which are for torch_xla; all, or those named
+    notebooks.py torch_xla|torch_tpu [--save]  the tutorials for the framework that is installed here
+    notebooks.py pages [NAME ...]              the blocks of the pages, which are for torch_xla; all, or some
+
+With ``--save`` the tutorials keep what their cells have printed, so that the site shows it.
 
 `polyxla` must be on PATH, as it is in a session of nox. Each cell has a deadline.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 import time
@@ -38,11 +41,39 @@ def run(name: str, notebook: nbformat.NotebookNode) -> None:
     print(f"{name}: {time.monotonic() - started:.0f} s", flush=True)
 
 
-def run_tutorials(framework: str) -> None:
-    """Run the tutorials for one framework."""
+def run_tutorials(framework: str, *, save: bool) -> None:
+    """Run the tutorials for one framework; with `save`, keep their outputs in the files."""
     every = {path.stem for path in TUTORIALS.glob("*.ipynb")}
     for name in sorted(ON_TORCH_TPU if framework == "torch_tpu" else every - ON_TORCH_TPU):
-        run(name, nbformat.read(TUTORIALS / f"{name}.ipynb", as_version=4))
+        path = TUTORIALS / f"{name}.ipynb"
+        notebook = nbformat.read(path, as_version=4)
+        run(name, notebook)
+        if save:
+            keep_text(notebook)
+            nbformat.write(notebook, path)
+
+
+def keep_text(notebook: nbformat.NotebookNode) -> None:
+    """Reduce a notebook's outputs to plain text that is the same on every machine that prints it."""
+    notebook.metadata.pop("widgets", None)
+    notebook.metadata.language_info = {"name": "python"}
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+        if cell.cell_type == "code":
+            cell.execution_count = None
+            text = "".join(as_text(output) for output in cell.outputs)
+            # Colours; of a line that was drawn again, the last drawing; directories of this machine.
+            text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+            text = re.sub(r"(?m)^.*\r(?!\n)", "", text)
+            text = re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", text)
+            cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=text)] if text else []
+
+
+def as_text(output: nbformat.NotebookNode) -> str:
+    """Return what a reader of the notebook sees of an output as text; pictures are not kept."""
+    if output.output_type == "stream":
+        return str(output.text)
+    return f"{output.data['text/plain']}\n" if "text/plain" in output.get("data", {}) else ""
 
 
 def run_pages(names: list[str]) -> None:
@@ -70,4 +101,4 @@ if __name__ == "__main__":
     if what == "pages":
         run_pages(names)
     else:
-        run_tutorials(what)
+        run_tutorials(what, save="--save" in names)
