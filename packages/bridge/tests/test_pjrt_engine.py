@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import _ctypes
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from jaxlib import xla_client
 
 from polyxla_bridge import LIBRARY, pjrt_plugin
 from polyxla_bridge.abi import Code
@@ -33,6 +37,7 @@ from polyxla_bridge.engine_conformance import (
 )
 from polyxla_bridge.env import BridgeSettings, CacheOrigin
 from polyxla_bridge.errors import PjrtError
+from polyxla_bridge.libtpu import client as libtpu
 
 Run = Callable[..., list[subprocess.CompletedProcess[str]]]
 STATS = ("bytes_in_use", "peak_bytes_in_use", "num_allocs", "largest_alloc_size")
@@ -121,6 +126,7 @@ def test_another_number_of_devices_than_of_replicas_is_refused(cpu_plugin: Path)
         (__file__, "cannot be used as a PJRT plugin"),
         (_ctypes.__file__, "undefined symbol: GetPjrtApi"),
         ("libtpu", "there is no package libtpu: pip install libtpu"),
+        ("cuda", r"is not installed: pip install 'jax-cuda13-plugin\[with-cuda\]'"),
     ],
 )
 def test_a_library_that_is_no_plugin_is_refused(path: str, why: str) -> None:
@@ -246,11 +252,96 @@ def test_the_bridge_stands_between_torch_xla_and_the_plugin_of_a_tpu(
     assert done.stdout == "True True\n", done.stderr
 
 
-def test_an_emulated_tpu_on_a_plugin_is_refused(run: Run, on_plugin: Callable[[int], dict[str, str]]) -> None:
+def test_a_plugins_device_emulates_a_chip(run: Run, on_plugin: Callable[[int], dict[str, str]]) -> None:
     environ = BEHIND_LIBTPU | on_plugin(1) | {"POLYXLA_LIBTPU_HOST": "v4:2x2x1"}
     (done,) = run("training.py", environs=[environ])
-    assert done.returncode != 0
-    assert "cannot be used for an emulated TPU" in done.stderr
+    assert done.stdout == "True True\n", done.stderr
+
+
+def emulating(chips: int) -> BridgeSettings:
+    places = tuple((chip, 0, 0, 0) for chip in reversed(range(chips)))
+    return BridgeSettings(chips, platform="TPU", kind="TPU v5 lite", places=places)
+
+
+def test_emulated_chips_have_their_names_and_places(cpu_plugin: Path) -> None:
+    engine = PjrtEngine(emulating(2), cpu_plugin, {"cpu_device_count": 2})
+    assert engine.platform == "TPU"
+    assert [(one.index, one.kind, one.place) for one in engine.devices] == [
+        (0, "TPU v5 lite", (0, 0, 0, 0)),
+        (1, "TPU v5 lite", (1, 0, 0, 0)),
+    ]
+    engine.close()
+
+
+def test_options_of_a_tpus_compiler_do_not_reach_another(cpu_plugin: Path) -> None:
+    chosen = xla_client.CompileOptions()
+    chosen.env_option_overrides = [("xla_tpu_enable_something", "true")]
+    for settings, is_refused in ((BridgeSettings(), True), (emulating(1), False)):
+        engine = PjrtEngine(settings, cpu_plugin, {"cpu_device_count": 1})
+        try:
+            compile_ = partial(engine.compile, module(DOUBLING), chosen.SerializeAsString())
+            if is_refused:
+                with pytest.raises(PjrtError, match="xla_tpu_enable_something"):
+                    compile_()
+            else:
+                (four,) = engine.execute(compile_(), engine.devices[0], [upload(engine, np.float32(2))])
+                assert download(engine, four) == 4
+        finally:
+            engine.close()
+
+
+def test_a_tpus_kernel_is_refused_where_its_chip_is_emulated(cpu_plugin: Path) -> None:
+    engine = PjrtEngine(emulating(1), cpu_plugin, {"cpu_device_count": 1})
+    kernel = 'custom-call(x), custom_call_target="tpu_custom_call"'
+    with pytest.raises(PjrtError, match=r"a kernel for TPU cores.* cannot run where a TPU is emulated"):
+        compiled(engine, DOUBLING.replace("add(x, x)", kernel))
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (emulating(2), r"2 devices of the emulated TPU, and the plugin .* 1 devices: .*visible_devices"),
+        (replace(emulating(2), processes=2, coordinator="127.0.0.1:1"), "belong to 2 processes: emulate one"),
+        (replace(emulating(1), programs_path="/programs"), "programs are not recorded on the devices of"),
+    ],
+)
+def test_a_tpu_that_a_plugin_cannot_emulate_is_refused(
+    cpu_plugin: Path, settings: BridgeSettings, why: str
+) -> None:
+    on_one = replace(settings, plugin=str(cpu_plugin), plugin_options={"cpu_device_count": 1})
+    with pytest.raises(PjrtError, match=why) as refused:
+        libtpu.on_plugin(on_one, None)
+    assert refused.value.code == Code.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("package", ["xla_cuda12", "xla_cuda13"])
+def test_cuda_stands_for_the_installed_plugin(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "jax_plugins" / package / "xla_cuda_plugin.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "jax_plugins", raising=False)
+    assert pjrt_plugin.library_path("cuda") == library
+
+
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        ({}, {"visible_devices": [0, 1]}),
+        (
+            {"visible_devices": [2, 3], "preallocate": False},
+            {"visible_devices": [2, 3], "preallocate": False},
+        ),
+    ],
+)
+def test_an_emulated_chip_is_a_gpu_unless_others_are_chosen(
+    given: dict[str, object], options: dict[str, object]
+) -> None:
+    assert pjrt_plugin.client_options(replace(emulating(2), plugin="cuda", plugin_options=given)) == options
+    assert pjrt_plugin.client_options(replace(emulating(2), plugin="other", plugin_options=given)) == given
 
 
 def test_several_processes_are_refused(cpu_plugin: Path) -> None:

@@ -267,6 +267,8 @@ def test_a_plugin_that_hangs_is_given_up(tmp_path: Path) -> None:
         ("cpu=x", [], "'cpu=x' is not a platform"),
         ("plugin", [], "'plugin' is not a platform"),
         ("plugin=/no/such.so", [], "there is no file /no/such.so"),
+        ("cuda=x", [], "'cuda=x' is not a platform"),
+        ("cuda", [], "NVIDIA GPUs is not installed (from --platform cuda). Install it: pip install 'jax-"),
         ("cpu", ["a=1"], "the CPU platform has no options"),
         ("cpu", ["a"], "'a' is not NAME=VALUE"),
         ("tpu", [], "no TPU chip is attached to this machine (from --platform tpu)"),

@@ -64,8 +64,8 @@ Default: not set; nothing is recorded and everything is computed.
 """
 
 POLYXLA_PJRT_PLUGIN = "POLYXLA_PJRT_PLUGIN"
-"""A PJRT plugin on whose devices the bridge computes: the path of its library, or ``libtpu`` for the one of
-the installed package.
+"""A PJRT plugin on whose devices the bridge computes: the path of its library, or ``libtpu`` or ``cuda`` for
+the one of an installed package.
 Default: not set; the bridge computes on the CPU, with jaxlib.
 """
 

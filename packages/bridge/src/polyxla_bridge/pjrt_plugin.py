@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from polyxla_bridge.abi import Code
 from polyxla_bridge.engine.pjrt_engine import PjrtEngine
@@ -16,15 +17,22 @@ from polyxla_bridge.env import (
 )
 from polyxla_bridge.errors import PjrtError
 
-LIBTPU = "libtpu"
-"""The value of `POLYXLA_PJRT_PLUGIN` that stands for the installed package of this name."""
+LIBTPU, CUDA = "libtpu", "cuda"
+"""The values of `POLYXLA_PJRT_PLUGIN` that stand for the plugin of an installed package."""
+CUDA_PLUGINS = ("xla_cuda13", "xla_cuda12")
+"""The modules of ``jax_plugins`` with XLA's plugin for NVIDIA GPUs. The first that is installed is used.
+
+Source: the wheels of jax-cuda13-pjrt 0.11.2 and jax-cuda12-pjrt 0.10.2.
+"""
+CUDA_PACKAGE = "jax-cuda13-plugin[with-cuda]"
+"""What pip installs for it, with NVIDIA's libraries."""
 
 
 def make_engine(settings: BridgeSettings, on_lookup: Callable[[bool], None] | None) -> PjrtEngine:
     """Start the engine on the plugin that the settings name.
 
     Args:
-        settings: of the job; with several replicas, the plugin must have as many devices.
+        settings: of the job; with several replicas or emulated chips, the plugin must have as many devices.
         on_lookup: called for each program that this process needs, with whether the compilation cache had it.
 
     Raises:
@@ -37,16 +45,25 @@ def make_engine(settings: BridgeSettings, on_lookup: Callable[[bool], None] | No
             f"one process drives the devices of {POLYXLA_PJRT_PLUGIN}={settings.plugin}, and the job has "
             f"{settings.processes} processes: with runtime pjrt, set POLYXLA_PJRT_PROCESSES=1",
         )
-    engine = PjrtEngine(settings, library, settings.plugin_options, on_lookup)
-    if settings.replicas not in (1, len(engine.devices)):
+    engine = PjrtEngine(settings, library, client_options(settings), on_lookup)
+    wanted, found = settings.replicas, len(engine.devices)
+    # A program without replicas may use several devices, but each emulated chip is one.
+    if wanted != found and (wanted > 1 or settings.places):
         engine.close()
+        what = "devices of the emulated TPU" if settings.places else f"replicas ({POLYXLA_BRIDGE_REPLICAS})"
         raise PjrtError(
             Code.INVALID_ARGUMENT,
-            f"the job has {settings.replicas} replicas ({POLYXLA_BRIDGE_REPLICAS}), and the plugin {library} "
-            f"{len(engine.devices)} devices: start as many replicas, or choose the number of devices by "
-            f'{POLYXLA_PJRT_OPTIONS}, for XLA\'s CPU plugin {{"cpu_device_count": {settings.replicas}}}',
+            f"the job has {wanted} {what}, and the plugin {library} {found} devices: choose as many, or the "
+            f'devices by {POLYXLA_PJRT_OPTIONS}, for XLA\'s CPU plugin {{"cpu_device_count": {wanted}}}, on '
+            f'GPUs {{"visible_devices": {list(range(wanted))}}}',
         )
     return engine
+
+
+def client_options(settings: BridgeSettings) -> dict[str, Any]:
+    """Return the client's options: with CUDA, an emulated chip is a GPU, unless the user chooses others."""
+    chips = {"visible_devices": list(range(settings.replicas))}
+    return {**(chips if settings.plugin == CUDA and settings.places else {}), **settings.plugin_options}
 
 
 def library_path(plugin: str) -> Path:
@@ -55,12 +72,20 @@ def library_path(plugin: str) -> Path:
     Raises:
         PjrtError: there is none.
     """
+    if plugin == CUDA:
+        if library := cuda_library():
+            return library
+        raise PjrtError(
+            Code.NOT_FOUND,
+            f"{POLYXLA_PJRT_PLUGIN}={CUDA}, and XLA's plugin for NVIDIA GPUs is not installed: "
+            f"pip install {CUDA_PACKAGE!r}",
+        )
     if plugin != LIBTPU:
         if not Path(plugin).is_file():
             raise PjrtError(
                 Code.NOT_FOUND,
-                f"{POLYXLA_PJRT_PLUGIN}={plugin} is no file; write the path of a PJRT plugin's library, or "
-                f"{POLYXLA_PJRT_PLUGIN}={LIBTPU}",
+                f"{POLYXLA_PJRT_PLUGIN}={plugin} is no file; write the path of a PJRT plugin's library, "
+                f"{CUDA} or {LIBTPU}",
             )
         return Path(plugin)
     found = importlib.util.find_spec(LIBTPU)
@@ -70,3 +95,11 @@ def library_path(plugin: str) -> Path:
             f"{POLYXLA_PJRT_PLUGIN}={LIBTPU}, and there is no package {LIBTPU}: pip install {LIBTPU}",
         )
     return Path(found.origin).with_name("libtpu.so")
+
+
+def cuda_library() -> Path | None:
+    """Return the library of the installed plugin for NVIDIA GPUs; None if there is none."""
+    found = importlib.util.find_spec("jax_plugins")
+    folders = found.submodule_search_locations if found else None
+    libraries = (Path(at, name, "xla_cuda_plugin.so") for name in CUDA_PLUGINS for at in folders or ())
+    return next((library for library in libraries if library.is_file()), None)

@@ -16,6 +16,7 @@ from ipaddress import IPv4Address
 
 from polyxla import UsageError
 from polyxla.console import say_once
+from polyxla.env import snapshot
 from polyxla.errors import pip_install
 from polyxla_tpu import env
 from polyxla_tpu.accelerators import AcceleratorType
@@ -23,7 +24,7 @@ from polyxla_tpu.chips import AttachedChip
 from polyxla_tpu.topology import BASE_PORT
 
 POLYXLA_LIBTPU_HOST, POLYXLA_LIBTPU_DEV = "POLYXLA_LIBTPU_HOST", "POLYXLA_LIBTPU_DEV"
-POLYXLA_LIBTPU_SLICE = "POLYXLA_LIBTPU_SLICE"
+POLYXLA_LIBTPU_SLICE, POLYXLA_PJRT_PLUGIN = "POLYXLA_LIBTPU_SLICE", "POLYXLA_PJRT_PLUGIN"
 """Described in ``polyxla_bridge.env``; the bridge need not be installed to look for them."""
 _ATTEMPTS = 100
 
@@ -118,9 +119,12 @@ class PlayedTpu:
     def say(self, used_as: str) -> None:
         """Print once that a TPU is emulated, and what of it the program uses."""
         host = "" if self.host is None else f", host {self.host}"
+        plugin = snapshot().get(POLYXLA_PJRT_PLUGIN)
+        where = f"the devices of {POLYXLA_PJRT_PLUGIN}={plugin}" if plugin else "this machine's CPU"
+        whose = "theirs" if plugin else "the CPU's"
         say_once(
-            f"emulating a {self.accelerator.name}{host} on this machine's CPU: {used_as}; names and layout "
-            "are a TPU's, numbers and speed the CPU's"
+            f"emulating a {self.accelerator.name}{host} on {where}: {used_as}; names and layout "
+            f"are a TPU's, numbers and speed {whose}"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from polyxla_bridge.engine import memory_accounting
+from polyxla_bridge.engine import memory_accounting, numbering
 from polyxla_bridge.engine.device_thread import DeviceThread
 from polyxla_bridge.engine.engine import Buffer, DeviceActivity, Engine, EngineDevice
 from polyxla_bridge.engine.futures import CompletedFuture, FutureLike, GroupedFuture, complete, set_values
@@ -63,9 +64,9 @@ class PjrtEngine(Engine):
         if isinstance(library, Path):
             library = PluginClient(plugin.load(library), options or {})
         self._client = library
-        self.platform = self._client.platform.upper()
+        self.platform = settings.platform if settings.places else self._client.platform.upper()
         self.process_index = self._client.process_index
-        self.devices = tuple(_described(index, one) for index, one in enumerate(self._client.devices))
+        self.devices = _devices(settings, self._client)
         self._settings = dataclasses.replace(settings, replicas=len(self.devices), process=self.process_index)
         local = [device.index for device in self.devices if device.is_local]
         self._starting = {index: DeviceThread(index) for index in local}
@@ -454,6 +455,20 @@ def _array(value: FutureLike) -> DeviceArray:
         return started
     array: DeviceArray = value.result()
     return array
+
+
+def _devices(settings: BridgeSettings, client: PluginClient) -> tuple[EngineDevice, ...]:
+    """Return a client's devices; if chips are emulated, as those chips."""
+    found = tuple(_described(index, device) for index, device in enumerate(client.devices))
+    if not settings.places:
+        return found
+    (share,) = numbering.by_coordinates({0: settings.places}).values()
+    places = [place for _, place in sorted(zip(share.replicas, share.places, strict=True))]
+    # With another number of devices than of chips, the caller refuses the engine.
+    return tuple(
+        dataclasses.replace(device, kind=settings.kind, place=place, cores=settings.cores)
+        for device, place in itertools.zip_longest(found, places[: len(found)])
+    )
 
 
 def _described(index: int, device: PluginDevice) -> EngineDevice:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def make_engine(on_lookup: Callable[[bool], None] | None) -> Engine:
     """Take the chips of this process, meet the slice's other processes, and start the engine.
 
-    With `env.POLYXLA_PJRT_PLUGIN`, that plugin does so, such as the real libtpu.
+    With `env.POLYXLA_PJRT_PLUGIN`, that plugin computes: for emulated chips, or as the real libtpu.
 
     Args:
         on_lookup: called after each look into the cache of compiled programs, with whether it was a hit; None
@@ -36,27 +36,48 @@ def make_engine(on_lookup: Callable[[bool], None] | None) -> Engine:
             a process does not come.
     """
     base = env.current()
-    if base.plugin:
+    if base.plugin and env.POLYXLA_LIBTPU_HOST not in env.own_environ():
         from polyxla_bridge import pjrt_plugin
 
-        if env.POLYXLA_LIBTPU_HOST in env.own_environ():
-            raise PjrtError(
-                Code.INVALID_ARGUMENT,
-                f"{env.POLYXLA_PJRT_PLUGIN}={base.plugin} cannot be used for an emulated TPU, which computes "
-                "with jaxlib: unset it, or do not emulate a TPU",
-            )
         # The plugin reads the variables of the slice itself.
         return pjrt_plugin.make_engine(base, on_lookup)
-    from polyxla_bridge.engine.jax_engine import JaxEngine
-    from polyxla_bridge.engine.recording_engine import RecordingEngine
-
     _print_stack_at_sigterm()
     environ = in_slice(env.own_environ())
     host = Host.read(environ)
     topology = Topology.read(environ, host)
     claim(topology, host)
     chosen = settings(topology, host, env.from_environ(environ))
+    if chosen.plugin:
+        return on_plugin(chosen, on_lookup)
+    from polyxla_bridge.engine.jax_engine import JaxEngine
+    from polyxla_bridge.engine.recording_engine import RecordingEngine
+
     return (RecordingEngine if chosen.programs_path else JaxEngine)(chosen, on_lookup)
+
+
+def on_plugin(chosen: BridgeSettings, on_lookup: Callable[[bool], None] | None) -> Engine:
+    """Start the engine on the devices of a plugin, each of which is an emulated chip.
+
+    Raises:
+        PjrtError: several processes share the slice, or its programs are to be recorded.
+    """
+    from polyxla_bridge import pjrt_plugin
+
+    named = f"{env.POLYXLA_PJRT_PLUGIN}={chosen.plugin}"
+    if chosen.processes > 1:
+        raise PjrtError(
+            Code.INVALID_ARGUMENT,
+            f"one process drives the devices of {named}, and the emulated TPU's chips belong to "
+            f"{chosen.processes} processes: emulate one chip (POLYXLA_EMULATE=v5e-1), or unset "
+            f"{env.POLYXLA_PJRT_PLUGIN} to compute on the CPU",
+        )
+    if chosen.programs_path:
+        raise PjrtError(
+            Code.INVALID_ARGUMENT,
+            f"programs are not recorded on the devices of {named}: unset {env.POLYXLA_LIBTPU_PROGRAMS} or "
+            f"{env.POLYXLA_PJRT_PLUGIN}",
+        )
+    return pjrt_plugin.make_engine(chosen, on_lookup)
 
 
 def _print_stack_at_sigterm() -> None:

@@ -263,7 +263,7 @@ def check_kernels(hlo: bytes) -> None:
         raise PjrtError(
             Code.UNIMPLEMENTED,
             f"{module_name(hlo)} has the {KERNEL} {', '.join(found)}: a kernel for TPU cores, such as Pallas "
-            "makes, cannot run on the CPU that emulates a TPU. Use torch's or XLA's own operations; "
+            "makes, cannot run where a TPU is emulated. Use torch's or XLA's own operations; "
             "for attention, write torch.backends.cuda.enable_flash_sdp(False)",
         )
 

@@ -276,25 +276,29 @@ class HloModuleProtoWithConfig(_message.Message):
     def __init__(self, hlo_module: _Optional[_Union[HloModuleProto, _Mapping]] = ..., config: _Optional[_Union[HloModuleConfigProto, _Mapping]] = ...) -> None: ...
 
 class ExecutableBuildOptionsProto(_message.Message):
-    __slots__ = ("device_ordinal", "num_replicas", "num_partitions", "use_spmd_partitioning", "device_assignment")
+    __slots__ = ("device_ordinal", "debug_options", "num_replicas", "num_partitions", "use_spmd_partitioning", "device_assignment")
     DEVICE_ORDINAL_FIELD_NUMBER: _ClassVar[int]
+    DEBUG_OPTIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_REPLICAS_FIELD_NUMBER: _ClassVar[int]
     NUM_PARTITIONS_FIELD_NUMBER: _ClassVar[int]
     USE_SPMD_PARTITIONING_FIELD_NUMBER: _ClassVar[int]
     DEVICE_ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
     device_ordinal: int
+    debug_options: bytes
     num_replicas: int
     num_partitions: int
     use_spmd_partitioning: bool
     device_assignment: DeviceAssignmentProto
-    def __init__(self, device_ordinal: _Optional[int] = ..., num_replicas: _Optional[int] = ..., num_partitions: _Optional[int] = ..., use_spmd_partitioning: bool = ..., device_assignment: _Optional[_Union[DeviceAssignmentProto, _Mapping]] = ...) -> None: ...
+    def __init__(self, device_ordinal: _Optional[int] = ..., debug_options: _Optional[bytes] = ..., num_replicas: _Optional[int] = ..., num_partitions: _Optional[int] = ..., use_spmd_partitioning: bool = ..., device_assignment: _Optional[_Union[DeviceAssignmentProto, _Mapping]] = ...) -> None: ...
 
 class CompileOptionsProto(_message.Message):
-    __slots__ = ("parameter_is_tupled_arguments", "executable_build_options", "compile_portable_executable")
+    __slots__ = ("parameter_is_tupled_arguments", "executable_build_options", "compile_portable_executable", "env_option_overrides")
     PARAMETER_IS_TUPLED_ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
     EXECUTABLE_BUILD_OPTIONS_FIELD_NUMBER: _ClassVar[int]
     COMPILE_PORTABLE_EXECUTABLE_FIELD_NUMBER: _ClassVar[int]
+    ENV_OPTION_OVERRIDES_FIELD_NUMBER: _ClassVar[int]
     parameter_is_tupled_arguments: bool
     executable_build_options: ExecutableBuildOptionsProto
     compile_portable_executable: bool
-    def __init__(self, parameter_is_tupled_arguments: bool = ..., executable_build_options: _Optional[_Union[ExecutableBuildOptionsProto, _Mapping]] = ..., compile_portable_executable: bool = ...) -> None: ...
+    env_option_overrides: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, parameter_is_tupled_arguments: bool = ..., executable_build_options: _Optional[_Union[ExecutableBuildOptionsProto, _Mapping]] = ..., compile_portable_executable: bool = ..., env_option_overrides: _Optional[_Iterable[bytes]] = ...) -> None: ...

@@ -81,6 +81,7 @@ class PluginCompiler(CompileOnce):
     ) -> None:
         self.name = f"{client.platform} ({client.platform_version}) API {abi.MAJOR}.{client.plugin.minor}"
         super().__init__(cache.for_job(settings, {"plugin": self.name}, on_lookup), None)
+        self._settings = settings
         self._client = client
         self._local = [index for index, device in enumerate(client.devices) if device.is_local]
         self._is_cpu = client.platform == CPU
@@ -95,6 +96,8 @@ class PluginCompiler(CompileOnce):
         """Compile a program, and load it on this process's devices."""
         # Called for its error: dynamic shapes are refused before the compilation.
         hlo.results(hlo_module)
+        if self._settings.places:
+            hlo.check_kernels(hlo_module)
         asked = CompileOptionsProto.FromString(options)
         build = asked.executable_build_options
         devices = self._devices(hlo.assigned_devices(build.device_assignment.SerializeToString()))
@@ -151,6 +154,10 @@ class PluginCompiler(CompileOnce):
         chosen = CompileOptionsProto()
         chosen.CopyFrom(asked)
         build = chosen.executable_build_options
+        if self._settings.places:
+            # Of an emulated chip's compiler, which this plugin's is not. XLA_FLAGS has this plugin's.
+            build.ClearField("debug_options")
+            chosen.ClearField("env_option_overrides")
         build.num_partitions = partitions = max(1, build.num_partitions)
         build.num_replicas = 1 if is_portable else len(order) // partitions
         build.device_ordinal = -1

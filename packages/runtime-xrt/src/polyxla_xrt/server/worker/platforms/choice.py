@@ -11,7 +11,7 @@ from polyxla_xrt.config.workers import Worker
 from polyxla_xrt.server.worker.platforms import tpu_host
 from polyxla_xrt.server.worker.platforms.library import TPU, Library
 
-CPU, PLUGIN = "cpu", "plugin"
+CPU, CUDA, PLUGIN = "cpu", "cuda", "plugin"
 
 
 def choose_platform(
@@ -29,12 +29,12 @@ def choose_platform(
         UsageError: there is no such platform, no such plugin, or no TPU that can be opened here.
     """
     kind, _, path = text.partition("=")
-    if kind not in (CPU, TPU, PLUGIN) or bool(path) != (kind == PLUGIN):
+    if kind not in (CPU, TPU, CUDA, PLUGIN) or bool(path) != (kind == PLUGIN):
         raise UsageError(
             f"{text!r} is not a platform",
             where=f"--platform {text}",
-            fix="Pass --platform cpu, --platform tpu, or --platform plugin=PATH with the library of a PJRT "
-            "plugin.",
+            fix="Pass --platform cpu, --platform tpu, --platform cuda, or --platform plugin=PATH with the "
+            "library of a PJRT plugin.",
         )
     if workers and kind != TPU:
         raise UsageError(
@@ -53,6 +53,8 @@ def choose_platform(
         return None
     if kind == TPU:
         return tpu_host.find_library(values, environ, workers)
+    if kind == CUDA:
+        return Library(_cuda_library(), f"--platform {text}", values, platform=CUDA)
     if not Path(path).is_file():
         raise UsageError(
             f"there is no file {path}",
@@ -60,6 +62,18 @@ def choose_platform(
             fix="Write the path of a PJRT plugin's library, such as /usr/lib/pjrt_c_api_gpu_plugin.so.",
         )
     return Library(Path(path), f"--platform {text}", values)
+
+
+def _cuda_library() -> Path:
+    from polyxla_bridge import pjrt_plugin
+
+    if library := pjrt_plugin.cuda_library():
+        return library
+    raise UsageError(
+        "XLA's plugin for NVIDIA GPUs is not installed",
+        where=f"--platform {CUDA}",
+        fix=f"Install it: pip install {pjrt_plugin.CUDA_PACKAGE!r}",
+    )
 
 
 def _option(text: str) -> tuple[str, Option]:
