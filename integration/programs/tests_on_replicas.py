@@ -1,6 +1,8 @@
 """A user's tests on replicas, each with the outcome that its name begins with."""
 
 import os
+import unittest
+import warnings
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,30 @@ def test_passes_with_its_fixtures(replica: Replica, own_file: Path, shared_path:
     assert replica.all_reduce(torch.ones(2, device=replica.device)).cpu().tolist() == [2.0, 2.0]
     assert own_file.read_text() == str(replica.ordinal)
     assert {path.name for path in shared_path.iterdir()} == {"0", "1"}
+
+
+@pytest.mark.replicas(count=2)
+def test_passes_with_a_warning(replica: Replica) -> None:
+    warnings.warn("be careful", FutureWarning, stacklevel=1)
+
+
+class TestMethods(unittest.TestCase):
+    @pytest.fixture(autouse=True)
+    def _take(self, replica: Replica) -> None:
+        self.replica = replica
+
+    @pytest.mark.replicas(2)
+    def test_passes_as_a_method(self) -> None:
+        assert self.replica.world_size == 2
+
+    @pytest.mark.replicas(2)
+    def test_fails_as_a_method(self) -> None:
+        assert self.replica.ordinal == 1
+
+
+@pytest.mark.replicas(2, count=2)
+def test_fails_by_its_mark(replica: Replica) -> None:
+    pass
 
 
 @pytest.mark.replicas(2)

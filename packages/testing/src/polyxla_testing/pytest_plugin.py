@@ -7,8 +7,13 @@ pytest loads this plugin wherever polyxla-testing is installed.
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 import re
+import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,14 +30,15 @@ PLAIN = (str, int, float, list, tuple, dict, type(None))
 MARK = "replicas"
 # fmt: off
 UNSHARED = frozenset([
-    "basetemp", "capture", "collectonly", "deselect", "dist", "failedfirst", "file_or_dir", "help",
-    "keyword", "last_failed", "lf", "lfnf", "log_file", "looponfail", "markexpr", "maxfail", "newfirst",
-    "numprocesses", "pastebin", "plugins", "pyargs", "rootdir", "rsyncdir", "setuponly", "setupplan",
-    "setupshow", "stepwise", "stepwise_skip", "trace", "tx", "usepdb", "usepdb_cls", "version",
-    "xmlpath",
+    "basetemp", "capture", "collectonly", "deselect", "dist", "distload", "failedfirst", "file_or_dir",
+    "help", "htmlpath", "json_report", "keyword", "last_failed", "lf", "lfnf", "log_file", "looponfail",
+    "markexpr", "maxfail", "newfirst", "numprocesses", "pastebin", "plugins", "pyargs", "report_log",
+    "rsyncdir", "setuponly", "setupplan", "setupshow", "stepwise", "stepwise_skip", "trace", "tx", "usepdb",
+    "usepdb_cls", "version", "xmlpath",
 ])
 # fmt: on
-"""Options that choose tests, or what happens around one: a replica has one test, and no terminal."""
+"""Options that choose tests, or what happens around one: a replica has one test, and no terminal. All options
+of pytest-cov, which begin with ``cov``, belong to them: `_coverage` hands on what it measures."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -95,27 +101,62 @@ def runtime_of(config: pytest.Config) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leave a marked test's fixtures to the replicas."""
+    """Leave a marked test and its fixtures to the replicas."""
     if isinstance(item, pytest.Function) and _is_launched(item):
         item.fixturenames = []
+        # Not in a hook for the call: a method of unittest.TestCase has a way of its own.
+        item.runtest = functools.partial(_run_on_replicas, item)  # type: ignore[method-assign]
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+def _run_on_replicas(item: pytest.Function) -> None:
     """Run a marked test on replicas; its outcome is theirs."""
-    if not _is_launched(pyfuncitem):
-        return None
     with tempfile.TemporaryDirectory(prefix="polyxla-test-") as folder:
-        test = _test_of(pyfuncitem, folder)
-        error = _launch(pyfuncitem, test)
+        test = _test_of(item, folder)
+        error = _launch(item, test)
         found = test.reports()
-        config = pyfuncitem.config
+        config = item.config
         reports = {
             ordinal: [config.hook.pytest_report_from_serializable(config=config, data=one) for one in data]
             for ordinal, data in found.items()
         }
-    _judge(pyfuncitem, reports, error)
-    return True
+        _add_coverage(test)
+        for text, category, file, line in test.warnings():
+            warnings.warn_explicit(text, _category(category), file, line)
+    _judge(item, reports, error)
+
+
+def _category(name: str) -> type[Warning]:
+    """Return a warning's class; UserWarning if it is not at the top of its module."""
+    module, _, own = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), own)
+    except (ImportError, AttributeError):
+        return UserWarning
+    return found if isinstance(found, type) and issubclass(found, Warning) else UserWarning
+
+
+def _coverage() -> dict[str, Any] | None:
+    """Return how coverage measures this process, as arguments of ``coverage.Coverage``; None without it."""
+    measured = _measuring()
+    if measured is None:
+        return None
+    names = ("branch", "source", "source_pkgs", "omit", "include")
+    given = {name: measured.get_option(f"run:{name}") for name in names}
+    return {**given, "config_file": measured.config.config_file or False}
+
+
+def _add_coverage(test: ReplicaTest) -> None:
+    """Add what was measured in the replicas to the data of this process."""
+    measured = _measuring()
+    for path in test.coverage_data() if measured else ():
+        other = sys.modules["coverage"].CoverageData(str(path))
+        other.read()
+        measured.get_data().update(other)
+
+
+def _measuring() -> Any:
+    coverage: Any = sys.modules.get("coverage")
+    return coverage and coverage.Coverage.current()
 
 
 def _is_launched(item: pytest.Item) -> bool:
@@ -125,13 +166,22 @@ def _is_launched(item: pytest.Item) -> bool:
 
 def _test_of(item: pytest.Function, folder: str) -> ReplicaTest:
     config = item.config
-    given = vars(config.option).items()
-    options = {name: one for name, one in given if name not in UNSHARED and isinstance(one, PLAIN)}
+    given = vars(config.option)
+    shared = {
+        name: value
+        for name, value in given.items()
+        if name not in UNSHARED and not name.startswith("cov") and isinstance(value, PLAIN)
+    }
+    where = {
+        "rootdir": str(config.rootpath),
+        "inifilename": str(config.inipath) if config.inipath else None,
+    }
     return ReplicaTest(
         node=str(config.rootpath / item.nodeid),
-        root=str(config.rootpath),
-        configuration=str(config.inipath) if config.inipath else None,
-        options=options,
+        options={**shared, **where},
+        plugins=tuple(given.get("plugins", ())),
+        markers=tuple(config.getini("markers")),
+        coverage=_coverage(),
         folder=folder,
     )
 
@@ -140,12 +190,31 @@ def _launch(item: pytest.Function, test: ReplicaTest) -> Exception | None:
     """Run a test on its replicas; return the error of the launch."""
     mark = item.get_closest_marker(MARK)
     assert mark
-    options = {"runtime": runtime_of(item.config), "start_method": "forkserver", **mark.kwargs}
     try:
-        launch(run_test, (test,), devices=mark.args[0] if mark.args else "auto", **options)
+        options = {"runtime": runtime_of(item.config), "start_method": "forkserver", **_options(mark)}
+        launch(run_test, (test,), **options)
     except Exception as error:
         return error
     return None
+
+
+def _options(mark: pytest.Mark) -> dict[str, Any]:
+    """Return the options of `polyxla.launch` that a mark has.
+
+    Raises:
+        UsageError: it has another argument.
+    """
+    options = dict(mark.kwargs)
+    counts = [*mark.args, *(options.pop(name) for name in ("count", "devices") if name in options)]
+    known = inspect.signature(launch).parameters.keys() - {"train_fn", "args"}
+    if len(counts) > 1 or not options.keys() <= known:
+        given = [repr(one) for one in mark.args] + [f"{name}={one!r}" for name, one in mark.kwargs.items()]
+        raise UsageError(
+            "the mark has an argument too many" if len(counts) > 1 else "the mark has an unknown argument",
+            where=f"@pytest.mark.{MARK}({', '.join(given)})",
+            fix=f"Write @pytest.mark.{MARK}(2); it may also have {', '.join(sorted(known - {'devices'}))}.",
+        )
+    return {"devices": counts[0] if counts else "auto", **options}
 
 
 def _judge(

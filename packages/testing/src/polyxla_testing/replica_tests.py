@@ -6,10 +6,12 @@ them, also if the launch fails, as it does when a replica fails that others wait
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,6 @@ POLL_S = 0.02
 REPLICA = pytest.StashKey[Replica]()
 SHARED = pytest.StashKey[Path]()
 """Where a replica's pytest has these two in its configuration."""
-OFF = ("terminal", "cacheprovider", "junitxml", "xdist", "cov")
-"""pytest's plugins that a replica does without: the launching process has them."""
 
 
 class ReplicaFailedError(Exception):
@@ -40,23 +40,39 @@ class ReplicaTest:
 
     Attributes:
         node: the test, as an argument for pytest.
-        root: pytest's root directory.
-        configuration: its configuration file; None if there is none.
-        options: values of its command line's options, by destination.
+        options: values of the command line's options, by destination.
+        plugins: its options ``-p``.
+        markers: the descriptions of all registered marks.
+        coverage: how the launching process measures coverage: arguments of ``coverage.Coverage``; None if it
+            does not.
         folder: where the replicas write their reports and temporary files.
     """
 
     node: str
-    root: str
-    configuration: str | None
     options: Mapping[str, Any] = field(repr=False)
+    plugins: tuple[str, ...]
+    markers: tuple[str, ...] = field(repr=False)
+    coverage: Mapping[str, Any] | None
     folder: str
 
-    @property
-    def arguments(self) -> list[str]:
-        """The arguments of a replica's pytest."""
-        where = [f"--rootdir={self.root}", *(["-c", self.configuration] if self.configuration else [])]
-        return [*(f"-pno:{name}" for name in OFF), *where, self.node]
+    def config(self, ordinal: int) -> pytest.Config:
+        """Return the configuration of a replica's pytest: options as values, which nothing parses again.
+
+        Args:
+            ordinal: the replica's.
+        """
+        own = Path(self.folder) / f"replica{ordinal}"
+        options = {
+            **self.options,
+            "basetemp": str(own),
+            "override_ini": [*(self.options.get("override_ini") or []), f"cache_dir={own}-cache"],
+            # What is expected to fail is for the launching process to judge.
+            "runxfail": True,
+            # Its options are known, but a replica has no terminal.
+            "plugins": ["no:terminal"],
+        }
+        arguments = [argument for name in self.plugins for argument in ("-p", name)]
+        return pytest.Config.fromdictargs(options, [*arguments, self.node])
 
     def ended(self) -> int:
         """Return how many replicas have ended the test."""
@@ -68,6 +84,18 @@ class ReplicaTest:
         for path in sorted(Path(self.folder).glob("*.json"), key=lambda one: one.stat().st_mtime_ns):
             found.setdefault(int(path.name.partition("-")[0]), []).append(json.loads(path.read_text()))
         return dict(sorted(found.items()))
+
+    def warnings(self) -> list[tuple[str, str, str, int]]:
+        """Return the replicas' warnings, each once: text, category, file and line."""
+        lines = [line for path in self._files("warnings") for line in path.read_text().splitlines()]
+        return [tuple(json.loads(line)) for line in dict.fromkeys(lines)]
+
+    def coverage_data(self) -> list[Path]:
+        """Return the files with what the replicas' coverage measured."""
+        return self._files("coverage")
+
+    def _files(self, kind: str) -> list[Path]:
+        return sorted(Path(self.folder).glob(f"*.{kind}*"))
 
 
 def run_test(replica: Replica, test: ReplicaTest) -> None:
@@ -84,7 +112,8 @@ def run_test(replica: Replica, test: ReplicaTest) -> None:
             fix="Write the test with the fixture `replicas`, and give it a function to run.",
         )
     session = _Session(replica, test)
-    code = pytest.main(test.arguments, plugins=[session])
+    with _measured(replica.ordinal, test):
+        code = session.run()
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise UsageError(
             f"pytest did not find the test again on replica {replica.ordinal} ({code!r}): {session.problems}",
@@ -106,21 +135,30 @@ class _Session:
         self._replica = replica
         self._test = test
         self._config: pytest.Config | None = None
+        self._reports = 0
         self.has_failed = False
         self.problems = ""
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_configure(self, config: pytest.Config) -> None:
-        """Take the launching process's options, before other plugins read them."""
-        self._config = config
+    def run(self) -> int | pytest.ExitCode:
+        """Run the test; return the session's exit code."""
+        self._config = config = self._test.config(self._replica.ordinal)
         config.stash[REPLICA] = self._replica
         config.stash[SHARED] = Path(self._test.folder) / "shared"
         config.stash[SHARED].mkdir(exist_ok=True)
-        for name, value in self._test.options.items():
-            setattr(config.option, name, value)
-        config.option.basetemp = str(Path(self._test.folder) / f"replica{self._replica.ordinal}")
-        # What is expected to fail is for the launching process to judge.
-        config.option.runxfail = True
+        config.pluginmanager.register(self)
+        try:
+            code: int | pytest.ExitCode = config.hook.pytest_cmdline_main(config=config)
+        finally:
+            config._ensure_unconfigure()
+        return code
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Register the marks of plugins that are active in the launching process only."""
+        known = set(config.getini("markers"))
+        for line in self._test.markers:
+            if line not in known:
+                config.addinivalue_line("markers", line)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Keep why the test cannot be collected."""
@@ -132,6 +170,38 @@ class _Session:
         assert self._config
         self.has_failed = self.has_failed or report.failed
         data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
-        part = Path(self._test.folder) / f"{self._replica.ordinal}-{report.when}.part"
+        self._reports += 1
+        part = Path(self._test.folder) / f"{self._replica.ordinal}-{self._reports}.part"
         part.write_text(json.dumps(data))
         part.rename(part.with_suffix(".json"))
+
+    def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
+        """Write a warning of the test to a file."""
+        if when != "runtest":
+            return
+        category = warning_message.category
+        name = f"{category.__module__}.{category.__qualname__}"
+        row = [str(warning_message.message), name, warning_message.filename, warning_message.lineno]
+        with (Path(self._test.folder) / f"{self._replica.ordinal}.warnings").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+@contextlib.contextmanager
+def _measured(ordinal: int, test: ReplicaTest) -> Iterator[None]:
+    """Measure coverage, if the launching process does and nothing else measures this one."""
+    if test.coverage is None:
+        yield
+        return
+    import coverage
+
+    if coverage.Coverage.current() is not None:
+        yield
+        return
+    data_file = str(Path(test.folder) / f"{ordinal}.coverage")
+    measured = coverage.Coverage(data_file=data_file, messages=False, **test.coverage)
+    measured.start()
+    try:
+        yield
+    finally:
+        measured.stop()
+        measured.save()
