@@ -45,6 +45,11 @@ POLYXLA_WAIT_S = "POLYXLA_WAIT_S"
 Default: 0; busy devices are an error that names the job.
 """
 
+POLYXLA_SECRET = "POLYXLA_SECRET"  # noqa: S105  (a variable's name, not a secret)
+"""What only the processes of one job know, and by which they know each other. Also set for replicas.
+Default: a launch makes one. Launches on several hosts need the same: a random text, set on each.
+"""
+
 POLYXLA_COMPILE_CACHE = "POLYXLA_COMPILE_CACHE"
 """Directory of the persistent compilation cache, or ``off``; runtimes without such a cache ignore it.
 Default: ``on``, which is ``polyxla/programs`` in the user's cache directory.

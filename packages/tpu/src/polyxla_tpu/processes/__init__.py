@@ -1,1 +1,1 @@
-"""The processes of a host: those that hold its chips, and the signals that end a replica's."""
+"""The processes of a host: those that hold its chips, the signals that end a replica's, the secret of a job's."""

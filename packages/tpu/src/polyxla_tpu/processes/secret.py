@@ -1,0 +1,72 @@
+"""The job's secret, by which its processes know each other. Another user of the machine does not have it.
+
+It is in the environment of the job's processes, which Linux shows to no other user, and never in a command.
+Over a connection goes what it seals, never the secret itself: whoever listens in the place of a process
+learns nothing.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Mapping
+
+from polyxla.env import POLYXLA_SECRET
+from polyxla.private_files import user_key
+
+SEAL_CHARS = 64
+"""Length of a seal: HMAC with SHA-256, in hexadecimal."""
+
+
+def with_secret(environ: Mapping[str, str], launches: int = 1) -> dict[str, str]:
+    """Return an environment with the job's secret.
+
+    Args:
+        environ: the environment. If it has a secret, that is kept.
+        launches: number of launches that make up the job, one on each host. Several derive the secret from
+            the user's key: they agree where they have the same private directory, as on one machine.
+
+    Raises:
+        UsageError: there is no private directory for the key.
+    """
+    if environ.get(POLYXLA_SECRET):
+        return dict(environ)
+    secret = secrets.token_hex(32) if launches == 1 else shared_secret(environ, "hosts")
+    return {**environ, POLYXLA_SECRET: secret}
+
+
+def shared_secret(environ: Mapping[str, str], purpose: str) -> str:
+    """Return a secret that all processes of this user on this machine can find, for one purpose.
+
+    Raises:
+        UsageError: there is no private directory for the key that it is derived from.
+    """
+    return derived(user_key(environ).hex(), purpose)
+
+
+def sealed(secret: str, where: str, data: bytes) -> bytes:
+    """Return data behind its seal, for `unsealed`.
+
+    Args:
+        secret: the job's.
+        where: what the data is; the seal is valid for nothing else.
+        data: any bytes.
+    """
+    return derived(secret, where, data).encode() + data
+
+
+def unsealed(secret: str, where: str, data: bytes) -> bytes:
+    """Return what `sealed` was given for the same `where`. Nothing of it is looked at before.
+
+    Raises:
+        ValueError: the seal is another secret's.
+    """
+    given, content = data[:SEAL_CHARS], data[SEAL_CHARS:]
+    if not hmac.compare_digest(given, derived(secret, where, content).encode()):
+        raise ValueError("the sender does not know the job's secret")
+    return content
+
+
+def derived(secret: str, where: str, data: bytes = b"") -> str:
+    """Return what only those can compute who know the secret, and from which they do not learn it."""
+    return hmac.digest(secret.encode(), where.encode() + b"\0" + data, "sha256").hex()
