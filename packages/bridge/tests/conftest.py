@@ -40,6 +40,7 @@ def environ_of(process: int, processes: int, replicas: int, port: int) -> dict[s
         "POLYXLA_BRIDGE_PROCESSES": str(processes),
         "POLYXLA_BRIDGE_PROCESS": str(process),
         "POLYXLA_BRIDGE_COORDINATOR": f"127.0.0.1:{port}",
+        "POLYXLA_SECRET": "of one job",
         # XLA's pools must hold the waiting collectives of all replicas at once.
         "NPROC": str(max(2, 4 * replicas // processes)),
     }

@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from polyxla_bridge.errors import PjrtError
 
 TIMEOUT_S = 120
 PROGRAM = "engine_processes.py"
+SECRET = "of one job"
 Outcomes = Callable[..., list[tuple[int, list[str], str]]]
 Said = Callable[..., list[list[str]]]
 
@@ -107,14 +108,18 @@ def errors_at_barrier(job: list[BridgeSettings], timeout_s: float) -> list[BaseE
 def test_the_barrier_opens_when_all_processes_have_connected() -> None:
     coordinator = f"127.0.0.1:{free_port()}"
     assert (
-        errors_at_barrier([BridgeSettings(8, 4, process, coordinator) for process in range(4)], 20)
+        errors_at_barrier(
+            [BridgeSettings(8, 4, process, coordinator, secret=SECRET) for process in range(4)], 20
+        )
         == [None] * 4
     )
 
 
 def test_missing_processes_are_named_in_all_others() -> None:
     coordinator = f"127.0.0.1:{free_port()}"
-    found = errors_at_barrier([BridgeSettings(8, 4, process, coordinator) for process in (0, 2)], 1)
+    found = errors_at_barrier(
+        [BridgeSettings(8, 4, process, coordinator, secret=SECRET) for process in (0, 2)], 1
+    )
     text = f"replicas [2, 3, 6, 7] (processes [1, 3] of 4) did not connect to {coordinator} within 1 s"
     assert [str(one) for one in found] == [text, text]
 
@@ -123,14 +128,18 @@ def test_a_missing_process_0_is_named() -> None:
     coordinator = f"127.0.0.1:{free_port()}"
     started = time.monotonic()
     with pytest.raises(PjrtError, match=rf"nothing listened on {coordinator} within 1 s: replicas \[0\]"):
-        startup_barrier.wait_for_peers(BridgeSettings(2, 2, 1, coordinator), lambda _: None, 1)
+        startup_barrier.wait_for_peers(BridgeSettings(2, 2, 1, coordinator, secret=SECRET), lambda _: None, 1)
     assert time.monotonic() - started < 5
 
 
 def test_processes_of_jobs_of_different_size_are_refused() -> None:
     coordinator = f"127.0.0.1:{free_port()}"
     found = errors_at_barrier(
-        [BridgeSettings(4, 2, 0, coordinator), BridgeSettings(2, 2, 1, coordinator)], 20
+        [
+            BridgeSettings(4, 2, 0, coordinator, secret=SECRET),
+            BridgeSettings(2, 2, 1, coordinator, secret=SECRET),
+        ],
+        20,
     )
     assert all(
         "process 1 expects a job of {'replicas': 2, 'processes': 2}, process 0 one of" in str(one)
@@ -142,28 +151,63 @@ def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         coordinator = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(PjrtError, match=f"cannot listen on {coordinator}.*in use"):
-            startup_barrier.wait_for_peers(BridgeSettings(2, 2, 0, coordinator), lambda _: None, 1)
+            startup_barrier.wait_for_peers(
+                BridgeSettings(2, 2, 0, coordinator, secret=SECRET), lambda _: None, 1
+            )
 
 
-def test_a_foreign_connection_is_closed() -> None:
+HELLO = b'[1, {"replicas": 2, "processes": 2}, []]\n'
+
+
+def test_strangers_at_the_barrier_are_not_believed_and_not_waited_for() -> None:
     coordinator = f"127.0.0.1:{free_port()}"
-    port = int(coordinator.rpartition(":")[2])
+    settings = [BridgeSettings(2, 2, process, coordinator, secret=SECRET) for process in range(2)]
     found: list[list[BaseException | None]] = []
-    first = threading.Thread(
-        target=lambda: found.append(errors_at_barrier([BridgeSettings(2, 2, 0, coordinator)], 20))
-    )
+    first = threading.Thread(target=lambda: found.append(errors_at_barrier(settings[:1], 30)))
     first.start()
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        try:
-            with socket.create_connection(("127.0.0.1", port), timeout=1) as foreign:
-                foreign.sendall(b"GET / HTTP/1.1\r\n\r\n")
-                break
-        except OSError:
-            time.sleep(0.02)
-    assert errors_at_barrier([BridgeSettings(2, 2, 1, coordinator)], 20) == [None]
+    host, _, port = coordinator.rpartition(":")
+    started = time.monotonic()
+    with ExitStack() as strangers:
+        # More than process 0 keeps; those that say nothing would each have taken 5 s.
+        for text in [b"GET / HTTP/1.1\r\n\r\n", HELLO, b"0" * 64 + HELLO, *([b""] * 100)]:
+            while True:
+                try:
+                    stranger = socket.create_connection((host, int(port)), timeout=10)
+                    break
+                except ConnectionRefusedError:
+                    assert time.monotonic() < started + 10
+                    time.sleep(0.02)
+            strangers.enter_context(stranger).sendall(text)
+            if text:
+                with suppress(ConnectionResetError):
+                    assert stranger.recv(1) == b""
+        assert errors_at_barrier(settings[1:], 20) == [None]
     first.join(TIMEOUT_S)
     assert found == [[None]]
+
+
+def test_a_stranger_in_the_place_of_process_0_is_not_believed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        coordinator = f"127.0.0.1:{server.getsockname()[1]}"
+
+        def answer() -> None:
+            with server.accept()[0] as peer:
+                heard.append(peer.recv(4096))
+                peer.sendall(b"0" * 64 + b'{"shares": [[0, [[0], []]], [1, [[1], []]]]}\n')
+
+        heard: list[bytes] = []
+        stranger = threading.Thread(target=answer)
+        stranger.start()
+        settings = BridgeSettings(2, 2, 1, coordinator, secret=SECRET)
+        with pytest.raises(PjrtError, match=f"what answers at {coordinator} is not process 0 of this job"):
+            startup_barrier.wait_for_peers(settings, lambda _: None, 20)
+        stranger.join(TIMEOUT_S)
+    assert SECRET.encode() not in heard[0]
+
+
+def test_a_strangers_program_in_the_store_is_not_run(said: Said) -> None:
+    """Anyone who reaches the port can write there: programs, heartbeats, and that a replica has returned."""
+    assert said("strangers_values", replicas=2, processes=2) == [["1 2.0 [] False"]] * 2
 
 
 @pytest.mark.parametrize("ends", ["leaves", "dies"])

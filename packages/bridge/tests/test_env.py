@@ -108,7 +108,12 @@ def test_only_a_cache_of_the_program_is_read_only() -> None:
     ("process", "local"), [(0, (0, 1)), (1, (2, 3)), (3, (6, 7))], ids=["first", "second", "last"]
 )
 def test_processes_hold_equal_numbers_of_replicas(process: int, local: tuple[int, ...]) -> None:
-    settings = from_environ(environ(replicas=8, processes=4, process=process, coordinator="127.0.0.1:1"))
+    job = environ(replicas=8, processes=4, process=process, coordinator="127.0.0.1:1")
+    with pytest.raises(ValueError, match="4 processes need POLYXLA_SECRET"):
+        from_environ(job)
+    settings = from_environ({**job, env.POLYXLA_SECRET: "of one job"})
+    assert settings.secret == "of one job"
+    assert "of one job" not in repr(settings)
     assert settings.local == local
 
 

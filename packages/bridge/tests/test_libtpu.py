@@ -34,6 +34,7 @@ def _slice(chips: str, bounds: str, dev: Path, visible: list[int], ports: list[i
             "TPU_LIBRARY_PATH": str(LIBRARY),
             "POLYXLA_LIBTPU_HOST": chips,
             "POLYXLA_LIBTPU_DEV": str(dev),
+            "POLYXLA_SECRET": "of one job",
             # torch_xla asks for these itself. libtpu reads the type from the metadata server.
             "TPU_SKIP_MDS_QUERY": "1",
             "TPU_ACCELERATOR_TYPE": f"{chips.partition(':')[0]}-8",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import itertools
 import json
 import os
 import re
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,6 +41,11 @@ Default: not set, which is enough for a single replica.
 POLYXLA_BRIDGE_HOST = "POLYXLA_BRIDGE_HOST"
 """Name or address of this host, as processes on other hosts reach it.
 Default: ``127.0.0.1``, which is enough when all processes run on one host.
+"""
+
+POLYXLA_SECRET = "POLYXLA_SECRET"  # noqa: S105  (a variable's name, not a secret)
+"""What only the processes of the job know; they believe what is sealed with it.
+Default: not set, which is enough for one process.
 """
 
 POLYXLA_LIBTPU_HOST = "POLYXLA_LIBTPU_HOST"
@@ -173,7 +180,8 @@ class BridgeSettings:
     replicas count through the processes. `cores` is the number of TensorCores that a device is made of, and
     `memory_bytes` its memory; 0 is a share of the machine's. If it is limited, more is refused. Programs are
     recorded in the directory `programs_path`; if that is empty, nowhere. `plugin` is the library of a PJRT
-    plugin, or ``libtpu``, and `plugin_options` are its client's options; if it is empty, jaxlib computes.
+    plugin, or ``libtpu``, and `plugin_options` are its client's options; if it is empty, jaxlib computes. The
+    processes of a job have the same `secret`.
     """
 
     replicas: int = 1
@@ -195,6 +203,7 @@ class BridgeSettings:
     is_memory_limited: bool = False
     programs_path: str = ""
     plugin: str = ""
+    secret: str = field(default_factory=lambda: secrets.token_hex(32), compare=False, repr=False)
     plugin_options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -241,8 +250,24 @@ def from_environ(environ: Mapping[str, str]) -> BridgeSettings:
         plugin=environ.get(POLYXLA_PJRT_PLUGIN, ""),
         plugin_options=plugin_options(environ),
     )
+    if secret := environ.get(POLYXLA_SECRET):
+        settings = dataclasses.replace(settings, secret=secret)
     _check(settings)
+    check_secret(settings.processes, environ)
     return settings
+
+
+def check_secret(processes: int, environ: Mapping[str, str]) -> None:
+    """Check that the processes of a job have a secret.
+
+    Raises:
+        ValueError: they have none.
+    """
+    if processes > 1 and not environ.get(POLYXLA_SECRET):
+        raise ValueError(
+            f"{processes} processes need {POLYXLA_SECRET}, the same random text in each, by which they know "
+            "each other; polyxla run sets it"
+        )
 
 
 def _check(settings: BridgeSettings) -> None:

@@ -77,6 +77,30 @@ def stopped_compiler() -> None:
     engine.close()
 
 
+def strangers_values() -> None:
+    """What a stranger can write to the store: a program in the place of ours, and news of the replicas."""
+    engine = JaxEngine(SETTINGS)
+    fingerprint = hashlib.sha256(PROGRAMS["of_0"] + OPTIONS).hexdigest()
+    if SETTINGS.process == 0:
+        text = f"HloModule own, replica_count={SETTINGS.replicas}\nENTRY main {{ x = f32[] parameter(0) "
+        other = engine.compile(module(f"{text} ROOT r = f32[] constant(-1) }}"), OPTIONS)
+        program = engine._compiler.serialize(other)
+        link = engine._clients.link
+        for name, value_ in (("claim", b"1"), ("0", program), ("end", b'{"chunks": 1, "is_hit": false}')):
+            link.key_value_set_bytes(f"polyxla/programs/{fingerprint}/{name}", value_)
+        link.key_value_set_bytes("polyxla/heartbeats/7", b"1")
+        link.key_value_set_bytes("polyxla/retired/1", b"")
+        set_flag("written")
+    wait_for("written")
+    own = engine.compiles
+    executable = engine.compile(PROGRAMS["of_0"], OPTIONS)
+    total = value(run(engine, executable, SETTINGS.process, 1))
+    assert engine._coordinator is not None
+    news = sorted(engine._coordinator.retired()), "7" in engine._coordinator.heartbeats()
+    say(engine.compiles - own, total, *news)
+    engine.close()
+
+
 def long_compile() -> None:
     compile_coordination.HEARTBEAT_TIMEOUT_S = 3.0
     engine = JaxEngine(SETTINGS)

@@ -76,7 +76,7 @@ class JaxEngine(Engine):
         self._coordinator: CompileCoordinator | None = None
         self._watchdog: StallWatchdog | None = None
         if settings.replicas > 1:
-            self._coordinator = CompileCoordinator(self._clients.link, settings.process)
+            self._coordinator = CompileCoordinator(self._clients.link, settings.process, settings.secret)
         self._compiler = Compiler(settings, self._clients, self._coordinator, on_lookup)
         if self._coordinator is not None:
             self._watchdog = StallWatchdog(

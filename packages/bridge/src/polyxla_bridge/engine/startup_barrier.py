@@ -3,34 +3,46 @@
 jaxlib ends a process whose client cannot connect, and prints a C++ stack. This barrier fails first, with an
 error that names the missing replicas.
 
-Process 0 listens on the coordinator's port. Each other process connects and sends one JSON line: its index,
-the job's size, and where its replicas are. When all have connected, process 0 numbers the replicas, starts
-jaxlib's service on the same port and answers ``go`` with the numbers, or an error text. The connections stay
-open until each process leaves, so that process 0, which ends the service, is the last to end.
+Process 0 listens on the coordinator's port. Each other process connects and sends one line of JSON behind
+its seal: its index, the job's size, and where its replicas are. When all have connected, process 0 numbers
+the replicas, starts jaxlib's service on the same port and answers with the numbers, or an error text. The
+connections stay open until each process leaves, so that process 0, which ends the service, is the last to
+end.
+
+Other users of the machine may connect as well. They are not waited for, and a line without the right seal
+is not read.
 """
 
 from __future__ import annotations
 
 import json
+import selectors
 import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, Self
 
 from polyxla_bridge.abi import Code
 from polyxla_bridge.engine import numbering
 from polyxla_bridge.engine.numbering import Share, Shares
 from polyxla_bridge.env import POLYXLA_BRIDGE_PROCESSES, POLYXLA_BRIDGE_REPLICAS, BridgeSettings, Coordinates
 from polyxla_bridge.errors import PjrtError
+from polyxla_bridge.sealing import sealed, unsealed
 
 StartService = Callable[[Sequence[socket.socket]], None]
 """Starts the service. Argument: the connections to the other processes."""
 _RETRY_S = 0.05
 """Pause between two attempts to connect, in seconds."""
 _HELLO_TIMEOUT_S = 5.0
-"""Longest wait for the JSON line of a new connection, in seconds; a foreign program never sends one."""
-_GO, _READY = b"go ", b"."
+"""Longest wait for the line of a new connection, in seconds; a foreign program never sends one."""
+_MOST_UNPROVED = 64
+"""So many connections may wait with their line at a time. The next one takes the place of the oldest."""
+_LINE_BYTES = 1 << 16
+"""The longest line."""
+_ANSWER_BYTES = 1 << 24
+"""The longest answer of process 0; it names every replica."""
+_ENDED, _READY = b"e", b"."
 _KEEPALIVE = (
     ((socket.SOL_SOCKET, socket.SO_KEEPALIVE), 1),
     ((socket.IPPROTO_TCP, socket.TCP_KEEPIDLE), 20),
@@ -74,7 +86,7 @@ class PeerConnections:
             self._hear()
         else:
             self._hear()
-            self._tell(_GO)
+            self._tell(_ENDED)
 
     def _tell(self, text: bytes) -> None:
         for peer in self._peers.values():
@@ -84,7 +96,7 @@ class PeerConnections:
     def _hear(self) -> None:
         for peer in self._peers.values():
             with suppress(OSError):
-                peer.recv(len(_GO))
+                peer.recv(1)
 
     def leave(self, timeout_s: float) -> None:
         """Close this process's connections; process 0 first waits until all others have left.
@@ -149,21 +161,25 @@ def _gather(
     peers: dict[int, socket.socket] = {}
     places = {0: list(settings.places)}
     try:
-        with _listen(settings) as listener:
+        with _listen(settings) as listener, _Arrivals(listener, settings) as arrivals:
             while len(peers) < settings.processes - 1:
-                hello, peer = _accept(listener, settings, deadline, set(peers), timeout_s)
+                hello, peer = arrivals.next(deadline) or _give_up(settings, set(peers), timeout_s)
+                if hello.process in peers:
+                    peer.close()
+                    continue
                 peers[hello.process] = peer
                 places[hello.process] = hello.places
+                _check_job(settings, hello)
         shares = numbering.by_coordinates(places) if settings.places else numbering.by_process(settings)
         # After the listener is closed, because the service listens on the same port; before "go", because the
         # others connect to the service as soon as they read it.
         start_service(list(peers.values()))
         for peer in peers.values():
-            peer.sendall(_GO + json.dumps(list(shares.items())).encode() + b"\n")
+            peer.sendall(_answer(settings, shares=list(shares.items())))
     except BaseException as error:
         for peer in peers.values():
             with suppress(OSError), peer:
-                peer.sendall(f"{error}\n".encode())
+                peer.sendall(_answer(settings, error=str(error)))
         raise
     return peers, shares
 
@@ -171,7 +187,7 @@ def _gather(
 def _listen(settings: BridgeSettings) -> socket.socket:
     host, _, port = settings.coordinator.rpartition(":")
     try:
-        return socket.create_server((host, int(port)), backlog=settings.processes)
+        return socket.create_server((host, int(port)), backlog=_MOST_UNPROVED + settings.processes)
     except OSError as error:
         raise PjrtError(
             Code.UNAVAILABLE,
@@ -180,40 +196,90 @@ def _listen(settings: BridgeSettings) -> socket.socket:
         ) from error
 
 
-def _accept(
-    listener: socket.socket,
-    settings: BridgeSettings,
-    deadline: float,
-    connected: set[int],
-    timeout_s: float,
-) -> tuple[_Hello, socket.socket]:
-    """Return what the next process sent, and its connection."""
-    while (remaining_s := deadline - time.monotonic()) > 0:
-        listener.settimeout(remaining_s)
+class _Arrivals:
+    """The connections that wait at process 0's port, and what they have sent so far."""
+
+    def __init__(self, listener: socket.socket, settings: BridgeSettings) -> None:
+        listener.setblocking(False)
+        self._listener = listener
+        self._settings = settings
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        # In the order of their arrival.
+        self._waiting: dict[socket.socket, tuple[float, bytearray]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for peer in list(self._waiting):
+            self._drop(peer)
+        self._selector.close()
+
+    def next(self, deadline: float) -> tuple[_Hello, socket.socket] | None:
+        """Return what the next process of the job sends, and its connection; None after the deadline."""
+        while (remaining_s := deadline - time.monotonic()) > 0:
+            for key, _ in self._selector.select(min(remaining_s, _HELLO_TIMEOUT_S)):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif (hello := self._read(peer := key.fileobj)) is not None:  # type: ignore[arg-type]
+                    return hello, peer  # type: ignore[return-value]
+            now = time.monotonic()
+            for peer in [peer for peer, (until, _) in self._waiting.items() if until < now]:
+                self._drop(peer)
+        return None
+
+    def _accept(self) -> None:
+        # One that is gone again is no error.
+        with suppress(OSError):
+            peer, _ = self._listener.accept()
+            peer.setblocking(False)
+            if len(self._waiting) >= _MOST_UNPROVED:
+                self._drop(next(iter(self._waiting)))
+            self._waiting[peer] = time.monotonic() + _HELLO_TIMEOUT_S, bytearray()
+            self._selector.register(peer, selectors.EVENT_READ)
+
+    def _read(self, peer: socket.socket) -> _Hello | None:
+        """Read on; return the hello of a process of the job if it is complete."""
+        if peer not in self._waiting:
+            # It had to make room for another.
+            return None
+        _, line = self._waiting[peer]
         try:
-            peer, _ = listener.accept()
-        except TimeoutError:
-            break
+            data = peer.recv(_LINE_BYTES)
+            line += data
+            if data and not line.endswith(b"\n") and len(line) < _LINE_BYTES:
+                return None
+            hello = _read_hello(bytes(line), self._settings)
+        except (OSError, ValueError):
+            self._drop(peer)
+            return None
+        self._selector.unregister(peer)
+        del self._waiting[peer]
         peer.settimeout(_HELLO_TIMEOUT_S)
-        hello = _read_hello(peer)
-        if hello is None or hello.process in connected:
-            peer.close()
-            continue
-        if hello.job != _job_size(settings):
-            text = (
-                f"process {hello.process} expects a job of {hello.job}, process 0 one of "
-                f"{_job_size(settings)}: {POLYXLA_BRIDGE_REPLICAS} and {POLYXLA_BRIDGE_PROCESSES} must be "
-                "the same in all processes"
-            )
-            peer.sendall(f"{text}\n".encode())
-            peer.close()
-            raise PjrtError(Code.INVALID_ARGUMENT, text)
-        return hello, peer
+        return hello
+
+    def _drop(self, peer: socket.socket) -> None:
+        del self._waiting[peer]
+        self._selector.unregister(peer)
+        peer.close()
+
+
+def _give_up(settings: BridgeSettings, connected: set[int], timeout_s: float) -> NoReturn:
     missing = sorted(set(range(1, settings.processes)) - connected)
     raise PjrtError(
         Code.DEADLINE_EXCEEDED,
         f"{_named(missing, settings)} did not connect to {settings.coordinator} within {timeout_s:g} s",
     )
+
+
+def _check_job(settings: BridgeSettings, hello: _Hello) -> None:
+    if hello.job != _job_size(settings):
+        raise PjrtError(
+            Code.INVALID_ARGUMENT,
+            f"process {hello.process} expects a job of {hello.job}, process 0 one of {_job_size(settings)}: "
+            f"{POLYXLA_BRIDGE_REPLICAS} and {POLYXLA_BRIDGE_PROCESSES} must be the same in all processes",
+        )
 
 
 def _named(processes: list[int], settings: BridgeSettings) -> str:
@@ -235,13 +301,29 @@ class _Hello(NamedTuple):
     places: list[Coordinates]
 
 
-def _read_hello(peer: socket.socket) -> _Hello | None:
-    """Return what a new connection sent; None if it is not a process of ours."""
-    try:
-        process, job, places = json.loads(_line(peer))
-        return _Hello(int(process), dict(job), [_coordinates(place) for place in places])
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+def _read_hello(line: bytes, settings: BridgeSettings) -> _Hello:
+    """Read what a new connection sent.
+
+    Raises:
+        ValueError: it is not a process of this job.
+    """
+    process, job, places = json.loads(
+        unsealed(settings.secret, _hello_to(settings), line.removesuffix(b"\n"))
+    )
+    return _Hello(int(process), dict(job), [_coordinates(place) for place in places])
+
+
+def _hello_to(settings: BridgeSettings) -> str:
+    return f"hello to {settings.coordinator}"
+
+
+def _answer(settings: BridgeSettings, **fields: Any) -> bytes:
+    """Return process 0's answer to the others: the `shares`, or the `error`."""
+    return sealed(settings.secret, _answer_of(settings), json.dumps(fields).encode()) + b"\n"
+
+
+def _answer_of(settings: BridgeSettings) -> str:
+    return f"answer of {settings.coordinator}"
 
 
 def _coordinates(place: Any) -> Coordinates:
@@ -249,30 +331,40 @@ def _coordinates(place: Any) -> Coordinates:
     return x, y, z, core
 
 
-def _line(peer: socket.socket) -> bytes:
-    with peer.makefile("rb") as file:
-        return file.readline(1 << 16)
-
-
 def _join(settings: BridgeSettings, deadline: float, timeout_s: float) -> tuple[socket.socket, Shares]:
     """Run the side of a process other than 0: connect, send the hello, wait for the answer."""
     peer = _connect(settings, deadline, timeout_s)
     hello = _Hello(settings.process, _job_size(settings), list(settings.places))
     try:
-        peer.sendall(json.dumps(hello).encode() + b"\n")
+        peer.sendall(sealed(settings.secret, _hello_to(settings), json.dumps(hello).encode()) + b"\n")
         # Process 0 has the same deadline, and needs a moment more to send which processes are missing.
         peer.settimeout(max(0.0, deadline - time.monotonic()) + _HELLO_TIMEOUT_S)
-        answer = _line(peer)
-    except OSError as error:
-        answer = f"process 0, at {settings.coordinator}, did not answer: {error}".encode()
-    if not answer.startswith(_GO):
+        shares = _read_answer(peer, settings)
+    except BaseException as error:
         peer.close()
-        reason = answer.decode(errors="replace").strip()
-        text = reason or f"process 0, at {settings.coordinator}, ended before all replicas had connected"
+        if isinstance(error, OSError):
+            text = f"process 0, at {settings.coordinator}, did not answer: {error}"
+            raise PjrtError(Code.UNAVAILABLE, text) from None
+        raise
+    return peer, shares
+
+
+def _read_answer(peer: socket.socket, settings: BridgeSettings) -> Shares:
+    with peer.makefile("rb") as file:
+        line = file.readline(_ANSWER_BYTES)
+    if not line:
+        text = f"process 0, at {settings.coordinator}, ended before all replicas had connected"
         raise PjrtError(Code.UNAVAILABLE, text)
-    return peer, {
+    try:
+        answer = json.loads(unsealed(settings.secret, _answer_of(settings), line.removesuffix(b"\n")))
+    except ValueError:
+        text = f"what answers at {settings.coordinator} is not process 0 of this job"
+        raise PjrtError(Code.UNAVAILABLE, text) from None
+    if "error" in answer:
+        raise PjrtError(Code.UNAVAILABLE, answer["error"])
+    return {
         process: Share(tuple(replicas), tuple(_coordinates(place) for place in places))
-        for process, (replicas, places) in json.loads(answer.removeprefix(_GO))
+        for process, (replicas, places) in answer["shares"]
     }
 
 

@@ -46,6 +46,7 @@ def make_engine(on_lookup: Callable[[bool], None] | None) -> Engine:
     host = Host.read(environ)
     topology = Topology.read(environ, host)
     claim(topology, host)
+    env.check_secret(len(topology.addresses), environ)
     chosen = settings(topology, host, env.from_environ(environ))
     if chosen.plugin:
         return on_plugin(chosen, on_lookup)
