@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from polyxla import PolyxlaError, ReplicaLostError, StalledError, UsageError
+from polyxla.env import POLYXLA_SECRET
 from polyxla.launcher.ports import free_ports
 from polyxla_tpu import env
 from polyxla_tpu.monitor.connection import Connection
@@ -19,6 +21,7 @@ from polyxla_tpu.monitor.launches import monitored
 from polyxla_tpu.monitor.server import TICK_S, Failure, Hosts, Monitor
 
 PATIENCE_S = 30.0
+SECRET = "of one job"
 NAMES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 WAITING = {"in_device": True, "seconds": 9, "line": "train.py:7"}
 ELSEWHERE = {"in_device": False, "seconds": 9, "line": "train.py:3"}
@@ -35,11 +38,11 @@ class Slice:
 
     def start(self, *hosts: int) -> None:
         for host in hosts:
-            self.monitors[host] = Monitor(Hosts(NAMES, host, self.port), *self._timeouts)
+            self.monitors[host] = Monitor(Hosts(NAMES, host, self.port), SECRET, *self._timeouts)
 
     def process(self, host: int) -> Connection:
         """Connect as a process of a host does."""
-        connection = Connection.open(self.monitors[host].address, PATIENCE_S)
+        connection = Connection.open(self.monitors[host].address, SECRET, PATIENCE_S)
         connection.send("process")
         self._processes.append(connection)
         return connection
@@ -195,21 +198,70 @@ def test_a_host_may_start_its_next_launch_before_host_0_has_ended_this_one(tpu: 
     assert received(process)["text"] == "host 0 failed"
 
 
-def test_a_strangers_connection_changes_nothing(tpu: Slice) -> None:
-    tpu.start(0, 1)
+FROM_STRANGERS = (
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"[1]\n",
+    b'{"kind": "host", "host": 9}\n',
+    b'{"kind": "account"}\n',
+    # They were believed, or ended the monitor's thread.
+    b'{"kind": "failed", "host": 1, "code": 0, "text": "give up"}\n',
+    b'{"kind": "host", "host": 1}\n{"kind": "finished", "returned": [0, 1]}\n',
+    b'{"kind": "account", "ordinal": 0, "in_device": false, "seconds": null}\n',
+    b'{"kind": "account", "ordinal": Infinity, "in_device": false}\n',
+    b"[" * 100_000 + b"\n",
+    b"0" * 64 + b'{"kind": "process"}\n',
+    b"x" * 10_000,
+)
+
+
+@pytest.mark.parametrize("port", ["hosts", "processes"])
+def test_strangers_change_nothing(tpu: Slice, port: str) -> None:
+    tpu.start(0, 1, 2)
+    wait_for_connections(tpu)
     process = tpu.process(0)
-    for text in (
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"[1]\n",
-        b'{"kind": "host", "host": 9}\n',
-        b'{"kind": "account"}\n',
-    ):
-        with socket.create_connection((NAMES[0], tpu.port), PATIENCE_S) as stranger:
-            stranger.sendall(text)
-            with contextlib.suppress(ConnectionResetError):
-                assert stranger.recv(1) == b""
-    assert is_quiet(process)
-    assert tpu.monitors[0].failure is None
+    own = int(tpu.monitors[0].address.rpartition(":")[2])
+    address = NAMES[0], tpu.port if port == "hosts" else own
+    with contextlib.ExitStack() as silent:
+        # More than the monitor keeps.
+        for _ in range(100):
+            silent.enter_context(socket.create_connection(address, PATIENCE_S))
+        for text in FROM_STRANGERS:
+            with socket.create_connection(address, PATIENCE_S) as stranger:
+                heard = b""
+                with contextlib.suppress(ConnectionError):
+                    stranger.sendall(text)
+                    while data := stranger.recv(1024):
+                        heard += data
+                assert len(heard) in (0, 32), "nothing is said to a stranger but the greeting"
+        assert is_quiet(process)
+        assert tpu.monitors[0].failure is None
+        assert connected(tpu, 0)
+        # It still does what it is there for.
+        tpu.end(1, FAILED)
+        assert received(process)["text"] == FAILED.text
+
+
+def test_a_stranger_in_the_place_of_the_monitor_learns_no_secret_and_is_not_believed() -> None:
+    with socket.create_server((NAMES[0], 0)) as server:
+        server.settimeout(PATIENCE_S)
+        connecting = threading.Thread(
+            target=lambda: made.append(Connection.open(address, SECRET, PATIENCE_S))
+        )
+        made: list[Connection] = []
+        address = f"{NAMES[0]}:{server.getsockname()[1]}"
+        connecting.start()
+        with server.accept()[0] as stranger:
+            stranger.sendall(b"0" * 32)
+            connecting.join(PATIENCE_S)
+            made[0].send("process")
+            heard = stranger.recv(4096)
+            assert SECRET.encode() not in heard
+            # It can only repeat what it was told.
+            for text in (b'{"kind": "failed", "host": 1, "code": 0, "text": "x"}\n', heard):
+                stranger.sendall(text)
+                with pytest.raises(ValueError, match="does not know the job's secret"):
+                    made[0].wait()
+        made[0].close()
 
 
 def test_a_host_that_does_not_connect_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
@@ -226,7 +278,7 @@ def test_a_host_that_does_not_connect_is_reported(capfd: pytest.CaptureFixture[s
     tpu.end(0)
     assert text == (
         f"polyxla: no connection between host 0 (127.0.0.1) and host 2 (127.0.0.3) on port {tpu.port} yet: "
-        "they do not learn of each other's failure\n"
+        "they do not learn of each other's failure. All hosts need the same POLYXLA_SECRET\n"
     )
 
 
@@ -245,7 +297,7 @@ def test_a_port_that_is_taken_is_reported(capfd: pytest.CaptureFixture[str]) -> 
     [(StalledError("x"), 1), (UsageError("x", fix="y."), 2), (SystemExit(9), 9), (KeyboardInterrupt(), 130)],
 )
 def test_the_exit_code_of_a_host_becomes_that_of_the_others(error: BaseException, code: int) -> None:
-    environ = {env.POLYXLA_MONITOR_PORT: str(free_ports(1)[0])}
+    environ = {env.POLYXLA_MONITOR_PORT: str(free_ports(1)[0]), POLYXLA_SECRET: SECRET}
 
     def fail(host: int) -> None:
         with monitored(NAMES[:2], host, environ):

@@ -6,6 +6,7 @@ import select
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from polyxla_tpu.monitor.connection import Connection
 from polyxla_tpu.monitor.replica_watch import ProcessWatch
 
 PATIENCE_S = 30.0
+SECRET = "of one job"
 
 
 class Probe:
@@ -33,8 +35,11 @@ class Probe:
 @pytest.fixture
 def ends() -> Iterator[tuple[Connection, Connection]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        process = Connection.open(f"127.0.0.1:{server.getsockname()[1]}", PATIENCE_S)
-        monitor = Connection(server.accept()[0])
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with ThreadPoolExecutor(1) as pool:
+            opening = pool.submit(Connection.open, address, SECRET, PATIENCE_S)
+            monitor = Connection.accept(server, SECRET)
+            process = opening.result(PATIENCE_S)
     yield process, monitor
     process.close()
     monitor.close()

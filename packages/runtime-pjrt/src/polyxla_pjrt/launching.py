@@ -18,6 +18,7 @@ from polyxla.xla import refuse_if_device_in_use
 from polyxla_pjrt.layout import Place, Plan
 from polyxla_tpu import torchrun
 from polyxla_tpu.monitor.launches import monitored
+from polyxla_tpu.processes.secret import with_secret
 
 _REPLICAS, _BRIDGE = "polyxla_pjrt.replicas", "polyxla_bridge.engine.jax_engine"
 
@@ -81,9 +82,10 @@ def run_plan(plan: Plan, work: ProcessWork, method: ProcessMethod) -> list[Any]:
     if torchrun.process_count(work.environ) is not None:
         return torchrun.run_here(work.run, plan, work.environ)
     modules = preload(on_chips=not plan.is_bridged)
-    with monitored(plan.launching_hosts, plan.own_host, work.environ) as variables:
-        own = plan.process_environments(work.environ, os.cpu_count() or 1)
-        environs = [environ | variables for environ in own]
+    environ = with_secret(work.environ, len(plan.launching_hosts) or 1)
+    with monitored(plan.launching_hosts, plan.own_host, environ) as variables:
+        own = plan.process_environments(environ, os.cpu_count() or 1)
+        environs = [of_process | variables for of_process in own]
         results = run_processes(work, plan.processes_here, environs, method=method, preload=modules)
     return [result for of_process in results for result in of_process]
 

@@ -19,6 +19,7 @@ from polyxla_tpu import env as tpu
 from polyxla_tpu import torchrun
 from polyxla_tpu.monitor.launches import monitored
 from polyxla_tpu.played import POLYXLA_LIBTPU_HOST
+from polyxla_tpu.processes.secret import with_secret
 
 
 def preload(on_chips: bool) -> tuple[str, ...]:
@@ -59,10 +60,11 @@ def run_job(job: Job) -> list[Any]:
     main = functools.partial(run_process, job.run, plan)
     work = ProcessWork(main, job.function, job.args, job.environ)
     modules = preload(on_chips=plan.played is None)
-    with monitored(plan.launching_hosts, plan.own_host, job.environ) as variables:
+    environ = with_secret(job.environ, len(plan.launching_hosts) or 1)
+    with monitored(plan.launching_hosts, plan.own_host, environ) as variables:
         added = {env.TORCH_DEVICE_BACKEND_AUTOLOAD: "0", **variables}
-        own = plan.process_environments(job.environ, os.cpu_count() or 1)
-        environs = [environ | added for environ in own]
+        own = plan.process_environments(environ, os.cpu_count() or 1)
+        environs = [of_process | added for of_process in own]
         results = run_processes(work, plan.processes_here, environs, method=method, preload=modules)
     return [result for of_process in results for result in of_process]
 

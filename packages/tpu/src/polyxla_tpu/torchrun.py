@@ -1,4 +1,10 @@
-"""Support for torchrun: its processes run the replicas, and only have to find each other."""
+"""Support for torchrun: its processes run the replicas, and only have to find each other.
+
+They meet through torchrun's store, where everyone can write who reaches its port. So what is read there is
+sealed with the job's secret, which the processes of one host derive from the user's key. On several hosts,
+the user gives them one; else it is in the store as well, and no safer than torchrun itself, which unpickles
+what it finds there. Source: torch.distributed.elastic.rendezvous.dynamic_rendezvous.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +13,28 @@ import datetime as dt
 import itertools
 import json
 import os
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import polyxla.env
 from polyxla import UsageError
+from polyxla.env import POLYXLA_SECRET
 from polyxla_tpu import env
 from polyxla_tpu.layout import Layout
 from polyxla_tpu.monitor.launches import monitored
+from polyxla_tpu.processes.secret import sealed, shared_secret, unsealed
 
 MEET_TIMEOUT_S = 120
 """Longest wait for all of torchrun's processes to connect, in seconds."""
 POLL_S = 0.2
 """Interval at which the first process of a host asks whether the others have finished, in seconds."""
 _KEY = "polyxla/meeting"
+_SECRET_KEY = "polyxla/secret"  # noqa: S105  (a key in the store, not a secret)
 _meetings: dict[str, dict[str, str]] = {}
-"""Where the processes of each run of torchrun meet. A second launch in this process uses the same devices."""
+"""Where the processes of each run of torchrun meet, and their secret. A second launch in this process uses
+the same devices."""
 _launches = itertools.count()
 """Numbers this process's launches: the same number in all processes, which launch together."""
 
@@ -122,8 +133,9 @@ def run_here(run: Any, plan: Plan, environ: Mapping[str, str]) -> list[Any]:
         plan: where all replicas run.
         environ: the job's environment.
     """
-    whole = {**environ, **environment(plan, environ, os.cpu_count() or 1)}
-    with _watched(plan, environ) as variables, polyxla.env.temporary_environ(whole | variables):
+    own = environment(plan, environ, os.cpu_count() or 1)
+    whole, secret = {**environ, **own}, {POLYXLA_SECRET: own[POLYXLA_SECRET]}
+    with _watched(plan, {**environ, **secret}) as variables, polyxla.env.temporary_environ(whole | variables):
         results: list[Any] = run(_process(plan, environ))
     return results
 
@@ -141,11 +153,11 @@ def _watched(plan: Plan, environ: Mapping[str, str]) -> Iterator[dict[str, str]]
     key = f"polyxla/monitor/{next(_launches)}/{plan.own_host}"
     store, number = _store(environ), int(environ.get(env.LOCAL_RANK, environ[env.RANK]))
     if number:
-        yield {env.POLYXLA_MONITOR: store.get(key).decode()}
+        yield {env.POLYXLA_MONITOR: _read(store, key, environ[POLYXLA_SECRET])}
         store.set(f"{key}/{number}", "finished")
         return
     with monitored(plan.launching_hosts, plan.own_host, environ) as variables:
-        store.set(key, variables[env.POLYXLA_MONITOR])
+        _write(store, key, environ[POLYXLA_SECRET], variables[env.POLYXLA_MONITOR])
         yield variables
         others = [f"{key}/{other}" for other in range(1, len(plan.processes_here))]
         # They work for as long as they like. If one fails, torchrun ends this process.
@@ -158,16 +170,43 @@ def _agree(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
     address, port = environ[env.MASTER_ADDR], environ[env.MASTER_PORT]
     try:
         store = _store(environ)
+        secret = _secret(store, environ)
         if environ[env.RANK] == "0":
-            store.set(_KEY, json.dumps(plan.meeting(environ)))
-        meeting: dict[str, str] = json.loads(store.get(_KEY))
+            _write(store, _KEY, secret, json.dumps(plan.meeting(environ)))
+        meeting: dict[str, str] = json.loads(_read(store, _KEY, secret))
     except Exception as error:
         raise UsageError(
             f"torchrun's processes cannot agree on where they meet: {error}",
             where=f"{env.MASTER_ADDR}={address}, {env.MASTER_PORT}={port}",
             fix="Leave TORCHELASTIC_USE_AGENT_STORE as torchrun sets it, so that torchrun hosts the store.",
         ) from error
-    return meeting
+    return {**meeting, POLYXLA_SECRET: secret}
+
+
+def _secret(store: Any, environ: Mapping[str, str]) -> str:
+    """Return the job's secret."""
+    if given := environ.get(POLYXLA_SECRET):
+        return given
+    if environ.get(env.LOCAL_WORLD_SIZE, environ[env.WORLD_SIZE]) == environ[env.WORLD_SIZE]:
+        run = (env.TORCHELASTIC_RUN_ID, env.MASTER_ADDR, env.MASTER_PORT)
+        return shared_secret(environ, f"torchrun {[environ[name] for name in run]}")
+    if environ[env.RANK] == "0":
+        store.set(_SECRET_KEY, secrets.token_hex(32))
+    made: str = store.get(_SECRET_KEY).decode()
+    return made
+
+
+def _write(store: Any, key: str, secret: str, text: str) -> None:
+    store.set(key, sealed(secret, key, text.encode()))
+
+
+def _read(store: Any, key: str, secret: str) -> str:
+    """Wait for what `_write` has written.
+
+    Raises:
+        ValueError: it is not from a process of this job.
+    """
+    return unsealed(secret, key, store.get(key)).decode()
 
 
 def _store(environ: Mapping[str, str]) -> Any:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from polyxla.console import say
+from polyxla.env import POLYXLA_SECRET
 from polyxla_pod.engines import Engine
 from polyxla_pod.job import Job
 from polyxla_pod.launcher import archive, preflight
@@ -140,9 +141,11 @@ class Attempt:
         if self._job.starts_workers and (failures := await self._start_workers()):
             return failures
         self._has_started = True
+        # By which the launches on the hosts know each other: of this start, unless the user sets another.
+        secret = {POLYXLA_SECRET: secrets.token_hex(TOKEN_BYTES)}
         for connection in self._connections:
             self._states[connection.host].state = "running"
-            environ = self._job.environ_of(connection.host)
+            environ = secret | self._job.environ_of(connection.host)
             command = list(self._job.command)
             connection.send("start", command=command, environ=environ, directory=self._job.directory)
         return await self._wait()

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 
 from polyxla.console import INTERRUPTED
-from polyxla.env import POLYXLA_STALL_TIMEOUT_S, POLYXLA_START_TIMEOUT_S, timeout_s
+from polyxla.env import POLYXLA_SECRET, POLYXLA_STALL_TIMEOUT_S, POLYXLA_START_TIMEOUT_S, timeout_s
 from polyxla.errors import PolyxlaError, UsageError
 from polyxla_tpu import env
 from polyxla_tpu.monitor.server import Failure, Hosts, Monitor
@@ -25,7 +25,7 @@ def monitored(names: Sequence[str], own: int, environ: Mapping[str, str]) -> Ite
         names: the hosts that each launch their processes, in the order of their worker ids; empty to monitor
             nothing.
         own: this host's number.
-        environ: the environment with the timeouts and the port.
+        environ: the environment with the job's secret, the timeouts and the port.
 
     Raises:
         ReplicaLostError: another host has failed; with that host's exit code.
@@ -36,7 +36,7 @@ def monitored(names: Sequence[str], own: int, environ: Mapping[str, str]) -> Ite
         return
     hosts = Hosts(tuple(names), own, _port(environ))
     limits = [timeout_s(environ, name) for name in (POLYXLA_STALL_TIMEOUT_S, POLYXLA_START_TIMEOUT_S)]
-    monitor = Monitor(hosts, *limits)
+    monitor = Monitor(hosts, environ[POLYXLA_SECRET], *limits)
     failure: Failure | None = None
     try:
         yield {env.POLYXLA_MONITOR: monitor.address}

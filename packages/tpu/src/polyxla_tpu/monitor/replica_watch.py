@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from polyxla import presence
 from polyxla.console import say
-from polyxla.env import POLYXLA_STALL_TIMEOUT_S, timeout_s
+from polyxla.env import POLYXLA_SECRET, POLYXLA_STALL_TIMEOUT_S, timeout_s
 from polyxla.launcher import failures
 from polyxla.presence import Position
 from polyxla_tpu import env
@@ -47,14 +47,14 @@ def watch_replicas(environ: Mapping[str, str], probe: Callable[[], DeviceProbe])
     Its notices end this process: another host has failed, or replicas of this process stall.
 
     Args:
-        environ: the environment with the monitor's address and the timeout.
+        environ: the environment with the monitor's address, the job's secret and the timeout.
         probe: makes the probe of the device of the replica in whose thread it is called.
     """
     address = environ.get(env.POLYXLA_MONITOR)
     if address is None:
         return
     try:
-        monitor = Connection.open(address, CONNECT_S)
+        monitor = Connection.open(address, environ[POLYXLA_SECRET], CONNECT_S)
         monitor.send("process")
     except OSError as error:
         say(f"process {os.getpid()} cannot reach its launch's monitor at {address}: {error}")
@@ -103,7 +103,7 @@ class ProcessWatch:
             while True:
                 for message in self._monitor.wait():
                     self._obey(message)
-        except OSError:
+        except (OSError, ValueError):
             return
 
     def _obey(self, message: Message) -> None:

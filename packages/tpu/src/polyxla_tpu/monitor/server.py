@@ -4,11 +4,14 @@ Its replica processes connect to it and give accounts of their replicas. On a sl
 monitors connect to the one of host 0 and pass the accounts on, so that host 0 decides for all. They also tell
 it how their host's launch ends: a host that fails, or whose launching process goes away, ends all others.
 Host 0 ends that when its own replicas have returned.
+
+Anyone may connect; who does not soon prove that it knows the job's secret is dropped.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import selectors
 import socket
 import threading
@@ -16,6 +19,7 @@ import time
 from dataclasses import asdict, dataclass
 
 from polyxla.console import say
+from polyxla.env import POLYXLA_SECRET
 from polyxla.errors import ReplicaLostError
 from polyxla.launcher.ports import LOCALHOST
 from polyxla_tpu import env
@@ -26,6 +30,10 @@ TICK_S = 0.25
 """How often the monitor looks for stalls and for host 0, in seconds."""
 CONNECT_S = 2.0
 """Longest wait of one attempt to connect to host 0, in seconds."""
+PROOF_S = 5.0
+"""Longest wait for the first message of a connection, in seconds."""
+MOST_UNPROVED = 64
+"""So many connections may wait with it at a time. The next one takes the place of the oldest."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,7 @@ class Monitor:
 
     Args:
         hosts: those of the slice.
+        secret: the job's, the same on all hosts.
         stall_timeout_s: longest wait of a replica for others, in seconds.
         start_timeout_s: after so many seconds, hosts that have not connected are reported.
 
@@ -86,12 +95,15 @@ class Monitor:
         failure: the failure of another host, if there was one.
     """
 
-    def __init__(self, hosts: Hosts, stall_timeout_s: float, start_timeout_s: float) -> None:
+    def __init__(self, hosts: Hosts, secret: str, stall_timeout_s: float, start_timeout_s: float) -> None:
         self.failure: Failure | None = None
+        self._secret = secret
         self._failed = threading.Event()
         self._hosts = hosts
         self._accounts = Accounts(stall_timeout_s)
         self._selector = selectors.DefaultSelector()
+        # When each of them is dropped, in the order of their arrival.
+        self._unproved: dict[Connection, float] = {}
         self._processes: list[Connection] = []
         self._others: dict[Connection, int] = {}
         self._connected: set[int] = {hosts.own}
@@ -141,7 +153,9 @@ class Monitor:
         try:
             try:
                 self._listen(self._hosts.names[0], self._hosts.port)
-            except OSError:
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
                 # The name is not an address of this machine, as in a container with a network of its own.
                 self._listen("", self._hosts.port)
         except OSError as error:
@@ -158,19 +172,29 @@ class Monitor:
                     self._read(key.fileobj)
                 else:
                     self._accept(key.fileobj)  # type: ignore[arg-type]
+            self._drop_strangers()
             self._connect_to_first()
             self._report_missing()
             self._look_for_stalls()
 
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            self._selector.register(Connection(listener.accept()[0]), selectors.EVENT_READ)
+            connection = Connection.accept(listener, self._secret)
+            if len(self._unproved) >= MOST_UNPROVED:
+                self._drop(next(iter(self._unproved)))
+            self._unproved[connection] = time.monotonic() + PROOF_S
+            self._selector.register(connection, selectors.EVENT_READ)
+
+    def _drop_strangers(self) -> None:
+        now = time.monotonic()
+        for connection in [one for one, until in self._unproved.items() if until < now]:
+            self._drop(connection)
 
     def _connect_to_first(self) -> None:
         if self._hosts.own == 0 or 0 in self._connected or self._joining or self._report_at is None:
             return
         with contextlib.suppress(OSError):
-            first = Connection.open(self._hosts.first, CONNECT_S)
+            first = Connection.open(self._hosts.first, self._secret, CONNECT_S)
             first.send("host", host=self._hosts.own)
             self._joining = first
             self._selector.register(first, selectors.EVENT_READ)
@@ -200,12 +224,19 @@ class Monitor:
         if missing := [self._hosts.named(one) for one in wanted if one not in self._connected]:
             say(
                 f"no connection between {self._hosts.named(self._hosts.own)} and {', '.join(missing)} on "
-                f"port {self._hosts.port} yet: they do not learn of each other's failure"
+                f"port {self._hosts.port} yet: they do not learn of each other's failure. All hosts need the "
+                f"same {POLYXLA_SECRET}"
             )
 
     def _read(self, connection: Connection) -> None:
+        if connection.fileno() < 0:
+            # It had to make room for another.
+            return
         try:
-            for message in connection.receive():
+            messages = connection.receive()
+            if messages:
+                self._unproved.pop(connection, None)
+            for message in messages:
                 self._take(connection, message)
         except (OSError, ValueError, TypeError, KeyError):
             self._drop(connection)
@@ -223,7 +254,7 @@ class Monitor:
             self._add_host(connection, 0)
         elif kind == "account":
             self._take_account(message, self._others.get(connection, self._hosts.own))
-        elif kind == "failed":
+        elif kind == "failed" and connection in self._others:
             self._fail(Failure(**message))
         elif kind == "stalled":
             self._tell_processes(kind, **message)
@@ -250,6 +281,7 @@ class Monitor:
     def _drop(self, connection: Connection) -> None:
         self._selector.unregister(connection)
         connection.close()
+        self._unproved.pop(connection, None)
         if connection is self._joining:
             # It was host 0's previous launch that has ended.
             self._joining = None
