@@ -18,6 +18,8 @@ from polyxla.env import snapshot
 from polyxla_xrt.client.channel import ask
 from polyxla_xrt.server.mesh.server import MeshServer
 
+SECRET = "of one job"
+
 # Tests count compilations, so they must not use the programs in the user's cache.
 os.environ["POLYXLA_COMPILE_CACHE"] = "off"
 
@@ -93,7 +95,7 @@ def make_crew() -> Iterator[Callable[..., Crew]]:
 
 @pytest.fixture
 def server() -> Iterator[MeshServer]:
-    running = MeshServer("127.0.0.1:0", 2)
+    running = MeshServer("127.0.0.1:0", 2, SECRET)
     yield running
     running.close(0)
 

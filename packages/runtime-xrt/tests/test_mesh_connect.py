@@ -19,6 +19,8 @@ from polyxla_xrt.errors import MeshConnectError, MeshRefusedError
 from polyxla_xrt.protocol.mesh import PROTOCOL
 from polyxla_xrt.server.mesh.server import MeshServer
 
+SECRET = "of one job"
+
 BOUND_S = 20.0
 """Time limit: far below every timeout that would also end the wait, and enough for a busy machine."""
 
@@ -36,7 +38,7 @@ def address_of(made: socket.socket) -> str:
 def connect_error(address: str, environ: dict[str, str] | None = None, wait_s: float = ANSWER_S) -> str:
     begin = time.monotonic()
     with pytest.raises(MeshConnectError) as caught:
-        MeshClient(address, 1, 2, connect_wait_s=wait_s, environ=environ or {})
+        MeshClient(address, 1, 2, SECRET, connect_wait_s=wait_s, environ=environ or {})
     assert time.monotonic() - begin < BOUND_S
     assert f"ordinal 1 finds no mesh service at {address}: " in str(caught.value)
     assert f"XRT_MESH_SERVICE_ADDRESS={address}" in str(caught.value)
@@ -90,9 +92,9 @@ def test_a_service_that_starts_later_is_waited_for(listener: socket.socket) -> N
     address = address_of(listener)
     listener.close()
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(MeshClient, address, 0, 1, connect_wait_s=20)
+        waiting = pool.submit(MeshClient, address, 0, 1, SECRET, connect_wait_s=20)
         time.sleep(0.5)
-        server = MeshServer(address, 1)
+        server = MeshServer(address, 1, SECRET)
         with waiting.result(20) as client:
             assert client.rendezvous("alone", b"x") == (b"x",)
     assert server.close(5) == ()
@@ -100,7 +102,7 @@ def test_a_service_that_starts_later_is_waited_for(listener: socket.socket) -> N
 
 def test_a_taken_port_is_a_usage_error(server: MeshServer) -> None:
     with pytest.raises(UsageError, match=r"cannot be bound to 127.*: Address already in use") as caught:
-        MeshServer(server.address, 2)
+        MeshServer(server.address, 2, SECRET)
     assert f"XRT_MESH_SERVICE_ADDRESS={server.address}" in str(caught.value)
     assert "free port" in caught.value.fix
 
@@ -111,14 +113,14 @@ def test_a_taken_port_is_a_usage_error(server: MeshServer) -> None:
 )
 def test_an_address_of_another_host_is_a_usage_error(address: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        MeshServer(address, 2)
+        MeshServer(address, 2, SECRET)
 
 
 def test_another_protocol_or_world_size_or_a_duplicate_ordinal_is_refused(server: MeshServer) -> None:
     with pytest.raises(MeshRefusedError, match=rf"Ordinal 0 speaks protocol 9, the mesh service {PROTOCOL}"):
-        MeshClient(server.address, 0, 2, protocol=9)
+        MeshClient(server.address, 0, 2, SECRET, protocol=9)
     with pytest.raises(MeshRefusedError, match="Ordinal 0 expects 3 replicas"):
-        MeshClient(server.address, 0, 3)
+        MeshClient(server.address, 0, 3, SECRET)
     twice = pytest.raises(MeshRefusedError, match="Duplicate ordinal: 0 already attends")
-    with MeshClient(server.address, 0, 2), twice:
-        MeshClient(server.address, 0, 2)
+    with MeshClient(server.address, 0, 2, SECRET), twice:
+        MeshClient(server.address, 0, 2, SECRET)

@@ -22,8 +22,11 @@ from polyxla_xrt.errors import MeshError, MeshRefusedError, MeshServiceLostError
 from polyxla_xrt.proto import mesh_pb2 as pb
 from polyxla_xrt.proto import mesh_pb2_grpc
 from polyxla_xrt.protocol.chunks import CHUNK_BYTES
-from polyxla_xrt.protocol.mesh import MAX_PAYLOAD_BYTES
+from polyxla_xrt.protocol.mesh import MAX_PAYLOAD_BYTES, call_token
 from polyxla_xrt.server.mesh.server import MeshServer
+
+SECRET = "of one job"
+OURS = (("authorization", f"Bearer {call_token(SECRET)}"),)
 
 BOUND_S = 20.0
 """Time limit: far below every timeout that would also end the wait, and enough for a busy machine."""
@@ -31,7 +34,7 @@ BOUND_S = 20.0
 
 def test_threads_of_one_participant_meet_under_different_tags(server: MeshServer) -> None:
     tags = [f"tag {number}" for number in range(40)]
-    one, other = MeshClient(server.address, 0, 2), MeshClient(server.address, 1, 2)
+    one, other = MeshClient(server.address, 0, 2, SECRET), MeshClient(server.address, 1, 2, SECRET)
     with one, other, ThreadPoolExecutor(80) as pool:
         found = [pool.submit(one.rendezvous, tag, b"0") for tag in tags]
         found += [pool.submit(other.rendezvous, tag, b"1") for tag in tags[::-1]]
@@ -39,7 +42,7 @@ def test_threads_of_one_participant_meet_under_different_tags(server: MeshServer
 
 
 def test_a_tag_may_be_used_once_at_a_time(server: MeshServer) -> None:
-    with MeshClient(server.address, 0, 2) as client, ThreadPoolExecutor(2) as pool:
+    with MeshClient(server.address, 0, 2, SECRET) as client, ThreadPoolExecutor(2) as pool:
         twice = [pool.submit(client.rendezvous, "twice", b"") for _ in range(2)]
         for future in twice:
             with pytest.raises(MismatchError, match="Duplicate ordinal: 0 already waits here"):
@@ -49,7 +52,7 @@ def test_a_tag_may_be_used_once_at_a_time(server: MeshServer) -> None:
 @pytest.mark.parametrize("size", [0, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 32 << 20])
 def test_payloads_of_every_size_arrive_whole(server: MeshServer, size: int) -> None:
     payload = random.Random(size).randbytes(size)
-    one, other = MeshClient(server.address, 0, 2), MeshClient(server.address, 1, 2)
+    one, other = MeshClient(server.address, 0, 2, SECRET), MeshClient(server.address, 1, 2, SECRET)
     with one, other, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(one.rendezvous, "large", payload)
         assert other.rendezvous("large", b"small") == (payload, b"small")
@@ -62,7 +65,7 @@ class Huge(bytes):
 
 
 def test_an_oversized_payload_or_invalid_timeout_is_refused_before_it_is_sent(server: MeshServer) -> None:
-    with MeshClient(server.address, 0, 2) as client:
+    with MeshClient(server.address, 0, 2, SECRET) as client:
         with pytest.raises(UsageError, match="'big' has 1073741825 bytes, more than 1073741824"):
             client.rendezvous("big", Huge())
         for timeout_s in (0.0, -1.0, float("inf"), float("nan")):
@@ -74,7 +77,7 @@ def test_an_oversized_payload_or_invalid_timeout_is_refused_before_it_is_sent(se
 
 
 def test_close_returns_who_had_not_left_and_cuts_them_off(server: MeshServer) -> None:
-    with MeshClient(server.address, 0, 2) as client, ThreadPoolExecutor(1) as pool:
+    with MeshClient(server.address, 0, 2, SECRET) as client, ThreadPoolExecutor(1) as pool:
         waiting: Future[tuple[bytes, ...]] = pool.submit(client.rendezvous, "x" * 500, b"")
         time.sleep(0.2)
         assert server.close(0.1) == (0, 1)
@@ -86,7 +89,7 @@ def test_close_returns_who_had_not_left_and_cuts_them_off(server: MeshServer) ->
 
 
 def test_errors_survive_pickling(server: MeshServer) -> None:
-    with MeshClient(server.address, 0, 2) as client, pytest.raises(MissingError) as caught:
+    with MeshClient(server.address, 0, 2, SECRET) as client, pytest.raises(MissingError) as caught:
         client.rendezvous("tag", timeout_s=0.1)
     caught.value.add_note("of replica 0")
     again = pickle.loads(pickle.dumps(caught.value))
@@ -124,17 +127,17 @@ def test_a_peer_that_never_reads_does_not_block_the_others(server: MeshServer) -
     host, _, port = server.address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=5) as silent:
         silent.sendall(b"\x00\xff" * 50)
-        with MeshClient(server.address, 0, 2) as client:
+        with MeshClient(server.address, 0, 2, SECRET) as client:
             assert client.rendezvous("alone", b"x", [0]) == (b"x",)
 
 
 def test_leaving_right_after_the_last_rendezvous_cuts_off_no_one() -> None:
     def work(address: str, ordinal: int) -> int:
-        with MeshClient(address, ordinal, 4) as client:
+        with MeshClient(address, ordinal, 4, SECRET) as client:
             return len(client.rendezvous("last", b"x"))
 
     for _ in range(10):
-        server = MeshServer("127.0.0.1:0", 4)
+        server = MeshServer("127.0.0.1:0", 4, SECRET)
         with ThreadPoolExecutor(4) as pool:
             found = [pool.submit(work, server.address, ordinal) for ordinal in range(4)]
             assert server.close(20) == ()
@@ -158,18 +161,18 @@ def test_a_malformed_request_gets_an_error_and_the_service_continues(
     with grpc.insecure_channel(server.address) as channel:
         messages = iter([pb.RendezvousRequest(**request) for request in requests])
         with pytest.raises(grpc.RpcError) as caught:
-            list(mesh_pb2_grpc.MeshStub(channel).Rendezvous(messages, timeout=10))
+            list(mesh_pb2_grpc.MeshStub(channel).Rendezvous(messages, timeout=10, metadata=OURS))
         assert caught.value.code() is code
         assert says in caught.value.details()
-        mesh_pb2_grpc.MeshStub(channel).Goodbye(pb.GoodbyeRequest(ordinal=7), timeout=10)
-    with MeshClient(server.address, 0, 2) as client:
+        mesh_pb2_grpc.MeshStub(channel).Goodbye(pb.GoodbyeRequest(ordinal=7), timeout=10, metadata=OURS)
+    with MeshClient(server.address, 0, 2, SECRET) as client:
         assert client.rendezvous("alone", b"x", [0]) == (b"x",)
 
 
 def test_a_payload_whose_chunks_exceed_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polyxla_xrt.server.mesh.service.MAX_PAYLOAD_BYTES", CHUNK_BYTES)
-    server = MeshServer("127.0.0.1:0", 1)
-    with MeshClient(server.address, 0, 1) as client:
+    server = MeshServer("127.0.0.1:0", 1, SECRET)
+    with MeshClient(server.address, 0, 1, SECRET) as client:
         assert client.rendezvous("fits", bytes(CHUNK_BYTES))
         with pytest.raises(MeshRefusedError, match="A payload has more than 1048576 bytes"):
             client.rendezvous("does not", bytes(CHUNK_BYTES + 1))

@@ -11,6 +11,8 @@ import pytest
 
 from polyxla_xrt.server.mesh import server as mesh_server
 
+SECRET = "of one job"
+
 BOUND_S = 20.0
 """Time limit: far below every timeout that would also end the wait, and enough for a busy machine."""
 
@@ -90,7 +92,7 @@ def test_a_frozen_participant_is_lost(make_crew: Callable[..., Any], monkeypatch
         for name, value in mesh_server._SERVER_OPTIONS
     ]
     monkeypatch.setattr(mesh_server, "_SERVER_OPTIONS", hasty)
-    server = mesh_server.MeshServer("127.0.0.1:0", 2)
+    server = mesh_server.MeshServer("127.0.0.1:0", 2, SECRET)
     crew = make_crew(2, server.address)
     crew.processes[1].send_signal(signal.SIGSTOP)
     (found,) = crew.meet_all("frozen", (0,))

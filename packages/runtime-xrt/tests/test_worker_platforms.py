@@ -34,6 +34,8 @@ from polyxla_xrt.server.worker.platforms.choice import choose_platform
 from polyxla_xrt.server.worker.platforms.library import Library
 from polyxla_xrt.server.worker.platforms.plugin import PluginEngines
 
+SECRET = "of one job"
+
 Start = Callable[..., Any]
 TIMEOUT_S = 60.0
 OPTIONS = xla_client.CompileOptions().SerializeAsString()
@@ -197,7 +199,7 @@ def test_the_memory_of_a_workers_devices_is_limited(start_worker: Start, platfor
 
 def test_a_job_of_several_workers_is_refused(platform_worker: Any) -> None:
     with pytest.raises(WorkerError, match="a job of 2 workers needs CPU workers"):
-        Lease(platform_worker.address, 2, snapshot(), pod=Pod(2, 0, "127.0.0.1"))
+        Lease(platform_worker.address, 2, snapshot(), pod=Pod(2, 0, "127.0.0.1", SECRET))
 
 
 @pytest.mark.parametrize(

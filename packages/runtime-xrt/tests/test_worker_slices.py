@@ -34,6 +34,8 @@ from polyxla_xrt.server.worker.platforms.library import SliceMembers
 from polyxla_xrt.server.worker.platforms.slice_link import PORT, SliceLink
 from polyxla_xrt.server.worker.security import Security
 
+SECRET = "of one job"
+
 Start = Callable[..., Any]
 Join = Callable[..., SliceLink]
 TIMEOUT_S = 60.0
@@ -92,7 +94,7 @@ class Job:
                 snapshot(),
                 wait_s=TIMEOUT_S,
                 stall_timeout_s=stall_timeout_s,
-                pod=Pod(HOSTS, number, worker.address.rpartition(":")[0], coordinator),
+                pod=Pod(HOSTS, number, worker.address.rpartition(":")[0], SECRET, coordinator),
                 on_end=end,
             )
             self.leases.append(stack.enter_context(closing(lease)))
@@ -197,8 +199,11 @@ def test_a_replica_that_waits_for_another_host_is_named(pod: list[Any], returns:
     ("part", "problem"),
     [
         (None, "part of a slice of 2 workers, and a job must have all of them: w;0;"),
-        (Pod(3, 0, "127.0.0.1"), "part of a slice of 2 workers"),
-        (Pod(2, 1, "127.0.0.1", "127.0.0.1:1"), "this is worker 0 of its slice, and the job lists it as"),
+        (Pod(3, 0, "127.0.0.1", SECRET), "part of a slice of 2 workers"),
+        (
+            Pod(2, 1, "127.0.0.1", SECRET, "127.0.0.1:1"),
+            "this is worker 0 of its slice, and the job lists it as",
+        ),
     ],
 )
 def test_a_job_that_is_not_the_slices_is_refused(pod: list[Any], part: Pod | None, problem: str) -> None:

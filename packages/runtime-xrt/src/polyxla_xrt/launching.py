@@ -6,14 +6,18 @@ import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from polyxla import Job, UsageError
 from polyxla.contracts.job import ProcessMethod
-from polyxla.env import POLYXLA_DEVICES
+from polyxla.env import POLYXLA_DEVICES, POLYXLA_SECRET
 from polyxla.launcher.processes import ProcessWork, run_inline, run_processes
 from polyxla.xla import refuse_if_device_in_use
+from polyxla_tpu.processes.secret import derived, with_secret
 from polyxla_xrt import env
+from polyxla_xrt.config.credential_files import read_token
+from polyxla_xrt.config.variables import find
 from polyxla_xrt.lease_holder import LeaseHolder
 from polyxla_xrt.own_assignment import leased_address
 from polyxla_xrt.plan import Place, Plan
@@ -65,11 +69,20 @@ def run_process(replica: Callable[[Place], Any], plan: Plan, process: int) -> An
 
 def run_plan(plan: Plan, work: ProcessWork, method: ProcessMethod) -> list[Any]:
     """Run every replica of a plan on this host and return their results, in the order of the processes."""
-    with LeaseHolder(plan, work.environ) as lease:
-        environs = plan.process_environments(
-            work.environ, lease.worker_address, lease.job, lease.mesh_address
-        )
+    environ = _with_secret(plan, work.environ)
+    with LeaseHolder(plan, environ) as lease:
+        environs = plan.process_environments(environ, lease.worker_address, lease.job, lease.mesh_address)
         return run_processes(work, range(len(environs)), environs, method=method, preload=PRELOAD)
+
+
+def _with_secret(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment with the job's secret. Several hosts derive it from their workers' token."""
+    token = find(environ, env.POLYXLA_XRT_TOKEN_FILE)
+    hosts = plan.configuration.hosts
+    if hosts > 1 and token and not environ.get(POLYXLA_SECRET):
+        secret = derived(read_token(Path(token.text), token.where), "the job of several hosts")
+        return {**environ, POLYXLA_SECRET: secret}
+    return with_secret(environ, hosts)
 
 
 def wants_node(environ: Mapping[str, str]) -> bool:

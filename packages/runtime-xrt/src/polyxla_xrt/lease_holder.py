@@ -17,9 +17,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from polyxla.console import say
-from polyxla.env import snapshot
+from polyxla.env import POLYXLA_SECRET, snapshot
 from polyxla.errors import PolyxlaError
 from polyxla.launcher.ports import LOCALHOST
+from polyxla_tpu.processes.secret import derived
 from polyxla_xrt import env
 from polyxla_xrt.client.job_owner import JobOwner
 from polyxla_xrt.config.timeouts import job_wait_s, stall_timeout_s
@@ -61,7 +62,7 @@ class LeaseHolder:
 
     Args:
         plan: where the replicas are.
-        environ: the job's environment.
+        environ: the job's environment, with its secret.
 
     Attributes:
         lease: the granted lease.
@@ -175,7 +176,7 @@ def _hold(pipe: Connection, plan: Plan, owner: JobOwner, environ: Mapping[str, s
                 workers=write_workers(configuration.workers), coordinator=lease.coordinator
             )
             address = configuration.mesh_address or f"{LOCALHOST}:0"
-            mesh = MeshServer(address, len(plan.devices), config)
+            mesh = MeshServer(address, len(plan.devices), environ[POLYXLA_SECRET], config)
         mesh_address = mesh.address if mesh else configuration.mesh_address or ""
         pipe.send(GrantedLease(worker.address, lease.job, mesh_address))
         _wait_for_the_end(pipe)
@@ -194,13 +195,15 @@ def _worker(plan: Plan, environ: Mapping[str, str]) -> tuple[Worker, Pod | None]
     host = configuration.host_index
     if configuration.hosts == 1:
         return configuration.workers[0], None
+    # The workers' own, which does not reveal the job's.
+    secret = derived(environ[POLYXLA_SECRET], "the job's workers")
     if host == 0:
         worker = configuration.workers[0]
-        return worker, Pod(configuration.hosts, host, worker.host)
+        return worker, Pod(configuration.hosts, host, worker.host, secret)
     assert configuration.mesh_address is not None, "checked with the plan"
     config = read_config(configuration.mesh_address, configuration.mesh_connect_wait_s, environ)
     worker = read_workers(Variable(env.XRT_TPU_CONFIG, config.workers))[host]
-    return worker, Pod(configuration.hosts, host, worker.host, config.coordinator)
+    return worker, Pod(configuration.hosts, host, worker.host, secret, config.coordinator)
 
 
 def _wait_for_the_end(pipe: Connection) -> None:

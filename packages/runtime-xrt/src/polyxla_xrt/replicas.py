@@ -11,7 +11,7 @@ import torch_xla.core.xla_model as xm
 from torch_xla._internal import pjrt
 
 from polyxla import World
-from polyxla.env import snapshot
+from polyxla.env import POLYXLA_SECRET, snapshot
 from polyxla.launcher import failures
 from polyxla.xla import replica_process
 from polyxla.xla.replication import CollectiveReplication
@@ -71,7 +71,8 @@ def _rendezvous_through_mesh(world: World) -> Iterator[None]:
         yield
         return
     limit_s = stall_timeout_s(environ)
-    with MeshClient(address, world.ordinal, world.world_size, environ=environ) as mesh:
+    secret = environ[POLYXLA_SECRET]
+    with MeshClient(address, world.ordinal, world.world_size, secret, environ=environ) as mesh:
         xm.rendezvous = functools.partial(_meet, mesh, limit_s)
         yield
 

@@ -11,6 +11,8 @@ from polyxla import PolyxlaError
 from polyxla_xrt.client.mesh import MeshClient
 from polyxla_xrt.server.mesh.server import MeshServer
 
+SECRET = "of one job"
+
 
 def perform(client: MeshClient, order: dict[str, Any]) -> dict[str, Any]:
     begin = time.monotonic()
@@ -22,8 +24,8 @@ def perform(client: MeshClient, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(address: str, ordinal: int, world_size: int) -> None:
-    server = MeshServer(address, world_size) if address.endswith(":0") else None
-    client = MeshClient(server.address if server else address, ordinal, world_size, connect_wait_s=30)
+    server = MeshServer(address, world_size, SECRET) if address.endswith(":0") else None
+    client = MeshClient(server.address if server else address, ordinal, world_size, SECRET, connect_wait_s=30)
     print(json.dumps({"address": client.address}), flush=True)
     for line in sys.stdin:
         order = json.loads(line)

@@ -33,6 +33,7 @@ class Pod:
         workers: number of workers of the job.
         worker: index of the worker that this lease is on.
         host: its host, as the other workers reach it.
+        secret: what only the job's workers know.
         coordinator: ``host:port`` of the coordinator of the job's replicas; empty for the first worker, which
             chooses it.
     """
@@ -40,6 +41,7 @@ class Pod:
     workers: int
     worker: int
     host: str
+    secret: str
     coordinator: str = ""
 
 
@@ -182,6 +184,7 @@ def _request(
     if pod:
         request.workers, request.worker = pod.workers, pod.worker
         request.host, request.coordinator = pod.host, pod.coordinator
+        request.secret = pod.secret
     return request
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import grpc
 
+from polyxla.env import POLYXLA_SECRET
 from polyxla.errors import UsageError
+from polyxla_tpu.processes.secret import sealed, unsealed
 from polyxla_xrt import env
 from polyxla_xrt.client.attendance import Attendance, attend
 from polyxla_xrt.client.probe import ANSWER_S, look, proxies
@@ -28,12 +31,27 @@ from polyxla_xrt.proto import mesh_pb2 as pb
 from polyxla_xrt.proto import mesh_pb2_grpc
 from polyxla_xrt.protocol.channel_options import CLIENT_OPTIONS
 from polyxla_xrt.protocol.chunks import chunks
-from polyxla_xrt.protocol.mesh import MAX_PAYLOAD_BYTES, OPTIONS, PROTOCOL, RENDEZVOUS_TIMEOUT_S
+from polyxla_xrt.protocol.mesh import (
+    MAX_PAYLOAD_BYTES,
+    OPTIONS,
+    PROTOCOL,
+    RENDEZVOUS_TIMEOUT_S,
+    SEAL_TRAILER,
+    call_token,
+    config_seal,
+    payload_of,
+)
 
 MARGIN_S = 60.0
 """How long a rendezvous may exceed its timeout: payloads travel, and the service names who is missing."""
 GOODBYE_S = 5.0
 """Longest wait for the answer to a goodbye, in seconds."""
+
+SAME_SECRET = (
+    f"Set {POLYXLA_SECRET} to the same random text on all hosts, or {env.POLYXLA_XRT_TOKEN_FILE} to a file "
+    "with the same token; end processes that are left over from another run."
+)
+"""What to do where the processes of a job do not know each other."""
 
 _FAILURES: dict[grpc.StatusCode, tuple[type[MeshError], str]] = {
     grpc.StatusCode.INVALID_ARGUMENT: (
@@ -55,6 +73,7 @@ _FAILURES: dict[grpc.StatusCode, tuple[type[MeshError], str]] = {
             "and different ordinals; end processes that are left over from another run."
         ),
     ),
+    grpc.StatusCode.UNAUTHENTICATED: (MeshRefusedError, SAME_SECRET),
 }
 """The error and the fix for each status of the service. Other statuses come from the connection."""
 
@@ -66,6 +85,7 @@ class MeshClient:
         address: ``host:port`` of the mesh service.
         ordinal: this participant, ``0 <= ordinal < world_size``.
         world_size: number of participants.
+        secret: the job's: it proves each call, and payloads that were not sealed with it are not returned.
         connect_wait_s: longest wait for the service, in seconds. If it may start later than this process,
             pass ``Configuration.mesh_connect_wait_s``.
         environ: the environment, whose proxies error messages name.
@@ -81,6 +101,7 @@ class MeshClient:
         address: str,
         ordinal: int,
         world_size: int,
+        secret: str,
         *,
         connect_wait_s: float = ANSWER_S,
         environ: Mapping[str, str] = MappingProxyType({}),
@@ -88,6 +109,9 @@ class MeshClient:
     ) -> None:
         self.address = address
         self.ordinal = ordinal
+        self._world_size = world_size
+        self._secret = secret
+        self._metadata = _metadata(secret)
         self._lock = threading.Lock()
         self._is_closed = False
         self._channel: Any = _open_channel(address)
@@ -131,17 +155,32 @@ class MeshClient:
             UsageError: the payload is too large, or `timeout_s` is out of range.
         """
         _check(tag, payload, timeout_s)
+        replicas = sorted(replicas)
         first = pb.RendezvousRequest(tag=tag, ordinal=self.ordinal, replicas=replicas, timeout_s=timeout_s)
         if self._is_closed:
             raise self._lost(tag, "this process has said goodbye")
-        call = self._stub.Rendezvous(_requests(first, payload), timeout=timeout_s + MARGIN_S)
+        sent = sealed(self._secret, payload_of(tag, self.ordinal, replicas), payload)
+        call = self._stub.Rendezvous(
+            _requests(first, sent), timeout=timeout_s + MARGIN_S, metadata=self._metadata
+        )
         try:
-            return _payloads(call)
+            return self._opened(tag, replicas, _payloads(call))
         except grpc.RpcError as error:
             raise self._explain(tag, error) from None
         except BaseException:
             call.cancel()
             raise
+
+    def _opened(self, tag: str, replicas: Sequence[int], received: Sequence[bytes]) -> tuple[bytes, ...]:
+        """Return the payloads, of which each must be its participant's own: callers unpickle them."""
+        ordinals = replicas or range(self._world_size)
+        try:
+            return tuple(
+                unsealed(self._secret, payload_of(tag, ordinal, replicas), payload)
+                for ordinal, payload in zip(ordinals, received, strict=True)
+            )
+        except ValueError:
+            raise self._lost(tag, "what answers there is not the mesh service of this job") from None
 
     def close(self) -> None:
         """Say goodbye; calls that still wait fail. A service that is already gone is not an error."""
@@ -151,14 +190,15 @@ class MeshClient:
             self._is_closed = True
         try:
             with contextlib.suppress(grpc.RpcError):
-                self._stub.Goodbye(pb.GoodbyeRequest(ordinal=self.ordinal), timeout=GOODBYE_S)
+                request = pb.GoodbyeRequest(ordinal=self.ordinal)
+                self._stub.Goodbye(request, timeout=GOODBYE_S, metadata=self._metadata)
             self._attendance.end(timeout_s=1.0)
         finally:
             self._channel.close()
 
     def _attend(self, request: pb.AttendRequest, wait_s: float, environ: Mapping[str, str]) -> Attendance:
         try:
-            return attend(lambda: self._stub.Attend(request), wait_s)
+            return attend(lambda: self._stub.Attend(request, metadata=self._metadata), wait_s)
         except TimeoutError:
             raise self._unreachable(look(self.address), environ) from None
         except grpc.RpcError as error:
@@ -206,27 +246,45 @@ def read_config(address: str, wait_s: float, environ: Mapping[str, str]) -> pb.C
     Args:
         address: ``host:port`` of the mesh service.
         wait_s: longest wait for the service, in seconds: the first host may start later.
-        environ: the environment, whose proxies error messages name.
+        environ: the environment with the job's secret; error messages name its proxies.
 
     Raises:
-        MeshConnectError: nothing answers at the address in time, or the server there is not a mesh service.
+        MeshConnectError: nothing answers at the address in time, or the server there is not the mesh service
+            of this job.
     """
+    secret = environ[POLYXLA_SECRET]
     channel = _open_channel(address)
     try:
         stub = mesh_pb2_grpc.MeshStub(channel)
         request = pb.ConfigRequest(protocol=PROTOCOL)
-        reply: pb.ConfigReply = stub.Config(request, timeout=wait_s, wait_for_ready=True)
+        reply: pb.ConfigReply
+        reply, call = stub.Config.with_call(
+            request, timeout=wait_s, wait_for_ready=True, metadata=_metadata(secret)
+        )
+        given = dict(call.trailing_metadata()).get(SEAL_TRAILER, "")
+        if not hmac.compare_digest(given, config_seal(secret, reply.SerializeToString(deterministic=True))):
+            raise MeshConnectError(
+                f"what answers at {address} is not the mesh service of this job",
+                where=f"{env.XRT_MESH_SERVICE_ADDRESS}={address}",
+                fix=SAME_SECRET,
+            )
     except grpc.RpcError as error:
         code, details = _status(error)
         found = look(address) if code is grpc.StatusCode.DEADLINE_EXCEEDED else f"{details} ({code.name})"
         raise MeshConnectError(
             f"this host got no list of workers from the mesh service at {address}: {found}",
             where=f"{env.XRT_MESH_SERVICE_ADDRESS}={address}",
-            fix=f"Check that the job was started on the host of task 0, too.{proxies(environ)}",
+            fix=SAME_SECRET
+            if code is grpc.StatusCode.UNAUTHENTICATED
+            else f"Check that the job was started on the host of task 0, too.{proxies(environ)}",
         ) from None
     finally:
         channel.close()
     return reply
+
+
+def _metadata(secret: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {call_token(secret)}"),)
 
 
 def _open_channel(address: str) -> Any:

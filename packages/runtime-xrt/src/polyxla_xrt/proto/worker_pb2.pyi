@@ -52,7 +52,7 @@ class Holder(_message.Message):
     def __init__(self, host: _Optional[str] = ..., pid: _Optional[int] = ..., user: _Optional[str] = ..., command: _Optional[str] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
-    __slots__ = ("protocol", "holder", "cores", "wait_s", "stall_timeout_s", "workers", "worker", "host", "coordinator")
+    __slots__ = ("protocol", "holder", "cores", "wait_s", "stall_timeout_s", "workers", "worker", "host", "coordinator", "secret")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     CORES_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,7 @@ class LeaseRequest(_message.Message):
     WORKER_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     holder: Holder
     cores: int
@@ -71,7 +72,8 @@ class LeaseRequest(_message.Message):
     worker: int
     host: str
     coordinator: str
-    def __init__(self, protocol: _Optional[int] = ..., holder: _Optional[_Union[Holder, _Mapping]] = ..., cores: _Optional[int] = ..., wait_s: _Optional[float] = ..., stall_timeout_s: _Optional[float] = ..., workers: _Optional[int] = ..., worker: _Optional[int] = ..., host: _Optional[str] = ..., coordinator: _Optional[str] = ...) -> None: ...
+    secret: str
+    def __init__(self, protocol: _Optional[int] = ..., holder: _Optional[_Union[Holder, _Mapping]] = ..., cores: _Optional[int] = ..., wait_s: _Optional[float] = ..., stall_timeout_s: _Optional[float] = ..., workers: _Optional[int] = ..., worker: _Optional[int] = ..., host: _Optional[str] = ..., coordinator: _Optional[str] = ..., secret: _Optional[str] = ...) -> None: ...
 
 class LeaseReply(_message.Message):
     __slots__ = ("held", "granted")

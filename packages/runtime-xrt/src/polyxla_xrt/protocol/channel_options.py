@@ -17,6 +17,13 @@ CLIENT_OPTIONS: Options = (
 )
 """Options of every client, in addition to those of its service."""
 
+SERVER_OPTIONS: Options = (
+    # Strangers connect, too: a connection that says nothing, or has no call, does not stay.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 30_000),
+)
+"""Options of every server, in addition to those of its service."""
+
 
 def peer_options(ping_s: int, silence_s: int) -> Options:
     """Return the options that both sides of a service share.

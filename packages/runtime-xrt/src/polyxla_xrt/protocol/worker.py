@@ -9,7 +9,7 @@ from polyxla_xrt.protocol.channel_options import peer_options
 
 SERVICE = "polyxla.xrt.worker.Worker"
 """The gRPC name of the service."""
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the messages. Increment it for any change that an older peer would misread."""
 MAX_PROGRAM_BYTES = (1 << 31) - 1
 """Largest program: the limit of a protobuf message."""

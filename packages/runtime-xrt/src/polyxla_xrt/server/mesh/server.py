@@ -7,8 +7,9 @@ import contextlib
 import errno
 import socket
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc.aio
 
@@ -17,7 +18,9 @@ from polyxla_xrt import env
 from polyxla_xrt.config.addresses import join_address
 from polyxla_xrt.proto import mesh_pb2 as pb
 from polyxla_xrt.proto import mesh_pb2_grpc
-from polyxla_xrt.protocol.mesh import OPTIONS
+from polyxla_xrt.protocol.channel_options import SERVER_OPTIONS
+from polyxla_xrt.protocol.mesh import OPTIONS, call_token
+from polyxla_xrt.server.callers import is_right, problem
 from polyxla_xrt.server.mesh.rendezvous import Mesh
 from polyxla_xrt.server.mesh.service import MeshServicer
 
@@ -28,6 +31,7 @@ GRACE_S = 2.0
 
 _SERVER_OPTIONS = (
     *OPTIONS,
+    *SERVER_OPTIONS,
     # Otherwise Linux would let two services share a port, each with half of the participants.
     ("grpc.so_reuseport", 0),
     # A waiting participant pings all the time; by default a server closes the connection at the third ping.
@@ -41,6 +45,7 @@ class MeshServer:
     Args:
         address: ``host:port`` to bind; port 0 chooses a free port.
         world_size: number of participants.
+        secret: the job's; calls of others are rejected.
         config: the list of workers, for the hosts that ask for it.
 
     Attributes:
@@ -50,10 +55,13 @@ class MeshServer:
         UsageError: the address cannot be bound.
     """
 
-    def __init__(self, address: str, world_size: int, config: pb.ConfigReply | None = None) -> None:
+    def __init__(
+        self, address: str, world_size: int, secret: str, config: pb.ConfigReply | None = None
+    ) -> None:
         host, _, port = address.rpartition(":")
         _check_bindable(host.strip("[]"), int(port), address)
         self._mesh = Mesh(world_size)
+        self._secret = secret
         self._config = config or pb.ConfigReply()
         self._started: Future[int] = Future()
         self._closing: Future[float] = Future()
@@ -91,8 +99,9 @@ class MeshServer:
                     waiting.set_exception(error)
 
     async def _serve(self, address: str) -> tuple[int, ...]:
-        server = grpc.aio.server(options=_SERVER_OPTIONS)
-        servicer = MeshServicer(self._mesh, self._config)
+        callers = CallersOfTheJob(call_token(self._secret))
+        server = grpc.aio.server(interceptors=[callers], options=_SERVER_OPTIONS)
+        servicer = MeshServicer(self._mesh, self._config, self._secret)
         mesh_pb2_grpc.add_MeshServicer_to_server(servicer, server)
         port = server.add_insecure_port(address)
         await server.start()
@@ -103,6 +112,27 @@ class MeshServer:
         staying = self._mesh.staying
         await server.stop(GRACE_S)
         return staying
+
+
+class CallersOfTheJob(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Rejects the calls of others when their headers arrive; no message of them is waited for.
+
+    Args:
+        token: what the calls of the job carry.
+    """
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    async def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
+        """Return the call's handler, or one that rejects the call."""
+        if is_right(details, self._token):
+            return await continuation(details)
+
+        async def refuse(_: Any, context: Any) -> None:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, problem(details, "mesh service"))
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _check_bindable(host: str, port: int, address: str) -> None:

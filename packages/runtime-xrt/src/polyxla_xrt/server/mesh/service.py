@@ -11,10 +11,11 @@ from typing import Any
 
 import grpc
 
+from polyxla_tpu.processes.secret import SEAL_CHARS
 from polyxla_xrt.config.timeouts import LONGEST_WAIT_S
 from polyxla_xrt.proto import mesh_pb2 as pb
 from polyxla_xrt.protocol.chunks import chunks
-from polyxla_xrt.protocol.mesh import MAX_PAYLOAD_BYTES, PROTOCOL
+from polyxla_xrt.protocol.mesh import MAX_PAYLOAD_BYTES, PROTOCOL, SEAL_TRAILER, config_seal
 from polyxla_xrt.server.mesh.rendezvous import Arrival, FailureKind, Mesh, MeshFailure, Outcome
 
 # gRPC itself uses none of these statuses for a failed connection.
@@ -32,14 +33,16 @@ class MeshServicer:
     Args:
         mesh: the state; used on the event loop only.
         config: the reply to hosts that ask for the list of workers.
+        secret: the job's.
 
     Attributes:
         all_gone: set when every participant has said goodbye or died.
     """
 
-    def __init__(self, mesh: Mesh, config: pb.ConfigReply) -> None:
+    def __init__(self, mesh: Mesh, config: pb.ConfigReply, secret: str) -> None:
         self._mesh = mesh
         self._config = config
+        self._secret = secret
         self._goodbyes: dict[int, asyncio.Event] = {}
         self.all_gone = asyncio.Event()
 
@@ -83,6 +86,8 @@ class MeshServicer:
         if request.protocol != PROTOCOL:
             text = f"A host speaks protocol {request.protocol}, the mesh service {PROTOCOL}"
             await _abort(context, MeshFailure(FailureKind.REFUSED, text))
+        seal = config_seal(self._secret, self._config.SerializeToString(deterministic=True))
+        context.set_trailing_metadata(((SEAL_TRAILER, seal),))
         return self._config
 
     async def _meet(self, request: pb.RendezvousRequest, payload: bytes) -> Outcome:
@@ -126,7 +131,7 @@ async def _receive(
         first = request if first is None else first
         parts.append(request.payload)
         size += len(request.payload)
-        if size > MAX_PAYLOAD_BYTES:
+        if size > MAX_PAYLOAD_BYTES + SEAL_CHARS:
             return MeshFailure(FailureKind.REFUSED, f"A payload has more than {MAX_PAYLOAD_BYTES} bytes")
     if first is None or not 0 < first.timeout_s <= LONGEST_WAIT_S:
         return MeshFailure(

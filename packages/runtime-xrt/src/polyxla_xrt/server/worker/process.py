@@ -20,6 +20,7 @@ from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_decoding
+from polyxla_xrt.protocol.channel_options import SERVER_OPTIONS
 from polyxla_xrt.protocol.worker import OPTIONS, SERVICE, format_holder
 from polyxla_xrt.server.malformed_requests import MalformedRequests
 from polyxla_xrt.server.worker.leases import MAX_WAITING
@@ -47,6 +48,7 @@ _log = logging.getLogger("polyxla.worker")
 
 _SERVER_OPTIONS = (
     *OPTIONS,
+    *SERVER_OPTIONS,
     # The supervisor holds the port, and each serving process shares it.
     ("grpc.so_reuseport", 1),
     ("grpc.http2.max_ping_strikes", 0),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import socket
 import ssl
@@ -16,6 +15,7 @@ import grpc
 from polyxla import UsageError
 from polyxla_xrt import env
 from polyxla_xrt.config.credential_files import read_file, read_token
+from polyxla_xrt.server.callers import is_right, problem
 
 
 @dataclass(frozen=True)
@@ -135,32 +135,20 @@ class TokenInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
     """
 
     def __init__(self, token: str) -> None:
-        self._wanted = f"Bearer {token}".encode()
+        self._token = token
 
     def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
         """Return the call's handler, or one that rejects the call."""
-        given = dict(details.invocation_metadata).get("authorization", "")
-        handler = continuation(details)
-        # Constant time: the duration must not reveal how much of a token is right.
-        if handler is None or hmac.compare_digest(str(given).encode(), self._wanted):
-            return handler
-        text = "the token is wrong" if given else "this worker requires a token, and the call has none"
+        if is_right(details, self._token):
+            return continuation(details)
 
         def refuse(_: Any, context: Any) -> Any:
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
-
-        def refuse_stream(_: Any, context: Any) -> Any:
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, problem(details, "worker"))
             yield
 
-        kinds = {
-            (False, False): (grpc.unary_unary_rpc_method_handler, refuse),
-            (False, True): (grpc.unary_stream_rpc_method_handler, refuse_stream),
-            (True, False): (grpc.stream_unary_rpc_method_handler, refuse),
-            (True, True): (grpc.stream_stream_rpc_method_handler, refuse_stream),
-        }
-        make, refusal = kinds[handler.request_streaming, handler.response_streaming]
-        return make(refusal)
+        # Whatever the call's kind: a handler of streams begins before the first message has arrived, which
+        # may never come.
+        return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _check_pem(cert: Path, key: Path, client_ca: Path | None) -> None:

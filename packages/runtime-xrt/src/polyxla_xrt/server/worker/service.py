@@ -301,6 +301,8 @@ def _pod_problem(request: pb.LeaseRequest) -> str | None:
     # TypeError: the host contains a null character.
     except (OSError, TypeError, ValueError) as error:
         return f"the coordinator cannot be at {name!r}, which must be an address of this worker: {error}"
+    if not 0 < len(request.secret) <= MAX_NAME_CHARS:
+        return "the workers of a job need a secret by which they know each other"
     return None
 
 

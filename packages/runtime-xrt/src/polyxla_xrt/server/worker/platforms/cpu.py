@@ -58,6 +58,7 @@ class CpuEngines:
                 bridge.POLYXLA_BRIDGE_PROCESSES: str(workers),
                 bridge.POLYXLA_BRIDGE_PROCESS: str(request.worker),
                 bridge.POLYXLA_BRIDGE_COORDINATOR: coordinator if replicas > 1 else "",
+                bridge.POLYXLA_SECRET: request.secret,
                 bridge.POLYXLA_BRIDGE_HOST: request.host or LOCALHOST,
                 bridge.POLYXLA_STALL_TIMEOUT_S: str(
                     request.stall_timeout_s or bridge.BridgeSettings.stall_timeout_s
