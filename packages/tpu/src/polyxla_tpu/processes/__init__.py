@@ -1,1 +1,1 @@
-"""The processes of a host: those that hold its chips, the signals that end a replica's, the secret of a job's."""
+"""The processes of a host: who holds its chips, which signals end a replica's, what only a job's know."""
