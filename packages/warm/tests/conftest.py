@@ -64,8 +64,8 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """A user without a warm process; those of the test are ended after it."""
-    # A socket's path has at most 107 characters, which pytest's directories exceed.
-    with tempfile.TemporaryDirectory() as directory:
+    # Deeper than the 107 characters of a socket's address.
+    with tempfile.TemporaryDirectory(prefix="deep" * 30) as directory:
         monkeypatch.setenv("XDG_RUNTIME_DIR", directory)
         found = Machine(directory)
         yield found

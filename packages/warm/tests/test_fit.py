@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import venv
@@ -80,14 +81,56 @@ def test_a_module_of_the_program_is_not_shadowed_by_one_of_the_process(
     assert f"{tmp_path / 'itself.py'} would be imported" in done.stderr
 
 
+def _sh(line: str) -> list[str]:
+    return ["sh", "-c", f'{line}; exec "$@"', "-"]
+
+
 @pytest.mark.parametrize(
-    "before", [["taskset", "-c", "0"], pytest.param(["prlimit", "--stack=4194304"], marks=pytest.mark.long)]
+    ("before", "differs"),
+    [
+        (["taskset", "-c", "0"], "CPUs"),
+        (["prlimit", "--stack=4194304"], "stack limit"),
+        (["setpriv", "--bounding-set=-all"], r"Cap\w+ of /proc/self/status"),
+        (["setpriv", "--no-new-privs"], "NoNewPrivs of /proc/self/status"),
+        (["setpriv", "--securebits=+no_setuid_fixup"], "securebits"),
+        (["setpriv", "--groups=1"], "user and groups"),
+        (["ionice", "-c", "3"], "I/O priority"),
+        (["chrt", "--batch", "0"], "scheduling policy"),
+        (["setarch", "-R"], "personality"),
+        (["unshare", "--uts"], "namespaces"),
+        (_sh("echo 500 > /proc/self/oom_score_adj"), "adjustment of the out-of-memory score"),
+        (_sh("echo 7 > /proc/self/coredump_filter"), "filter of core dumps"),
+    ],
 )
-def test_other_surroundings_start_cold(warm: Machine, before: list[str]) -> None:
-    command = [*before, *warm.command, "run", str(PROGRAMS / "ends.py"), "exit"]
-    done = subprocess.run(command, env=warm.environ, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 3
+def test_other_surroundings_are_refused(warm: Machine, before: list[str], differs: str) -> None:
+    reasons = "from polyxla_warm.client import misfits; print(misfits(dict(__import__('os').environ), []))"
+    tried = subprocess.run([*before, "true"], capture_output=True, text=True, timeout=60, check=False)
+    if tried.returncode:
+        pytest.skip(tried.stderr)
+    command = [*before, sys.executable, "-c", reasons]
+    done = subprocess.run(command, env=warm.environ, capture_output=True, text=True, timeout=60, check=True)
+    assert re.fullmatch(rf"\['not the same {differs} as the warm process'\]\n", done.stdout), done.stdout
+
+
+@pytest.mark.parametrize("before", [["setpriv", "--no-new-privs"], ["setpriv", "--bounding-set=-all"]])
+def test_dropped_privileges_stay_dropped(warm: Machine, tmp_path: Path, before: list[str]) -> None:
+    program = tmp_path / "prints.py"
+    program.write_text("print(open('/proc/self/status').read())")
+    command = [*before, *warm.command, "run", str(program)]
+    done = subprocess.run(command, env=warm.environ, capture_output=True, text=True, timeout=60, check=True)
     assert "as the warm process; this start is cold" in done.stderr
+    plain = subprocess.run([*before, "cat", "/proc/self/status"], capture_output=True, text=True, check=True)
+    for name in ("NoNewPrivs", "CapBnd", "CapEff"):
+        found, wanted = (re.findall(rf"\n{name}:.*\n", text) for text in (done.stdout, plain.stdout))
+        assert found == wanted
+
+
+def test_a_process_that_was_moved_is_refused(machine: Machine) -> None:
+    server = machine.prepare()
+    os.sched_setaffinity(server, [0])
+    done = machine.run("run", PROGRAMS / "ends.py", "exit")
+    assert done.returncode == 3
+    assert "not the same CPUs as the warm process; this start is cold" in done.stderr
 
 
 def test_another_users_directory_is_refused(machine: Machine) -> None:

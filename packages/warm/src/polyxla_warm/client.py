@@ -14,7 +14,7 @@ from polyxla import UsageError, env
 from polyxla.cli import script
 from polyxla.console import say
 from polyxla_warm import messages
-from polyxla_warm.directory import sockets
+from polyxla_warm.directory import reachable, sockets
 from polyxla_warm.facts import own_state, surroundings
 from polyxla_warm.follower import WarmProcess, follow
 from polyxla_warm.messages import Message
@@ -43,17 +43,19 @@ def fork_server(
 def misfits(environ: Mapping[str, str], preload: Sequence[str]) -> list[str | None]:
     """Return, for each warm process, why it would not fit to `environ`; None if it fits."""
     request = _request("check", environ, preload=list(preload), own_path=[])
-    return [answer["refused"] for answer in ask_all(**request)]
+    return [answer.get("refused", answer.get("problem")) for answer in ask_all(**request)]
 
 
 def ask_all(kind: str, **more: Any) -> list[Message]:
-    """Return the answers of all warm processes to a request."""
+    """Return the answers of all warm processes to a request; of those that give none, pid and problem."""
     answers = []
     for path in sockets(env.snapshot()):
+        answer = None
         if connection := _connect(path):
             with connection:
-                if answer := ask(connection, {"kind": kind, **more}):
-                    answers.append(answer)
+                answer = ask(connection, {"kind": kind, **more})
+        if answer or path.exists():
+            answers.append(answer or {"pid": _pid(path), "problem": _silence(path)})
     return answers
 
 
@@ -91,13 +93,15 @@ def _fork(request: Message, environ: Mapping[str, str], *more: int) -> tuple[soc
         connection = _connect(path)
         answer = connection and ask(connection, request)
         if not connection or not answer:
-            continue
-        if answer["refused"]:
+            # Killed processes leave their socket, which is gone by now.
+            reasons += [_silence(path)] if path.exists() else []
+        elif answer["refused"]:
             renews = "; it renews itself" if answer["is_stale"] else ""
             reasons.append(f"{answer['refused']}{renews}")
         elif started := _start(connection, [*request["descriptors"], *more]):
             return connection, started
-        connection.close()
+        if connection:
+            connection.close()
     if reasons and not _is_cold_program():
         say(f"warm: {reasons[0]}; this start is cold")
     return None
@@ -117,11 +121,34 @@ def _is_cold_program() -> bool:
     return sys.orig_argv[1:3] == ["-m", script.__name__]
 
 
+def _pid(path: Path) -> int:
+    return int(path.name.rpartition("-")[2])
+
+
+def _is_stopped(path: Path) -> bool:
+    try:
+        stat = Path(f"/proc/{_pid(path)}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in "Tt"
+
+
+def _silence(path: Path) -> str:
+    """Describe why a warm process does not answer, and what to do."""
+    pid = _pid(path)
+    if _is_stopped(path):
+        return f"process {pid} is stopped (kill -CONT {pid} continues it, kill -KILL {pid} ends it)"
+    return f"process {pid} did not answer (kill -KILL {pid} ends it, and its jobs)"
+
+
 def _connect(path: Path) -> socket.socket | None:
+    if _is_stopped(path):
+        return None
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(ANSWER_S)
     try:
-        connection.connect(str(path))
+        with reachable(path) as name:
+            connection.connect(name)
         if messages.peer_user(connection) == os.getuid():
             return connection
     except ConnectionRefusedError:
@@ -136,7 +163,7 @@ def _connect(path: Path) -> socket.socket | None:
 def _program_directory(program: Sequence[str]) -> str:
     """Return what the program will have first in `sys.path`."""
     if program[0] == "-m":
-        return str(Path.cwd())
+        return str(env.working_directory())
     path = Path(program[0]).resolve()
     return str(path if path.is_dir() else path.parent)
 

@@ -9,6 +9,7 @@ import typer
 
 from polyxla import env
 from polyxla.cli.output import JsonFlag, RuntimeOption, plain_errors, print_json, print_table
+from polyxla.console import say
 from polyxla.env import Setting
 from polyxla.errors import UsageError
 from polyxla.launcher.launch import announce, child_environment, select_devices
@@ -54,8 +55,15 @@ def off(as_json: JsonFlag = False) -> None:
 
     with plain_errors(as_json):
         answers = ask_all("off")
-    lines = [f"warm: process {one['pid']} ends{_after_jobs(one['jobs'])}" for one in answers]
+    lines = [
+        f"warm: {one['problem']}"
+        if "problem" in one
+        else f"warm: process {one['pid']} ends{_after_jobs(one['jobs'])}"
+        for one in answers
+    ]
     _print("\n".join(lines) or "warm: there is no warm process", {"processes": answers}, as_json)
+    if any("problem" in one for one in answers):
+        raise typer.Exit(1)
 
 
 def _after_jobs(running: int) -> str:
@@ -82,7 +90,10 @@ def status(as_json: JsonFlag = False) -> None:
         typer.echo("warm: there is no warm process; `polyxla warm on` prepares one")
     else:
         names = ["pid", "age", "memory", "runtime", "jobs served", "running", "stale"]
-        print_table(names, [_row(one) for one in answers])
+        print_table(names, [_row(one) for one in answers if "problem" not in one])
+        for one in answers:
+            if "problem" in one:
+                say(f"warm: {one['problem']}")
 
 
 def _row(one: dict[str, Any]) -> list[Any]:

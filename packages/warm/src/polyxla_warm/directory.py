@@ -8,7 +8,7 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from polyxla import UsageError
@@ -61,6 +61,16 @@ def new_socket(environ: Mapping[str, str], pid: int) -> Path:
     return directory / f"{_interpreter()}-{pid}"
 
 
+@contextlib.contextmanager
+def reachable(path: Path) -> Iterator[str]:
+    """Give a socket of any path a name that fits the 107 characters of a socket's address."""
+    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{directory}/{path.name}"
+    finally:
+        os.close(directory)
+
+
 def _check_private(directory: Path) -> None:
     """Refuse a directory that another user made, or can look into: a link is never followed.
 
@@ -80,5 +90,4 @@ def _check_private(directory: Path) -> None:
 
 
 def _interpreter() -> str:
-    # Short, because a socket's path has at most 107 characters.
     return hashlib.sha256(f"{sys.executable}\0{sys.prefix}".encode()).hexdigest()[:12]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import resource
 import signal
 import sys
@@ -10,29 +12,91 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from polyxla import env
+
 LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_")]
 """Names of the resource limits of this kernel."""
-_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
+_OF_ONE_PROCESS = (
+    *("Name", "Umask", "State", "Tgid", "Ngid", "Pid", "PPid", "TracerPid", "FDSize", "NStgid", "NSpid"),
+    *("NSpgid", "NSsid", "Kthread", "Vm", "Rss", "Hugetlb", "CoreDumping", "untag_mask", "Threads"),
+    *("Sig", "Shd", "voluntary", "nonvoluntary"),
+)
+"""Beginnings of the fields of ``/proc/PID/status`` that differ from process to process, or that `take_state`
+gives. All others are inherited, those that a later kernel adds most likely, too.
+"""
+_FILES = {
+    "control group": "cgroup",
+    "personality": "personality",
+    "adjustment of the out-of-memory score": "oom_score_adj",
+    "timer slack": "timerslack_ns",
+    "filter of core dumps": "coredump_filter",
+    "login user": "loginuid",
+    "security label": "attr/current",
+}
+_PRCTL = {
+    "securebits": 27,
+    "machine-check policy": 34,
+    "I/O flusher flag": 58,
+    "memory-write-execute flag": 66,
+}
+"""Numbers of the calls that return an inherited attribute. Source: ``linux/prctl.h``."""
+_IOPRIO_GET = {"x86_64": 252, "aarch64": 31}
+_GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
+"""Numbers of system calls that the C library does not wrap. Source: the tables of Linux's ``arch/``."""
+_NODES = 1024
 _IGNORED_BY_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
 
 
 def surroundings() -> dict[str, Any]:
-    """Return what a fork cannot change, or what libraries read when they are loaded."""
+    """Return what a fork inherits and cannot change, or what libraries read when they are loaded."""
     return {
         "interpreter with its flags": [sys.executable, sys.prefix, sys.version, list(sys.flags)],
         "user and groups": [os.getresuid(), os.getresgid(), sorted(os.getgroups())],
         "CPUs": sorted(os.sched_getaffinity(0)),
-        "control group": Path("/proc/self/cgroup").read_text(),
-        "namespaces": [str(Path(f"/proc/self/ns/{name}").readlink()) for name in _NAMESPACES],
+        "namespaces": {path.name: str(path.readlink()) for path in sorted(Path("/proc/self/ns").iterdir())},
         "root directory": str(Path("/proc/self/root").readlink()),
         "stack limit": resource.getrlimit(resource.RLIMIT_STACK)[0],
+        "scheduling policy": [os.sched_getscheduler(0), os.sched_getparam(0).sched_priority],
+        "autogroup's priority": (_read("autogroup") or "").partition("nice")[2],
+        **{name: _read(file) for name, file in _FILES.items()},
+        **_status(),
+        **_by_calls(),
     }
+
+
+def _read(file: str) -> str | None:
+    try:
+        return Path("/proc/self", file).read_text()
+    except OSError:
+        return None
+
+
+def _status() -> dict[str, str]:
+    """Return what is inherited of ``/proc/self/status``: capabilities, no_new_privs, seccomp and others."""
+    fields = (line.partition(":") for line in (_read("status") or "").splitlines())
+    return {
+        f"{name} of /proc/self/status": value.strip()
+        for name, _, value in fields
+        if not name.startswith(_OF_ONE_PROCESS)
+    }
+
+
+def _by_calls() -> dict[str, Any]:
+    libc, machine = ctypes.CDLL(None), platform.machine()
+    found: dict[str, Any] = {name: libc.prctl(number, 0, 0, 0, 0) for name, number in _PRCTL.items()}
+    if number := _IOPRIO_GET.get(machine):
+        found["I/O priority"] = libc.syscall(number, 1, 0)
+    if number := _GET_MEMPOLICY.get(machine):
+        mode, nodes = ctypes.c_int(-1), (ctypes.c_ubyte * (_NODES // 8))()
+        libc.syscall(number, ctypes.byref(mode), nodes, ctypes.c_ulong(_NODES), None, ctypes.c_ulong(0))
+        found["NUMA memory policy"] = [mode.value, bytes(nodes).hex()]
+    return found
 
 
 def own_state() -> dict[str, Any]:
     """Return what `take_state` gives to a fork: directory, limits, priority, signals."""
     return {
-        "directory": str(Path.cwd()),
+        "directory": str(env.working_directory()),
         "umask": _umask(),
         "limits": {name: resource.getrlimit(getattr(resource, name)) for name in LIMITS},
         "priority": os.getpriority(os.PRIO_PROCESS, 0),

@@ -40,6 +40,10 @@ class Jobs:
         self.served += 1
         _report(job, pid=pid)
 
+    def has(self, connection: socket.socket) -> bool:
+        """Return whether a running job has this connection."""
+        return any(job.connection is connection for job in self._running.values())
+
     def connections(self) -> list[socket.socket]:
         """Return the connections on which clients may send signals, or end."""
         return [job.connection for job in self._running.values() if job.connection.fileno() >= 0]
@@ -51,13 +55,15 @@ class Jobs:
             message = messages.receive(connection)
         except OSError:
             message = None
-        if message is None:
+        number = (message or {}).get("signal")
+        # The process may just have ended, or be another user's.
+        with contextlib.suppress(OSError, OverflowError):
+            if message and isinstance(number, int):
+                (os.killpg if message.get("is_for_group") else os.kill)(pid, number)
+                return
             connection.close()
             if job.is_program:
                 os.kill(pid, signal.SIGKILL)
-            return
-        with contextlib.suppress(ProcessLookupError):
-            (os.killpg if message["is_for_group"] else os.kill)(pid, message["signal"])
 
     def reap(self) -> None:
         """Report the jobs that have ended."""

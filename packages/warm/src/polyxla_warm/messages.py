@@ -9,6 +9,8 @@ import struct
 from typing import Any
 
 _LENGTH = struct.Struct("!I")
+LONGEST_BYTES = 1 << 26
+"""Longest message: an environment has at most some megabytes."""
 DESCRIPTORS = 253
 """Most descriptors that the kernel sends with one message.
 
@@ -30,14 +32,19 @@ def send(connection: socket.socket, **message: Any) -> None:
 
 
 def receive(connection: socket.socket) -> Message | None:
-    """Return the next message; None if the other end has closed the connection.
+    """Return the next message; None if the other end has closed the connection, or sends something else.
 
     Raises:
         OSError: nothing arrived in time.
     """
     head = _read(connection, _LENGTH.size)
-    data = head and _read(connection, *_LENGTH.unpack(head))
-    return json.loads(data) if data else None
+    if not head or _LENGTH.unpack(head)[0] > LONGEST_BYTES:
+        return None
+    try:
+        message = json.loads(_read(connection, *_LENGTH.unpack(head)))
+    except (ValueError, RecursionError):
+        return None
+    return message if isinstance(message, dict) else None
 
 
 def send_descriptors(connection: socket.socket, descriptors: list[int]) -> None:
@@ -59,11 +66,11 @@ def peer_user(connection: socket.socket) -> int:
 
 
 def _read(connection: socket.socket, size: int) -> bytes:
-    data = b""
+    data = bytearray()
     while len(data) < size:
         with contextlib.suppress(ConnectionResetError):
             if more := connection.recv(size - len(data)):
                 data += more
                 continue
         return b""
-    return data
+    return bytes(data)

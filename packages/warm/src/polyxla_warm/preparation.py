@@ -10,10 +10,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from polyxla import env
-from polyxla.launcher import fork_server
+from polyxla.launcher import fork_server, process_end
 from polyxla.plugins.manager import load_plugins
 from polyxla_warm import env as imports
 from polyxla_warm import files
@@ -33,7 +32,6 @@ class Preparation:
         reads: the variables that Python code read during the imports.
         path: entries of `sys.path` that every program has.
         imported: the files that were imported.
-        own: its surroundings.
     """
 
     runtime: str
@@ -42,7 +40,6 @@ class Preparation:
     reads: imports.Reads
     path: tuple[str, ...]
     imported: files.ImportedFiles
-    own: dict[str, Any]
 
     @property
     def adapt(self) -> Callable[[dict[str, str]], dict[str, str]]:
@@ -60,8 +57,9 @@ class Preparation:
 
     def misfit(self, request: Message) -> str | None:
         """Describe why a process of `request` cannot be a fork of this one; None if it can."""
-        for name, value in request["surroundings"].items():
-            if value != self.own[name]:
+        # They can be changed from outside: another control group, affinity or priority.
+        for name, value in json.loads(json.dumps(surroundings())).items():
+            if request["surroundings"].get(name) != value:
                 return f"not the same {name} as the warm process"
         runtime = request["environ"].get(env.POLYXLA_RUNTIME) or self.runtime
         if runtime != self.runtime:
@@ -102,10 +100,10 @@ def prepare(options: Options) -> Preparation:
         for name in options.modules:
             importlib.import_module(name)
         load_plugins(options.runtime)
+    process_end.remove_remote_modules()
     _refuse_threads()
     imported = files.ImportedFiles(path)
-    own = json.loads(json.dumps(surroundings()))
-    return Preparation(options.runtime, before, env.snapshot(), reads, path, imported, own)
+    return Preparation(options.runtime, before, env.snapshot(), reads, path, imported)
 
 
 def _refuse_threads() -> None:

@@ -12,19 +12,20 @@ import functools
 import gc
 import json
 import os
+import resource
 import select
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from polyxla import PolyxlaError, env
 from polyxla_warm import messages
-from polyxla_warm.directory import new_socket
+from polyxla_warm.directory import new_socket, reachable
 from polyxla_warm.jobs import Job, Jobs
 from polyxla_warm.messages import Message
 from polyxla_warm.preparation import Preparation, prepare
@@ -43,6 +44,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         preparation = prepare(options)
+        # A descriptor for each running job; programs have the limits of their clients.
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         path = new_socket(env.snapshot(), os.getpid())
         server = Server(preparation, options, path, directory)
     except Exception as error:
@@ -81,11 +85,14 @@ class Server:
         self._started = self._busy = time.monotonic()
         self._jobs = Jobs()
         self._listener: socket.socket | None = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(path))
+        with reachable(path) as name:
+            self._listener.bind(name)
         self._listener.listen()
         # SIGCHLD writes to this socket, which wakes the thread from `select`.
         self._woken, self._wakes = socket.socketpair()
         self._wakes.setblocking(False)
+        # Given up for a moment when there is no other descriptor: see `_accept`.
+        self._spare = os.open(os.devnull, os.O_RDONLY)
         signal.set_wakeup_fd(self._wakes.fileno())
         signal.signal(signal.SIGCHLD, lambda *_: None)
         os.chdir("/")
@@ -98,8 +105,7 @@ class Server:
         while self._listener or len(self._jobs):
             listening = [self._listener] if self._listener else []
             waiting = [self._woken, *listening, *self._jobs.connections()]
-            ready, _, _ = select.select(waiting, [], [], self._rest_s())
-            for one in ready:
+            for one in _ready(waiting, self._rest_s()):
                 if work := self._handle(one):
                     return work
             if self._rest_s() == 0:
@@ -112,13 +118,40 @@ class Server:
             self._jobs.reap()
             self._busy = time.monotonic()
         elif ready is self._listener:
-            connection, _ = self._listener.accept()
-            # A client that breaks off, or is not this user's, is no concern of the others.
-            with contextlib.suppress(OSError, KeyError, TypeError, ValueError):
+            # A client that breaks off, sends nonsense, or is not this user's, is no concern of the others.
+            with contextlib.suppress(Exception), self._accept() as connection:
                 return self._answer(connection)
         elif ready.fileno() >= 0:
             self._jobs.read(ready)
         return None
+
+    @contextlib.contextmanager
+    def _accept(self) -> Iterator[socket.socket]:
+        """Accept a client, whose connection is closed again unless a job keeps it.
+
+        Without a free descriptor the client is turned away, and starts cold: left in the queue, it would
+        wait, and wake this process again and again.
+        """
+        assert self._listener
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            self._turn_away(self._listener)
+            raise
+        try:
+            yield connection
+        finally:
+            if not self._jobs.has(connection):
+                connection.close()
+
+    def _turn_away(self, listener: socket.socket) -> None:
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
+        with contextlib.suppress(OSError):
+            listener.accept()[0].close()
+        with contextlib.suppress(OSError):
+            self._spare = os.open(os.devnull, os.O_RDONLY)
 
     def _rest_s(self) -> float | None:
         """Return how long it may still be idle, in seconds; None while it has jobs."""
@@ -136,7 +169,6 @@ class Server:
     def _answer(self, connection: socket.socket) -> Work | None:
         connection.settimeout(HANDSHAKE_S)
         if messages.peer_user(connection) != os.getuid():
-            connection.close()
             return None
         request = messages.receive(connection) or {}
         if request.get("kind") == "status":
@@ -145,10 +177,7 @@ class Server:
             self._retire()
             messages.send(connection, pid=os.getpid(), jobs=len(self._jobs))
         elif self._accepts(request, connection) and request["kind"] != "check":
-            descriptors = messages.receive_descriptors(connection)
-            if len(descriptors) == len(request["descriptors"]) + (request["kind"] == "fork_server"):
-                return self._fork(request, descriptors, connection)
-        connection.close()
+            return self._fork(request, connection)
         return None
 
     def _accepts(self, request: Message, connection: socket.socket) -> bool:
@@ -162,25 +191,39 @@ class Server:
         messages.send(connection, refused=misfit, is_stale=False)
         return misfit is None
 
-    def _fork(self, request: Message, descriptors: list[int], connection: socket.socket) -> Work | None:
+    def _fork(self, request: Message, connection: socket.socket) -> Work | None:
         is_program = request["kind"] == "program"
-        pid = os.fork()
-        if pid == 0:
-            self._leave(connection)
-            adapt = self._preparation.adapt
-            request["environ"] = adapt(request["environ"])
-            request["runtime"] = self._options.runtime
-            if is_program:
-                return functools.partial(become_program, request, descriptors, self._preparation.path)
-            return functools.partial(become_fork_server, request, descriptors, adapt)
-        for one in descriptors:
-            os.close(one)
-        self._jobs.add(pid, Job(connection, is_program))
-        return None
+        descriptors = messages.receive_descriptors(connection)
+        try:
+            # Of a full table of descriptors, the kernel leaves out what does not fit.
+            if len(descriptors) != len(request["descriptors"]) + (not is_program):
+                return None
+            pid = os.fork()
+            if pid == 0:
+                mine, descriptors = descriptors, []
+                # Outside of the loop, in which an exception is a client's.
+                return functools.partial(self._become, request, mine, connection)
+            self._jobs.add(pid, Job(connection, is_program))
+            return None
+        finally:
+            for one in descriptors:
+                os.close(one)
+
+    def _become(self, request: Message, descriptors: list[int], connection: socket.socket) -> None:
+        self._leave(connection)
+        adapt = self._preparation.adapt
+        request["environ"] = adapt(request["environ"])
+        request["runtime"] = self._options.runtime
+        if request["kind"] == "program":
+            become_program(request, descriptors, self._preparation.path)
+        else:
+            become_fork_server(request, descriptors, adapt)
 
     def _leave(self, connection: socket.socket) -> None:
         """Be no server any more, in a fork."""
         signal.set_wakeup_fd(-1)
+        if self._spare >= 0:
+            os.close(self._spare)
         self._jobs.forget()
         for one in (connection, self._woken, self._wakes, self._listener):
             if one:
@@ -201,3 +244,12 @@ class Server:
             "idle_end_s": self._options.idle_s,
             "stale": self._preparation.change(),
         }
+
+
+def _ready(connections: Sequence[socket.socket], timeout_s: float | None) -> list[socket.socket]:
+    """Return those with something to read, as `select.select` does up to descriptor 1023."""
+    by_number = {one.fileno(): one for one in connections}
+    poll = select.poll()
+    for number in by_number:
+        poll.register(number, select.POLLIN)
+    return [by_number[number] for number, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)]

@@ -10,10 +10,9 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from polyxla import PolyxlaError
+from polyxla import PolyxlaError, env
 
 READY_TIMEOUT_S = 300.0
 """Longest wait for a new warm process, which imports all modules, in seconds."""
@@ -67,7 +66,7 @@ def start(options: Options, environ: Mapping[str, str]) -> int:
     ours, theirs = os.pipe()
     try:
         options = Options(options.runtime, options.modules, options.idle_s, theirs)
-        process = spawn(options, environ, str(Path.cwd()))
+        process = spawn(options, environ, str(env.working_directory()))
     finally:
         os.close(theirs)
     with os.fdopen(ours, encoding="utf-8") as ready, _killed_unless_ready(process):
