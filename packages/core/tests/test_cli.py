@@ -694,3 +694,38 @@ class TestTheRealCommand:
         assert done.returncode == 0
         for command in ("runtimes", "devices", "env", "run"):
             assert f"\n  {command} " in done.stdout
+
+    def test_an_arrow_that_the_terminal_cannot_show_is_escaped(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PYTHONIOENCODING", "latin-1")
+        done = _polyxla("runtimes")
+        assert done.returncode == 0, done.stderr
+        assert _lines(done.stdout)[1][:3] == [r"\u2192", "toy", "yes"]
+
+    @pytest.mark.parametrize("program", [["script.py"], ["-m", "script"]])
+    def test_a_deleted_working_directory_is_named(self, program: list[str], tmp_path: Path) -> None:
+        gone = tmp_path / "gone"
+        gone.mkdir()
+        line = 'rmdir "$PWD"; exec "$@"'
+        command = ["sh", "-c", line, "", sys.executable, "-m", "polyxla", "run", *program]
+        done = subprocess.run(
+            command, cwd=gone, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+        assert done.returncode == 2
+        text = "the working directory has been deleted. Change to a directory that exists, and start again."
+        assert done.stderr == f"polyxla: error: {text}\n"
+
+    @pytest.mark.parametrize("command", ["env", "runtimes"])
+    def test_a_diagnosis_shows_an_error_of_any_kind(
+        self, command: str, install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fails = (
+            "def polyxla_environment(devices):\n    raise __import__('polyxla').ReplicaLostError('gone')\n"
+        )
+        code = _toy_runtime("FAILING").replace("def polyxla_environment(", f"{fails}def unused(")
+        install_plugin("failing", code)
+        monkeypatch.setenv("FAILING", "2")
+        monkeypatch.setenv("POLYXLA_RUNTIME", "failing")
+        done = _polyxla(command)
+        assert "Traceback" not in done.stderr
+        assert done.returncode == 0, done.stderr
+        assert ("error: gone" in done.stdout) == (command == "env")

@@ -94,10 +94,17 @@ def location(code: CodeType, line: int | None = None) -> str:
         code: names the file.
         line: the line; default: the first line of `code`.
     """
-    path = Path(code.co_filename)
-    here = Path.cwd()
-    shown = path.relative_to(here) if path.is_relative_to(here) else path
-    return f"{os.fspath(shown)}:{line or code.co_firstlineno}"
+    return f"{short(code.co_filename)}:{line or code.co_firstlineno}"
+
+
+def short(file: str) -> str:
+    """Return a path relative to the working directory if it is below it."""
+    path = Path(file)
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:
+        return file
+    return os.fspath(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _is_users(frame: FrameType) -> bool:

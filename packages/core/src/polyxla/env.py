@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from polyxla.errors import UsageError
@@ -133,6 +134,21 @@ def timeout_s(environ: Mapping[str, str], name: str) -> float:
             fix=f"Write {name}={DEFAULT_S[name]:g}.",
         )
     return seconds
+
+
+def working_directory() -> Path:
+    """Return the working directory.
+
+    Raises:
+        UsageError: it has been deleted.
+    """
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        raise UsageError(
+            "the working directory has been deleted",
+            fix="Change to a directory that exists, and start again.",
+        ) from None
 
 
 def snapshot() -> dict[str, str]:

@@ -23,6 +23,7 @@ from polyxla.launcher.replica_main import run_replica
 from polyxla_testing.processes import (
     WAIT_S,
     wait_for_end_of,
+    wait_until,
 )
 
 pytestmark = pytest.mark.usefixtures("bare_runtime")
@@ -140,3 +141,19 @@ def test_a_fork_has_what_this_process_made_and_leaves_its_exit_hooks(
     finally:
         atexit.unregister(leave)
     assert sorted(path.name for path in tmp_path.glob("*-*")) == sorted(f"own-{pid}" for pid in pids)
+
+
+def test_a_fork_server_that_is_importing_ends_with_the_launching_process(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    (tmp_path / "slow.py").write_text(
+        f"import os, pathlib, time; pathlib.Path('{pid}.new').write_text(str(os.getpid()))\n"
+        f"os.rename('{pid}.new', '{pid}'); time.sleep(300)"
+    )
+    code = "import os, time; from polyxla.launcher.start_methods import running_fork_server\n"
+    code += "server = running_fork_server(os.environ, ['slow']); time.sleep(300)"
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    launching = subprocess.Popen([sys.executable, "-c", code], env=environ)
+    wait_until(pid.exists, "the import")
+    launching.kill()
+    launching.wait(WAIT_S)
+    wait_for_end_of([int(pid.read_text())])

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from polyxla.callsite import LIBRARIES, own_packages
+from polyxla.callsite import LIBRARIES, own_packages, short
 from polyxla_bridge.programs import hlo
 
 Frame = tuple[str, int]
@@ -62,6 +61,4 @@ def _packages(file: str) -> Iterator[str]:
 def show(frame: Frame) -> str:
     """Return ``file:line``, with the path relative to the working directory if the file is below it."""
     file, line = frame
-    here = Path.cwd()
-    path = Path(file)
-    return f"{os.fspath(path.relative_to(here) if path.is_relative_to(here) else path)}:{line}"
+    return f"{short(file)}:{line}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Sequence
@@ -70,7 +71,12 @@ class Broker:
         self._loop.close()
 
     async def _listen(self) -> None:
-        await asyncio.start_unix_server(self._serve, self.path)
+        # The directory for temporary files may be too deep for the 107 characters of a socket's address.
+        directory = os.open(self._directory.name, os.O_PATH | os.O_DIRECTORY)
+        try:
+            await asyncio.start_unix_server(self._serve, f"/proc/self/fd/{directory}/socket")
+        finally:
+            os.close(directory)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         import ray

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from typing import Annotated, Any
@@ -14,7 +15,7 @@ from polyxla import env
 from polyxla.cli.output import JsonFlag, RuntimeOption, plain_errors, print_json, print_table
 from polyxla.console import say
 from polyxla.env import Setting
-from polyxla.errors import PolyxlaError, UsageError
+from polyxla.errors import PolyxlaError
 from polyxla.launcher.launch import announce
 
 DevicesOption = Annotated[
@@ -43,6 +44,10 @@ def main() -> None:
     """Run the command line with the commands of every installed plugin."""
     from polyxla.plugins.manager import load_everything
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A command must not fail at the name of a file, or at an arrow, that a terminal cannot show.
+            stream.reconfigure(errors="backslashreplace")
     try:
         load_everything().hook.polyxla_add_commands(app=app)
     except PolyxlaError as error:
@@ -86,7 +91,7 @@ def runtimes(runtime: RuntimeOption = None, as_json: JsonFlag = False) -> None:
         selection = select(environ, settings.runtime)
         chosen |= {"chosen": selection.runtime, "reason": selection.reason}
         chosen["warnings"] = list(selection.warnings)
-    except UsageError as error:
+    except PolyxlaError as error:
         chosen["error"] = str(error)
     chosen["warnings"] += plugin_problems()
     if as_json:

@@ -93,7 +93,7 @@ def _check_program(command: Sequence[str]) -> None:
         _check_module(command[1:])
     elif not os.path.exists(command[0]):
         raise UsageError(
-            f"there is no file {command[0]!r} in {os.getcwd()}",
+            f"there is no file {command[0]!r} in {env.working_directory()}",
             where="polyxla run",
             fix="Write the path of a script, or -m and the name of a module.",
         )
@@ -110,7 +110,7 @@ def _check_module(rest: Sequence[str]) -> None:
         raise UsageError("-m names no module", where="polyxla run", fix="Write -m and the name of a module.")
     package = rest[0].partition(".")[0]
     # `python -m` finds modules in the current directory, too.
-    sys.path.insert(0, os.getcwd())
+    sys.path.insert(0, str(env.working_directory()))
     if importlib.util.find_spec(package) is None:
         raise UsageError(
             f"there is no module {rest[0]!r}",

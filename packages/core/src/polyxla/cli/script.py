@@ -112,7 +112,7 @@ def _script(module: ModuleType, path: str) -> CodeType:
 def _module(module: ModuleType) -> CodeType:
     del sys.argv[0]
     name = sys.argv[0]
-    _replace_first_path(os.getcwd())
+    _replace_first_path(str(env.working_directory()))
     spec = _spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         name = f"{name}.__main__"

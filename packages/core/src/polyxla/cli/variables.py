@@ -7,7 +7,7 @@ from typing import Any
 
 from polyxla import env
 from polyxla.env import LaunchSettings, Setting
-from polyxla.errors import UsageError
+from polyxla.errors import PolyxlaError
 from polyxla.launcher.launch import child_environment, select_devices
 from polyxla.plugins.manager import load_everything, load_plugins
 from polyxla.plugins.selection import discover_all, select
@@ -45,7 +45,7 @@ def _to_be_set(environ: Mapping[str, str], settings: LaunchSettings) -> list[dic
         selection = select(environ, settings.runtime)
         devices = select_devices(settings.devices, selection)
         wanted = child_environment(load_plugins(selection.runtime), environ, selection, devices)
-    except UsageError as error:
+    except PolyxlaError as error:
         # The listing is used to find such errors, so it shows the error in place of the rows.
         return [_row("(replicas)", Setting(None, f"error: {error}"), "replicas")]
     origin = f"set by runtime {selection.runtime}"

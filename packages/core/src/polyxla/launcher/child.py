@@ -99,6 +99,7 @@ def _run(work: bytes | Callable[[], Any]) -> Returned | Raised:
         if callable(work):
             return Returned(work())
         job, place = cloudpickle.loads(work)
+        process_end.remove_remote_modules()
         return Returned(job.run(place))
     except BaseException as raised:
         # Not only a replica's function: the program is imported here, too.

@@ -20,8 +20,9 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
@@ -42,11 +43,38 @@ def main() -> None:
     before = env.snapshot()
     # Nothing that is imported is garbage, and what the collector touches later would be copied in each fork.
     gc.disable()
-    for name in json.loads(sys.argv[3]):
-        importlib.import_module(name)
+    with _ending_with(control):
+        for name in json.loads(sys.argv[3]):
+            importlib.import_module(name)
+    process_end.remove_remote_modules()
     gc.freeze()
     gc.enable()
     serve(control, functools.partial(merged, before, env.snapshot()))
+
+
+@contextlib.contextmanager
+def _ending_with(control: socket.socket) -> Iterator[None]:
+    """End this process when the launching process ends meanwhile: imports take up to half a minute."""
+    woken, wakes = socket.socketpair()
+
+    def watch() -> None:
+        poll = select.poll()
+        # Without POLLIN: requests wait.
+        poll.register(control, 0)
+        poll.register(woken, select.POLLIN)
+        if (control.fileno(), select.POLLHUP) in poll.poll():
+            os._exit(0)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        # No fork may have this thread, nor wait for it.
+        wakes.send(b"\0")
+        thread.join()
+        for one in (woken, wakes):
+            one.close()
 
 
 def serve(control: socket.socket, adapt: Callable[[dict[str, str]], dict[str, str]]) -> NoReturn:
@@ -54,7 +82,9 @@ def serve(control: socket.socket, adapt: Callable[[dict[str, str]], dict[str, st
 
     `adapt` turns the environment that the launching process sends for a replica into the replica's.
     """
-    pipe = _Server(control).serve()
+    # Kept until the end: its sockets are closed with this process, and by none of its forks.
+    server = _Server(control)
+    pipe = server.serve()
     if pipe is None:
         # Nothing here needs an orderly exit, which would take time.
         os._exit(0)

@@ -53,3 +53,12 @@ def _take_apart() -> None:
     for one in gc.get_objects():
         if isinstance(one, io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom) and not one.closed:
             one.flush()
+
+
+def remove_remote_modules() -> None:
+    """Remove the directory that torch makes when it is imported, and which a killed process would leave.
+
+    Source: torch 2.9, ``torch/distributed/nn/jit/instantiator.py``. The module in it has been imported.
+    """
+    if instantiator := sys.modules.get("torch.distributed.nn.jit.instantiator"):
+        instantiator._TEMP_DIR.cleanup()  # noqa: SLF001

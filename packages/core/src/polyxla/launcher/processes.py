@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Protocol
 
 from polyxla import env
@@ -153,7 +152,7 @@ def _fork(
 
 
 def _setups(work: Work, places: Sequence[Any], environs: Sequence[Mapping[str, str]]) -> list[Setup]:
-    directory = str(Path.cwd())
+    directory = str(env.working_directory())
     return [
         Setup(dict(environ), sys.argv, sys.path, directory, _pickled(work, place))
         for place, environ in zip(places, environs, strict=True)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import atexit
 import sys
+import warnings
 
 import torch
 import torch_xla
-import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 
 SWITCH_INTERVAL_S = 1e-4
@@ -23,6 +23,9 @@ def prepare(shares_gil: bool) -> None:
     # A fork of the launching process has lost the registration; any other process must not have it twice.
     atexit.unregister(torch_xla._prepare_to_exit)
     atexit.register(torch_xla._prepare_to_exit)
+    # torch_xla calls its own deprecated functions, which ends a launch where warnings are errors. A program
+    # that calls them is still told.
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch_xla\.")
     if shares_gil:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
 
@@ -34,7 +37,7 @@ def use_device(thread: int, threads: int) -> None:
         thread: the replica's number within its process, which is also its device's.
         threads: number of replicas of the process; a single replica runs in the main thread.
     """
-    device = xm.xla_device(thread)
+    device = torch_xla.device(thread)
     torch_xla._XLAC._xla_set_default_device(str(device))  # type: ignore[attr-defined]
     # torch.compile's programs read the world size and the ordinal, and cannot ask the device.
     xr._init_world_size_ordinal()

@@ -6,9 +6,9 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from polyxla.env import working_directory
 from polyxla.errors import UsageError
 from polyxla.launcher.launch import launch
 
@@ -126,7 +126,7 @@ def load_factory(name: str) -> Callable[[], torch.nn.Module]:
     if not module or not attribute:
         raise UsageError(f"{name!r} does not name a module and an attribute", where=_COMMAND, fix=fix)
     # `python -m` looks in the working directory too.
-    sys.path.insert(0, str(Path.cwd()))
+    sys.path.insert(0, str(working_directory()))
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
