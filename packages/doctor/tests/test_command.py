@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -53,6 +54,41 @@ def test_a_trial_that_fails_is_in_the_document(doctor: Doctor, install_plugin: P
     assert done.returncode == 1
     assert document["ok"] is False
     assert "torn" in " ".join(one["found"] for one in document["findings"])
+
+
+def test_a_worker_that_cannot_be_reached_is_a_finding(doctor: Doctor) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        address = f"127.0.0.1:{gone.getsockname()[1]}"
+    done = doctor("--json", XRT_TPU_CONFIG=f"tpu_worker;0;{address}")
+    if "runtime 'xrt' is not installed" in done.stdout:
+        pytest.skip("runtime xrt is not installed here")
+    assert done.returncode == 1, done.stderr
+    (found,) = [one for one in json.loads(done.stdout)["findings"] if one["status"] == "problem"]
+    assert found["subject"] == "devices"
+    assert found["found"].startswith(f"there is no worker at {address}: Connection refused")
+
+
+def test_a_deleted_working_directory_is_a_finding(doctor: Doctor) -> None:
+    go = ("sh", "-c", 'cd "$(mktemp -d)" && rmdir "$PWD" && exec "$@"', "")
+    done = doctor("--no-trial", "--json", before=go, PJRT_DEVICE="CPU")
+    (found,) = [one for one in json.loads(done.stdout)["findings"] if one["status"] == "problem"]
+    assert (found["subject"], found["fix"]) == ("working directory", "Change to a directory that exists.")
+    assert done.stderr == ""
+
+
+def test_a_temporary_directory_that_cannot_be_used_is_a_finding(doctor: Doctor) -> None:
+    # No file can grow, as on a full disk.
+    done = doctor("--json", before=("prlimit", "--fsize=0"), PJRT_DEVICE="CPU")
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 1
+    (found,) = [one for one in json.loads(done.stdout)["findings"] if one["subject"] == "trial"]
+    assert found["status"] == "problem"
+
+
+def test_a_terminal_without_the_arrow_is_no_reason_to_fail(doctor: Doctor) -> None:
+    done = doctor("--no-trial", POLYXLA_DEVICE="3", PJRT_DEVICE="CPU", PYTHONIOENCODING="latin-1")
+    assert "Traceback" not in done.stderr
+    assert r"\u2192" in done.stdout
 
 
 def test_sigterm_ends_the_trial(environ: dict[str, str], install_plugin: PluginInstaller) -> None:

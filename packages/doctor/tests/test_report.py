@@ -107,6 +107,33 @@ def test_the_block_has_what_an_issue_needs_and_no_secret(facts: Facts) -> None:
         ("TPU_LIBRARY_PATH", "libtpu.so", "libtpu.so"),
         ("XLA_PROXY", "http://user:word@proxy:1", "http://(hidden)@proxy:1"),
         ("aws_secret_access", "abc", "(hidden)"),
+        ("PJRT_AUTH_HEADER", "Basic dXNlcjp3b3Jk", "(hidden)"),
+        ("TPU_SESSION", "71cf0a", "(hidden)"),
+        ("POLYXLA_PWD", "swordfish", "(hidden)"),
+        ("POLYXLA_XRT_TOKEN", "/8fXq2b9aT7uWc1k", "(hidden)"),
+        ("TPU_APIKEY", "x", "(hidden)"),
+        ("LIBTPU_INIT_ARGS", "--token=a1b2c3 --xla_x=true", "--token=(hidden) --xla_x=true"),
+        ("LIBTPU_INIT_ARGS", "--api_key a1b2c3 --level 3", "--api_key (hidden) --level 3"),
+        ("LIBTPU_INIT_ARGS", "--token_file=/etc/t --x=1", "--token_file=/etc/t --x=1"),
+        ("XLA_PROXY", "https://host/x?sig=abcd1234&n=3", "https://host/x?sig=(hidden)&n=3"),
+        ("XRT_HEADERS", "Authorization: Bearer abc.def-123", "Authorization: (hidden) (hidden)"),
+        ("XRT_EXTRA", "ghp_0123456789abcdef", "(hidden)"),
+        ("TPU_OTHER", "kX93bQz7TfLm2Rv8Yw1c", "(hidden)"),
+        ("TPU_OTHER", "9e107d9d372bb6826bd81d3542a419d6", "(hidden)"),
+        ("TPU_PROCESS_ADDRESSES", "localhost:8476,localhost:8477", "localhost:8476,localhost:8477"),
+        (
+            "TPU_WORKER_HOSTNAMES",
+            "t1v-n-0a1b2c3d-w-0,t1v-n-0a1b2c3d-w-1",
+            "t1v-n-0a1b2c3d-w-0,t1v-n-0a1b2c3d-w-1",
+        ),
+        ("XLA_FLAGS", "--xla_force_host_platform_device_count=8", "--xla_force_host_platform_device_count=8"),
+        ("XRT_TPU_CONFIG", "localservice;0;localhost:51011", "localservice;0;localhost:51011"),
+        (
+            "TPU_LIBRARY_PATH",
+            "/a/9e107d9d372bb6826bd81d3542a419d6.so",
+            "/a/9e107d9d372bb6826bd81d3542a419d6.so",
+        ),
+        ("XLA_KEYBOARD", "us", "us"),
     ],
 )
 def test_values_of_secrets_are_hidden_and_paths_are_shown(name: str, value: str, expected: str) -> None:
@@ -115,3 +142,27 @@ def test_values_of_secrets_are_hidden_and_paths_are_shown(name: str, value: str,
 
 def test_a_short_secret_does_not_tear_words_apart() -> None:
     assert scrubbed("python 3", {"A_TOKEN": "on"}) == "python 3"
+
+
+@pytest.mark.parametrize(
+    ("text", "environ", "expected"),
+    [
+        ("worker said: a1b2c3d4", {"LIBTPU_INIT_ARGS": "--token=a1b2c3d4"}, "worker said: (hidden)"),
+        ("curl --password swordfish http://h", {}, "curl --password (hidden) http://h"),
+        ("in /srv/project and ubuntu", {"PWD": "/srv/project", "XDG_SESSION_DESKTOP": "ubuntu"}, None),
+        ("keys: 3, tokenizer: /srv/t, author: me", {}, "keys: (hidden), tokenizer: /srv/t, author: me"),
+        ("torch 2.9.1+gitd38164a, 12 tokens a step", {}, None),
+    ],
+)
+def test_secrets_are_hidden_wherever_they_stand(
+    text: str, environ: dict[str, str], expected: str | None
+) -> None:
+    assert scrubbed(text, environ) == (expected or text)
+
+
+def test_the_document_names_no_secret_in_its_findings(facts: Facts) -> None:
+    leak = Finding(Status.PROBLEM, "trial", "ran with --token=a1b2c3d4 and s3cret-of-mine", "Look.")
+    text = json.dumps(report.as_json(facts, None, [leak]))
+    assert "ran with --token=(hidden) and (hidden)" in text
+    assert "a1b2c3d4" not in text
+    assert "s3cret" not in text

@@ -62,7 +62,12 @@ def attempt(facts: Facts, timeout_s: float) -> Outcome | None:
         timeout_s: longest time, in seconds.
     """
     plan = make_plan(facts.environ, facts.runtimes, is_played=facts.is_played)
-    return run_trial(facts.environ, plan, timeout_s) if plan else None
+    if plan is None:
+        return None
+    try:
+        return run_trial(facts.environ, plan, timeout_s)
+    except OSError as error:
+        return Outcome(plan, error=f"it could not be started: {error}")
 
 
 def examine(facts: Facts, outcome: Outcome | None, loader_workers: int) -> list[Finding]:

@@ -13,7 +13,7 @@ from polyxla_doctor.checks.packages import framework_versions
 from polyxla_doctor.checks.variables import relevant
 from polyxla_doctor.examination import Facts
 from polyxla_doctor.findings import Finding, Status, counted
-from polyxla_doctor.secrets import scrubbed, shown
+from polyxla_doctor.secrets import scrubbed, scrubbed_document, shown
 from polyxla_doctor.trial import Outcome
 
 STYLES = {Status.OK: "", Status.NOTE: "yellow", Status.PROBLEM: "bold red"}
@@ -52,7 +52,7 @@ def summary(findings: Sequence[Finding]) -> str:
 def as_json(facts: Facts, outcome: Outcome | None, findings: Sequence[Finding]) -> dict[str, Any]:
     """Return everything as JSON-compatible values, without secrets."""
     host, selection = facts.host, facts.runtimes.selection
-    return {
+    document = {
         "ok": all(one.status is not Status.PROBLEM for one in findings),
         "findings": [asdict(one) for one in findings],
         "python": facts.packages.python,
@@ -70,6 +70,7 @@ def as_json(facts: Facts, outcome: Outcome | None, findings: Sequence[Finding]) 
         "variables": _variables(facts),
         "trial": _trial(outcome),
     }
+    return {name: scrubbed_document(value, facts.environ) for name, value in document.items()}
 
 
 def _variables(facts: Facts) -> dict[str, str]:

@@ -26,8 +26,12 @@ Source: 105 MB with torch 2.9.1, its share of libraries included, and as much ag
 
 
 def check_system(host: HostFacts) -> list[Finding]:
-    """List the operating system."""
-    return [ok("system", f"{host.system}; {counted(host.cores, 'core')}")]
+    """List the operating system, and check that there is a working directory."""
+    found = [ok("system", f"{host.system}; {counted(host.cores, 'core')}")]
+    if host.is_lost:
+        text = "it has been deleted: nothing can be launched from it"
+        found.append(problem("working directory", text, "Change to a directory that exists."))
+    return found
 
 
 def check_shared_memory(host: HostFacts) -> list[Finding]:

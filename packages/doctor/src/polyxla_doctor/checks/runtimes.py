@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polyxla import Claim
+from polyxla import Claim, PolyxlaError
 from polyxla_doctor.facts.host import HostFacts
 from polyxla_doctor.facts.runtimes import RuntimeFacts
 from polyxla_doctor.findings import Finding, counted, note, ok, problem
@@ -13,8 +13,13 @@ def check_choice(facts: RuntimeFacts) -> list[Finding]:
     if facts.selection:
         return [ok("runtime", f"{facts.selection.runtime}: {facts.selection.reason}")]
     assert facts.error is not None
-    where = f" (from {facts.error.where})" if facts.error.where else ""
-    return [problem("runtime", f"{facts.error.what}{where}", facts.error.fix)]
+    return [_of_error("runtime", facts.error)]
+
+
+def _of_error(subject: str, error: PolyxlaError) -> Finding:
+    """Return an error as a problem; one that is not the caller's, as of a lost process, may have no fix."""
+    where = f" (from {error.where})" if getattr(error, "where", None) else ""
+    return problem(subject, f"{getattr(error, 'what', error)}{where}", getattr(error, "fix", ""))
 
 
 def check_other_runtimes(facts: RuntimeFacts) -> list[Finding]:
@@ -67,8 +72,7 @@ def check_devices(facts: RuntimeFacts, host: HostFacts, *, is_played: bool) -> l
     if not facts.selection:
         return []
     if facts.error:
-        where = f" (from {facts.error.where})" if facts.error.where else ""
-        return [problem("devices", f"{facts.error.what}{where}", facts.error.fix)]
+        return [_of_error("devices", facts.error)]
     found = facts.selection.discovery
     visible = len(found.devices)
     slice_ = f" of a {found.topology}" if found.topology else ""

@@ -48,7 +48,7 @@ class Places:
         """Return the places of this machine; some are named by variables."""
         cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "polyxla"
         named = environ.get(POLYXLA_COMPILE_CACHE, "on")
-        disks = [Path.cwd(), Path(tempfile.gettempdir())]
+        disks = [*_working_directory(), _temporary_directory(environ)]
         if named not in ("off", ""):
             disks.append(cache if named == "on" else Path(named))
         logs = environ.get("TPU_LOG_DIR")
@@ -103,6 +103,7 @@ class HostFacts:
         tpu_logs: the directory of libtpu's logs; None if there is none.
         shared_memory: the file system of shared memory; None if there is none.
         disks: the file systems that a training writes to.
+        is_lost: whether the working directory has been deleted.
     """
 
     system: str
@@ -116,6 +117,7 @@ class HostFacts:
     tpu_logs: Access | None
     shared_memory: Space | None
     disks: tuple[Space, ...]
+    is_lost: bool = False
 
 
 def gather_host(places: Places) -> HostFacts:
@@ -132,7 +134,24 @@ def gather_host(places: Places) -> HostFacts:
         tpu_logs=_access(places.tpu_logs),
         shared_memory=_space(places.shm),
         disks=_disks(places.disks),
+        is_lost=not _working_directory(),
     )
+
+
+def _working_directory() -> list[Path]:
+    """Return the working directory, if it exists."""
+    try:
+        return [Path.cwd()]
+    except FileNotFoundError:
+        return []
+
+
+def _temporary_directory(environ: Mapping[str, str]) -> Path:
+    try:
+        return Path(tempfile.gettempdir())
+    except OSError:
+        # Python tries to write to it: it may be full.
+        return Path(environ.get("TMPDIR") or "/tmp")  # noqa: S108
 
 
 def _system() -> str:

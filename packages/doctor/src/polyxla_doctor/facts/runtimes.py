@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from polyxla import UsageError
+from polyxla import PolyxlaError
 from polyxla.env import LaunchSettings
 from polyxla.launcher.launch import child_environment, select_devices
 from polyxla.plugins.manager import load_plugins, plugin_problems
@@ -28,7 +28,7 @@ class RuntimeFacts:
 
     candidates: tuple[Candidate, ...]
     selection: Selection | None
-    error: UsageError | None
+    error: PolyxlaError | None
     devices: tuple[int, ...]
     broken: tuple[str, ...]
     misspelt: tuple[str, ...]
@@ -49,7 +49,8 @@ def gather_runtimes(environ: Mapping[str, str], settings: LaunchSettings) -> Run
         selection = select(environ, settings.runtime)
         devices = select_devices(settings.devices, selection)
         check_environment(environ, selection, devices)
-    except UsageError as caught:
+    except PolyxlaError as caught:
+        # A worker that cannot be reached, too: what is wrong is what an examination is for.
         error, devices = caught, ()
     return RuntimeFacts(
         candidates=discover_all(environ),
