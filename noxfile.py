@@ -242,6 +242,13 @@ def integration(session: nox.Session, runtime: str) -> None:
 
 
 @nox.session
+def faults(session: nox.Session) -> None:
+    """Run jobs with faults at random: ``-- --minutes 60``, ``--seed N``, ``--only worker``, ``--json``."""
+    install(session, ["bridge", "polyxla", "runtime-xrt", "pod", "warm"], options=("-c", CONSTRAINTS))
+    session.run("python", "integration/faults.py", *session.posargs)
+
+
+@nox.session
 @nox.parametrize("runtime", list(CLIENTS))
 def clients(session: nox.Session, runtime: str) -> None:
     """Train with Lightning, Accelerate and transformers on emulated TPUs; takes a quarter of an hour."""

@@ -1,0 +1,559 @@
+"""Faults at random, for minutes or hours: each ends in success or in an error that says what happened.
+
+``python integration/faults.py --minutes 60`` runs jobs one after the other. In each, at a random moment, one
+process of a named point is killed, stopped, paused, or left without space for files or without descriptors.
+The job must then succeed, or end with a named error, within `DEADLINE_S`; what serves others must be well;
+and no process, socket or file of the job may be left. The same seed picks the same faults at the same points.
+`nox -s faults` runs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+DEADLINE_S = 150.0
+"""Longest time of a job with a fault, in seconds: a start, a stall, and the end, on a slow machine."""
+START_S = 60.0
+"""Longest wait for a replica's first answer, and for a service, in seconds."""
+STALL_S = 15.0
+"""Longest wait of a replica for others, in seconds."""
+STARTING_S, RUN_S, RUNNING = 10.0, 3.0, 0.6
+"""Latest moments of a fault, in seconds after the start and after the first step; the share of the second kind."""
+PAUSE_S = 3.0
+"""How long a paused process stands still, in seconds."""
+LEFT_S = 20.0
+"""How long what a job leaves behind may take to end, in seconds."""
+OURS = ("POLYXLA_", "PJRT_", "TPU_", "XRT_")
+"""Prefixes of variables that jobs do not inherit."""
+MARK = "POLYXLA_FAULTS_JOB"
+"""A variable that marks all processes of a job."""
+PROGRAM = Path(__file__).parent / "programs" / "steps_under_faults.py"
+STAND_IN = '#!/bin/sh\nfor last; do :; done\nsh -c "$last"\n'
+NAMED = re.compile(
+    r"^(?:\[w\d\] )?(?:polyxla: error: .{10,}"
+    r"|(?:polyxla\.errors\.)?\w*(?:Lost|Stalled|Usage|Pjrt|Broken)\w*: .+"
+    r"|.*(?:No space left|File too large|Too many open files).*|polyxla: interrupted)$",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of a job, as the kernel lists it."""
+
+    pid: int
+    parent: int
+    command: str
+    state: str
+
+
+Find = Callable[["Job", Sequence[Process]], list[Process]]
+
+
+def having(text: str, *, parent: str | None = None) -> Find:
+    """Return what finds the processes with a text in their command line, and that of their parent."""
+
+    def find(_: Job, processes: Sequence[Process]) -> list[Process]:
+        commands = {one.pid: one.command for one in processes}
+        return [
+            one
+            for one in processes
+            if text in one.command and (parent is None or parent in commands.get(one.parent, ""))
+        ]
+
+    return find
+
+
+def root(job: Job, processes: Sequence[Process]) -> list[Process]:
+    """Find the process that was started as the job."""
+    return [one for one in processes if one.pid == job.process.pid]
+
+
+def fork_server(job: Job, processes: Sequence[Process]) -> list[Process]:
+    """Find the fork servers: replicas have their command line, and them for parents."""
+    both = having("launcher.fork_server")(job, processes)
+    pids = {one.pid for one in both}
+    return [one for one in both if one.parent not in pids]
+
+
+def replica(job: Job, processes: Sequence[Process]) -> list[Process]:
+    """Find the processes that a fork server has forked."""
+    servers = {one.pid for one in fork_server(job, processes)}
+    return [one for one in processes if one.parent in servers]
+
+
+def forks_of(text: str) -> Find:
+    """Return what finds the processes that were forked by one with a text in its command line."""
+    return having(text, parent=text)
+
+
+def original(text: str) -> Find:
+    """Return what finds a process with a text in its command line that is not a fork of another."""
+
+    def find(job: Job, processes: Sequence[Process]) -> list[Process]:
+        forks = forks_of(text)(job, processes)
+        return [one for one in having(text)(job, processes) if one not in forks]
+
+    return find
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A kind of job.
+
+    Attributes:
+        name: how it is called.
+        points: what finds the processes of each named point.
+        watched: the points whose silence somebody must notice.
+        command: the job's command, after ``python -m polyxla``.
+        service: the command of what serves it, after the same; None if it needs nothing.
+    """
+
+    name: str
+    points: dict[str, Find]
+    watched: frozenset[str]
+    command: list[str]
+    service: list[str] | None = None
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+TRAINING = ["run", str(PROGRAM)]
+STAGES = [
+    Stage(
+        "launch",
+        {
+            "launcher": root,
+            "fork server": fork_server,
+            "replica": replica,
+            "coordination service": having("coordination_service"),
+        },
+        frozenset({"replica"}),
+        TRAINING,
+        variables={"PJRT_DEVICE": "CPU"},
+    ),
+    Stage(
+        "emulated TPU",
+        {"launcher and monitor": root, "fork server": fork_server, "replica": replica},
+        frozenset({"replica"}),
+        TRAINING,
+        variables={"POLYXLA_EMULATE": "v5e-4"},
+    ),
+    Stage(
+        "worker",
+        {
+            "launcher": root,
+            "fork server": fork_server,
+            "replica": replica,
+            "lease holder": having("lease_holder"),
+            "supervisor": original("polyxla worker"),
+            "worker": forks_of("polyxla worker"),
+            "link": having("--relay"),
+        },
+        frozenset({"replica", "worker", "link", "lease holder"}),
+        TRAINING,
+        ["worker", "--address", "127.0.0.1:0", "--devices", "2", "--json"],
+    ),
+    Stage(
+        "warm",
+        {
+            "client": root,
+            "warm process": original("polyxla_warm.server"),
+            "program and replicas": forks_of("polyxla_warm.server"),
+        },
+        frozenset(),
+        TRAINING,
+        ["warm", "on"],
+        {"PJRT_DEVICE": "CPU"},
+    ),
+    Stage(
+        "pod",
+        {
+            "launcher": root,
+            "connection": having("/bin/ssh"),
+            "host session": having("polyxla_pod.host", parent="sh -c"),
+            "command": having(str(PROGRAM)),
+        },
+        frozenset({"host session"}),
+        [
+            *("pod", "run", "--hosts", "one,two", "--python", sys.executable, "--lost-after", "10"),
+            *("--grace", "2", "--connect-timeout", "60", "--env", "PJRT_DEVICE=CPU"),
+            *("--", sys.executable, str(PROGRAM)),
+        ],
+    ),
+]
+
+
+def kill(process: Process) -> None:
+    """End it without a chance to react."""
+    os.kill(process.pid, signal.SIGKILL)
+
+
+def stop(process: Process) -> None:
+    """Let it stand still until the job has ended."""
+    os.kill(process.pid, signal.SIGSTOP)
+
+
+def pause(process: Process) -> None:
+    """Let it stand still for a while."""
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(PAUSE_S)
+    os.kill(process.pid, signal.SIGCONT)
+
+
+def full_disk(process: Process) -> None:
+    """Let none of its files grow."""
+    hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)[1]
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (0, hard))
+
+
+def no_descriptors(process: Process) -> None:
+    """Let it open nothing more."""
+    used = max(int(path.name) for path in Path(f"/proc/{process.pid}/fd").iterdir())
+    hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)[1]
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (used + 1, hard))
+
+
+FAULTS: dict[str, Callable[[Process], None]] = {
+    "kill": kill,
+    "stop": stop,
+    "pause": pause,
+    "full disk": full_disk,
+    "no descriptors": no_descriptors,
+}
+
+
+@dataclass(frozen=True)
+class Round:
+    """One job with its fault, and what came of it.
+
+    Attributes:
+        outcome: success, error, killed (the job's own process), early (it ended before the fault), or wrong.
+        text: the error, or what is wrong.
+        seconds: from the fault, or without one from the start, to the end.
+    """
+
+    stage: str
+    point: str
+    fault: str
+    outcome: str
+    text: str
+    seconds: float
+
+
+class Job:
+    """A running job with directories of its own."""
+
+    def __init__(self, stage: Stage, directory: Path) -> None:
+        self.stage, self._directory = stage, directory
+        self._id = directory.name
+        for name in ("tmp", "run", "state", "cache", "bin"):
+            (directory / name).mkdir(mode=0o700)
+        (directory / "bin" / "ssh").write_text(STAND_IN)
+        (directory / "bin" / "ssh").chmod(0o755)
+        self._environ = {
+            **{
+                name: value for name, value in os.environ.items() if not name.startswith(("POLYXLA_", "XRT_"))
+            },
+            **stage.variables,
+            MARK: self._id,
+            "PATH": f"{directory}/bin:{os.environ['PATH']}",
+            "TMPDIR": f"{directory}/tmp",
+            "XDG_RUNTIME_DIR": f"{directory}/run",
+            "XDG_STATE_HOME": f"{directory}/state",
+            "XDG_CACHE_HOME": f"{directory}/cache",
+            "POLYXLA_START_TIMEOUT_S": f"{START_S:g}",
+            "POLYXLA_STALL_TIMEOUT_S": f"{STALL_S:g}",
+        }
+        self._pids: set[int] = set()
+        self._service: subprocess.Popen[str] | None = None
+        self._relay: subprocess.Popen[str] | None = None
+        self._address = ""
+        if stage.service:
+            self._start_service(stage.service)
+        self.process = self._start(stage.command, "out")
+
+    def _start(self, command: Sequence[str], name: str) -> subprocess.Popen[str]:
+        with (self._directory / name).open("w") as out, (self._directory / f"{name}.err").open("w") as err:
+            return subprocess.Popen(
+                [sys.executable, "-m", "polyxla", *command],
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                text=True,
+                start_new_session=True,
+            )
+
+    def _start_service(self, command: Sequence[str]) -> None:
+        self._service = self._start(command, "service")
+        said = self._directory / "service"
+        if self.stage.name == "warm":
+            if self._service.wait(START_S * 2):
+                raise AssertionError((self._directory / "service.err").read_text())
+            return
+        _wait(lambda: "}" in said.read_text(), "the worker", START_S)
+        self._address = json.loads(said.read_text().partition("}")[0] + "}")["address"]
+        # A link between clients and worker that can be cut, and fall silent.
+        relay = [sys.executable, __file__, "--relay", self._address]
+        self._relay = subprocess.Popen(relay, env=self._environ, stdout=subprocess.PIPE, text=True)
+        assert self._relay.stdout
+        self._environ["XRT_TPU_CONFIG"] = f"tpu_worker;0;127.0.0.1:{int(self._relay.stdout.readline())}"
+
+    def processes(self) -> list[Process]:
+        """Return the processes of the job that live."""
+        found = []
+        for path in Path("/proc").iterdir():
+            if path.name.isdecimal():
+                with contextlib.suppress(OSError, ValueError):
+                    if f"{MARK}={self._id}\0" in (path / "environ").read_text(errors="replace"):
+                        command = (path / "cmdline").read_text(errors="replace").replace("\0", " ")
+                        state, parent = (path / "stat").read_text().rpartition(")")[2].split()[:2]
+                        found.append(Process(int(path.name), int(parent), command, state))
+        self._pids |= {one.pid for one in found}
+        return [one for one in found if one.state not in "ZX"]
+
+    def at(self, point: str) -> list[Process]:
+        """Return the processes at a point."""
+        return self.stage.points[point](self, self.processes())
+
+    def output(self) -> tuple[str, str]:
+        """Return what the job has printed on both streams."""
+        return (self._directory / "out").read_text(), (self._directory / "out.err").read_text()
+
+    def service_problem(self) -> str | None:
+        """Describe what is wrong with the service after the job, while nothing has been done to it."""
+        if not self.stage.service:
+            return None
+        ask = ["worker", "status", self._address] if self._address else ["warm", "status"]
+        command = [sys.executable, "-m", "polyxla", *ask, "--json"]
+        deadline = time.monotonic() + START_S
+        while True:
+            done = subprocess.run(
+                command, env=self._environ, capture_output=True, text=True, timeout=START_S, check=False
+            )
+            if done.returncode == 0:
+                document = json.loads(done.stdout)
+                states = [document] if self._address else document["processes"]
+                if states and not any(one.get("job") or one.get("jobs_running") for one in states):
+                    return None
+            if time.monotonic() > deadline:
+                return f"the service is not well after the job: {done.stdout}{done.stderr}"
+            time.sleep(0.5)
+
+    def end(self) -> list[str]:
+        """End the service and what stands still; return what is left of the job, and remove it."""
+        for one in self.processes():
+            if one.state in "Tt":
+                os.kill(one.pid, signal.SIGCONT)
+        if self.stage.name == "warm":
+            subprocess.run(
+                [sys.executable, "-m", "polyxla", "warm", "off"],
+                env=self._environ,
+                capture_output=True,
+                check=False,
+            )
+        for service in (self._relay, self._service):
+            if service and service.poll() is None:
+                service.terminate()
+        with contextlib.suppress(AssertionError):
+            _wait(lambda: not self.processes(), "the end of all processes", LEFT_S)
+        left = [f"process {one.pid} ({one.command[:150]})" for one in self.processes()]
+        for one in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one.pid, signal.SIGKILL)
+        for one in (self.process, self._service, self._relay):
+            if one:
+                one.wait(LEFT_S)
+                if one.stdout:
+                    one.stdout.close()
+        left += [f"file {path.name} in TMPDIR" for path in (self._directory / "tmp").iterdir()]
+        numbers = {str(pid) for pid in self._pids}
+        left += [
+            f"shared memory {path.name}"
+            for path in Path("/dev/shm").iterdir()
+            if numbers & set(re.findall(r"\d+", path.name))
+        ]
+        return left
+
+
+def _wait(condition: Callable[[], Any], what: str, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what}: not within {timeout_s:g} s")
+        time.sleep(0.05)
+
+
+def run(stage: Stage, point: str, fault: str, after_s: float = 0.0, *, while_running: bool = False) -> Round:
+    """Run a job, with a fault at a point; without one if the fault is ``none``.
+
+    Args:
+        stage: the kind of job.
+        point: the point; of several processes there, the fault is that of any.
+        fault: its name.
+        after_s: when, in seconds after the start, or after the first step.
+        while_running: whether to wait for the first step.
+    """
+    with tempfile.TemporaryDirectory(prefix="polyxla-faults-") as directory:
+        job = Job(stage, Path(directory))
+        begin = time.monotonic()
+        is_running, is_struck, is_root = False, False, False
+        try:
+            while fault != "none" and job.process.poll() is None and time.monotonic() < begin + DEADLINE_S:
+                if not is_running and while_running and "STEP" in job.output()[0]:
+                    is_running, after_s = True, time.monotonic() - begin + after_s
+                is_due = time.monotonic() > begin + after_s and is_running == while_running
+                if is_due and (found := job.at(point)):
+                    victim = random.choice(found)
+                    begin, is_struck = time.monotonic(), True
+                    is_root = victim.pid == job.process.pid
+                    # It may be ending just now.
+                    with contextlib.suppress(OSError, ValueError):
+                        FAULTS[fault](victim)
+                    break
+                time.sleep(0.05)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.process.wait(max(1.0, begin + DEADLINE_S - time.monotonic()))
+            took_s = time.monotonic() - begin
+            outcome, text = judge(job, is_struck=is_struck, is_root=is_root, fault=fault)
+            is_service = point in ("supervisor", "worker", "warm process", "link")
+            if outcome != "wrong" and not (is_struck and is_service) and (problem := job.service_problem()):
+                outcome, text = "wrong", problem
+        finally:
+            left = job.end()
+        if left and not (is_struck and point == "warm process"):
+            outcome, text = "wrong", f"left behind ({text}): {'; '.join(left)}"
+        return Round(stage.name, point, fault, outcome, text, round(took_s, 1))
+
+
+def judge(job: Job, *, is_struck: bool, is_root: bool, fault: str) -> tuple[str, str]:
+    """Return the outcome of a job and its text."""
+    code, (out, err) = job.process.poll(), job.output()
+    last = " / ".join(err.strip().splitlines()[-3:])
+    if code is None:
+        return "wrong", f"no outcome within {DEADLINE_S:g} s: {last}"
+    if code == 0:
+        is_whole = out.count("RESULT [0, 1]") == (2 if job.stage.name == "pod" else 1)
+        how = "success" if is_struck else "early"
+        return (how, "") if is_whole else ("wrong", "exit code 0 without a result")
+    # A program in a fork of a warm process was killed: its client ends as it did.
+    is_own = is_root or job.stage.name == "warm"
+    if is_struck and fault == "kill" and is_own and code == -signal.SIGKILL:
+        return "killed", ""
+    if is_struck and code > 0 and (found := NAMED.findall(err)):
+        return "error", found[-1][:300]
+    return "wrong", f"exit code {code}, {'' if is_struck else 'without a fault, '}no named error: {last}"
+
+
+def rounds(minutes: float, seed: int, only: Sequence[str]) -> Iterator[Round]:
+    """Run jobs with faults until the time is over; first each kind of job without one."""
+    rng, end_s = random.Random(seed), time.monotonic() + 60 * minutes
+    stages = [stage for stage in STAGES if not only or stage.name in only]
+    rng.shuffle(stages)
+    untried = list(stages)
+    while time.monotonic() < end_s:
+        if untried:
+            yield run(untried.pop(), "-", "none")
+            continue
+        stage = rng.choice(stages)
+        point = rng.choice(list(stage.points))
+        faults = [name for name in FAULTS if name != "stop" or point in stage.watched]
+        fault, while_running = rng.choice(faults), rng.random() < RUNNING
+        latest_s = RUN_S if while_running else STARTING_S
+        yield run(stage, point, fault, latest_s * rng.random(), while_running=while_running)
+
+
+def table(found: Sequence[Round]) -> str:
+    """Return the sums, with a line for each point and fault."""
+    rows: dict[tuple[str, str, str], list[Round]] = defaultdict(list)
+    for one in found:
+        rows[one.stage, one.point, one.fault].append(one)
+    lines = [f"{'job':<14}{'point':<23}{'fault':<16}{'times':>6}  {'outcomes':<34}{'longest':>9}"]
+    for (stage, point, fault), same in sorted(rows.items()):
+        counts = Counter(one.outcome for one in same)
+        outcomes = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+        longest = max(one.seconds for one in same)
+        lines.append(f"{stage:<14}{point:<23}{fault:<16}{len(same):>6}  {outcomes:<34}{longest:>7.1f} s")
+    wrong = [one for one in found if one.outcome == "wrong"]
+    lines.append(f"{len(found)} jobs, {len(wrong)} with a wrong outcome")
+    return "\n".join(
+        [*lines, *(f"wrong: {one.stage}, {one.point}, {one.fault}: {one.text}" for one in wrong)]
+    )
+
+
+def relay(address: str) -> None:
+    """Connect each client with a worker; print the port."""
+    import asyncio
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, _, port = address.rpartition(":")
+        try:
+            far = await asyncio.open_connection(host, int(port))
+        except OSError:
+            writer.close()
+            return
+        await asyncio.gather(pump(reader, far[1]), pump(far[0], writer))
+
+    async def main() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        print(server.sockets[0].getsockname()[1], flush=True)
+        await server.serve_forever()
+
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    asyncio.run(main())
+
+
+def main() -> int:
+    """Run, and print the table; exit code 1 if an outcome was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=2)
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--only", action="append", default=[], choices=[one.name for one in STAGES])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--relay")
+    options = parser.parse_args()
+    if options.relay:
+        relay(options.relay)
+        return 0
+    seed = random.randrange(10**6) if options.seed is None else options.seed
+    print(f"seed {seed}", file=sys.stderr, flush=True)
+    found = []
+    for one in rounds(options.minutes, seed, options.only):
+        found.append(one)
+        print(
+            f"{one.stage}, {one.point}, {one.fault}: {one.outcome} after {one.seconds:g} s. {one.text}",
+            file=sys.stderr,
+            flush=True,
+        )
+    if options.json:
+        print(json.dumps({"seed": seed, "rounds": [asdict(one) for one in found]}, indent=2))
+    else:
+        print(table(found))
+    return int(any(one.outcome == "wrong" for one in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
