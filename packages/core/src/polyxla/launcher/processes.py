@@ -29,6 +29,7 @@ from polyxla.launcher.child import serve_forked
 from polyxla.launcher.failures import STOP_GRACE_S, ReplicaProcess
 from polyxla.launcher.messages import Message, Setup, unpack
 from polyxla.launcher.pickling import dumps, pickles
+from polyxla.launcher.process_end import remove_remote_modules
 from polyxla.launcher.process_handle import OwnProcess
 from polyxla.launcher.start_methods import interrupts_blocked, running_fork_server, spawn
 
@@ -113,6 +114,8 @@ def run_processes(
     """
     timeout_s = env.timeout_s(work.environ, env.POLYXLA_START_TIMEOUT_S)
     children: list[ReplicaProcess] = []
+    # It is this process's own, and a signal may end this one, too.
+    remove_remote_modules()
     try:
         if method == "fork":
             _fork(work, places, environs, children)

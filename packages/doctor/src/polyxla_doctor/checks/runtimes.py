@@ -18,7 +18,8 @@ def check_choice(facts: RuntimeFacts) -> list[Finding]:
 
 def _of_error(subject: str, error: PolyxlaError) -> Finding:
     """Return an error as a problem; one that is not the caller's, as of a lost process, may have no fix."""
-    where = f" (from {error.where})" if getattr(error, "where", None) else ""
+    origin = getattr(error, "where", None)
+    where = f" (from {origin})" if origin else ""
     return problem(subject, f"{getattr(error, 'what', error)}{where}", getattr(error, "fix", ""))
 
 
