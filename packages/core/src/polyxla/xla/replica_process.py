@@ -24,7 +24,7 @@ def prepare(shares_gil: bool) -> None:
     atexit.unregister(torch_xla._prepare_to_exit)
     atexit.register(torch_xla._prepare_to_exit)
     # torch_xla calls its own deprecated functions, which ends a launch where warnings are errors. A program
-    # that calls them is still told.
+    # that calls them still gets the warning.
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch_xla\.")
     if shares_gil:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
