@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from polyxla import UsageError
+from polyxla.env import POLYXLA_SECRET
 from polyxla_pjrt import env
 from polyxla_pjrt.cores import this_slice
 from polyxla_pjrt.layout import Plan, thread_pools
@@ -13,6 +14,7 @@ from polyxla_tpu import env as tpu_env
 from polyxla_tpu.chip_plan import ChipPlan, plan_chips
 from polyxla_tpu.layout import Layout
 from polyxla_tpu.played import POLYXLA_LIBTPU_SLICE
+from polyxla_tpu.processes.secret import with_secret
 from polyxla_tpu.this_host import skip_metadata
 from polyxla_tpu.topology import host_environment, process_environments
 
@@ -52,14 +54,17 @@ class TpuPlan(ChipPlan, Plan):
             return device
         pools = thread_pools(Layout(self.layout.replicas), cpu_count)
         devices = self.chips_of(self.tpu_slice.worker_id, self.played.devices(environ))
-        return device | pools | self.played.library_environment(devices) | self._slice_environment()
+        return device | pools | self.played.library_environment(devices) | self._slice_environment(environ)
 
-    def _slice_environment(self) -> dict[str, str]:
+    def _slice_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         if self.played is None or self.played.host is None or self.layout.hosts == 1:
             return {}
         slice_, bounds = self.tpu_slice, self.tpu_slice.bounds
         learned = host_environment(bounds, slice_.worker_id, slice_.hostnames)
-        return {POLYXLA_LIBTPU_SLICE: " ".join(f"{name}={value}" for name, value in learned.items())}
+        return {
+            POLYXLA_LIBTPU_SLICE: " ".join(f"{name}={value}" for name, value in learned.items()),
+            POLYXLA_SECRET: with_secret(environ, self.layout.hosts)[POLYXLA_SECRET],
+        }
 
     def meeting(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Return where the slice's processes meet; played hosts get addresses of this machine."""
