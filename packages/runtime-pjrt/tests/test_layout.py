@@ -164,7 +164,8 @@ def test_the_cores_of_a_chip_cannot_have_a_process_each() -> None:
 
 
 def test_each_process_gets_its_share_and_one_coordinator() -> None:
-    environs = Plan(Layout(threads=2, processes=2)).process_environments({"KEPT": "yes"}, cpu_count=2)
+    job = {"KEPT": "yes", "POLYXLA_SECRET": "of one job"}
+    environs = Plan(Layout(threads=2, processes=2)).process_environments(job, cpu_count=2)
     shares = [from_environ(one) for one in environs]
     assert [share.local for share in shares] == [(0, 1), (2, 3)]
     assert (
