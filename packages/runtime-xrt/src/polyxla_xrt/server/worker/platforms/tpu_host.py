@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from polyxla import UsageError
+from polyxla.env import POLYXLA_SECRET
 from polyxla_bridge.plugin_client.memory import Option
 from polyxla_tpu import env
 from polyxla_tpu.accelerators import Bounds
 from polyxla_tpu.boxes import ONE
 from polyxla_tpu.played import PlayedTpu
 from polyxla_tpu.processes.holders import find_holders
+from polyxla_tpu.processes.secret import with_secret
 from polyxla_tpu.slices import TpuSlice
 from polyxla_tpu.this_host import host_chips, skip_metadata, this_slice
 from polyxla_tpu.topology import host_environment, join
@@ -67,6 +69,9 @@ def find_library(
         where = f"host {tpu_slice.worker_id} of a slice" if members else "a host"
         played.say(f"a worker has the chips of {where}, {join(tpu_slice.host)}")
         variables |= played.library_environment(played.devices(environ))
+        if members:
+            # By which the serving processes of the played hosts know each other.
+            variables[POLYXLA_SECRET] = with_secret(environ, len(members.workers))[POLYXLA_SECRET]
         return Library(Path(variables[env.TPU_LIBRARY_PATH]), SOURCE, options, variables, TPU, members)
     _check_free()
     return Library(_libtpu(environ), SOURCE, options, variables, TPU, members)
