@@ -67,6 +67,18 @@ def test_a_loader_resumes_in_mid_epoch_and_the_next_epoch_is_whole() -> None:
     assert _alone(read) == (2, [[2, 3], [4, 5]], 1, [[0, 1], [2, 3], [4, 5]], 1)
 
 
+def test_an_epoch_of_which_nothing_is_left_ends_without_being_read() -> None:
+    def read(replica: Replica) -> Any:
+        before = replica.loader(_numbers(6))
+        _values(before)
+        after = replica.loader(_numbers(6))
+        after.load_state_dict(before.state_dict())
+        after.finish_epoch()
+        return _values(after), after.state_dict()
+
+    assert _alone(read) == ([[0, 1], [2, 3], [4, 5]], {"epoch": 1, "batches": 3})
+
+
 def test_a_loop_that_was_left_early_begins_the_next_epoch() -> None:
     def read(replica: Replica) -> Any:
         loader = replica.loader(_numbers(6))

@@ -136,6 +136,9 @@ class Loader:
 
         Starting the next iteration does the same. Until then the position is after the last batch received.
         """
+        if not self._position.is_begun and hasattr(self._source, "set_epoch"):
+            # It still waits where `load_state_dict` has put it: nobody has read the rest of that epoch.
+            self._source.set_epoch(self._position.epoch + 1)
         self._position.end()
 
     @property
@@ -191,28 +194,29 @@ class LoaderPosition:
         before: batches of that epoch that an earlier run received.
         received: batches of that epoch that this run has received.
         skip: batches to skip when the iteration begins.
+        is_begun: whether the epoch's iteration has begun.
     """
 
     epoch: int = 0
     before: int = 0
     received: int = 0
     skip: int = 0
-    _is_begun: bool = False
+    is_begun: bool = False
 
     def begin(self) -> int:
         """Begin an iteration; return the number of batches to skip."""
-        if self._is_begun:
+        if self.is_begun:
             # End the previous epoch, even if the loop left it early: its source has moved on as well.
             self.end()
-        self._is_begun = True
+        self.is_begun = True
         skip, self.skip = self.skip, 0
         return skip
 
     def end(self) -> None:
         """Move to the start of the next epoch."""
         self.epoch += 1
-        self.before = self.received = 0
-        self._is_begun = False
+        self.before = self.received = self.skip = 0
+        self.is_begun = False
 
 
 def _batch_size(source: Any) -> int | None:
