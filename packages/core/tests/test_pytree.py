@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from polyxla.pytree import is_tensor, map_tensors
+from polyxla.pytree import is_tensor, map_tensors, tensors_in
 
 
 class _Pair(NamedTuple):
@@ -77,6 +77,51 @@ def test_a_default_dict_keeps_its_factory() -> None:
     moved = map_tensors(_double, batch)
     assert (moved["x"].item(), moved["new"], moved.default_factory) == (2, [], list)
     assert batch["x"].item() == 1
+
+
+class _Output(collections.OrderedDict[str, Any]):
+    """As transformers' ModelOutput: each item is an attribute, and there is no update()."""
+
+    def __setitem__(self, key: str, item: Any) -> None:
+        super().__setitem__(key, item)
+        object.__setattr__(self, key, item)
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise TypeError
+
+
+class _Namespace(dict[str, Any]):
+    def __init__(self, **items: Any) -> None:
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+class _Record(dict[str, Any]):
+    def __init__(self, **items: Any) -> None:
+        super().__init__(**items)
+        self.x, self.only, self.name = items["x"], torch.ones(1), "one"
+
+
+def _output(**items: Any) -> _Output:
+    made = _Output()
+    for key, item in items.items():
+        made[key] = item
+    return made
+
+
+@pytest.mark.parametrize("make", [_output, _Namespace, _Record])
+def test_items_that_are_attributes_change_with_them(make: Any) -> None:
+    before = make(x=torch.ones(1), pair=(torch.ones(1), "text"))
+    after = map_tensors(_double, before)
+    assert type(after) is type(before)
+    assert after.x is after["x"]
+    assert (after.x.item(), after["pair"][0].item(), before.x.item()) == (2, 2, 1)
+    assert len(tensors_in(before)) == (3 if make is _Record else 2), "an item is not moved twice"
+    if make is _Record:
+        assert (after.only.item(), after.name) == (2, "one")
+    if make is _Namespace:
+        after.new = 3
+        assert after["new"] == 3
 
 
 def test_other_objects_are_returned_unchanged() -> None:

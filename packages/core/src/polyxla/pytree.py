@@ -17,6 +17,7 @@ def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
     """Return the pytree `value` with every tensor replaced by ``function(tensor)``.
 
     Lists, tuples, named tuples, dicts and dataclasses keep their type; all other leaves stay as they are.
+    So do a dict's attributes, except those that are its items under another name, or tensors.
     """
     if is_tensor(value):
         return function(value)
@@ -26,7 +27,10 @@ def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
             return type(value)(changed)  # type: ignore[call-arg]
         # A copy keeps the other attributes of a subclass, such as a default factory.
         filled = copy.copy(value)
-        filled.update(changed)
+        for key, item in changed.items():
+            # Not update(), which a subclass may refuse: transformers' ModelOutput does.
+            filled[key] = item
+        _map_attributes(function, value, filled, changed)
         return filled
     if isinstance(value, list | tuple):
         items = [map_tensors(function, item) for item in value]
@@ -38,6 +42,28 @@ def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
             object.__setattr__(changed, name, map_tensors(function, getattr(value, name)))
         return changed
     return value
+
+
+def _map_attributes(
+    function: Callable[[Any], Any],
+    value: Mapping[Any, Any],
+    filled: MutableMapping[Any, Any],
+    changed: Mapping[Any, Any],
+) -> None:
+    """Change the attributes of a copy `filled` of `value` in which tensors would stay behind."""
+    attributes = getattr(value, "__dict__", None)
+    if attributes is None:
+        return
+    if attributes is value:
+        # A dict whose __init__ has written: self.__dict__ = self.
+        filled.__dict__ = filled
+        return
+    items = {id(item): changed[key] for key, item in value.items()}
+    for name, old in attributes.items():
+        if id(old) in items:
+            vars(filled)[name] = items[id(old)]
+        elif is_tensor(old):
+            vars(filled)[name] = function(old)
 
 
 def tensors_in(value: Any) -> list[Any]:

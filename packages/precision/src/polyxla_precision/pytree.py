@@ -65,6 +65,14 @@ def _mapping(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     twin = copy.copy(value)
     for key, item in changed.items():
         twin[key] = item
+    attributes = getattr(value, "__dict__", None)
+    if attributes is value:
+        # A dict whose __init__ has written: self.__dict__ = self.
+        twin.__dict__ = twin
+    elif attributes:
+        # An item may be an attribute too.
+        items = {id(value[key]): item for key, item in changed.items()}
+        vars(twin).update({name: items[id(old)] for name, old in attributes.items() if id(old) in items})
     return twin
 
 
