@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from polyxla.replica.module_move import move_module
+from polyxla import UsageError
+from polyxla.replica.module_move import check_initialized, move_module
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 
@@ -97,3 +98,15 @@ def test_a_changed_number_of_parameters_is_a_warning(capsys: pytest.CaptureFixtu
         "polyxla: the module has 2 parameters after the move to cpu, 1 before it: "
         "tie them again in on_post_move_to_device, or the copies will diverge\n"
     )
+
+
+def test_a_layer_that_has_seen_no_input_is_refused() -> None:
+    module = torch.nn.Sequential(torch.nn.LazyLinear(2), torch.nn.LazyBatchNorm1d())
+    with pytest.raises(UsageError) as caught:
+        check_initialized(module)
+    assert str(caught.value) == (
+        "0.weight, 0.bias, 1.weight have no shape before the first batch (from Sequential, which has lazy "
+        "layers). Pass an example through the module on the CPU before it is trained: module(example)."
+    )
+    module(torch.ones(2, 3))
+    check_initialized(module)

@@ -7,10 +7,12 @@ are recorded before the move and restored after it, and optimizers receive the n
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from polyxla.console import say
 from polyxla.errors import UsageError
@@ -41,6 +43,22 @@ def move_module(
     for optimizer in optimizers:
         hand_over(optimizer, moved, device)
     return module
+
+
+def check_initialized(module: torch.nn.Module) -> None:
+    """Refuse a module whose lazy layers have seen no input: they would be moved with no elements.
+
+    Raises:
+        UsageError: it has such a layer.
+    """
+    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
+    lazy = [name for name, tensor in tensors if is_lazy(tensor)]
+    if lazy:
+        raise UsageError(
+            f"{', '.join(lazy[:3])} {'have' if len(lazy) > 1 else 'has'} no shape before the first batch",
+            where=f"{type(module).__name__}, which has lazy layers",
+            fix="Pass an example through the module on the CPU before it is trained: module(example).",
+        )
 
 
 def check_owner(module: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:

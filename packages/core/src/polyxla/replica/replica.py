@@ -162,12 +162,14 @@ class Replica(Collectives):
                 parameters. Parameters on the meta device are initialised.
 
         Raises:
-            UsageError: an optimizer holds a parameter of another module, in which case `module` is unchanged;
-                or the policy refuses the module; or it cannot be divided over `mesh`.
+            UsageError: a lazy layer has no parameters yet, or an optimizer holds a parameter of another
+                module, in which cases `module` is unchanged; or the policy refuses the module; or it cannot
+                be divided over `mesh`.
         """
         from polyxla.replica import consistency
-        from polyxla.replica.module_move import check_owner, move_module
+        from polyxla.replica.module_move import check_initialized, check_owner, move_module
 
+        check_initialized(module)
         # Before the policy converts the module: a refused module stays as it was.
         check_owner(module, optimizers)
         is_made = not any(one.is_meta for one in module.parameters())
