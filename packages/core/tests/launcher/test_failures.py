@@ -328,3 +328,5 @@ def test_ctrl_c_is_one_line_and_leaves_no_process(tmp_path: Path, moment: str) -
     code, text, seconds, left = _interrupt_at(tmp_path, "interrupted.py", moment)
     assert (code, text, left) == (130, "polyxla: interrupted\n", [])
     assert seconds < 2
+    ended = sorted(path.name for path in tmp_path.glob("*-has-ended"))
+    assert ended == (["0-has-ended", "1-has-ended"] if moment == "replicas-run" else [])

@@ -25,7 +25,10 @@ class Work:
         (FOLDER / str(place)).touch()
         if all((FOLDER / str(other)).exists() for other in range(2)):
             (FOLDER / "replicas-run").touch()
-        time.sleep(60)
+        try:
+            time.sleep(60)
+        finally:
+            (FOLDER / f"{place}-has-ended").touch()
 
 
 if __name__ == "__main__":

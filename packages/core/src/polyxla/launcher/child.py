@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import faulthandler
 import json
 import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
@@ -22,6 +24,7 @@ from polyxla.launcher.messages import Message, Raised, Returned, Setup, pack
 
 REPLICA_THREAD = "polyxla-replica"
 """Prefix of the name of each thread that is a replica."""
+_is_interrupted = threading.Event()
 
 
 def main() -> None:
@@ -34,13 +37,33 @@ def main() -> None:
 def leave_interrupts_to_launcher() -> None:
     """Make Ctrl-C, which a terminal sends to every process of the group, do nothing in this one.
 
-    The launching process ends all replicas. Processes that the replica starts are interrupted as usual.
+    The launching process decides, and passes it on. Processes that the replica starts are interrupted as
+    usual.
     """
     # A function of ours, because a program that a replica starts would inherit SIG_IGN, but not a handler.
-    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.signal(signal.SIGINT, _take_interrupt)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # Loaders' workers are forks.
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+
+
+def _take_interrupt(*_: object) -> None:
+    if _is_interrupted.is_set():
+        raise KeyboardInterrupt
+
+
+def interrupt() -> None:
+    """Raise KeyboardInterrupt in the replicas of this process, so that their ``finally`` blocks run."""
+    _is_interrupted.set()
+    replicas = _replica_threads()
+    for thread in replicas:
+        # It takes effect once the thread runs Python again.
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
+        )
+    if not replicas:
+        # A signal, because it ends a sleep too.
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 def serve(pipe: Connection, adapt: Callable[[dict[str, str]], dict[str, str]] = dict) -> None:
@@ -79,19 +102,23 @@ def serve_forked(pipe: Connection, environ: Mapping[str, str], work: Callable[[]
 
 def finish(pipe: Connection, work: bytes | Callable[[], Any]) -> None:
     """Run the work and answer; meanwhile a thread answers the launching process's requests."""
-    link = failures.connect(pipe)
+    link = failures.connect(pipe, interrupt)
     answer = _run(work)
+    if _is_interrupted.is_set():
+        deadline = time.monotonic() + failures.INTERRUPT_GRACE_S / 2
+        for thread in _replica_threads():
+            thread.join(max(0.0, deadline - time.monotonic()))
     link.send(Message("answer", pack(answer)))
     sys.stdout.flush()
     sys.stderr.flush()
-    if isinstance(answer, Raised) and _holds_replicas():
+    if isinstance(answer, Raised) and _replica_threads():
         # Other replicas of this process wait in a collective for the one that failed; only the end of the
         # process stops them.
         os._exit(1)
 
 
-def _holds_replicas() -> bool:
-    return any(thread.name.startswith(REPLICA_THREAD) for thread in threading.enumerate())
+def _replica_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith(REPLICA_THREAD)]
 
 
 def _run(work: bytes | Callable[[], Any]) -> Returned | Raised:

@@ -27,6 +27,8 @@ from polyxla.launcher.messages import Message, Raised, StallReport, pack
 from polyxla.launcher.process_handle import Process
 from polyxla.presence import Position
 
+INTERRUPT_GRACE_S = 3.0
+"""Time for replicas to run their ``finally`` blocks after Ctrl-C, in seconds, before they are ended."""
 STOP_GRACE_S = 5.0
 """Time for a process to end after SIGTERM, in seconds, before it is killed."""
 POSITION_WAIT_S = 5.0
@@ -35,6 +37,8 @@ DEATH_GRACE_S = 3.0
 """Time for the launching process to notice that a replica process has died, in seconds."""
 DEATH_NOTICE_S = 0.2
 """How long an error waits for the notice of a death that may have caused it, in seconds."""
+POSITION, INTERRUPT = "position", "interrupt"
+"""What the launching process asks of a replica process."""
 PARENT_GONE = 3
 """Exit code of a replica process whose launching process went away."""
 STALLED = 5
@@ -54,10 +58,11 @@ class ParentLink:
 
     Args:
         pipe: the process's end.
+        interrupt: interrupts the replicas of this process.
     """
 
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
+    def __init__(self, pipe: Connection, interrupt: Callable[[], None]) -> None:
+        self._pipe, self._interrupt = pipe, interrupt
         self._lock = threading.Lock()
 
     def send(self, message: Message) -> None:
@@ -72,22 +77,29 @@ class ParentLink:
         self.send(Message(kind, content))
 
     def listen(self) -> None:
-        """Answer each request for the position. Ends this process when the launching process goes away.
+        """Answer each request. Ends this process when the launching process goes away.
 
         Runs in a thread of its own for as long as the process lives.
         """
         try:
             while True:
-                self._pipe.recv()
-                self.report("position", _own.describe())
+                if self._pipe.recv() == INTERRUPT:
+                    self._interrupt()
+                else:
+                    self.report("position", _own.describe())
         except (EOFError, OSError):
             # Nobody would stop this process or take its result.
             os._exit(PARENT_GONE)
 
 
-def connect(pipe: Connection) -> ParentLink:
-    """Make `pipe` this process's link to its launching process, and answer requests on it."""
-    link = _own.link = ParentLink(pipe)
+def connect(pipe: Connection, interrupt: Callable[[], None]) -> ParentLink:
+    """Make `pipe` this process's link to its launching process, and answer requests on it.
+
+    Args:
+        pipe: this process's end.
+        interrupt: called, in a thread, when the launching process passes on a Ctrl-C.
+    """
+    link = _own.link = ParentLink(pipe, interrupt)
     # A fork of the launching process inherits the replicas that ran inline there.
     presence.forget()
     presence.listen(lambda position: link.send(Message("replica", position)))
@@ -282,7 +294,7 @@ def stalled(processes: Sequence[ReplicaProcess], first: ReplicaProcess, report: 
     others = [one for one in processes if one is not first and not one.has_answered]
     for one in others:
         with contextlib.suppress(OSError):
-            one.pipe.send(None)
+            one.pipe.send(POSITION)
     deadline = time.monotonic() + POSITION_WAIT_S
     positions = {report.text: [f"{first} stalls"]}
     for one in others:

@@ -10,6 +10,7 @@ worker, still holds that end.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing.connection
 import os
@@ -131,7 +132,11 @@ def run_processes(
                 theirs.close()
             for child, setup in zip(children, setups, strict=True):
                 _greet(child, setup, timeout_s)
-        return _gather(children)
+        try:
+            return _gather(children)
+        except KeyboardInterrupt:
+            _interrupt(children)
+            raise
     finally:
         _stop(children)
 
@@ -217,6 +222,25 @@ def _gather(children: Sequence[ReplicaProcess]) -> list[Any]:
         if not ready:
             _check_alive(waiting.values())
     return results
+
+
+def _interrupt(children: Sequence[ReplicaProcess]) -> None:
+    """Interrupt the replicas, and wait until they have answered or ended."""
+    waiting = {child.pipe: child for child in children if not child.has_answered}
+    for pipe in waiting:
+        with contextlib.suppress(OSError):
+            pipe.send(failures.INTERRUPT)
+    deadline = time.monotonic() + failures.INTERRUPT_GRACE_S
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        ready: Any = multiprocessing.connection.wait(list(waiting), left)
+        for pipe in ready:
+            try:
+                message = waiting[pipe].receive()
+            except (EOFError, OSError):
+                waiting.pop(pipe)
+                continue
+            if message is not None and message.kind == "answer":
+                waiting.pop(pipe).has_answered = True
 
 
 def _receive(child: ReplicaProcess, children: Sequence[ReplicaProcess]) -> Message | None:
