@@ -76,7 +76,8 @@ def test_an_spmd_program_on_each_host_of_a_pod_trains_on_all_devices(clean_envir
 
 
 def test_an_spmd_program_trains_on_all_cores_of_a_worker(clean_environ: dict[str, str]) -> None:
-    check_training(run([sys.executable, str(PROGRAMS / "train_sharded.py")], {**clean_environ, **worker(4)}))
+    command = [sys.executable, str(PROGRAMS / "train_sharded.py"), "hybrid"]
+    check_training(run(command, {**clean_environ, **worker(4)}))
 
 
 def test_a_program_that_launches_nothing_has_all_devices(clean_environ: dict[str, str]) -> None:

@@ -1,6 +1,11 @@
-"""An SPMD program: one process trains a linear model whose batch is sharded over all devices."""
+"""An SPMD program: one process trains a linear model whose batch is sharded over all devices.
+
+Argument: ``hybrid`` for a mesh by the places of the devices.
+"""
 
 from __future__ import annotations
+
+import sys
 
 import numpy as np
 import torch
@@ -10,7 +15,10 @@ import torch_xla.runtime as xr
 
 xr.use_spmd()
 count = xr.global_runtime_device_count()
-mesh = xs.Mesh(np.arange(count), (count,), ("data",))
+if "hybrid" in sys.argv:
+    mesh: xs.Mesh = xs.HybridMesh(ici_mesh_shape=(count,), axis_names=("data",))
+else:
+    mesh = xs.Mesh(np.arange(count), (count,), ("data",))
 torch.manual_seed(0)
 data = torch.randn(8, 3)
 model = torch.nn.Linear(3, 1).to("xla")

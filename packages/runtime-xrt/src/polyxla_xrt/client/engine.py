@@ -7,6 +7,7 @@ queued and sent in order; its errors come back on the same stream and surface wh
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 import weakref
@@ -21,6 +22,7 @@ import numpy as np
 from polyxla_bridge.abi import Code, width
 from polyxla_bridge.engine.engine import Buffer, DeviceActivity, Engine, EngineDevice
 from polyxla_bridge.engine.futures import CompletedFuture, DeletedFuture, GroupedFuture
+from polyxla_bridge.env import Coordinates
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs import hlo
 from polyxla_bridge.programs.executable import ArrayType, Executable
@@ -451,12 +453,26 @@ def _number(buffer: Buffer) -> int:
 
 def _devices(assignment: Assignment) -> tuple[EngineDevice, ...]:
     """Return every device of the job. All processes have equally many."""
-    each, kind = assignment.world_size // assignment.process_count, f"{assignment.kind} core"
-    processes = (index // each for index in range(assignment.world_size))
+    size, own, kind = assignment.world_size, assignment.process_index, f"{assignment.kind} core"
+    each, is_tpu = size // assignment.process_count, assignment.kind == "TPU"
+    places = (_place(index, size) if is_tpu else None for index in range(size))
     return tuple(
-        EngineDevice(index, process, process == assignment.process_index, kind)
-        for index, process in enumerate(processes)
+        EngineDevice(index, index // each, index // each == own, kind, place)
+        for index, place in enumerate(places)
     )
+
+
+def _place(index: int, size: int) -> Coordinates:
+    """Return where a core of a TPU node is: x and y of its chip, and for z the core.
+
+    A node is of v2 or v3: a square or a rectangle of chips with two cores each. For these, torch_xla's
+    ``HybridMesh`` takes z for the core: cores at one place would overwrite each other in its mesh.
+    """
+    cores = 2 if size % 2 == 0 else 1
+    chips = size // cores
+    across = max(one for one in range(1, math.isqrt(chips) + 1) if chips % one == 0)
+    chip, core = divmod(index, cores)
+    return chip % across, chip // across, core, core
 
 
 def _error(failure: pb.Failure) -> PjrtError:
