@@ -130,15 +130,20 @@ def test_resuming_skips_a_damaged_checkpoint(capsys: pytest.CaptureFixture[str])
     assert "resumed from saved/step-00000005.safetensors: epoch 0, step 5" in said
 
 
-def test_on_sigterm_it_saves_and_then_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_on_a_signal_it_saves_and_then_ends(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
     ended: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
+    before = signal.signal(number, lambda received, _: ended.append(received))
     try:
-        module = _Net(then=lambda: os.kill(os.getpid(), signal.SIGTERM))
+        module = _Net(then=lambda: os.kill(os.getpid(), number))
         _fit(module, save_every_n_steps=None)
     finally:
-        signal.signal(signal.SIGTERM, before)
-    assert ended == [signal.SIGTERM], "the signal is raised again once the state is safe"
+        signal.signal(number, before)
+    assert ended == [number], "the signal is raised again once the state is safe"
+    said = "training ends after this step, and saves it; press Ctrl-C again to end at once"
+    assert (said in capfd.readouterr().err) is (number == signal.SIGINT)
     assert len(module.seen) < 20
     assert [entry.step for entry in CheckpointFolder("saved").entries()] == [len(module.seen)]
     assert not Path("saved/.stop").exists()
@@ -147,6 +152,16 @@ def test_on_sigterm_it_saves_and_then_ends(monkeypatch: pytest.MonkeyPatch) -> N
     _fit(resumed)
     assert module.seen + resumed.seen == whole.seen
     assert torch.equal(resumed.layer.weight, whole.layer.weight)
+
+
+def test_a_signal_ends_an_evaluation_at_once() -> None:
+    class Validates(_Net):
+        def validation_step(self, batch: Any) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    trainer = Trainer(runtime="fake", devices=1, log_dir=None, progress=False, checkpoint_dir="saved")
+    with pytest.raises(KeyboardInterrupt):
+        trainer.validate(Validates(), _data())
 
 
 class _Slow(_Net):
@@ -230,6 +245,34 @@ def test_an_error_about_a_module_that_does_not_fit_names_the_file() -> None:
 
     with pytest.raises(CheckpointError, match=r"missing: head\.weight, head\.bias .*step-00000020"):
         _fit(Other())
+
+
+def test_parameters_that_a_hook_has_added_to_the_optimizer_resume() -> None:
+    class Thaws(_Net):
+        def __init__(self, crash_at: int | None = None) -> None:
+            super().__init__(crash_at)
+            self.body = torch.nn.Linear(3, 3)
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            return super().training_step((self.body(batch[0]), batch[1]))
+
+        def on_train_epoch_start(self) -> None:
+            if self.trainer.current_epoch == 1:
+                self.optimizer.add_param_group({"params": list(self.body.parameters()), "lr": 0.01})
+
+        def configure_optimizers(self) -> Any:
+            self.optimizer = torch.optim.AdamW(self.layer.parameters(), lr=0.05)
+            return [self.optimizer], [torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)]
+
+    whole, crashed, resumed = Thaws(), Thaws(14), Thaws()
+    _fit(whole, checkpoint_dir=None, save_every_n_steps=None, resume=None)
+    with pytest.raises(_StopError):
+        _fit(crashed)
+    _fit(resumed)
+    assert len(resumed.optimizer.param_groups) == 2
+    assert not torch.equal(whole.body.weight, Thaws().body.weight)
+    for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_an_optimizer_that_does_not_fit_is_refused() -> None:

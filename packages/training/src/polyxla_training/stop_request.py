@@ -1,10 +1,11 @@
-"""Forward SIGTERM from the launching process to the replicas."""
+"""Forward SIGTERM and Ctrl-C from the launching process to the replicas."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +13,11 @@ from pathlib import Path
 from polyxla_training.checkpoint.stop_signal import StopSignal
 from polyxla_training.storage.location import locate
 
-SIGNALLED = "SIGTERM"
-"""Why a training ended, if the signal asked it to."""
+SIGNALLED = "a signal"
+"""Why a training ended, if SIGTERM or Ctrl-C asked it to."""
 STOP_FILE = ".stop"
-"""In the checkpoint directory, from a SIGTERM until the replicas have saved their last checkpoint."""
+"""In the checkpoint directory, from the signal until the replicas have saved their last checkpoint."""
+INTERRUPTED = b"polyxla: training ends after this step, and saves it; press Ctrl-C again to end at once\n"
 
 
 def stop_file(checkpoint_dir: str | os.PathLike[str]) -> Path:
@@ -32,24 +34,30 @@ def stop_file(checkpoint_dir: str | os.PathLike[str]) -> Path:
 
 
 @contextlib.contextmanager
-def forward_sigterm(checkpoint_dir: str | os.PathLike[str] | None) -> Iterator[None]:
-    """Within the block, make the first SIGTERM stop the replicas after a checkpoint, not this process.
+def forward_signals(checkpoint_dir: str | os.PathLike[str] | None) -> Iterator[StopSignal]:
+    """Within the block, make the first SIGTERM or Ctrl-C stop the replicas after a checkpoint.
 
-    A file carries the request: it reaches replicas in threads and in processes. A second signal ends this
-    process. Outside the main thread, or without a directory, signals keep their handlers.
+    A file carries the request: it reaches replicas in threads and in processes. A second signal does what it
+    does without the block. Outside the main thread, or without a directory, so does the first one.
+
+    Yields:
+        What holds the signal that was received.
     """
     if checkpoint_dir is None:
-        yield
+        yield StopSignal()
         return
     file = stop_file(checkpoint_dir)
     file.unlink(missing_ok=True)
-    with StopSignal(then=lambda: _request_stop(file)):
+    with StopSignal(signal.SIGTERM, signal.SIGINT, then=lambda: _request_stop(file, stop)) as stop:
         try:
-            yield
+            yield stop
         finally:
             file.unlink(missing_ok=True)
 
 
-def _request_stop(file: Path) -> None:
+def _request_stop(file: Path, stop: StopSignal) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.touch()
+    if stop.received is signal.SIGINT:
+        # Not print(): this may have interrupted one.
+        os.write(2, INTERRUPTED)

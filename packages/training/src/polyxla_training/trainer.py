@@ -22,7 +22,7 @@ from polyxla_training.lightning.trainer_arguments import FIXES, METHOD_FIXES, ch
 from polyxla_training.loop.call import Call, Outcome, Stage, merge_predictions
 from polyxla_training.module_checks import check_datamodule, check_module, take_state
 from polyxla_training.options import FitOptions, LaunchOptions, TrainerOptions
-from polyxla_training.stop_request import SIGNALLED, forward_sigterm
+from polyxla_training.stop_request import SIGNALLED, forward_signals
 
 EVALUATION_NAMES = ("module", "data", "datamodule")
 """Arguments of `Trainer.validate`, `Trainer.test` and `Trainer.predict`."""
@@ -169,7 +169,7 @@ class Trainer(TrainerOptions):
         check_datamodule(datamodule, loaders)
         options = self.fit_options(self._new_log_dir() if stage == "fit" else None)
         call = Call(stage, module, loaders, datamodule, options, os.getpid())
-        with forward_sigterm(options.checkpoint_dir):
+        with forward_signals(options.checkpoint_dir if stage == "fit" else None) as asked:
             outcomes: list[Outcome] = launch(run, (call,), **self.launch_options())
         # Metrics are the same in all; the parameters come from one of them.
         outcome = next((one for one in outcomes if one.state is not None), outcomes[0])
@@ -178,9 +178,11 @@ class Trainer(TrainerOptions):
         self.metrics = outcome.metrics
         self.outcome = replace(outcome, predictions=merge_predictions(outcomes))
         if outcome.stopped == SIGNALLED:
-            say(f"ended by {outcome.stopped} after step {outcome.steps}, which is saved")
+            # Without one of its own, another host has received it.
+            number = asked.received or signal.SIGTERM
+            say(f"ended by {number.name} after step {outcome.steps}, which is saved")
             # The state is safe: now act on the signal that was held back.
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
         elif outcome.stopped:
             say(f"training ended after step {outcome.steps}: {outcome.stopped}")
         return self.metrics
