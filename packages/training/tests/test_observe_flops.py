@@ -113,3 +113,40 @@ def test_a_reentrant_checkpoint_counts_as_a_forward_pass() -> None:
     inputs = some(2, 3).requires_grad_()
     call = lambda: checkpoint(lambda x: x @ weight, inputs, use_reentrant=True).sum().backward()  # noqa: E731
     assert counted(call) == 2 * 2 * 3 * 4
+
+
+@pytest.mark.parametrize(
+    ("call", "percentage"),
+    [
+        pytest.param(lambda: F.linear(some(2, 3), some(4, 3)), 75, id="two-rows"),
+        pytest.param(lambda: F.linear(some(1, 3), some(4, 3)), 88, id="one-row"),
+        pytest.param(lambda: F.linear(some(6, 3), some(4, 3)), 25, id="six-rows"),
+        pytest.param(lambda: F.linear(some(7, 3), some(4, 3)), None, id="seven-rows"),
+        pytest.param(lambda: F.linear(some(8, 3), some(4, 3)), None, id="a-whole-tile"),
+        pytest.param(lambda: F.linear(some(1, 16, 3), some(4, 3)), None, id="a-sequence"),
+        pytest.param(lambda: F.conv2d(some(1, 3, 8, 8), some(4, 3, 3, 3)), None, id="a-picture"),
+        pytest.param(lambda: some(3).dot(some(3)), None, id="no-rows"),
+    ],
+)
+def test_a_batch_that_a_tpu_pads_is_found_with_its_line(call: Any, percentage: int | None) -> None:
+    for on_tpu in (True, False):
+        tracer = Tracer(NoCounters(), on_tpu=on_tpu)
+        tracer.start()
+        call()
+        tracer.stop()
+        found = {finding.describe(count).partition(": ")[2] for finding, count in tracer.found.items()}
+        rows = call().shape[0] if percentage else 0
+        expected = (
+            f"a product of {rows} row{'s' * (rows > 1)}, which a TPU pads to a multiple of 8: {percentage}% "
+            "of the work of the step's products is padding; give each replica a larger batch"
+        )
+        assert found == ({expected} if on_tpu and percentage else set())
+
+
+def test_padding_counts_by_the_work_of_the_whole_step() -> None:
+    tracer = Tracer(NoCounters(), on_tpu=True)
+    tracer.start()
+    F.linear(some(4, 2), some(3, 2))
+    F.linear(some(800, 2), some(3, 2))
+    tracer.stop()
+    assert not tracer.found, "a small head after a large body"

@@ -30,6 +30,7 @@ class StepCounters:
         logged_values: counts the reads of polyxla itself, which are subtracted.
         compilations: explains compilations.
         is_shared: whether other replicas are threads of this process, which are counted too.
+        on_tpu: whether the device is a TPU, also an emulated one.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class StepCounters:
         compilations: CompilationTracker,
         *,
         is_shared: bool = False,
+        on_tpu: bool = False,
     ) -> None:
         self._counters, self._logged_values = counters, logged_values
         self.compilations = compilations
@@ -48,7 +50,7 @@ class StepCounters:
         self._user_reads = 0
         self._fewest_pieces = self._usual_executions = 0
         self._idle_waits = 0
-        self._tracing = TraceSchedule(counters, is_shared=is_shared)
+        self._tracing = TraceSchedule(counters, is_shared=is_shared, on_tpu=on_tpu)
 
     @property
     def flops_per_step(self) -> int | None:

@@ -13,6 +13,7 @@ from polyxla.console import say
 from polyxla_training.observe.compilations import Compilation, CompilationTracker, StepFacts
 from polyxla_training.observe.compile_budget import CompileBudget
 from polyxla_training.observe.logged_values import LoggedValues
+from polyxla_training.observe.observer import TPU
 from polyxla_training.observe.step_counters import StepCounters
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ class StepWatch:
         is_shared = self._replica.world.shares_process
         budget = CompileBudget(None, "warn")
         tracker = CompilationTracker(counters, budget, None, is_shared=is_shared, report=self._report)
-        return StepCounters(counters, self._values, tracker, is_shared=is_shared)
+        on_tpu = self._replica.kind == TPU
+        return StepCounters(counters, self._values, tracker, is_shared=is_shared, on_tpu=on_tpu)
 
     def _report(self, compilation: Compilation) -> None:
         if compilation.expected:

@@ -1,4 +1,4 @@
-"""The lines of a program that make it wait for its device."""
+"""The lines of a program that make it wait for its device, or leave it idle."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-Kind = Literal["read", "copy", "fallback"]
+Kind = Literal["read", "copy", "fallback", "padding"]
+
+
+TILE_ROWS = 8
+"""Rows that a TPU stores and multiplies together: fewer are padded, and the padding is multiplied too.
+
+Source: "Cloud TPU performance guide", sections "Consequences of tiling" and "Padding": tiles of 8 by 128.
+"""
 
 
 class Finding(NamedTuple):
@@ -14,8 +21,10 @@ class Finding(NamedTuple):
 
     Attributes:
         kind: ``read`` if the host reads a scalar of the device, ``copy`` if it copies a whole tensor, which
-            no counter counts, ``fallback`` if it computes an operation in place of the device.
-        op: the function of torch that does so, such as ``torch.Tensor.item``; of a fallback, the operation.
+            no counter counts, ``fallback`` if it computes an operation in place of the device, ``padding`` if
+            the batch is too small for the device; the count is then a percentage.
+        op: the function of torch that does so, such as ``torch.Tensor.item``; of a fallback, the operation;
+            of padding, the number of rows.
         line: ``file:line``.
     """
 
@@ -25,6 +34,11 @@ class Finding(NamedTuple):
 
     def describe(self, count: int) -> str:
         """Return a sentence about `count` occurrences in one step."""
+        if self.kind == "padding":
+            return (
+                f"{self.line}: a product of {self.op}, which a TPU pads to a multiple of {TILE_ROWS}: "
+                f"{count}% of the work of the step's products is padding; give each replica a larger batch"
+            )
         times = f"{count} time{'s' * (count > 1)} a step"
         if self.kind == "fallback":
             return f"{self.line}: {self.op} runs on the host, {times}, because the device does not support it"

@@ -20,6 +20,12 @@ Source: Kaplan et al. 2020, "Scaling Laws for Neural Language Models" (arXiv:200
 """
 
 
+def rows(func: Any, result: Any) -> int:
+    """Return the rows of a matrix product, which grow with the batch; 0 for other functions."""
+    is_product = _FORMULAS.get(func) in (_product, _added_product, _reflected_product)
+    return result.numel() // result.shape[-1] if is_product and result.dim() > 1 and result.numel() else 0
+
+
 def flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
     """Return the operations of ``func(*args, **kwargs)``, and of its backward pass if it will have one.
 

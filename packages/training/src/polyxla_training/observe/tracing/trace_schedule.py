@@ -26,6 +26,7 @@ class TraceSchedule:
     Args:
         counters: counts the reads.
         is_shared: whether other replicas are threads of this process, whose reads are counted too.
+        on_tpu: whether the device is a TPU, also an emulated one.
 
     Attributes:
         findings: the findings so far.
@@ -33,11 +34,11 @@ class TraceSchedule:
         cut_at: the line that cut the last step, so that a program was compiled inside it; None if none did.
     """
 
-    def __init__(self, counters: Counters, *, is_shared: bool = False) -> None:
+    def __init__(self, counters: Counters, *, is_shared: bool = False, on_tpu: bool = False) -> None:
         # Imported here, in a replica, because it imports torch.
         from polyxla_training.observe.tracing.tracer import Tracer
 
-        self._tracer = Tracer(counters, is_shared=is_shared)
+        self._tracer = Tracer(counters, is_shared=is_shared, on_tpu=on_tpu)
         self._steps = 0
         self._traced_steps = 0
         self._explained_reads = 0
@@ -64,7 +65,9 @@ class TraceSchedule:
         self.cut_at = self._tracer.compiled_at
         self.flops_per_step = self._tracer.flops
         found = self._tracer.found
-        self._explained_reads = sum(count for finding, count in found.items() if finding.kind != "copy")
+        # No counter counts the other kinds.
+        explained = (count for one, count in found.items() if one.kind in ("read", "fallback"))
+        self._explained_reads = sum(explained)
         return self.findings.add(found)
 
     def begin_step(self, reads: int, *, is_cut: bool) -> None:

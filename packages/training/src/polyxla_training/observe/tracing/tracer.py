@@ -29,8 +29,8 @@ from torch.overrides import (
 )
 
 from polyxla.callsite import BACKWARD, caller
-from polyxla_training.observe.tracing.findings import Finding, Kind
-from polyxla_training.observe.tracing.flops import flops
+from polyxla_training.observe.tracing.findings import TILE_ROWS, Finding, Kind
+from polyxla_training.observe.tracing.flops import flops, rows
 
 if TYPE_CHECKING:
     from polyxla.contracts.counters import Counters, Counts
@@ -42,6 +42,8 @@ _READS = {
     *(_T.equal, torch.equal, _T.allclose, torch.allclose),
 }
 _MOVES = {_T.cpu, _T.to, _T.type, _T.copy_}
+LEAST_PADDING = 25
+"""Percentage of the products' work from which padding is reported: as with 6 rows in place of 8."""
 _SHOWS = {_T.__repr__, _T.__format__}
 
 
@@ -51,6 +53,7 @@ class Tracer(TorchFunctionMode):
     Args:
         counters: show which call made the host read or compute.
         is_shared: whether other replicas are threads of this process, which the counters include.
+        on_tpu: whether the device is a TPU, also an emulated one, which pads small batches.
 
     Attributes:
         is_on: whether it is watching.
@@ -60,11 +63,13 @@ class Tracer(TorchFunctionMode):
         compiled_at: the last line that cut the step and had a program compiled; None if none did.
     """
 
-    def __init__(self, counters: Counters, *, is_shared: bool = False) -> None:
+    def __init__(self, counters: Counters, *, is_shared: bool = False, on_tpu: bool = False) -> None:
         super().__init__()
         _end_in_forks_and_compilers()
         self._counters, self._is_shared = counters, is_shared
         self._fallbacks: dict[str, int] = {}
+        self._on_tpu = on_tpu
+        self._padded: Counter[tuple[int, str]] = Counter()
         self._is_backward = False
         self.is_on = False
         self.found: Counter[Finding] = Counter()
@@ -75,6 +80,7 @@ class Tracer(TorchFunctionMode):
         """Watch from now on, below all modes that are active in this thread."""
         self.found.clear()
         self._fallbacks = self._counters.fallbacks()
+        self._padded.clear()
         self.flops, self.compiled_at = 0, None
         _insert(self)
         self.is_on = True
@@ -83,7 +89,16 @@ class Tracer(TorchFunctionMode):
         """Stop watching; return whether everything since `start` was seen."""
         _remove(self)
         was_on, self.is_on = self.is_on, False
+        if was_on:
+            self._find_padding()
         return was_on
+
+    def _find_padding(self) -> None:
+        wasted = sum(self._padded.values())
+        percentage = round(100 * wasted / (self.flops + wasted)) if wasted else 0
+        if percentage >= LEAST_PADDING:
+            [((number, line), _)] = self._padded.most_common(1)
+            self.found[Finding("padding", f"{number} row{'s' * (number > 1)}", line)] = percentage
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -99,7 +114,11 @@ class Tracer(TorchFunctionMode):
         result = func(*args, **kwargs)
         self._compare(func, args, result, self._counters.counts().since(before))
         if not self._is_backward:
-            self.flops += flops(func, args, kwargs, result)
+            count = flops(func, args, kwargs, result)
+            self.flops += count
+            if self._on_tpu and count and (number := rows(func, result)) % TILE_ROWS:
+                # Of each tile of rows, the part that is padding.
+                self._padded[number, caller(__name__) or ""] += count * (-number % TILE_ROWS) // number
         return result
 
     def _backward(self, loss: torch.Tensor, gradient: Any = None, **options: Any) -> None:
