@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from polyxla_training.observe.report import text
 from polyxla_training.observe.report.comparison import Comparison, short_names
 from polyxla_training.observe.report.page import render
 from polyxla_training.observe.report.plots import compared_figures, figures, plots
-from polyxla_training.observe.report.run import Run
+from polyxla_training.observe.report.run import Run, position_at
 from polyxla_training.observe.run_log import newest_run
 
 TIMEOUT_S = 60.0
@@ -36,13 +37,16 @@ START = {
     "device": "CPU",
     "world_size": 4,
     "module": "Digits",
+    "step": 0,
+    "time": 1000.0,
     "settings": {"max_epochs": 3, "seed": None},
 }
 
 
 def step(number: int, **fields: Any) -> dict[str, Any]:
     rates = {"step_s": 0.01, "records_per_s": 3200.0, "wait_share": 0.1, "mfu": None, "memory": None}
-    return {"event": "step", "step": number, "values": {"loss": 1 / number}, **rates, **fields}
+    reached = {"time": 1000.0 + 6 * number, "records": 32 * number, "lr": [0.1 / number]}
+    return {"event": "step", "step": number, "values": {"loss": 1 / number}, **rates, **reached, **fields}
 
 
 def compiled(number: int, **fields: Any) -> dict[str, Any]:
@@ -93,9 +97,9 @@ def test_what_is_written_comes_back(tmp_path: Path) -> None:
     log = RunLog(tmp_path / "a" / "run")
     log.write("start", path=Path("x"), nested={"values": [1.0, float("nan")]})
     # Before the file is closed: a run that is killed has what was written.
-    assert read_run(tmp_path / "a" / "run") == [
-        {"event": "start", "path": "x", "nested": {"values": [1.0, None]}}
-    ]
+    [event] = read_run(tmp_path / "a" / "run")
+    assert event.pop("time") == pytest.approx(time.time(), abs=TIMEOUT_S)
+    assert event == {"event": "start", "path": "x", "nested": {"values": [1.0, None]}}
     log.close()
 
 
@@ -112,9 +116,10 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path_factory: pytest.TempPathFa
 def test_the_next_run_is_appended_even_after_a_torn_line(tmp_path: Path) -> None:
     write(tmp_path, EVENTS, rest='{"event": "st')
     log = RunLog(tmp_path)
-    log.write("start", number=2)
+    log.write("start", number=2, step=0)
     log.close()
-    assert read_run(tmp_path) == [{"event": "start", "number": 2}]
+    [event] = read_run(tmp_path)
+    assert event["number"] == 2
     assert len((tmp_path / "run.jsonl").read_text().splitlines()) == len(EVENTS) + 2
 
 
@@ -143,6 +148,73 @@ def test_events_become_curves() -> None:
     assert run.values() == {"loss": [(5, 0.2), (10, 0.1), (15, 1 / 15), (20, 0.05)]}
     assert run.evaluations() == {"val_loss": [(20, 0.25)], "accuracy": [(20, 0.9)]}
     assert run.rate("mfu") == run.memory() == []
+    assert run.learning_rates() == {"learning rate": [(5, 0.02), (10, 0.01), (15, 0.1 / 15), (20, 0.005)]}
+    assert position_at(run.positions, 10) == (60.0, 320.0)
+    assert position_at(run.positions, 12) == (72.0, 384.0), "on the line between two"
+    assert position_at(run.positions, 25) == (150.0, 800.0), "as fast as before"
+
+
+def test_a_resumed_run_is_one_run() -> None:
+    # It was killed after step 10, and resumed from a checkpoint of step 7: steps 8 to 10 were repeated.
+    resumed = {**START, "step": 7, "time": 5000.0, "started": "2026-01-02T09:00:00+00:00"}
+    finding = {"event": "finding", "step": 1, "kind": "read", "op": "item", "line": "a.py:1", "count": 1}
+    before = [START, *[step(number) for number in (1, 5, 10)], compiled(1), finding]
+    metrics = {"event": "metrics", "step": 10, "values": {"loss": 9.0}}
+    after = [step(n, values={"loss": 2.0}, time=5000.0 + 6 * (n - 7), records=32 * (n - 7)) for n in (8, 12)]
+    run = run_of(*before, metrics, resumed, compiled(8), finding, *after, end())
+    assert run.all_values() == {"loss": [(1, 1.0), (5, 0.2), (8, 2.0), (12, 2.0)]}
+    assert run.started == "started 2026-01-02T03:04:05+00:00, resumed at step 7"
+    assert (run.summary["steps"], run.summary["compiles"], run.summary["compile_s"]) == (7 + 20, 3, 1.5)
+    assert run.summary["seconds"] == 6 * 10 + 2.5
+    assert run.findings == [finding]
+    assert [position_at(run.positions, number) for number in (5, 7, 12)] == [
+        (30.0, 160.0),
+        (42.0, 224.0),
+        (72.0, 384.0),
+    ]
+    assert run.outcome == "finished"
+
+
+def test_a_new_run_in_the_same_directory_is_another(tmp_path: Path) -> None:
+    resumed = {**START, "step": 20, "number": 2}
+    write(tmp_path, [*EVENTS, {**START, "number": 1}, *EVENTS[1:], resumed, step(25)])
+    events = read_run(tmp_path)
+    assert [event["number"] for event in events if event["event"] == "start"] == [1, 2]
+    assert len(events) == len(EVENTS) + 2
+
+
+def test_a_log_of_an_older_release_has_no_records_and_no_time() -> None:
+    old = [
+        {name: value for name, value in one.items() if name not in ("time", "records", "lr")}
+        for one in EVENTS
+    ]
+    assert [one["name"] for one in figures(run_of(*old))] == [
+        name for name in NAMES if name != "Learning rate"
+    ]
+
+
+def test_an_epochs_mean_does_not_replace_the_values_of_the_steps() -> None:
+    run = run_of(START, step(5), {"event": "metrics", "step": 5, "values": {"loss": 0.5}})
+    assert run.all_values() == {"loss": [(5, 0.2)], "loss (epoch)": [(5, 0.5)]}
+
+
+def test_all_metrics_are_drawn_by_what_they_measure() -> None:
+    names = ["acc", "val_acc", "train/loss", "val/loss", "test-acc", "step_count", "lr_value", *"abcdefghij"]
+    events = {"event": "metrics", "step": 5, "values": dict.fromkeys(names, 1.0)}
+    run = run_of(START, step(5, values={"many": 1.0, **{f"many_{stage}": 1.0 for stage in STAGES}}), events)
+    drawn = {one["name"]: [trace["name"] for trace in one["data"]] for one in figures(run)}
+    assert next(iter(drawn)) == "loss"
+    assert drawn["loss"] == ["train/loss", "val/loss"]
+    assert drawn["acc"] == ["acc", "val_acc", "test-acc"]
+    assert {"count", "lr_value", *"abcdefghij"} <= set(drawn)
+    many = next(one for one in figures(run) if one["name"] == "many")
+    assert len({(one["line"]["color"], one["line"]["dash"]) for one in many["data"]}) == 1 + len(STAGES)
+    assert all(one["layout"]["showlegend"] for one in figures(run)), "also that of a single curve"
+
+
+def test_groups_with_different_learning_rates_have_a_curve_each() -> None:
+    run = run_of(START, step(5, lr=[0.1, 0.1]), step(10, lr=[0.1, 0.2]))
+    assert run.learning_rates() == {"group 0": [(5, 0.1), (10, 0.1)], "group 1": [(5, 0.1), (10, 0.2)]}
 
 
 def test_values_that_are_missing_leave_a_gap() -> None:
@@ -226,7 +298,16 @@ class _Page(HTMLParser):
         self.texts.append(data)
 
 
-NAMES = ["Loss", "Other metrics", "Step time", "Throughput", "Waiting for input", "Compilations"]
+NAMES = [
+    "loss",
+    "accuracy",
+    "Learning rate",
+    "Step time",
+    "Throughput",
+    "Waiting for input",
+    "Compilations",
+]
+STAGES = ("train", "val", "test", "eval", "step", "epoch", "valid", "validation")
 
 
 def embedded(html: str) -> list[dict[str, Any]]:
@@ -259,12 +340,20 @@ CONTROL = """<script>
 const slider = document.getElementById("smoothing");
 slider.value = 0.5;
 slider.dispatchEvent(new Event("input", { bubbles: true }));
+const minutes = () => {
+  axisChoice.value = "minutes";
+  axisChoice.dispatchEvent(new Event("input", { bubbles: true }));
+  const { title, range } = places[0].layout.xaxis;
+  return { x: places[0].data[0].x, title: title.text, range };
+};
 Plotly.relayout(places[0], { "xaxis.range[0]": 5, "xaxis.range[1]": 15 }).then(() => setTimeout(() => {
   const shown = {
     loss: places[0].data.map((trace) => trace.y),
     ranges: places.map((place) => place.layout.xaxis.range),
     drawn: places.map((place) => place.querySelectorAll("svg .trace").length),
+    legends: places.map((place) => place.querySelectorAll("svg .legendtext").length),
   };
+  shown.minutes = minutes();
   const found = document.createElement("pre");
   found.id = "found";
   found.textContent = JSON.stringify(shown);
@@ -291,6 +380,8 @@ def test_the_controls_work_in_a_browser(tmp_path: Path) -> None:
     assert shown["loss"] == [[5, 10, 20], pytest.approx([5, 8.3333333, 15])]
     assert set(map(tuple, shown["ranges"])) == {(5, 15)}
     assert all(shown["drawn"])
+    assert all(shown["legends"]), "each curve has a name without a mouse"
+    assert shown["minutes"] == {"x": [0.5, 1, 2], "title": "minutes", "range": [0, pytest.approx(2.04)]}
 
 
 def test_the_page_reads_in_light_and_dark() -> None:

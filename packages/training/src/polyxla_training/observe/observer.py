@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from polyxla_training.observe.run_log import RunLog
 
 
+TPU = "TPU"
+"""The kind of a replica's device that is a TPU, or that emulates one."""
+
+
 class AfterListeners:
     """Calls `Observer.finish_listeners` in each step, for trainings whose listeners use collectives."""
 
@@ -49,6 +53,7 @@ class Observer:
         log: receives the events too; None for no file.
         logged_values: shared with other listeners, so that values are read once, at its own interval.
         module: the Trainer's module, to name the line of its ``training_step``; None in a user's own loop.
+        optimizer: its learning rates are logged; None for none.
         compile_budget: number of programs that may be compiled after the first two steps (three under
             torch.compile) and the first evaluation; None for no limit.
         on_budget: ``warn`` or ``raise`` (`CompileBudgetError`) when more are compiled.
@@ -66,6 +71,7 @@ class Observer:
         log: RunLog | None = None,
         logged_values: LoggedValues | None = None,
         module: Any = None,
+        optimizer: Any = None,
         compile_budget: int | None = None,
         on_budget: str = "warn",
         prints_summary: bool = True,
@@ -73,7 +79,8 @@ class Observer:
         self._prints_summary = prints_summary
         budget = CompileBudget(compile_budget, on_budget)
         counters = replica.counters()
-        self._replica, self._log = replica, log
+        self._replica, self._log, self._optimizer = replica, log, optimizer
+        self._records = 0
         self._logged_values = logged_values or LoggedValues(counters, every_n_steps)
         self._is_shared = replica.world.shares_process
         self._step_counters = self._make_step_counters(counters, budget, module) if counters else None
@@ -90,7 +97,13 @@ class Observer:
 
     def _make_step_counters(self, counters: Counters, budget: CompileBudget, module: Any) -> StepCounters:
         compilations = CompilationTracker(counters, budget, module, is_shared=self._is_shared)
-        return StepCounters(counters, self._logged_values, compilations, is_shared=self._is_shared)
+        return StepCounters(
+            counters,
+            self._logged_values,
+            compilations,
+            is_shared=self._is_shared,
+            on_tpu=self._replica.kind == TPU,
+        )
 
     @hookimpl
     def polyxla_step_finished(self, step: int, logged: Mapping[str, Any]) -> None:
@@ -101,7 +114,7 @@ class Observer:
         if self._step_counters:
             self._report(self._step_counters.step(step, self._loader, self._write))
         if self._steps == warm_up_steps():
-            self._warm_up_s = self._throughput.next_window(self._loader).seconds
+            self._warm_up_s = self._count(self._throughput.next_window(self._loader)).seconds
         self._unread = (step, logged)
         if self._logged_values.is_due(step):
             self._read()
@@ -127,11 +140,21 @@ class Observer:
         memory = asdict(self._memory) if self._memory else None
         mfu = self._mfu(window.step_s)
         rates = window.as_json(self._replica.data_world.world_size)
+        rates |= {"records": self._records, "lr": self._learning_rates() if self._log else []}
         self._write("step", step=step, values=values, memory=memory, mfu=mfu, **rates)
         self._report_not_finite()
 
+    def _learning_rates(self) -> list[float]:
+        """Return the rate of each group of parameters. Reads the device if a rate is a tensor on it."""
+        groups = self._optimizer.param_groups if self._optimizer is not None else ()
+        return [float(group["lr"]) for group in groups if "lr" in group]
+
+    def _count(self, window: ThroughputWindow) -> ThroughputWindow:
+        self._records += (window.records or 0) * self._replica.data_world.world_size
+        return window
+
     def _next_window(self) -> ThroughputWindow:
-        window = self._throughput.next_window(self._loader)
+        window = self._count(self._throughput.next_window(self._loader))
         self._total += window
         if window.step_s is not None:
             self._step_times.append(window.step_s)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from polyxla.console import say
 from polyxla.errors import UsageError
 from polyxla_training.observe.provenance import provenance
 from polyxla_training.storage.location import check_location, locate
@@ -22,10 +25,38 @@ RUN_LOG = "run.jsonl"
 """Name of the file in a run's directory."""
 
 
+class Expendable:
+    """A log whose loss does not end a training: its first error is printed, and it is not written again.
+
+    Args:
+        name: what is lost, for the line that is printed.
+
+    Attributes:
+        is_lost: whether there was an error.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self.is_lost = name, False
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Print the first error of the block; a UsageError, which the program can mend, is raised."""
+        try:
+            yield
+        except UsageError:
+            raise
+        # Servers' clients have exceptions of their own.
+        except Exception as error:
+            if not self.is_lost:
+                self.is_lost = True
+                say(f"{self._name} is not written any more, and training goes on: {error}")
+
+
 class RunLog:
     """Writes a run's events. Every line is flushed, so that it survives the process.
 
-    If the directory has a run already, the new one is appended.
+    If the directory has a run already, the new one is appended. A full disk is reported once, and ends
+    nothing but the log.
 
     Args:
         directory: the run's directory; made if it is missing.
@@ -34,6 +65,7 @@ class RunLog:
     def __init__(self, directory: str | Path) -> None:
         path = Path(directory) / RUN_LOG
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._log = Expendable(str(path))
         is_torn = path.exists() and not path.read_bytes().endswith(b"\n")
         self._file = path.open("a", encoding="utf-8")
         if is_torn:
@@ -41,9 +73,13 @@ class RunLog:
             self._file.write("\n")
 
     def start(self, replica: Replica, **fields: Any) -> None:
-        """Append the start event: runtime, device, number of replicas, `fields`, and the provenance."""
+        """Append the start event: step, runtime, device, number of replicas, `fields`, and the provenance.
+
+        A run that resumes begins at a later step than 0, and continues the run before in the file.
+        """
         self.write(
             "start",
+            step=replica.steps,
             started=datetime.now(UTC).isoformat(timespec="seconds"),
             polyxla=version("polyxla-core"),
             runtime=replica.runtime,
@@ -54,14 +90,19 @@ class RunLog:
         )
 
     def write(self, event: str, **fields: Any) -> None:
-        """Append an event; numbers that are not finite become null, because JSON has none."""
-        document = {"event": event, **fields}
-        self._file.write(json.dumps(_finite(document), allow_nan=False, default=str) + "\n")
-        self._file.flush()
+        """Append an event with its time; numbers that are not finite become null, because JSON has none."""
+        if self._log.is_lost:
+            return
+        document = {"event": event, "time": round(time.time(), 3), **fields}
+        line = json.dumps(_finite(document), allow_nan=False, default=str)
+        with self._log.attempt():
+            self._file.write(line + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with self._log.attempt():
+            self._file.close()
 
 
 def _finite(value: Any) -> Any:
@@ -73,7 +114,9 @@ def _finite(value: Any) -> Any:
 
 
 def read_run(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the events of the last run in a log; a line that was cut off is left out.
+    """Return the events of the last run in a log, with those of the runs that it resumed.
+
+    A line that was cut off is left out.
 
     Args:
         run: a run's directory, or the log itself; a path or a URL.
@@ -96,7 +139,9 @@ def read_run(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
     starts = [index for index, event in enumerate(events) if event.get("event") == "start"]
     if not starts:
         raise UsageError("the file contains no run", where=str(path), fix="Train with log_dir set.")
-    return events[starts[-1] :]
+    # The last that began at step 0; all after it have resumed.
+    first = next((one for one in reversed(starts) if not events[one].get("step")), starts[0])
+    return events[first:]
 
 
 def _events(text: str) -> Iterator[dict[str, Any]]:

@@ -91,7 +91,7 @@ class Comparison:
 
 
 def _results(run: Run) -> dict[str, str]:
-    last = {name: f"{curve[-1][1]:.4g}" for name, curve in (run.values() | run.evaluations()).items()}
+    last = {name: f"{curve[-1][1]:.4g}" for name, curve in run.all_values().items()}
     return {"outcome": run.outcome, **text.facts(run), **last}
 
 

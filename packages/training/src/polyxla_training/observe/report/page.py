@@ -7,7 +7,7 @@ from typing import Any
 from polyxla.errors import UsageError, pip_install
 from polyxla_training.observe.report import text
 from polyxla_training.observe.report.comparison import Comparison, origin
-from polyxla_training.observe.report.plots import COLOURS, compared_figures, figures
+from polyxla_training.observe.report.plots import AXES, COLOURS, compared_figures, figures
 from polyxla_training.observe.report.run import Run
 
 try:
@@ -50,4 +50,4 @@ def _page(template: str, **values: Any) -> str:
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=loader)
     # Plotly's own code, inline: it is what makes the page work without a network.
     plotly = get_plotlyjs() if values["figures"] else ""
-    return environment.get_template(template).render(plotly=plotly, **values)
+    return environment.get_template(template).render(plotly=plotly, axes=AXES, **values)

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyxla_training.observe.report.run import Curve, Run
+from polyxla_training.observe.report.run import Curve, Run, position_at
 
 COLOURS = ("#2f7ed8", "#e07b39", "#2a9d6f", "#b5499b", "#8a8a2a", "#6a6ad8")
 """Colours of the curves, distinguishable on white and on black."""
 DASHES = ("solid", "dot", "dash", "dashdot")
 """Lines of a comparison: the colour is the run's, the dash the curve's."""
+AXES = ("step", "records", "minutes")
+"""What the horizontal axis may show."""
 INK = "#8a8f98"
 """Colour of axes and texts, readable on white and on black."""
 FAINT = "rgba(138, 143, 152, 0.2)"
-MAX_CURVES = len(COLOURS)
+_STAGES = re.compile(
+    r" \(epoch\)$|(?<![a-z0-9])(train(ing)?|val(id(ation)?)?|eval(uation)?|test|epoch|step)(?![a-z0-9])",
+    re.IGNORECASE,
+)
+"""What a metric's name says about when it was measured."""
 FEW_POINTS = 30
 """Number of points up to which a marker shows each."""
 
@@ -48,11 +55,11 @@ def plots(run: Run) -> list[Plot]:
 
 def _candidates(run: Run) -> Iterator[Plot]:
     marks = [one["step"] for one in run.compiles if not one["expected"]]
-    losses, others = _split(run.values() | run.evaluations(), lambda name: "loss" in name.lower())
+    for name, curves in _by_topic(run.all_values()).items():
+        yield Plot(name, "value", curves)
+    yield Plot("Learning rate", "rate", run.learning_rates())
     times = {"step time": run.rate("step_s", 1e3)}
     waiting = {"waiting": run.rate("wait_share", 100.0)}
-    yield Plot("Loss", "loss", losses)
-    yield Plot("Other metrics", "value", others)
     yield Plot("Step time", "ms", times, starts_at_zero=True, marks=marks)
     yield Plot("Throughput", "records/s", {"throughput": run.rate("records_per_s")}, marks=marks)
     yield Plot("Waiting for input", "% of the time", waiting, starts_at_zero=True)
@@ -61,13 +68,16 @@ def _candidates(run: Run) -> Iterator[Plot]:
     yield Plot("MFU", "% of the peak", {"MFU": run.rate("mfu", 100.0)})
 
 
-def _split(
-    curves: Mapping[str, Curve], test: Callable[[str], bool]
-) -> tuple[dict[str, Curve], dict[str, Curve]]:
-    """Divide curves by their names; keep the first `MAX_CURVES` of each part."""
-    yes = {name: curve for name, curve in curves.items() if test(name)}
-    no = {name: curve for name, curve in curves.items() if not test(name)}
-    return dict(list(yes.items())[:MAX_CURVES]), dict(list(no.items())[:MAX_CURVES])
+def _by_topic(curves: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
+    """Divide curves by what they measure: ``loss``, ``train/loss`` and ``val_loss_epoch`` go together.
+
+    Values of different metrics have different sizes; on one axis, the smaller ones would be flat.
+    """
+    topics: dict[str, dict[str, Curve]] = {}
+    for name, curve in curves.items():
+        topic = _STAGES.sub("", name).strip("/_. -") or name
+        topics.setdefault(topic, {})[name] = curve
+    return dict(sorted(topics.items(), key=lambda one: "loss" not in one[0].lower()))
 
 
 def _compilations(run: Run) -> dict[str, Curve]:
@@ -90,9 +100,10 @@ def figures(run: Run) -> list[dict[str, Any]]:
         _figure(
             plot,
             [
-                _trace(plot, curve, name, colour=COLOURS[number])
+                _trace(run, plot, curve, name, colour=COLOURS[number % len(COLOURS)], dash=_dash(number))
                 for number, (name, curve) in enumerate(plot.curves.items())
             ],
+            {axis: _along(run, axis, plot.marks) for axis in AXES},
         )
         for plot in plots(run)
     ]
@@ -102,36 +113,52 @@ def compared_figures(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
     """Return a figure for each plot of several runs: one colour a run, one dash a curve.
 
     Args:
-        runs: at most `MAX_CURVES`, by the name that the legend shows.
+        runs: at most as many as there are `COLOURS`, by the name that the legend shows.
     """
-    by_plot: dict[str, list[tuple[str, str, Plot]]] = {}
+    by_plot: dict[str, list[tuple[str, str, Run, Plot]]] = {}
     for colour, (run_name, run) in zip(COLOURS, runs.items(), strict=False):
         for plot in plots(run):
-            by_plot.setdefault(plot.name, []).append((run_name, colour, plot))
+            by_plot.setdefault(plot.name, []).append((run_name, colour, run, plot))
     return [_compared_figure(parts) for parts in by_plot.values()]
 
 
-def _compared_figure(parts: list[tuple[str, str, Plot]]) -> dict[str, Any]:
-    names = list(dict.fromkeys(name for _, _, plot in parts for name in plot.curves))
+def _compared_figure(parts: list[tuple[str, str, Run, Plot]]) -> dict[str, Any]:
+    names = list(dict.fromkeys(name for *_, plot in parts for name in plot.curves))
     traces = []
-    for run_name, colour, plot in parts:
+    for run_name, colour, run, plot in parts:
         for name, curve in plot.curves.items():
             label = run_name if len(names) == 1 else f"{run_name}: {name}"
             dash = DASHES[names.index(name) % len(DASHES)]
-            traces.append(_trace(plot, curve, label, colour=colour, dash=dash))
-    first = parts[0][2]
-    # Whose compilations the marks were, nobody could tell.
-    return _figure(Plot(first.name, first.unit, {}, first.kind, first.starts_at_zero), traces)
+            traces.append(_trace(run, plot, curve, label, colour=colour, dash=dash))
+    # No marks: nobody could tell whose compilations they were.
+    return _figure(parts[0][-1], traces, {})
 
 
-def _trace(plot: Plot, curve: Curve, name: str, *, colour: str, dash: str = "solid") -> dict[str, Any]:
+def _dash(number: int) -> str:
+    """Return the line of a run's n-th curve, which differs from those of its colour."""
+    return DASHES[number // len(COLOURS) % len(DASHES)]
+
+
+def _along(run: Run, axis: str, steps: Iterable[float]) -> list[float]:
+    """Return where steps are on an axis."""
+    if axis == "step":
+        return list(steps)
+    seconds_and_records = (position_at(run.positions, step) for step in steps)
+    return [records if axis == "records" else seconds / 60 for seconds, records in seconds_and_records]
+
+
+def _trace(run: Run, plot: Plot, curve: Curve, name: str, *, colour: str, dash: str) -> dict[str, Any]:
+    steps = [step for step, _ in curve]
     trace = {
         "type": "scatter",
         "name": name,
-        "x": [step for step, _ in curve],
+        "x": steps,
         "y": [value for _, value in curve],
+        # What the page can put on the horizontal axis.
+        "meta": {axis: _along(run, axis, steps) for axis in AXES},
+        "customdata": steps,
         "marker": {"color": colour, "size": 5},
-        "hovertemplate": "step %{x}: %{y:.5g}<extra>%{fullData.name}</extra>",
+        "hovertemplate": "step %{customdata}: %{y:.5g}<extra>%{fullData.name}</extra>",
     }
     if plot.kind == "stems":
         heights = [value for _, value in curve]
@@ -141,7 +168,7 @@ def _trace(plot: Plot, curve: Curve, name: str, *, colour: str, dash: str = "sol
     return trace | {"mode": mode, "line": {"color": colour, "dash": dash, "width": 2}}
 
 
-def _figure(plot: Plot, traces: list[dict[str, Any]]) -> dict[str, Any]:
+def _figure(plot: Plot, traces: list[dict[str, Any]], marks: Mapping[str, list[float]]) -> dict[str, Any]:
     axis = {"gridcolor": FAINT, "linecolor": INK, "zeroline": False, "automargin": True}
     vertical = axis | {"title": {"text": plot.unit}}
     layout = {
@@ -153,14 +180,15 @@ def _figure(plot: Plot, traces: list[dict[str, Any]]) -> dict[str, Any]:
         "xaxis": axis | {"title": {"text": "step"}, "tickformat": ",d"},
         "yaxis": vertical | ({"rangemode": "tozero"} if plot.starts_at_zero else {}),
         "hovermode": "closest",
-        "showlegend": len(traces) > 1,
+        # Even that of a single curve: on paper, no mouse shows its name.
+        "showlegend": True,
         "legend": {"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0},
-        "shapes": [_mark(step) for step in plot.marks],
+        "shapes": [_mark(step) for step in marks.get("step", [])],
         "modebar": {"bgcolor": "rgba(0, 0, 0, 0)", "color": INK},
         # What is hidden stays hidden when the page draws again.
         "uirevision": "kept",
     }
-    return {"name": plot.name, "kind": plot.kind, "data": traces, "layout": layout}
+    return {"name": plot.name, "kind": plot.kind, "data": traces, "layout": layout, "marks": dict(marks)}
 
 
 def _mark(step: int) -> dict[str, Any]:

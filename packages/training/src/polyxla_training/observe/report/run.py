@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from polyxla.errors import UsageError
 
@@ -12,29 +14,44 @@ Curve = list[tuple[float, float]]
 """Points ``(step, value)``, in the order of the steps."""
 
 
+class Position(NamedTuple):
+    """How far a run was at a step: seconds of training so far, without pauses, and records of all replicas.
+
+    Both are 0 if the log, that of an older release, has none.
+    """
+
+    step: int
+    seconds: float
+    records: float
+
+
 @dataclass(frozen=True)
 class Run:
-    """The events of one run, by kind.
+    """The events of one run, by kind. A run that was resumed has several parts.
 
     Attributes:
         folder: the path that it was read from.
-        start: the start event.
-        steps: the events of every n-th step.
+        starts: the start event of each part.
+        steps: the events of every n-th step; of a step that was repeated after a resume, the last.
         compiles: the compilations.
-        findings: lines that read the device or fall back.
-        metrics: means of evaluations and epochs.
+        findings: lines that make the host wait, or leave the device idle; each once.
+        metrics: means of evaluations and epochs, as for `steps`.
         not_finite: names of values that became NaN or infinite, with the step.
-        end: the end event; None if the run was killed, or is still running.
+        end: the end event of the last part; None if it was killed, or is still running.
+        summary: the run's totals; rates are those of the last part.
+        positions: the time and the records at some steps.
     """
 
     folder: str
-    start: Mapping[str, Any]
+    starts: list[dict[str, Any]]
     steps: list[dict[str, Any]]
     compiles: list[dict[str, Any]]
     findings: list[dict[str, Any]]
     metrics: list[dict[str, Any]]
     not_finite: list[dict[str, Any]]
     end: Mapping[str, Any] | None
+    summary: Mapping[str, Any]
+    positions: list[Position]
 
     @classmethod
     def of(cls, folder: str, events: Iterable[dict[str, Any]]) -> Run:
@@ -43,36 +60,35 @@ class Run:
         Raises:
             UsageError: the first is not a run's start.
         """
-        by_kind: dict[str, list[dict[str, Any]]] = {}
-        for event in events:
-            by_kind.setdefault(str(event.get("event")), []).append(event)
-        if "start" not in by_kind:
+        parts = _parts(events)
+        if not parts:
             raise UsageError("these events have no start event", where=folder, fix="Read them with read_run.")
+        ends = [one["end"][-1] if "end" in one else None for one in parts]
         return cls(
             folder=folder,
-            start=by_kind["start"][0],
-            steps=by_kind.get("step", []),
-            compiles=by_kind.get("compile", []),
-            findings=by_kind.get("finding", []),
-            metrics=by_kind.get("metrics", []),
-            not_finite=by_kind.get("not_finite", []),
-            end=by_kind["end"][-1] if "end" in by_kind else None,
+            starts=[one["start"][0] for one in parts],
+            steps=_kept(parts, "step"),
+            compiles=[event for one in parts for event in one.get("compile", [])],
+            findings=_findings(parts),
+            metrics=_kept(parts, "metrics"),
+            not_finite=_kept(parts, "not_finite"),
+            end=ends[-1],
+            summary=_total(parts, [_summary(one, end) for one, end in zip(parts, ends, strict=True)]),
+            positions=_positions(parts),
         )
 
     @property
-    def summary(self) -> Mapping[str, Any]:
-        """The run's totals; without an end event, the sums of its events."""
-        if self.end is not None:
-            summary: Mapping[str, Any] = self.end["summary"]
-            return summary
-        last = self.steps[-1] if self.steps else {}
-        return {
-            "steps": last.get("step", 0),
-            "compiles": sum(one["compiles"] for one in self.compiles),
-            "compile_s": sum(one["seconds"] for one in self.compiles),
-            "unexpected": sum(one["compiles"] for one in self.compiles if not one["expected"]),
-            **{name: last.get(name) for name in ("step_s", "records_per_s", "wait_share", "mfu")},
-        }
+    def start(self) -> Mapping[str, Any]:
+        """The start event of the last part, whose settings may differ from those before."""
+        return self.starts[-1]
+
+    @property
+    def started(self) -> str:
+        """When it was started, and at which steps it was resumed."""
+        text = f"started {self.starts[0]['started']}"
+        if steps := [str(one["step"]) for one in self.starts[1:]]:
+            text += f", resumed at step{'s' * (len(steps) > 1)} {', '.join(steps)}"
+        return text
 
     @property
     def outcome(self) -> str:
@@ -86,6 +102,17 @@ class Run:
         """Return one of the rates of every n-th step; steps without it are left out."""
         return [(one["step"], one[name] * scale) for one in self.steps if one.get(name) is not None]
 
+    def learning_rates(self) -> dict[str, Curve]:
+        """Return the learning rate, or those of the groups of parameters if they differ."""
+        found = [(one["step"], one["lr"]) for one in self.steps if one.get("lr")]
+        if all(len(set(rates)) == 1 for _, rates in found):
+            return {"learning rate": [(step, rates[0]) for step, rates in found]}
+        groups = range(max(len(rates) for _, rates in found))
+        return {
+            f"group {group}": [(step, rates[group]) for step, rates in found if group < len(rates)]
+            for group in groups
+        }
+
     def memory(self) -> Curve:
         """Return the device memory in use, in bytes."""
         return [(one["step"], one["memory"]["used_bytes"]) for one in self.steps if one.get("memory")]
@@ -98,18 +125,117 @@ class Run:
         """Return the metrics, by name."""
         return _by_name(self.metrics)
 
+    def all_values(self) -> dict[str, Curve]:
+        """Return both, by name; an epoch's mean of a value that steps logged too is named so."""
+        steps = self.values()
+        means = self.evaluations().items()
+        return steps | {f"{name} (epoch)" if name in steps else name: curve for name, curve in means}
+
     def as_json(self) -> dict[str, Any]:
         """Return everything except the steps."""
         return {
             "folder": self.folder,
             "outcome": self.outcome,
             "start": dict(self.start),
+            "resumed_at": [one["step"] for one in self.starts[1:]],
             "summary": dict(self.summary),
             "compiles": self.compiles,
             "findings": self.findings,
             "not_finite": self.not_finite,
             "metrics": self.metrics,
         }
+
+
+_Part = dict[str, list[dict[str, Any]]]
+"""The events of one part of a run, by kind."""
+_SUMS = ("seconds", "compiles", "compile_s", "unexpected", "cache_hits", "cache_misses")
+
+
+def _parts(events: Iterable[dict[str, Any]]) -> list[_Part]:
+    parts: list[_Part] = []
+    for event in events:
+        kind = str(event.get("event"))
+        if kind == "start":
+            parts.append({})
+        if parts:
+            parts[-1].setdefault(kind, []).append(event)
+    return parts
+
+
+def _kept(parts: list[_Part], kind: str) -> list[dict[str, Any]]:
+    """Return the events of one kind, without those of steps that a later part has repeated."""
+    kept: list[dict[str, Any]] = []
+    for part in parts:
+        begin = _begin(part)
+        kept = [event for event in kept if event["step"] <= begin] + part.get(kind, [])
+    return kept
+
+
+def _summary(part: _Part, end: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return a part's totals; without an end event, the sums of its events."""
+    if end is not None:
+        summary: Mapping[str, Any] = end["summary"]
+        return summary
+    compiles, begin = part.get("compile", []), _begin(part)
+    last = part["step"][-1] if "step" in part else {}
+    elapsed = {"seconds": last["time"] - part["start"][0]["time"]} if "time" in last else {}
+    return {
+        **elapsed,
+        "steps": last.get("step", begin) - begin,
+        "compiles": sum(one["compiles"] for one in compiles),
+        "compile_s": sum(one["seconds"] for one in compiles),
+        "unexpected": sum(one["compiles"] for one in compiles if not one["expected"]),
+        **{name: last.get(name) for name in ("step_s", "records_per_s", "wait_share", "mfu")},
+    }
+
+
+def _findings(parts: list[_Part]) -> list[dict[str, Any]]:
+    found = (event for part in parts for event in part.get("finding", []))
+    return list({(one["kind"], one["op"], one["line"]): one for one in found}.values())
+
+
+def _total(parts: list[_Part], summaries: list[Mapping[str, Any]]) -> Mapping[str, Any]:
+    sums = {
+        name: sum(one[name] for one in summaries if one.get(name) is not None)
+        for name in _SUMS
+        if any(one.get(name) is not None for one in summaries)
+    }
+    # Not a sum: steps that were repeated count once.
+    return {**summaries[-1], **sums, "steps": _begin(parts[-1]) + summaries[-1].get("steps", 0)}
+
+
+def _begin(part: _Part) -> int:
+    """Return the step that a part began at: 0, or that of the checkpoint."""
+    return part["start"][0].get("step") or 0
+
+
+def _positions(parts: list[_Part]) -> list[Position]:
+    """Return how far the run was at the steps that were logged, and at the start of each part."""
+    found: list[Position] = []
+    for part in parts:
+        begin = _begin(part)
+        seconds, records = position_at(found, begin)
+        found = [one for one in found if one.step < begin]
+        found.append(Position(begin, seconds, records))
+        started = part["start"][0].get("time", 0.0)
+        for event in part.get("step", []):
+            elapsed = event["time"] - started if "time" in event else 0.0
+            found.append(Position(event["step"], seconds + elapsed, records + (event.get("records") or 0.0)))
+    return found
+
+
+def position_at(positions: list[Position], step: float) -> tuple[float, float]:
+    """Return the seconds and the records at a step, on the line between the two positions around it."""
+    if len(positions) < 2:
+        return (positions[0].seconds, positions[0].records) if positions else (0.0, 0.0)
+    # After the last one, as fast as before it.
+    index = min(max(bisect_right(positions, step, key=attrgetter("step")), 1), len(positions) - 1)
+    first, last = positions[index - 1], positions[index]
+    share = (step - first.step) / (last.step - first.step)
+    return (
+        first.seconds + share * (last.seconds - first.seconds),
+        first.records + share * (last.records - first.records),
+    )
 
 
 def _by_name(events: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:

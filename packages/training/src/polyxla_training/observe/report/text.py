@@ -68,11 +68,11 @@ def findings(run: Run) -> list[str]:
 
 def as_lines(run: Run) -> Iterator[str]:
     """Return the run as lines for a terminal."""
-    yield f"{title(run)}, started {run.start['started']}: {run.outcome}"
+    yield f"{title(run)}, {run.started}: {run.outcome}"
     shown = facts(run)
     width = max(map(len, shown))
     yield from (f"  {name:<{width}}  {text}" for name, text in shown.items())
-    last = {name: curve[-1][1] for name, curve in (run.values() | run.evaluations()).items()}
+    last = {name: curve[-1][1] for name, curve in run.all_values().items()}
     if last:
         yield "last values: " + "  ".join(f"{name} {value:.4g}" for name, value in last.items())
     if found := findings(run):
