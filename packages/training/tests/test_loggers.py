@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +15,12 @@ import torch
 
 from polyxla import UsageError
 from polyxla_training import Trainer
+from polyxla_training.listeners.loggers import csv_file
+from polyxla_training.listeners.profiling import ProfileListener
 from polyxla_training.observe import read_run
 
+PROGRAMS = Path(__file__).parent / "programs"
+TIMEOUT_S = 300.0
 pytestmark = pytest.mark.usefixtures("fake_replicas")
 
 
@@ -122,4 +129,70 @@ def test_a_library_that_is_missing_is_named(
     assert str(caught.value) == (
         f"{title} is not installed (from Trainer(loggers=...)). "
         f"Install it: pip install './packages/training[{name}]'."
+    )
+
+
+def test_a_full_disk_under_the_logs_ends_no_training(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=256k none "$0" && exec "$@"', str(disk)]
+    if subprocess.run([*mount, "true"], capture_output=True, timeout=TIMEOUT_S, check=False).returncode:
+        pytest.skip("this machine does not allow mounts")
+    command = [*mount, sys.executable, str(PROGRAMS / "full_log_dir.py"), str(disk)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    *steps, error = done.stdout.splitlines()
+    assert steps == ["mid: 300 steps", "full: 300 steps"]
+    assert "cannot be written: No space left on device" in error, "a checkpoint is worth an error"
+    lost = [line for line in done.stderr.splitlines() if "No space left on device" in line]
+    names = ("'csv'", "'tensorboard'", "mid/run.jsonl", "disk/full is not written", "disk/checkpoints is not")
+    assert [sum(name in line for line in lost) for name in names] == [1] * 5
+    assert len(lost) == 5
+    assert "Traceback" not in done.stderr
+
+
+class _ServerError(Exception):
+    """An error as a logger's own library raises it."""
+
+
+def test_a_logger_that_fails_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(_: Any, step: int, values: Mapping[str, float]) -> None:
+        raise _ServerError(f"no answer at step {step}")
+
+    monkeypatch.setattr(csv_file.CsvLogger, "write", write)
+    _fit(log_dir="here", loggers=["csv"])
+    assert read_run(Path("here"))[-1]["error"] is None
+    assert capsys.readouterr().err == (
+        "polyxla: logging to here\n"
+        "polyxla: the log of 'csv' is not written any more, and training goes on: no answer at step 1\n"
+    )
+
+
+def test_a_directory_that_may_not_be_written_is_refused_at_the_start() -> None:
+    Path("file").touch()
+    with pytest.raises(UsageError) as caught:
+        _fit(log_dir="file/logs", loggers=["csv"])
+    assert str(caught.value).startswith("'file/logs' cannot be written: [Errno 20] Not a directory")
+    assert str(caught.value).endswith(
+        "(from Trainer(log_dir=...)). Name a directory that this process may write, or None."
+    )
+
+
+def test_a_profile_that_cannot_be_written_ends_no_training(capsys: pytest.CaptureFixture[str]) -> None:
+    class Profile:
+        def __enter__(self) -> Any:
+            return lambda _: None
+
+        def __exit__(self, *_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+    replica: Any = SimpleNamespace(steps=0, sync=lambda **_: None, profile=lambda _: Profile())
+    listener = ProfileListener(replica, (1, 1), "here")
+    listener.polyxla_step_finished(replica, 1)
+    listener.polyxla_replica_stopped()
+    assert capsys.readouterr().err == (
+        "polyxla: the profile in here/profile is not written any more, and training goes on: "
+        "[Errno 28] No space left on device\n"
     )

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from polyxla.console import say
+from polyxla.console import say, say_once
 from polyxla.env import snapshot
 from polyxla.errors import UsageError
 from polyxla.hookspecs import hookimpl
 from polyxla.plugins.unknown_variables import constants
 from polyxla_training import env
+from polyxla_training.options import FILE_LOGGERS
 from polyxla_training.storage.location import is_url
 
 if TYPE_CHECKING:
@@ -26,6 +29,9 @@ if TYPE_CHECKING:
     from polyxla_training.observe.logged_values import LoggedValues
     from polyxla_training.observe.run_log import RunLog
     from polyxla_training.options import Fit, FitOptions
+
+
+Made = TypeVar("Made")
 
 
 @hookimpl
@@ -127,9 +133,10 @@ def _first_replicas(replica: Replica, fit: Fit) -> Iterator[object]:
     yield from _loggers(fit, directory, logged_values)
     observer = Observer(
         replica,
-        log=_run_log(replica, fit, directory) if directory is not None else None,
+        log=_in_log_dir(options, partial(_run_log, replica, fit, directory)) if directory else None,
         logged_values=logged_values,
         module=fit.module,
+        optimizer=fit.optimizer,
         compile_budget=options.compile_budget,
         on_budget=options.on_budget,
         prints_summary=options.progress,
@@ -151,7 +158,25 @@ def _loggers(fit: Fit, directory: str | Path | None, logged_values: LoggedValues
         view = f"; view it with: tensorboard --logdir {fit.options.log_dir}"
         say(f"logging to {fit.options.log_dir}{view if 'tensorboard' in arguments else ''}")
     for name, given in arguments.items():
-        yield ScalarListener(_logger(name, given, fit, directory), logged_values)
+        make = partial(_logger, name, given, fit, directory)
+        logger = _in_log_dir(fit.options, make) if name in FILE_LOGGERS else make()
+        if logger is not None:
+            yield ScalarListener(logger, logged_values, name)
+
+
+def _in_log_dir(options: FitOptions, make: Callable[[], Made]) -> Made | None:
+    """Return what `make` opens in the directory of the logs; None, after a line, if the disk is full."""
+    try:
+        return make()
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise UsageError(
+                f"{options.log_dir!r} cannot be written: {error}",
+                where="Trainer(log_dir=...)",
+                fix="Name a directory that this process may write, or None.",
+            ) from error
+        say_once(f"{options.log_dir} is not written, and training goes on: {os.strerror(error.errno)}")
+        return None
 
 
 def _logger(name: str, given: Mapping[str, Any], fit: Fit, directory: str | Path | None) -> Logger:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from polyxla.console import say
 from polyxla.hookspecs import hookimpl
+from polyxla_training.observe.run_log import Expendable
 
 if TYPE_CHECKING:
     from polyxla.replica.replica import Replica
@@ -29,6 +30,7 @@ class ProfileListener:
     def __init__(self, replica: Replica, steps: tuple[int, int], log_dir: str) -> None:
         self._first, self._last = steps
         self._directory = str(Path(log_dir) / PROFILE_DIR)
+        self._log = Expendable(f"the profile in {self._directory}")
         self._profile = ExitStack()
         self._begin_step: Callable[[int], None] | None = None
         if replica.steps == self._first - 1:
@@ -49,13 +51,15 @@ class ProfileListener:
     def _begin(self, replica: Replica) -> None:
         # Wait for earlier steps, which do not belong to it.
         replica.sync(wait=True)
-        self._begin_step = self._profile.enter_context(replica.profile(self._directory))
-        self._begin_step(self._first)
+        with self._log.attempt():
+            self._begin_step = self._profile.enter_context(replica.profile(self._directory))
+            self._begin_step(self._first)
 
     def _end(self) -> None:
         self._begin_step = None
-        self._profile.close()
-        say(f"profiled steps {self._first} to {self._last}: tensorboard --logdir {self._directory}")
+        with self._log.attempt():
+            self._profile.close()
+            say(f"profiled steps {self._first} to {self._last}: tensorboard --logdir {self._directory}")
 
     @hookimpl
     def polyxla_replica_stopped(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from polyxla.hookspecs import hookimpl
+from polyxla_training.observe.run_log import Expendable
 
 if TYPE_CHECKING:
     from polyxla_training.observe.logged_values import LoggedValues
@@ -27,10 +28,16 @@ class ScalarListener:
     Args:
         logger: writes it.
         logged_values: reads the tensors of some steps, which waits for the device.
+        name: the logger's, for the line that reports its loss.
+
+    Attributes:
+        name: as given.
     """
 
-    def __init__(self, logger: Logger, logged_values: LoggedValues) -> None:
+    def __init__(self, logger: Logger, logged_values: LoggedValues, name: str) -> None:
         self._logger, self._logged_values = logger, logged_values
+        self._log = Expendable(f"the log of {name!r}")
+        self.name = name
         self._unwritten: tuple[int, Mapping[str, Any]] | None = None
 
     @hookimpl
@@ -44,7 +51,18 @@ class ScalarListener:
         if self._unwritten is not None:
             step, logged = self._unwritten
             self._unwritten = None
-            self._logger.write(step, self._logged_values.read(step, logged))
+            self.write(step, self._logged_values.read(step, logged))
+
+    @property
+    def experiment(self) -> Any:
+        """What the logger's library offers, such as TensorBoard's ``SummaryWriter``."""
+        return getattr(self._logger, "experiment", self._logger)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Write values, until an error has ended the log."""
+        if not self._log.is_lost:
+            with self._log.attempt():
+                self._logger.write(step, values)
 
     @hookimpl
     def polyxla_fit_finished(self) -> None:
@@ -54,9 +72,10 @@ class ScalarListener:
     @hookimpl
     def polyxla_metrics_ready(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write an evaluation's means."""
-        self._logger.write(step, metrics)
+        self.write(step, metrics)
 
     @hookimpl
     def polyxla_replica_stopped(self, error: BaseException | None) -> None:
         """Write the buffered values and end the run, also after an error."""
-        self._logger.close(error)
+        with self._log.attempt():
+            self._logger.close(error)

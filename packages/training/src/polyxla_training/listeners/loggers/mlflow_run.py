@@ -41,19 +41,19 @@ class MlflowLogger:
         experiment_name: str = DEFAULT_EXPERIMENT,
         run_name: str | None = None,
     ) -> None:
-        self._client = MlflowClient(tracking_uri)
-        found = self._client.get_experiment_by_name(experiment_name)
-        experiment = found.experiment_id if found else self._client.create_experiment(experiment_name)
-        self._run_id: str = self._client.create_run(experiment, run_name=run_name).info.run_id
+        self.experiment = MlflowClient(tracking_uri)
+        found = self.experiment.get_experiment_by_name(experiment_name)
+        experiment = found.experiment_id if found else self.experiment.create_experiment(experiment_name)
+        self._run_id: str = self.experiment.create_run(experiment, run_name=run_name).info.run_id
         params = [Param(name, str(value)[:LONGEST_PARAM]) for name, value in settings.items()]
-        self._client.log_batch(self._run_id, params=params)
+        self.experiment.log_batch(self._run_id, params=params)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Send the values."""
         now_ms = int(time.time() * 1000)
         metrics = [Metric(name, value, now_ms, step) for name, value in values.items()]
-        self._client.log_batch(self._run_id, metrics=metrics)
+        self.experiment.log_batch(self._run_id, metrics=metrics)
 
     def close(self, error: BaseException | None) -> None:
         """End the run: as failed after an error."""
-        self._client.set_terminated(self._run_id, "FINISHED" if error is None else "FAILED")
+        self.experiment.set_terminated(self._run_id, "FINISHED" if error is None else "FAILED")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,13 +28,26 @@ class TensorBoardLogger:
     """
 
     def __init__(self, log_dir: str, **arguments: Any) -> None:
-        self._writer = SummaryWriter(log_dir, **arguments)
+        _leave_errors_to_callers()
+        self.experiment = SummaryWriter(log_dir, **arguments)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write a scalar for each value."""
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            self.experiment.add_scalar(name, value, step)
 
     def close(self, error: BaseException | None) -> None:
         """Close the file."""
-        self._writer.close()
+        self.experiment.close()
+
+
+@functools.cache
+def _leave_errors_to_callers() -> None:
+    """Make TensorBoard's thread print no error: the next call of the writer raises it."""
+    before = threading.excepthook
+
+    def report(failure: threading.ExceptHookArgs) -> None:
+        if type(failure.thread).__module__.partition(".")[0] != "tensorboard":
+            before(failure)
+
+    threading.excepthook = report

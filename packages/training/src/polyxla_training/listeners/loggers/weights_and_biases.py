@@ -28,12 +28,12 @@ class WandbLogger:
 
     def __init__(self, log_dir: str | None, settings: Mapping[str, Any], **arguments: Any) -> None:
         given = {"dir": log_dir, "config": dict(settings), **arguments}
-        self._run = wandb.init(**given)
+        self.experiment = wandb.init(**given)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Send the values."""
-        self._run.log(dict(values), step=step)
+        self.experiment.log(dict(values), step=step)
 
     def close(self, error: BaseException | None) -> None:
         """Finish the run: as failed after an error."""
-        self._run.finish(exit_code=0 if error is None else 1)
+        self.experiment.finish(exit_code=0 if error is None else 1)
