@@ -85,7 +85,9 @@ def test_a_state_that_was_loaded_is_the_state_that_was_saved() -> None:
     trained = _trained()
     saved = copy.deepcopy(trained.state_dict())
     other = _state(FakeReplica())
-    other.resume(Checkpoint("a test", saved))
+    checkpoint = Checkpoint("a test", saved)
+    other.resume(checkpoint)
+    other.resume_streams(checkpoint)
     assert torch.equal(other.module.weight, trained.module.weight)  # type: ignore[arg-type]
     momentum = [one.optimizer.state_dict()["state"][0]["momentum_buffer"] for one in (trained, other)]
     assert torch.equal(*momentum)
@@ -101,7 +103,7 @@ def test_a_state_that_was_loaded_is_the_state_that_was_saved() -> None:
 def test_other_replicas_count_the_totals_once_and_draw_from_new_streams(ordinal: int) -> None:
     saved = copy.deepcopy(_trained(world_size=4).state_dict())
     other = _state(FakeReplica(world_size=2, ordinal=ordinal))
-    other.resume(Checkpoint("a test", saved))
+    other.resume_streams(Checkpoint("a test", saved))
     assert _totals(other) == ({"loss": (32.0, 16.0, "mean")} if ordinal == 0 else {})
     assert other.replica.restored is None  # type: ignore[attr-defined]
     assert other.replica.seeded is not None  # type: ignore[attr-defined]

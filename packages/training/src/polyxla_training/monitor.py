@@ -32,6 +32,7 @@ class Monitor:
         name: the metric's name.
         mode: as given.
         best: the best value so far; None before the first.
+        is_seen: whether the metric was there, perhaps as NaN.
 
     Raises:
         UsageError: `mode` or `min_delta` is invalid.
@@ -44,11 +45,11 @@ class Monitor:
         self.name, self.mode = name, mode
         self._where, self._min_delta = where, min_delta
         self.best: float | None = None
-        self._is_seen = False
+        self.is_seen = False
 
     def improves(self, value: float) -> bool:
         """Return whether `value` is the best so far, and remember it then; NaN never is."""
-        self._is_seen = True
+        self.is_seen = True
         if math.isnan(value):
             return False
         gain = math.inf if self.best is None else self.best - value
@@ -63,7 +64,7 @@ class Monitor:
         Raises:
             UsageError: it was not logged.
         """
-        if not self._is_seen and epoch % every_n_epochs == 0:
+        if not self.is_seen and epoch % every_n_epochs == 0:
             raise UsageError(
                 f"monitor={self.name!r} was not logged, by epoch {epoch}",
                 where=self._where,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,7 @@ from polyxla_training.resume import load_same
 if TYPE_CHECKING:
     from polyxla_training.checkpoint.shards.reader import ShardedCheckpoint
 
-FORMAT = 3
+FORMAT = 4
 """Version of `TrainingState.state_dict`; checkpoints of other versions are refused."""
 
 
@@ -107,6 +107,8 @@ class TrainingState:
         on_save: the module's ``on_save_checkpoint``, if it has one.
         data_state: returns the data module's state.
         callbacks: the callbacks and listeners; of those that have states, ordinal 0's is saved.
+        validation: the position in the validation data, whose order may differ in each epoch; None without.
+        means: the latest metrics, which a schedule may monitor in an epoch without a validation.
     """
 
     replica: Replica
@@ -120,6 +122,8 @@ class TrainingState:
     on_save: Callable[[dict[str, Any]], None] | None = None
     data_state: Callable[[], dict[str, Any]] = dict
     callbacks: Sequence[Any] = ()
+    validation: Loader | None = None
+    means: dict[str, float] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, the same in every replica but for the shards of divided tensors.
@@ -128,7 +132,11 @@ class TrainingState:
         the next step.
         """
         module, module_extra = self._module_state()
-        own = {"rng": self.replica.rng_state(), "meter": self.metrics.state_dict()}
+        own = {
+            "rng": self.replica.rng_state(),
+            "meter": self.metrics.state_dict(),
+            "hidden": sorted(self.metrics.hidden),
+        }
         return {
             "format": FORMAT,
             "world_size": self.replica.world_size,
@@ -138,14 +146,29 @@ class TrainingState:
             "step": self.replica.steps,
             "seed": self.seed,
             "data": self.loader.state_dict(),
+            "validation": None if self.validation is None else self.validation.state_dict(),
+            "metrics": dict(self.means),
             "datamodule": self.data_state(),
             "module": module,
             "module_extra": module_extra,
             "optimizer": self.optimizer.state_dict(),
+            "groups": self._groups(),
             "schedules": self.schedulers.state_dict(),
             "callbacks": states_of(self.callbacks),
             "replicas": self.replica.all_gather(own),
         }
+
+    def _groups(self) -> list[list[str | None]]:
+        """Return the names of the parameters in each of the optimizer's groups."""
+        names = {id(one): name for name, one in self.module.named_parameters()}
+        return [[names.get(id(one)) for one in group["params"]] for group in self.optimizer.param_groups]
+
+    def _add_groups(self, groups: Sequence[Sequence[str | None]]) -> None:
+        """Add the groups that a hook had added to the optimizer while it trained."""
+        found: dict[str | None, torch.nn.Parameter] = dict(self.module.named_parameters())
+        for names in groups[len(self.optimizer.param_groups) :]:
+            if all(name in found for name in names):
+                self.optimizer.add_param_group({"params": [found[name] for name in names]})
 
     def _module_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the module's tensors, and what its ``on_save_checkpoint`` adds."""
@@ -158,7 +181,7 @@ class TrainingState:
         return seen["state_dict"], {key: value for key, value in seen.items() if key not in OWN_KEYS}
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Continue from a checkpoint; the number of replicas may differ.
+        """Continue from a checkpoint; the number of replicas may differ. `resume_streams` comes after it.
 
         Raises:
             UsageError: the module, its optimizer or its schedules differ from those that were saved.
@@ -169,6 +192,7 @@ class TrainingState:
         if is_strict:
             check_state(self.module.state_dict(), state["module"], where=where)
         try:
+            self._add_groups(state["groups"])
             if self.replica.sharding is None:
                 self.module.load_state_dict(state["module"], strict=is_strict)
                 self.optimizer.load_state_dict(state["optimizer"])
@@ -181,14 +205,20 @@ class TrainingState:
                 where=where,
                 fix="Make configure_optimizers return what it returned when the checkpoint was written.",
             ) from error
+        if state["step"]:
+            # torch warns of a schedule that advances before its optimizer; the earlier run has stepped it.
+            vars(self.optimizer)["_opt_called"] = True
         now = self.replica.precision.name
         if now != state["precision"] and self.replica.is_first:
             say(f"{where} was saved with precision {state['precision']}; training continues with {now}")
         self.view.current_epoch = state["epoch"]
         self.view.validated_batches = state["validated_batches"]
         self.view.global_step = self.replica.steps = state["step"]
+        self.means.update(state["metrics"])
+        self.view.callback_metrics |= {name: torch.tensor(value) for name, value in self.means.items()}
         self.loader.load_state_dict(state["data"])
-        self._restore_own(state)
+        if self.validation is not None and state["validation"] is not None:
+            self.validation.load_state_dict(state["validation"])
         if self.replica.is_first:
             say(f"resumed from {where}: epoch {state['epoch']}, step {state['step']}")
 
@@ -205,8 +235,11 @@ class TrainingState:
         if errors:
             raise error or errors[0]
 
-    def _restore_own(self, state: Mapping[str, Any]) -> None:
+    def resume_streams(self, checkpoint: Checkpoint) -> None:
+        """Continue the random numbers and the epoch's means, just before the first step."""
+        state = checkpoint.state
         ordinal, saved = self.replica.ordinal, state["replicas"]
+        self.metrics.hidden.update(*(one["hidden"] for one in saved))
         if len(saved) == self.replica.world_size:
             self.replica.restore_rng(saved[ordinal]["rng"])
             self.metrics.load_state_dict(saved[ordinal]["meter"])

@@ -56,13 +56,15 @@ class CheckpointListener:
         return "checkpoints"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value so far, under the name of its metric."""
-        return {} if self._monitor is None else {self._monitor.name: self._monitor.best}
+        """Return the best value so far, under the name of its metric, once the metric was there."""
+        monitor = self._monitor
+        return {monitor.name: monitor.best} if monitor is not None and monitor.is_seen else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`; with another metric, begin anew."""
         if self._monitor is not None:
             self._monitor.best = state.get(self._monitor.name)
+            self._monitor.is_seen = self._monitor.name in state
 
     @hookimpl
     def polyxla_metrics_ready(self, metrics: Mapping[str, float]) -> None:

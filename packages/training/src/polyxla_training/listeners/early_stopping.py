@@ -64,6 +64,7 @@ class EarlyStopping:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`."""
         self._monitor.best, self.waited = state["best"], state["waited"]
+        self._monitor.is_seen = self.best is not None or self.waited > 0
 
     @hookimpl
     def polyxla_fit_started(self, replica: Replica, fit: Fit) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from polyxla.errors import UsageError
 from polyxla.pytree import map_tensors
 from polyxla.replica.loader import Loader
 from polyxla.replica.replica import Replica
@@ -44,10 +45,14 @@ def evaluate(
         publish: computes and publishes the metrics.
         batches: number of batches to read; None for all.
         predictions: receives what ``predict_step`` returns, on the host and without padding.
+
+    Raises:
+        UsageError: there was no batch to validate or test on.
     """
     precision = replica.precision
     on_batch_start = adapter.hook(f"on_{kind}_batch_start")
     on_batch_end = adapter.hook(f"on_{kind}_batch_end")
+    read = 0
     with view.evaluating(kind), adapter.evaluating(kind):
         accumulator.outside_batches()
         adapter.call(f"on_{kind}_start")
@@ -55,6 +60,7 @@ def evaluate(
         # Closing ends the runtime's threads, which read ahead of the limit.
         with closing(iter(loader)) as arriving:
             for index, arrived in enumerate(islice(arriving, batches)):
+                read += 1
                 batch = data.after_transfer(arrived, 0) if data.after_transfer else arrived
                 accumulator.start_batch(batch, is_training=False, real=loader.real, valid=loader.valid)
                 if on_batch_start:
@@ -67,10 +73,25 @@ def evaluate(
                     on_batch_end(outputs, batch, index)
                 if kind == "predict":
                     predictions.append(_on_host(outputs, accumulator))
+        # A limit may have left batches unread.
+        loader.finish_epoch()
+        # The means of nothing: of a replica alone, the others may have read the few batches that there are.
+        if kind != "predict" and not any(replica.all_gather(read)):
+            raise no_batch(kind)
         accumulator.outside_batches()
         adapter.call(f"on_{kind}_epoch_end")
         publish()
         adapter.call_last(f"on_{kind}_end")
+
+
+def no_batch(kind: str) -> UsageError:
+    """Return the error of a loader without batches; `kind` as for `evaluate`, or ``training``."""
+    skip = "; to train without validation, leave it out" if kind == "validation" else ""
+    return UsageError(
+        f"the {kind} loader gave no batch",
+        where="Trainer.fit" if kind == "training" else "Trainer",
+        fix=f"Check its dataset's length, and drop_last if the batch is larger than the dataset{skip}.",
+    )
 
 
 def _on_host(outputs: Any, accumulator: MetricAccumulator) -> Any:

@@ -19,9 +19,9 @@ from polyxla_training.callbacks import is_listener, load_states
 from polyxla_training.lightning.callbacks import LightningCallbacks, is_callback
 from polyxla_training.lightning.data import Data, divisible_by_batches
 from polyxla_training.lightning.schedulers import configure_optimizers
-from polyxla_training.lightning.trainer_view import TrainerView
+from polyxla_training.lightning.trainer_view import LoggerListener, LoggerView, TrainerView
 from polyxla_training.loop.call import Call, Outcome
-from polyxla_training.loop.evaluation import evaluate
+from polyxla_training.loop.evaluation import evaluate, no_batch
 from polyxla_training.loop.limits import ValidationSchedule, count_batches, length_of
 from polyxla_training.loop.optimization import Optimization
 from polyxla_training.metrics import MetricAccumulator
@@ -75,6 +75,8 @@ class TrainingLoop:
         self.metrics: dict[str, float] = {}
         self.predictions: list[Any] = []
         self.stopped = ""
+        self._is_finished = False
+        self._left: dict[str, Any] | None = None
         self._own_optimizers: list[torch.optim.Optimizer] = []
         self._checkpoint: Checkpoint | None = None
 
@@ -129,11 +131,18 @@ class TrainingLoop:
         self.adapter.call("on_fit_start")
         self.adapter.start_training(self.replica)
         self.adapter.call("on_train_start")
-        while self.view.current_epoch < self.options.max_epochs and not self._is_done():
-            self._epoch()
-            if self.stopped:
-                break
-        self.replica.hook.polyxla_fit_finished(replica=self.replica)
+        if self._checkpoint is not None:
+            # After the hooks of the start, which may draw random numbers and log values.
+            self._state.resume_streams(self._checkpoint)
+            self._checkpoint = None
+        is_over = True
+        while is_over and self.view.current_epoch < self.options.max_epochs and not self._is_done():
+            is_over = self._epoch()
+        self._is_finished = True
+        if is_over:
+            self.replica.hook.polyxla_fit_finished(replica=self.replica)
+        else:
+            self._leave_epoch()
         self.adapter.call_last("on_train_end")
 
     def evaluate(self, data: Iterable[Any] | None) -> None:
@@ -166,6 +175,8 @@ class TrainingLoop:
                 where=f"Trainer.{self.call.stage}",
                 fix=f"Pass the {short} loader, or write {short}_dataloader in the module.",
             )
+        if kind != "predict" and length_of(data) == 0:
+            raise no_batch(kind)
         pad, is_training = self.adapter.accepts_mask(kind), kind == "training"
         return self.data.load(data, pad=pad, repeat=is_training, prefetch=self.options.prefetch)
 
@@ -190,7 +201,7 @@ class TrainingLoop:
         self._on_batch_end = adapter.hook("on_train_batch_end")
         self._on_epoch_end = adapter.hook("on_train_epoch_end")
         with_states: list[Any] = list(self.lightning_callbacks.callbacks)
-        state = TrainingState(
+        self._state = state = TrainingState(
             self.replica,
             self.module,
             optimizer,
@@ -202,62 +213,111 @@ class TrainingLoop:
             adapter.hook("on_save_checkpoint"),
             self.data.state_dict,
             with_states,
+            self.validation,
+            self.metrics,
         )
         if self._checkpoint is not None:
             state.resume(self._checkpoint)
         # Listeners come after resuming: they read the step that training begins at.
         every = options.read_interval(self.view.estimated_stepping_batches)
-        fit = Fit(options, every, self.module, optimizer, steps_per_epoch, state.state_dict, self.stop)
+        fit = Fit(options, every, self.module, optimizer, steps_per_epoch, self._state_dict, self.stop)
         found = self.replica.hook.polyxla_listeners(replica=self.replica, fit=fit)
         # The last one added is called first: checkpoints hold what the callbacks have made of an event.
         listeners = [*itertools.chain(*found), *filter(is_listener, self._callbacks)]
         for listener in listeners:
             self.replica.add_listener(listener)
+        self._show_loggers(listeners)
         with_states += [one for one in listeners if one not in with_states]
         saved = {} if self._checkpoint is None else self._checkpoint.state["callbacks"]
         load_states(with_states, saved, is_first=self.replica.is_first)
-        self._checkpoint = None
         self.replica.hook.polyxla_fit_started(replica=self.replica, fit=fit)
+
+    def _show_loggers(self, listeners: Iterable[Any]) -> None:
+        """Show the module its loggers, which only ordinal 0 has."""
+        names, log_dir = self.options.logger_arguments, self.options.log_dir
+        own = {one.name: one for one in listeners if isinstance(one, LoggerListener)}
+        self.view.loggers = [
+            LoggerView(name, log_dir, own[name].experiment, own[name].write)
+            if name in own
+            else LoggerView(name, log_dir)
+            for name in names
+        ]
+        self.view.logger = next(iter(self.view.loggers), None)
 
     def stop(self, reason: str) -> None:
         """End training after the current step; every replica must call it at the same step."""
-        self.stopped = reason
+        if not self._is_finished:
+            self.stopped = reason
 
     def _is_done(self) -> bool:
+        """Return whether training ends here: at the end of an update, so that no gradients are lost."""
+        if self.optimization.is_pending:
+            return False
         limit = self.options.max_steps
         if self.stopped or (limit is not None and self.replica.steps >= limit):
             return True
         # Several replicas agree on it at the end of the epoch.
         return self.view.should_stop and (self.replica.world_size == 1 or not self.view.training)
 
-    def _epoch(self) -> None:
-        """Train for the rest of an epoch, validate, and publish what was logged."""
+    def _epoch(self) -> bool:
+        """Train for the rest of an epoch, and end the epoch if it is over; return whether it is.
+
+        An epoch is over when its batches are used up, or a hook skips the rest of them. Training that ends
+        before leaves the epoch to the run that resumes: its schedules, validation and hooks come once.
+        """
         self.accumulator.outside_batches()
         self.view.training = True
-        self.adapter.call("on_train_epoch_start")
-        is_whole, is_skipped = self._batches()
-        if self.stopped:
-            return
+        if self.loader.batches_before == 0:
+            self.adapter.call("on_train_epoch_start")
+        is_over, is_skipped = self._batches()
+        if self.stopped or not is_over:
+            return False
         self.accumulator.outside_batches()
         self.schedulers.epoch_finished()
+        self._finish_metrics(is_skipped)
+        self.schedulers.metrics_ready(self.metrics)
+        self.view.training = False
+        if self.replica.world_size > 1:
+            self.view.should_stop = any(self.replica.all_gather(self.view.should_stop))
+        self.view.validated_batches = 0
+        self.view.current_epoch += 1
+        self.loader.finish_epoch()
+        self.replica.hook.polyxla_epoch_finished(replica=self.replica, epoch=self.view.current_epoch)
+        return not self.stopped
+
+    def _finish_metrics(self, is_skipped: bool) -> None:
+        """Validate, call the hooks of an epoch's end, and publish what was logged."""
         # As in Lightning, which does not validate an epoch that a hook has cut short.
         is_validated = not is_skipped and self._validation_is_due(self._batches_so_far, is_end=True)
         if is_validated:
             self._publish()
             self._validate(self._batches_so_far)
+            if self._is_finished:
+                # No epoch's end follows, at which the best state would be saved.
+                self.replica.hook.polyxla_validation_finished(replica=self.replica)
         if self._on_epoch_end:
             self._on_epoch_end()
         if self._on_epoch_end or not is_validated:
             self._publish()
-        self.schedulers.metrics_ready(self.metrics)
-        self.view.training = False
-        if self.replica.world_size > 1:
-            self.view.should_stop = any(self.replica.all_gather(self.view.should_stop))
-        if is_whole:
-            self.view.validated_batches = 0
-            self.view.current_epoch += 1
-            self.loader.finish_epoch()
-            self.replica.hook.polyxla_epoch_finished(replica=self.replica, epoch=self.view.current_epoch)
+
+    def _leave_epoch(self) -> None:
+        """Evaluate a training that ends within an epoch, with the hooks that Lightning calls there.
+
+        Checkpoints hold the state before, so that a resumed run goes on as if training had not ended.
+        """
+        if self.options.checkpoint_dir is not None:
+            self._left = self._state.state_dict()
+            for name in ("callbacks", "datamodule"):
+                # Their owners may still change what they have returned.
+                self._left[name] = copy.deepcopy(self._left[name])
+        self.replica.hook.polyxla_fit_finished(replica=self.replica)
+        if not self.stopped:
+            self.accumulator.outside_batches()
+            self._finish_metrics(is_skipped=False)
+            self.view.training = False
+
+    def _state_dict(self) -> dict[str, Any]:
+        return self._left or self._state.state_dict()
 
     def _batches(self) -> tuple[bool, bool]:
         """Train on the rest of an epoch; return whether the epoch is over, and whether a hook has cut it."""
@@ -274,18 +334,12 @@ class TrainingLoop:
                     return True, True
                 self._validate_within(index + 1)
                 if self._is_done():
-                    break
-            else:
-                whole = self._batches_so_far
-                self.optimization.flush(whole - 1)
-                self._finish_step()
+                    return self._batches_so_far == whole, False
         if self._batches_so_far == 0:
-            raise UsageError(
-                "the training loader gave no batch",
-                where="Trainer.fit",
-                fix="Check its dataset's length, and drop_last if the batch is larger than the dataset.",
-            )
-        return self._batches_so_far == whole, False
+            raise no_batch("training")
+        self.optimization.flush(self._batches_so_far - 1)
+        self._finish_step()
+        return True, False
 
     def _validate_within(self, batches: int) -> None:
         """Validate after so many batches of the epoch, if it is due and the epoch goes on."""
