@@ -203,6 +203,43 @@ class _Endless:
             yield from _data(1)
 
 
+def test_an_optimizer_that_needs_a_closure_is_refused_before_training() -> None:
+    class Closure(_Net):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.LBFGS(self.parameters())
+
+    with pytest.raises(UsageError, match="LBFGS computes the loss several times in one step, and the"):
+        _trainer().fit(Closure(), _data(1))
+
+
+class _Empty(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+@REPLICAS
+@pytest.mark.parametrize("data", [DataLoader(UNEVEN[:0]), DataLoader(_Empty())], ids=["sized", "stream"])
+def test_an_evaluation_of_nothing_is_an_error(devices: int, data: Any) -> None:
+    skip = "; to train without validation, leave it out"
+    message = (
+        "the {} loader gave no batch (from Trainer). Check its dataset's length, and drop_last if the batch "
+        "is larger than the dataset{}."
+    )
+    for run, name, more in (
+        (lambda trainer: trainer.validate(_Validated(), data), "validation", skip),
+        (lambda trainer: trainer.test(_Validated(), data), "test", ""),
+        (lambda trainer: trainer.fit(_Validated(), _data(4), data), "validation", skip),
+    ):
+        with pytest.raises(UsageError) as caught:
+            run(_trainer(devices))
+        assert str(caught.value) == message.format(name, more)
+
+
+@REPLICAS
+def test_fewer_batches_than_replicas_are_an_evaluation(devices: int) -> None:
+    assert _trainer(devices).validate(_Validated(), UNEVEN[:1])["mean"] == 8.0
+
+
 def test_a_loader_without_a_length_trains_to_the_step_limit(capsys: pytest.CaptureFixture[str]) -> None:
     trainer = _trainer(max_steps=5, progress=True, summary=False)
     trainer.fit(_Validated(), _Endless(), UNEVEN)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+import lightning
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
@@ -177,3 +179,40 @@ def test_without_tensorboard_the_error_says_what_to_install(monkeypatch: pytest.
         "TensorBoard is not installed (from Trainer(log_dir=...)). "
         "Install it: pip install './packages/training[tensorboard]', or pass log_dir=None."
     )
+
+
+class _Drawing(lightning.LightningModule):
+    """Writes with the loggers' own libraries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        copy.deepcopy(self)
+        logger: Any = self.logger
+        logger.experiment.add_scalar("own", 2.5, self.global_step)
+        logger.log_metrics({"other": 1.5}, self.global_step)
+        assert [one.name for one in self.loggers] == ["tensorboard", "csv"]
+        return F.mse_loss(self.layer(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@REPLICAS
+def test_a_module_writes_with_its_loggers_library(devices: int, tmp_path: Path) -> None:
+    trainer = _trainer(devices, log_dir=str(tmp_path), loggers=["tensorboard", "csv"])
+    trainer.fit(_Drawing(), _data(2 * devices))
+    scalars = _scalars(tmp_path)
+    assert scalars["own"] == [(0, 2.5), (1, 2.5)], "of ordinal 0 alone"
+    assert scalars["other"] == [(0, 1.5), (1, 1.5)]
+    assert "loss" in scalars
+
+
+def test_a_training_without_a_logger_has_none() -> None:
+    class Asks(_Net):
+        def on_train_start(self) -> None:
+            assert (self.trainer.logger, self.trainer.loggers) == (None, [])
+
+    _trainer().fit(Asks(), _data(1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -136,7 +137,7 @@ def configure_optimizers(
         advance: as for `Schedulers`.
 
     Raises:
-        UsageError: it returned no optimizer, or several.
+        UsageError: it returned no optimizer, or several, or one whose step needs a closure.
     """
     answer = module.configure_optimizers()
     optimizers, schedules = _unpack(answer)
@@ -145,6 +146,15 @@ def configure_optimizers(
             f"configure_optimizers returned {len(optimizers)} optimizers: {answer!r}",
             where=f"{type(module).__name__}.configure_optimizers",
             fix="Return one torch optimizer; for several, write the loop with polyxla.launch.",
+        )
+    name = type(optimizers[0]).__name__
+    closure = inspect.signature(optimizers[0].step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise UsageError(
+            f"{name} computes the loss several times in one step, and the Trainer's update computes it once",
+            where=f"{type(module).__name__}.configure_optimizers",
+            fix=f"Use another optimizer, or write the loop with polyxla.launch: {name}.step(closure), whose "
+            "closure averages the gradients with replica.all_reduce.",
         )
     return optimizers[0], Schedulers(schedules, advance)
 

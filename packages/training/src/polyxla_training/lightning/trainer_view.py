@@ -2,14 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, runtime_checkable
 
 if TYPE_CHECKING:
     from polyxla.replica.replica import Replica
     from polyxla_training.options import FitOptions
+
+
+@runtime_checkable
+class LoggerListener(Protocol):
+    """The listener that has a logger; its attributes are those of the same names of `LoggerView`."""
+
+    name: str
+
+    @property
+    def experiment(self) -> Any:
+        """What the logger's library offers."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Write values of a step."""
+
+
+class _Nothing:
+    """Has every method, and none does anything."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: None
+
+
+@dataclass
+class LoggerView:
+    """A logger of the Trainer, under Lightning's names.
+
+    Attributes:
+        name: such as ``tensorboard``.
+        log_dir: the directory of the run; None without one.
+        experiment: TensorBoard's ``SummaryWriter``, wandb's run, MLflow's client or our `CsvLogger`. In
+            replicas other than ordinal 0, and in copies, an object whose methods do nothing.
+        write: writes values of a step.
+    """
+
+    name: str
+    log_dir: str | None = None
+    experiment: Any = field(default_factory=_Nothing)
+    write: Callable[[int, Mapping[str, float]], None] = _Nothing().write
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write values of a step."""
+        self.write(step, metrics)
+
+    def __reduce__(self) -> Any:
+        # A copy of the module, as for a moving average, has no files.
+        return LoggerView, (self.name, self.log_dir)
 
 
 @dataclass
@@ -46,8 +95,8 @@ class TrainerView:
         testing: likewise a test.
         sanity_checking: False; there is no sanity check.
         predicting: likewise a prediction.
-        logger: None; logged values go to the listeners.
-        loggers: empty.
+        logger: the first of `loggers`; None if there is none.
+        loggers: those of a `fit`, once its optimizer is made.
         progress_bar_callback: None; ``self.print`` of a LightningModule prints plainly.
     """
 
@@ -79,8 +128,8 @@ class TrainerView:
     testing: bool = False
     sanity_checking: bool = False
     predicting: bool = False
-    logger: None = None
-    loggers: tuple[()] = ()
+    logger: LoggerView | None = None
+    loggers: list[LoggerView] = field(default_factory=list)
     progress_bar_callback: None = None
 
     @classmethod
