@@ -72,7 +72,8 @@ def polyxla_epoch_finished(replica: Replica, epoch: int) -> None:
 def polyxla_fit_finished(replica: Replica) -> None:
     """A training has made its last step, or was stopped; the module is still on the device.
 
-    Called once per fit in each replica, but not after an error.
+    Called once per fit in each replica, but not after an error. If training has ended within an epoch, a last
+    evaluation follows, whose metrics a run that resumes from here will not have seen.
 
     Args:
         replica: the replica that trains.

@@ -283,8 +283,8 @@ class Fit:
         steps_per_epoch: optimizer updates in a whole epoch; None if the loader has no length.
         state_dict: returns the whole training state, as `polyxla_training.save` takes it. A collective; call
             it between steps. If a mesh divides the module, all replicas save it together.
-        stop: takes a reason, which is printed, and ends training after the current step and the evaluation
-            that follows it. Every replica must call it at the same step.
+        stop: takes a reason, which is printed, and ends training after the current step, or the epoch's end
+            that it is called in. Every replica must call it at the same step.
     """
 
     options: FitOptions

@@ -79,7 +79,7 @@ class TrainerView:
         accumulate_grad_batches: number of batches whose gradients make one update.
         gradient_clip_val: the limit of the gradients' norm, or else of their elements; None for no limit.
         gradient_clip_algorithm: ``norm`` or ``value``; None without a limit.
-        should_stop: set it to True to end training: with one replica after the current batch and a
+        should_stop: set it to True to end training: with one replica after the current update and a
             validation, with several at the end of the epoch in which any of them has set it.
         estimated_stepping_batches: optimizer updates that training will make; inf if unknown.
         num_training_batches: batches of one epoch; inf if unknown.

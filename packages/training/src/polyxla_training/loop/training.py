@@ -230,6 +230,9 @@ class TrainingLoop:
         with_states += [one for one in listeners if one not in with_states]
         saved = {} if self._checkpoint is None else self._checkpoint.state["callbacks"]
         load_states(with_states, saved, is_first=self.replica.is_first)
+        if self._checkpoint is not None:
+            # A copy of the whole model.
+            del self._checkpoint.state["module"], self._checkpoint.state["optimizer"]
         self.replica.hook.polyxla_fit_started(replica=self.replica, fit=fit)
 
     def _show_loggers(self, listeners: Iterable[Any]) -> None:
@@ -325,6 +328,8 @@ class TrainingLoop:
         before, whole = self.loader.batches_before, self._batches_per_epoch
         self._batches_so_far = before
         self._validate_within(before)
+        if before and self._is_done():
+            return before == whole, False
         left = None if whole is None else max(0, whole - before)
         with closing(iter(self.loader)) as arriving:
             for index, batch in enumerate(itertools.islice(arriving, left), start=before):
