@@ -249,3 +249,29 @@ def test_the_end_of_the_parent_ends_all_its_processes(
     while left := _of_job(f"TEST_JOB={tmp_path}"):
         assert time.monotonic() < deadline, f"{left} still live"
         time.sleep(0.05)
+
+
+@pytest.mark.pjrt
+@pytest.mark.parametrize("devices", [1, 2])
+def test_ctrl_c_saves_a_training_before_it_ends(
+    runtime: RuntimeUnderTest, tmp_path: Path, devices: int
+) -> None:
+    script = str(PROGRAMS / "train_until_interrupted.py")
+    command = [sys.executable, "-m", "polyxla", "run", "--devices", str(devices), script, str(tmp_path)]
+    environ = {**os.environ, "POLYXLA_RUNTIME": runtime.name}
+    with (tmp_path / "out").open("w") as out:
+        parent = subprocess.Popen(
+            command, cwd=tmp_path, env=environ, stdout=out, stderr=out, start_new_session=True
+        )
+    deadline = time.monotonic() + PATIENCE_S
+    while not all((tmp_path / str(ordinal)).exists() for ordinal in range(devices)):
+        assert time.monotonic() < deadline, (tmp_path / "out").read_text()
+        time.sleep(0.05)
+    os.killpg(parent.pid, signal.SIGINT)
+    assert parent.wait(PATIENCE_S) == 130
+    said = (tmp_path / "out").read_text()
+    assert "polyxla: training ends after this step, and saves it; press Ctrl-C again to end at once\n" in said
+    assert re.search(r"^polyxla: ended by SIGINT after step \d+, which is saved$", said, re.MULTILINE)
+    assert said.endswith("\npolyxla: interrupted\n")
+    assert len(list((tmp_path / "saved").glob("step-*.safetensors"))) == 1
+    assert all((tmp_path / f"ended-{ordinal}").exists() for ordinal in range(devices))
