@@ -249,6 +249,8 @@ def test_an_error_about_a_module_that_does_not_fit_names_the_file() -> None:
 
 def test_parameters_that_a_hook_has_added_to_the_optimizer_resume() -> None:
     class Thaws(_Net):
+        trainer: Any
+
         def __init__(self, crash_at: int | None = None) -> None:
             super().__init__(crash_at)
             self.body = torch.nn.Linear(3, 3)

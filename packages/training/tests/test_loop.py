@@ -218,20 +218,20 @@ class _Empty(torch.utils.data.IterableDataset[Any]):
 
 
 @REPLICAS
-@pytest.mark.parametrize("data", [DataLoader(UNEVEN[:0]), DataLoader(_Empty())], ids=["sized", "stream"])
+@pytest.mark.parametrize("data", [UNEVEN[:0], DataLoader(_Empty())], ids=["sized", "stream"])
 def test_an_evaluation_of_nothing_is_an_error(devices: int, data: Any) -> None:
     skip = "; to train without validation, leave it out"
     message = (
         "the {} loader gave no batch (from Trainer). Check its dataset's length, and drop_last if the batch "
         "is larger than the dataset{}."
     )
-    for run, name, more in (
-        (lambda trainer: trainer.validate(_Validated(), data), "validation", skip),
-        (lambda trainer: trainer.test(_Validated(), data), "test", ""),
-        (lambda trainer: trainer.fit(_Validated(), _data(4), data), "validation", skip),
+    for method, loaders, name, more in (
+        ("validate", [data], "validation", skip),
+        ("test", [data], "test", ""),
+        ("fit", [_data(4), data], "validation", skip),
     ):
         with pytest.raises(UsageError) as caught:
-            run(_trainer(devices))
+            getattr(_trainer(devices), method)(_Validated(), *loaders)
         assert str(caught.value) == message.format(name, more)
 
 

@@ -141,7 +141,8 @@ class _Net(lightning.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.saw("train", batch_idx, batch[0].tolist())
-        loss = (self.layer(self.drop(batch[0])) - 1 + 0.1 * torch.rand(())).square().mean()
+        distance: torch.Tensor = self.layer(self.drop(batch[0])) - 1 + 0.1 * torch.rand(())
+        loss = distance.square().mean()
         self.log("mean_loss", loss, on_epoch=True)
         self.log("quiet", batch_idx, on_step=False, on_epoch=True, logger=False)
         return loss
@@ -326,7 +327,7 @@ def _alone(install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.chdir(tmp_path)
 
 
-def _settings(examples: int) -> Any:
+def _settings(examples: int) -> settings:
     return settings(
         max_examples=examples,
         deadline=None,

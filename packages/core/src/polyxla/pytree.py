@@ -56,7 +56,7 @@ def _map_attributes(
         return
     if attributes is value:
         # A dict whose __init__ has written: self.__dict__ = self.
-        filled.__dict__ = filled
+        filled.__dict__ = filled  # type: ignore[assignment]
         return
     items = {id(item): changed[key] for key, item in value.items()}
     for name, old in attributes.items():

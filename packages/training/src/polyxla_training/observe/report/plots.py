@@ -191,6 +191,6 @@ def _figure(plot: Plot, traces: list[dict[str, Any]], marks: Mapping[str, list[f
     return {"name": plot.name, "kind": plot.kind, "data": traces, "layout": layout, "marks": dict(marks)}
 
 
-def _mark(step: int) -> dict[str, Any]:
+def _mark(step: float) -> dict[str, Any]:
     line = {"color": COLOURS[1], "width": 1, "dash": "dot"}
     return {"type": "line", "x0": step, "x1": step, "y0": 0, "y1": 1, "yref": "paper", "line": line}
