@@ -102,6 +102,30 @@ def test_accumulated_steps_resume_too() -> None:
     assert torch.equal(resumed.layer.weight, whole.layer.weight)
 
 
+def test_a_metric_object_that_begins_anew_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    class Mean:
+        values: ClassVar[list[float]] = []
+
+        def compute(self) -> float:
+            return sum(self.values) / len(self.values)
+
+        def reset(self) -> None:
+            self.values.clear()
+
+    class Measures(_Net):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            loss = super().training_step(batch)
+            Mean.values.append(1.0)
+            self.log("an_object", Mean(), on_step=False, on_epoch=True)
+            return loss
+
+    with pytest.raises(_StopError):
+        _fit(Measures(3))
+    _fit(Measures())
+    said = "metric objects begin anew, and their values of this epoch are those from here on: ['an_object']"
+    assert said in capsys.readouterr().err
+
+
 def test_a_finished_training_is_not_repeated() -> None:
     _fit(_Net())
     again = _Net()

@@ -244,6 +244,11 @@ class MetricAccumulator:
         yield
         self._running, self._objects = before
 
+    @property
+    def objects(self) -> list[str]:
+        """The names of the metric objects of the epoch so far; a state does not have their values."""
+        return sorted(self._objects)
+
     def state_dict(self) -> dict[str, Total]:
         """Return the epoch's totals, weights and kinds so far, by name. Waits for the device."""
         return {name: (float(one.total), one.weight, one.kind) for name, one in self._running.items()}

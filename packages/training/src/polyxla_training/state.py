@@ -136,6 +136,7 @@ class TrainingState:
             "rng": self.replica.rng_state(),
             "meter": self.metrics.state_dict(),
             "hidden": sorted(self.metrics.hidden),
+            "objects": self.metrics.objects,
         }
         return {
             "format": FORMAT,
@@ -240,6 +241,8 @@ class TrainingState:
         state = checkpoint.state
         ordinal, saved = self.replica.ordinal, state["replicas"]
         self.metrics.hidden.update(*(one["hidden"] for one in saved))
+        if self.replica.is_first and (names := saved[0]["objects"]):
+            say(f"metric objects begin anew, and their values of this epoch are those from here on: {names}")
         if len(saved) == self.replica.world_size:
             self.replica.restore_rng(saved[ordinal]["rng"])
             self.metrics.load_state_dict(saved[ordinal]["meter"])
