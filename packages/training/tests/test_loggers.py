@@ -144,7 +144,8 @@ def test_a_full_disk_under_the_logs_ends_no_training(tmp_path: Path) -> None:
     *steps, error = done.stdout.splitlines()
     assert steps == ["mid: 300 steps", "full: 300 steps"]
     assert "cannot be written: No space left on device" in error, "a checkpoint is worth an error"
-    lost = [line for line in done.stderr.splitlines() if "No space left on device" in line]
+    lost = [line for line in done.stderr.splitlines() if "training goes on: " in line]
+    assert all(line.endswith("No space left on device") for line in lost)
     names = ("'csv'", "'tensorboard'", "mid/run.jsonl", "disk/full is not written", "disk/checkpoints is not")
     assert [sum(name in line for line in lost) for name in names] == [1] * 5
     assert len(lost) == 5

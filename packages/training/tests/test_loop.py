@@ -235,9 +235,14 @@ def test_an_evaluation_of_nothing_is_an_error(devices: int, data: Any) -> None:
         assert str(caught.value) == message.format(name, more)
 
 
+class _One(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(UNEVEN[:1])
+
+
 @REPLICAS
 def test_fewer_batches_than_replicas_are_an_evaluation(devices: int) -> None:
-    assert _trainer(devices).validate(_Validated(), UNEVEN[:1])["mean"] == 8.0
+    assert _trainer(devices).validate(_Validated(), DataLoader(_One(), batch_size=None))["mean"] == 8.0
 
 
 def test_a_loader_without_a_length_trains_to_the_step_limit(capsys: pytest.CaptureFixture[str]) -> None:
