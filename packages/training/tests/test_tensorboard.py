@@ -189,8 +189,9 @@ class _Drawing(lightning.LightningModule):
         self.layer = torch.nn.Linear(3, 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        copy.deepcopy(self)
         logger: Any = self.logger
+        copied = copy.deepcopy(logger)
+        copied.experiment.add_scalar("own", 0.0, self.global_step)
         logger.experiment.add_scalar("own", 2.5, self.global_step)
         logger.log_metrics({"other": 1.5}, self.global_step)
         assert [one.name for one in self.loggers] == ["tensorboard", "csv"]
