@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from polyxla_doctor.checks.chips import check_chips, check_holders, check_libtpu_files
+from polyxla_doctor.checks.plugin import check_plugin
 from polyxla_doctor.checks.resources import check_disks, check_memory, check_shared_memory
 from polyxla_doctor.facts.host import HostFacts, Places, Space, gather_host
 from polyxla_doctor.facts.memory import Memory, read_memory
@@ -35,6 +36,7 @@ def places(tmp_path: Path) -> Places:
         pci_root=tmp_path / "pci",
         dev=tmp_path / "dev",
         lock_file=tmp_path / "libtpu_lockfile",
+        nvidia=tmp_path / "nvidia",
         tpu_logs=tmp_path / "tpu_logs",
         disks=(tmp_path / "not" / "yet", tmp_path),
     )
@@ -204,3 +206,46 @@ class TestMemory:
         (too_many,) = check_memory(host, 4, 8, replica_bytes=1 << 30)
         assert too_many.status is Status.PROBLEM
         assert "too little: 12.0 GiB before model and data" in too_many.found
+
+
+DRIVERS = [
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (me@host)\n",
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Fri Aug  1 01:23:45 UTC 2026\nGCC\n",
+]
+
+
+@pytest.mark.parametrize("text", DRIVERS)
+def test_gpus_are_named_with_their_driver(
+    places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    bridge = pytest.importorskip("polyxla_bridge.pjrt_plugin", reason="the bridge has the plugins' names")
+    on_cuda = {"POLYXLA_PJRT_PLUGIN": "cuda"}
+    (missing,) = check_plugin(on_cuda, gather_host(places))
+    assert (missing.status, missing.fix) == (
+        Status.PROBLEM,
+        f"Install it: pip install {bridge.CUDA_PACKAGE!r}",
+    )
+    library = tmp_path / "jax_plugins" / "xla_cuda13" / "xla_cuda_plugin.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    (no_driver,) = check_plugin(on_cuda, gather_host(places))
+    assert (no_driver.status, "lists no GPU" in no_driver.found) == (Status.PROBLEM, True)
+    for number in range(2):
+        gpu = places.nvidia / "gpus" / f"0000:0{number}:00.0"
+        gpu.mkdir(parents=True)
+        (gpu / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 24\n")
+    (places.nvidia / "version").write_text(text)
+    (found,) = check_plugin(on_cuda, gather_host(places))
+    assert found.found == (
+        "POLYXLA_PJRT_PLUGIN=cuda: xla_cuda13, 2 GPUs (NVIDIA H100 80GB HBM3), driver 580.159.04"
+    )
+
+
+def test_a_plugin_without_a_file_is_a_problem(places: Places) -> None:
+    pytest.importorskip("polyxla_bridge", reason="the bridge has the plugins' names")
+    host = gather_host(places)
+    (finding,) = check_plugin({"POLYXLA_PJRT_PLUGIN": "/no/such.so"}, host)
+    assert (finding.status, finding.found) == (Status.PROBLEM, "POLYXLA_PJRT_PLUGIN=/no/such.so is no file")
+    assert check_plugin({}, host) == []
+    assert [one.status for one in check_plugin({"POLYXLA_PJRT_PLUGIN": __file__}, host)] == [Status.OK]

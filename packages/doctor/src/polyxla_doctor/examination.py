@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from polyxla.env import LaunchSettings
-from polyxla_doctor.checks import chips, packages, resources, runtimes, variables
+from polyxla_doctor.checks import chips, packages, plugin, resources, runtimes, variables
 from polyxla_doctor.facts.host import HostFacts, Places, gather_host
 from polyxla_doctor.facts.packages import PackageFacts, gather_packages
 from polyxla_doctor.facts.runtimes import RuntimeFacts, gather_runtimes
@@ -95,6 +95,7 @@ def examine(facts: Facts, outcome: Outcome | None, loader_workers: int) -> list[
         *runtimes.check_conflicts(found),
         *runtimes.check_devices(found, host, is_played=facts.is_played),
         *variables.check_variables(facts.environ, found),
+        *plugin.check_plugin(facts.environ, host),
         *chips.check_chips(host),
         *chips.check_holders(host),
         *chips.check_libtpu_files(host),

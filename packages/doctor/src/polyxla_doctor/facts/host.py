@@ -6,6 +6,7 @@ import grp
 import os
 import platform
 import pwd
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,10 @@ TPU_LOGS = Path("/tmp/tpu_logs")  # noqa: S108
 """Where libtpu writes its log, unless ``TPU_LOG_DIR`` names another directory. Source: libtpu 0.0.21."""
 
 
+NVIDIA = Path("/proc/driver/nvidia")
+"""Source: README.txt of NVIDIA's driver for Linux, chapter "The /proc file system interface"."""
+
+
 @dataclass(frozen=True)
 class Places:
     """Where to look.
@@ -32,6 +37,7 @@ class Places:
         dev: where device files are.
         lock_file: libtpu's lock file.
         tpu_logs: the directory of libtpu's logs.
+        nvidia: where NVIDIA's driver lists its GPUs.
         shm: the file system of shared memory.
         disks: directories whose free space matters.
     """
@@ -40,6 +46,7 @@ class Places:
     dev: Path = DEV
     lock_file: Path = LOCK_FILE
     tpu_logs: Path = TPU_LOGS
+    nvidia: Path = NVIDIA
     shm: Path = SHM
     disks: tuple[Path, ...] = ()
 
@@ -101,6 +108,8 @@ class HostFacts:
         holders: the processes that have chips open.
         lock_file: libtpu's lock file; None if there is none.
         tpu_logs: the directory of libtpu's logs; None if there is none.
+        gpus: the models of the NVIDIA GPUs.
+        nvidia_driver: the version of NVIDIA's driver; empty if there is none.
         shared_memory: the file system of shared memory; None if there is none.
         disks: the file systems that a training writes to.
         is_lost: whether the working directory has been deleted.
@@ -115,6 +124,8 @@ class HostFacts:
     holders: tuple[Holder, ...]
     lock_file: Access | None
     tpu_logs: Access | None
+    gpus: tuple[str, ...]
+    nvidia_driver: str
     shared_memory: Space | None
     disks: tuple[Space, ...]
     is_lost: bool = False
@@ -132,6 +143,10 @@ def gather_host(places: Places) -> HostFacts:
         holders=find_holders(dev=places.dev, lock_file=places.lock_file),
         lock_file=_access(places.lock_file),
         tpu_logs=_access(places.tpu_logs),
+        gpus=tuple(
+            _found(r"Model:\s*(.+)", path) for path in sorted(places.nvidia.glob("gpus/*/information"))
+        ),
+        nvidia_driver=_found(r"Module.*?\s(\d+\.[\d.]+)\s", places.nvidia / "version"),
         shared_memory=_space(places.shm),
         disks=_disks(places.disks),
         is_lost=not _working_directory(),
@@ -166,6 +181,15 @@ def _device_files(dev: Path) -> tuple[Access, ...]:
     patterns = ("accel[0-9]*", "accel/accel[0-9]*", "vfio/*")
     paths: Sequence[Path] = [path for pattern in patterns for path in sorted(dev.glob(pattern))]
     return tuple(one for path in paths if (one := _access(path)))
+
+
+def _found(pattern: str, path: Path) -> str:
+    """Return what a pattern captures in a file; empty if it is not there."""
+    try:
+        match = re.search(pattern, path.read_text())
+    except OSError:
+        return ""
+    return match[1].strip() if match else ""
 
 
 def _access(path: Path) -> Access | None:
