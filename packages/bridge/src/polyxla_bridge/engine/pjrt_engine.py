@@ -295,14 +295,11 @@ class PjrtEngine(Engine):
         rank = len(buffer.type.dims)
 
         def read(array: DeviceArray) -> None:
-            view, arrived = array.read(rank)
+            view, arrived = array.read(rank, into)
 
             def take() -> memoryview:
                 arrived.wait()
-                if into is None:
-                    return view
-                into[:] = view
-                return into
+                return view
 
             if arrived.is_ready:
                 complete(done, take)

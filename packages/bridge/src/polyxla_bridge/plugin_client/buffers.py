@@ -63,20 +63,20 @@ class DeviceArray:
         ).dst_buffer
         return DeviceArray(self._client, made, self.size)
 
-    def read(self, rank: int) -> tuple[memoryview, Event]:
+    def read(self, rank: int, into: memoryview | None = None) -> tuple[memoryview, Event]:
         """Start to read the array, dense and row-major.
 
         Later programs may reuse its memory: the read comes first.
 
         Args:
             rank: number of dimensions.
+            into: memory of the array's size, which must stay until the event; None for new memory.
 
         Returns:
             The host's memory, and the event after which it has the bytes.
         """
-        memory = bytearray(self.size)
-        view = memoryview(memory)
-        if not memory:
+        view = memoryview(bytearray(self.size)) if into is None else into
+        if not self.size:
             return view, self.ready()
         layout = _row_major(rank)
         found = self._client.plugin.call(
@@ -84,7 +84,7 @@ class DeviceArray:
             src=self.handle,
             # A device's own order of the elements may be another one.
             host_layout=ctypes.addressof(layout),
-            dst=ctypes.addressof((ctypes.c_char * self.size).from_buffer(memory)),
+            dst=_address(view),
             dst_size=self.size,
         )
         return view, Event(self._client.plugin, found.event)
