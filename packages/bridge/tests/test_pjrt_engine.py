@@ -203,6 +203,13 @@ def test_torch_xla_trains_on_a_plugin(run: Run, on_plugin: Callable[[int], dict[
     assert (done.stdout, done.stderr) == ("True True\n", "")
 
 
+def test_torch_xlas_device_cuda_is_a_plugins(run: Run, on_plugin: Callable[[int], dict[str, str]]) -> None:
+    (done,) = run("training.py", environs=[on_plugin(1) | {"PJRT_DEVICE": "CUDA"}])
+    assert (done.stdout, done.stderr) == ("True True\n", "")
+    (without,) = run("training.py", environs=[{"PJRT_DEVICE": "CUDA"}])
+    assert "XLA's plugin for NVIDIA GPUs is not installed: pip install 'jax-cuda13-plugin" in without.stderr
+
+
 @pytest.mark.parametrize("replicas", [2, pytest.param(8, marks=pytest.mark.long)])
 def test_every_collective_of_torch_xla_works_on_a_plugin(
     run: Run, on_plugin: Callable[[int], dict[str, str]], replicas: int

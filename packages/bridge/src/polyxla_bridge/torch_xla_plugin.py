@@ -6,6 +6,7 @@ library, and until then the process may be forked.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch_xla
@@ -74,6 +75,18 @@ class CpuPlugin(EnginePlugin):
     def physical_chip_count(self) -> int:
         """Return the number of processes that torch_xla starts."""
         return env.current().processes
+
+
+class CudaPlugin(CpuPlugin):
+    """NVIDIA GPUs of this machine, through XLA's plugin for them or one that the environment names."""
+
+    def make_engine(self) -> Engine:
+        """Open the GPUs."""
+        from polyxla_bridge import pjrt_plugin
+
+        settings = env.current()
+        chosen = dataclasses.replace(settings, plugin=settings.plugin or pjrt_plugin.CUDA)
+        return pjrt_plugin.make_engine(chosen, count_lookup)
 
 
 def _refuse_spmd(why: str) -> None:
