@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -24,6 +25,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ PACKAGES = (
     "precision",
     "sampler",
     "examples",
+    "doctor",
 )
 """The packages of this repository that the stages need."""
 WHEELS = (
@@ -167,12 +170,31 @@ def facts() -> None:
         "an option that is not there": {"nonsense": 1},
         "an allocator that is not there": {"allocator": "mine"},
     }
-    for name, given in options.items():
-        with (
-            reported(f"options: {name}"),
-            closing(PluginClient(loaded, {**settings.plugin_options, **given})) as one,
-        ):
-            emit(f"options: {name}", given=given, memory=one.memory_stats(one.devices[0]))
+    # In processes of their own: a process finds its devices once, whatever later clients ask for.
+    spawning = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(mp_context=spawning, max_tasks_per_child=1, max_workers=1) as fresh:
+        for name, given in options.items():
+            with reported(f"options: {name}"):
+                emit(f"options: {name}", given=given, **fresh.submit(_opened, given).result(TIMEOUT_S))
+    with reported("doctor"):
+        command = [sys.executable, "-m", "polyxla", "doctor", "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        findings = json.loads(done.stdout)["findings"]
+        emit("doctor", findings=[f"{one['status']} {one['subject']}: {one['found']}" for one in findings])
+
+
+def _opened(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Open the plugin with options; return what it has then."""
+    from polyxla_bridge import pjrt_plugin
+    from polyxla_bridge.env import current
+    from polyxla_bridge.plugin_client import plugin
+    from polyxla_bridge.plugin_client.client import PluginClient
+
+    settings = current()
+    loaded = plugin.load(pjrt_plugin.library_path(settings.plugin))
+    with closing(PluginClient(loaded, {**settings.plugin_options, **given})) as client:
+        memory = client.memory_stats(client.devices[0]) or {}
+        return {"devices": [one.id for one in client.devices], "bytes_limit": memory.get("bytes_limit")}
 
 
 # Stage 1: the contract of an engine, as tests.
@@ -356,6 +378,22 @@ def _compare(what: str, losses: list[float], expected: list[float], started: flo
         seconds=rounded(time.perf_counter() - started),
         **more,
     )
+
+
+def digits_example() -> None:
+    """Run the example as a user does, who does not tell JAX to leave the GPU alone."""
+    example = ["polyxla", "run", "-m", "polyxla_examples.digits", "--epochs", "3", "--json"]
+    started = time.perf_counter()
+    command = [sys.executable, "-m", *example]
+    environ = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, timeout=90, check=True)
+    took = rounded(time.perf_counter() - started)
+    emit("polyxla run digits", whole_s=took, **json.loads(done.stdout.splitlines()[-1]))
+
+
+def torchtpu_step() -> None:
+    """Train the transformer of `torch_step` on the emulated chip, compiled."""
+    _torch_step("tpu", ("TorchTPU compiled",))
 
 
 def default_precision() -> None:
@@ -685,18 +723,21 @@ def engine_step() -> None:
 
 def torch_step() -> None:
     """Train the same decoder in torch, eager and compiled, with bfloat16 products and float32 parameters."""
+    _torch_step("cpu" if IS_CPU else "cuda", ("torch eager", "torch compiled"))
+
+
+def _torch_step(name: str, whose: Sequence[str]) -> None:
     import torch
 
-    name = "cpu" if IS_CPU else "cuda"
     torch.set_float32_matmul_precision("high")
     words = torch.from_numpy(tokens()).long()
     inputs, targets = (part.contiguous().to(name) for part in (words[:, :-1], words[:, 1:]))
     shape = {key: SIZES[key] for key in ("layers", "width", "heads", "vocabulary", "context")}
-    for who, compile_ in (("torch eager", None), ("torch compiled", torch.compile)):
+    for who in whose:
         with reported(who):
             torch.manual_seed(0)
             model = _decoder(**shape).to(name)
-            run = compile_(model) if compile_ else model
+            run = torch.compile(model) if who.endswith("compiled") else model
             _time_torch(who, run, torch.optim.SGD(model.parameters(), lr=RATE), inputs, targets)
 
 
@@ -763,6 +804,29 @@ def transfers() -> None:
         for size in (1 << 20, 1 << 24, 1 << 28):
             up, down = transfer_rates(engine, size)
             emit("PjrtEngine", mib=size >> 20, to_device_gb_s=up, to_host_gb_s=down)
+
+
+def jax_transfers() -> None:
+    """Measure JAX's own copies of ordinary memory."""
+    os.environ["JAX_PLATFORMS"] = PLATFORM
+    import jax
+    import numpy as np
+
+    for size in (1 << 20, 1 << 24, 1 << 28):
+        sent = np.random.default_rng(0).integers(0, 255, size, dtype=np.uint8)
+        up, down = [], []
+        for _ in range(5):
+            started = time.perf_counter()
+            array = jax.device_put(sent).block_until_ready()
+            up.append(time.perf_counter() - started)
+            started = time.perf_counter()
+            np.asarray(array)
+            down.append(time.perf_counter() - started)
+        rates = {
+            "to_device_gb_s": rounded(size / min(up) / 1e9),
+            "to_host_gb_s": rounded(size / min(down) / 1e9),
+        }
+        emit("JAX", mib=size >> 20, **rates)
 
 
 def torch_transfers() -> None:
@@ -834,6 +898,11 @@ def memory() -> None:
                 del number, batch
                 engine.finish(TIMEOUT_S)
                 gc.collect()
+                # An array is freed when its copy has ended, too.
+                ends = time.monotonic() + 3
+                expected = counts[0]["device"] if counts else 0
+                while engine.memory_stats(device)["bytes_in_use"] != expected and time.monotonic() < ends:
+                    time.sleep(0.01)
                 resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
                 counts.append(
                     {
@@ -882,10 +951,13 @@ STAGES: dict[str, tuple[Callable[[], None], float, Mapping[str, str]]] = {
     "engine": (engine_step, 90, {}),
     "torch": (torch_step, 120, PLAIN),
     "transfers": (transfers, 40, {}),
+    "jax-transfers": (jax_transfers, 40, {}),
     "cuda-transfers": (torch_transfers, 40, PLAIN),
     "memory": (memory, 60, {}),
     "restart": (restart, 60, {}),
-    "default-precision": (default_precision, 90, EMULATED),
+    "digits": (digits_example, 60, EMULATED),
+    "torchtpu-step": (torchtpu_step, 120, EMULATED),
+    "default-precision": (default_precision, 60, EMULATED),
 }
 """The stages in order: what runs, for how many seconds at most, and with which variables."""
 
