@@ -32,11 +32,13 @@ def free_port() -> int:
         return port
 
 
-def is_running(pid: str) -> bool:
-    try:
-        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+def is_served(coordinator: str) -> bool:
+    """Return whether a process runs whose command line names the coordinator's address."""
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if coordinator in command.read_text().split("\0"):
+                return True
+    return False
 
 
 @pytest.fixture
@@ -92,7 +94,7 @@ def errors_at_barrier(job: list[BridgeSettings], timeout_s: float) -> list[BaseE
 
     def enter(number: int) -> None:
         try:
-            startup_barrier.wait_for_peers(job[number], lambda _: None, timeout_s).leave(timeout_s)
+            startup_barrier.wait_for_peers(job[number], lambda _: None, timeout_s).leave()
         except BaseException as error:
             found[number] = error
 
@@ -211,27 +213,31 @@ def test_a_strangers_program_in_the_store_is_not_run(said: Said) -> None:
 
 
 @pytest.mark.parametrize("ends", ["leaves", "dies"])
-def test_process_0_stays_until_the_others_have_ended(said: Said, ends: str) -> None:
-    found = said("process_0_is_last", ends, replicas=2, processes=2)
+def test_process_0_can_stay_until_the_others_have_ended(said: Said, ends: str) -> None:
+    found = said("process_0_waits", ends, replicas=2, processes=2)
     assert found == [["True"], ["True"] if ends == "leaves" else []]
 
 
-@pytest.mark.parametrize("process", [pytest.param("0", marks=pytest.mark.long), "1"])
-def test_a_replica_may_work_alone_for_longer_than_heartbeats_may_be_missing(said: Said, process: str) -> None:
-    (alone,) = [lines for lines in said("one_works_alone", process, replicas=2, processes=2) if lines]
-    assert alone == ["2.0"]
-
-
-def test_jaxlib_ends_no_process_when_process_0_is_killed(outcomes: Outcomes) -> None:
-    found = outcomes(PROGRAM, "process_0_is_killed", replicas=3, processes=3)
-    assert [code for code, _, _ in found] == [-signal.SIGKILL, 0, 0]
-    assert [lines for _, lines, _ in found[1:]] == [["alive"]] * 2
-    assert [err for _, _, err in found] == [""] * 3
-    (service,) = found[0][1]
+@pytest.mark.parametrize(
+    ("process", "others"), [pytest.param("0", "leave", marks=pytest.mark.long), ("1", "leave"), ("1", "die")]
+)
+def test_a_process_works_on_when_the_others_have_ended(outcomes: Outcomes, process: str, others: str) -> None:
+    """For longer than heartbeats may be missing; and no process of the service is left."""
+    found = outcomes(PROGRAM, "one_works_alone", process, others, replicas=3, processes=3)
+    code, lines, printed = found.pop(int(process))
+    assert (code, printed) == (0, "")
+    coordinator, result = lines[0].split()
+    assert result == "2.0"
+    assert [code for code, _, _ in found] == [-signal.SIGKILL if others == "die" else 0] * 2
     deadline = time.monotonic() + TIMEOUT_S
-    while is_running(service):
+    while is_served(coordinator):
         assert time.monotonic() < deadline, "the service is left"
         time.sleep(0.05)
+
+
+def test_a_process_that_has_failed_waits_for_no_other(outcomes: Outcomes) -> None:
+    found = outcomes(PROGRAM, "a_failed_one_is_waited_for", replicas=2, processes=2)
+    assert [(code, lines) for code, lines, _ in found] == [(0, ["[1]"]), (1, ["True True"])], found
 
 
 def test_a_service_that_cannot_listen_says_why() -> None:

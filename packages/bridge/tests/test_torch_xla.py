@@ -58,6 +58,29 @@ def test_an_exception_keeps_its_exit_code_and_text(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("return", 0),
+        ("raise", 1),
+        ("raise after a collective", 1),
+        ("raise in a thread", 0),
+        ("sys.exit", 3),
+        ("os._exit", 3),
+        ("interrupt", -signal.SIGINT),
+    ],
+)
+def test_a_process_ends_at_once_while_another_waits_for_it(
+    run: Run, tmp_path: Path, ending: str, code: int
+) -> None:
+    fifo = tmp_path / "alive"
+    os.mkfifo(fifo)
+    waiting, ended = run("ends_while_awaited.py", str(fifo), ending, replicas=2, processes=2)
+    assert (waiting.returncode, waiting.stdout, waiting.stderr) == (0, "4.0\n", "")
+    assert (ended.returncode, ended.stdout) == (code, "4.0\n"), ended.stderr
+    assert ("mine" in ended.stderr) == ending.startswith("raise")
+
+
+@pytest.mark.parametrize(
     ("error", "text"), [("pjrt", "not finished: replica 0"), ("os", "OSError: gone")], ids=["pjrt", "os"]
 )
 def test_an_engine_that_cannot_be_closed_is_reported_in_one_line(run: Run, error: str, text: str) -> None:

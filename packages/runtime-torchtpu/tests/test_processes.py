@@ -125,7 +125,15 @@ if dist.get_rank() == 1:
 dist.all_reduce(total)
 print("not reached", total.tolist())
 """
-
+# Rank 0 waits for rank 1 on the host.
+FAIL_EARLY = """
+import os, sys, torch
+import torch.distributed as dist
+torch.zeros(1, device="tpu").item()
+if os.environ["RANK"] == "1":
+    {ending}
+dist.init_process_group("tpu_dist")
+"""
 # Two groups of every other device, which TorchTPU numbers so that those of a group are next to each other.
 EVERY_OTHER = """
 import torch
@@ -251,6 +259,22 @@ def test_a_process_that_fails_ends_a_job_of_torchrun(ending: str, said: str, tmp
     assert said in done.stderr
     assert "it waits for one that has returned" in done.stderr
     assert done.stdout.splitlines()[-1] == "[2.0, 2.0]"
+
+
+@pytest.mark.parametrize(
+    ("ending", "said"),
+    [
+        pytest.param("raise ValueError('my own mistake')", "ValueError: my own mistake", id="raise"),
+        pytest.param("sys.exit('my own mistake')", "my own mistake", id="exit", marks=pytest.mark.long),
+    ],
+)
+def test_a_process_that_fails_early_does_not_wait_for_one_that_waits_for_it(
+    ending: str, said: str, tmp_path: Path
+) -> None:
+    done = run_several(tmp_path, FAIL_EARLY.format(ending=ending))
+    assert done.returncode != 0
+    assert said in done.stderr
+    assert "exitcode  : 1 " in done.stderr.partition("Root Cause")[2]
 
 
 def test_one_line_says_that_the_tpu_is_emulated() -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from polyxla_bridge import native
+from polyxla_bridge.env import TORCHELASTIC_USE_AGENT_STORE, own_environ
 from polyxla_bridge.errors import as_pjrt_error
 from polyxla_bridge.table.handles import Bridge
 from polyxla_bridge.table.table import Table
@@ -23,8 +24,13 @@ if TYPE_CHECKING:
 
 FINISH_TIMEOUT_S = 60.0
 """Longest wait for the devices to finish when the program ends, in seconds."""
+FAILED_TIMEOUT_S = 5.0
+"""The same when an exception has ended the program: what is queued may wait for processes that wait for this
+one."""
+OTHERS_TIMEOUT_S = 300.0
+"""Longest wait of a process that serves the others for them to end first, in seconds."""
 FAILED = 1
-"""Exit code of a process whose last step failed after the program had ended."""
+"""Exit code of a process that an exception has ended, or whose last step failed after the program's end."""
 UNFINISHED = 4
 """Exit code of a process whose devices did not finish, or could not be released."""
 _active = threading.Lock()
@@ -37,12 +43,9 @@ class Opener:
 
     Attributes:
         has_late_objects: whether the interpreter's last garbage collections must not destroy its objects.
-        has_lasting_threads: whether its threads go on calling the library after an exception has ended the
-            program.
     """
 
     has_late_objects = True
-    has_lasting_threads = False
 
     def wait(self) -> None:
         """Wait until all work is submitted to the devices.
@@ -62,8 +65,8 @@ def activate(make_engine: Callable[[], Engine], opener: Callable[[], Opener] = O
     """Fill the library's function table, and register the exit function; a second call does nothing.
 
     At exit, the framework first releases its objects, then the engine is closed, then the table is disabled:
-    C++ objects that are destroyed later call functions that do nothing. A framework whose threads go on after
-    an exception is not released: the engine is closed, and the process ends without finalising Python.
+    C++ objects that are destroyed later call functions that do nothing. After an exception, the framework is
+    not released: the engine is closed, and the process ends at once, without finalising Python.
 
     Args:
         make_engine: called when the framework creates its client.
@@ -83,9 +86,8 @@ def activate(make_engine: Callable[[], Engine], opener: Callable[[], Opener] = O
     table = Table(bridge)
     native.LOCKED.polyxla_set_api(ctypes.addressof(table.api))
     atexit.register(_leave, framework, bridge, table)
-    if framework.has_lasting_threads:
-        # Called before the exit functions, which are called when the program's own threads have ended.
-        threading._register_atexit(_before_exit, bridge, table)  # type: ignore[attr-defined]  # noqa: SLF001
+    # Called before the exit functions, which are called when the program's own threads have ended.
+    threading._register_atexit(_before_exit, bridge, table)  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def is_active() -> bool:
@@ -113,7 +115,7 @@ def _leave(framework: Opener, bridge: Bridge, table: Table) -> None:
         _end(UNFINISHED)
     framework.release()
     try:
-        bridge.close()
+        bridge.close(others_s=OTHERS_TIMEOUT_S if _serves_others() else 0)
     except Exception as error:
         sys.stderr.write(f"polyxla: {as_pjrt_error(error).message}\n")
         # Without finalising Python, because the engine's threads may still run C++ code.
@@ -141,10 +143,23 @@ def _has_ended_by_exception() -> bool:
     return traceback is not None and traceback.tb_frame.f_back is None and not hasattr(sys, "ps1")
 
 
+def _serves_others() -> bool:
+    """Return whether other processes may need this one until they end: torch.distributed's store is in it.
+
+    Under torchrun, the store is in torchrun's own process.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return False
+    return own_environ().get(TORCHELASTIC_USE_AGENT_STORE) != "True"
+
+
 def _leave_at_once(bridge: Bridge, table: Table) -> None:
     """Call the other exit functions, and end the process while Python still works.
 
-    When Python is finalised, a C++ thread that calls it is ended, and the process with it (signal 6).
+    The framework's threads go on, and its release would wait for them: the queued programs may wait for other
+    processes, which may wait for this one. When Python is finalised, a C++ thread that calls it is ended, and
+    the process with it (signal 6).
     """
     for one in (_leave_at_once, _leave):
         atexit.unregister(one)
@@ -153,7 +168,7 @@ def _leave_at_once(bridge: Bridge, table: Table) -> None:
     table.holds_failures = True
     try:
         # Tells the job's other processes that this one has returned.
-        bridge.close()
+        bridge.close(FAILED_TIMEOUT_S)
     finally:
         if isinstance(sys.last_value, KeyboardInterrupt):
             # As Python ends itself, for a shell to know.

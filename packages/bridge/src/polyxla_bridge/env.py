@@ -128,6 +128,11 @@ their own limit stays.
 Default: ``off``; nothing is refused.
 """
 
+TORCHELASTIC_USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+"""``True`` in processes of torchrun whose store of torch.distributed is in torchrun's own process.
+Default: not set; the store is in the process of rank 0.
+"""
+
 NPROC = "NPROC"
 """Number of threads in XLA's pools; programs are compiled for that number.
 Default: the number of cores.

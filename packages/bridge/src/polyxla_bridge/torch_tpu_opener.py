@@ -23,8 +23,6 @@ class TorchTpu(Opener):
 
     # Modules made by nanobind, such as triton's, report every object that is not destroyed.
     has_late_objects = False
-    # `release` would wait for what is queued, which no longer matters after an exception.
-    has_lasting_threads = True
 
     def __init__(self) -> None:
         if not native.LOCKED.polyxla_torch_tpu_without_gil():
@@ -41,7 +39,8 @@ class TorchTpu(Opener):
         """Wait for TorchTPU's threads, and release its client.
 
         TorchTPU's own exit function first waits for the job's other processes in a collective, which would
-        be one of theirs if they have not ended. The engine waits for them when it is closed, with a deadline.
+        be one of theirs if they have not ended. When the engine is closed, the process that serves the others
+        waits for them, with a deadline.
         """
         if self._devices:
             self._devices._device_ops_backend._shutdown_runtime()

@@ -14,7 +14,7 @@ from engine_helpers import OPTIONS, SETTINGS, main, module, run, say, set_flag, 
 from jax._src import xla_bridge
 from jaxlib import _jax
 
-from polyxla_bridge.engine import clients, coordination_service, jax_engine
+from polyxla_bridge.engine import clients, coordination_service
 from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.programs import compile_coordination
 
@@ -128,7 +128,7 @@ def backends_of_jax() -> None:
     engine.close()
 
 
-def process_0_is_last(ends: str) -> None:
+def process_0_waits(ends: str) -> None:
     engine = JaxEngine(SETTINGS)
     executable = engine.compile(PROGRAMS["of_0"], OPTIONS)
     value(run(engine, executable, SETTINGS.process, 1))
@@ -141,47 +141,48 @@ def process_0_is_last(ends: str) -> None:
         if ends == "dies":
             os._exit(0)
         engine.compile(PROGRAMS["of_1"], OPTIONS)
-    engine.close()
-    say(SETTINGS.process == 1 or time.monotonic() - started > 1)
-
-
-def process_0_is_killed() -> None:
-    engine = JaxEngine(SETTINGS)
-    executable = engine.compile(PROGRAMS["of_0"], OPTIONS)
-    value(run(engine, executable, SETTINGS.process, 1))
-    if SETTINGS.process == 0:
-        engine._clients.wait_for_all()
-        say(engine._clients._service._process.pid)
-        os.kill(os.getpid(), signal.SIGKILL)
-    engine._clients.wait_for_all()
-    # jaxlib would end this process some milliseconds after the service.
-    time.sleep(2)
-    say("alive")
-    os._exit(0)
+    engine.close(others_s=60)
+    say(SETTINGS.process == 1 or 1 < time.monotonic() - started < 30)
 
 
 def one_stays_too_long() -> None:
-    clients.LEAVE_TIMEOUT_S = 0.5  # type: ignore[assignment]
     engine = JaxEngine(SETTINGS)
     if SETTINGS.process == 1:
-        engine._clients.wait_for_all()
         wait_for("left")
         os._exit(0)
     try:
-        engine.close()
+        engine.close(others_s=0.5)
     except Exception as error:
         say(error)
     set_flag("left")
+
+
+def a_failed_one_is_waited_for() -> None:
+    """Process 1 fails in a collective that process 0 never joins, because it waits for process 1."""
+    engine = JaxEngine(SETTINGS)
+    executable = engine.compile(PROGRAMS["of_0"], OPTIONS)
+    if SETTINGS.process == 0:
+        wait_for("failed")
+        assert engine._coordinator is not None
+        say(sorted(engine._coordinator.retired()))
+        os._exit(0)
+    run(engine, executable, 1, 1)
+    started = time.monotonic()
+    try:
+        engine.close(0.5)
+    except Exception as error:
+        say("had not finished after 0.5 s" in str(error), time.monotonic() - started < 20)
+    set_flag("failed")
+    os._exit(1)
 
 
 def shorten_heartbeats() -> None:
     coordination_service.HEARTBEAT_TIMEOUT_S = 3
     client = functools.partial(_jax.get_distributed_runtime_client, heartbeat_timeout=3)
     _jax.get_distributed_runtime_client = client
-    jax_engine.FINISH_TIMEOUT_S = 1
 
 
-def one_works_alone(process: str) -> None:
+def one_works_alone(process: str, others: str) -> None:
     shorten_heartbeats()
     engine = JaxEngine(SETTINGS)
     executable = engine.compile(summing(), OPTIONS)
@@ -189,9 +190,12 @@ def one_works_alone(process: str) -> None:
     if SETTINGS.process == int(process):
         wait_for("the others have finished")
         time.sleep(10)
-        say(value(run(engine, engine.compile(module(OWN), OPTIONS), SETTINGS.process, 1)))
+        result = value(run(engine, engine.compile(module(OWN), OPTIONS), SETTINGS.process, 1))
+        say(SETTINGS.coordinator, result)
     else:
         set_flag("the others have finished")
+        if others == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
     engine.close()
 
 

@@ -51,13 +51,13 @@ def replica_returns() -> None:
     if 1 in SETTINGS.local:
         engine.retire(1)
     if 0 not in SETTINGS.local:
-        assert isinstance(engine, JaxEngine)
-        engine._clients.wait_for_all()
+        wait_for("reported")
         os._exit(0)
     since = time.monotonic()
 
     def end(text: str, returned: frozenset[int]) -> None:
         say(round(time.monotonic() - since, 1))
+        set_flag("reported")
         stall_watchdog._end(text, returned)
 
     stall_watchdog.on_stall(end)
@@ -183,9 +183,15 @@ def process_hangs() -> None:
     engine = JaxEngine(SETTINGS)
     every = engine.compile(summing(), OPTIONS)
     if SETTINGS.process == 1:
-        engine._clients.wait_for_all()
+        wait_for("reported")
         say("process 0 has ended")
         os._exit(0)
+
+    def end(text: str, returned: frozenset[int]) -> None:
+        set_flag("reported")
+        stall_watchdog._end(text, returned)
+
+    stall_watchdog.on_stall(end)
     run(engine, every, 0, 1)
     time.sleep(60)
 

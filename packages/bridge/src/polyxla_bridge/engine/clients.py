@@ -27,8 +27,6 @@ from polyxla_bridge.programs.executable import Executable
 
 CONNECT_TIMEOUT_S = 120
 """Longest wait until the clients of all replicas are connected, in seconds."""
-LEAVE_TIMEOUT_S = 300
-"""Longest wait of process 0 for the others to finish, in seconds; it serves the distributed runtime."""
 
 
 class Clients:
@@ -156,10 +154,14 @@ class Clients:
         every = self._clients[index].devices()
         return _jax.DeviceList(tuple(every[one] for one in sorted(devices) or range(len(every))))
 
-    def wait_for_all(self) -> None:
-        """Wait until no process needs the others any more."""
+    def wait_for_others(self, timeout_s: float) -> None:
+        """Wait in process 0 until every other process has left.
+
+        Raises:
+            PjrtError: a process had not left after `timeout_s` seconds.
+        """
         if self._peers is not None:
-            self._peers.wait_for_all()
+            self._peers.wait_for_others(timeout_s)
 
     def leave(self, index: int) -> None:
         """Release one replica's device and its connection to the others."""
@@ -168,19 +170,13 @@ class Clients:
             self._links.pop(index).shutdown()
 
     def close(self) -> None:
-        """End the service after every process has left: jaxlib ends a process that is still connected to it.
-
-        Raises:
-            PjrtError: another process did not leave in time; the service has ended anyway.
-        """
+        """Leave the service; call `leave` for each replica before."""
         self.link = None
-        try:
-            if self._peers is not None:
-                self._peers.leave(LEAVE_TIMEOUT_S)
-        finally:
-            if self._service is not None:
-                self._service.shutdown()
-                self._service = None
+        if self._peers is not None:
+            self._peers.leave()
+        if self._service is not None:
+            self._service.shutdown()
+            self._service = None
 
 
 class LoadedProgram:

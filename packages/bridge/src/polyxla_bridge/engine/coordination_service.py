@@ -2,7 +2,8 @@
 
 jaxlib ends every process whose connection to the service breaks, and prints C++ errors. In process 0, the
 service would end with that process, and all others with the service, before the cause can be reported. Its
-own process ends after the last process of the job.
+own process ends after the last process of the job. So any process may leave at any time, process 0 too, and
+waits for no other: one that has failed would wait for processes that wait for it.
 
 The service's process imports jaxlib while the processes of the job start. It is a fresh Python, because
 process 0 may have threads of gRPC, which do not survive a fork.
@@ -15,7 +16,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -26,14 +26,17 @@ HEARTBEAT_TIMEOUT_S = 100
 """Time without a heartbeat after which jaxlib takes a client for lost, and ends the others, in seconds."""
 START_TIMEOUT_S = 60.0
 """Longest wait until the service listens, in seconds."""
-ORPHANED_TIMEOUT_S = 300.0
-"""Longest wait of the service, after process 0 has died, for the other processes to end, in seconds."""
-_END_TIMEOUT_S = 10.0
-"""Longest wait for the service's process to end, in seconds, before it is killed."""
 _MAIN = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from {} import main; main()"
-_START, _READY, _END = b"s", b"r", b"e"
+_START, _READY = b"s", b"r"
 _MOST_PEERS = 253
 """The kernel passes so many descriptors in one message. Source: ``SCM_MAX_FD`` in Linux's net/scm.h."""
+_KEEPALIVE = (
+    ((socket.SOL_SOCKET, socket.SO_KEEPALIVE), 1),
+    ((socket.IPPROTO_TCP, socket.TCP_KEEPIDLE), 20),
+    ((socket.IPPROTO_TCP, socket.TCP_KEEPINTVL), 10),
+    ((socket.IPPROTO_TCP, socket.TCP_KEEPCNT), 3),
+)
+"""Options with which the kernel closes the connection to a host that answers nothing for 50 s."""
 
 
 class CoordinationService:
@@ -66,17 +69,19 @@ class CoordinationService:
         """Let the service listen.
 
         Args:
-            peers: connections to the other processes. If this process dies, the service ends them for it, and
-                itself when the other processes have ended.
+            peers: connections to the other processes. The service ends when all of them are closed, and this
+                process has left or died.
 
         Raises:
             PjrtError: it cannot listen, or does not in time.
         """
         self._pipe.settimeout(START_TIMEOUT_S)
         try:
+            # It forks the service, which may outlive this process.
+            self._process.wait(START_TIMEOUT_S)
             self._send(peers)
             answer = self._pipe.recv(4096)
-        except OSError as error:
+        except (OSError, subprocess.TimeoutExpired) as error:
             raise PjrtError(
                 Code.UNAVAILABLE, f"jaxlib's coordination service did not start: {error}"
             ) from error
@@ -93,18 +98,19 @@ class CoordinationService:
             socket.send_fds(self._pipe, [_START], numbers[first : first + _MOST_PEERS])
 
     def shutdown(self) -> None:
-        """End the service; every client must have left."""
+        """Leave the service, which ends when every other process has left."""
+        # A fork of this process may hold the pipe.
         with self._pipe, suppress(OSError):
-            self._pipe.sendall(_END)
-        try:
-            self._process.wait(_END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self._pipe.shutdown(socket.SHUT_RDWR)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(START_TIMEOUT_S)
 
 
 def main() -> None:
     """Run the service; arguments: path, address, a socket's descriptor, replicas, heartbeat timeout."""
+    # The service is no child of process 0, which may go on for long without waiting for it.
+    if os.fork():
+        os._exit(0)
     address = sys.argv[2]
     descriptor, replicas, heartbeat_timeout_s = map(int, sys.argv[3:])
     with socket.socket(fileno=descriptor) as pipe:
@@ -117,17 +123,16 @@ def main() -> None:
             # jaxlib may crash where it cannot listen.
             host, _, port = address.rpartition(":")
             socket.create_server((host, int(port))).close()
+            # `recoverable`: a client that leaves waits for no other, and one that dies ends no other.
             service = _jax.get_distributed_runtime_service(
-                address, replicas, heartbeat_timeout=heartbeat_timeout_s
+                address, replicas, heartbeat_timeout=heartbeat_timeout_s, recoverable=True
             )
         except Exception as error:
             pipe.sendall(str(error).encode()[:4096])
             return
         pipe.sendall(_READY)
-        if pipe.recv(1) == _END:
-            service.shutdown()
-        else:
-            _wait_for(peers)
+        _wait_for([pipe, *peers])
+        service.shutdown()
     # The service's destructor would wait for processes that have died.
     os._exit(0)
 
@@ -144,15 +149,14 @@ def _receive(pipe: socket.socket) -> list[socket.socket] | None:
     return peers or None
 
 
-def _wait_for(peers: Sequence[socket.socket]) -> None:
-    """Tell the other processes that process 0 has died, and wait until they have ended."""
-    deadline = time.monotonic() + ORPHANED_TIMEOUT_S
-    for peer in peers:
+def _wait_for(connections: Sequence[socket.socket]) -> None:
+    """Wait until the processes at the other ends have closed all connections, or have died."""
+    for connection in connections:
+        if connection.family != socket.AF_UNIX:
+            # A host that is cut off sends nothing, and never closes its connection.
+            for option, value in _KEEPALIVE:
+                connection.setsockopt(*option, value)
+        connection.settimeout(None)
         with suppress(OSError):
-            peer.shutdown(socket.SHUT_WR)
-    for peer in peers:
-        with suppress(OSError):
-            while (remaining_s := deadline - time.monotonic()) > 0:
-                peer.settimeout(remaining_s)
-                if not peer.recv(4096):
-                    break
+            while connection.recv(4096):
+                pass

@@ -13,6 +13,9 @@ from polyxla_bridge.env import Coordinates
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs.executable import ArrayType, Executable
 
+FINISH_TIMEOUT_S = 60.0
+"""Longest wait of `Engine.close` for the queued work, in seconds."""
+
 
 @dataclass(frozen=True)
 class EngineDevice:
@@ -229,5 +232,13 @@ class Engine(ABC):
         )
 
     @abstractmethod
-    def close(self) -> None:
-        """Finish the queued work, then release all devices; a second call does nothing."""
+    def close(self, timeout_s: float = FINISH_TIMEOUT_S, others_s: float = 0) -> None:
+        """Finish the queued work, then release all devices; a second call does nothing.
+
+        Args:
+            timeout_s: longest wait for the queued work, in seconds.
+            others_s: longest wait of process 0 for the job's other processes to end first, in seconds.
+
+        Raises:
+            PjrtError: a program, or another process, did not end in time.
+        """

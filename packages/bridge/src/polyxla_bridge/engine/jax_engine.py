@@ -20,7 +20,7 @@ from polyxla_bridge.engine import memory_accounting
 from polyxla_bridge.engine.clients import Clients
 from polyxla_bridge.engine.compiler import Compiler
 from polyxla_bridge.engine.device_thread import DeviceThread
-from polyxla_bridge.engine.engine import Buffer, DeviceActivity, Engine, EngineDevice
+from polyxla_bridge.engine.engine import FINISH_TIMEOUT_S, Buffer, DeviceActivity, Engine, EngineDevice
 from polyxla_bridge.engine.futures import (
     CompletedFuture,
     FutureLike,
@@ -39,8 +39,6 @@ from polyxla_bridge.programs.compile_coordination import CompileCoordinator
 from polyxla_bridge.programs.executable import ArrayType, Executable
 
 _log = logging.getLogger("polyxla.bridge")
-FINISH_TIMEOUT_S = 60
-"""Longest wait of `JaxEngine.close` for the queued work, in seconds."""
 
 
 class JaxEngine(Engine):
@@ -293,11 +291,12 @@ class JaxEngine(Engine):
         markers = [thread.run(int) for thread in self._threads.values()]
         return not wait(markers, timeout_s).not_done
 
-    def close(self) -> None:
-        """Finish the queued work, then end the clients, then the service that they are connected to.
+    def close(self, timeout_s: float = FINISH_TIMEOUT_S, others_s: float = 0) -> None:
+        """Finish the queued work, then end the clients, then leave the service that they are connected to.
 
         Raises:
-            PjrtError: a program did not end in time; its replica keeps running.
+            PjrtError: a program did not end in time, and its replica keeps running; or another process did
+                not end.
         """
         with self._order:
             if self._is_closed:
@@ -305,16 +304,21 @@ class JaxEngine(Engine):
             self._is_closed = True
         for index in self._threads:
             self.retire(index)
-        unfinished = not self.finish(FINISH_TIMEOUT_S)
+        unfinished = not self.finish(timeout_s)
+        if unfinished and self._coordinator is not None:
+            # What is queued may wait for the other processes, which need not wait for this one.
+            for index in self._threads:
+                self._coordinator.retire(index)
         if self._watchdog is not None:
             self._watchdog.close()
         self._readers.shutdown(wait=not unfinished, cancel_futures=unfinished)
         self._compiler.close()
         if unfinished:
-            raise self.unfinished(FINISH_TIMEOUT_S)
+            raise self.unfinished(timeout_s)
         if self.cache.hits + self.cache.misses and self._settings.process == 0:
             _log.info("%s", self.cache)
-        self._clients.wait_for_all()
+        if others_s:
+            self._clients.wait_for_others(others_s)
         # On the existing threads, because no thread can be started while the interpreter shuts down.
         leaving = [thread.run(self._clients.leave, index) for index, thread in self._threads.items()]
         _, late = wait(leaving, FINISH_TIMEOUT_S)

@@ -13,7 +13,7 @@ from typing import Any
 
 from polyxla_bridge.engine import memory_accounting, numbering
 from polyxla_bridge.engine.device_thread import DeviceThread
-from polyxla_bridge.engine.engine import Buffer, DeviceActivity, Engine, EngineDevice
+from polyxla_bridge.engine.engine import FINISH_TIMEOUT_S, Buffer, DeviceActivity, Engine, EngineDevice
 from polyxla_bridge.engine.futures import CompletedFuture, FutureLike, GroupedFuture, complete, set_values
 from polyxla_bridge.engine.plugin_engine.compiler import CPU, PluginCompiler, PluginProgram
 from polyxla_bridge.engine.plugin_engine.device_progress import DeviceProgress, OwnProgress
@@ -31,8 +31,6 @@ from polyxla_bridge.programs import cache
 from polyxla_bridge.programs.executable import ArrayType, Executable
 
 _log = logging.getLogger("polyxla.bridge")
-FINISH_TIMEOUT_S = 60
-"""Longest wait of `PjrtEngine.close` for the queued work, in seconds."""
 
 
 class PjrtEngine(Engine):
@@ -393,7 +391,7 @@ class PjrtEngine(Engine):
                 return False
         return True
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = FINISH_TIMEOUT_S, others_s: float = 0) -> None:
         """Finish the queued work, then destroy the plugin's programs, buffers and client, in this order.
 
         Raises:
@@ -405,7 +403,7 @@ class PjrtEngine(Engine):
             self._is_closed = True
         for index in self._starting:
             self.retire(index)
-        unfinished = not self.finish(FINISH_TIMEOUT_S)
+        unfinished = not self.finish(timeout_s)
         if self._watchdog is not None:
             self._watchdog.close()
         self._meetings.give_up()
@@ -415,7 +413,7 @@ class PjrtEngine(Engine):
         for thread in (*self._starting.values(), *self._ending.values()):
             thread.close(0 if unfinished else FINISH_TIMEOUT_S)
         if unfinished:
-            raise self.unfinished(FINISH_TIMEOUT_S)
+            raise self.unfinished(timeout_s)
         if self.cache.hits + self.cache.misses and self.process_index == 0:
             _log.info("%s", self.cache)
         self._client.close()

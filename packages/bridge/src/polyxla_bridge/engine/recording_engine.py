@@ -12,7 +12,7 @@ import numpy as np
 from jaxlib import xla_client
 
 from polyxla_bridge.abi import Code, width
-from polyxla_bridge.engine.engine import Buffer, EngineDevice
+from polyxla_bridge.engine.engine import FINISH_TIMEOUT_S, Buffer, EngineDevice
 from polyxla_bridge.engine.futures import CompletedFuture, FutureLike
 from polyxla_bridge.engine.jax_engine import JaxEngine, numpy_dtype
 from polyxla_bridge.env import BridgeSettings
@@ -107,9 +107,9 @@ class RecordingEngine(JaxEngine):
         """
         raise PjrtError(Code.UNIMPLEMENTED, "no compiled program is loaded while programs are recorded")
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = FINISH_TIMEOUT_S, others_s: float = 0) -> None:
         """Close the log, too."""
-        super().close()
+        super().close(timeout_s, others_s)
         self._recorder.close()
 
 

@@ -6,8 +6,7 @@ error that names the missing replicas.
 Process 0 listens on the coordinator's port. Each other process connects and sends one line of JSON behind
 its seal: its index, the job's size, and where its replicas are. When all have connected, process 0 numbers
 the replicas, starts jaxlib's service on the same port and answers with the numbers, or an error text. The
-connections stay open until each process leaves, so that process 0, which ends the service, is the last to
-end.
+connections stay open until each process leaves: the service ends when all of them are closed.
 
 Other users of the machine may connect as well. They are not waited for, and a line without the right seal
 is not read.
@@ -42,14 +41,6 @@ _LINE_BYTES = 1 << 16
 """The longest line."""
 _ANSWER_BYTES = 1 << 24
 """The longest answer of process 0; it names every replica."""
-_ENDED, _READY = b"e", b"."
-_KEEPALIVE = (
-    ((socket.SOL_SOCKET, socket.SO_KEEPALIVE), 1),
-    ((socket.IPPROTO_TCP, socket.TCP_KEEPIDLE), 20),
-    ((socket.IPPROTO_TCP, socket.TCP_KEEPINTVL), 10),
-    ((socket.IPPROTO_TCP, socket.TCP_KEEPCNT), 3),
-)
-"""Options with which the kernel closes the connection to a host that answers nothing for 50 s."""
 
 
 class PeerConnections:
@@ -69,67 +60,44 @@ class PeerConnections:
         self._settings = settings
         self._peers = peers
 
-    def wait_for_all(self) -> None:
-        """Wait until every other process calls this too, or is gone.
-
-        One of them may work alone for as long as it likes, to evaluate or to save, while the others have
-        finished. They must stay connected for that long: a client of jaxlib that shuts down waits for all
-        others and sends no heartbeats meanwhile, after 100 s of which jaxlib ends the process that works.
-        """
-        for peer in self._peers.values():
-            peer.settimeout(None)
-            # A host that is cut off sends nothing, and never closes its connection.
-            for option, value in _KEEPALIVE:
-                peer.setsockopt(*option, value)
-        if self._settings.process:
-            self._tell(_READY)
-            self._hear()
-        else:
-            self._hear()
-            self._tell(_ENDED)
-
-    def _tell(self, text: bytes) -> None:
-        for peer in self._peers.values():
-            with suppress(OSError):
-                peer.sendall(text)
-
-    def _hear(self) -> None:
-        for peer in self._peers.values():
-            with suppress(OSError):
-                peer.recv(1)
-
-    def leave(self, timeout_s: float) -> None:
-        """Close this process's connections; process 0 first waits until all others have left.
-
-        jaxlib ends a process that still uses the service when process 0 shuts the service down.
+    def wait_for_others(self, timeout_s: float) -> None:
+        """Wait in process 0 until every other process has left, or has died.
 
         Raises:
             PjrtError: a process had not left after `timeout_s` seconds.
         """
+        if self._settings.process:
+            return
         deadline = time.monotonic() + timeout_s
-        remaining = [index for index, peer in self._peers.items() if not self._close(peer, deadline)]
-        self._peers.clear()
-        if remaining:
+        if late := [index for index, peer in self._peers.items() if not _has_ended(peer, deadline)]:
             raise PjrtError(
                 Code.DEADLINE_EXCEEDED,
-                f"process 0 waited {timeout_s:g} s for {_named(remaining, self._settings)} to end, "
+                f"process 0 waited {timeout_s:g} s for {_named(late, self._settings)} to end, "
                 "and now ends before them",
             )
 
-    def _close(self, peer: socket.socket, deadline: float) -> bool:
-        with peer:
-            try:
-                if self._settings.process == 0:
-                    peer.settimeout(max(0.001, deadline - time.monotonic()))
-                    peer.recv(1)
+    def leave(self) -> None:
+        """Close this process's connections."""
+        for peer in self._peers.values():
+            with suppress(OSError), peer:
                 # Closing alone is not enough: a process that was forked from this one may hold the socket.
-                peer.shutdown(socket.SHUT_RDWR)
-            except TimeoutError:
-                return False
-            except OSError:
-                # The other process is gone, whether it left or died.
-                return True
-        return True
+                # The service holds those of process 0, too, and still needs them.
+                if self._settings.process:
+                    peer.shutdown(socket.SHUT_RDWR)
+        self._peers.clear()
+
+
+def _has_ended(peer: socket.socket, deadline: float) -> bool:
+    """Return whether the process at the other end has closed the connection before the deadline."""
+    peer.settimeout(max(0.001, deadline - time.monotonic()))
+    try:
+        peer.recv(1)
+    except TimeoutError:
+        return False
+    except OSError:
+        # It died, or its host is cut off.
+        pass
+    return True
 
 
 def wait_for_peers(

@@ -13,7 +13,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from polyxla_bridge.abi import DTYPES, Code, NamedValue, NamedValueType, Record
-from polyxla_bridge.engine.engine import Buffer, Engine, EngineDevice
+from polyxla_bridge.engine.engine import FINISH_TIMEOUT_S, Buffer, Engine, EngineDevice
 from polyxla_bridge.engine.futures import FutureLike, completion_of
 from polyxla_bridge.errors import PjrtError, as_pjrt_error
 from polyxla_bridge.native import LOCKED, UNLOCKED
@@ -186,12 +186,12 @@ class Bridge:
         """Return whether a device runs a program that needs no other device: it will end, however late."""
         return any(one.program and not one.collectives for one in engine.activities())
 
-    def close(self) -> None:
-        """Close the engine; a second call does nothing."""
+    def close(self, timeout_s: float = FINISH_TIMEOUT_S, others_s: float = 0) -> None:
+        """Close the engine; a second call does nothing. The arguments are those of `Engine.close`."""
         with self._lock:
             engine, self._engine = self._engine, None
         if engine is not None:
-            engine.close()
+            engine.close(timeout_s, others_s)
 
     def error(self, error: BaseException) -> int:
         """Return a new PJRT_Error for an exception."""

@@ -8,7 +8,7 @@ from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.errors import PjrtError
 
 
-def close(engine: JaxEngine) -> None:
+def close(engine: JaxEngine, *_: object) -> None:
     raise PjrtError(4, "not finished: replica 0") if sys.argv[1] == "pjrt" else OSError("gone")
 
 

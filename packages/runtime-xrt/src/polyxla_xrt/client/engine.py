@@ -20,7 +20,7 @@ import grpc
 import numpy as np
 
 from polyxla_bridge.abi import Code, width
-from polyxla_bridge.engine.engine import Buffer, DeviceActivity, Engine, EngineDevice
+from polyxla_bridge.engine.engine import FINISH_TIMEOUT_S, Buffer, DeviceActivity, Engine, EngineDevice
 from polyxla_bridge.engine.futures import CompletedFuture, DeletedFuture, GroupedFuture
 from polyxla_bridge.env import Coordinates
 from polyxla_bridge.errors import PjrtError
@@ -426,7 +426,7 @@ class RemoteEngine(Engine):
         with self._changed:
             return self._changed.wait_for(lambda: not self._in_flight, timeout_s)
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = FINISH_TIMEOUT_S, others_s: float = 0) -> None:
         """Wait for what was read, say goodbye, and wait until the worker has ended the session.
 
         A second call does nothing.
@@ -434,7 +434,7 @@ class RemoteEngine(Engine):
         if self._is_closing:
             return
         # After the goodbye, the worker answers nothing.
-        wait([request.done for request in list(self._requests.values())], GOODBYE_S)
+        wait([request.done for request in list(self._requests.values())], min(timeout_s, GOODBYE_S))
         self._is_closing = True
         self._outbox.put(pb.Command(goodbye=pb.Goodbye()), may_wait=False)
         self._outbox.close()
