@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -156,7 +157,16 @@ def _wait_for(connections: Sequence[socket.socket]) -> None:
             # A host that is cut off sends nothing, and never closes its connection.
             for option, value in _KEEPALIVE:
                 connection.setsockopt(*option, value)
-        connection.settimeout(None)
         with suppress(OSError):
-            while connection.recv(4096):
+            while _read(connection):
                 pass
+
+
+def _read(connection: socket.socket) -> bytes:
+    """Wait until something arrives, or the connection is closed; return what has arrived."""
+    # Process 0 has the same sockets, and its timeouts make them non-blocking in this process, too.
+    select.select([connection], [], [])
+    try:
+        return connection.recv(4096, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return b"again"
