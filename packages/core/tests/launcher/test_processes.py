@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import shutil
@@ -69,6 +70,15 @@ def test_a_replica_process_has_the_launching_processs_arguments(run_bare: Callab
         return sys.argv, sys.path, sys.stdin.read()
 
     assert run_bare(look) == [(sys.argv, sys.path, "")]
+
+
+def test_replicas_reach_a_manager_of_the_launching_process(
+    run_bare: Callable[..., list[Any]], method: ProcessMethod
+) -> None:
+    with multiprocessing.get_context("spawn").Manager() as manager:
+        shared = manager.dict()
+        run_bare(lambda replica, found: found.update({replica.ordinal: True}), shared, size=2, method=method)
+        assert dict(shared) == {0: True, 1: True}
 
 
 def test_lambdas_and_closures_can_be_sent(run_bare: Callable[..., list[Any]]) -> None:

@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import faulthandler
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -83,6 +84,7 @@ def serve(pipe: Connection, adapt: Callable[[dict[str, str]], dict[str, str]] = 
     env.replace_environ(adapt(setup.environ))
     sys.argv[:], sys.path[:] = setup.argv, setup.path
     os.chdir(setup.directory)
+    multiprocessing.current_process().authkey = setup.authkey
     finish(pipe, setup.work)
 
 

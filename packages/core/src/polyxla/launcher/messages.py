@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
@@ -22,6 +22,7 @@ class Setup:
         argv: its `sys.argv`: a function that parses arguments must not get its defaults in silence.
         path: its `sys.path`.
         directory: its working directory.
+        authkey: by which it proves to a manager of multiprocessing that it belongs to this program.
         work: the pickled work and place.
     """
 
@@ -29,6 +30,7 @@ class Setup:
     argv: list[str]
     path: list[str]
     directory: str
+    authkey: bytes = field(repr=False)
     work: bytes
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import io
 from collections import ChainMap
 from collections.abc import Callable, Mapping
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any, ClassVar
 
 import cloudpickle
@@ -45,3 +47,39 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     dispatch_table: ClassVar[Mapping[type, Callable[[Any], Any]]] = ChainMap(
         {CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table
     )
+
+    def reducer_override(self, value: Any) -> Any:
+        """Send an object that stands for a module, or an operator of torch, by its name.
+
+        ``torch.ops`` and ``torch.backends.cudnn`` are such objects, and cloudpickle sends a function's
+        submodules with it.
+        """
+        name = _name(value)
+        if name is not None and _is_found(name, value):
+            return _find, (name,)
+        return super().reducer_override(value)
+
+
+def _name(value: Any) -> str | None:
+    """Return the name by which an object that cannot be pickled may be found; None for any other object."""
+    if isinstance(value, ModuleType) and type(value) is not ModuleType:
+        return value.__name__
+    if type(value).__module__ == "torch._ops":
+        return f"torch.ops.{value}"
+    return None
+
+
+def _is_found(name: str, value: Any) -> bool:
+    try:
+        return _find(name) is value
+    except (AttributeError, ImportError):
+        return False
+
+
+def _find(name: str) -> Any:
+    """Return a module by its name; it may be an attribute of another, as ``torch.ops.aten`` is."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        first, *others = name.split(".")
+        return functools.reduce(getattr, others, importlib.import_module(first))

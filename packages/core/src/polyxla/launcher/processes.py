@@ -161,8 +161,9 @@ def _fork(
 
 def _setups(work: Work, places: Sequence[Any], environs: Sequence[Mapping[str, str]]) -> list[Setup]:
     directory = str(env.working_directory())
+    authkey = bytes(multiprocessing.current_process().authkey)
     return [
-        Setup(dict(environ), sys.argv, sys.path, directory, _pickled(work, place))
+        Setup(dict(environ), sys.argv, sys.path, directory, authkey, _pickled(work, place))
         for place, environ in zip(places, environs, strict=True)
     ]
 
