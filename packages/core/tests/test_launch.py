@@ -390,3 +390,32 @@ def test_the_connection_is_closed_also_after_an_error(
 def test_arguments_that_are_not_a_list_are_refused(arguments: Any) -> None:
     with pytest.raises(UsageError, match=r"is not a list or tuple of arguments .* with the comma"):
         launch(print, arguments)
+
+
+def _without_replica() -> None:
+    """A function for another launcher."""
+
+
+def _with(replica: Replica, one: Any) -> Any:
+    return one
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "message"),
+    [
+        (_without_replica, (), "_without_replica(replica): too many positional arguments"),
+        (_with, (), "_with(replica): missing a required argument: 'one'"),
+        (_with, (5, [1]), "_with(replica, 5, list): too many positional arguments"),
+        (_ordinal, (5,), None),
+        (dict.fromkeys, (), None),
+    ],
+)
+def test_a_function_that_cannot_be_called_so_is_refused_before_anything_starts(
+    echo: Callable[..., Job], function: Any, args: tuple[Any, ...], message: str | None
+) -> None:
+    if message is None:
+        assert echo(function, args).function == function
+        return
+    with pytest.raises(UsageError) as caught:
+        echo(function, args)
+    assert f"cannot be called as {message} (from train_fn). Its first argument is the" in str(caught.value)

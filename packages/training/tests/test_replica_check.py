@@ -206,6 +206,7 @@ class TestBatches:
         ({"make": lambda: nn.Linear(4, 2)}, "nothing to train Linear on .* set its example_input_array"),
         ({"make": lambda: 3}, "made int, not a torch.nn.Module"),
         ({"make": _lit}, "nothing to train Lit on"),
+        ({"make": nn.Linear}, r"^Linear\(\) makes no module: missing a required argument: 'in_features'"),
     ],
 )
 def test_invalid_arguments_are_refused(options: dict[str, Any], message: str) -> None:

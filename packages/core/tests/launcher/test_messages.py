@@ -46,13 +46,18 @@ class _OwnInitError(Exception):
         super().__init__(f"code {code} at {where}")
 
 
-def test_an_exception_that_does_not_load_again_arrives_as_text(run_bare: Callable[..., list[Any]]) -> None:
+def test_an_exception_with_an_init_of_its_own_keeps_type_note_and_traceback(
+    run_bare: Callable[..., list[Any]],
+) -> None:
     def fail(_: Replica) -> None:
-        raise _OwnInitError(3, "the start")
+        error = _OwnInitError(3, "the start")
+        error.where = "there"  # type: ignore[attr-defined]
+        raise error
 
-    with pytest.raises(ReplicaFailedError) as caught:
+    with pytest.raises(_OwnInitError, match=r"^code 3 at the start") as caught:
         run_bare(fail)
-    assert "_OwnInitError: code 3 at the start\nraised in the replica with ordinal 0" in str(caught.value)
+    assert caught.value.where == "there"  # type: ignore[attr-defined]
+    assert caught.value.__notes__[0].startswith("raised in the replica with ordinal 0")
     assert "in fail" in str(caught.value.__cause__)
 
 

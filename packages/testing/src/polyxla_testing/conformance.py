@@ -79,6 +79,13 @@ class RuntimeConformance:
         with pytest.raises(ReplicaLostError, match=r"^the replica with ordinal \d called sys\.exit\(0\)"):
             runtime.launch(_exit, devices=self.devices)
 
+    def test_a_tensor_of_the_device_can_be_returned(self, runtime: RuntimeUnderTest) -> None:
+        results = runtime.launch(_return_tensors, devices=self.devices)
+        if len(results) > 1:
+            assert {tensor.device.type for pair in results for tensor in pair} == {"cpu"}
+        values = [[tensor.detach().cpu().tolist() for tensor in pair] for pair in results]
+        assert values == [[[1.0, index + 1.0], [index + 2.0]] for index in range(len(results))]
+
     def test_launch_leaves_the_environment_alone(self, runtime: RuntimeUnderTest) -> None:
         # The first launch imports libraries, some of which set variables when they are imported.
         runtime.launch(_describe, devices=self.devices)
@@ -139,6 +146,13 @@ def _read_broken_loader(replica: Replica) -> int:
 
 def _fail(replica: Replica) -> None:
     raise ZeroDivisionError("on purpose")
+
+
+def _return_tensors(replica: Replica) -> list[Any]:
+    import torch
+
+    tensor = replica.to_device(torch.tensor([1.0, replica.ordinal + 1.0]))
+    return [tensor, torch.nn.Parameter(tensor[1:] + 1)]
 
 
 def _exit(replica: Replica) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -176,9 +177,36 @@ def _check_call(train_fn: Any, args: Any, start_method: str) -> None:
             where="args",
             fix="Write args=(argument,), with the comma even for a single argument.",
         )
+    if problem := call_problem(train_fn, (None, *args)):
+        call = ", ".join(["replica", *(_brief(one) for one in args)])
+        name = getattr(train_fn, "__name__", type(train_fn).__name__)
+        raise UsageError(
+            f"{name} cannot be called as {name}({call}): {problem}",
+            where="train_fn",
+            fix="Its first argument is the replica; the others are those in args=(...).",
+        )
     if start_method not in StartMethod.__args__:  # type: ignore[attr-defined]
         raise UsageError(
             f"start_method={start_method!r} is not one of {', '.join(StartMethod.__args__)}",  # type: ignore[attr-defined]
             where="start_method",
             fix="Leave it out, or write start_method='spawn'.",
         )
+
+
+def call_problem(function: Callable[..., Any], args: Sequence[Any]) -> str | None:
+    """Return why a function cannot be called with these arguments; None if it can, or if nothing tells."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        # Of a function in C that does not describe its arguments.
+        return None
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def _brief(value: Any) -> str:
+    text = repr(value) if isinstance(value, int | float | str | None) else type(value).__name__
+    return text if len(text) <= 30 else f"{text[:27]}..."

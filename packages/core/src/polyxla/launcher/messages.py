@@ -9,7 +9,7 @@ from typing import Any
 import cloudpickle
 
 from polyxla.contracts.job import ReplicaResult
-from polyxla.errors import PolyxlaError, UsageError
+from polyxla.errors import UsageError
 from polyxla.launcher.pickling import dumps, pickles
 
 
@@ -76,8 +76,27 @@ class Raised:
     traceback: str
 
 
-class ReplicaFailedError(PolyxlaError):
+class ReplicaFailedError(Exception):
     """A replica raised an exception that cannot be pickled; this one holds its text."""
+
+
+class _Rebuilt:
+    """An exception that is loaded without its ``__init__``, whose arguments are not those it was called with.
+
+    Args:
+        error: the exception.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        kind = type(self._error)
+        return _without_init, (kind, self._error.args), vars(self._error)
+
+
+def _without_init(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    return kind.__new__(kind, *args)
 
 
 class RemoteTraceback(Exception):
@@ -90,12 +109,19 @@ class RemoteTraceback(Exception):
 def pack(answer: Returned | Raised) -> bytes:
     """Pickle an answer; an answer that cannot be pickled becomes an error."""
     try:
-        packed = dumps(answer)
-        if isinstance(answer, Raised):
-            # An exception class with its own __init__ often pickles but does not load again.
-            cloudpickle.loads(packed)
+        return dumps(answer) if isinstance(answer, Returned) else _pack_raised(answer)
     except Exception as error:
         return dumps(_in_words(answer, error))
+
+
+def _pack_raised(answer: Raised) -> bytes:
+    packed = dumps(answer)
+    try:
+        # An exception class with its own __init__ often pickles but does not load again.
+        cloudpickle.loads(packed)
+    except Exception:
+        packed = dumps(Raised(_Rebuilt(answer.error), answer.traceback))  # type: ignore[arg-type]
+        cloudpickle.loads(packed)
     return packed
 
 

@@ -12,6 +12,9 @@ from typing import Any, ClassVar
 
 import cloudpickle
 
+_SENT = ("cpu", "meta")
+"""Devices whose tensors are sent as they are."""
+
 
 def dumps(value: Any) -> bytes:
     """Return a value as bytes, which `cloudpickle.loads` reads where polyxla is installed.
@@ -52,12 +55,19 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """Send an object that stands for a module, or an operator of torch, by its name.
 
         ``torch.ops`` and ``torch.backends.cudnn`` are such objects, and cloudpickle sends a function's
-        submodules with it.
+        submodules with it. A device's tensor is copied to the host: the other process has no such device.
         """
+        kind = type(value)
+        if (kind.__module__, kind.__qualname__) == ("torch", "Tensor") and value.device.type not in _SENT:
+            return _as_it_is, (value.detach().cpu().requires_grad_(value.requires_grad),)
         name = _name(value)
         if name is not None and _is_found(name, value):
             return _find, (name,)
         return super().reducer_override(value)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 def _name(value: Any) -> str | None:

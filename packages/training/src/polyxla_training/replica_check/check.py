@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyxla.env import working_directory
 from polyxla.errors import UsageError
-from polyxla.launcher.launch import launch
+from polyxla.launcher.launch import call_problem, launch
 
 if TYPE_CHECKING:
     import torch
@@ -105,6 +105,13 @@ def check_replicas(
         Exception: what the module raised.
     """
     _check_numbers(steps=steps, devices=devices, batch_size=batch_size)
+    if problem := call_problem(make_module, ()):
+        name = getattr(make_module, "__name__", type(make_module).__name__)
+        raise UsageError(
+            f"{name}() makes no module: {problem}",
+            where="check_replicas",
+            fix=f"Name a function without arguments: def make(): return {name}(...).",
+        )
     # Imports torch, which `import polyxla_training` must not.
     from polyxla_training.replica_check.runs import compare, prepare, train
 
