@@ -73,7 +73,7 @@ EIGHT = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}
         (["--devices", "[]"], EIGHT, "devices=[] names no device"),
         ([], {"POLYXLA_DEVICES": "9", **EIGHT}, "(from POLYXLA_DEVICES=9)"),
         (["--devices", "99"], EMULATED, "devices=99 asks for 99 devices, but runtime pjrt has 8"),
-        (["--devices", "four"], EMULATED, "Write devices='auto', a count such as devices=8"),
+        (["--devices", "four"], EMULATED, "Write --devices auto, a count such as --devices 8"),
         (["--devices", "3"], EMULATED, "Take both cores of each chip, such as devices=[0, 1]"),
         (["--precision", "bf15"], {}, "no installed plugin knows the precision 'bf15'"),
         ([], {"XRT_TPU_CONFG": "w;0;a:1"}, "Did you mean XRT_TPU_CONFIG? Unset XRT_TPU_CONFG"),

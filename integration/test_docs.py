@@ -529,3 +529,30 @@ def test_every_library_is_on_the_dependencies_page_with_the_packages_that_requir
         names = re.compile(rf"\b{library.rstrip('2')}\b", re.IGNORECASE)
         users = " ".join(used for row, used in rows if names.search(row))
         assert [package for package in sorted(packages) if package not in users] == [], library
+
+
+OLD_MESSAGES = (
+    "RuntimeError: tensorflow/compiler/xla/xla_client/computation_client.cc:273 : Missing XLA configuration",
+    "pytorch_lightning.utilities.exceptions.MisconfigurationException: No TPU devices were found.",
+    "RuntimeError: Cannot replicate if number of devices (1) is different from 8",
+    "TypeError: 'mappingproxy' object does not support item assignment",
+    'XRT_TPU_CONFIG="localservice;0;localhost:51011"',
+    'XRT_TPU_CONFIG="tpu_worker;0;$TPU_IP_ADDRESS:8470"',
+    r"""lsof -w /lib/libtpu.so \| grep "python" \| awk '{print $2}' \| xargs -r kill -9""",
+    *("torch_xla.distributed.xla_dist", "--conda-env", "xla_spawn.py", "xm.xrt_world_size()"),
+    *("xm.get_ordinal()", "tpu_spawn_debug", "--tpu_metrics_debug", "tpu_cores=8", "startup-script"),
+)
+"""What the documents of Lightning 1.5 and 1.6 and of Hugging Face's first TPU support say, verbatim."""
+
+
+def test_the_old_commands_page_has_every_old_message_and_only_commands_that_exist() -> None:
+    text = page("old-commands.md")
+    assert [message for message in OLD_MESSAGES if message not in text] == []
+    shown = re.findall(r"`polyxla (\w[^`]*)`", text)
+    assert len(shown) >= 6
+    for command in shown:
+        words = command.partition(" -- ")[0].split()
+        found = commands()[words[0]]
+        found = getattr(found, "commands", {}).get(words[-1] if len(words) == 1 else words[1], found)
+        options = {option for one in found.params for option in one.opts}
+        assert {word for word in words if word.startswith("--")} <= options, command

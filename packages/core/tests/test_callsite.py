@@ -44,6 +44,7 @@ def within(module: str, inner: Any) -> Any:
     [
         pytest.param([], HERE, id="the-user's"),
         pytest.param(["torch._tensor"], HERE, id="the-user's-by-torch"),
+        pytest.param(["torch_xla", "typing_extensions"], HERE, id="the-user's-by-a-deprecated-function"),
         pytest.param(["polyxla.replica.loader"], None, id="polyxla's"),
         pytest.param(["torch._tensor", "polyxla.replica.reductions"], None, id="polyxla's-by-torch"),
         pytest.param(["torch._tensor", "polyxla_extra.metrics"], None, id="a-plugin's-of-ours-by-torch"),

@@ -26,11 +26,9 @@ XRT_MISSING = (
     "runtime 'xrt' is not installed (installed: toy) (from {}). "
     "Install it: pip install ./packages/tpu ./packages/bridge ./packages/runtime-xrt"
 )
-COUNTS = "Write a count from 1 to 8, or devices='auto' for all of them."
-NAMES = "Name devices from 0 to 7, each once, such as devices=[7]."
-FORMS = "Write devices='auto', a count such as devices=8, or indices such as devices=[5]."
-
-UNREADABLE = f"devices='{{}}' is neither a count, a list of indices nor 'auto' (from {{{{}}}}). {FORMS}"
+COUNTS = "Write a count from 1 to 8, or {0}auto for all of them."
+NAMES = "Name devices from 0 to 7, each once, such as {0}'[7]'."
+FORMS = "Write {0}auto, a count such as {0}8, or indices such as {0}'[5]'."
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +67,12 @@ def _document(*args: str, exit_code: int = 0) -> dict[str, Any]:
     assert result.exit_code == exit_code, result.output
     document: dict[str, Any] = json.loads(result.stdout)
     return document
+
+
+def _error(where: str) -> dict[str, str]:
+    what, _, fix = XRT_MISSING.partition(" (from {}). ")
+    text = XRT_MISSING.format(where)
+    return {"error": text, "what": what, "where": where, "fix": fix, "version": polyxla.__version__}
 
 
 def _lines(text: str) -> list[list[str]]:
@@ -202,9 +206,7 @@ class TestDevices:
         assert _invoke("devices").stderr == "polyxla: runtime toy: TOY=8\n"
 
     def test_an_error_is_a_json_document(self) -> None:
-        assert _document("devices", "--runtime", "xrt", "--json", exit_code=2) == {
-            "error": XRT_MISSING.format("--runtime xrt")
-        }
+        assert _document("devices", "--runtime", "xrt", "--json", exit_code=2) == _error("--runtime xrt")
 
 
 class TestEnv:
@@ -250,7 +252,7 @@ class TestEnv:
         assert rows[-1]["name"] == "(replicas)"
         assert rows[-1]["origin"] == (
             "error: devices=9 asks for 9 devices, but runtime toy has 8 here "
-            f"(from POLYXLA_DEVICES=9). {COUNTS}"
+            f"(from POLYXLA_DEVICES=9). {COUNTS.format('POLYXLA_DEVICES=')}"
         )
 
 
@@ -531,21 +533,24 @@ class TestBadInput:
         ("devices", "text"),
         [
             pytest.param(
-                "9", f"devices=9 asks for 9 devices, but runtime toy has 8 here (from {{}}). {COUNTS}", id="9"
+                "9",
+                f"devices=9 asks for 9 devices, but runtime toy has 8 here (from {{1}}). {COUNTS}",
+                id="9",
             ),
-            pytest.param("0", f"devices=0 asks for no device (from {{}}). {COUNTS}", id="0"),
-            pytest.param("-1", f"devices=-1 asks for no device (from {{}}). {COUNTS}", id="negative"),
+            pytest.param("0", f"devices=0 asks for no device (from {{1}}). {COUNTS}", id="0"),
+            pytest.param("-1", f"devices=-1 asks for no device (from {{1}}). {COUNTS}", id="negative"),
             pytest.param(
                 "[8]",
-                f"devices=[8] names device 8, but runtime toy has devices 0 to 7 (from {{}}). {NAMES}",
+                f"devices=[8] names device 8, but runtime toy has devices 0 to 7 (from {{1}}). {NAMES}",
                 id="[8]",
             ),
-            pytest.param("[0,0]", f"devices=[0, 0] names a device twice (from {{}}). {NAMES}", id="twice"),
-            pytest.param("[]", f"devices=[] names no device (from {{}}). {NAMES}", id="empty"),
+            pytest.param("[0,0]", f"devices=[0, 0] names a device twice (from {{1}}). {NAMES}", id="twice"),
+            pytest.param("[]", f"devices=[] names no device (from {{1}}). {NAMES}", id="empty"),
             *(
                 pytest.param(
                     asked,
-                    UNREADABLE.format(asked),
+                    f"devices={asked!r} is neither a count, a list of indices nor 'auto' (from {{1}}). "
+                    f"{FORMS}",
                     id=asked,
                 )
                 for asked in ("x", "true", "1.5")
@@ -555,9 +560,10 @@ class TestBadInput:
     def test_devices_that_do_not_exist_are_an_error(
         self, devices: str, text: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        _refused(["run", "--devices", devices, "script.py"], text.format(f"--devices {devices}"))
+        asked = ["run", "--devices", devices, "script.py"]
+        _refused(asked, text.format("--devices ", f"--devices {devices}"))
         monkeypatch.setenv("POLYXLA_DEVICES", devices)
-        _refused(["run", "script.py"], text.format(f"POLYXLA_DEVICES={devices}"))
+        _refused(["run", "script.py"], text.format("POLYXLA_DEVICES=", f"POLYXLA_DEVICES={devices}"))
 
     @pytest.mark.parametrize(
         ("args", "text"),
@@ -609,9 +615,40 @@ class TestBadInput:
         _refused(["run", "script.py"], text.format(f"POLYXLA_WAIT_S={wait}"))
 
     def test_an_error_of_a_dry_run_is_a_json_document(self) -> None:
-        assert _document("run", "--dry-run", "--json", "--runtime", "xrt", "script.py", exit_code=2) == {
-            "error": XRT_MISSING.format("--runtime xrt")
-        }
+        asked = ["run", "--dry-run", "--json", "--runtime", "xrt", "script.py"]
+        assert _document(*asked, exit_code=2) == _error("--runtime xrt")
+
+    @pytest.mark.parametrize(
+        ("options", "said", "fix"),
+        [
+            (
+                ["--nproc-per-node", "4"],
+                "--nproc-per-node is an option of torchrun",
+                "Write --devices 4. Add",
+            ),
+            (["--num_processes=2"], "--num_processes is an option of Accelerate", "Write --devices 2. Add"),
+            (["--wait", "2", "--mixed_precision", "bf16"], "of Accelerate", "Write --precision bf16-mixed."),
+            (["--nnodes", "2"], "--nnodes is an option of torchrun", "For several hosts, write polyxla pod."),
+        ],
+    )
+    def test_an_option_of_another_launcher_is_answered_with_ours(
+        self, options: list[str], said: str, fix: str
+    ) -> None:
+        result = _invoke("run", *options, "script.py")
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert f"{said} (from polyxla run). {fix}" in result.stderr
+
+    def test_a_programs_options_are_its_own(self) -> None:
+        plan = _document("run", "--dry-run", "--json", "script.py", "--nproc-per-node", "4")
+        assert plan["command"][-2:] == ["--nproc-per-node", "4"]
+
+    def test_emulate_sets_the_variable(self) -> None:
+        plan = _document("run", "--dry-run", "--json", "--emulate", "v5e-8", "script.py")
+        assert plan["environment"]["POLYXLA_EMULATE"] == "v5e-8"
+        assert plan["command"][-1] == "script.py"
+
+    def test_the_help_has_examples(self) -> None:
+        assert " polyxla run --devices 4 --each train.py " in _invoke("run", "--help").stdout
 
     def test_run_without_a_program_is_an_error(self) -> None:
         result = _invoke("run")
@@ -633,7 +670,8 @@ class TestTheRealCommand:
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr == (
             "polyxla: error: devices=9 asks for 9 devices, but runtime toy has 8 here (from devices=9). "
-            f"{COUNTS}\n  at {tmp_path / 'script.py'}:4\n"
+            "Write a count from 1 to 8, or devices='auto' for all of them.\n"
+            f"  at {tmp_path / 'script.py'}:4\n"
         )
 
     def test_plugins_add_commands_even_if_another_plugin_is_broken(

@@ -84,7 +84,6 @@ def test_counts_and_indices_select_devices(asked: Any, picked: tuple[int, ...]) 
             )
             for asked, name in [
                 ("x", "word"),
-                ("1,2", "comma"),
                 ("1.5", "float-as-text"),
                 (1.5, "float"),
                 (True, "bool"),
@@ -104,8 +103,30 @@ def test_an_invalid_request_is_refused(asked: Any, text: str) -> None:
 
 
 def test_the_advice_for_a_single_device_is_short() -> None:
-    with pytest.raises(DevicesError, match=r"has 1 here \(from --devices 2\)\. Write devices=1\.$"):
+    with pytest.raises(DevicesError, match=r"has 1 here \(from --devices 2\)\. Write --devices 1\.$"):
         pick_devices(Setting("2", "--devices 2"), "toy", EIGHT[:1])
+
+
+@pytest.mark.parametrize(
+    ("value", "origin", "fix"),
+    [
+        ("0,1", "--devices 0,1", "Write --devices '[0,1]'."),
+        ("0, 1", "POLYXLA_DEVICES=0, 1", "Write POLYXLA_DEVICES='[0, 1]'."),
+        ("0,1", "devices='0,1'", "Write devices=[0,1]."),
+        (
+            "x",
+            "--devices x",
+            "Write --devices auto, a count such as --devices 8, or indices such as --devices '[5]'.",
+        ),
+        ("9", "--devices 9", "Write a count from 1 to 8, or --devices auto for all of them."),
+        ("9", "POLYXLA_DEVICES=9", "Write a count from 1 to 8, or POLYXLA_DEVICES=auto for all of them."),
+        ("[8]", "--devices [8]", "Name devices from 0 to 7, each once, such as --devices '[7]'."),
+    ],
+)
+def test_the_advice_is_written_as_the_request_was(value: str, origin: str, fix: str) -> None:
+    with pytest.raises(DevicesError) as caught:
+        pick_devices(Setting(value, origin), "toy", EIGHT)
+    assert caught.value.fix == fix
 
 
 def test_indices_need_not_start_at_zero() -> None:

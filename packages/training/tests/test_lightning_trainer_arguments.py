@@ -38,6 +38,14 @@ def test_the_answer_to_lightnings_argument_is_one_line_that_names_our_option(nam
     assert set(re.findall(r"(\w+)=", FIXES[name])) <= OPTIONS | {"reduce_fx", "gradient_clip_algorithm"}
 
 
+@pytest.mark.parametrize(("name", "value"), [("tpu_cores", 1), ("tpu_cores", [5]), ("num_processes", 4)])
+def test_the_answer_has_the_devices_that_were_given(name: str, value: Any) -> None:
+    options: Any = {name: value}
+    with pytest.raises(UsageError) as caught:
+        Trainer(**options)
+    assert caught.value.fix == f"Write devices={value}."
+
+
 @pytest.mark.parametrize(
     ("given", "fix"),
     [

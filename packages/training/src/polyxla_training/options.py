@@ -187,6 +187,22 @@ class FitOptions:
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
 
+        budget, prefetch = self.compile_budget, self.prefetch
+        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
+            raise UsageError(
+                f"compile_budget={budget!r} is not a number of programs, 0 or more",
+                where="Trainer",
+                fix="Write compile_budget=0 to allow none after the first steps, or leave it out.",
+            )
+        if prefetch is not None and not (
+            isinstance(prefetch, Mapping) and all(map(_is_count, prefetch.values()))
+        ):
+            raise UsageError(
+                f"prefetch={prefetch!r} is not a dictionary of options with positive integers",
+                where="Trainer",
+                fix="Write prefetch={'loader_prefetch_size': 4}.",
+            )
+
     def _check_loggers(self) -> None:
         known = f"Write one of {', '.join(LOGGERS)}, as in loggers=['csv']."
         if isinstance(self.loggers, str):
@@ -310,8 +326,12 @@ def _find_strategy(name: Any) -> str:
     return str(name)
 
 
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def _check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not _is_count(value):
         raise UsageError(
             f"{name}={value!r} is not a positive integer", where="Trainer", fix=f"Write {name}=1."
         )

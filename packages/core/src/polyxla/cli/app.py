@@ -15,7 +15,7 @@ from polyxla import env
 from polyxla.cli.output import JsonFlag, RuntimeOption, plain_errors, print_json, print_table
 from polyxla.console import say
 from polyxla.env import Setting
-from polyxla.errors import PolyxlaError
+from polyxla.errors import PolyxlaError, UsageError
 from polyxla.launcher.launch import announce
 
 DevicesOption = Annotated[
@@ -28,6 +28,31 @@ WaitOption = Annotated[
     str | None,
     typer.Option("--wait", metavar="SECONDS", help="Longest wait for devices that another job is using."),
 ]
+
+EmulateOption = Annotated[
+    str | None, typer.Option("--emulate", metavar="TYPE", help="Emulate a TPU of this type, such as v5e-8.")
+]
+EMULATE = "POLYXLA_EMULATE"
+"""The variable of polyxla-tpu that ``--emulate`` sets."""
+OTHERS = {
+    **dict.fromkeys(("--nproc-per-node", "--nproc_per_node"), ("torchrun", "--devices {}")),
+    **dict.fromkeys(("--num-processes", "--num_processes"), ("Accelerate", "--devices {}")),
+    **dict.fromkeys(("--mixed-precision", "--mixed_precision"), ("Accelerate", "--precision {}-mixed")),
+    **dict.fromkeys(("--nnodes", "--node-rank", "--node_rank"), ("torchrun", None)),
+    **dict.fromkeys(("--num-machines", "--num_machines", "--machine_rank"), ("Accelerate", None)),
+}
+"""Options of other launchers, each with the launcher and what to write here; None for several hosts.
+Source: ``torchrun --help`` of torch 2.9, ``accelerate launch --help`` of Accelerate 1.15.
+"""
+EXAMPLES = """Examples:
+
+\b
+  polyxla run train.py --lr 0.1                    on what this machine has
+  polyxla run --devices 4 train.py                 four replicas, by a launch in the script
+  polyxla run --devices 4 --each train.py          the script itself in each of four
+  polyxla run --emulate v5e-8 train.py             on an emulated TPU
+  polyxla run --dry-run -m package.train           what would be chosen
+"""
 
 app = typer.Typer(
     name="polyxla",
@@ -168,16 +193,31 @@ class _RunCommand(typer.core.TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Insert ``--`` before the program."""
-        takes_value = {"--runtime", "--devices", "--precision", "--wait"}
+        takes_value = {"--runtime", "--devices", "--precision", "--wait", "--emulate"}
         index = 0
         while index < len(args) and args[index].startswith("-") and args[index] not in ("-m", "--"):
+            with plain_errors(as_json=False):
+                _refuse_others(args[index:])
             index += 2 if args[index] in takes_value else 1
         if index < len(args) and args[index] != "--":
             args = [*args[:index], "--", *args[index:]]
         return super().parse_args(ctx, args)
 
 
-@app.command(cls=_RunCommand)
+def _refuse_others(args: list[str]) -> None:
+    """Refuse an option of another launcher, and say what to write."""
+    name, _, value = args[0].partition("=")
+    if name not in OTHERS:
+        return
+    launcher, here = OTHERS[name]
+    given = value or (args[1] if len(args) > 1 else "")
+    fix = "For several hosts, write polyxla pod." if here is None else f"Write {here.format(given)}."
+    if here and here.startswith("--devices"):
+        fix += " Add --each if the script launches nothing itself."
+    raise UsageError(f"{name} is an option of {launcher}", where="polyxla run", fix=fix)
+
+
+@app.command(cls=_RunCommand, epilog=EXAMPLES)
 def run(
     command: Annotated[
         list[str], typer.Argument(metavar="(SCRIPT | -m MODULE) [ARGS]...", show_default=False)
@@ -186,6 +226,7 @@ def run(
     devices: DevicesOption = None,
     precision: PrecisionOption = None,
     wait: WaitOption = None,
+    emulate: EmulateOption = None,
     each: Annotated[bool, typer.Option("--each", help="Run the program once in every replica.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the variables and the command, and exit.")
@@ -201,7 +242,7 @@ def run(
     from polyxla.cli.run import make_run_plan, replace_process
 
     with plain_errors(as_json and dry_run):
-        environ = env.snapshot()
+        environ = env.snapshot() | ({EMULATE: emulate} if emulate else {})
         settings = env.from_environ(
             environ,
             runtime=_flag("--runtime", runtime),
@@ -209,7 +250,14 @@ def run(
             precision=_flag("--precision", precision),
             wait_s=_flag("--wait", wait),
         )
-        plan = make_run_plan(environ, settings, command, each)
+        try:
+            plan = make_run_plan(environ, settings, command, each)
+        except UsageError as error:
+            if emulate and error.where == f"{EMULATE}={emulate}":
+                error.where = f"--emulate {emulate}"
+            raise
+        if emulate:
+            plan.variables[EMULATE] = emulate
     if dry_run:
         lines = [*(f"{name}={value}" for name, value in plan.variables.items()), " ".join(plan.command)]
         print_json(plan.as_json()) if as_json else typer.echo("\n".join(lines))

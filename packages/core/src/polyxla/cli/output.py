@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+import polyxla
 from polyxla.console import say
 from polyxla.errors import PolyxlaError
 
@@ -25,7 +26,8 @@ def plain_errors(as_json: bool) -> Iterator[None]:
     except PolyxlaError as error:
         say(f"error: {error}")
         if as_json:
-            print_json({"error": str(error)})
+            parts = {name: getattr(error, name, None) for name in ("what", "where", "fix")}
+            print_json({"error": str(error), **parts, "version": polyxla.__version__})
         raise typer.Exit(error.exit_code) from None
 
 

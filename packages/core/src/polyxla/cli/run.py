@@ -38,7 +38,7 @@ class RunPlan:
     command: tuple[str, ...]
     selection: Selection
     devices: tuple[int, ...]
-    variables: Mapping[str, str]
+    variables: dict[str, str]
     each: bool = False
 
     def as_json(self) -> dict[str, Any]:

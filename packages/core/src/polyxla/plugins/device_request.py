@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
 from polyxla.contracts.discovery import Device
-from polyxla.env import Setting
+from polyxla.env import POLYXLA_DEVICES, Setting
 from polyxla.errors import DevicesError
 
 MAX_MADE = 4096
@@ -61,36 +63,47 @@ def _parse(asked: Setting) -> int | list[Any]:
 
 
 def _unreadable(asked: Setting) -> DevicesError:
-    return DevicesError(
-        f"devices={asked.value!r} is neither a count, a list of indices nor 'auto'",
-        where=asked.origin,
-        fix="Write devices='auto', a count such as devices=8, or indices such as devices=[5].",
-    )
+    forms = [_written(asked, text) for text in ("auto", "8", "[5]")]
+    fix = f"Write {forms[0]}, a count such as {forms[1]}, or indices such as {forms[2]}."
+    if isinstance(asked.value, str) and re.fullmatch(r"\d+( *, *\d+)+", asked.value):
+        fix = f"Write {_written(asked, f'[{asked.value}]')}."
+    problem = f"devices={asked.value!r} is neither a count, a list of indices nor 'auto'"
+    return DevicesError(problem, where=asked.origin, fix=fix)
+
+
+def _written(asked: Setting, text: str) -> str:
+    """Return how another value is written where this one was: an option, a variable, or in Python."""
+    if asked.origin.startswith("--devices"):
+        return shlex.join(["--devices", text])
+    if asked.origin.startswith(POLYXLA_DEVICES):
+        return f"{POLYXLA_DEVICES}={shlex.quote(text)}"
+    return f"devices={text!r}" if text == "auto" else f"devices={text}"
 
 
 def _by_count(count: int, asked: Setting, runtime: str, devices: Sequence[Device]) -> tuple[int, ...]:
     if count < 1:
         raise DevicesError(
-            f"devices={count} asks for no device", where=asked.origin, fix=_valid_counts(devices)
+            f"devices={count} asks for no device", where=asked.origin, fix=_valid_counts(asked, devices)
         )
     if count > len(devices):
         raise DevicesError(
             f"devices={count} asks for {count} devices, but runtime {runtime} has {len(devices)} here",
             where=asked.origin,
-            fix=_valid_counts(devices),
+            fix=_valid_counts(asked, devices),
         )
     return tuple(device.index for device in devices[:count])
 
 
-def _valid_counts(devices: Sequence[Device]) -> str:
+def _valid_counts(asked: Setting, devices: Sequence[Device]) -> str:
     if len(devices) == 1:
-        return "Write devices=1."
-    return f"Write a count from 1 to {len(devices)}, or devices='auto' for all of them."
+        return f"Write {_written(asked, '1')}."
+    return f"Write a count from 1 to {len(devices)}, or {_written(asked, 'auto')} for all of them."
 
 
 def _by_index(indices: list[Any], asked: Setting, runtime: str, devices: Sequence[Device]) -> tuple[int, ...]:
     have = [device.index for device in devices]
-    span = f"Name devices from {have[0]} to {have[-1]}, each once, such as devices=[{have[-1]}]."
+    last = _written(asked, f"[{have[-1]}]")
+    span = f"Name devices from {have[0]} to {have[-1]}, each once, such as {last}."
     if not indices:
         raise DevicesError("devices=[] names no device", where=asked.origin, fix=span)
     for index in indices:

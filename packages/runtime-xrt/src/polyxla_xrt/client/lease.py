@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 
 from polyxla import UsageError
+from polyxla.env import snapshot
 from polyxla_xrt.client.channel import WorkerChannel
 from polyxla_xrt.client.job_owner import JobOwner
 from polyxla_xrt.env import TPU_NUM_DEVICES
@@ -195,8 +196,11 @@ def _format(held: pb.Held) -> str:
 
 def _check_cores(asked: int, there: int, address: str) -> None:
     if asked > there:
+        set_to = snapshot().get(TPU_NUM_DEVICES)
         raise UsageError(
             f"the job needs {asked} cores, but the worker at {address} has {there}",
-            where=TPU_NUM_DEVICES,
+            where=f"{TPU_NUM_DEVICES}={set_to}"
+            if set_to
+            else f"{TPU_NUM_DEVICES} is unset, which means {asked}",
             fix=f"Set {TPU_NUM_DEVICES}={there}, or start the worker with --devices {asked}.",
         )

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from polyxla.errors import UsageError
 
-_DEVICES = "Write devices=8."
+_DEVICES = "Write devices=."
 _NONE_MADE = "Leave it out: there is none here."
 _SHARDED = "Leave it out: polyxla-sampler divides the records among the replicas."
 _REDUCED = "Write reduce_fx= in self.log; its values stay on the device."
@@ -93,7 +93,7 @@ def check_names(where: str, given: Iterable[str], known: Iterable[str], fixes: M
 
     Args:
         where: what they were passed to.
-        given: their names.
+        given: their names, which may have their values.
         known: the names that exist.
         fixes: what to write for Lightning's names.
 
@@ -105,7 +105,10 @@ def check_names(where: str, given: Iterable[str], known: Iterable[str], fixes: M
         if name in known:
             continue
         if name in fixes:
-            raise UsageError(f"{name} is Lightning's", where=f"{where}({name}=...)", fix=fixes[name])
+            fix = fixes[name]
+            if fix is _DEVICES and isinstance(given, Mapping):
+                fix = f"Write devices={given[name]!r}."
+            raise UsageError(f"{name} is Lightning's", where=f"{where}({name}=...)", fix=fix)
         near = difflib.get_close_matches(name, [*known, *fixes], n=1)
         fix = fixes.get(near[0], f"Write {near[0]}=.") if near else f"Write one of {', '.join(known)}."
         raise UsageError(f"there is no option {name!r}", where=f"{where}({name}=...)", fix=fix)
