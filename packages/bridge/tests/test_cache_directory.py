@@ -142,3 +142,20 @@ def test_a_directory_that_is_deleted_meanwhile_is_made_again(tmp_path: Path) -> 
     directory.write("polyxla-b", b"two")
     assert directory.read("polyxla-b", is_use=True) == b"two"
     assert names(tmp_path / "programs") == {"polyxla-b"}
+
+
+def test_where_everyone_may_write_programs_of_others_are_not_read(tmp_path: Path) -> None:
+    directory = CacheDirectory(tmp_path)
+    directory.write("polyxla-own", b"own")
+    os.mkfifo(tmp_path / "polyxla-pipe")
+    with pytest.raises(PermissionError):
+        directory.read("polyxla-pipe", is_use=True)
+    if os.geteuid():
+        pytest.skip("only root can write a file of another user")
+    directory.write("polyxla-other", b"other")
+    os.chown(tmp_path / "polyxla-other", 12345, 12345)
+    assert directory.read("polyxla-other", is_use=True) == b"other", "the directory is shared with a group"
+    tmp_path.chmod(0o1777)
+    assert directory.read("polyxla-own", is_use=True) == b"own"
+    with pytest.raises(PermissionError, match="user 12345 has put it where everyone may write"):
+        directory.read("polyxla-other", is_use=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import stat
 import threading
 import time
 from pathlib import Path
@@ -93,9 +94,15 @@ class CacheDirectory:
             is_use: whether the file becomes the most recently used one.
 
         Raises:
-            OSError: the file does not exist or cannot be read.
+            OSError: the file does not exist or cannot be read, or everyone may write to the directory, and
+                another user has written it: it would be run.
         """
-        with (self.path / name).open("rb") as file:
+        # A pipe that another user has put there must not be waited for.
+        with os.fdopen(os.open(self.path / name, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            found = os.fstat(file.fileno())
+            is_everyones = bool(self.path.stat().st_mode & stat.S_IWOTH)
+            if not stat.S_ISREG(found.st_mode) or (is_everyones and found.st_uid not in (0, os.geteuid())):
+                raise PermissionError(f"user {found.st_uid} has put it where everyone may write")
             if is_use:
                 # Another user's file can be read, but its times cannot be set.
                 with contextlib.suppress(PermissionError):
