@@ -6,10 +6,11 @@ import contextlib
 import hashlib
 import os
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from polyxla.env import snapshot
+from polyxla.private_files import private_directory
 from polyxla_training.checkpoint.stop_signal import StopSignal
 from polyxla_training.storage.location import locate
 
@@ -23,14 +24,14 @@ INTERRUPTED = b"polyxla: training ends after this step, and saves it; press Ctrl
 def stop_file(checkpoint_dir: str | os.PathLike[str]) -> Path:
     """Return the file that asks the replicas of this host to stop.
 
-    If the directory is in an object store, the file is in this machine's directory of temporary files:
+    If the directory is in an object store, the file is in the user's private directory on this machine:
     replicas look for it between steps, which must not wait for a network.
     """
     directory = locate(checkpoint_dir)
     if isinstance(directory, Path):
         return directory / STOP_FILE
     name = hashlib.sha256(os.fspath(directory).encode()).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"polyxla-{os.getuid()}" / f"{name}{STOP_FILE}"
+    return private_directory(snapshot()) / f"{name}{STOP_FILE}"
 
 
 @contextlib.contextmanager
