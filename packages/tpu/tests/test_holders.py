@@ -109,6 +109,14 @@ def test_a_long_command_is_shortened(dev: Path, tmp_path: Path) -> None:
     assert len(holder.command) == 120
 
 
+def test_a_command_is_one_line_that_a_terminal_does_not_obey(dev: Path, tmp_path: Path) -> None:
+    (tmp_path / "proc" / "1" / "fd").mkdir(parents=True)
+    (tmp_path / "proc" / "1" / "fd" / "3").symlink_to(dev / "accel0")
+    (tmp_path / "proc" / "1" / "cmdline").write_bytes(b"python\0\x1b[2Jtrain.py\npolyxla: done\0")
+    (holder,) = find(dev, proc=tmp_path / "proc")
+    assert holder.command == r"python \x1b[2Jtrain.py\npolyxla: done"
+
+
 def test_the_calling_process_is_never_named(dev: Path) -> None:
     with (dev / "accel0").open():
         assert os.getpid() not in [one.pid for one in find(dev)]

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import grpc
 
+from polyxla.console import printable
 from polyxla.env import POLYXLA_SECRET
 from polyxla.errors import UsageError
 from polyxla_tpu.processes.secret import sealed, unsealed
@@ -330,4 +331,4 @@ def _short(tag: str) -> str:
 
 
 def _status(error: Any) -> tuple[grpc.StatusCode, str]:
-    return error.code(), error.details()
+    return error.code(), printable(error.details() or "")

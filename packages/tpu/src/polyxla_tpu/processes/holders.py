@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from polyxla.console import printable
+
 PROC = Path("/proc")
 """Where Linux lists processes."""
 DEV = Path("/dev")
@@ -109,7 +111,8 @@ def _command(process: Path) -> str:
         words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         words = []
-    command = " ".join(words).strip() or "unknown command"
+    # It may be another user's process, which chooses these texts.
+    command = printable(" ".join(words).strip()).replace("\n", "\\n") or "unknown command"
     return command if len(command) <= _COMMAND_LENGTH else f"{command[: _COMMAND_LENGTH - 3]}..."
 
 
