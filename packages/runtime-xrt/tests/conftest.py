@@ -103,8 +103,11 @@ def server() -> Iterator[MeshServer]:
 class Worker:
     """A `polyxla worker` of two cores: a supervisor, and the serving process, which may be replaced."""
 
-    def __init__(self, log: Path, *options: str, **environ: str) -> None:
+    def __init__(self, log: Path, *options: str, is_open: bool = True, **environ: str) -> None:
         self._log = log
+        if is_open and not {"--token-file", "--tls-cert", "--insecure"} & {*options}:
+            # Tests call it without a client of ours, too.
+            options = (*options, "--insecure")
         command = [sys.executable, "-m", "polyxla", "worker", "--devices", "2", "--json"]
         with log.open("w") as errors:
             self.process = subprocess.Popen(
@@ -176,8 +179,9 @@ class Worker:
 def _starting(directory: Path) -> Iterator[Callable[..., Worker]]:
     workers: list[Worker] = []
 
-    def start(*options: str, waits: bool = True, **environ: str) -> Worker:
-        workers.append(worker := Worker(directory / f"worker-{len(workers)}.log", *options, **environ))
+    def start(*options: str, waits: bool = True, is_open: bool = True, **environ: str) -> Worker:
+        log = directory / f"worker-{len(workers)}.log"
+        workers.append(worker := Worker(log, *options, is_open=is_open, **environ))
         assert not waits or worker.address
         return worker
 

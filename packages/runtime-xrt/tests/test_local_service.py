@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import tempfile
+import os
+import socket
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from polyxla import UsageError
 from polyxla.env import snapshot
 from polyxla.launcher.ports import free_ports
 from polyxla_xrt import env, local_service
 from polyxla_xrt.client.channel import ask
 from polyxla_xrt.client.lease import Lease
+from polyxla_xrt.config import own_token
 from polyxla_xrt.config.configuration import read_configuration
 from polyxla_xrt.errors import WorkerRefusedError
 
@@ -27,11 +30,11 @@ def test_it_has_the_jobs_token_serves_later_jobs_and_exits_after_the_last(
     address = f"127.0.0.1:{port}"
     node = {env.XRT_TPU_CONFIG: f"localservice;0;{address}", env.TPU_NUM_DEVICES: "1"}
     environ = {**snapshot(), **node, env.POLYXLA_XRT_TOKEN_FILE: str(tmp_path / "token")}
+    environ["XDG_STATE_HOME"] = str(tmp_path / "state")
     configuration = read_configuration(environ)
     assert configuration is not None
     assert local_service.IDLE_S == 5
     monkeypatch.setattr(local_service, "IDLE_S", 3.0)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     said: list[str] = []
     local_service.ensure_service(configuration, environ, said.append)
     process = local_service._started.pop()
@@ -47,7 +50,26 @@ def test_it_has_the_jobs_token_serves_later_jobs_and_exits_after_the_last(
                 assert lease.job
         assert len(said) == 1, "the second job found the worker of the first"
         assert process.wait(PATIENCE_S) == 0
-        assert "exiting: no job for 3 s" in (tmp_path / f"polyxla-worker-{port}.log").read_text()
+        (log,) = (tmp_path / "state").rglob("*.log")
+        assert "exiting: no job for 3 s" in log.read_text()
+        assert (log.stat().st_mode & 0o777, log.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_port_at_which_another_user_listens_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as squatter:
+        address = f"127.0.0.1:{squatter.getsockname()[1]}"
+        environ = {env.XRT_TPU_CONFIG: f"localservice;0;{address}", "XDG_STATE_HOME": str(tmp_path)}
+        configuration = read_configuration(environ)
+        assert configuration is not None
+        local_service.ensure_service(configuration, environ, pytest.fail)
+        own = os.geteuid()
+        monkeypatch.setattr(own_token.os, "geteuid", lambda: own + 1)
+        with pytest.raises(
+            UsageError, match=f"user {own} of this machine listens at {address}.*another port"
+        ):
+            local_service.ensure_service(configuration, environ, pytest.fail)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -20,9 +21,11 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
+from polyxla import UsageError
 from polyxla.env import snapshot
-from polyxla_xrt.client.channel import ask
+from polyxla_xrt.client.channel import WorkerChannel, ask
 from polyxla_xrt.client.lease import Lease
+from polyxla_xrt.config import own_token
 from polyxla_xrt.env import (
     POLYXLA_XRT_TLS_CA,
     POLYXLA_XRT_TLS_CERT,
@@ -32,8 +35,7 @@ from polyxla_xrt.env import (
 from polyxla_xrt.errors import WorkerConnectError, WorkerError, WorkerRefusedError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.proto import worker_pb2_grpc
-from polyxla_xrt.protocol.worker import PROTOCOL
-from polyxla_xrt.server.mesh.server import MeshServer
+from polyxla_xrt.protocol.worker import PROTOCOL, format_holder
 from polyxla_xrt.server.worker.security import TokenInterceptor
 
 BOUND_S = 5.0
@@ -179,7 +181,7 @@ def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -
         return hmac_compare(one, other)
 
     hmac_compare = hmac.compare_digest
-    monkeypatch.setattr("polyxla_xrt.server.worker.security.hmac", SimpleNamespace(compare_digest=compare))
+    monkeypatch.setattr("polyxla_xrt.server.callers.hmac", SimpleNamespace(compare_digest=compare))
     handler = grpc.unary_unary_rpc_method_handler(lambda *_: None)
     interceptor = TokenInterceptor(TOKEN)
     for given in (f"Bearer {TOKEN}", "Bearer x", "é", ""):
@@ -325,5 +327,80 @@ class Quiet(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
 
-def test_a_grpc_server_that_is_not_a_worker(server: MeshServer) -> None:
-    unreachable(server.address, "the gRPC server there is not a worker")
+def test_a_grpc_server_that_is_not_a_worker() -> None:
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    unreachable(f"127.0.0.1:{port}", "the gRPC server there is not a worker")
+    server.stop(0)
+
+
+class Own:
+    """A worker on loopback that was given no credentials, and the environments of its user and of another."""
+
+    def __init__(self, start_worker: Callable[..., Any], directory: Path) -> None:
+        self.directory = directory / "own"
+        self.user, self.other = ({"XDG_STATE_HOME": str(directory / name)} for name in ("own", "other"))
+        self.worker = start_worker(is_open=False, **self.user)
+
+    @property
+    def files(self) -> list[Path]:
+        return [path for path in self.directory.rglob("*") if path.is_file()]
+
+
+@pytest.fixture
+def own(start_worker: Callable[..., Any], tmp_path: Path) -> Own:
+    return Own(start_worker, tmp_path)
+
+
+def test_a_worker_on_loopback_admits_its_own_user_only(own: Own) -> None:
+    lets_in(own.worker, own.user)
+    (file,) = own.files
+    assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    error = refusal(own.worker.address, own.other)
+    assert "this worker requires a token, and the call has none" in str(error)
+    with pytest.raises(WorkerRefusedError):
+        ask(own.worker.address, "Drain", own.other)
+    assert own.worker.status(own.user)["draining"] is False
+    assert file.read_text() not in own.worker.log
+    # Its client does not tell the token to another user who has taken the port.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(own_token.os, "geteuid", lambda: 12345)
+        patch.setattr(own_token, "private_directory", lambda _: file.parent)
+        with pytest.raises(UsageError, match=r"listens at .*, and this is user 12345"):
+            ask(own.worker.address, "Status", own.user)
+    own.worker.end()
+    assert own.files == []
+
+
+def test_calls_of_strangers_that_never_send_their_message_take_no_place(own: Own) -> None:
+    ended = threading.Event()
+
+    def never() -> Iterator[bytes]:
+        ended.wait(60)
+        yield from ()
+
+    with grpc.insecure_channel(own.worker.address) as channel:
+        # A worker of two cores has 66 places.
+        names = ("Status", "Lease", "Session", "Drain", "Nothing")
+        methods = [channel.stream_unary(f"/polyxla.xrt.worker.Worker/{name}") for name in names]
+        calls = [method.future(never()) for _ in range(20) for method in methods]
+        lets_in(own.worker, own.user)
+        refused = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.RESOURCE_EXHAUSTED}
+        assert {call.code() for call in calls} <= refused
+        assert all(call.done() for call in calls)
+        ended.set()
+
+
+def test_a_token_that_others_can_read_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for mode, says in ((0o600, ""), (0o644, f"chmod 600 {tmp_path / 'token'}")):
+        environ = with_token(tmp_path, TOKEN)
+        (tmp_path / "token").chmod(mode)
+        WorkerChannel("127.0.0.1:1", environ).close()
+        found = capfd.readouterr().err
+        assert says in found if says else not found
+
+
+def test_the_owner_of_a_job_is_one_line_that_a_terminal_does_not_obey() -> None:
+    holder = pb.Holder(user="u\u202e", host="h\x9b2J", pid=7, command="train.py\x1b]0;x\x07\nlease granted")
+    assert format_holder(holder) == r"u\u202e@h\x9b2J (pid 7, train.py\x1b]0;x\x07\nlease granted)"

@@ -22,6 +22,8 @@ XDG_STATE_HOME = "XDG_STATE_HOME"
 Default: ``.local/state`` in `HOME`.
 Source: XDG Base Directory Specification 0.8.
 """
+WHERE_PRIVATE = (XDG_STATE_HOME, HOME, "TMPDIR")
+"""The variables that say where the private directory is."""
 _KEY = "key"
 _KEY_BYTES = 32
 

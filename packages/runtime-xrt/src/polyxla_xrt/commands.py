@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from polyxla.cli.output import JsonFlag, plain_errors, print_json
-from polyxla.console import say
+from polyxla.console import printable, say
 from polyxla.env import snapshot
 from polyxla_xrt.config.addresses import DEFAULT_PORT, read_address
 from polyxla_xrt.config.variables import Variable
@@ -56,7 +56,9 @@ def serve(
     tls_client_ca: Annotated[
         Path | None, typer.Option(help="File with the authority of the clients' certificates, PEM.")
     ] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Accept every client on the network.")] = False,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Accept every client that reaches the address.")
+    ] = False,
     memory_per_job: Annotated[
         float | None, typer.Option(metavar="GIB", min=0.001, help="Memory limit of a job's arrays.")
     ] = None,
@@ -84,6 +86,7 @@ def serve(
             _address(metrics_address, "--metrics-address")
         security = Security(token_file, tls_cert, tls_key, tls_client_ca, insecure)
         security.check(host)
+        security = security.with_own_token()
         # Read once before forking: a serving process that failed on them would be replaced over and over.
         security.token()
         security.credentials()
@@ -136,7 +139,7 @@ def _query(address: str, call: Literal["Status", "Drain"], as_json: bool) -> Non
             print_json(reply)
         else:
             for name, value in reply.items():
-                typer.echo(f"{name.replace('_', ' '):12} {_format(name, value)}")
+                typer.echo(printable(f"{name.replace('_', ' '):12} {_format(name, value)}"))
 
 
 def _format(name: str, value: object) -> str:

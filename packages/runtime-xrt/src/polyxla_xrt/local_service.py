@@ -5,14 +5,14 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
+from polyxla.private_files import private_directory, write_private
 from polyxla_tpu.this_host import host_chips
 from polyxla_xrt import env
 from polyxla_xrt.config.configuration import Configuration
+from polyxla_xrt.config.own_token import refuse_another_users
 from polyxla_xrt.errors import WorkerConnectError
 
 START_S = 60.0
@@ -39,15 +39,17 @@ def ensure_service(
         report: receives a message about the started worker.
 
     Raises:
-        UsageError: there is no such TPU to play.
+        UsageError: there is no such TPU to play, another user listens at the address, or the user has no
+            private directory for the log.
         WorkerConnectError: the started worker does not come up.
     """
     if not configuration.starts_service:
         return
     address = configuration.workers[configuration.host_index].address
     if _listens(address):
+        refuse_another_users(address)
         return
-    log = Path(tempfile.gettempdir()) / f"polyxla-worker-{address.rpartition(':')[2]}.log"
+    log = private_directory(environ) / f"worker-{socket.gethostname()}-{address.rpartition(':')[2]}.log"
     on_tpu = bool(host_chips(environ))
     served = "this host's TPU cores" if on_tpu else f"{configuration.devices_per_worker} CPU cores"
     cores = ["--platform", "tpu"] if on_tpu else ["--devices", str(configuration.devices_per_worker)]
@@ -55,7 +57,9 @@ def ensure_service(
     command += ["--exit-when-idle", f"{IDLE_S:g}"]
     if token := environ.get(env.POLYXLA_XRT_TOKEN_FILE):
         command += ["--token-file", token]
-    with log.open("wb") as output:
+    # A file of this start: what another worker still writes to is not cut off.
+    write_private(log, b"")
+    with log.open("ab") as output:
         process = subprocess.Popen(
             command,
             env=dict(environ),

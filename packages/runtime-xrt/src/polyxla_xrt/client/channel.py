@@ -11,9 +11,11 @@ import grpc
 from google.protobuf.json_format import MessageToDict
 
 from polyxla import UsageError
+from polyxla.console import printable
 from polyxla_xrt import env
 from polyxla_xrt.client.probe import ANSWER_S, RETRY_S, look, unreachable
 from polyxla_xrt.config.credential_files import read_file, read_token
+from polyxla_xrt.config.own_token import own_token
 from polyxla_xrt.config.variables import find
 from polyxla_xrt.errors import WorkerConnectError, WorkerError, WorkerRefusedError
 from polyxla_xrt.proto import worker_pb2 as pb
@@ -48,7 +50,7 @@ class WorkerChannel:
         self._environ = environ
         # With an explicit scheme: gRPC would read a host called `unix` as one.
         target = f"dns:///{address}"
-        self._metadata = _metadata(environ)
+        self._token = _token(environ)
         credentials = _credentials(environ)
         self._channel: Any = (
             grpc.secure_channel(target, credentials, options=(*OPTIONS, *CLIENT_OPTIONS))
@@ -67,6 +69,12 @@ class WorkerChannel:
             options: gRPC's options of a call, such as ``timeout``.
         """
         return getattr(self.stub, name)(request, metadata=self._metadata, **options)
+
+    @property
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        # A worker's own token is looked for at each call: it may have been started, or started again, since.
+        token = self._token or own_token(self.address, self._environ)
+        return (("authorization", f"Bearer {token}"),) if token else ()
 
     def session(self, commands: Iterator[bytes]) -> Any:
         """Begin a session: sends the encoded `commands`; the returned call iterates over the answers."""
@@ -123,12 +131,13 @@ class WorkerChannel:
 
     def explain(self, error: Any) -> WorkerError:
         """Return the error that a failed call means."""
-        code, details = error.code(), error.details()
+        code, details = error.code(), printable(error.details() or "")
         if code is grpc.StatusCode.UNAUTHENTICATED:
             return WorkerRefusedError(
                 f"{self.where} rejects this client: {details}",
                 where=self.address,
-                fix=f"Set {env.POLYXLA_XRT_TOKEN_FILE} to a file with the same token as the worker's.",
+                fix=f"Set {env.POLYXLA_XRT_TOKEN_FILE} to a file with the same token as the worker's; one on "
+                "loopback that has no such file admits its own user's clients only.",
             )
         if code is grpc.StatusCode.FAILED_PRECONDITION:
             return WorkerRefusedError(
@@ -182,11 +191,9 @@ def ask(address: str, call: Literal["Status", "Drain"], environ: Mapping[str, st
     return {**plain, "job": job and {**job["holder"], "since": job["since"]}}
 
 
-def _metadata(environ: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+def _token(environ: Mapping[str, str]) -> str | None:
     token = find(environ, env.POLYXLA_XRT_TOKEN_FILE)
-    if token is None:
-        return ()
-    return (("authorization", f"Bearer {read_token(Path(token.text), token.where)}"),)
+    return read_token(Path(token.text), token.where) if token else None
 
 
 def _credentials(environ: Mapping[str, str]) -> grpc.ChannelCredentials | None:

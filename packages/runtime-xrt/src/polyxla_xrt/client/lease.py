@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 
 from polyxla import UsageError
+from polyxla.console import printable
 from polyxla.env import snapshot
 from polyxla_xrt.client.channel import WorkerChannel
 from polyxla_xrt.client.job_owner import JobOwner
@@ -127,7 +128,7 @@ class Lease:
     def _explain(self, error: Any) -> WorkerError:
         if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
             return WorkerHeldError(
-                error.details(),
+                printable(error.details() or ""),
                 where=self._channel.address,
                 fix="Wait for the cores: polyxla run --wait SECONDS ...",
             )

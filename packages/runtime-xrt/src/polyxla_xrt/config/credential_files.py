@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 
+from polyxla.console import say_once
 from polyxla.errors import UsageError
 
 MIN_TOKEN_CHARS = 16
@@ -39,6 +41,8 @@ def read_token(path: Path, where: str) -> str:
         UsageError: the file cannot be read, or holds no valid token.
     """
     token = read_file(path, where).decode(errors="replace").strip()
+    if path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+        say_once(f"other users of this machine can read the token in {path}: chmod 600 {path}")
     if len(token) < MIN_TOKEN_CHARS or not token.isascii() or not token.isprintable():
         raise UsageError(
             f"{path} does not hold a token of at least {MIN_TOKEN_CHARS} printable ASCII characters",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from polyxla.console import printable
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol.channel_options import peer_options
 
@@ -22,8 +23,9 @@ OPTIONS = peer_options(ping_s=5, silence_s=SILENCE_S)
 
 
 def format_holder(holder: pb.Holder) -> str:
-    """Format the owner of a job for a message."""
-    return f"{holder.user}@{holder.host} (pid {holder.pid}, {holder.command})"
+    """Format the owner of a job for a message on one line; what its client has said of it may be anything."""
+    text = f"{holder.user}@{holder.host} (pid {holder.pid}, {holder.command})"
+    return printable(text).replace("\n", "\\n")
 
 
 def array_bytes(width: int, dims: tuple[int, ...]) -> int:

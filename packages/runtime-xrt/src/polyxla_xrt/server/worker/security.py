@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import ipaddress
-import socket
+import secrets
 import ssl
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 
 from polyxla import UsageError
+from polyxla.private_files import WHERE_PRIVATE
 from polyxla_xrt import env
 from polyxla_xrt.config.credential_files import read_file, read_token
+from polyxla_xrt.config.own_token import loopback_addresses
 from polyxla_xrt.server.callers import is_right, problem
 
 
@@ -27,7 +28,8 @@ class Security:
         cert: file with the worker's certificate and those of its authorities; PEM.
         key: file with the certificate's key; PEM.
         client_ca: file with the authority of the clients' certificates; None if clients need none. PEM.
-        is_insecure: whether everyone on the network may use the worker.
+        is_insecure: whether everyone who reaches the worker may use it.
+        own_token: the token that the worker has made for itself; None if it has other credentials.
     """
 
     token_file: Path | None = None
@@ -35,6 +37,7 @@ class Security:
     key: Path | None = None
     client_ca: Path | None = None
     is_insecure: bool = False
+    own_token: str | None = field(default=None, repr=False)
 
     def check(self, host: str) -> None:
         """Check that a worker may listen on a host's address with these credentials.
@@ -54,7 +57,7 @@ class Security:
                 where=f"--tls-client-ca {self.client_ca}",
                 fix="Pass --tls-cert and --tls-key, too.",
             )
-        if not (self.token_file or self.cert or self.is_insecure or _is_loopback(host)):
+        if not (self.token_file or self.cert or self.is_insecure or loopback_addresses(host)):
             raise UsageError(
                 f"anyone who can reach {host} could use this worker and read other users' data",
                 where="--address",
@@ -62,14 +65,20 @@ class Security:
                 "--insecure if the network itself is protected.",
             )
 
+    def with_own_token(self) -> Security:
+        """Return these credentials, with a token that is made now if there are none, as on loopback."""
+        if self.token_file or self.cert or self.is_insecure:
+            return self
+        return replace(self, own_token=secrets.token_hex(32))
+
     def token(self) -> str | None:
-        """Read the token; None if the worker requires none.
+        """Return or read the token; None if the worker requires none.
 
         Raises:
             UsageError: the file cannot be read, or holds no valid token.
         """
         if self.token_file is None:
-            return None
+            return self.own_token
         return read_token(self.token_file, f"--token-file {self.token_file}")
 
     def credentials(self) -> grpc.ServerCredentials | None:
@@ -112,7 +121,9 @@ class Security:
             UsageError: it does not, and the workers have certificates.
         """
         if self.cert is None:
-            return {env.POLYXLA_XRT_TOKEN_FILE: str(self.token_file or "")}
+            # The private directory has the token of a worker that has made its own.
+            found = {name: environ[name] for name in WHERE_PRIVATE if name in environ}
+            return {**found, env.POLYXLA_XRT_TOKEN_FILE: str(self.token_file or "")}
         if not environ.get(env.POLYXLA_XRT_TLS_CA):
             raise UsageError(
                 "the workers of a slice check each other's certificates",
@@ -167,11 +178,3 @@ def _check_pem(cert: Path, key: Path, client_ca: Path | None) -> None:
             where=where,
             fix="Pass PEM files: a certificate and its own key, without a password.",
         ) from None
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    return all(ipaddress.ip_address(where[0]).is_loopback for *_, where in found)

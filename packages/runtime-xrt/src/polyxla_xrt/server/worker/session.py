@@ -25,6 +25,7 @@ from polyxla_xrt.protocol.chunks import chunks
 from polyxla_xrt.protocol.worker import MAX_PROGRAM_BYTES
 from polyxla_xrt.server.worker.incoming_array import IncomingArray, MisuseError, array_type, size_of
 from polyxla_xrt.server.worker.memory_budget import MemoryBudget
+from polyxla_xrt.server.worker.remote_options import without_texts
 
 MAX_FAILURE_CHARS = 16_384
 """Maximum length of a failure's text: compiler errors have any length, and answers share messages."""
@@ -281,7 +282,7 @@ class Session:
 
     def _compile_now(self, incoming: _IncomingProgram) -> None:
         try:
-            executable = self._engine.compile(bytes(incoming.hlo), incoming.options)
+            executable = self._engine.compile(bytes(incoming.hlo), without_texts(incoming.options))
             # Read from the program here, once, and not by the reader at the first execution.
             _ = executable.parameters
             # The request's number is the program's: the client draws both from one counter.

@@ -7,6 +7,7 @@ The supervisor imports what serving needs, once, and starts no thread, so that i
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import logging
@@ -24,8 +25,10 @@ from typing import Any
 
 from polyxla import UsageError
 from polyxla_xrt.config.addresses import join_address
+from polyxla_xrt.config.own_token import published
 from polyxla_xrt.server.worker import glibc_memory, listeners, process
 from polyxla_xrt.server.worker.platforms.engines import Served
+from polyxla_xrt.server.worker.platforms.slice_link import link_address
 from polyxla_xrt.server.worker.process import REPLACE, UNOPENED, ServingOptions
 
 STOP_S = 6.0
@@ -71,9 +74,20 @@ def supervise(
     host, _, port = serving.address.rpartition(":")
     with _hold(host.strip("[]"), int(port), f"--address {serving.address}") as held:
         address = join_address(host.strip("[]"), held.getsockname()[1])
-        return _Supervisor(replace(serving, address=address), environ).run(
-            lambda served: ready(address, served)
-        )
+        supervisor = _Supervisor(replace(serving, address=address), environ)
+        with _published(serving, address, environ):
+            return supervisor.run(lambda served: ready(address, served))
+
+
+def _published(
+    serving: ServingOptions, address: str, environ: Mapping[str, str]
+) -> contextlib.AbstractContextManager[None]:
+    """Let the user's clients, and the other workers of a slice, find the token if it is the worker's own."""
+    if (token := serving.security.own_token) is None:
+        return contextlib.nullcontext()
+    members = serving.library.members if serving.library else None
+    link = [link_address(members)] if members and members.own == 0 else []
+    return published([address, *link], token, environ)
 
 
 class _Supervisor:

@@ -82,7 +82,7 @@ class SliceLink:
         self._channel: WorkerChannel | None = None
         self._members = members
         self._environ = security.as_client(environ)
-        self._address = join_address(members.workers[0].host, PORT)
+        self._address = link_address(members)
         _log.info("waiting for the other workers of the slice: %s", write_workers(members.workers))
         if members.own == 0:
             self._serve(security, join_s)
@@ -177,6 +177,11 @@ class SliceLink:
             self._server.stop(None)
         else:
             self._channel.close()
+
+
+def link_address(members: SliceMembers) -> str:
+    """Return ``host:port`` of the link of a slice's workers."""
+    return join_address(members.workers[0].host, PORT)
 
 
 class _Hub(worker_pb2_grpc.SliceServicer):

@@ -1,0 +1,116 @@
+"""The token that a worker on loopback makes for itself, where its user has given it none.
+
+It is in a file of the user's private directory, by the worker's address: the same user's clients find it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from polyxla.errors import UsageError
+from polyxla.private_files import private_directory, write_private
+
+_LISTENS = "0A"
+"""The state of a listening socket. Source: ``TCP_LISTEN`` in Linux's include/net/tcp_states.h."""
+
+
+@contextlib.contextmanager
+def published(addresses: Sequence[str], token: str, environ: Mapping[str, str]) -> Iterator[None]:
+    """Let this user's clients find a token within the context.
+
+    Args:
+        addresses: each ``host:port`` on loopback at which it is required.
+        token: the token.
+        environ: this process's environment.
+
+    Raises:
+        UsageError: the user has no private directory.
+    """
+    files = [file for address in addresses for file in _files(address, environ)]
+    for file in files:
+        write_private(file, token.encode())
+    try:
+        yield
+    finally:
+        for file in files:
+            # Unless a worker that has come since has written its own.
+            with contextlib.suppress(OSError):
+                if file.read_bytes() == token.encode():
+                    file.unlink()
+
+
+def own_token(address: str, environ: Mapping[str, str]) -> str | None:
+    """Return the token that this user's worker at an address has made; None if it has made none.
+
+    Raises:
+        UsageError: another user has taken the port meanwhile, and would get the token.
+    """
+    for file in _files(address, environ):
+        with contextlib.suppress(OSError):
+            token = file.read_text()
+            refuse_another_users(address)
+            return token
+    return None
+
+
+def refuse_another_users(address: str) -> None:
+    """Check that no other user listens at an address, as far as it is one of loopback.
+
+    Raises:
+        UsageError: another user does.
+    """
+    host, _, port = address.rpartition(":")
+    addresses = loopback_addresses(host)
+    for user in _listening(addresses, int(port)) if addresses else ():
+        if user != os.geteuid():
+            raise UsageError(
+                f"user {user} of this machine listens at {address}, and this is user {os.geteuid()}",
+                where=address,
+                fix="Choose another port.",
+            )
+
+
+def loopback_addresses(host: str) -> list[str]:
+    """Return the addresses of a host if all are this machine's loopback; none otherwise."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    addresses = [str(where[0]) for *_, where in found]
+    return addresses if all(ipaddress.ip_address(one).is_loopback for one in addresses) else []
+
+
+def _files(address: str, environ: Mapping[str, str]) -> list[Path]:
+    host, _, port = address.rpartition(":")
+    if not (found := loopback_addresses(host)):
+        return []
+    # With the machine's name: several may share the user's home directory.
+    return [private_directory(environ) / f"worker-{socket.gethostname()}-{one}-{port}" for one in found]
+
+
+def _listening(addresses: Sequence[str], port: int) -> set[int]:
+    """Return the users who listen on a port at one of this machine's addresses, or at all of them."""
+    users = set()
+    for table in ("tcp", "tcp6"):
+        # Without IPv6 there is no second table.
+        with contextlib.suppress(OSError), Path("/proc/net", table).open() as lines:
+            for _, local, _, state, _, _, _, user, *_ in (line.split() for line in lines.readlines()[1:]):
+                where, _, number = local.partition(":")
+                found = _address(where)
+                is_there = found.is_unspecified or str(found) in addresses
+                if state == _LISTENS and int(number, 16) == port and is_there:
+                    users.add(int(user))
+    return users
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Read an address as the kernel shows it: in numbers of four bytes each, the last byte first."""
+    words = [bytes.fromhex(text[start : start + 8])[::-1] for start in range(0, len(text), 8)]
+    found = ipaddress.ip_address(b"".join(words))
+    # gRPC listens on IPv4 through sockets of IPv6.
+    return getattr(found, "ipv4_mapped", None) or found
