@@ -18,6 +18,7 @@ from polyxla_bridge.engine.engine import Buffer, Engine, EngineDevice
 from polyxla_bridge.engine.futures import FutureLike, completion_of
 from polyxla_bridge.errors import PjrtError, as_pjrt_error
 from polyxla_bridge.programs import hlo
+from polyxla_bridge.programs.compile_options import without_texts
 from polyxla_bridge.programs.executable import ArrayType, Executable
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_encoding
@@ -25,7 +26,6 @@ from polyxla_xrt.protocol.chunks import chunks
 from polyxla_xrt.protocol.worker import MAX_PROGRAM_BYTES
 from polyxla_xrt.server.worker.incoming_array import IncomingArray, MisuseError, array_type, size_of
 from polyxla_xrt.server.worker.memory_budget import MemoryBudget
-from polyxla_xrt.server.worker.remote_options import without_texts
 
 MAX_FAILURE_CHARS = 16_384
 """Maximum length of a failure's text: compiler errors have any length, and answers share messages."""

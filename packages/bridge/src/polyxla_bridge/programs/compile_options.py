@@ -1,4 +1,4 @@
-"""The compile options of a remote program, without those that name files of this machine."""
+"""The compile options of a program from elsewhere, without those that name files of this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def without_texts(options: bytes) -> bytes:
         options: a serialised CompileOptionsProto.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is damaged.
     """
     asked = CompileOptionsProto.FromString(options)
     build = asked.executable_build_options
