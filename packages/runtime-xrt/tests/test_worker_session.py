@@ -259,6 +259,23 @@ def test_an_array_over_the_limit_fails_and_so_do_its_uses(peer: Peer) -> None:
     assert peer.ran(peer.execute(5, [1, 1], first=10)) == pb.Failure()
 
 
+SORT = """HloModule sorting
+less { a = f32[] parameter(0) b = f32[] parameter(1) ROOT r = pred[] compare(a, b), direction=LT }
+ENTRY main { x = f32[] parameter(0) y = f32[COUNT] broadcast(x), dimensions={}
+  i = f32[COUNT] iota(), iota_dimension=0 m = f32[COUNT] multiply(i, y)
+  s = f32[COUNT] sort(m), dimensions={0}, to_apply=less ROOT r = f32[1] slice(s), slice={[0:1]} }"""
+
+
+@pytest.mark.parametrize(("of_limit", "code"), [(2, Code.RESOURCE_EXHAUSTED), (0.25, 0)])
+def test_temporary_arrays_over_the_limit_fail(peer: Peer, of_limit: float, code: int) -> None:
+    peer.compiled(5, SORT.replace("COUNT", str(int(of_limit * LIMIT) // 4)))
+    peer.upload(1, np.float32(-1).tobytes(), "float32", ())
+    failure = peer.ran(peer.execute(5, [1], first=2))
+    assert failure.code == code
+    assert ("out of memory for sorting: the job of ann@here" in failure.message) == bool(code)
+    assert peer.budget.held_bytes == (4 if code else 8)
+
+
 def test_a_copy_over_the_limit_fails_and_so_do_its_uses(peer: Peer) -> None:
     peer.compiled(5, ADD)
     for number in range(6):

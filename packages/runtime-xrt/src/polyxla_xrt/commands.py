@@ -60,7 +60,8 @@ def serve(
         bool, typer.Option("--insecure", help="Accept every client that reaches the address.")
     ] = False,
     memory_per_job: Annotated[
-        float | None, typer.Option(metavar="GIB", min=0.001, help="Memory limit of a job's arrays.")
+        float | None,
+        typer.Option(metavar="GIB", min=0.001, help="Memory limit of a job's arrays and programs."),
     ] = None,
     metrics_address: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Address of the metrics for Prometheus.")

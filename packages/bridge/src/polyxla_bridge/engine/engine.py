@@ -197,6 +197,10 @@ class Engine(ABC):
             PjrtError: the bytes are not a program that this engine can load.
         """
 
+    def temporary_bytes(self, executable: Executable) -> int:
+        """Return the memory of the arrays that exist on a device only while a program runs; 0 if unknown."""
+        return 0
+
     @abstractmethod
     def memory_stats(self, device: EngineDevice) -> Mapping[str, int]:
         """Return memory counters under PJRT's names, as far as they are known: bytes in use, peak, limit."""

@@ -260,6 +260,11 @@ class JaxEngine(Engine):
         """Load what `serialize` returned, in any process of a job with as many devices."""
         return self._compiler.deserialize(data)
 
+    def temporary_bytes(self, executable: Executable) -> int:
+        """Return what XLA has found."""
+        needs: memory_accounting.MemoryNeeds = executable.native["memory"]
+        return needs.temporary
+
     def memory_stats(self, device: EngineDevice) -> Mapping[str, int]:
         """Return the memory of the device's live arrays."""
         return self._accounts[device.index].stats()

@@ -361,6 +361,11 @@ class PjrtEngine(Engine):
         """Load what `serialize` returned, in any process whose plugin is the same and has as many devices."""
         return self._compiler.deserialize(data)
 
+    def temporary_bytes(self, executable: Executable) -> int:
+        """Return what the plugin's compiler has found."""
+        needs: memory_accounting.MemoryNeeds = executable.native["program"].memory
+        return needs.temporary
+
     def memory_stats(self, device: EngineDevice) -> Mapping[str, int]:
         """Return the plugin's counters, or the memory of the device's live arrays if it has none."""
         if account := self._accounts.get(device.index):

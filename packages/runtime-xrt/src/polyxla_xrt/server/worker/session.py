@@ -206,7 +206,10 @@ class Session:
         for row in rows:
             program.check([one.buffer.type for one in row])
         sizes = [size_of(type_) for type_ in program.outputs]
-        self._take(len(devices) * sum(sizes), program.name)
+        # Programs of a core run one after another, so that one's temporary arrays make room for the next's.
+        temporary = len(devices) * self._engine.temporary_bytes(program)
+        self._take(len(devices) * sum(sizes) + temporary, program.name)
+        self._budget.give_back(temporary)
         buffers, keep = [[one.buffer for one in row] for row in rows], frozenset(request.keep)
         if is_partitioned:
             results = self._engine.execute_partitioned(program, buffers, keep)
