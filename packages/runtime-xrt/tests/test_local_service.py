@@ -15,7 +15,6 @@ from polyxla.launcher.ports import free_ports
 from polyxla_xrt import env, local_service
 from polyxla_xrt.client.channel import ask
 from polyxla_xrt.client.lease import Lease
-from polyxla_xrt.config import own_token
 from polyxla_xrt.config.configuration import read_configuration
 from polyxla_xrt.errors import WorkerRefusedError
 
@@ -68,7 +67,7 @@ def test_a_port_at_which_another_user_listens_is_refused(
         assert configuration is not None
         local_service.ensure_service(configuration, environ, pytest.fail)
         own = os.geteuid()
-        monkeypatch.setattr(own_token.os, "geteuid", lambda: own + 1)
+        monkeypatch.setattr(os, "geteuid", lambda: own + 1)
         with pytest.raises(
             UsageError, match=f"user {own} of this machine listens at {address}.*another port"
         ):

@@ -71,6 +71,10 @@ def test_a_process_of_another_job_is_refused(server: MeshServer) -> None:
 class Impostor(mesh_pb2_grpc.MeshServicer):
     """A stranger's service that took the port: it lets everyone in, and answers with its own payloads."""
 
+    def __init__(self) -> None:
+        self.is_own = True
+        self.heard: dict[str, Any] = {}
+
     def Attend(self, request: Any, context: Any) -> Iterator[pb.AttendReply]:  # noqa: N802
         yield pb.AttendReply()
         self.heard = dict(context.invocation_metadata())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import os
 import socket
 import subprocess
 import sys
@@ -365,7 +366,7 @@ def test_a_worker_on_loopback_admits_its_own_user_only(own: Own) -> None:
     assert file.read_text() not in own.worker.log
     # Its client does not tell the token to another user who has taken the port.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(own_token.os, "geteuid", lambda: 12345)
+        patch.setattr(os, "geteuid", lambda: 12345)
         patch.setattr(own_token, "private_directory", lambda _: file.parent)
         with pytest.raises(UsageError, match=r"listens at .*, and this is user 12345"):
             ask(own.worker.address, "Status", own.user)

@@ -85,7 +85,7 @@ def strangers_values() -> None:
         text = f"HloModule own, replica_count={SETTINGS.replicas}\nENTRY main {{ x = f32[] parameter(0) "
         other = engine.compile(module(f"{text} ROOT r = f32[] constant(-1) }}"), OPTIONS)
         program = engine._compiler.serialize(other)
-        link = engine._clients.link
+        link: Any = engine._clients.link
         for name, value_ in (("claim", b"1"), ("0", program), ("end", b'{"chunks": 1, "is_hit": false}')):
             link.key_value_set_bytes(f"polyxla/programs/{fingerprint}/{name}", value_)
         link.key_value_set_bytes("polyxla/heartbeats/7", b"1")
