@@ -50,12 +50,15 @@ def own_token(address: str, environ: Mapping[str, str]) -> str | None:
     Raises:
         UsageError: another user has taken the port meanwhile, and would get the token.
     """
-    for file in _files(address, environ):
-        with contextlib.suppress(OSError):
-            token = file.read_text()
-            refuse_another_users(address)
-            return token
-    return None
+    tokens = []
+    # A user who has no private directory has no such worker.
+    with contextlib.suppress(UsageError):
+        for file in _files(address, environ):
+            with contextlib.suppress(OSError):
+                tokens.append(file.read_text())
+    if tokens:
+        refuse_another_users(address)
+    return next(iter(tokens), None)
 
 
 def refuse_another_users(address: str) -> None:
