@@ -370,7 +370,8 @@ def test_a_worker_on_loopback_admits_its_own_user_only(own: Own) -> None:
         patch.setattr(own_token, "private_directory", lambda _: file.parent)
         with pytest.raises(UsageError, match=r"listens at .*, and this is user 12345"):
             ask(own.worker.address, "Status", own.user)
-    own.worker.end()
+    own.worker.process.terminate()
+    own.worker.process.wait(20)
     assert own.files == []
 
 
