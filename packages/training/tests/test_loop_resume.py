@@ -344,6 +344,7 @@ def test_a_training_in_parts_is_the_training_in_one(plan: Plan) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 @pytest.mark.usefixtures("_alone")
 @_settings(500)
 @given(plan=plans())
