@@ -58,7 +58,9 @@ def _take_apart() -> None:
 def remove_remote_modules() -> None:
     """Remove the directory that torch makes when it is imported, and which a killed process would leave.
 
-    Source: torch 2.9, ``torch/distributed/nn/jit/instantiator.py``. The module in it has been imported.
+    Source: torch 2.9, ``torch/distributed/nn/jit/instantiator.py``. The module in it has been imported. torch
+    2.15 makes none.
     """
-    if instantiator := sys.modules.get("torch.distributed.nn.jit.instantiator"):
-        instantiator._TEMP_DIR.cleanup()  # noqa: SLF001
+    instantiator = sys.modules.get("torch.distributed.nn.jit.instantiator")
+    if directory := getattr(instantiator, "_TEMP_DIR", None):
+        directory.cleanup()
