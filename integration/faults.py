@@ -20,16 +20,17 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-DEADLINE_S = 150.0
+DEADLINE_S = 240.0
 """Longest time of a job with a fault, in seconds: a start, a stall, and the end, on a slow machine."""
-START_S = 60.0
+START_S = 120.0
 """Longest wait for a replica's first answer, and for a service, in seconds."""
 STALL_S = 15.0
 """Longest wait of a replica for others, in seconds."""
@@ -39,7 +40,7 @@ UNHARMED = 0.1
 """The share of jobs without a fault, which must succeed."""
 PAUSE_S = 3.0
 """How long a paused process stands still, in seconds."""
-LEFT_S = 20.0
+LEFT_S = 30.0
 """How long what a job leaves behind may take to end, in seconds."""
 OURS = ("POLYXLA_", "PJRT_", "TPU_", "XRT_")
 """Prefixes of variables that jobs do not inherit."""
@@ -135,6 +136,8 @@ class Stage:
     variables: dict[str, str] = field(default_factory=dict)
 
 
+SERVICES = ("supervisor", "worker", "link", "warm process")
+"""Points that serve more than one job."""
 TRAINING = ["run", str(PROGRAM)]
 STAGES = [
     Stage(
@@ -194,7 +197,7 @@ STAGES = [
         frozenset({"host session"}),
         [
             *("pod", "run", "--hosts", "one,two", "--python", sys.executable, "--lost-after", "10"),
-            *("--grace", "2", "--connect-timeout", "60", "--env", "PJRT_DEVICE=CPU"),
+            *("--grace", "2", "--connect-timeout", f"{START_S:g}", "--env", "PJRT_DEVICE=CPU"),
             *("--", sys.executable, str(PROGRAM)),
         ],
     ),
@@ -258,6 +261,39 @@ class Round:
     seconds: float
 
 
+class Speaking:
+    """A process whose output is collected from pipes: to files it could not speak of a full disk."""
+
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self.out = self.err = ""
+        self._threads = [
+            threading.Thread(target=self._collect, args=(name,), daemon=True) for name in ("out", "err")
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _collect(self, name: str) -> None:
+        with getattr(self.process, f"std{name}") as stream:
+            for line in stream:
+                setattr(self, name, getattr(self, name) + line)
+
+    def finish(self) -> None:
+        """Wait until what it has printed has been read."""
+        for thread in self._threads:
+            thread.join(PAUSE_S)
+
+
 class Job:
     """A running job with directories of its own."""
 
@@ -283,41 +319,31 @@ class Job:
             "POLYXLA_STALL_TIMEOUT_S": f"{STALL_S:g}",
         }
         self._pids: set[int] = set()
-        self._service: subprocess.Popen[str] | None = None
-        self._relay: subprocess.Popen[str] | None = None
+        self._service: Speaking | None = None
+        self._relay: Speaking | None = None
         self._address = ""
         if stage.service:
             self._start_service(stage.service)
             if problem := self.service_problem():
                 raise AssertionError(problem)
-        self.process = self._start(stage.command, "out")
+        self._main = self._start(stage.command)
+        self.process = self._main.process
 
-    def _start(self, command: Sequence[str], name: str) -> subprocess.Popen[str]:
-        with (self._directory / name).open("w") as out, (self._directory / f"{name}.err").open("w") as err:
-            return subprocess.Popen(
-                [sys.executable, "-m", "polyxla", *command],
-                env=self._environ,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                text=True,
-                start_new_session=True,
-            )
+    def _start(self, command: Sequence[str]) -> Speaking:
+        return Speaking([sys.executable, "-m", "polyxla", *command], self._environ)
 
     def _start_service(self, command: Sequence[str]) -> None:
-        self._service = self._start(command, "service")
-        said = self._directory / "service"
+        self._service = self._start(command)
         if self.stage.name == "warm":
-            if self._service.wait(START_S * 2):
-                raise AssertionError((self._directory / "service.err").read_text())
+            if self._service.process.wait(START_S * 2):
+                raise AssertionError(self._service.err)
             return
-        _wait(lambda: "}" in said.read_text(), "the worker", START_S)
-        self._address = json.loads(said.read_text().partition("}")[0] + "}")["address"]
+        _wait(lambda: self._service and "}" in self._service.out, "the worker", START_S)
+        self._address = json.loads(self._service.out.partition("}")[0] + "}")["address"]
         # A link between clients and worker that can be cut, and fall silent.
-        relay = [sys.executable, __file__, "--relay", self._address]
-        self._relay = subprocess.Popen(relay, env=self._environ, stdout=subprocess.PIPE, text=True)
-        assert self._relay.stdout
-        self._environ["XRT_TPU_CONFIG"] = f"tpu_worker;0;127.0.0.1:{int(self._relay.stdout.readline())}"
+        self._relay = Speaking([sys.executable, __file__, "--relay", self._address], self._environ)
+        _wait(lambda: self._relay and "\n" in self._relay.out, "the link", START_S)
+        self._environ["XRT_TPU_CONFIG"] = f"tpu_worker;0;127.0.0.1:{int(self._relay.out)}"
 
     def processes(self) -> list[Process]:
         """Return the processes of the job that live."""
@@ -336,9 +362,11 @@ class Job:
         """Return the processes at a point."""
         return self.stage.points[point](self, self.processes())
 
-    def output(self) -> tuple[str, str]:
+    def output(self, *, is_over: bool = False) -> tuple[str, str]:
         """Return what the job has printed on both streams."""
-        return (self._directory / "out").read_text(), (self._directory / "out.err").read_text()
+        if is_over:
+            self._main.finish()
+        return self._main.out, self._main.err
 
     def service_problem(self) -> str | None:
         """Describe what is wrong with the service: it must answer, and serve nothing."""
@@ -363,9 +391,9 @@ class Job:
     def end(self) -> list[str]:
         """End the service and what stands still; return what is left of the job, and remove it."""
         has_run = "STEP" in self.output()[0]
-        for one in self.processes():
-            if one.state in "Tt":
-                os.kill(one.pid, signal.SIGCONT)
+        for still in self.processes():
+            if still.state in "Tt":
+                os.kill(still.pid, signal.SIGCONT)
         if self.stage.name == "warm":
             subprocess.run(
                 [sys.executable, "-m", "polyxla", "warm", "off"],
@@ -373,20 +401,18 @@ class Job:
                 capture_output=True,
                 check=False,
             )
-        for service in (self._relay, self._service):
-            if service and service.poll() is None:
-                service.terminate()
+        for one in (self._relay, self._service):
+            if one:
+                one.process.terminate()
         with contextlib.suppress(AssertionError):
             _wait(lambda: not self.processes(), "the end of all processes", LEFT_S)
         left = [f"process {one.pid} ({one.command[:150]})" for one in self.processes()]
-        for one in self.processes():
+        for rest in self.processes():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(one.pid, signal.SIGKILL)
-        for one in (self.process, self._service, self._relay):
-            if one:
-                one.wait(LEFT_S)
-                if one.stdout:
-                    one.stdout.close()
+                os.kill(rest.pid, signal.SIGKILL)
+        for speaking in (self._main, self._service, self._relay):
+            if speaking:
+                speaking.process.wait(LEFT_S)
         files = [path for path in (self._directory / "tmp").iterdir() if has_run or not _is_torchs(path)]
         left += [f"{path.name} in TMPDIR" for path in files]
         numbers = {str(pid) for pid in self._pids}
@@ -443,8 +469,9 @@ def run(stage: Stage, point: str, fault: str, after_s: float = 0.0, *, while_run
                 job.process.wait(max(1.0, begin + DEADLINE_S - time.monotonic()))
             took_s = time.monotonic() - begin
             outcome, text = judge(job, is_struck=is_struck, is_root=is_root, fault=fault)
-            is_service = point in ("supervisor", "worker", "warm process", "link")
-            if outcome != "wrong" and not (is_struck and is_service) and (problem := job.service_problem()):
+            # A supervisor replaces its worker; what else was done to a service stays.
+            is_harmed = point in SERVICES and (point, fault) != ("worker", "kill")
+            if outcome != "wrong" and not (is_struck and is_harmed) and (problem := job.service_problem()):
                 outcome, text = "wrong", problem
         finally:
             left = job.end()
@@ -455,12 +482,12 @@ def run(stage: Stage, point: str, fault: str, after_s: float = 0.0, *, while_run
 
 def judge(job: Job, *, is_struck: bool, is_root: bool, fault: str) -> tuple[str, str]:
     """Return the outcome of a job and its text."""
-    code, (out, err) = job.process.poll(), job.output()
+    code, (out, err) = job.process.poll(), job.output(is_over=True)
     last = " / ".join(err.strip().splitlines()[-3:])
     if code is None:
         return "wrong", f"no outcome within {DEADLINE_S:g} s: {last}"
     if code == 0:
-        is_whole = out.count("RESULT [0, 1]") == (2 if job.stage.name == "pod" else 1)
+        is_whole = "RESULT [0, 1]" in out
         how = "success" if is_struck or fault == "none" else "early"
         return (how, "") if is_whole else ("wrong", "exit code 0 without a result")
     # A program in a fork of a warm process was killed: its client ends as it did.

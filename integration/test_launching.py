@@ -52,6 +52,14 @@ def test_a_replica_imports_the_script_before_it_opens_a_device(clean_environ: di
     assert sorted(done.stdout.splitlines()) == ["ORDINAL 0", "ORDINAL 1"]
 
 
+@pytest.mark.pjrt
+def test_a_launch_works_where_warnings_are_errors(clean_environ: dict[str, str]) -> None:
+    environ = {**clean_environ, "PJRT_DEVICE": "CPU", "POLYXLA_DEVICES": "2", "PYTHONWARNINGS": "error"}
+    done = run([sys.executable, str(PROGRAMS / "gather_ordinals.py")], environ)
+    assert (done.returncode, done.stdout) == (0, "RESULT [([0, 1], 2), ([0, 1], 2)]\n"), done.stderr
+    assert "Warning" not in done.stderr
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("device", ["CPU", None])
 def test_each_process_of_torchrun_is_a_replica(clean_environ: dict[str, str], device: str | None) -> None:

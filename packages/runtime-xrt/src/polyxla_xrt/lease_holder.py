@@ -20,6 +20,7 @@ from polyxla.console import say
 from polyxla.env import POLYXLA_SECRET, snapshot
 from polyxla.errors import PolyxlaError
 from polyxla.launcher.ports import LOCALHOST
+from polyxla.launcher.process_handle import signal_name
 from polyxla_tpu.processes.secret import derived
 from polyxla_xrt import env
 from polyxla_xrt.client.job_owner import JobOwner
@@ -86,7 +87,9 @@ class LeaseHolder:
         )
         theirs.close()
         try:
-            ours.send((plan, JobOwner.current()))
+            # One that has ended is noticed next, when it is waited for.
+            with contextlib.suppress(OSError):
+                ours.send((plan, JobOwner.current()))
             self.lease = self._wait(limit_s + START_S + plan.configuration.mesh_connect_wait_s)
         except BaseException:
             # Nothing was granted that must be given back, and the helper may be waiting for a worker.
@@ -113,9 +116,16 @@ class LeaseHolder:
                 if isinstance(message, GrantedLease):
                     return message
                 say(message)
-        except EOFError:
-            raise _failed("ended before it had a worker; its error is printed above") from None
+        except (EOFError, OSError):
+            # Reset, not ended: it was killed before it had read all that was sent.
+            raise _failed(f"{self._ending()} before it had a worker") from None
         raise _failed(f"got no worker within {timeout_s:g} s")
+
+    def _ending(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if (code := self._process.wait(END_S)) < 0:
+                return f"was ended by {signal_name(-code)}"
+        return "printed its error, which stands above, and ended"
 
     def _end(self) -> None:
         self._pipe.close()
@@ -139,8 +149,8 @@ def main(descriptor: int) -> None:
     pipe = Connection(descriptor)
     try:
         plan, owner = pipe.recv()
-    except EOFError:
-        # The launcher was interrupted.
+    except (EOFError, OSError):
+        # The launcher was interrupted, or killed.
         return
     try:
         _hold(pipe, plan, owner, snapshot())

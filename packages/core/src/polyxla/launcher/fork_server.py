@@ -59,10 +59,10 @@ def _ending_with(control: socket.socket) -> Iterator[None]:
 
     def watch() -> None:
         poll = select.poll()
-        # Without POLLIN: requests wait.
+        # Its end only: requests wait until the imports are done.
         poll.register(control, 0)
         poll.register(woken, select.POLLIN)
-        if (control.fileno(), select.POLLHUP) in poll.poll():
+        if control.fileno() in dict(poll.poll()):
             os._exit(0)
 
     thread = threading.Thread(target=watch)
