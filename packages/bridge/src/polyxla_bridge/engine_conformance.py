@@ -24,9 +24,14 @@ from polyxla_bridge.abi import DTYPES, Code
 from polyxla_bridge.engine.engine import Buffer, Engine
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs.executable import ArrayType, Executable
+from polyxla_bridge.programs.hlo_pb2 import CompileOptionsProto
 
 TIMEOUT_S = 60
 OPTIONS = xla_client.CompileOptions().SerializeAsString()
+XLAS_DEFAULTS = CompileOptionsProto(
+    executable_build_options={"device_ordinal": -1, "num_replicas": 1, "num_partitions": 1}
+).SerializeToString()
+"""Options as torch_xla sends them. Those above turn off some of XLA's defaults."""
 OpenEngine = Callable[[int], Engine]
 """Opens an engine with a number of devices, all of them in this process. The fixture closes it."""
 OpenLimited = Callable[[int], Engine]
@@ -92,6 +97,21 @@ def options_for(devices: list[int], partitions: int = 1) -> bytes:
     chosen.device_assignment = xla_client.DeviceAssignment.create(np.ascontiguousarray(assignment))
     serialized: bytes = chosen.SerializeAsString()
     return serialized
+
+
+SORTING = """HloModule sorting
+less { a = f32[] parameter(0) b = f32[] parameter(1) ROOT c = pred[] compare(a, b), direction=LT }
+ENTRY main { x = f32[4] parameter(0) ROOT r = f32[4] sort(x), dimensions={0}, to_apply=less }"""
+EXTREMES = """HloModule extremes
+larger { a = f32[] parameter(0) b = f32[] parameter(1) ROOT c = f32[] maximum(a, b) }
+smaller { a = f32[] parameter(0) b = f32[] parameter(1) ROOT c = f32[] minimum(a, b) }
+ENTRY main { x = f32[4] parameter(0) low = f32[] constant(-3e38) high = f32[] constant(3e38)
+  max = f32[] reduce(x, low), dimensions={0}, to_apply=larger
+  min = f32[] reduce(x, high), dimensions={0}, to_apply=smaller
+  pooled = f32[2] reduce-window(x, low), window={size=2 stride=2}, to_apply=larger
+  one = f32[] constant(1) ones = f32[4] broadcast(one), dimensions={}
+  least = f32[4] maximum(x, ones) clamped = f32[4] clamp(ones, x, ones)
+  ROOT t = (f32[], f32[], f32[2], f32[4], f32[4]) tuple(max, min, pooled, least, clamped) }"""
 
 
 class EngineConformance:
@@ -236,6 +256,23 @@ class EngineConformance:
         assert download(engine, total).tolist() == [3] * 4
         assert x.is_deleted
 
+    def test_a_program_that_sorts_is_serialised_after_it_ran(self, open_engine: OpenEngine) -> None:
+        engine = open_engine(1)
+        numbers = np.array([3, 1, 4, 2], np.float32)
+        program = compiled(engine, SORTING)
+        for _ in range(2):
+            (result,) = engine.execute(program, engine.devices[0], [upload(engine, numbers)])
+            assert download(engine, result).tolist() == [1, 2, 3, 4]
+            program = engine.deserialize(engine.serialize(program))
+
+    def test_nan_survives_max_min_and_clamp(self, open_engine: OpenEngine) -> None:
+        engine = open_engine(1)
+        numbers = upload(engine, np.array([1, np.nan, 3, 1], np.float32))
+        extremes = engine.compile(module(EXTREMES), XLAS_DEFAULTS)
+        results = engine.execute(extremes, engine.devices[0], [numbers])
+        found = [np.isnan(download(engine, result)).tolist() for result in results]
+        assert found == [True, True, [True, False], *[[False, True, False, False]] * 2]
+
     def test_bytes_that_are_no_program_are_refused(self, open_engine: OpenEngine) -> None:
         with pytest.raises(PjrtError, match="program"):
             open_engine(1).deserialize(b"something else")
@@ -251,6 +288,16 @@ class EngineConformance:
         while engine.memory_stats(engine.devices[0])["bytes_in_use"] > before:
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+    def test_a_program_that_sorts_runs_on_every_device(self, open_engine: OpenEngine) -> None:
+        engine = open_engine(2)
+        options = options_for([0, 1])
+        program = engine.compile(module(SORTING), options)
+        numbers = np.array([3, 1, 4, 2], np.float32)
+        # One after the other: the second device gets the program when the first has run it.
+        for device in engine.devices:
+            (result,) = engine.execute(program, device, [upload(engine, numbers, device.index)])
+            assert download(engine, result).tolist() == [1, 2, 3, 4]
 
     @pytest.mark.parametrize("count", [2, 8])
     def test_replicas_meet_in_collectives(self, open_engine: OpenEngine, count: int) -> None:

@@ -186,11 +186,11 @@ class LoadedProgram:
         clients: the clients of this process.
         executable: the program.
         loaded: the program by replica, as far as it is loaded already.
-        data: the program in jaxlib's format; required if `loaded` is empty.
+        data: the program in jaxlib's format; empty if jaxlib cannot serialise it.
         compile_on: compiles the program for a replica, if jaxlib cannot serialise it.
 
     Attributes:
-        is_serializable: whether the program can be stored and sent.
+        data: as above.
     """
 
     def __init__(
@@ -198,16 +198,15 @@ class LoadedProgram:
         clients: Clients,
         executable: Executable,
         loaded: dict[int, Any],
-        data: bytes | None = None,
+        data: bytes = b"",
         compile_on: Callable[[int], Any] | None = None,
     ) -> None:
-        self.is_serializable = compile_on is None
+        self.data = data
         self._clients = clients
         # Not the program itself, which refers to this object.
         self._num_partitions, self._devices = executable.num_partitions, executable.devices
         self._compile_on = compile_on or self._load_on
         self._loaded = loaded
-        self._data = data
         self._lock = threading.Lock()
 
     def on(self, index: int) -> Any:
@@ -220,15 +219,4 @@ class LoadedProgram:
         return self._loaded[index]
 
     def _load_on(self, index: int) -> Any:
-        return self._clients.load(index, self._bytes(), self._num_partitions, self._devices)
-
-    def data(self) -> bytes:
-        """Return the program in jaxlib's format; nothing if it cannot be serialised."""
-        with self._lock:
-            return self._bytes() if self.is_serializable else b""
-
-    def _bytes(self) -> bytes:
-        if self._data is not None:
-            return self._data
-        index, loaded = next(iter(self._loaded.items()))
-        return self._clients.serialize(index, loaded)
+        return self._clients.load(index, self.data, self._num_partitions, self._devices)

@@ -10,7 +10,7 @@ import numpy as np
 from jaxlib import _jax, xla_client
 
 from polyxla_bridge.abi import Code
-from polyxla_bridge.engine import numbering
+from polyxla_bridge.engine import numbering, numerics
 from polyxla_bridge.engine.clients import Clients, LoadedProgram
 from polyxla_bridge.engine.expansions import batch_norm, inlining, max_pool, scan
 from polyxla_bridge.engine.memory_accounting import MemoryNeeds
@@ -21,9 +21,9 @@ from polyxla_bridge.programs.compile_coordination import CompileCoordinator
 from polyxla_bridge.programs.compile_once import CompileOnce
 from polyxla_bridge.programs.executable import ArrayType, Executable
 
-COMPILER_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": ""}
-"""XLA options that replace XLA's defaults. With YNNPACK's kernels, a step of a small convnet took 1.2 times
-as long on 2 cores (jaxlib 0.10.2, ``nox -s bench -- replicas step``)."""
+COMPILER_OPTIONS = {**numerics.OPTIONS, "xla_cpu_experimental_ynn_fusion_type": ""}
+"""XLA options that replace XLA's defaults and the framework's. With YNNPACK's kernels, a step of a small convnet
+took 1.2 times as long on 2 cores (jaxlib 0.10.2, ``nox -s bench -- replicas step``)."""
 COMPILER = f"jaxlib {version('jaxlib')}"
 """What makes the programs, for their files."""
 
@@ -52,8 +52,7 @@ class Compiler(CompileOnce):
 
     def is_serializable(self, executable: Executable) -> bool:
         """Return whether jaxlib can serialise a program."""
-        serializable: bool = executable.native["program"].is_serializable
-        return serializable
+        return bool(executable.native["program"].data)
 
     def compile_new(self, fingerprint: str, hlo_module: bytes, options: bytes) -> Executable:
         """Compile a program for all replicas, and load it on the first."""
@@ -90,9 +89,12 @@ class Compiler(CompileOnce):
         self, executable: Executable, hlo_module: bytes, module: Any, options: Any, native: Any
     ) -> LoadedProgram:
         """Return the program that `native` is on the first replica."""
-        loaded = {self._first(executable.devices): native}
+        first = self._first(executable.devices)
+        loaded = {first: native}
         if options.num_partitions == 1 or _has_equal_parts(hlo_module, native):
-            return LoadedProgram(self._clients, executable, loaded)
+            # Serialise now: the first execution of a program that sorts resolves its comparator, which jaxlib
+            # cannot serialise.
+            return LoadedProgram(self._clients, executable, loaded, self._clients.serialize(first, native))
 
         def compile_on(index: int) -> Any:
             return self._clients.compile(index, module, options, executable.devices)
@@ -137,7 +139,7 @@ class Compiler(CompileOnce):
 
     def serialize(self, executable: Executable) -> bytes:
         """Return the program in jaxlib's format, with a header for what that format lacks."""
-        return program_file.pack(executable, executable.native["program"].data(), COMPILER)
+        return program_file.pack(executable, executable.native["program"].data, COMPILER)
 
     def deserialize(self, data: bytes) -> Executable:
         """Load what `serialize` returned, in any process of a job with as many devices."""

@@ -38,7 +38,7 @@ DUMPS = "--xla_dump_to"
 
 
 def for_job(
-    settings: BridgeSettings, compiler: Mapping[str, str], on_lookup: Callable[[bool], None] | None = None
+    settings: BridgeSettings, compiler: Mapping[str, str | bool], on_lookup: Callable[[bool], None] | None = None
 ) -> ProgramCache:
     """Return the cache that the job's environment asks for; it stores nothing if there can be none.
 
@@ -78,7 +78,7 @@ def _problem(settings: BridgeSettings) -> str | None:
     return why_unusable(Path(settings.cache_path), is_private=True)
 
 
-def context(settings: BridgeSettings, compiler: Mapping[str, str]) -> str:
+def context(settings: BridgeSettings, compiler: Mapping[str, str | bool]) -> str:
     """Return a digest of everything but the program that determines the compiled code."""
     job = [settings.replicas, _flags(settings.xla_flags), sorted(compiler.items())]
     # XLA divides loops by the number of threads.

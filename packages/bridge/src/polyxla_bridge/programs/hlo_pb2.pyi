@@ -291,8 +291,23 @@ class ExecutableBuildOptionsProto(_message.Message):
     device_assignment: DeviceAssignmentProto
     def __init__(self, device_ordinal: _Optional[int] = ..., debug_options: _Optional[bytes] = ..., num_replicas: _Optional[int] = ..., num_partitions: _Optional[int] = ..., use_spmd_partitioning: bool = ..., device_assignment: _Optional[_Union[DeviceAssignmentProto, _Mapping]] = ...) -> None: ...
 
+class OptionOverrideProto(_message.Message):
+    __slots__ = ("string_field", "bool_field")
+    STRING_FIELD_FIELD_NUMBER: _ClassVar[int]
+    BOOL_FIELD_FIELD_NUMBER: _ClassVar[int]
+    string_field: str
+    bool_field: bool
+    def __init__(self, string_field: _Optional[str] = ..., bool_field: bool = ...) -> None: ...
+
 class CompileOptionsProto(_message.Message):
     __slots__ = ("parameter_is_tupled_arguments", "executable_build_options", "compile_portable_executable", "env_option_overrides")
+    class EnvOptionOverridesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: OptionOverrideProto
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[OptionOverrideProto, _Mapping]] = ...) -> None: ...
     PARAMETER_IS_TUPLED_ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
     EXECUTABLE_BUILD_OPTIONS_FIELD_NUMBER: _ClassVar[int]
     COMPILE_PORTABLE_EXECUTABLE_FIELD_NUMBER: _ClassVar[int]
@@ -300,5 +315,5 @@ class CompileOptionsProto(_message.Message):
     parameter_is_tupled_arguments: bool
     executable_build_options: ExecutableBuildOptionsProto
     compile_portable_executable: bool
-    env_option_overrides: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, parameter_is_tupled_arguments: bool = ..., executable_build_options: _Optional[_Union[ExecutableBuildOptionsProto, _Mapping]] = ..., compile_portable_executable: bool = ..., env_option_overrides: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    env_option_overrides: _containers.MessageMap[str, OptionOverrideProto]
+    def __init__(self, parameter_is_tupled_arguments: bool = ..., executable_build_options: _Optional[_Union[ExecutableBuildOptionsProto, _Mapping]] = ..., compile_portable_executable: bool = ..., env_option_overrides: _Optional[_Mapping[str, OptionOverrideProto]] = ...) -> None: ...

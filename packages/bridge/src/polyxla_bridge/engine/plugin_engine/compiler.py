@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from polyxla_bridge import abi
 from polyxla_bridge.abi import Code
-from polyxla_bridge.engine import numbering
+from polyxla_bridge.engine import numbering, numerics
 from polyxla_bridge.engine.memory_accounting import MemoryNeeds
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError
@@ -34,6 +34,7 @@ class PluginProgram:
         loaded: the program on this process's devices.
         options: its options, a serialised CompileOptionsProto with the engine's numbers of the devices.
         source: what was compiled, a serialised HloModuleProto, if all devices must start it together.
+        native: the program in the plugin's format, if the plugin cannot serialise it later.
         sizes: size of each result on one device, in bytes.
         memory: what it needs on one device.
         donated: indices of the parameters whose memory the results reuse.
@@ -45,6 +46,7 @@ class PluginProgram:
     loaded: LoadedProgram
     options: bytes
     source: bytes
+    native: bytes
     sizes: tuple[int, ...]
     memory: MemoryNeeds
     donated: frozenset[int]
@@ -83,6 +85,7 @@ class PluginCompiler(CompileOnce):
         super().__init__(cache.for_job(settings, {"plugin": self.name}, on_lookup), None)
         self._settings = settings
         self._client = client
+        self._xla_flags = settings.xla_flags
         self._local = [index for index, device in enumerate(client.devices) if device.is_local]
         self._is_cpu = client.platform == CPU
         self._joint: dict[tuple[str, ...], JointProgram] = {}
@@ -117,7 +120,9 @@ class PluginCompiler(CompileOnce):
             num_partitions=partitions,
             devices=devices,
         )
-        return self._attach(executable, loaded, chosen, hlo_module)
+        # XLA's CPU client can serialise a program that sorts only before it first runs.
+        native = loaded.serialize() if self._is_cpu else b""
+        return self._attach(executable, loaded, chosen, hlo_module, native)
 
     def _devices(self, numbers: Sequence[int]) -> tuple[int, ...]:
         """Return the devices of a program that names `numbers`; none for all.
@@ -170,6 +175,9 @@ class PluginCompiler(CompileOnce):
                 start = partition * build.num_replicas
                 ids = order[start : start + build.num_replicas]
                 assignment.computation_devices.add(replica_device_ids=ids)
+        for name, value in numerics.OPTIONS.items() if self._is_cpu else ():
+            if name not in self._xla_flags:
+                chosen.env_option_overrides[name].bool_field = value
         return chosen.SerializeToString()
 
     def _with_ids(self, options: bytes) -> bytes:
@@ -181,7 +189,7 @@ class PluginCompiler(CompileOnce):
         return chosen.SerializeToString()
 
     def _attach(
-        self, executable: Executable, loaded: LoadedProgram, options: bytes, source: bytes
+        self, executable: Executable, loaded: LoadedProgram, options: bytes, source: bytes, native: bytes
     ) -> Executable:
         is_partitioned = executable.num_partitions > 1
         meets = is_partitioned or (self._is_cpu and len(loaded.devices) > 1)
@@ -189,6 +197,7 @@ class PluginCompiler(CompileOnce):
             loaded=loaded,
             options=options,
             source=source if meets and not is_partitioned else b"",
+            native=native,
             sizes=tuple(one.size_bytes for one in executable.outputs),
             memory=_needs(executable, loaded),
             donated=hlo.donated(executable.optimized_hlo),
@@ -202,18 +211,20 @@ class PluginCompiler(CompileOnce):
         """Return the program in the plugin's format, with a header for what that format lacks."""
         program: PluginProgram = executable.native["program"]
         lengths = _LENGTHS.pack(len(program.options), len(program.source))
-        native = b"".join((lengths, program.options, program.source, program.loaded.serialize()))
-        return program_file.pack(executable, native, self.name)
+        native = program.native or program.loaded.serialize()
+        whole = b"".join((lengths, program.options, program.source, native))
+        return program_file.pack(executable, whole, self.name)
 
     def deserialize(self, data: bytes) -> Executable:
         """Load what `serialize` returned, in any process whose plugin is the same and has as many devices."""
         unpacked = program_file.unpack(data, len(self._client.devices), self.name)
-        native = unpacked.native
-        length, source_length = _LENGTHS.unpack_from(native)
+        whole = unpacked.native
+        length, source_length = _LENGTHS.unpack_from(whole)
         middle = _LENGTHS.size + length
-        options, source = native[_LENGTHS.size : middle], native[middle : middle + source_length]
-        loaded = programs.load(self._client, native[middle + source_length :], self._with_ids(options))
-        return self._attach(unpacked.executable, loaded, options, source)
+        end = middle + source_length
+        options, source, native = whole[_LENGTHS.size : middle], whole[middle:end], whole[end:]
+        loaded = programs.load(self._client, native, self._with_ids(options))
+        return self._attach(unpacked.executable, loaded, options, source, native if self._is_cpu else b"")
 
     def join(self, executables: Sequence[Executable]) -> JointProgram:
         """Return one program that does on each device what that device's program does.
