@@ -8,6 +8,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from jaxlib import _jax, xla_client
 from jaxlib._hlo import HloModule, hlo_module_from_text  # type: ignore[import-not-found]
 
@@ -67,3 +68,20 @@ def test_the_expansion_computes_what_the_instruction_does(
 def test_other_forms_stay_as_they_are(select: str, scatter: str) -> None:
     data = program("f32", [1, 1, 4, 4], [1, 1, 2, 2], "size=1x1x2x2 stride=1x1x2x2", select, scatter)
     assert inlining.replace(data, max_pool.choose) is data
+
+
+@pytest.mark.parametrize("select", ["GE", "GT"])
+def test_the_gradient_goes_to_the_last_nan_of_a_window(select: str) -> None:
+    data = program("f32", [1, 1, 2, 6], [1, 1, 1, 3], "size=1x1x2x2 stride=1x1x2x2", select, "add")
+    with jax.enable_x64(True):
+        expanded = inlining.replace(data, max_pool.choose)
+    numbers = np.array([[1, np.nan, 3, 4, 5, 7], [np.nan, 2, 3, np.inf, 5, 7]], np.float32).reshape(
+        1, 1, 2, 6
+    )
+    image = torch.from_numpy(numbers.copy()).requires_grad_()
+    weights = torch.tensor([1.0, 2, 3]).reshape(1, 1, 1, 3)
+    (expected,) = torch.autograd.grad(torch.nn.functional.max_pool2d(image, 2), image, weights)
+    with jax.enable_x64(True):
+        found = computed(expanded, [numbers, weights.numpy()])
+    # The last window has two equal maxima.
+    np.testing.assert_array_equal(found[..., :4], expected.numpy()[..., :4])

@@ -382,6 +382,13 @@ class EngineConformance:
         rows = [[upload(engine, ones(1), 0)], [upload(engine, ones(2), 1)]]
         results = engine.execute_partitioned(parts, rows)
         assert [float(download(engine, row[0])) for row in results] == [24, 24]
+        # As in PJRT: TorchTPU passes an array of one number for a scalar.
+        columns = [[upload(engine, ones(index + 1).reshape(4, 1), index)] for index in range(2)]
+        results = engine.execute_partitioned(parts, columns)
+        assert [float(download(engine, row[0])) for row in results] == [24, 24]
+        squares = [[upload(engine, ones(1).reshape(2, 2), index)] for index in range(2)]
+        with pytest.raises(PjrtError, match=r"argument 0 of parts must be .*\(4,\).*, not .*\(2, 2\)"):
+            download(engine, engine.execute_partitioned(parts, squares)[0][0])
         with pytest.raises(PjrtError, match=r"parts .*partition"):
             # Where an error is raised depends on where the engine checks.
             download(engine, engine.execute(parts, engine.devices[0], rows[0])[0])

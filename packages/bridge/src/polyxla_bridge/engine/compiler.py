@@ -12,7 +12,7 @@ from jaxlib import _jax, xla_client
 from polyxla_bridge.abi import Code
 from polyxla_bridge.engine import numbering, numerics
 from polyxla_bridge.engine.clients import Clients, LoadedProgram
-from polyxla_bridge.engine.expansions import batch_norm, inlining, max_pool, scan
+from polyxla_bridge.engine.expansions import cpu
 from polyxla_bridge.engine.memory_accounting import MemoryNeeds
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError
@@ -22,8 +22,8 @@ from polyxla_bridge.programs.compile_once import CompileOnce
 from polyxla_bridge.programs.executable import ArrayType, Executable
 
 COMPILER_OPTIONS = {**numerics.OPTIONS, "xla_cpu_experimental_ynn_fusion_type": ""}
-"""XLA options that replace XLA's defaults and the framework's. With YNNPACK's kernels, a step of a small convnet
-took 1.2 times as long on 2 cores (jaxlib 0.10.2, ``nox -s bench -- replicas step``)."""
+"""XLA options that replace XLA's defaults and the framework's. With YNNPACK's kernels, a step of a small
+convnet took 1.2 times as long on 2 cores (jaxlib 0.10.2, ``nox -s bench -- replicas step``)."""
 COMPILER = f"jaxlib {version('jaxlib')}"
 """What makes the programs, for their files."""
 
@@ -64,12 +64,8 @@ class Compiler(CompileOnce):
         self._complete(compile_options, devices)
         partitions = compile_options.num_partitions
         code = arguments.for_jaxlib(hlo_module, is_partitioned=partitions > 1)
-        if partitions > 1:
-            # The partitioner adds collectives in forms that the client knows.
-            code = inlining.replace(code, scan.choose, batch_norm.choose)
-        else:
-            code = inlining.replace(code, scan.choose, max_pool.choose)
-            code = rewrite.for_jaxlib(code, compile_options.num_replicas)
+        code = cpu.expanded(code, is_partitioned=partitions > 1)
+        code = rewrite.for_jaxlib(code, compile_options.num_replicas, is_partitioned=partitions > 1)
         module = _jax.mlir.hlo_to_stablehlo(code)
         native = self._clients.compile(self._first(devices), module, compile_options, devices)
         optimized = native.hlo_modules()[0].as_serialized_hlo_module_proto()

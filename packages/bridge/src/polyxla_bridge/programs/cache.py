@@ -38,7 +38,9 @@ DUMPS = "--xla_dump_to"
 
 
 def for_job(
-    settings: BridgeSettings, compiler: Mapping[str, str | bool], on_lookup: Callable[[bool], None] | None = None
+    settings: BridgeSettings,
+    compiler: Mapping[str, str | bool],
+    on_lookup: Callable[[bool], None] | None = None,
 ) -> ProgramCache:
     """Return the cache that the job's environment asks for; it stores nothing if there can be none.
 

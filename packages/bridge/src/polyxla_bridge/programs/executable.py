@@ -31,6 +31,11 @@ class ArrayType:
         """Size of a dense array, in bytes."""
         return math.prod(self.dims) * abi.width(self.dtype)
 
+    @property
+    def memory(self) -> tuple[str, tuple[int, ...]]:
+        """Equal for arrays that have the same numbers at the same places of their memory."""
+        return self.dtype, tuple(size for size in self.dims if size != 1)
+
 
 @dataclass
 class Executable:
@@ -80,17 +85,18 @@ class Executable:
     def check(self, arguments: Sequence[ArrayType]) -> None:
         """Check the types of the arguments on one device.
 
+        PJRT's own clients compare sizes in bytes only, and frameworks rely on it: TorchTPU passes an array of
+        one number for a scalar. They would also take another part of an array, if it has the same size.
+
         Raises:
-            PjrtError: they are not those that the program was compiled for.
+            PjrtError: they do not have the memory of those that the program was compiled for.
         """
-        if arguments == self.parameters:
-            return
         self.check_count(len(arguments))
-        number = next(n for n, one in enumerate(arguments) if one != self.parameters[n])
-        raise PjrtError(
-            Code.INVALID_ARGUMENT,
-            f"argument {number} of {self.name} must be {self.parameters[number]}, not {arguments[number]}",
-        )
+        for number, (given, wanted) in enumerate(zip(arguments, self.parameters, strict=True)):
+            if given.memory != wanted.memory:
+                raise PjrtError(
+                    Code.INVALID_ARGUMENT, f"argument {number} of {self.name} must be {wanted}, not {given}"
+                )
 
     def check_whole(self) -> None:
         """Check that one device alone can run the program.

@@ -21,12 +21,21 @@ the other, and each costs several messages in both directions: 1.3 ms with 4 pro
 BITWISE = ("and", "or")
 """Reductions that jaxlib's CPU client supports for booleans only."""
 
+_ARRAYS = {"dynamic-slice": 1, "dynamic-update-slice": 2}
+"""How many operands of a dynamic slice come before its indices."""
+
 Rewrite = Callable[["Replacement"], None]
 """Adds the instructions that replace one. The last gets the id of the original: its users need no change."""
 
 
-def for_jaxlib(module: bytes, replicas: int) -> bytes:
+def for_jaxlib(module: bytes, replicas: int, *, is_partitioned: bool = False) -> bytes:
     """Rewrite a serialised HloModuleProto for jaxlib's CPU client.
+
+    - A dynamic slice, or the update of one, that takes its indices in one vector (``randperm`` of torch_xla)
+      takes a number for each dimension, because StableHLO knows no other form.
+
+    The others are for programs that are not partitioned: the partitioner adds collectives in forms that the
+    client knows.
 
     - A reduce-scatter of several operands (``xm.reduce_scatter`` of a list) becomes one for each operand,
       because StableHLO's has a single one. Each gets a channel of its own: the runtime would otherwise
@@ -42,6 +51,7 @@ def for_jaxlib(module: bytes, replicas: int) -> bytes:
     Args:
         module: the program.
         replicas: number of replicas in the job.
+        is_partitioned: whether several devices compute it together.
 
     Returns:
         The rewritten program; `module` itself if nothing had to change.
@@ -49,11 +59,12 @@ def for_jaxlib(module: bytes, replicas: int) -> bytes:
     parsed = hlo.parse_module(module)
     every = [one for computation in parsed.computations for one in computation.instructions]
     opcodes = {one.id: one.opcode for one in every}
-    rules = _Rules(replicas, {one.id: opcodes.get(one.root_id, "") for one in parsed.computations})
+    shapes = {one.id: one.shape for one in every}
+    roots = {one.id: opcodes.get(one.root_id, "") for one in parsed.computations}
+    rules = _Rules(replicas, is_partitioned, roots, shapes)
     if not any(rules.rewrite_of(one) for one in every):
         return module
     numbers = _FreshNumbers(every)
-    shapes = {one.id: one.shape for one in every}
     for computation in parsed.computations:
         instructions = list(computation.instructions)
         del computation.instructions[:]
@@ -77,14 +88,27 @@ class _Rules:
 
     Attributes:
         replicas: number of replicas in the job.
+        is_partitioned: whether several devices compute the program together.
         roots: opcode of each computation's root, by the id of the computation.
+        shapes: shape of each instruction, by id.
     """
 
     replicas: int
+    is_partitioned: bool
     roots: Mapping[int, str]
+    shapes: Mapping[int, Shape]
 
     def rewrite_of(self, one: Instruction) -> Rewrite | None:
         """Return the rewrite of an instruction; None if it stays."""
+        if self._takes_a_vector(one):
+            return _separate_indices
+        return None if self.is_partitioned else self._rewrite_for_replicas(one)
+
+    def _takes_a_vector(self, one: Instruction) -> bool:
+        has_indices = len(one.operand_ids) > _ARRAYS.get(one.opcode, len(one.operand_ids))
+        return has_indices and len(self.shapes[one.operand_ids[-1]].dimensions) > 0
+
+    def _rewrite_for_replicas(self, one: Instruction) -> Rewrite | None:
         if one.opcode == "reduce-scatter" and len(one.operand_ids) > 1:
             return _scatter_one_by_one
         if one.opcode == "all-to-all" and len(one.shape.tuple_shapes) == 1:
@@ -179,6 +203,18 @@ class Replacement:
         made.operand_ids[:] = operands
         self.instructions.append(made)
         return made
+
+
+def _separate_indices(replacement: Replacement) -> None:
+    original = replacement.original
+    *arrays, vector = original.operand_ids
+    shape = replacement.shape_of(vector)
+    number, one = Shape(element_type=shape.element_type), _array(shape, 1)
+    parts = [replacement.add_slice(one, vector, (i, i + 1)) for i in range(shape.dimensions[0])]
+    indices = [replacement.add("reshape", number, [part.id]).id for part in parts]
+    separate = replacement.add_copy("indices", original.shape, [*arrays, *indices])
+    # Its users need no change.
+    separate.id = original.id
 
 
 def _scatter_one_by_one(replacement: Replacement) -> None:

@@ -28,6 +28,14 @@ _DEVICE_FUNCTIONS = (
 )
 """Prefixes of the functions of torch_xla's C++ module through which Python code reaches a device. Creating a
 tensor on ``"xla"``, or moving one there, reaches it inside C++, which asks a plugin for its library."""
+_EXACT = {"XLA_DENSE_SCATTER_FACTOR": "0"}
+"""Variables of torch_xla with which its programs for a TPU are right.
+
+By default, torch_xla 2.9 computes a scatter on a TPU with masks that are 0 wherever nothing is scattered:
+``scatter_reduce`` with ``prod``, ``amin`` or ``amax`` returns wrong numbers, and an index shorter than its
+input is refused. With 0, torch_xla writes XLA's own scatter, as for every other device.
+Source: XlaDenseScatter in torch_xla/csrc/xla_lower_util.cpp.
+"""
 _UNSEEN = "a line that created a tensor on 'xla', or moved one there, inside C++"
 
 _native: Any = torch_xla._XLAC  # type: ignore[attr-defined]
@@ -165,11 +173,15 @@ def _watch_plugin(plugin: plugins.DevicePlugin) -> None:
 def before_use() -> None:
     """Record the user's line, unless a device is in use already. Called before the device is used.
 
+    Also choose torch_xla's exact programs, by `_EXACT`.
+
     Ends the program if replicas were asked for, and this process is not one of them. An exception that
     programs catch would not do: torch_xla aborts the process when it starts its client for the second time.
     """
     if is_in_use():
         return
+    own = env.snapshot()
+    env.update_environ({name: value for name, value in _EXACT.items() if name not in own})
     _own.line = callsite.user_line()
     origin = None if xr.is_spmd() else _asked_by()
     for one in _own.runtimes if origin else ():

@@ -80,6 +80,9 @@ def _gradient(
         (value, at), (other, other_at) = kept, new
         # XLA may visit a window in any order. Position -1 is outside of the array.
         wins = lax.gt(value, other) | (lax.eq(value, other) & is_chosen(at, other_at))
+        # As in torch, the last NaN of a window is its maximum.
+        is_nan, other_is_nan = lax.ne(value, value), lax.ne(other, other)
+        wins = lax.select(other_is_nan, is_nan & lax.gt(at, other_at), is_nan | wins)
         keeps = (other_at < 0) | ((at >= 0) & wins)
         return lax.select(keeps, value, other), lax.select(keeps, at, other_at)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from polyxla_bridge.engine.expansions import batch_norm, inlining, max_pool, scan
+from polyxla_bridge.engine.expansions import cpu
 from polyxla_bridge.programs import hlo, rewrite
 
 # Otherwise jax would write instructions of int64 as int32.
@@ -23,7 +23,5 @@ def rewritten(module: bytes, partitions: int, replicas: int) -> bytes:
         PjrtError: the program has kernels for TPU cores.
     """
     hlo.check_kernels(module)
-    if partitions > 1:
-        return hlo.with_layouts(inlining.replace(module, scan.choose, batch_norm.choose))
-    replaced = inlining.replace(module, scan.choose, max_pool.choose)
-    return hlo.with_layouts(rewrite.for_jaxlib(replaced, replicas))
+    expanded = cpu.expanded(module, is_partitioned=partitions > 1)
+    return hlo.with_layouts(rewrite.for_jaxlib(expanded, replicas, is_partitioned=partitions > 1))

@@ -1,0 +1,118 @@
+"""Instructions of torch_xla and TorchTPU that XLA's CPU compiler refuses, compared with torch and numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from jaxlib._hlo import HloModule  # type: ignore[import-not-found]
+
+from polyxla_bridge.engine.jax_engine import JaxEngine
+from polyxla_bridge.engine_conformance import compiled, download, module, upload
+from polyxla_bridge.env import BridgeSettings
+from polyxla_bridge.programs import rewrite
+
+SLICES = """HloModule slices
+ENTRY main { x = s64[6,3] parameter(0) i = s64[2] parameter(1) u = s64[1,2] parameter(2)
+  y = s64[1,2] dynamic-slice(x, i), dynamic_slice_sizes={1,2}
+  z = s64[6,3] dynamic-update-slice(x, u, i) ROOT t = (s64[1,2], s64[6,3]) tuple(y, z) }"""
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[JaxEngine]:
+    engine = JaxEngine(BridgeSettings())
+    yield engine
+    engine.close()
+
+
+def computed(engine: JaxEngine, text: str, *arguments: Any) -> list[Any]:
+    buffers = [upload(engine, one) for one in arguments]
+    results = engine.execute(compiled(engine, text), engine.devices[0], buffers)
+    return [download(engine, one) for one in results]
+
+
+def test_a_dynamic_slice_takes_its_indices_in_one_vector(engine: JaxEngine) -> None:
+    numbers, update = np.arange(18).reshape(6, 3), np.array([[-1, -2]])
+    part, whole = computed(engine, SLICES, numbers, np.array([4, 1]), update)
+    assert part.tolist() == [[13, 14]]
+    numbers[4, 1:] = update
+    assert whole.tolist() == numbers.tolist()
+
+
+def test_a_partitioned_program_gets_the_indices_one_by_one() -> None:
+    rewritten = rewrite.for_jaxlib(module(SLICES), 1, is_partitioned=True)
+    text = HloModule.from_serialized_hlo_module_proto(rewritten).to_string()
+    assert "dynamic-slice(%x, %y.reshape" in text
+
+
+def resizing(target: str, of: tuple[int, ...], to: tuple[int, ...], configuration: str) -> str:
+    source, result = (f"f32[{','.join(map(str, dims))}]" for dims in (of, to))
+    return f"""HloModule resizing
+        ENTRY main {{ x = {source} parameter(0)
+          ROOT r = {result} custom-call(x), custom_call_target="{target}",
+            backend_config="\\"{configuration}\\"" }}"""
+
+
+@pytest.mark.parametrize("size", [(7, 5), (2, 3), (1, 1), (9, 4)])
+@pytest.mark.parametrize(
+    ("target", "configuration", "options"),
+    [
+        ("ResizeBilinear", "01", {"mode": "bilinear"}),
+        ("ResizeBilinear", "10", {"mode": "bilinear", "align_corners": True}),
+        ("ResizeNearest", "00", {"mode": "nearest"}),
+    ],
+)
+def test_images_are_resized_as_torch_does(
+    engine: JaxEngine, target: str, configuration: str, options: dict[str, Any], size: tuple[int, int]
+) -> None:
+    # torch_xla gives the width before the height, and the channels last.
+    order = (0, 3, 2, 1)
+    image = torch.rand(2, 3, 4, 5, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    expected = torch.nn.functional.interpolate(image, size, **options)
+    weights = torch.linspace(0, 1, expected.numel()).reshape(expected.shape)
+    (gradient,) = torch.autograd.grad(expected, image, weights)
+
+    def both_ways(tensor: torch.Tensor) -> Any:
+        return np.ascontiguousarray(tensor.detach().permute(order).numpy())
+
+    before, after = both_ways(image), both_ways(expected)
+    forward = resizing(target, before.shape, after.shape, configuration)
+    (resized,) = computed(engine, forward, before)
+    np.testing.assert_allclose(resized, after, rtol=1e-6, atol=1e-6)
+    backward = resizing(f"{target}Grad", after.shape, before.shape, configuration)
+    (back,) = computed(engine, backward, both_ways(weights))
+    np.testing.assert_allclose(back, both_ways(gradient), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dims", [(4, 4), (5, 3), (2, 3, 5), (2, 3, 6, 6)])
+def test_matrices_are_decomposed(engine: JaxEngine, dims: tuple[int, ...]) -> None:
+    *batch, rows, columns = dims
+    count = min(rows, columns)
+
+    def shape(kind: str, *sizes: int) -> str:
+        return f"{kind}[{','.join(map(str, (*batch, *sizes)))}]"
+
+    types = [shape("f32", rows, columns), shape("s32", count), shape("s32", rows)]
+    text = f"""HloModule decomposing
+        ENTRY main {{ x = {types[0]} parameter(0)
+          ROOT r = ({", ".join(types)}) custom-call(x), custom_call_target="LuDecomposition" }}"""
+    matrices = np.random.default_rng(0).standard_normal(dims).astype(np.float32)
+    factors, exchanged, order = computed(engine, text, matrices)
+    found, pivots = torch.linalg.lu_factor(torch.from_numpy(matrices))
+    np.testing.assert_allclose(factors, found.numpy(), rtol=1e-4, atol=1e-5)
+    # torch counts from 1.
+    assert exchanged.tolist() == (pivots.numpy() - 1).tolist()
+    lower = np.tril(factors[..., :count], -1) + np.eye(rows, count, dtype=np.float32)
+    product = lower @ np.triu(factors[..., :count, :])
+    np.testing.assert_allclose(product, np.take_along_axis(matrices, order[..., None], -2), atol=1e-5)
+
+
+def test_a_singular_matrix_has_a_zero_on_the_diagonal(engine: JaxEngine) -> None:
+    text = """HloModule decomposing
+        ENTRY main { x = f32[2,2] parameter(0)
+          ROOT r = (f32[2,2], s32[2], s32[2]) custom-call(x), custom_call_target="LuDecomposition" }"""
+    factors, _, _ = computed(engine, text, np.ones((2, 2), np.float32))
+    assert factors.tolist() == [[1, 1], [1, 0]]
