@@ -21,7 +21,7 @@ from polyxla_bridge.programs.compile_coordination import CompileCoordinator
 from polyxla_bridge.programs.compile_once import CompileOnce
 from polyxla_bridge.programs.executable import ArrayType, Executable
 
-COMPILER_OPTIONS = {**numerics.OPTIONS, "xla_cpu_experimental_ynn_fusion_type": ""}
+COMPILER_OPTIONS: dict[str, str | bool] = {**numerics.OPTIONS, "xla_cpu_experimental_ynn_fusion_type": ""}
 """XLA options that replace XLA's defaults and the framework's. With YNNPACK's kernels, a step of a small
 convnet took 1.2 times as long on 2 cores (jaxlib 0.10.2, ``nox -s bench -- replicas step``)."""
 COMPILER = f"jaxlib {version('jaxlib')}"

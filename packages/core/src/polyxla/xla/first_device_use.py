@@ -28,13 +28,13 @@ _DEVICE_FUNCTIONS = (
 )
 """Prefixes of the functions of torch_xla's C++ module through which Python code reaches a device. Creating a
 tensor on ``"xla"``, or moving one there, reaches it inside C++, which asks a plugin for its library."""
-_EXACT = {"XLA_DENSE_SCATTER_FACTOR": "0"}
+_EXACT = {"XLA_DENSE_GATHER_FACTOR": "0", "XLA_DENSE_SCATTER_FACTOR": "0"}
 """Variables of torch_xla with which its programs for a TPU are right.
 
-By default, torch_xla 2.9 computes a scatter on a TPU with masks that are 0 wherever nothing is scattered:
+By default, torch_xla 2.9 gathers and scatters on a TPU with masks, which are 0 wherever nothing is scattered:
 ``scatter_reduce`` with ``prod``, ``amin`` or ``amax`` returns wrong numbers, and an index shorter than its
-input is refused. With 0, torch_xla writes XLA's own scatter, as for every other device.
-Source: XlaDenseScatter in torch_xla/csrc/xla_lower_util.cpp.
+input is refused. With 0, torch_xla writes XLA's own gather and scatter, as for every other device.
+Source: XlaDenseScatter in torch_xla/csrc/xla_lower_util.cpp, IsSparseGather in torch_xla/csrc/data_ops.cpp.
 """
 _UNSEEN = "a line that created a tensor on 'xla', or moved one there, inside C++"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,11 +70,9 @@ def _nearest(image: jax.Array, axis: int, size: int, *, is_aligned: bool, is_hal
     return jnp.take(image, np.minimum(found.astype(np.int64), length - 1), axis)
 
 
-def _places(
-    length: int, size: int, dtype: np.dtype[np.generic], *, is_aligned: bool, is_half: bool
-) -> np.ndarray[tuple[int, ...], np.dtype[np.floating]]:
+def _places(length: int, size: int, dtype: Any, *, is_aligned: bool, is_half: bool) -> Any:
     """Return where each element of the result lies in the image, which torch computes in floats."""
-    kind = np.float64 if dtype == np.float64 else np.float32
+    kind: Any = np.float64 if dtype == np.float64 else np.float32
     index = np.arange(size, dtype=kind)
     if is_aligned and size > 1:
         return index * kind((length - 1) / kind(size - 1))
