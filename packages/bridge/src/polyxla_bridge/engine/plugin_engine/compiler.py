@@ -85,7 +85,6 @@ class PluginCompiler(CompileOnce):
         super().__init__(cache.for_job(settings, {"plugin": self.name}, on_lookup), None)
         self._settings = settings
         self._client = client
-        self._xla_flags = settings.xla_flags
         self._local = [index for index, device in enumerate(client.devices) if device.is_local]
         self._is_cpu = client.platform == CPU
         self._joint: dict[tuple[str, ...], JointProgram] = {}
@@ -176,7 +175,7 @@ class PluginCompiler(CompileOnce):
                 ids = order[start : start + build.num_replicas]
                 assignment.computation_devices.add(replica_device_ids=ids)
         for name, value in numerics.OPTIONS.items() if self._is_cpu else ():
-            if name not in self._xla_flags:
+            if name not in self._settings.xla_flags:
                 chosen.env_option_overrides[name].bool_field = value
         return chosen.SerializeToString()
 
