@@ -10,7 +10,7 @@ import numpy as np
 from jaxlib import _jax, xla_client
 
 from polyxla_bridge.abi import Code
-from polyxla_bridge.engine import numbering, numerics
+from polyxla_bridge.engine import numbering
 from polyxla_bridge.engine.clients import Clients, LoadedProgram
 from polyxla_bridge.engine.expansions import cpu
 from polyxla_bridge.engine.memory_accounting import MemoryNeeds
@@ -21,7 +21,7 @@ from polyxla_bridge.programs.compile_coordination import CompileCoordinator
 from polyxla_bridge.programs.compile_once import CompileOnce
 from polyxla_bridge.programs.executable import ArrayType, Executable
 
-COMPILER_OPTIONS: dict[str, str | bool] = {**numerics.OPTIONS, "xla_cpu_experimental_ynn_fusion_type": ""}
+COMPILER_OPTIONS: dict[str, str | bool] = {**rewrite.CPU_OPTIONS, "xla_cpu_experimental_ynn_fusion_type": ""}
 """XLA options that replace XLA's defaults and the framework's. With YNNPACK's kernels, a step of a small
 convnet took 1.2 times as long on 2 cores (jaxlib 0.10.2, ``nox -s bench -- replicas step``)."""
 COMPILER = f"jaxlib {version('jaxlib')}"

@@ -24,6 +24,17 @@ BITWISE = ("and", "or")
 _ARRAYS = {"dynamic-slice": 1, "dynamic-update-slice": 2}
 """How many operands of a dynamic slice come before its indices."""
 
+CPU_OPTIONS: Mapping[str, bool] = {
+    "xla_cpu_enable_fast_math": False,
+    "xla_cpu_enable_fast_min_max": False,
+    "xla_enable_fast_math": False,
+}
+"""Options by which XLA's CPU compiler computes the numbers that torch computes: with its defaults, which
+torch_xla's own client has and TorchTPU sends, ``max`` and ``min`` lose NaN. They replace the framework's
+options, and a flag in ``XLA_FLAGS`` replaces them.
+Source: DebugOptions in xla/xla.proto.
+"""
+
 Rewrite = Callable[["Replacement"], None]
 """Adds the instructions that replace one. The last gets the id of the original: its users need no change."""
 

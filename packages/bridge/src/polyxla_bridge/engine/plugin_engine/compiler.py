@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 from polyxla_bridge import abi
 from polyxla_bridge.abi import Code
-from polyxla_bridge.engine import numbering, numerics
+from polyxla_bridge.engine import numbering
 from polyxla_bridge.engine.memory_accounting import MemoryNeeds
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.plugin_client import programs
 from polyxla_bridge.plugin_client.client import PluginClient
 from polyxla_bridge.plugin_client.programs import LoadedProgram
-from polyxla_bridge.programs import cache, hlo, merging, program_file
+from polyxla_bridge.programs import cache, hlo, merging, program_file, rewrite
 from polyxla_bridge.programs.compile_once import CompileOnce
 from polyxla_bridge.programs.executable import ArrayType, Executable
 from polyxla_bridge.programs.hlo_pb2 import CompileOptionsProto, HloModuleProtoWithConfig
@@ -174,7 +174,7 @@ class PluginCompiler(CompileOnce):
                 start = partition * build.num_replicas
                 ids = order[start : start + build.num_replicas]
                 assignment.computation_devices.add(replica_device_ids=ids)
-        for name, value in numerics.OPTIONS.items() if self._is_cpu else ():
+        for name, value in rewrite.CPU_OPTIONS.items() if self._is_cpu else ():
             if name not in self._settings.xla_flags:
                 chosen.env_option_overrides[name].bool_field = value
         return chosen.SerializeToString()
