@@ -25,16 +25,10 @@ def without_texts(options: bytes) -> bytes:
     build = asked.executable_build_options
     if build.HasField("debug_options"):
         build.debug_options = _without_texts(build.debug_options)
-    kept = [one for one in asked.env_option_overrides if _is_number(one)]
-    del asked.env_option_overrides[:]
-    asked.env_option_overrides.extend(kept)
+    for name, override in list(asked.env_option_overrides.items()):
+        if override.HasField("string_field"):
+            del asked.env_option_overrides[name]
     return asked.SerializeToString()
-
-
-def _is_number(override: bytes) -> bool:
-    """Return whether an entry of the overrides, a name and a value, has no text for a value."""
-    values = [content for number, kind, content, _ in _fields(override) if (number, kind) == (2, _TEXT)]
-    return all(_without_texts(value) == value for value in values)
 
 
 def _without_texts(message: bytes) -> bytes:

@@ -296,12 +296,16 @@ class ExecutableBuildOptionsProto(_message.Message):
     def __init__(self, device_ordinal: _Optional[int] = ..., debug_options: _Optional[bytes] = ..., num_replicas: _Optional[int] = ..., num_partitions: _Optional[int] = ..., use_spmd_partitioning: bool = ..., device_assignment: _Optional[_Union[DeviceAssignmentProto, _Mapping]] = ...) -> None: ...
 
 class OptionOverrideProto(_message.Message):
-    __slots__ = ("string_field", "bool_field")
+    __slots__ = ("string_field", "bool_field", "int_field", "double_field")
     STRING_FIELD_FIELD_NUMBER: _ClassVar[int]
     BOOL_FIELD_FIELD_NUMBER: _ClassVar[int]
+    INT_FIELD_FIELD_NUMBER: _ClassVar[int]
+    DOUBLE_FIELD_FIELD_NUMBER: _ClassVar[int]
     string_field: str
     bool_field: bool
-    def __init__(self, string_field: _Optional[str] = ..., bool_field: bool = ...) -> None: ...
+    int_field: int
+    double_field: float
+    def __init__(self, string_field: _Optional[str] = ..., bool_field: bool = ..., int_field: _Optional[int] = ..., double_field: _Optional[float] = ...) -> None: ...
 
 class CompileOptionsProto(_message.Message):
     __slots__ = ("parameter_is_tupled_arguments", "executable_build_options", "compile_portable_executable", "env_option_overrides")
