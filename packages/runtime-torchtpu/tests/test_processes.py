@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
 import subprocess
@@ -86,6 +87,32 @@ if __name__ == "__main__":
     (torch.manual_seed if "torch" in sys.argv else polyxla.seed_everything)(5)
     drawn = polyxla.launch(draw, devices=2)
     print(len({*drawn}), polyxla.launch(draw, devices=2) == drawn)
+"""
+MENDED = """
+import subprocess, sys
+import polyxla
+
+def check(replica):
+    import torch
+    from torch.utils.checkpoint import checkpoint
+    x = torch.ones(64, 64, device=replica.device, requires_grad=True)
+    y = checkpoint(torch.nn.functional.dropout, x, use_reentrant=False)
+    y.sum().backward()
+    norm, expected = torch.nn.BatchNorm2d(2).to(replica.device), torch.nn.BatchNorm2d(2)
+    for step in range(3):
+        images = torch.arange(24.0).reshape(3, 2, 2, 2) * (step + 1)
+        norm(images.to(replica.device))
+        expected(images)
+    moved = all(
+        torch.allclose(getattr(norm, name).cpu(), getattr(expected, name))
+        for name in ("running_mean", "running_var", "num_batches_tracked")
+    )
+    command = [sys.executable, "-c", "import torch; print(torch.device('tpu'))"]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return torch.equal(x.grad, y.detach()), moved, child.stdout.splitlines()[-1:], child.stderr[-500:]
+
+if __name__ == "__main__":
+    print(*polyxla.launch(check, devices=2), sep="\\n")
 """
 FLASH = """
 import torch
@@ -300,6 +327,15 @@ def test_a_replica_after_it_is_not_launched_in_the_same_process(tmp_path: Path) 
     program.write_text(THEN_LAUNCH)
     done = run_python(str(program), POLYXLA_EMULATE="")
     assert done.stdout.splitlines()[-1] == "[(False, 2.0)]", done.stderr[-2000:]
+
+
+def test_replicas_and_their_programs_lack_nothing_that_torch_promises(tmp_path: Path) -> None:
+    """Dropout in a checkpoint, running statistics, and the name of the device in a program of a replica."""
+    program = tmp_path / "program.py"
+    program.write_text(MENDED)
+    done = run_python(str(program), POLYXLA_EMULATE="")
+    found = [ast.literal_eval(line) for line in done.stdout.splitlines() if line.startswith("(")]
+    assert [one[:3] for one in found] == [(True, True, ["tpu"])] * 2, (found, done.stderr[-2000:])
 
 
 def test_seeds_before_a_launch_are_the_replicas_own(tmp_path: Path) -> None:

@@ -15,14 +15,21 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch_tpu  # noqa: F401 -- what takes long to import is imported here, in the fork server
+from torch.nn import functional as F
 
 from polyxla import UsageError, World, presence
 from polyxla.contracts.replication import ReduceOp, Replication
-from polyxla.env import POLYXLA_INPUT_TIMEOUT_S, POLYXLA_START_TIMEOUT_S, snapshot, timeout_s
+from polyxla.env import (
+    POLYXLA_INPUT_TIMEOUT_S,
+    POLYXLA_START_TIMEOUT_S,
+    snapshot,
+    timeout_s,
+    update_environ,
+)
 from polyxla.launcher import failures
 from polyxla.replica.consistency import average_in_place
 from polyxla.replica.module_move import optimizer_parameters
-from polyxla_torchtpu import host_answers
+from polyxla_torchtpu import env, host_answers
 from polyxla_torchtpu.counters import TorchTpuCounters, TorchTpuProbe
 from polyxla_torchtpu.plan import Place, TorchTpuPlan
 from polyxla_torchtpu.profiling import profile
@@ -74,9 +81,47 @@ def load() -> None:
     try:
         with contextlib.redirect_stderr(said):
             host_answers.load(snapshot())
+            _mend()
     except BaseException:
         sys.stderr.write(said.getvalue())
         raise
+
+
+def _mend() -> None:
+    """Do what TorchTPU 0.2.0 leaves undone, as docs/torchtpu.md lists it. A second call does nothing."""
+    any_torch: Any = torch
+    # torch.utils.checkpoint keeps a device's random numbers only if this says that it is in use. Otherwise
+    # the backward pass draws other masks of dropout than the forward pass.
+    any_torch.tpu._initialized = True
+    if F.batch_norm is not _batch_norm:
+        F.batch_norm = _batch_norm
+
+
+_torchs_batch_norm = F.batch_norm
+
+
+def _batch_norm(
+    input: torch.Tensor,  # noqa: A002  (torch's name)
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """Normalise as torch does, and move the running statistics, which TorchTPU leaves as they are."""
+    moves = training and input.device.type == "tpu" and running_mean is not None and running_var is not None
+    if not moves:
+        return _torchs_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    result = _torchs_batch_norm(input, None, None, weight, bias, training, momentum, eps)
+    with torch.no_grad():
+        others = [dimension for dimension in range(input.dim()) if dimension != 1]
+        variance, mean = torch.var_mean(input.detach().float(), others)
+        for running, current in ((running_mean, mean), (running_var, variance)):
+            assert running is not None
+            running.mul_(1 - momentum).add_(current.to(running.dtype), alpha=momentum)
+    return result
 
 
 def open_replication(place: Place, environ: Mapping[str, str], is_program: bool = False) -> Replication:
@@ -88,6 +133,9 @@ def open_replication(place: Place, environ: Mapping[str, str], is_program: bool 
         is_program: whether the replica runs a whole program, which may make the process group itself.
     """
     load()
+    # The launch has switched it off for this process, not for the programs that this process starts.
+    own = {env.TORCH_DEVICE_BACKEND_AUTOLOAD: environ.get(env.TORCH_DEVICE_BACKEND_AUTOLOAD, "1")}
+    update_environ(own)
     if place.plan.layout.replicas == 1:
         return TorchTpuReplication(World(), place.plan.kind, environ)
     world = place.plan.layout.world(place.process, 0)
