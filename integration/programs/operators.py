@@ -1,0 +1,176 @@
+"""Computes torch's own samples of its operators on a device and on the CPU, and stores all numbers.
+
+``operators.py DIRECTORY [NAME ...]`` computes each operator that has no file in the directory yet, forward
+and backward, so that it goes on where an earlier process ended. All samples of an operator are one program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.testing._internal import common_methods_invocations
+from torch.utils._pytree import tree_leaves, tree_map
+
+SAMPLES = 4
+"""Samples of each operator, and once more the first that has numbers, with NaN and infinity among them."""
+_WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+Numbers = list[torch.Tensor] | str
+"""Results and gradients of one sample, or the error that it raised."""
+
+
+def title(operator: Any) -> str:
+    """Return the name of an operator, with that of its variant."""
+    variant: str = operator.variant_test_name
+    return f"{operator.name}.{variant}" if variant else str(operator.name)
+
+
+def samples(operator: Any) -> Iterator[Any]:
+    """Return some of an operator's samples, and one with numbers that are not finite."""
+    dtype = torch.float32 if torch.float32 in operator.dtypes else torch.int64
+    has_gradient = dtype == torch.float32 and operator.supports_autograd
+    torch.manual_seed(0)
+    found = list(itertools.islice(operator.sample_inputs("cpu", dtype, requires_grad=has_gradient), SAMPLES))
+    yield from found
+    torch.manual_seed(0)
+    for sample in operator.sample_inputs("cpu", dtype, requires_grad=has_gradient):
+        numbers = [leaf for leaf in tree_leaves(sample.input) if isinstance(leaf, torch.Tensor)]
+        if numbers and numbers[0].is_floating_point() and numbers[0].numel() > 2:
+            with torch.no_grad():
+                flat = numbers[0].clone(memory_format=torch.contiguous_format).view(-1)
+                flat[[0, 1, -1]] = torch.tensor([float("inf"), float("nan"), float("-inf")])
+                numbers[0].copy_(flat.view(numbers[0].shape))
+            yield sample
+            return
+
+
+def computed(operator: Any, sample: Any, device: str) -> Numbers:
+    """Return the results of a sample, and the gradients of its inputs."""
+
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.detach().clone().to(device).requires_grad_(leaf.requires_grad)
+
+    try:
+        given = tree_map(moved, (sample.input, sample.args, sample.kwargs))
+        result = operator(given[0], *given[1], **given[2])
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        inputs = [
+            leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
+        smooth = [one for one in results if one.requires_grad]
+        if inputs and smooth:
+            # Different everywhere, so that a gradient in the wrong place is seen.
+            weights = [torch.linspace(0.5, 1.5, one.numel()).reshape(one.shape) for one in smooth]
+            moved_weights = [
+                weight.to(one.dtype).to(device) for weight, one in zip(weights, smooth, strict=True)
+            ]
+            gradients = torch.autograd.grad(smooth, inputs, moved_weights, allow_unused=True)
+            results += [one for one in gradients if one is not None]
+        return [one.detach() for one in results]
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:300]
+
+
+def on_host(numbers: Numbers) -> Numbers:
+    """Return the numbers in the host's memory; this is where an error of the device is raised."""
+    if isinstance(numbers, str):
+        return numbers
+    try:
+        return [one.cpu().resolve_conj().resolve_neg() for one in numbers]
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:300]
+
+
+def on_device(operator: Any, given: list[Any], device: str, finish: Callable[[], None]) -> list[Numbers]:
+    """Return what a device computes, by one program if it takes all samples together."""
+    found = [computed(operator, sample, device) for sample in given]
+    try:
+        finish()
+    except Exception:
+        # One of the samples is refused: compute each by itself.
+        return [on_host(computed(operator, sample, device)) for sample in given]
+    return [on_host(numbers) for numbers in found]
+
+
+def is_random(operator: Any, given: Iterable[Any]) -> bool:
+    """Return whether the CPU computes other numbers the second time."""
+    torch.manual_seed(1)
+    once = [computed(operator, sample, "cpu") for sample in given]
+    torch.manual_seed(2)
+    again = [computed(operator, sample, "cpu") for sample in given]
+    return any(difference(*pair) for pair in zip(once, again, strict=True))
+
+
+def difference(ours: Numbers, theirs: Numbers, tolerance: float = 0) -> str:
+    """Say how two computations differ; return nothing if they do not by more than a tolerance."""
+    if isinstance(ours, str) or isinstance(theirs, str):
+        if isinstance(ours, str) and isinstance(theirs, str):
+            return ""
+        return f"raises {ours}" if isinstance(ours, str) else f"does not raise {theirs}"
+    for one, other in itertools.zip_longest(ours, theirs):
+        if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
+            return f"has {_types(ours)}, not {_types(theirs)}"
+        wide, expected = (tensor.to(_WIDE.get(tensor.dtype, tensor.dtype)) for tensor in (one, other))
+        if not torch.allclose(wide, expected, tolerance, tolerance, equal_nan=True):
+            return f"is {one.flatten()[:6].tolist()}, not {other.flatten()[:6].tolist()}"
+    return ""
+
+
+def _types(tensors: Iterable[torch.Tensor]) -> str:
+    return ", ".join(f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in tensors)
+
+
+def device_and_finish() -> tuple[str, Callable[[], None]]:
+    """Return the device of the installed framework, and the function that computes what is queued."""
+    with contextlib.suppress(ImportError):
+        return "xla", importlib.import_module("torch_xla").sync
+    importlib.import_module("torch_tpu")
+    # TorchTPU computes each operator by itself.
+    return "tpu", lambda: None
+
+
+def outcome(
+    operator: Any, device: str, finish: Callable[[], None]
+) -> tuple[list[Numbers], list[Numbers]] | str:
+    """Return what the device and the CPU compute for an operator's samples, or why nothing is compared."""
+    try:
+        given = list(samples(operator))
+        if is_random(operator, given):
+            return "is random"
+        expected = [computed(operator, sample, "cpu") for sample in given]
+        return on_device(operator, given, device, finish), expected
+    except Exception as error:
+        return f"has no samples: {error}"
+
+
+def main(directory: Path, names: list[str]) -> None:
+    """Compute the operators that have no file yet."""
+    device, finish = device_and_finish()
+    warnings.simplefilter("ignore")
+    # torch would seed its generator before each random operator, so that nothing looks random.
+    vars(common_methods_invocations)["wrapper_set_seed"] = _unseeded
+    # torch's autograd engine serves the devices that exist when it is first used.
+    torch.zeros((), device=device)
+    for operator in common_methods_invocations.op_db:
+        path = directory / f"{title(operator)}.pt"
+        if not path.exists() and (not names or title(operator) in names):
+            # If this process ends here, the next begins with the operator after this.
+            torch.save("ended the process", path)
+            torch.save(outcome(operator, device, finish), path)
+
+
+def _unseeded(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return operator(*args, **kwargs)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
