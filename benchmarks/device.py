@@ -887,7 +887,7 @@ def memory() -> None:
         donating, one, value = compiled(engine, DONATING), upload(engine, ones(1)), upload(engine, ones(0))
         product = compiled(engine, PRODUCT.replace("SIZE", "1024"))
         x = upload(engine, np.eye(1024, dtype=np.float32))
-        counts = []
+        counts: list[dict[str, int]] = []
         for step in range(1, 251):
             value, number = engine.execute(donating, device, [value, one])
             (x,) = engine.execute(product, device, [x, x])
