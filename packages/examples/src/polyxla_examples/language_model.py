@@ -17,8 +17,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -103,6 +101,9 @@ def records(files: list[Path]) -> tuple[TensorDataset, TensorDataset]:
 
 def show(results: list[dict[str, Any]]) -> None:
     """Print a table with a row for each training."""
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(*(name.replace("_", " ") for name in results[0]))
     for result in results:
         cells = (f"{value:.3g}" if isinstance(value, float) else str(value) for value in result.values())

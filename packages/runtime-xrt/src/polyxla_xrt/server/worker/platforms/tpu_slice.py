@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from polyxla import UsageError
-from polyxla_bridge.engine.engine import Engine
+from polyxla_bridge.engine.engine import FINISH_TIMEOUT_S, Engine
 from polyxla_bridge.engine.pjrt_engine import PjrtEngine
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.plugin_client.client import PluginClient
@@ -82,13 +82,13 @@ class _SliceEngine(PjrtEngine):
         super().__init__(settings, client, progress=progress)
         self._link = link
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = FINISH_TIMEOUT_S, others_s: float = 0) -> None:
         """Finish the queued work; on the first worker, wait until the others have finished theirs, too.
 
         The next job begins at the first worker. If it came while another worker still ran a program of the
         last job, the two programs would meet.
         """
-        super().close()
+        super().close(timeout_s, others_s)
         # The watchdog has ended, and with it the exchanges: the others must learn what has returned since.
         self._progress.exchange(is_full=False)
         self._link.wait_for_release()
