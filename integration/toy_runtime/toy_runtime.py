@@ -60,7 +60,7 @@ class ToyReplication(Replication):
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor]
 
-    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+    def average(self, tensors: Sequence[torch.Tensor]) -> None:
         pass
 
     def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int] = ()) -> list[bytes]:

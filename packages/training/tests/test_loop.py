@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -309,13 +309,13 @@ def test_gradients_are_reduced_once_an_update(monkeypatch: pytest.MonkeyPatch) -
     from polyxla_testing import fake
 
     reduced: list[int] = []
-    reduce_gradients = fake._FakeReplication.reduce_gradients
+    average = fake._FakeReplication.average
 
-    def counted(self: Any, optimizer: torch.optim.Optimizer) -> None:
+    def counted(self: Any, tensors: Sequence[torch.Tensor]) -> None:
         reduced.append(self.world.ordinal)
-        reduce_gradients(self, optimizer)
+        average(self, tensors)
 
-    monkeypatch.setattr(fake._FakeReplication, "reduce_gradients", counted)
+    monkeypatch.setattr(fake._FakeReplication, "average", counted)
     trainer = _trainer(4, accumulate=2)
     trainer.fit(_Net(), _data(12))
     # Three batches for each replica: an update of two, and one of what is left.

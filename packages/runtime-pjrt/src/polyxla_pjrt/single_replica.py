@@ -51,8 +51,8 @@ class SingleReplication(XlaReplication):
         """Return the one replica's tensor."""
         return [tensor]
 
-    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Leave the gradients as they are: the mean over one replica."""
+    def average(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Leave the tensors as they are: the mean over one replica."""
 
     def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int] = ()) -> list[bytes]:
         """Return the only payload."""

@@ -28,7 +28,6 @@ from polyxla.env import (
 )
 from polyxla.launcher import failures
 from polyxla.replica.consistency import average_in_place
-from polyxla.replica.module_move import optimizer_parameters
 from polyxla_torchtpu import env, host_answers
 from polyxla_torchtpu.counters import TorchTpuCounters, TorchTpuProbe
 from polyxla_torchtpu.plan import Place, TorchTpuPlan
@@ -165,8 +164,8 @@ class TorchTpuReplication(Replication):
         """Return the one replica's tensor."""
         return [tensor]
 
-    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Leave the gradients as they are: the mean over one replica."""
+    def average(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Leave the tensors as they are: the mean over one replica."""
 
     def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int] = ()) -> list[bytes]:
         """Return the only payload."""
@@ -267,11 +266,10 @@ class SeveralReplication(TorchTpuReplication):
         dist.all_gather_into_tensor(gathered, source[None])
         return list(gathered.unbind())
 
-    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Average the gradients in place, many of one dtype in one collective."""
+    def average(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Average the replicas' tensors in place, many of one dtype in one collective."""
         self.join_group()
-        gradients = [one.grad for one in optimizer_parameters(optimizer) if one.grad is not None]
-        average_in_place(gradients, dist.all_reduce, self.world.world_size)
+        average_in_place(tensors, dist.all_reduce, self.world.world_size)
 
     def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int] = ()) -> list[bytes]:
         """Exchange payloads by gathering their sizes, then their bytes.

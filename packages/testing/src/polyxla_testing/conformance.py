@@ -97,6 +97,17 @@ class RuntimeConformance:
         for first, last in runtime.launch(_train, devices=self.devices):
             assert last < first / 10
 
+    @pytest.mark.parametrize("limit", [None, 0.25])
+    def test_replicas_that_use_different_parameters_train_as_one(
+        self, runtime: RuntimeUnderTest, limit: float | None
+    ) -> None:
+        results = runtime.launch(_train_branches, limit, devices=self.devices)
+        expected = _branches_on_one(len(results), limit)
+        for weights in results:
+            assert weights.keys() == expected.keys()
+            for name, values in weights.items():
+                assert values == pytest.approx(expected[name], abs=1e-5), name
+
 
 def _describe(replica: Replica) -> tuple[int, int, int]:
     return replica.ordinal, replica.world_size, replica.world.process_count
@@ -176,3 +187,52 @@ def _train(replica: Replica) -> tuple[float, float]:
         replica.step(optimizer)
         losses.append(loss.detach())
     return losses[0].item(), losses[-1].item()
+
+
+def _branches() -> Any:
+    """Return a module with a branch for each half of the replicas, and one that is not used at first."""
+    import torch
+
+    torch.manual_seed(0)
+    return torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("even", "odd", "late")})
+
+
+def _branch_loss(module: Any, step: int, ordinal: int, device: Any) -> Any:
+    import torch
+
+    x = torch.tensor([[1.0 + ordinal, 2.0 - step]]).to(device)
+    names = ["even", "odd"] if step == 2 else [("even", "odd")[(step + ordinal) % 2]]
+    if (step, ordinal) == (3, 0):
+        # One replica has all gradients, and need not read which the others have.
+        names = list(module)
+    return sum(module[name](x).square().sum() for name in names)
+
+
+def _train_branches(replica: Replica, limit: float | None) -> dict[str, list[float]]:
+    import torch
+
+    module = replica.setup(_branches())
+    # The decay would change the parameters that no replica uses, if they had gradients of zero.
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        # Two parts accumulate.
+        for _ in range(2):
+            (_branch_loss(module, step, replica.ordinal, replica.device) / 2).backward()
+        replica.step(optimizer, clip_norm=limit)
+    return {name: value.cpu().flatten().tolist() for name, value in module.state_dict().items()}
+
+
+def _branches_on_one(replicas: int, limit: float | None) -> dict[str, list[float]]:
+    import torch
+
+    module = _branches()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        for ordinal in range(replicas):
+            (_branch_loss(module, step, ordinal, "cpu") / replicas).backward()
+        if limit is not None:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), limit)
+        optimizer.step()
+    return {name: value.flatten().tolist() for name, value in module.state_dict().items()}

@@ -187,11 +187,9 @@ class _FakeReplication(Replication):
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         return self._meeting.exchange(self.world.ordinal, tensor.clone())
 
-    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad = self.all_reduce(parameter.grad, "mean")
+    def average(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            tensor.copy_(self.all_reduce(tensor, "mean"))
 
     def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int] = ()) -> list[bytes]:
         tagged = self._meeting.exchange(self.world.ordinal, (tag, payload), replicas)

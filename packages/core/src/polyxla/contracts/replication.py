@@ -51,8 +51,8 @@ class Replication(ABC):
         """Return every replica's `tensor` (same shape and dtype), in ordinal order."""
 
     @abstractmethod
-    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the gradient of each of `optimizer`'s parameters by its mean over the replicas."""
+    def average(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Replace each tensor by its mean over the replicas, which pass the same shapes and dtypes."""
 
     def optimizer_context(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """Return the context in which `polyxla.Replica.step` calls ``optimizer.step()``.

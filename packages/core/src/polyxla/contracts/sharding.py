@@ -25,8 +25,12 @@ class Sharding(ABC):
     data_world: World
 
     @abstractmethod
-    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Average those gradients of `optimizer`'s parameters that the backward pass has not averaged."""
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> int:
+        """Average those gradients of `optimizer`'s parameters that the backward pass has not averaged.
+
+        Returns:
+            How many parameters have no gradient in any replica, as far as that had to be found out.
+        """
 
     @abstractmethod
     def clip(self, optimizer: torch.optim.Optimizer, norm: float | None, value: float | None) -> None:

@@ -6,7 +6,7 @@ Without them, training would go wrong silently. Heavy: imported in the replica.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 import torch
@@ -54,6 +54,51 @@ def broadcast(replica: Collectives, tensors: Iterable[torch.Tensor]) -> None:
     replica.sync()
 
 
+def average_gradients(
+    parameters: Iterable[torch.nn.Parameter],
+    average: Callable[[Sequence[torch.Tensor]], object],
+    sync: Callable[[], object],
+) -> int:
+    """Replace the gradients by their means over the replicas. A collective.
+
+    Replicas may use different parameters, as in a mixture of experts. All of them average the same list: a
+    parameter that some replicas did not use counts as zero there, as in torch's DDP. One that no replica used
+    keeps None, so that the optimizer skips it. Only a replica without some gradient has to read whether
+    others have it.
+
+    Args:
+        parameters: the same in every replica.
+        average: replaces tensors by their means over the replicas; a collective.
+        sync: submits pending work, so that a program with collectives ends where those of the others do.
+
+    Returns:
+        How many of the parameters that can be trained have no gradient in any replica.
+    """
+    trained = [one for one in parameters if one.requires_grad or one.grad is not None]
+    if not trained:
+        return 0
+    missing = [number for number, one in enumerate(trained) if one.grad is None]
+    for number in missing:
+        trained[number].grad = torch.zeros_like(trained[number])
+    gradients = [one.grad for one in trained if one.grad is not None]
+    device, dtype = gradients[0].device, gradients[0].dtype
+    # Made on the device: the usual step, in which no gradient is missing, uploads nothing and reads nothing.
+    users = torch.ones(len(trained), dtype=dtype, device=device)
+    if missing:
+        used = torch.ones(len(trained), dtype=dtype)
+        used[missing] = 0
+        users = used.to(device)
+    average([*gradients, users])
+    if not missing:
+        return 0
+    sync()
+    shares = users.cpu()
+    unused = [number for number in missing if not shares[number]]
+    for number in unused:
+        trained[number].grad = None
+    return len(unused)
+
+
 def average_in_place(
     tensors: Iterable[torch.Tensor], add_up: Callable[[torch.Tensor], object], count: int
 ) -> None:
@@ -86,10 +131,10 @@ def _checksum(tensor: torch.Tensor) -> int:
 
 
 def check_optimizer(replica: Collectives, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that would train nothing.
+    """Refuse an optimizer of parameters that are on another device.
 
     Raises:
-        UsageError: a parameter of it is on another device, or no parameter has a gradient.
+        UsageError: it holds one.
     """
     parameters = optimizer_parameters(optimizer)
     here = sum(one.device == replica.device for one in parameters)
@@ -100,6 +145,15 @@ def check_optimizer(replica: Collectives, optimizer: torch.optim.Optimizer) -> N
             where="replica.step",
             fix="Make the optimizer after the module is on the device, or pass both to replica.setup.",
         )
+
+
+def check_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer none of whose parameters has a gradient in any replica.
+
+    Raises:
+        UsageError: it is one.
+    """
+    parameters = optimizer_parameters(optimizer)
     if all(one.grad is None for one in parameters):
         raise UsageError(
             f"none of the {len(parameters)} parameters of {type(optimizer).__name__} has a gradient",

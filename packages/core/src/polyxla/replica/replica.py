@@ -232,7 +232,8 @@ class Replica(Collectives):
     ) -> None:
         """Average the gradients over the replicas, update the parameters and submit the step to the device.
 
-        Call it after any number of ``backward()`` calls: gradients are reduced once, here.
+        Call it after any number of ``backward()`` calls: gradients are reduced once, here. Replicas may use
+        different parameters: where one has no gradient, it counts as zero.
 
         Args:
             optimizer: updates this replica's parameters, whose gradients are ready.
@@ -266,9 +267,15 @@ class Replica(Collectives):
         Raises:
             UsageError: as for `step`.
         """
-        if not any(one is optimizer for one in self._checked):
+        from polyxla.replica import consistency
+
+        is_first = not any(one is optimizer for one in self._checked)
+        if is_first:
             self._check(optimizer)
-        (self.sharding or self._replication).reduce_gradients(optimizer)
+        self._reduce_gradients(optimizer)
+        if is_first:
+            # Of all replicas together: one alone may have used no parameter.
+            consistency.check_gradients(optimizer)
         before_step()
         if clip_norm is not None or clip_value is not None:
             self.clip(optimizer, clip_norm, clip_value)
@@ -276,6 +283,23 @@ class Replica(Collectives):
             optimizer.step()
         self.sync()
         self.steps += 1
+
+    def _reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        from polyxla.replica import consistency
+        from polyxla.replica.module_move import optimizer_parameters
+
+        if self.sharding is not None:
+            unused = self.sharding.reduce_gradients(optimizer)
+        elif self.world_size > 1:
+            parameters = optimizer_parameters(optimizer)
+            unused = consistency.average_gradients(parameters, self._replication.average, self.sync)
+        else:
+            return
+        if unused and self.is_first:
+            say_once(
+                "some parameters have no gradient in any replica, and each step waits for the device to find "
+                "that out: call requires_grad_(False) on those that are never trained"
+            )
 
     def clip(
         self, optimizer: torch.optim.Optimizer, norm: float | None = None, value: float | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -22,6 +22,10 @@ from polyxla.xla.unsynced_loops import UnsyncedCollectives
 from polyxla.xla.upload import upload_batches
 
 _native: Any = torch_xla._XLAC  # type: ignore[attr-defined]
+BUCKET_SIZE_MB = "ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB"
+"""torch_xla's variable for the size of gradients that share a collective; default: all of them.
+Source: ``xm.reduce_gradients`` of torch_xla 2.9.0.
+"""
 _OPS = {
     "sum": xm.REDUCE_SUM,
     "mean": xm.REDUCE_SUM,
@@ -139,6 +143,7 @@ class CollectiveReplication(XlaReplication):
     def __init__(self, kind: str, local_index: int, environ: Mapping[str, str]) -> None:
         super().__init__(kind, local_index, environ)
         self._unsynced = UnsyncedCollectives()
+        self._bucket_mb = int(environ.get(BUCKET_SIZE_MB) or 0)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         """Combine the replicas' tensors in the program of the current step."""
@@ -151,6 +156,17 @@ class CollectiveReplication(XlaReplication):
         self._unsynced.called()
         return list(xm.all_gather(tensor[None]).unbind())
 
-    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Average the gradients in place, in the program of the current step."""
-        xm.reduce_gradients(optimizer)
+    def average(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Average the replicas' tensors in place, in the program of the current step."""
+        # torch does not see that torch_xla 2.9.0 reduces in place: a tensor that was changed in place before,
+        # such as an accumulated gradient, may have its old values again at the next operation.
+        means = [one.detach().clone() for one in tensors]
+        scale = 1.0 / self.world.world_size
+        if self._bucket_mb:
+            # The last layers' gradients are ready first.
+            xm.all_reduce_bucketized_gradients(means[::-1], scale, None, True, self._bucket_mb)
+        else:
+            xm.all_reduce(xm.REDUCE_SUM, means, scale=scale)
+        with torch.no_grad():
+            for one, mean in zip(tensors, means, strict=True):
+                one.copy_(mean)

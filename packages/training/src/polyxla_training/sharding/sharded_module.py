@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -56,6 +56,8 @@ def shard_module(
         division.add(block, take_first)
     division.add(module, take_first)
     if sharding.sharder and sharding.devices:
+        # Otherwise replicas that use different parameters of a block would add up their gradients.
+        cast("Any", module).set_reduce_scatter_unused_params(True)
         for name in _STEPS:
             if callable(getattr(module, name, None)):
                 register_fsdp_forward_method(module, name)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from polyxla.contracts.sharding import Sharding
 from polyxla.contracts.world import World
 from polyxla.errors import UsageError, pip_install
-from polyxla.replica.consistency import average_in_place
+from polyxla.replica.consistency import average_gradients, average_in_place
 from polyxla.replica.module_move import optimizer_parameters
 from polyxla.replica.replica import Replica
 from polyxla_training.sharding.mesh_shape import DDP, FSDP, TENSOR, ZERO1, complete, read_strategy
@@ -86,7 +86,7 @@ class TorchSharding(Sharding):
         assert self.sharder is not None
         return self.devices[(DDP, self.sharder) if DDP in self.mesh else self.sharder]
 
-    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> int:
         """Average the gradients of parameters that `fully_shard` does not hold."""
         for one in optimizer_parameters(optimizer):
             grad = one.grad
@@ -94,14 +94,13 @@ class TorchSharding(Sharding):
                 # A sum over the tensor dimension is pending.
                 one.grad = grad.redistribute(placements=one.placements)
         if self._data_group is None or self.data_world.world_size == 1:
-            return
-        whole = [
-            _local(one.grad)
-            for one in optimizer_parameters(optimizer)
-            if one.grad is not None and self.sharder not in _dimensions(one)
-        ]
+            return 0
+        whole = [one for one in optimizer_parameters(optimizer) if self.sharder not in _dimensions(one)]
+        return average_gradients(whole, self._average, self._replica.sync)
+
+    def _average(self, tensors: Sequence[torch.Tensor]) -> None:
         add_up = partial(dist.all_reduce, group=self._data_group)
-        average_in_place(whole, add_up, self.data_world.world_size)
+        average_in_place(map(_local, tensors), add_up, self.data_world.world_size)
 
     def clip(self, optimizer: torch.optim.Optimizer, norm: float | None, value: float | None) -> None:
         """Limit the norm of all gradients together, over all shards, and the size of their elements."""
