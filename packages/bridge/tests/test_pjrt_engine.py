@@ -169,7 +169,9 @@ def test_programs_with_other_collectives_end_with_an_error_on_all_replicas(open_
         for one, device in zip((summing, turning), engine.devices, strict=True)
     ]
     for result in results:
-        with pytest.raises(PjrtError, match="run programs that are too different"):
+        with pytest.raises(
+            PjrtError, match=r"replica 0 calls all-reduce \(add\) .* replica 1 collective-permute "
+        ):
             download(engine, result)
     # Both devices still work.
     results = [

@@ -14,6 +14,7 @@ from polyxla.env import Setting
 from polyxla.errors import (
     BrokenPluginError,
     DevicesError,
+    DisagreementError,
     PolyxlaError,
     ReplicaLostError,
     RuntimeNotInstalledError,
@@ -32,6 +33,7 @@ __all__ = [
     "Claim",
     "Device",
     "DevicesError",
+    "DisagreementError",
     "Discovery",
     "Job",
     "PolyxlaError",

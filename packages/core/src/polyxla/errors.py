@@ -82,6 +82,10 @@ class ReplicaLostError(PolyxlaError):
     """A replica ended without a result: it exited, or its process was killed or crashed."""
 
 
+class DisagreementError(PolyxlaError):
+    """Replicas called different collectives in the same turn, such as a sum and a maximum; neither ran."""
+
+
 class StalledError(PolyxlaError):
     """A replica waited longer than its limit, for other replicas or for its next batch.
 

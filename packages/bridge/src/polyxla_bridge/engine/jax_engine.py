@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from jaxlib import _jax
 
-from polyxla_bridge.engine import memory_accounting
+from polyxla_bridge.engine import memory_accounting, stall_watchdog
 from polyxla_bridge.engine.clients import Clients
 from polyxla_bridge.engine.compiler import Compiler
 from polyxla_bridge.engine.device_thread import DeviceThread
@@ -33,8 +33,9 @@ from polyxla_bridge.engine.futures import (
 from polyxla_bridge.engine.profile import Profile
 from polyxla_bridge.engine.stall_watchdog import StallWatchdog
 from polyxla_bridge.env import BridgeSettings
-from polyxla_bridge.errors import keep_first
+from polyxla_bridge.errors import PjrtError, keep_first
 from polyxla_bridge.programs import cache
+from polyxla_bridge.programs.agreement import Agreement
 from polyxla_bridge.programs.compile_coordination import CompileCoordinator
 from polyxla_bridge.programs.executable import ArrayType, Executable
 
@@ -73,7 +74,9 @@ class JaxEngine(Engine):
         self._is_closed = False
         self._coordinator: CompileCoordinator | None = None
         self._watchdog: StallWatchdog | None = None
+        self._agreement: Agreement | None = None
         if settings.replicas > 1:
+            self._agreement = Agreement(self._clients.link, settings)
             self._coordinator = CompileCoordinator(self._clients.link, settings.process, settings.secret)
         self._compiler = Compiler(settings, self._clients, self._coordinator, on_lookup)
         if self._coordinator is not None:
@@ -199,6 +202,8 @@ class JaxEngine(Engine):
     def _compute(self, executable: Executable, index: int, arguments: list[Any]) -> list[Any]:
         native, account = executable.native, self._accounts[index]
         loaded = native["program"].on(index)
+        if self._agreement is not None:
+            self._agree(self._agreement, executable, index)
         self._threads[index].enter(executable.name, native["collectives"], native["groups"])
         own = native["memory"].own
         account.reserve(own, f"program {executable.name}")
@@ -210,6 +215,14 @@ class JaxEngine(Engine):
             return arrays
         finally:
             account.release(own)
+
+    def _agree(self, agreement: Agreement, executable: Executable, index: int) -> None:
+        try:
+            agreement.meet(executable, index)
+        except PjrtError as error:
+            # The others wait in the collective that this replica does not join.
+            stall_watchdog.report(self, f"polyxla: {error.message}")
+            raise
 
     def from_host(self, device: EngineDevice, type_: ArrayType, data: memoryview) -> Buffer:
         """Use aligned memory as it is, and copy other."""

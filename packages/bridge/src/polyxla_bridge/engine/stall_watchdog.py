@@ -31,6 +31,8 @@ OWN_THREADS = (
     "polyxla-parent",
 )
 """Name prefixes of threads that a report leaves out: the engine's and the launcher's."""
+REPORT_S = 5.0
+"""Longest time that a report may take, in seconds."""
 TICK_S = 1.0
 """Interval between two checks, in seconds; less if the timeout is short."""
 RETIRED_TIMEOUT_S = 6.0
@@ -57,6 +59,19 @@ def on_stall(handler: Handler) -> None:
     By default the report goes to standard error, and the process ends with exit code `STALLED`.
     """
     _handlers[:] = [handler]
+
+
+def report(engine: Engine, text: str) -> None:
+    """Report why replicas wait for one of this process, which calls this on its device's thread.
+
+    Returns once the report is made, so that the error that the caller then raises cannot overtake it.
+    """
+    content = f"{text}\n{describe(engine)}"
+    # On a thread of its own: a handler may end the job, and then waits for the devices' threads.
+    thread = threading.Thread(target=_handlers[0], args=(content, frozenset()), name="polyxla-watch")
+    thread.daemon = True
+    thread.start()
+    thread.join(REPORT_S)
 
 
 def describe(engine: Engine) -> str:
@@ -151,12 +166,12 @@ class StallWatchdog:
         while not self._stop.wait(self._tick_s):
             activities = self._engine.activities()
             try:
-                report = self._check(activities)
+                found = self._check(activities)
             except Exception:
                 # The key-value store ended with process 0; jaxlib notices that and ends this process.
                 return
-            if report:
-                text, returned = report
+            if found:
+                text, returned = found
                 _handlers[0](f"{text}\n{describe(self._engine)}", returned)
                 return
 

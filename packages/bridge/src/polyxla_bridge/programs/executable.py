@@ -51,6 +51,7 @@ class Executable:
         num_partitions: number of devices that compute one replica of the program together.
         devices: indices of the devices that run it, in the order of the program's own numbers; empty for all
             of the job's, in their order.
+        meets: what its devices do together; see `polyxla_bridge.programs.hlo.meets`.
         native: objects that the engine attaches.
     """
 
@@ -62,6 +63,7 @@ class Executable:
     fingerprint: str
     num_partitions: int = 1
     devices: tuple[int, ...] = ()
+    meets: tuple[hlo.Meet, ...] = ()
     native: dict[str, Any] = field(default_factory=dict)
 
     def groups(self) -> frozenset[frozenset[int]]:

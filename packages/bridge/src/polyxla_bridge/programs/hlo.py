@@ -64,6 +64,8 @@ _COLLECTIVES = (
     "reduce-scatter",
 )
 """Instructions that wait for other replicas. Source: HloOpcode in xla/hlo/ir/hlo_opcode.h."""
+Meet = tuple[str, tuple[tuple[int, ...], ...]]
+"""A collective: its description, and the groups that meet in it; see `meets`."""
 _ONE_WAY = ("collective-broadcast", "collective-permute")
 """Those in which a replica may be done before the others have begun."""
 
@@ -248,6 +250,45 @@ def groups(hlo: bytes) -> frozenset[frozenset[int]]:
         if not listed and one.HasField("collective_device_list"):
             found.add(frozenset())
     return frozenset(found)
+
+
+def meets(hlo: bytes) -> tuple[Meet, ...]:
+    """Return what replicas do together in a serialised HloModuleProto, in the program's order.
+
+    Each with a description such as ``all-reduce (maximum) of float32[2,3]``, and its groups of replicas; none
+    if all meet. Collectives whose groups follow a formula are left out.
+    """
+    module = parse_module(hlo)
+    roots = {
+        computation.id: one.opcode
+        for computation in module.computations
+        for one in computation.instructions
+        if one.id == computation.root_id
+    }
+    shapes = {one.id: one.shape for one in _of(module)}
+    found: list[Meet] = []
+    for one in _of(module):
+        if not is_collective(one):
+            continue
+        device_list = one.collective_device_list
+        listed = device_list.replica_groups or one.replica_groups
+        if not listed and device_list.ByteSize():
+            continue
+        reduction = [roots.get(number, "") for number in one.called_computation_ids[:1]]
+        along = [f"along dimension {','.join(map(str, one.dimensions))}"] if one.dimensions else []
+        arrays = [_named(shapes[number]) for number in one.operand_ids]
+        if len(arrays) > 1 and arrays[-1] == "float32[]":
+            # torch_xla's token, which orders its collectives.
+            arrays.pop()
+        words = [_kind(one), *(f"({name})" for name in reduction), f"of {', '.join(arrays)}", *along]
+        found.append((" ".join(words), tuple(tuple(group.replica_ids) for group in listed)))
+    return tuple(found)
+
+
+def _named(shape: ShapeProto) -> str:
+    if shape.tuple_shapes:
+        return ", ".join(map(_named, shape.tuple_shapes))
+    return f"{_PRIMITIVES.get(shape.element_type, 'token')}[{','.join(map(str, shape.dimensions))}]"
 
 
 def check_kernels(hlo: bytes) -> None:

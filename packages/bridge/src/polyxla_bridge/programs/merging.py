@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.programs import hlo
+from polyxla_bridge.programs import agreement, hlo
 from polyxla_bridge.programs.hlo_pb2 import HloComputationProto as Computation
 from polyxla_bridge.programs.hlo_pb2 import HloInstructionProto as Instruction
 from polyxla_bridge.programs.hlo_pb2 import HloModuleProto as Module
@@ -245,6 +245,11 @@ class _Merging:
         return self.add_shared(_made("select", shape, everywhere, value, other))
 
     def _different(self) -> PjrtError:
+        meets = [hlo.meets(program.SerializeToString()) for program in self._programs]
+        for replica, others in enumerate(meets):
+            for (first, _), (second, _) in zip(meets[0], others, strict=False):
+                if first != second:
+                    return agreement.different(0, first, replica, second)
         names = ", ".join(sorted({program.name for program in self._programs}))
         return PjrtError(
             Code.UNIMPLEMENTED,

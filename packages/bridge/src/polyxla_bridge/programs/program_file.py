@@ -64,6 +64,7 @@ def pack(executable: Executable, native: bytes, compiler: str) -> bytes:
         "num_replicas": executable.num_replicas,
         "num_partitions": executable.num_partitions,
         "devices": executable.devices,
+        "meets": executable.meets,
         "code_size_bytes": executable.code_size_bytes,
         "fingerprint": executable.fingerprint,
         "optimized_hlo_bytes": len(executable.optimized_hlo),
@@ -104,6 +105,7 @@ def unpack(data: bytes, num_devices: int, compiler: str) -> UnpackedProgram:
         fingerprint=header["fingerprint"],
         num_partitions=header["num_partitions"],
         devices=tuple(header["devices"]),
+        meets=tuple((text, tuple(map(tuple, groups))) for text, groups in header["meets"]),
     )
     return UnpackedProgram(executable, bytes(whole[middle:]))
 

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from polyxla import presence
 from polyxla.console import say
-from polyxla.errors import PolyxlaError, ReplicaLostError, StalledError
+from polyxla.errors import DisagreementError, PolyxlaError, ReplicaLostError, StalledError
 from polyxla.launcher.messages import Message, Raised, StallReport, pack
 from polyxla.launcher.process_handle import Process
 from polyxla.presence import Position
@@ -43,6 +43,8 @@ PARENT_GONE = 3
 """Exit code of a replica process whose launching process went away."""
 STALLED = 5
 """Exit code of a process whose replicas stall, if it has no launching process. The bridge uses the same."""
+DISAGREE = "replicas disagree"
+"""What the report of different collectives begins with. The bridge uses the same."""
 UNEQUAL = (
     "All replicas must take part in each step: give them the same number of batches, as replica.loader does, "
     "and let none return early."
@@ -283,7 +285,7 @@ def find_death(processes: Iterable[ReplicaProcess]) -> ReplicaLostError | None:
     return None
 
 
-def stalled(processes: Sequence[ReplicaProcess], first: ReplicaProcess, report: StallReport) -> StalledError:
+def stalled(processes: Sequence[ReplicaProcess], first: ReplicaProcess, report: StallReport) -> PolyxlaError:
     """Return the error that ends all processes; print their positions, unless one sentence says it all.
 
     Args:
@@ -302,13 +304,16 @@ def stalled(processes: Sequence[ReplicaProcess], first: ReplicaProcess, report: 
     # Those that have returned on another host are known from the report only.
     known = {ordinal: Position(ordinal, has_returned=True) for ordinal in report.returned}
     known |= {ordinal: where for one in processes for ordinal, where in one.replicas.items()}
+    what = report.text.partition("\n")[0]
+    if DISAGREE in what:
+        lines = (f"replica {one.ordinal} is at {one.line}" for one in known.values() if one.line)
+        return DisagreementError(f"{what[what.index(DISAGREE) :]} ({'; '.join(sorted(lines))})")
     if sentence := presence.unequal(known.values(), first.replicas):
         return StalledError(f"{sentence}. {UNEQUAL}")
     for text, names in positions.items():
         say(f"{', '.join(names)}:\n{text}")
     return StalledError(
-        f"{first} waited too long for other replicas: {report.text.partition(chr(10))[0]}; "
-        "the position of each process is printed above"
+        f"{first} waited too long for other replicas: {what}; the position of each process is printed above"
     )
 
 
