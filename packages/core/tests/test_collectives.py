@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from polyxla import Replica, launch
+from polyxla import DisagreementError, Replica, launch
 from polyxla.contracts.replication import ReduceOp
 from polyxla.replica import consistency
 from polyxla_testing import PluginInstaller
@@ -190,6 +190,13 @@ def test_a_barrier_waits_for_every_replica() -> None:
 def test_barriers_with_different_tags_are_an_error() -> None:
     with pytest.raises(RuntimeError, match="replicas met under different tags"):
         _everywhere(lambda replica: replica.barrier("a" if replica.is_first else "b"))
+
+
+def test_objects_gathered_for_different_calls_are_an_error() -> None:
+    with pytest.raises(
+        DisagreementError, match=r"replica \d calls all_reduce \(m..\) of an object and replica"
+    ):
+        _everywhere(lambda replica: replica.all_reduce(1, "max" if replica.is_first else "min"))
 
 
 def test_tensors_of_one_dtype_are_averaged_in_few_collectives(monkeypatch: pytest.MonkeyPatch) -> None:

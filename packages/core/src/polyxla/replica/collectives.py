@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from typing import TYPE_CHECKING, Any
 
 from polyxla.contracts.replication import ReduceOp, Replication
 from polyxla.contracts.world import World
+from polyxla.errors import DisagreementError
 from polyxla.pytree import is_tensor
 from polyxla.replica import reductions
 
@@ -70,7 +72,8 @@ class Collectives:
         Returns:
             The same result in every replica.
         """
-        return reductions.combine(value, op, self._replication.all_reduce, self.all_gather)
+        gather = functools.partial(self._gather, f"all_reduce ({op})")
+        return reductions.combine(value, op, self._replication.all_reduce, gather)
 
     def reduce(self, value: Any, op: ReduceOp = "sum", destination: int = 0) -> Any:
         """Combine every replica's `value` and return the result in one replica only.
@@ -98,9 +101,25 @@ class Collectives:
         """
         if is_tensor(value):
             return self._replication.all_gather(value)
+        return self._gather("all_gather", value)
+
+    def _gather(self, call: str, value: Any) -> list[Any]:
+        """Return every replica's object.
+
+        Raises:
+            DisagreementError: another replica gathers for something else than `call`.
+        """
         self.sync()
-        payloads = self._replication.rendezvous("polyxla.all_gather", pickle.dumps(value))
-        return [pickle.loads(payload) for payload in payloads]
+        marked = call.encode() + b"\n" + pickle.dumps(value)
+        found = [one.partition(b"\n") for one in self._replication.rendezvous("polyxla.all_gather", marked)]
+        for other, (theirs, _, _) in enumerate(found):
+            if theirs.decode() != call:
+                raise DisagreementError(
+                    f"replicas disagree: in the same turn, replica {self.ordinal} calls {call} of an object "
+                    f"and replica {other} {theirs.decode() or 'barrier'}. All replicas must call the same "
+                    "collectives, in the same order"
+                )
+        return [pickle.loads(payload) for _, _, payload in found]
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """Return the `value` of the replica whose ordinal is `source`.
