@@ -138,6 +138,41 @@ def test_a_plain_program_with_unequal_steps_prints_one_line(runtime: RuntimeUnde
     ), done.stderr
 
 
+DISAGREEMENTS = {
+    "operator": r"replica 0 calls all-reduce \(maximum\) of float32\[2,3\] and replica 1 all-reduce \(add\) "
+    r"of float32\[2,3\]\. .*\(replica 0 is at \S*disagree.py:15; replica 1 is at \S*disagree.py:15\)",
+    "shape": r"replica 0 calls all-gather of float32\[2,3\] along dimension 0 and replica 1 all-gather of "
+    r"float32\[3,3\] along dimension 0\. .*disagree.py:17; .*disagree.py:17",
+    "branch": r"replicas have gradients of different parameters, such as parameter 0 of SGD, of shape "
+    r"\(1, 2\): .*disagree.py:27",
+}
+WARNINGS = {
+    "seed": r"disagree.py:27: replicas begin with different parameters, such as parameter 0 of SGD, .*seed",
+    "views": r"disagree.py:36: DistributedDataParallel\(.*\) trains replicas apart",
+    "same": "",
+}
+
+
+@pytest.mark.pjrt
+@pytest.mark.parametrize("kind", ["operator", pytest.param("shape", marks=pytest.mark.long), "branch"])
+def test_a_plain_program_whose_replicas_disagree_ends(runtime: RuntimeUnderTest, kind: str) -> None:
+    done = runtime.run("--devices", "2", str(PROGRAMS / "disagree.py"), kind)
+    assert done.returncode
+    assert re.search(DISAGREEMENTS[kind], done.stderr), done.stderr
+    assert "gloo" not in done.stderr
+
+
+@pytest.mark.pjrt
+@pytest.mark.parametrize(
+    "kind", ["seed", *(pytest.param(one, marks=pytest.mark.long) for one in ("views", "same"))]
+)
+def test_a_plain_program_that_trains_replicas_apart_is_warned(runtime: RuntimeUnderTest, kind: str) -> None:
+    done = runtime.run("--devices", "2", str(PROGRAMS / "disagree.py"), kind)
+    assert done.returncode == 0, done.stderr
+    assert re.search(WARNINGS[kind], done.stderr), done.stderr
+    assert bool(WARNINGS[kind]) == ("disagree.py" in done.stderr), done.stderr
+
+
 def _work_alone_at_the_end(replica: Replica) -> float:
     import torch
 

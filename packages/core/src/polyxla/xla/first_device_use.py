@@ -19,7 +19,7 @@ from torch_xla.experimental import plugins
 from polyxla import callsite, env
 from polyxla.console import say
 from polyxla.errors import UsageError
-from polyxla.xla import main_module
+from polyxla.xla import main_module, silent_training
 from polyxla.xla.unsynced_loops import UnsyncedSteps
 
 _DEVICE_FUNCTIONS = (
@@ -80,6 +80,7 @@ def watch(count: Callable[[], int | None], then: Callable[[], None] = lambda: No
     for name in ("world_size", "global_device_count"):
         _replace(xr, name, _counted)
     register_optimizer_step_post_hook(UnsyncedSteps())
+    silent_training.watch()
     # These stay, because each plugin is asked only once.
     for plugin in plugins._plugin_registry.values():
         _watch_plugin(plugin)
