@@ -48,6 +48,20 @@ def _in_replica(model: str, batch: int, port: int, replica: Any) -> None:
     serve(XlaTraining(model, batch), port)
 
 
+def uncompared(model: str, batch: int, port: int) -> None:
+    import polyxla
+
+    polyxla.launch(partial(_in_uncompared_replica, model, batch, port), runtime="pjrt")
+
+
+def _in_uncompared_replica(model: str, batch: int, port: int, replica: Any) -> None:
+    from polyxla_bridge.programs.agreement import Agreement
+
+    # There is no switch: whoever would need it has replicas that disagree.
+    Agreement.meet = lambda *_: None  # type: ignore[method-assign]
+    serve(XlaTraining(model, batch), port)
+
+
 def partitioned(model: str, batch: int, port: int) -> None:
     serve(SpmdTraining(model, batch), port)
 
@@ -198,6 +212,17 @@ def measure_scaling() -> None:
                 row(f"{name} / DDP", ours, parallel, ours.best / parallel.best, at_least=of_ddp)
 
 
+def measure_agreement() -> None:
+    """Measure what comparing the replicas' collectives costs."""
+    for model in ("convnet", "block"):
+        with contest(
+            partial(Contestant, bridged, model, BATCH, REPLICAS, processes(REPLICAS)),
+            partial(Contestant, uncompared, model, BATCH, REPLICAS, processes(REPLICAS)),
+        ) as (ours, peer):
+            name = f"agreement: {model}, 4 processes / not compared"
+            row(name, ours, peer, ours.best / peer.best, at_least=0.98)
+
+
 def measure_spmd() -> None:
     """Compare one program that is partitioned over four devices with four replicas, for as many samples."""
     for model in ("convnet", "block"):
@@ -260,6 +285,7 @@ PARTS = {
     "step": measure_step,
     "plugin": measure_plugin,
     "scaling": measure_scaling,
+    "agreement": measure_agreement,
     "spmd": measure_spmd,
     "start": measure_start,
     "compile": measure_compile,
