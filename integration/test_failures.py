@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from polyxla import Replica, ReplicaLostError, StalledError
+from polyxla import DisagreementError, Replica, ReplicaLostError, StalledError
 from polyxla_testing import RuntimeUnderTest
 
 PATIENCE_S = 120.0
@@ -138,6 +138,25 @@ def test_a_plain_program_with_unequal_steps_prints_one_line(runtime: RuntimeUnde
     ), done.stderr
 
 
+def _disagree(replica: Replica) -> None:
+    import torch
+
+    replica.all_reduce(torch.ones(2, 3, device=replica.device), "sum" if replica.ordinal else "max").cpu()
+
+
+@everywhere
+def test_replicas_that_disagree_end_with_both_calls_and_lines(everywhere: Callable[..., list[Any]]) -> None:
+    with pytest.raises(DisagreementError) as caught:
+        everywhere(_disagree)
+    line = _disagree.__code__.co_firstlineno + 3
+    assert re.search(
+        r"replica 0 calls all-reduce \(max\S*\) of float32\[\S*\] and replica 1 all-reduce \(add\) of "
+        rf"float32\[\S*\]\. .*replica 0 is at \S*test_failures.py:{line}; "
+        rf"replica 1 is at \S*test_failures.py:{line}",
+        str(caught.value),
+    )
+
+
 DISAGREEMENTS = {
     "operator": r"replica 0 calls all-reduce \(maximum\) of float32\[2,3\] and replica 1 all-reduce \(add\) "
     r"of float32\[2,3\]\. .*\(replica 0 is at \S*disagree.py:15; replica 1 is at \S*disagree.py:15\)",
@@ -154,7 +173,9 @@ WARNINGS = {
 
 
 @pytest.mark.pjrt
-@pytest.mark.parametrize("kind", ["operator", pytest.param("shape", marks=pytest.mark.long), "branch"])
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(one, marks=pytest.mark.long) for one in ("operator", "shape")), "branch"]
+)
 def test_a_plain_program_whose_replicas_disagree_ends(runtime: RuntimeUnderTest, kind: str) -> None:
     done = runtime.run("--devices", "2", str(PROGRAMS / "disagree.py"), kind)
     assert done.returncode
