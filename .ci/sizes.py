@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "packages" / "core" / "src"
 MODULES_PER_DIRECTORY = 14
-CORE_LINES = 7700
+CORE_LINES = 7900
 PUBLIC_METHODS = 25
 
 

@@ -23,7 +23,7 @@ def train(kind: str, ordinal: int) -> None:
     module = torch.nn.ModuleList([torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)]).to(device)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     used = module[ordinal:] if kind == "branch" else module
-    sum(part(torch.ones(2, device=device)) for part in used).sum().backward()
+    torch.stack([part(torch.ones(2, device=device)) for part in used]).sum().backward()
     xm.optimizer_step(optimizer)
     torch_xla.sync()
 

@@ -39,10 +39,11 @@ def watch() -> None:
         reduce_gradients(optimizer, groups, pin_layout)
 
     xm.reduce_gradients = checked_reduce_gradients
-    make: Any = DistributedDataParallel.__init__
+    wrapper: Any = DistributedDataParallel
+    make = wrapper.__init__
 
     @functools.wraps(make)
-    def checked_init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+    def checked_init(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
         if self.gradient_as_bucket_view and self.device_type == "xla":
             say_once(
@@ -51,7 +52,7 @@ def watch() -> None:
                 "Leave the option out"
             )
 
-    DistributedDataParallel.__init__ = checked_init  # type: ignore[method-assign]
+    wrapper.__init__ = checked_init
 
 
 def _compare(optimizer: torch.optim.Optimizer) -> None:
