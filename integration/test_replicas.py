@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 from polyxla_testing import RuntimeConformance, RuntimeUnderTest
 
 SEEDS = Path(__file__).parent / "seeds"
+PROGRAMS = Path(__file__).parent / "programs"
 
 
 class TestReplicas(RuntimeConformance):
@@ -39,6 +41,19 @@ def test_the_sum_has_every_ordinal(
     assert done.returncode == 0, done.stderr
     found = re.findall(r"ordinal (\d+) of (\d+) sum ([\d.]+)", done.stdout)
     assert sorted(found) == [(str(i), str(count), f"{count * (count - 1) / 2}") for i in range(count)]
+
+
+@pytest.mark.torch_xla("a program for torch_xla")
+def test_a_loader_in_a_thread_belongs_to_its_replica(
+    runtime: RuntimeUnderTest, require_layout: Callable[[int, int], None]
+) -> None:
+    require_layout(2, 1)
+    program = str(PROGRAMS / "streams_in_threads.py")
+    done = runtime.run("--devices", "2", program, POLYXLA_PJRT_PROCESSES="1")
+    assert done.returncode == 0, done.stderr
+    fix = "Leave full_graph out, or run each replica in a process of its own."
+    halves = ([0.0, 2.0, 4.0, 6.0], [1.0, 3.0, 5.0, 7.0])
+    assert ast.literal_eval(done.stdout.splitlines()[-1]) == [([half] * 4, fix) for half in halves]
 
 
 @pytest.mark.torch_xla("a program for torch_xla")

@@ -15,11 +15,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch_xla._internal import pjrt
 from torch_xla.core import dynamo_bridge
+from torch_xla.distributed.parallel_loader import ParallelLoader
 
 from polyxla import UsageError, World, presence
 from polyxla.env import snapshot
@@ -131,6 +133,8 @@ def run_replicas(replica: Callable[[Place], Any], plan: Plan, process: int) -> l
     _wait_only_for_own_device()
     _isolate_process_groups()
     _refuse_torch_compile()
+    _refuse_full_graph()
+    _give_loaders_their_replica()
     return _run_threads(
         [
             functools.partial(_on_own_device, replica, Place(plan, process, i))
@@ -183,6 +187,50 @@ def _refuse_torch_compile() -> None:
 
     # Where torch's backend looks it up.
     dynamo_bridge.extract_compiled_graph = extract_compiled_graph
+
+
+def _refuse_full_graph() -> None:
+    """Refuse ``torch_xla.compile(full_graph=True)``: its switch stops the programs of the whole process."""
+    allow = _native._set_allow_execution
+
+    def set_allow_execution(is_allowed: bool) -> None:
+        if not is_allowed:
+            raise UsageError(
+                "torch_xla.compile(full_graph=True) would forbid the programs of all replicas in threads "
+                "of this process",
+                where="full_graph=True",
+                fix="Leave full_graph out, or run each replica in a process of its own.",
+            )
+        allow(is_allowed)
+
+    _native._set_allow_execution = set_allow_execution
+
+
+def _give_loaders_their_replica() -> None:
+    """Let the threads in which torch_xla reads a loader know whose it is: the ordinal and process groups.
+
+    Both belong to a thread: a stream that asks for its ordinal while it is read would get the first
+    replica's. A DataLoader's workers are forks of such a thread, or of the replica's own.
+    """
+    make: Any = ParallelLoader.__init__
+    read: Any = ParallelLoader._loader_worker
+    worlds: Any = dist.distributed_c10d._world
+
+    @functools.wraps(make)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        # The threads are started by it.
+        self._polyxla_world = worlds._get_world()
+        make(self, *args, **kwargs)
+
+    @functools.wraps(read)
+    def loader_worker(self: Any) -> None:
+        worlds._world.world = self._polyxla_world
+        if len(self._devices) == 1:
+            _native._xla_set_default_device(str(self._devices[0]))
+        read(self)
+
+    any_loader: Any = ParallelLoader
+    any_loader.__init__, any_loader._loader_worker = init, loader_worker
 
 
 def _wait_only_for_own_device() -> None:
