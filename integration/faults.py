@@ -44,7 +44,7 @@ LEFT_S = 30.0
 """How long what a job leaves behind may take to end, in seconds."""
 OURS = ("POLYXLA_", "PJRT_", "TPU_", "XRT_")
 """Prefixes of variables that jobs do not inherit."""
-MARK = "POLYXLA_FAULTS_JOB"
+MARK = "FAULTS_JOB"
 """A variable that marks all processes of a job."""
 PROGRAM = Path(__file__).parent / "programs" / "steps_under_faults.py"
 STAND_IN = '#!/bin/sh\nfor last; do :; done\nsh -c "$last"\n'
@@ -333,6 +333,13 @@ class Job:
         return Speaking([sys.executable, "-m", "polyxla", *command], self._environ)
 
     def _start_service(self, command: Sequence[str]) -> None:
+        if self.stage.name == "worker":
+            # Clients look for a worker's own token by its address, and these come by the link's.
+            token = self._directory / "token"
+            token.touch(mode=0o600)
+            token.write_text(self._id * 2)
+            self._environ["POLYXLA_XRT_TOKEN_FILE"] = str(token)
+            command = [*command, "--token-file", str(token)]
         self._service = self._start(command)
         if self.stage.name == "warm":
             if self._service.process.wait(START_S * 2):
