@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from polyxla import Replica, UsageError, launch
 
 
-class Stream(IterableDataset):
+class Stream(IterableDataset[torch.Tensor]):
     def __init__(self, asks_group: bool) -> None:
         self.asks_group = asks_group
 

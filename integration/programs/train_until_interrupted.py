@@ -30,7 +30,8 @@ class Net(torch.nn.Module):
 
     def training_step(self, batch: torch.Tensor) -> torch.Tensor:
         (DIRECTORY / str(self.trainer.global_rank)).touch()
-        return self.layer(batch).square().mean()
+        loss: torch.Tensor = self.layer(batch).square().mean()
+        return loss
 
     def on_train_end(self) -> None:
         (DIRECTORY / f"ended-{self.trainer.global_rank}").touch()

@@ -128,7 +128,8 @@ def main(
     """Train with each precision; print batch, time, and perplexity of the hidden bytes of held-out text."""
     train, val = records(text or [Path(pydoc_data.topics.__file__)])
     results = []
-    for policy in precision or [None]:
+    policies: list[str | None] = [*precision] if precision else [None]
+    for policy in policies:
         polyxla.seed_everything(seed)
         trainer = polyxla_training.Trainer(
             precision=policy,

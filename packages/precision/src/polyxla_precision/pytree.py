@@ -68,7 +68,7 @@ def _mapping(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     attributes = getattr(value, "__dict__", None)
     if attributes is value:
         # A dict whose __init__ has written: self.__dict__ = self.
-        twin.__dict__ = twin
+        twin.__dict__ = twin  # type: ignore[assignment]
     elif attributes:
         # An item may be an attribute too.
         items = {id(value[key]): item for key, item in changed.items()}

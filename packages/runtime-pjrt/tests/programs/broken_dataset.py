@@ -41,5 +41,5 @@ device = torch_xla.device()
 for data in (Data(3), Data(0), Data(8), Data(8, opens=False)):
     print(count(iter(MpDeviceLoader(data, device))))
 print(count(ParallelLoader(Data(3), [device], loader_prefetch_size=1).per_device_loader(device)))
-loader = torch.utils.data.DataLoader(list(range(8)), batch_size=2)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(8)), batch_size=2)
 print(len(ParallelLoader(loader, [device]).per_device_loader(device)))

@@ -22,7 +22,7 @@ else:
         torch_xla.sync()
         raise KeyError("mine")
     if ending == "raise in a thread":
-        thread = threading.Thread(target=lambda: {}["mine"])
+        thread = threading.Thread(target=lambda: dict[str, int]()["mine"])
         thread.start()
         thread.join()
     elif ending == "os._exit":
