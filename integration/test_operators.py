@@ -34,13 +34,14 @@ nn.functional.group_norm nn.functional.hardsigmoid nn.functional.hardtanh
 nn.functional.interpolate.bilinear nn.functional.interpolate.nearest nn.functional.leaky_relu
 nn.functional.linear nn.functional.mish nn.functional.normalize nn.functional.pad.reflect
 nn.functional.prelu nn.functional.relu6 nn.functional.rms_norm nn.functional.silu nn.functional.softmin
-outer permute pow qr rsqrt scatter_add scatter_reduce.mean scatter_reduce.prod scatter_reduce.sum
+outer permute pow qr rsqrt scatter scatter_add scatter_reduce.amax scatter_reduce.amin scatter_reduce.mean
+scatter_reduce.prod scatter_reduce.sum
 select_scatter sigmoid sign sin softmax sort split sqrt square stack std_mean sub take tanh topk
 true_divide var_mean where
 """
-"""Operators all of whose samples are right on an emulated TPU with torch_xla."""
-
-
+"""Operators all of whose samples are right on an emulated TPU with torch_xla, except for `NAN_GRADIENTS`."""
+NAN_GRADIENTS = {"scatter_reduce.amax[4]", "scatter_reduce.amin[4]"}
+"""Samples whose result is NaN: the gradient is 0, where the CPU divides 0 by 0."""
 BOTH_WRONG: set[str] = {
     "max.reduction_with_dim[4]",
     "min.reduction_with_dim[4]",
@@ -82,12 +83,11 @@ def compared(directory: Path) -> Iterator[tuple[str, Numbers, Numbers]]:
             yield f"{path.stem}[{number}]", ours, expected
 
 
-@pytest.mark.long
 def test_common_operators_compute_what_the_cpu_computes(tmp_path: Path) -> None:
     assert run(tmp_path, EMULATED, *OPERATORS.split()) == 0
     found = {name: difference(ours, expected, TOLERANCE) for name, ours, expected in compared(tmp_path)}
     assert len(found) > 300
-    assert {name: text for name, text in found.items() if text} == {}
+    assert {name for name, text in found.items() if text} == NAN_GRADIENTS
 
 
 @pytest.mark.long

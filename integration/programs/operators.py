@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.testing._internal import common_methods_invocations
 from torch.utils._pytree import tree_leaves, tree_map
 
 SAMPLES = 4
@@ -154,6 +153,9 @@ def outcome(
 
 def main(directory: Path, names: list[str]) -> None:
     """Compute the operators that have no file yet."""
+    # Takes seconds, and the test that imports this module needs none of it.
+    from torch.testing._internal import common_methods_invocations
+
     device, finish = device_and_finish()
     warnings.simplefilter("ignore")
     # torch would seed its generator before each random operator, so that nothing looks random.
