@@ -220,9 +220,9 @@ def test_a_batch_norm_is_split_over_the_devices(engine: JaxEngine) -> None:
 
 def test_another_part_of_the_same_size_is_refused(engine: JaxEngine) -> None:
     executable, rows = parts(engine), upload(engine)
-    host = np.ones((2, 1), np.float32)
-    rows[3] = [engine.from_host(engine.devices[3], ArrayType("float32", (2, 1)), host.view(np.uint8).data)]
-    with pytest.raises(PjrtError, match=r"argument 0 of parts must be .*\(2,\).*, not .*\(2, 1\)"):
+    host = np.ones(2, np.int32)
+    rows[3] = [engine.from_host(engine.devices[3], ArrayType("int32", (2,)), host.view(np.uint8).data)]
+    with pytest.raises(PjrtError, match=r"argument 0 of parts must be .*float32.*, not .*int32"):
         engine.execute_partitioned(executable, rows)
 
 

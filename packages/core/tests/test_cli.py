@@ -213,6 +213,7 @@ class TestEnv:
     def test_json_document(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("POLYXLA_DEVICES", "[5]")
         monkeypatch.setenv("POLYXLA_START_TIMEOUT_S", "9")
+        monkeypatch.setenv("POLYXLA_SECRET", "sesame")
         monkeypatch.delenv("POLYXLA_COMPILE_CACHE", raising=False)
         rows = _document("env", "--runtime", "toy", "--json")["variables"]
         cells = [tuple(row[key] for key in ("name", "value", "origin", "reader")) for row in rows]
@@ -224,6 +225,7 @@ class TestEnv:
             ("POLYXLA_INPUT_TIMEOUT_S", "1800", "default", "polyxla"),
             ("POLYXLA_STALL_TIMEOUT_S", "300", "default", "polyxla"),
             ("POLYXLA_WAIT_S", "0", "default", "polyxla"),
+            ("POLYXLA_SECRET", "(hidden)", "environment", "polyxla"),
             ("POLYXLA_COMPILE_CACHE", "on", "default", "polyxla"),
             ("POLYXLA_FULL_TRACEBACK", "0", "default", "polyxla"),
             ("TOY", "8", "environment", "runtime toy"),

@@ -193,8 +193,12 @@ def _branches() -> Any:
     """Return a module with a branch for each half of the replicas, and one that is not used at first."""
     import torch
 
-    torch.manual_seed(0)
-    return torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("even", "odd", "late")})
+    module = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("even", "odd", "late")})
+    with torch.no_grad():
+        for number, value in enumerate(module.parameters()):
+            # Not drawn at random: replicas that are threads share torch's generator.
+            value.copy_((torch.arange(value.numel()) - number + 0.5).view(value.shape) / 8)
+    return module
 
 
 def _branch_loss(module: Any, step: int, ordinal: int, device: Any) -> Any:

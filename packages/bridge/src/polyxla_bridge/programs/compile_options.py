@@ -28,7 +28,8 @@ def without_texts(options: bytes) -> bytes:
     for name, override in list(asked.env_option_overrides.items()):
         if override.HasField("string_field"):
             del asked.env_option_overrides[name]
-    return asked.SerializeToString()
+    # The overrides are a map, whose order is free otherwise.
+    return asked.SerializeToString(deterministic=True)
 
 
 def _without_texts(message: bytes) -> bytes:

@@ -35,6 +35,7 @@ def _own(environ: Mapping[str, str], settings: LaunchSettings) -> dict[str, Sett
         env.POLYXLA_PRECISION: settings.precision,
         **{name: env.setting(environ, name, f"{seconds:g}") for name, seconds in env.DEFAULT_S.items()},
         env.POLYXLA_WAIT_S: settings.wait_s,
+        env.POLYXLA_SECRET: env.setting(environ, env.POLYXLA_SECRET, None),
         env.POLYXLA_COMPILE_CACHE: cache,
         env.POLYXLA_FULL_TRACEBACK: env.setting(environ, env.POLYXLA_FULL_TRACEBACK, "0"),
     }
@@ -54,5 +55,7 @@ def _to_be_set(environ: Mapping[str, str], settings: LaunchSettings) -> list[dic
 
 def _row(name: str, setting: Setting, reader: str) -> dict[str, Any]:
     value = setting.value
-    origin = "environment" if setting.origin == f"{name}={value}" else setting.origin
+    if name == env.POLYXLA_SECRET and value is not None:
+        value = "(hidden)"
+    origin = "environment" if setting.origin == f"{name}={setting.value}" else setting.origin
     return {"name": name, "value": None if value is None else str(value), "origin": origin, "reader": reader}
