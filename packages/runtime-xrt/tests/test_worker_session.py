@@ -287,7 +287,7 @@ def test_a_copy_over_the_limit_fails_and_so_do_its_uses(peer: Peer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "dims"), [("float32", (COUNT // 2,)), ("int32", (COUNT,)), ("float32", (COUNT, 1))]
+    ("dtype", "dims"), [("float32", (COUNT // 2,)), ("int32", (COUNT,)), ("float32", (COUNT // 2, 2))]
 )
 def test_arguments_of_another_type_are_refused_before_anything_runs(
     peer: Peer, dtype: str, dims: tuple[int, ...]
