@@ -63,7 +63,7 @@ class _Data(lightning.LightningDataModule):
         return [self.records[i : i + 2] for i in range(0, 16, 2)]
 
     def val_dataloader(self) -> Any:
-        return [self.records[:8], self.records[8:]] * 2
+        return [self.records[:8], self.records[8:]] * 4
 
     test_dataloader = val_dataloader
 
