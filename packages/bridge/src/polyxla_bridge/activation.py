@@ -27,6 +27,9 @@ FINISH_TIMEOUT_S = 60.0
 FAILED_TIMEOUT_S = 5.0
 """The same when an exception has ended the program: what is queued may wait for processes that wait for this
 one."""
+RETURN_TIMEOUT_S = 12.0
+"""Longest wait of a process that has succeeded for the others to return, in seconds. The stall watchdogs of
+those that wait for it need half of it to say so."""
 OTHERS_TIMEOUT_S = 300.0
 """Longest wait of a process that serves the others for them to end first, in seconds."""
 FAILED = 1
@@ -115,6 +118,7 @@ def _leave(framework: Opener, bridge: Bridge, table: Table) -> None:
         _end(UNFINISHED)
     framework.release()
     try:
+        bridge.stay(RETURN_TIMEOUT_S)
         bridge.close(others_s=OTHERS_TIMEOUT_S if _serves_others() else 0)
     except Exception as error:
         sys.stderr.write(f"polyxla: {as_pjrt_error(error).message}\n")

@@ -235,6 +235,14 @@ class Engine(ABC):
             f"the engine was closed, but had not finished after {seconds:g} s: {where}",
         )
 
+    def stay(self, timeout_s: float) -> None:
+        """Wait at most `timeout_s` seconds until every replica of the job has returned, as those here have.
+
+        A replica that waits for one of this process can report that only while the process exists: then its
+        collective fails because a connection was closed. Engines whose clients live elsewhere do nothing.
+        """
+        return
+
     @abstractmethod
     def close(self, timeout_s: float = FINISH_TIMEOUT_S, others_s: float = 0) -> None:
         """Finish the queued work, then release all devices; a second call does nothing.

@@ -6,6 +6,7 @@ import itertools
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -40,6 +41,9 @@ from polyxla_bridge.programs.compile_coordination import CompileCoordinator
 from polyxla_bridge.programs.executable import ArrayType, Executable
 
 _log = logging.getLogger("polyxla.bridge")
+
+_STAY_POLL_S = 0.1
+"""Time between two looks at which replicas have returned, in seconds."""
 
 
 class JaxEngine(Engine):
@@ -308,6 +312,17 @@ class JaxEngine(Engine):
         """Wait for a marker task that is queued behind all other work of each device."""
         markers = [thread.run(int) for thread in self._threads.values()]
         return not wait(markers, timeout_s).not_done
+
+    def stay(self, timeout_s: float) -> None:
+        """Read from the service which replicas have returned."""
+        if self._coordinator is None or self._is_closed:
+            return
+        for index in self._threads:
+            self.retire(index)
+        every = {device.index for device in self.devices}
+        deadline = time.monotonic() + timeout_s
+        while not every <= self._coordinator.retired() and time.monotonic() < deadline:
+            time.sleep(_STAY_POLL_S)
 
     def close(self, timeout_s: float = FINISH_TIMEOUT_S, others_s: float = 0) -> None:
         """Finish the queued work, then end the clients, then leave the service that they are connected to.

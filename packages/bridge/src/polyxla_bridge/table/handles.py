@@ -186,6 +186,11 @@ class Bridge:
         """Return whether a device runs a program that needs no other device: it will end, however late."""
         return any(one.program and not one.collectives for one in engine.activities())
 
+    def stay(self, timeout_s: float) -> None:
+        """Wait at most so long until every replica of the job has returned."""
+        if self._engine is not None:
+            self._engine.stay(timeout_s)
+
     def close(self, timeout_s: float = FINISH_TIMEOUT_S, others_s: float = 0) -> None:
         """Close the engine; a second call does nothing. The arguments are those of `Engine.close`."""
         with self._lock:
