@@ -95,7 +95,8 @@ def test_a_compilation_names_the_batch_whose_shape_changed(
     summary = events[-1]["summary"]
     assert summary["unexpected"] == 1
     assert summary["reads_per_step"] == 0, "polyxla's own reads are not counted"
-    assert not events[-1]["findings"]
+    # On a device that is called a TPU, also that twelve rows are padded to sixteen.
+    assert not [one for one in events[-1]["findings"] if one["kind"] != "padding"]
     assert summary["records_per_s"] > 0
     stderr = capfd.readouterr().err
     assert "step 5 compiled a program" in stderr
@@ -135,7 +136,8 @@ def test_a_host_read_inside_a_step_is_found_with_its_line(
 @pytest.mark.torch_xla("fallbacks to the host")
 def test_an_operation_that_falls_back_to_the_host_is_found(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
     events = fit(runtime, tmp_path, Net("fallback"), batches(9, 9, 9))
-    [finding] = kinds(events, "finding")
+    # A TPU would pad the nine rows, too.
+    [finding] = [one for one in kinds(events, "finding") if one["kind"] != "padding"]
     assert (finding["kind"], finding["op"], finding["count"]) == ("fallback", "aten::histc", 1)
     assert finding["line"].endswith(line_of("torch.histc"))
     assert events[-1]["summary"]["fallbacks"] == {"aten::histc": 6}
@@ -159,7 +161,7 @@ def test_exceeding_the_compile_budget_ends_a_training(runtime: RuntimeUnderTest,
 def test_the_report_of_a_run_has_all_plots(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
     events = fit(runtime, tmp_path, Net("item"), batches(*[15] * 6, 4), batches(10, 10))
     page = render(Run.of(str(tmp_path), events))
-    for name in ("Loss", "Step time", "Throughput", "Waiting for input", "Compilations"):
+    for name in ("loss", "Learning rate", "Step time", "Throughput", "Waiting for input", "Compilations"):
         assert f'<figcaption>{name}</figcaption><div class="plot">' in page
     assert line_of("loss.item()") in page
 
