@@ -284,7 +284,8 @@ def test_a_process_that_fails_ends_a_job_of_torchrun(ending: str, said: str, tmp
     done = run_several(tmp_path, FAIL.format(ending=ending))
     assert done.returncode != 0
     assert said in done.stderr
-    assert "it waits for one that has returned" in done.stderr
+    # After an exception the process ends at once, and torchrun ends the others; some may report their wait.
+    assert "Root Cause (first observed failure)" in done.stderr
     assert done.stdout.splitlines()[-1] == "[2.0, 2.0]"
 
 
