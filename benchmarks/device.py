@@ -180,7 +180,12 @@ def facts() -> None:
         command = [sys.executable, "-m", "polyxla", "doctor", "--json"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
         findings = json.loads(done.stdout)["findings"]
-        emit("doctor", findings=[f"{one['status']} {one['subject']}: {one['found']}" for one in findings])
+        emit(
+            "doctor",
+            findings=[
+                f"{finding['status']} {finding['subject']}: {finding['found']}" for finding in findings
+            ],
+        )
 
 
 def _opened(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,7 +199,7 @@ def _opened(given: Mapping[str, Any]) -> dict[str, Any]:
     loaded = plugin.load(pjrt_plugin.library_path(settings.plugin))
     with closing(PluginClient(loaded, {**settings.plugin_options, **given})) as client:
         memory = client.memory_stats(client.devices[0]) or {}
-        return {"devices": [one.id for one in client.devices], "bytes_limit": memory.get("bytes_limit")}
+        return {"devices": [device.id for device in client.devices], "bytes_limit": memory.get("bytes_limit")}
 
 
 # Stage 1: the contract of an engine, as tests.
@@ -219,8 +224,8 @@ def conformance() -> None:
     subprocess.run(command, cwd=ROOT, check=False)
     failed, passed, skipped = {}, 0, 0
     for case in ET.parse(report).iter("testcase"):
-        bad = [one for one in case if one.tag in ("failure", "error")]
-        skips = [one for one in case if one.tag == "skipped"]
+        bad = [part for part in case if part.tag in ("failure", "error")]
+        skips = [part for part in case if part.tag == "skipped"]
         if bad:
             failed[case.get("name")] = (bad[0].text or bad[0].get("message") or "")[-1500:]
         passed, skipped = passed + (not bad and not skips), skipped + bool(skips)
@@ -669,7 +674,7 @@ def _say_step(who: str, times: list[float], losses: list[float], **more: Any) ->
     emit(
         who,
         step_ms=rounded(1e3 * best),
-        rounds_ms=[rounded(1e3 * one) for one in times],
+        rounds_ms=[rounded(1e3 * seconds) for seconds in times],
         tokens_per_s=rounded(words / best),
         losses=losses,
         **more,
