@@ -16,6 +16,7 @@ import pytest
 from polyxla import UsageError
 from polyxla_testing.processes import wait_for_end_of, wait_until
 from polyxla_warm.directory import new_socket, sockets
+from polyxla_warm.facts import autogroup_priority
 
 if TYPE_CHECKING:
     from conftest import Machine
@@ -110,6 +111,14 @@ def test_other_surroundings_are_refused(warm: Machine, before: list[str], differ
     command = [*before, sys.executable, "-c", reasons]
     done = subprocess.run(command, env=warm.environ, capture_output=True, text=True, timeout=60, check=True)
     assert re.fullmatch(rf"\['not the same {differs} as the warm process'\]\n", done.stdout), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "priority"),
+    [(None, "0"), ("", "0"), ("/autogroup-3150 nice 0\n", "0"), ("/autogroup-7 nice -5\n", "-5")],
+)
+def test_a_session_without_an_autogroup_has_the_usual_priority(text: str | None, priority: str) -> None:
+    assert autogroup_priority(text) == priority
 
 
 @pytest.mark.parametrize("before", [["setpriv", "--no-new-privs"], ["setpriv", "--bounding-set=-all"]])

@@ -57,7 +57,7 @@ def surroundings() -> dict[str, Any]:
         "root directory": str(Path("/proc/self/root").readlink()),
         "stack limit": resource.getrlimit(resource.RLIMIT_STACK)[0],
         "scheduling policy": [os.sched_getscheduler(0), os.sched_getparam(0).sched_priority],
-        "autogroup's priority": (_read("autogroup") or "").partition("nice")[2],
+        "autogroup's priority": autogroup_priority(_read("autogroup")),
         **{name: _read(file) for name, file in _FILES.items()},
         **_status(),
         **_by_calls(),
@@ -69,6 +69,16 @@ def _read(file: str) -> str | None:
         return Path("/proc/self", file).read_text()
     except OSError:
         return None
+
+
+def autogroup_priority(text: str | None) -> str:
+    """Return the nice value of a session's share of the CPU.
+
+    Args:
+        text: content of ``/proc/PID/autogroup``. It is empty for a process outside of any session's group, as
+            in some containers, although its children in new sessions have one; None without the file.
+    """
+    return (text or "").partition("nice")[2].strip() or "0"
 
 
 def _status() -> dict[str, str]:
