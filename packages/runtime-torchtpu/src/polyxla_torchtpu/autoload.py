@@ -9,11 +9,12 @@ import multiprocessing
 import os
 from collections.abc import Mapping
 
-from polyxla.env import POLYXLA_DEVICES, POLYXLA_RUNTIME, snapshot, update_environ
+from polyxla.env import POLYXLA_DEVICES, POLYXLA_RUNTIME, POLYXLA_SECRET, snapshot, update_environ
 from polyxla_torchtpu import env
 from polyxla_tpu import env as tpu
 from polyxla_tpu import torchrun
 from polyxla_tpu.played import POLYXLA_LIBTPU_HOST, PlayedTpu
+from polyxla_tpu.processes.secret import shared_secret
 
 
 def load() -> None:
@@ -45,7 +46,11 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
     plan = requested_plan(environ if started is None else {POLYXLA_DEVICES: str(started), **environ})
     is_torchruns = started is not None
     variables = {} if POLYXLA_LIBTPU_HOST in environ else plan.program_environment(environ)
-    if is_torchruns and not environ.get(env.TORCH_TPU_SLICEBUILDER_ADDRESSES):
+    addresses = environ.get(env.TORCH_TPU_SLICEBUILDER_ADDRESSES)
+    if addresses and not environ.get(POLYXLA_SECRET):
+        # TorchTPU's own launch, or the user's, has chosen where the processes meet, and knows no secret.
+        variables[POLYXLA_SECRET] = shared_secret(environ, f"processes that meet at {addresses}")
+    elif is_torchruns and not addresses:
         variables |= torchrun.environment(plan, {**environ, **variables}, os.cpu_count() or 1)
     is_first = environ.get(tpu.RANK, "0") == "0" and multiprocessing.parent_process() is None
     if is_first and POLYXLA_LIBTPU_HOST not in environ:
