@@ -30,6 +30,24 @@ def test_output_has_prefixes_and_keeps_its_streams(ssh: Pod) -> None:
     assert ssh.unfolded(done.stderr) == {"w0": ["to err"], "w1": ["to err"]}
 
 
+def test_all_hosts_of_a_start_have_one_secret_that_no_command_line_shows(ssh: Pod) -> None:
+    secrets = []
+    for _ in range(2):
+        shown = ssh.run(
+            "one,two", "--", "sh", "-c", "echo $POLYXLA_SECRET; cat /proc/[0-9]*/cmdline | tr '\\0' ' '"
+        )
+        by_host = ssh.unfolded(shown.stdout)
+        secret = by_host["w0"][0]
+        assert len(secret) == 64
+        for lines in by_host.values():
+            assert lines[0] == secret
+            assert secret not in "".join(lines[1:])
+        secrets.append(secret)
+    assert secrets[0] != secrets[1]
+    given = ssh.run("one,two", "--env", "POLYXLA_SECRET=mine", "--", "sh", "-c", "echo $POLYXLA_SECRET")
+    assert ssh.unfolded(given.stdout) == {"w0": ["mine"], "w1": ["mine"]}
+
+
 def test_a_program_that_raises_is_named_and_its_traceback_shown_once(
     ssh: Pod, timed: Callable[[], float]
 ) -> None:
