@@ -36,6 +36,7 @@ STALL_S = 15.0
 """Longest wait of a replica for others, in seconds."""
 STARTING_S, RUN_S, RUNNING = 10.0, 3.0, 0.6
 """Latest moments of a fault, in seconds after the start and the first step; the share of the second kind."""
+LIMITS = {"POLYXLA_START_TIMEOUT_S": START_S, "POLYXLA_STALL_TIMEOUT_S": STALL_S}
 UNHARMED = 0.1
 """The share of jobs without a fault, which must succeed."""
 PAUSE_S = 3.0
@@ -51,6 +52,7 @@ STAND_IN = '#!/bin/sh\nfor last; do :; done\nsh -c "$last"\n'
 NAMED = re.compile(
     r"^(?:\[w\d\] )?(?:polyxla: error: .{10,}"
     r"|(?:polyxla\.errors\.)?\w*(?:Lost|Stalled|Usage|Pjrt|Broken)\w*: .+"
+    r"|RuntimeError: nothing listened on .+ did not start"
     r"|.*(?:No space left|File too large|Too many open files).*|polyxla: interrupted)$",
     re.MULTILINE,
 )
@@ -126,6 +128,8 @@ class Stage:
         watched: the points whose silence somebody must notice.
         command: the job's command, after ``python -m polyxla``.
         service: the command of what serves it, after the same; None if it needs nothing.
+        variables: its environment, besides this process's.
+        results: what each launch of it prints at its end.
     """
 
     name: str
@@ -134,6 +138,7 @@ class Stage:
     command: list[str]
     service: list[str] | None = None
     variables: dict[str, str] = field(default_factory=dict)
+    results: tuple[str, ...] = ("RESULT [0, 1]",)
 
 
 SERVICES = ("supervisor", "worker", "link", "warm process")
@@ -200,6 +205,25 @@ STAGES = [
             *("--grace", "2", "--connect-timeout", f"{START_S:g}", "--env", "PJRT_DEVICE=CPU"),
             *("--", sys.executable, str(PROGRAM)),
         ],
+    ),
+    Stage(
+        "pod of TPU hosts",
+        {
+            "launcher": root,
+            "host session": having("polyxla_pod.host", parent="sh -c"),
+            "launch and monitor": having(f"{sys.executable} {PROGRAM}", parent="polyxla_pod.host"),
+            "fork server": fork_server,
+            "replica": replica,
+        },
+        frozenset({"host session", "replica"}),
+        [
+            *("pod", "run", "--hosts", "127.0.0.1,127.0.0.2", "--python", sys.executable),
+            *("--lost-after", "10", "--grace", "2", "--connect-timeout", f"{START_S:g}"),
+            *("--env", "POLYXLA_EMULATE=v4-16", "--env", "FAULTS_DEVICES=null"),
+            *(f"--env={name}={value:g}" for name, value in LIMITS.items()),
+            *("--", sys.executable, str(PROGRAM)),
+        ],
+        results=("RESULT [0, 1, 2, 3]", "RESULT [4, 5, 6, 7]"),
     ),
 ]
 
@@ -315,8 +339,7 @@ class Job:
             "XDG_RUNTIME_DIR": f"{directory}/run",
             "XDG_STATE_HOME": f"{directory}/state",
             "XDG_CACHE_HOME": f"{directory}/cache",
-            "POLYXLA_START_TIMEOUT_S": f"{START_S:g}",
-            "POLYXLA_STALL_TIMEOUT_S": f"{STALL_S:g}",
+            **{name: f"{value:g}" for name, value in LIMITS.items()},
         }
         self._pids: set[int] = set()
         self._service: Speaking | None = None
@@ -494,7 +517,7 @@ def judge(job: Job, *, is_struck: bool, is_root: bool, fault: str) -> tuple[str,
     if code is None:
         return "wrong", f"no outcome within {DEADLINE_S:g} s: {last}"
     if code == 0:
-        is_whole = "RESULT [0, 1]" in out
+        is_whole = all(result in out for result in job.stage.results)
         how = "success" if is_struck or fault == "none" else "early"
         return (how, "") if is_whole else ("wrong", "exit code 0 without a result")
     # A program in a fork of a warm process was killed: its client ends as it did.

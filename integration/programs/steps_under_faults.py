@@ -1,7 +1,9 @@
-"""Trains on two replicas for some seconds, writes what it has trained, and prints the ordinals."""
+"""Trains for some seconds on FAULTS_DEVICES, writes what it has trained, and prints the ordinals."""
 
 from __future__ import annotations
 
+import json
+import os
 import tempfile
 import time
 
@@ -31,4 +33,6 @@ def train(replica: polyxla.Replica) -> int:
 
 
 if __name__ == "__main__":
-    print("RESULT", polyxla.launch(train, devices=2), flush=True)
+    print(
+        "RESULT", polyxla.launch(train, devices=json.loads(os.environ.get("FAULTS_DEVICES", "2"))), flush=True
+    )
