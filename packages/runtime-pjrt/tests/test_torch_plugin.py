@@ -35,6 +35,27 @@ def test_a_plugin_puts_the_bridge_before_the_tpu(environ: dict[str, str], librar
     assert done.stdout.splitlines()[-1:] == [library], done.stderr
 
 
+@pytest.mark.parametrize("use", ["torch_xla.device()", "torch.ones(2, device='xla')"])
+def test_a_program_that_asks_for_a_tpu_ends_at_once_where_none_is(use: str, tmp_path: Path) -> None:
+    # torch_xla finds libtpu's package.
+    (tmp_path / "libtpu.py").write_text("def get_library_path():\n    return 'must not be opened'\n")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("TPU_")}
+    program = f"import torch, torch_xla\nprint('imported')\ntry: {use}\nexcept Exception: pass"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**environ, "PJRT_DEVICE": "TPU", "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "imported\n"), done.stderr
+    assert done.stderr == (
+        "polyxla: error: no TPU chip is attached to this machine (from PJRT_DEVICE=TPU). Run on a TPU VM, "
+        "set POLYXLA_EMULATE=v5e-8 to emulate a TPU, or set PJRT_DEVICE=CPU to train on this machine's CPU.\n"
+    )
+
+
 def test_a_dataset_that_fails_is_an_error_in_a_plain_loop() -> None:
     done = subprocess.run(
         [sys.executable, str(Path(__file__).parent / "programs" / "broken_dataset.py")],

@@ -34,10 +34,7 @@ def with_devices(bare: Discovery, environ: Mapping[str, str], chips: tuple[Attac
             cannot be read.
     """
     if not chips:
-        raise UsageError(
-            "no TPU chip is attached to this machine",
-            fix=f"Run on a TPU VM, or set {env.PJRT_DEVICE}=CPU to train on this machine's CPU.",
-        )
+        raise no_chip()
     played = PlayedTpu.read(environ)
     if played:
         played.require_library(environ)
@@ -56,6 +53,16 @@ def with_devices(bare: Discovery, environ: Mapping[str, str], chips: tuple[Attac
         topology=tpu_slice.accelerator.name,
         variables=variables,
         notes=tuple(f"{name} has no effect: the metadata server is asked" for name in tpu_slice.ignored),
+    )
+
+
+def no_chip(where: str | None = None) -> UsageError:
+    """Return the error for a TPU that is asked for on a machine without chips."""
+    return UsageError(
+        "no TPU chip is attached to this machine",
+        where=where,
+        fix=f"Run on a TPU VM, set {tpu_env.POLYXLA_EMULATE}=v5e-8 to emulate a TPU, or set "
+        f"{env.PJRT_DEVICE}=CPU to train on this machine's CPU.",
     )
 
 

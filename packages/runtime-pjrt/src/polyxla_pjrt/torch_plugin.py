@@ -27,14 +27,14 @@ from polyxla.plugins.unknown_variables import unknown_variables
 from polyxla.xla import first_device_use, loader_errors
 from polyxla.xla.torch_xla_launch import TorchXlaLaunch, handle_launches
 from polyxla_pjrt import discovery, env
-from polyxla_pjrt.cores import is_prepared
+from polyxla_pjrt.cores import is_prepared, no_chip
 from polyxla_pjrt.cpu_client import TensorWatch
 from polyxla_pjrt.host_answers import answer
 from polyxla_pjrt.launching import run_plan, run_process, say_uncached
 from polyxla_pjrt.layout import BRIDGED_CPU, Plan
 from polyxla_tpu import env as tpu_env
 from polyxla_tpu import torchrun
-from polyxla_tpu.chips import attached_chips
+from polyxla_tpu.chips import attached_chips, may_have_chips
 from polyxla_tpu.played import PlayedTpu
 
 
@@ -105,6 +105,18 @@ def _replicas() -> int | None:
         return None
     plan = None if env.POLYXLA_PJRT_LOCAL_DEVICE in environ else discovery.requested_plan(environ)
     return plan.layout.replicas if plan else 1
+
+
+def _check_chips() -> None:
+    """Refuse to open libtpu where it cannot find a TPU: it would look for one for a minute, without a word.
+
+    Raises:
+        UsageError: this machine has no chip.
+    """
+    environ = snapshot()
+    is_libtpus = environ.get(env.PJRT_DEVICE) == "TPU" and not environ.get(tpu_env.TPU_LIBRARY_PATH)
+    if is_libtpus and not may_have_chips():
+        raise no_chip(f"{env.PJRT_DEVICE}=TPU")
 
 
 def _run(plan: Plan, launched: TorchXlaLaunch) -> list[Any]:
@@ -178,7 +190,7 @@ def _install() -> None:
     apply_environment()
     handle_launches(_launch_plan, _run)
     loader_errors.raise_in_loop()
-    first_device_use.watch(_replicas, _follow)
+    first_device_use.watch(_replicas, _check_chips, _follow)
 
 
 _install()

@@ -63,6 +63,18 @@ def attached_chips(pci_root: Path = PCI_ROOT) -> tuple[AttachedChip, ...]:
     return tuple(chip for chip in found if chip is not None)
 
 
+def may_have_chips(pci_root: Path = PCI_ROOT, dev: Path = Path("/dev")) -> bool:
+    """Return whether libtpu may find a chip here, if only of a generation that is not known yet.
+
+    Args:
+        pci_root: the directory where the kernel lists PCI devices.
+        dev: the directory of device files.
+
+    Source: ``tpu_info.device`` of tpu-info, for the files by which libtpu opens chips.
+    """
+    return bool(attached_chips(pci_root)) or any(dev.glob("accel*")) or any(dev.glob("vfio/[0-9]*"))
+
+
 def _chip(directory: Path) -> AttachedChip | None:
     if _read(directory / "vendor") != GOOGLE:
         return None

@@ -48,6 +48,7 @@ class DeviceInUseError(UsageError, RuntimeError):
 @dataclass(frozen=True)
 class _Runtime:
     count: Callable[[], int | None]
+    check: Callable[[], None]
     then: Callable[[], None]
 
 
@@ -61,7 +62,11 @@ class _ProcessState:
 _own = _ProcessState()
 
 
-def watch(count: Callable[[], int | None], then: Callable[[], None] = lambda: None) -> None:
+def watch(
+    count: Callable[[], int | None],
+    check: Callable[[], None] = lambda: None,
+    then: Callable[[], None] = lambda: None,
+) -> None:
     """Watch for the first use of a device: refuse it where replicas were asked for, or record its line.
 
     Until then, ``xr.world_size()`` and ``xr.global_device_count()`` use none. Several runtimes may call this.
@@ -69,9 +74,10 @@ def watch(count: Callable[[], int | None], then: Callable[[], None] = lambda: No
     Args:
         count: returns how many replicas a launch by this process would start, which those two then return (or
             1, in a script without a launch); None in a replica, or where the runtime has no part in launches.
+        check: called before a device is used; raises UsageError if there is none.
         then: called once a device is used.
     """
-    _own.runtimes.append(_Runtime(count, then))
+    _own.runtimes.append(_Runtime(count, check, then))
     if len(_own.runtimes) > 1:
         return
     for name in dir(_native):
@@ -176,23 +182,32 @@ def before_use() -> None:
 
     Also choose torch_xla's exact programs, by `_EXACT`.
 
-    Ends the program if replicas were asked for, and this process is not one of them. An exception that
-    programs catch would not do: torch_xla aborts the process when it starts its client for the second time.
+    Ends the program if there is no device, or if replicas were asked for and this process is not one of them.
+    An exception that programs catch would not do: torch_xla aborts the process when it starts its client for
+    the second time.
     """
     if is_in_use():
         return
     own = env.snapshot()
     env.update_environ({name: value for name, value in _EXACT.items() if name not in own})
     _own.line = callsite.user_line()
+    try:
+        _check_use()
+    except UsageError as error:
+        say(f"error: {error}")
+        raise SystemExit(error.exit_code) from None
+
+
+def _check_use() -> None:
+    for runtime in _own.runtimes:
+        runtime.check()
     origin = None if xr.is_spmd() else _asked_by()
     for one in _own.runtimes if origin else ():
         if (count := one.count() or 1) > 1:
-            error = UsageError(
+            raise UsageError(
                 f"{count} replicas were asked for, but {_own.line or 'this process'} uses a device without "
                 "launching them",
                 where=origin,
                 fix="Use devices only in a function that torch_xla.launch or polyxla.launch starts; or run "
                 "the whole program in each replica (polyxla run --each), or in only one (--devices 1).",
             )
-            say(f"error: {error}")
-            raise SystemExit(error.exit_code)
