@@ -89,6 +89,13 @@ def test_a_wrong_option_or_variable_is_an_error(
     assert done.stdout == ""
 
 
+def test_a_program_names_what_chose_its_runtime(tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text("import polyxla\npolyxla.launch(print, accelerator='gpu')\n")
+    for options, origin in [((), "polyxla run, which chose it"), (("--runtime", "pjrt"), "--runtime pjrt")]:
+        done = polyxla("run", *options, str(tmp_path / "x.py"))
+        assert f"(from {origin}). Write accelerator='tpu'" in done.stderr
+
+
 def test_a_misspelt_variable_prints_a_warning_once(script: str) -> None:
     done = polyxla("run", script, POLYXLA_DEVICE="4", PJRT_DEVICE="CPU")
     assert (done.returncode, done.stdout) == (0, "[0]\n"), done.stderr
@@ -116,7 +123,7 @@ def test_variables_of_every_package_and_of_others_are_not_called_wrong(script: s
         ),
         pytest.param({"POLYXLA_RUNTIM": "xrt"}, "Did you mean POLYXLA_RUNTIME?", 0, marks=pytest.mark.long),
         pytest.param(
-            {"XRT_TPU_CONFG": "w;0;a:1"}, "XRT_TPU_CONFG is not an XRT variable", 1, marks=pytest.mark.long
+            {"XRT_TPU_CONFG": "w;0;a:1"}, "XRT_TPU_CONFG is not an XRT variable", 2, marks=pytest.mark.long
         ),
     ],
 )

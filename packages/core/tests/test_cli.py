@@ -42,6 +42,9 @@ def _toy(install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch, tmp_p
     # `run -m` looks for modules in the current directory.
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "script.py").write_text("import sys; print(sys.argv)")
+    # As in a clone, where errors advise to install its directories.
+    (tmp_path / "packages" / "core").mkdir(parents=True)
+    (tmp_path / "packages" / "core" / "pyproject.toml").touch()
     say_once.cache_clear()
     yield
     say_once.cache_clear()
@@ -227,6 +230,7 @@ class TestEnv:
             ("POLYXLA_WAIT_S", "0", "default", "polyxla"),
             ("POLYXLA_SECRET", "(hidden)", "environment", "polyxla"),
             ("POLYXLA_COMPILE_CACHE", "on", "default", "polyxla"),
+            ("POLYXLA_RUN", None, "default", "polyxla"),
             ("POLYXLA_FULL_TRACEBACK", "0", "default", "polyxla"),
             ("TOY", "8", "environment", "runtime toy"),
             ("TOY_VISIBLE", "5", "set by runtime toy", "replicas"),

@@ -56,6 +56,20 @@ def test_a_program_that_asks_for_a_tpu_ends_at_once_where_none_is(use: str, tmp_
     )
 
 
+def test_a_tpu_that_does_not_exist_is_one_line_where_torch_xla_is_imported() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch_xla"],
+        env={**os.environ, "POLYXLA_EMULATE": "v5e-2"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith("polyxla: error: ")
+    assert "v5e-2" in done.stderr
+
+
 def test_a_dataset_that_fails_is_an_error_in_a_plain_loop() -> None:
     done = subprocess.run(
         [sys.executable, str(Path(__file__).parent / "programs" / "broken_dataset.py")],

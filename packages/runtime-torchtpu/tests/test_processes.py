@@ -311,6 +311,13 @@ def test_one_line_says_that_the_tpu_is_emulated() -> None:
     assert "emulating a v5litepod-1" in said[0]
 
 
+def test_a_tpu_that_does_not_exist_is_one_line_where_torch_is_imported() -> None:
+    done = run("import torch", POLYXLA_EMULATE="v5e-2")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith("polyxla: error: ")
+    assert "v5e-2" in done.stderr
+
+
 def test_without_the_variable_nothing_is_emulated() -> None:
     done = run("import torch; print(torch.accelerator.is_available())", POLYXLA_EMULATE="")
     assert done.stdout.splitlines()[-1] == "False", done.stderr[-2000:]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import signal
 import sys
+from collections.abc import Iterator
 from typing import NoReturn
 from unicodedata import category
+
+from polyxla.errors import PolyxlaError
 
 _OBEYED = ("Cc", "Cf", "Cs")
 """Categories of characters: control, format (such as what turns the direction of writing), surrogates."""
@@ -31,6 +35,19 @@ def printable(text: str) -> str:
 def say_once(text: str) -> None:
     """Print one line on standard error, once per process and text."""
     say(text)
+
+
+@contextlib.contextmanager
+def ended_by_errors() -> Iterator[None]:
+    """End the program at an error of polyxla, with its line.
+
+    For code that a framework calls: it would print the error below a traceback of its own, or go on without.
+    """
+    try:
+        yield
+    except PolyxlaError as error:
+        say(f"error: {error}")
+        raise SystemExit(error.exit_code) from None
 
 
 def end_interrupted() -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -61,6 +62,11 @@ POLYXLA_FULL_TRACEBACK = "POLYXLA_FULL_TRACEBACK"
 Default: 0; the user's frames, and those of libraries that the user called.
 """
 
+POLYXLA_RUN = "POLYXLA_RUN"
+"""Given to the program of ``polyxla run``: a JSON object with the origin, such as ``--devices 4``, of each
+``NAME=value`` that it sets, for errors to name.
+"""
+
 DEFAULT_S: Mapping[str, float] = {
     POLYXLA_START_TIMEOUT_S: 120,
     POLYXLA_INPUT_TIMEOUT_S: 1800,
@@ -112,7 +118,8 @@ def from_environ(
 def setting(environ: Mapping[str, str], name: str, default: str | None) -> Setting:
     """Return a variable's value, or the default if it is unset or empty."""
     if text := environ.get(name):
-        return Setting(text, f"{name}={text}")
+        assigned = f"{name}={text}"
+        return Setting(text, json.loads(environ.get(POLYXLA_RUN, "{}")).get(assigned, assigned))
     return Setting(default, "default")
 
 

@@ -20,7 +20,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch_xla.experimental import plugins
 
-from polyxla.console import say_once
+from polyxla.console import ended_by_errors, say_once
 from polyxla.env import POLYXLA_DEVICES, POLYXLA_RUNTIME, snapshot, update_environ
 from polyxla.launcher.processes import ProcessWork
 from polyxla.plugins.unknown_variables import unknown_variables
@@ -187,7 +187,8 @@ def apply_environment() -> None:
 
 def _install() -> None:
     answer()
-    apply_environment()
+    with ended_by_errors():
+        apply_environment()
     handle_launches(_launch_plan, _run)
     loader_errors.raise_in_loop()
     first_device_use.watch(_replicas, _check_chips, _follow)

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 from collections.abc import Mapping
 
+from polyxla.console import ended_by_errors
 from polyxla.env import POLYXLA_DEVICES, POLYXLA_RUNTIME, POLYXLA_SECRET, snapshot, update_environ
 from polyxla_torchtpu import env
 from polyxla_tpu import env as tpu
@@ -22,7 +23,8 @@ def load() -> None:
     environ = snapshot()
     if environ.get(POLYXLA_RUNTIME) not in (None, "", "torchtpu"):
         return
-    update_environ(prepare(environ))
+    with ended_by_errors():
+        update_environ(prepare(environ))
     environ = snapshot()
     if POLYXLA_LIBTPU_HOST in environ:
         from polyxla_torchtpu import host_answers

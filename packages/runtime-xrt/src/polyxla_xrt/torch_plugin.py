@@ -14,7 +14,7 @@ from typing import Any
 import torch_xla.runtime as xr
 
 import polyxla.env
-from polyxla.console import say_once
+from polyxla.console import ended_by_errors, say_once
 from polyxla.env import POLYXLA_RUNTIME, from_environ, snapshot
 from polyxla.launcher.processes import ProcessWork
 from polyxla.plugins.selection import select
@@ -85,7 +85,8 @@ def _run(plan: Plan, launched: torch_xla_launch.TorchXlaLaunch) -> list[Any]:
 
 
 def _install() -> None:
-    polyxla.env.update_environ(prepare(snapshot()))
+    with ended_by_errors():
+        polyxla.env.update_environ(prepare(snapshot()))
     torch_xla_launch.handle_launches(prepared_plan, _run)
     loader_errors.raise_in_loop()
     first_device_use.watch(_replicas)

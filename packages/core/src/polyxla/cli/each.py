@@ -30,7 +30,7 @@ def run_each(plan: RunPlan, environ: Mapping[str, str]) -> NoReturn:
         args=(plan.command[3:],),
         runtime=plan.selection.runtime,
         devices=plan.devices,
-        environ={**store, **environ, **plan.variables},
+        environ={**store, **plan.program_environment(environ)},
         precision=Setting(None, "default"),
         start_method="forkserver",
         own_processes=True,

@@ -32,6 +32,7 @@ class RunPlan:
         selection: the chosen runtime and the reason.
         devices: indices of the devices.
         variables: variables to add to the environment.
+        origins: which option or variable each comes from.
         each: whether the program runs once in every replica.
     """
 
@@ -39,7 +40,12 @@ class RunPlan:
     selection: Selection
     devices: tuple[int, ...]
     variables: dict[str, str]
+    origins: dict[str, str]
     each: bool = False
+
+    def program_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the program's environment; `environ` is this process's."""
+        return {**environ, **self.variables, env.POLYXLA_RUN: json.dumps(self.origins)}
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as JSON-compatible values, for ``--json``."""
@@ -65,15 +71,20 @@ def make_run_plan(
     find_precision(plugins, settings.precision)
     variables = dict(child_environment(plugins, environ, selection, devices))
     variables[env.POLYXLA_RUNTIME] = selection.runtime
-    # Set for --devices auto as well, which must win over the variable.
-    if settings.devices.origin != "default":
-        variables[env.POLYXLA_DEVICES] = json.dumps(list(devices))
-    if settings.precision.value is not None:
-        variables[env.POLYXLA_PRECISION] = str(settings.precision.value)
-    if settings.wait_s.origin != "default":
-        variables[env.POLYXLA_WAIT_S] = str(settings.wait_s.value)
+    chosen = "polyxla run, which chose it" if selection.implicit else selection.reason
+    origins = {f"{env.POLYXLA_RUNTIME}={selection.runtime}": chosen}
+    texts = {
+        # Set for --devices auto as well, which must win over the variable.
+        env.POLYXLA_DEVICES: (settings.devices, json.dumps(list(devices))),
+        env.POLYXLA_PRECISION: (settings.precision, str(settings.precision.value)),
+        env.POLYXLA_WAIT_S: (settings.wait_s, str(settings.wait_s.value)),
+    }
+    for name, (setting, text) in texts.items():
+        if setting.origin != "default":
+            variables[name] = text
+            origins[f"{name}={text}"] = setting.origin
     command = (sys.executable, "-m", script.__name__, *program)
-    return RunPlan(command, selection, devices, variables, each)
+    return RunPlan(command, selection, devices, variables, origins, each)
 
 
 def replace_process(plan: RunPlan, environ: Mapping[str, str]) -> NoReturn:
@@ -82,7 +93,7 @@ def replace_process(plan: RunPlan, environ: Mapping[str, str]) -> NoReturn:
     sys.stderr.flush()
     # A Ctrl-C waits until the program's process can report it: python itself would print a traceback.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    environ = {**environ, **plan.variables}
+    environ = plan.program_environment(environ)
     if ready := prepared_processes():
         ready.run_program(plan.command, environ)
     os.execve(plan.command[0], plan.command, environ)

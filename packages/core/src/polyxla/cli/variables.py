@@ -37,6 +37,7 @@ def _own(environ: Mapping[str, str], settings: LaunchSettings) -> dict[str, Sett
         env.POLYXLA_WAIT_S: settings.wait_s,
         env.POLYXLA_SECRET: env.setting(environ, env.POLYXLA_SECRET, None),
         env.POLYXLA_COMPILE_CACHE: cache,
+        env.POLYXLA_RUN: env.setting(environ, env.POLYXLA_RUN, None),
         env.POLYXLA_FULL_TRACEBACK: env.setting(environ, env.POLYXLA_FULL_TRACEBACK, "0"),
     }
 

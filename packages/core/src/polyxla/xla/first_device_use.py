@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch_xla.experimental import plugins
 
 from polyxla import callsite, env
-from polyxla.console import say
+from polyxla.console import ended_by_errors
 from polyxla.errors import UsageError
 from polyxla.xla import main_module, silent_training
 from polyxla.xla.unsynced_loops import UnsyncedSteps
@@ -162,8 +162,8 @@ def _counted(function: Callable[[], int]) -> Callable[[], int]:
 
 def _asked_by() -> str | None:
     """Return how the user asked for a number of replicas; None if it is the number that the machine has."""
-    text = env.snapshot().get(env.POLYXLA_DEVICES)
-    return f"{env.POLYXLA_DEVICES}={text}, as --devices sets it" if text and text != "auto" else None
+    asked = env.setting(env.snapshot(), env.POLYXLA_DEVICES, "auto")
+    return None if asked.value == "auto" else asked.origin
 
 
 def _watch_plugin(plugin: plugins.DevicePlugin) -> None:
@@ -191,11 +191,8 @@ def before_use() -> None:
     own = env.snapshot()
     env.update_environ({name: value for name, value in _EXACT.items() if name not in own})
     _own.line = callsite.user_line()
-    try:
+    with ended_by_errors():
         _check_use()
-    except UsageError as error:
-        say(f"error: {error}")
-        raise SystemExit(error.exit_code) from None
 
 
 def _check_use() -> None:
