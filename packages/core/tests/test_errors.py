@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from polyxla import errors
 from polyxla.errors import pip_install
 
 ROOT = Path(__file__).parents[3]
@@ -24,10 +23,26 @@ def test_until_a_release_a_package_is_installed_from_its_directory() -> None:
     )
 
 
-def test_one_line_changes_with_a_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(errors, "INSTALL_PREFIX", "polyxla-")
-    assert pip_install("polyxla-training[report]") == "pip install 'polyxla-training[report]'"
-    assert pip_install("polyxla-sampler") == "pip install polyxla-sampler"
+@pytest.mark.parametrize(
+    ("url", "advice"),
+    [
+        pytest.param("my%20clone/packages/core", "'{}/my clone/packages/fits'", id="clone"),
+        pytest.param("polyxla_core-1.0-py3-none-any.whl", "--find-links dist polyxla-fits", id="wheel"),
+        pytest.param(None, "--find-links dist polyxla-fits", id="index"),
+    ],
+)
+def test_elsewhere_packages_come_from_where_the_core_did(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, url: str | None, advice: str
+) -> None:
+    (tmp_path / "my clone" / "packages" / "core").mkdir(parents=True)
+    installed = tmp_path / "polyxla_core-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: polyxla-core\nVersion: 1.0\n")
+    if url:
+        (installed / "direct_url.json").write_text(f'{{"url": "file://{tmp_path}/{url}"}}')
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert pip_install("polyxla-fits") == f"pip install {advice.format(tmp_path)}"
 
 
 def test_every_advised_package_exists() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from polyxla import UsageError
+from polyxla.errors import pip_install
 from polyxla_training import Trainer
 from polyxla_training.listeners.loggers import csv_file
 from polyxla_training.listeners.profiling import ProfileListener
@@ -129,7 +130,7 @@ def test_a_library_that_is_missing_is_named(
         _fit(log_dir=None, loggers=[name])
     assert str(caught.value) == (
         f"{title} is not installed (from Trainer(loggers=...)). "
-        f"Install it: pip install './packages/training[{name}]'."
+        f"Install it: {pip_install(f'polyxla-training[{name}]')}."
     )
 
 

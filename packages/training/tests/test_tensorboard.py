@@ -18,6 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 from torch.nn import functional as F
 
 from polyxla import UsageError
+from polyxla.errors import pip_install
 from polyxla_training import Trainer
 
 pytestmark = pytest.mark.usefixtures("fake_replicas")
@@ -166,7 +167,7 @@ def test_without_tensorboard_nothing_is_written_by_default_and_a_line_says_what_
     assert list(Path().iterdir()) == []
     assert capsys.readouterr().err == (
         "polyxla: TensorBoard is not installed, so nothing is logged: "
-        "pip install './packages/training[tensorboard]'\n"
+        f"{pip_install('polyxla-training[tensorboard]')}\n"
     )
 
 
@@ -177,7 +178,7 @@ def test_without_tensorboard_the_error_says_what_to_install(monkeypatch: pytest.
         _trainer(log_dir="here").fit(_Net(), _data(1))
     assert str(caught.value) == (
         "TensorBoard is not installed (from Trainer(log_dir=...)). "
-        "Install it: pip install './packages/training[tensorboard]', or pass log_dir=None."
+        f"Install it: {pip_install('polyxla-training[tensorboard]')}, or pass log_dir=None."
     )
 
 

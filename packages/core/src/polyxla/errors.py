@@ -4,23 +4,40 @@ from __future__ import annotations
 
 import functools
 import shlex
+from pathlib import Path
 
-INSTALL_PREFIX = "./packages/"
-"""What stands before a package's name in pip's arguments: a directory of polyxla's repository, until the
-packages are released; then ``polyxla-``."""
+WHEELS = ["--find-links", "dist"]
+"""Arguments of pip, until the packages are released: where users put the wheels, by the documentation."""
 _NEEDS = {
     "polyxla-launch-ray": ["polyxla-tpu", "polyxla-pod"],
     "polyxla-runtime-pjrt": ["polyxla-tpu"],
     "polyxla-runtime-torchtpu": ["polyxla-tpu", "polyxla-bridge"],
     "polyxla-runtime-xrt": ["polyxla-tpu", "polyxla-bridge"],
 }
-"""What a package requires of ours beside the core, which pip has to find as well."""
+"""What a package requires of ours beside the core, which pip does not find in a directory of sources."""
 
 
 def pip_install(distribution: str) -> str:
     """Return the command that installs a package of ours, such as ``polyxla-training[report]``."""
+    if not (packages := _source_packages()):
+        return shlex.join(["pip", "install", *WHEELS, distribution])
     names = [*_NEEDS.get(distribution, []), distribution]
-    return shlex.join(["pip", "install", *(INSTALL_PREFIX + name.removeprefix("polyxla-") for name in names)])
+    return shlex.join(["pip", "install", *(packages + name.removeprefix("polyxla-") for name in names)])
+
+
+def _source_packages() -> str:
+    """Return the directory of the packages' sources, if it is here, or the core was installed from it."""
+    if Path("packages/core/pyproject.toml").is_file():
+        return "./packages/"
+    import importlib.metadata
+    import json
+    from urllib.parse import unquote, urlsplit
+
+    # Source: PEP 610.
+    url = json.loads(importlib.metadata.distribution("polyxla-core").read_text("direct_url.json") or "{}")
+    source = urlsplit(url.get("url", ""))
+    core = Path(unquote(source.path))
+    return f"{core.parent}/" if source.scheme == "file" and core.is_dir() else ""
 
 
 class PolyxlaError(Exception):
