@@ -102,7 +102,8 @@ class TestRuntimes:
             "chosen": "toy",
             "reason": "TOY=8",
             "warnings": [f"left out: {why_not}"],
-            "error": None,
+            **dict.fromkeys(("error", "what", "where", "fix")),
+            "version": polyxla.__version__,
             "runtimes": [
                 {
                     "name": "broken",
@@ -178,6 +179,7 @@ class TestRuntimes:
         error = "no runtime can be chosen (toy: not asked for). Name one with --runtime or POLYXLA_RUNTIME."
         document = _document("runtimes", "--json", exit_code=2)
         assert (document["chosen"], document["error"]) == (None, error)
+        assert f"{document['what']}. {document['fix']}" == error
         assert document["runtimes"][0]["asked_for_by"] is None
         result = _invoke("runtimes")
         assert (result.exit_code, result.stderr) == (2, f"polyxla: error: {error}\n")

@@ -12,7 +12,7 @@ import typer.core
 
 import polyxla
 from polyxla import env
-from polyxla.cli.output import JsonFlag, RuntimeOption, plain_errors, print_json, print_table
+from polyxla.cli.output import JsonFlag, RuntimeOption, described, plain_errors, print_json, print_table
 from polyxla.console import say
 from polyxla.env import Setting
 from polyxla.errors import PolyxlaError, UsageError
@@ -111,21 +111,22 @@ def runtimes(runtime: RuntimeOption = None, as_json: JsonFlag = False) -> None:
         }
         for one in discover_all(environ)
     ]
-    chosen: dict[str, Any] = {"chosen": None, "reason": None, "warnings": [], "error": None}
+    chosen: dict[str, Any] = {"chosen": None, "reason": None, "warnings": []}
+    failure: PolyxlaError | None = None
     try:
         selection = select(environ, settings.runtime)
         chosen |= {"chosen": selection.runtime, "reason": selection.reason}
         chosen["warnings"] = list(selection.warnings)
     except PolyxlaError as error:
-        chosen["error"] = str(error)
+        failure = error
     chosen["warnings"] += plugin_problems()
     if as_json:
-        print_json({**chosen, "runtimes": rows})
+        print_json({**chosen, **described(failure), "runtimes": rows})
     else:
         _show_runtimes(chosen, rows)
-    if chosen["error"]:
-        say(f"error: {chosen['error']}")
-        raise typer.Exit(2)
+    if failure:
+        say(f"error: {failure}")
+        raise typer.Exit(failure.exit_code)
 
 
 def _show_runtimes(chosen: dict[str, Any], rows: list[dict[str, Any]]) -> None:

@@ -26,9 +26,14 @@ def plain_errors(as_json: bool) -> Iterator[None]:
     except PolyxlaError as error:
         say(f"error: {error}")
         if as_json:
-            parts = {name: getattr(error, name, None) for name in ("what", "where", "fix")}
-            print_json({"error": str(error), **parts, "version": polyxla.__version__})
+            print_json(described(error))
         raise typer.Exit(error.exit_code) from None
+
+
+def described(error: PolyxlaError | None) -> dict[str, Any]:
+    """Return what a JSON document says of an error, or of no error, and of polyxla's release."""
+    parts = {name: getattr(error, name, None) for name in ("what", "where", "fix")}
+    return {"error": error and str(error), **parts, "version": polyxla.__version__}
 
 
 def print_json(document: Any) -> None:
