@@ -121,7 +121,7 @@ def test_the_same_program_is_compiled_once(engine: JaxEngine) -> None:
     assert len({id(one) for one in found}) == 1
 
 
-@pytest.mark.parametrize(("combine", "expected"), [("and", 8), ("or", 15)])
+@pytest.mark.parametrize(("combine", "expected"), [("and", 8), ("or", 15), ("xor", 7)])
 @pytest.mark.parametrize("groups", ["{}", "{{0,1}}", "{{1,0}}"])
 def test_integers_are_combined_bit_by_bit(combine: str, expected: int, groups: str) -> None:
     text = f"""HloModule bits, replica_count=2

@@ -172,7 +172,9 @@ sums = {}
 for name in mesh.mesh_dim_names:
     total = torch.full((2,), dist.get_rank() + 1.0, device="tpu")
     dist.all_reduce(total, group=mesh[name].get_group())
-    sums[name] = total.tolist()
+    bits = torch.tensor(dist.get_rank() + 1).to("tpu")
+    dist.all_reduce(bits, dist.ReduceOp.BXOR, group=mesh[name].get_group())
+    sums[name] = [*total.tolist(), bits.item()]
 print(f"{dist.get_rank()} {sums}\\n", end="", flush=True)
 dist.destroy_process_group()
 """
@@ -192,6 +194,17 @@ group = dist.new_group([0, 1])
 dist.all_reduce(total, group=group)
 print(f"{total.tolist()}\\n", end="", flush=True)
 dist.destroy_process_group()
+"""
+
+COMPILED = """
+import torch
+from torch._dynamo.utils import counters
+x = torch.ones(4, device="tpu")
+for _ in range(2):
+    with torch.no_grad():
+        print(torch.compile(lambda x: (x * 3).sum())(x).item())
+    torch._dynamo.reset()
+print(counters["aot_autograd"]["autograd_cache_hit"])
 """
 
 
@@ -261,14 +274,21 @@ def test_a_replica_may_read_a_sum_while_another_makes_a_group(tmp_path: Path) ->
     assert sorted(done.stdout.split("\n")[:-1]) == ["[1.0, 1.0]", "[2.0, 2.0]", "[2.0, 2.0]"]
 
 
-def test_a_group_of_every_other_device_sums_over_its_own(tmp_path: Path) -> None:
+def test_a_compiled_function_is_cached_for_jobs_of_as_many_devices(tmp_path: Path) -> None:
+    for device_type in ("v5e-1", "v5e-4"):
+        done = run(COMPILED, POLYXLA_EMULATE=device_type, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+        assert done.stdout.splitlines()[-3:] == ["12.0", "12.0", "1"], done.stderr[-3000:]
+        assert "AOTAutogradCache" not in done.stderr
+
+
+def test_a_group_of_every_other_device_reduces_over_its_own(tmp_path: Path) -> None:
     done = run_several(tmp_path, EVERY_OTHER, 4)
     assert done.returncode == 0, done.stderr[-3000:]
     assert sorted(line for line in done.stdout.splitlines() if line[:1].isdigit()) == [
-        "0 {'outer': [4.0, 4.0], 'inner': [3.0, 3.0]}",
-        "1 {'outer': [6.0, 6.0], 'inner': [3.0, 3.0]}",
-        "2 {'outer': [4.0, 4.0], 'inner': [7.0, 7.0]}",
-        "3 {'outer': [6.0, 6.0], 'inner': [7.0, 7.0]}",
+        "0 {'outer': [4.0, 4.0, 2], 'inner': [3.0, 3.0, 3]}",
+        "1 {'outer': [6.0, 6.0, 6], 'inner': [3.0, 3.0, 3]}",
+        "2 {'outer': [4.0, 4.0, 2], 'inner': [7.0, 7.0, 7]}",
+        "3 {'outer': [6.0, 6.0, 6], 'inner': [7.0, 7.0, 7]}",
     ]
 
 

@@ -63,6 +63,9 @@ class Opener:
     def before_client(self) -> None:
         """Prepare for the client, which is about to be created, once in this process or in a fork of it."""
 
+    def after_client(self, engine: Engine) -> None:
+        """Prepare for programs; `engine` is the client's."""
+
 
 def activate(make_engine: Callable[[], Engine], opener: Callable[[], Opener] = Opener) -> None:
     """Fill the library's function table, and register the exit function; a second call does nothing.
@@ -82,6 +85,7 @@ def activate(make_engine: Callable[[], Engine], opener: Callable[[], Opener] = O
     def make() -> Engine:
         framework.before_client()
         engine = make_engine()
+        framework.after_client(engine)
         _has_client.set()
         return engine
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import importlib.metadata
 import logging
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from polyxla_bridge import collection, native
+from polyxla_bridge import collection, env, native
 from polyxla_bridge.activation import Opener
+from polyxla_bridge.programs.cache import context
+
+if TYPE_CHECKING:
+    from polyxla_bridge.engine.engine import Engine
 
 _log = logging.getLogger("polyxla.bridge")
 _LINKED_OTHERWISE = (
@@ -34,6 +39,17 @@ class TorchTpu(Opener):
         # `release` calls TorchTPU's exit function instead. While the library was opened, there was none yet.
         if self._devices:
             atexit.unregister(self._devices.TpuDeviceModule._shutdown_runtime)
+
+    def after_client(self, engine: Engine) -> None:
+        """Keep the programs of other jobs apart in the cache of torch.compile.
+
+        TorchTPU's keys do not say how many devices a program was compiled for, nor by what. Each program that
+        cannot be loaded here would be a traceback of torch's.
+        """
+        from torch.compiler import config
+
+        settings = dataclasses.replace(env.current(), replicas=len(engine.devices))
+        config.cache_key_tag += f" polyxla {context(settings, {'engine': type(engine).__name__})}"
 
     def release(self) -> None:
         """Wait for TorchTPU's threads, and release its client.

@@ -18,8 +18,8 @@ PACKED_BYTES = 1 << 20
 the other, and each costs several messages in both directions: 1.3 ms with 4 processes on 2 cores, in which
 4 MiB can be copied twice."""
 
-BITWISE = ("and", "or")
-"""Reductions that jaxlib's CPU client supports for booleans only."""
+BITWISE = ("and", "or", "xor")
+"""Reductions that jaxlib's CPU client does not support; of booleans it supports the first two."""
 
 _ARRAYS = {"dynamic-slice": 1, "dynamic-update-slice": 2}
 """How many operands of a dynamic slice come before its indices."""
@@ -45,6 +45,10 @@ def for_jaxlib(module: bytes, replicas: int, *, is_partitioned: bool = False) ->
     - A dynamic slice, or the update of one, that takes its indices in one vector (``randperm`` of torch_xla)
       takes a number for each dimension, because StableHLO knows no other form.
 
+    - An all-reduce of integers by "and", "or" or "xor", or of booleans by "xor", which the client refuses,
+      becomes an all-gather whose rows are combined locally. A partitioned program has one too, if it is
+      written for its devices, as TorchTPU's are.
+
     The others are for programs that are not partitioned: the partitioner adds collectives in forms that the
     client knows.
 
@@ -53,8 +57,6 @@ def for_jaxlib(module: bytes, replicas: int, *, is_partitioned: bool = False) ->
       confuse them.
     - An all-to-all of a single part, which moves nothing, becomes that part: jaxlib 0.10.2 ends the process
       over it.
-    - An all-reduce of integers by "and" or "or", which the client refuses, becomes an all-gather whose rows
-      are combined locally.
     - An all-reduce of several operands packs the small ones of each dtype into one operand.
     - A convolution that reads its kernel backwards (the gradient of TorchTPU's convolutions) gets a reversed
       kernel: the client has no fast code for the first.
@@ -113,6 +115,8 @@ class _Rules:
         """Return the rewrite of an instruction; None if it stays."""
         if self._takes_a_vector(one):
             return _separate_indices
+        if one.opcode == "all-reduce" and (combine := self._bitwise(one)):
+            return partial(_gather_and_combine, combine, self._group_size(one))
         return None if self.is_partitioned else self._rewrite_for_replicas(one)
 
     def _takes_a_vector(self, one: Instruction) -> bool:
@@ -128,10 +132,13 @@ class _Rules:
             return _reverse_kernel
         if one.opcode != "all-reduce":
             return None
-        combine = self.roots[one.called_computation_ids[0]]
-        if combine in BITWISE and _shapes(one)[0].element_type != hlo.PRED:
-            return partial(_gather_and_combine, combine, self._group_size(one))
         return _pack_operands if len(_groups(one)) < len(one.operand_ids) else None
+
+    def _bitwise(self, one: Instruction) -> str | None:
+        """Return the operator of an all-reduce that the client refuses; None if it knows it."""
+        combine = self.roots[one.called_computation_ids[0]]
+        is_known = combine in ("and", "or") and _shapes(one)[0].element_type == hlo.PRED
+        return combine if combine in BITWISE and not is_known else None
 
     def _group_size(self, one: Instruction) -> int:
         groups = one.collective_device_list.replica_groups or one.replica_groups
