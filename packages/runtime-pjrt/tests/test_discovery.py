@@ -12,7 +12,7 @@ import pytest
 
 from polyxla import Claim, Discovery, UsageError
 from polyxla_pjrt import env
-from polyxla_pjrt.discovery import discover, plan_for, replica_environment
+from polyxla_pjrt.discovery import discover, plan_for, replica_environment, requested
 from polyxla_tpu import env as tpu_env
 from polyxla_tpu.layout import Layout
 
@@ -101,6 +101,11 @@ def test_a_missing_tpu_is_refused(laptop: Path, environ: dict[str, str]) -> None
     found = discover(environ, "tpu", laptop)
     assert found.unavailable == "no TPU chip is attached to this machine"
     assert "set PJRT_DEVICE=CPU" in found.fix
+
+
+def test_a_plain_launch_names_what_asks_for_the_missing_tpu() -> None:
+    with pytest.raises(UsageError, match=r"no TPU chip is attached to this machine \(from PJRT_DEVICE=TPU\)"):
+        requested({"PJRT_DEVICE": "TPU"})
 
 
 def test_attached_chips_claim_the_machine(v4_host: Path) -> None:

@@ -108,7 +108,8 @@ def requested(environ: Mapping[str, str]) -> tuple[Discovery, tuple[int, ...]]:
     """
     found = discover(environ, "auto")
     if found.unavailable:
-        raise UsageError(found.unavailable, fix=found.fix)
+        where = found.reason if found.claim >= Claim.CONFIGURED else None
+        raise UsageError(found.unavailable, where=where, fix=found.fix)
     return found, pick_devices(from_environ(environ).devices, "pjrt", found.devices, found.growable)
 
 

@@ -61,7 +61,8 @@ def requested_plan(environ: Mapping[str, str]) -> TorchTpuPlan:
     """
     found = discover(environ, "auto")
     if found.unavailable:
-        raise UsageError(found.unavailable, fix=found.fix)
+        where = found.reason if found.claim >= Claim.CONFIGURED else None
+        raise UsageError(found.unavailable, where=where, fix=found.fix)
     devices = pick_devices(from_environ(environ).devices, NAME, found.devices, found.growable)
     return plan_for(environ, found.kind, devices)
 
