@@ -342,6 +342,8 @@ class Job:
             **{name: f"{value:g}" for name, value in LIMITS.items()},
         }
         self._pids: set[int] = set()
+        # Others have had these processes' numbers before.
+        self._shared_before = set(Path("/dev/shm").iterdir())
         self._service: Speaking | None = None
         self._relay: Speaking | None = None
         self._address = ""
@@ -448,7 +450,7 @@ class Job:
         numbers = {str(pid) for pid in self._pids}
         left += [
             f"shared memory {path.name}"
-            for path in Path("/dev/shm").iterdir()
+            for path in set(Path("/dev/shm").iterdir()) - self._shared_before
             if numbers & set(re.findall(r"\d+", path.name))
         ]
         return left
