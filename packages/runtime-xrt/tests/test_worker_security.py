@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -392,6 +393,30 @@ def test_calls_of_strangers_that_never_send_their_message_take_no_place(own: Own
         assert {call.code() for call in calls} <= refused
         assert all(call.done() for call in calls)
         ended.set()
+
+
+def test_connections_of_strangers_leave_descriptors_for_the_job(
+    start_worker: Callable[..., Any], tmp_path: Path
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        own = Own(start_worker, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    lets_in(own.worker, own.user)
+    host, _, port = own.worker.address.rpartition(":")
+    with ExitStack() as stack, closing(Lease(own.worker.address, 1, own.user)) as lease:
+        for _ in range(400):
+            with suppress(OSError):
+                stack.enter_context(socket.create_connection((host, int(port)), 1))
+        (serving,) = (
+            Path(f"/proc/{own.worker.process.pid}/task/{own.worker.process.pid}/children").read_text().split()
+        )
+        used = len(list(Path(f"/proc/{serving}/fd").iterdir()))
+        assert used < 200
+        assert len(lease.job) == 32
+    lets_in(own.worker, own.user)
 
 
 def test_a_token_that_others_can_read_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 from polyxla_xrt.protocol.chunks import CHUNK_BYTES
 
 Options = tuple[tuple[str, int], ...]
@@ -17,12 +19,26 @@ CLIENT_OPTIONS: Options = (
 )
 """Options of every client, in addition to those of its service."""
 
-SERVER_OPTIONS: Options = (
-    # Strangers connect, too: a connection that says nothing, or has no call, does not stay.
-    ("grpc.server_handshake_timeout_ms", 10_000),
-    ("grpc.max_connection_idle_ms", 30_000),
-)
-"""Options of every server, in addition to those of its service."""
+MOST_CONNECTIONS = 1024
+"""The most connections of strangers to one server, where descriptors would allow more."""
+
+
+def server_options(peers: int) -> Options:
+    """Return the options of a server, in addition to those of its service.
+
+    Strangers connect, too: a connection that says nothing, or has no call, does not stay, and all connections
+    together leave half of the process's descriptors for its work.
+
+    Args:
+        peers: number of connections that the service itself needs.
+    """
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    half = MOST_CONNECTIONS if descriptors == resource.RLIM_INFINITY else descriptors // 2
+    return (
+        ("grpc.server_handshake_timeout_ms", 10_000),
+        ("grpc.max_connection_idle_ms", 30_000),
+        ("grpc.max_allowed_incoming_connections", max(2 * peers, min(half, MOST_CONNECTIONS))),
+    )
 
 
 def peer_options(ping_s: int, silence_s: int) -> Options:

@@ -18,7 +18,7 @@ from polyxla_xrt import env
 from polyxla_xrt.config.addresses import join_address
 from polyxla_xrt.proto import mesh_pb2 as pb
 from polyxla_xrt.proto import mesh_pb2_grpc
-from polyxla_xrt.protocol.channel_options import SERVER_OPTIONS
+from polyxla_xrt.protocol.channel_options import server_options
 from polyxla_xrt.protocol.mesh import OPTIONS, call_token
 from polyxla_xrt.server.callers import is_right, problem
 from polyxla_xrt.server.mesh.rendezvous import Mesh
@@ -31,7 +31,6 @@ GRACE_S = 2.0
 
 _SERVER_OPTIONS = (
     *OPTIONS,
-    *SERVER_OPTIONS,
     # Otherwise Linux would let two services share a port, each with half of the participants.
     ("grpc.so_reuseport", 0),
     # A waiting participant pings all the time; by default a server closes the connection at the third ping.
@@ -100,7 +99,9 @@ class MeshServer:
 
     async def _serve(self, address: str) -> tuple[int, ...]:
         callers = CallersOfTheJob(call_token(self._secret))
-        server = grpc.aio.server(interceptors=[callers], options=_SERVER_OPTIONS)
+        server = grpc.aio.server(
+            interceptors=[callers], options=(*_SERVER_OPTIONS, *server_options(self._mesh.world_size))
+        )
         servicer = MeshServicer(self._mesh, self._config, self._secret)
         mesh_pb2_grpc.add_MeshServicer_to_server(servicer, server)
         port = server.add_insecure_port(address)

@@ -20,7 +20,7 @@ from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol import bulk_decoding
-from polyxla_xrt.protocol.channel_options import SERVER_OPTIONS
+from polyxla_xrt.protocol.channel_options import server_options
 from polyxla_xrt.protocol.worker import OPTIONS, SERVICE, format_holder
 from polyxla_xrt.server.malformed_requests import MalformedRequests
 from polyxla_xrt.server.worker.leases import MAX_WAITING
@@ -48,7 +48,6 @@ _log = logging.getLogger("polyxla.worker")
 
 _SERVER_OPTIONS = (
     *OPTIONS,
-    *SERVER_OPTIONS,
     # The supervisor holds the port, and each serving process shares it.
     ("grpc.so_reuseport", 1),
     ("grpc.http2.max_ping_strikes", 0),
@@ -161,7 +160,7 @@ def _server(serving: ServingOptions, servicer: WorkerServicer, cores: int) -> An
     server = grpc.server(
         ThreadPoolExecutor(threads, thread_name_prefix="polyxla-call"),
         interceptors=[*serving.security.interceptors(), MalformedRequests()],
-        options=_SERVER_OPTIONS,
+        options=(*_SERVER_OPTIONS, *server_options(threads)),
         # A call beyond that fails at once: queued inside gRPC, it would hang without a reason.
         maximum_concurrent_rpcs=threads,
     )

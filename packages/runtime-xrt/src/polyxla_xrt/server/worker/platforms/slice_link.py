@@ -27,7 +27,7 @@ from polyxla_xrt.config.workers import write_workers
 from polyxla_xrt.errors import WorkerError
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.proto import worker_pb2_grpc
-from polyxla_xrt.protocol.channel_options import SERVER_OPTIONS
+from polyxla_xrt.protocol.channel_options import server_options
 from polyxla_xrt.protocol.worker import OPTIONS, PROTOCOL
 from polyxla_xrt.server.malformed_requests import MalformedRequests
 from polyxla_xrt.server.worker.platforms.library import SliceMembers
@@ -49,7 +49,6 @@ REPORT_S = 60.0
 _CALLS_PER_WORKER = 4
 _SERVER_OPTIONS = (
     *OPTIONS,
-    *SERVER_OPTIONS,
     # Otherwise a process that has not quite ended would get a part of the others' calls.
     ("grpc.so_reuseport", 0),
     ("grpc.http2.max_ping_strikes", 0),
@@ -95,7 +94,7 @@ class SliceLink:
         server = grpc.server(
             ThreadPoolExecutor(_CALLS_PER_WORKER * len(self._members.workers), "polyxla-slice"),
             interceptors=[*security.interceptors(), MalformedRequests()],
-            options=_SERVER_OPTIONS,
+            options=(*_SERVER_OPTIONS, *server_options(len(self._members.workers))),
         )
         worker_pb2_grpc.add_SliceServicer_to_server(hub, server)
         try:
