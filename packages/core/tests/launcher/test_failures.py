@@ -243,6 +243,11 @@ def test_stalled_replicas_are_reported_and_ended(
         run_bare(dawdle, size=3, method=method)
     text = str(caught.value)
     assert "waited too long for other replicas: all-reduce of step, for 3 s; the position of each" in text
+    stopped = (tmp_path / "2.pid").read_text()
+    assert (
+        f"process 2 (replica 2; pid {stopped}) was stopped, by a signal or a debugger (kill -CONT {stopped} "
+        in text
+    )
     shown = capfd.readouterr().err
     assert "process 1 (replica 1; pid" in shown.split("stalls:\nall-reduce of step, for 3 s\nand more", 1)[0]
     position = shown.partition("polyxla: process 0 (replica 0; pid")[2].partition("polyxla: process 2")[0]

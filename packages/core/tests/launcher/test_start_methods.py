@@ -91,6 +91,16 @@ def test_a_fork_server_stays_for_the_next_launch_and_is_replaced_when_it_ended(
     assert second != first
 
 
+def test_replicas_end_with_their_fork_server_which_is_named(run_bare: Callable[..., list[Any]]) -> None:
+    def kill_server(_: Replica) -> None:
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(WAIT_S)
+
+    text = r"process \d \(.*\) ended with its fork server \(pid \d+\), which was ended by SIGKILL"
+    with pytest.raises(ReplicaLostError, match=text):
+        run_bare(kill_server, size=2, method="forkserver")
+
+
 def test_an_idle_fork_server_ends() -> None:
     code = "import polyxla.launcher.fork_server as server, sys; server.IDLE_S = 0.3; server.main()"
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -228,9 +228,9 @@ class ReplicaProcess:
     replicas: dict[int, Position] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        if not self.replicas:
-            return f"process {self.index} (pid {self.process.pid})"
-        return f"process {self.index} ({presence.named(self.replicas)}; pid {self.process.pid})"
+        replicas = f"{presence.named(self.replicas)}; " if self.replicas else ""
+        pid = f"pid {self.process.pid}" if self.process.pid else "not forked yet"
+        return f"process {self.index} ({replicas}{pid})"
 
     def receive(self) -> Message | None:
         """Read one message; None if it was one about a replica, which `replicas` then holds.
@@ -312,9 +312,16 @@ def stalled(processes: Sequence[ReplicaProcess], first: ReplicaProcess, report: 
         return StalledError(f"{sentence}. {UNEQUAL}")
     for text, names in positions.items():
         say(f"{', '.join(names)}:\n{text}")
+    still = "".join(f". {one} {stopped(one)}" for one in others if one.process.is_stopped())
     return StalledError(
         f"{first} waited too long for other replicas: {what}; the position of each process is printed above"
+        f"{still}"
     )
+
+
+def stopped(one: ReplicaProcess) -> str:
+    """Say that a process stands still, and what lets such a process go on."""
+    return f"was stopped, by a signal or a debugger (kill -CONT {one.process.pid} continues it)"
 
 
 def _position(process: ReplicaProcess, deadline: float) -> str:

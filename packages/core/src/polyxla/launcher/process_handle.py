@@ -8,7 +8,8 @@ import signal
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 POLL_S = 0.01
 """How often to poll whether a process has ended, in seconds."""
@@ -29,12 +30,16 @@ class Exit:
     Attributes:
         code: its exit code; the negative number of the signal that ended it.
         peak_bytes: its peak memory, shared pages included.
+        server: process id of its fork server, if this is the end of that, which took it along.
     """
 
     code: int
     peak_bytes: int
+    server: int | None = None
 
     def __str__(self) -> str:
+        if self.server is not None:
+            return f"ended with its fork server (pid {self.server}), which {replace(self, server=None)}"
         if self.code >= 0:
             return f"exited with code {self.code}"
         how = f"was ended by {signal_name(-self.code)}"
@@ -57,6 +62,15 @@ class Process(ABC):
     @abstractmethod
     def ended(self) -> Exit | None:
         """Return how it ended, or None while it is alive; never blocks."""
+
+    def is_stopped(self) -> bool:
+        """Return whether it stands still, as after SIGSTOP or Ctrl-Z, or in a debugger."""
+        try:
+            # The name of the program stands before it, in parentheses.
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        return state in "Tt"
 
     def signal(self, number: signal.Signals) -> None:
         """Send it a signal if it is still alive."""

@@ -189,6 +189,8 @@ def _named_parts(work: Work) -> list[tuple[str, Any]]:
 def _greet(child: ReplicaProcess, setup: Setup, timeout_s: float) -> None:
     try:
         if not child.pipe.poll(timeout_s):
+            if child.process.is_stopped():
+                raise ReplicaLostError(f"{child} {failures.stopped(child)}")
             raise ReplicaLostError(
                 f"{child} did not answer within {timeout_s:g} s of its start; {env.POLYXLA_START_TIMEOUT_S} "
                 "sets the limit"

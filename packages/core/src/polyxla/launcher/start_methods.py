@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from types import ModuleType
 
@@ -53,7 +54,8 @@ class ForkedProcess(Process):
     def ended(self) -> Exit | None:
         """Return the end that the server reported, or the server's own end, which also ends its children."""
         self._server.read()
-        return self._server.exits.get(self._number) or self._server.process.ended()
+        own, server = self._server.exits.get(self._number), self._server.process.ended()
+        return own or (server and replace(server, server=self._server.process.pid))
 
 
 class ForkServer:
