@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "packages" / "core" / "src"
 MODULES_PER_DIRECTORY = 14
-CORE_LINES = 7900
+CORE_LINES = 8000
 PUBLIC_METHODS = 25
 
 
