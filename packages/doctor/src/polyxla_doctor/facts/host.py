@@ -205,10 +205,10 @@ def _access(path: Path) -> Access | None:
 
 def _disks(paths: Sequence[Path]) -> tuple[Space, ...]:
     """Return the file systems of directories, or of their nearest parents that exist."""
+    there = (next(one for one in (path, *path.parents, Path("/")) if one.exists()) for path in paths)
     found: dict[int, list[Path]] = {}
-    for path in paths:
-        there = next(one for one in (path, *path.parents, Path("/")) if one.exists())
-        found.setdefault(there.stat().st_dev, []).append(there)
+    for path in dict.fromkeys(there):
+        found.setdefault(path.stat().st_dev, []).append(path)
     spaces = ((_space(same[0]), same) for same in found.values())
     return tuple(replace(one, paths=tuple(map(str, same))) for one, same in spaces if one)
 
