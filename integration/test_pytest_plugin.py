@@ -70,6 +70,7 @@ def test_a_test_has_the_outcome_of_its_replicas(
     assert "\nreplica 0: assert 0 == 1\n" in done.stdout
     assert "the mark has an argument too many (from @pytest.mark.replicas(2, count=2)). Write " in done.stdout
     assert done.stdout.count("FutureWarning: be careful\n") == 1, "of both replicas, in the summary"
+    assert "DeprecationWarning" not in done.stdout, "torch_xla's own calls"
     if measure:
         assert covered(runtime, tmp_path) >= lines_with(tmp_path, "passes_with_its_fixtures", "be careful")
 

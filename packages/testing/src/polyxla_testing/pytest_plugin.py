@@ -52,7 +52,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the mark."""
+    """Register the mark, and leave out warnings about torch_xla's calls of its own old functions."""
+    config.addinivalue_line("filterwarnings", r"ignore::DeprecationWarning:torch_xla\.")
     config.addinivalue_line(
         "markers",
         f"{MARK}(count='auto', **options): run the test on so many replicas; options as for polyxla.launch",

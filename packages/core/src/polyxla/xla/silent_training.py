@@ -11,6 +11,7 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
+from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from polyxla import callsite
@@ -45,7 +46,7 @@ def watch() -> None:
     @functools.wraps(make)
     def checked_init(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        if self.gradient_as_bucket_view and self.device_type == "xla":
+        if self.gradient_as_bucket_view and self.device_type == "xla" and distributed.get_rank() == 0:
             say_once(
                 f"{callsite.user_line()}: DistributedDataParallel(gradient_as_bucket_view=True) trains "
                 "replicas apart: torch_xla 2.9 leaves the last gradient of each bucket unreduced. "
@@ -80,7 +81,8 @@ def _compare(optimizer: torch.optim.Optimizer) -> None:
             fix="Call replica.step(optimizer) of polyxla.launch, which reduces all, or let each loss depend "
             "on all parameters.",
         )
-    if values.any():
+    # One replica says it for all, which have found the same.
+    if values.any() and xr.global_ordinal() == 0:
         say_once(
             f"{callsite.user_line()}: replicas begin with different parameters, such as "
             f"{_named(optimizer, values)}, and averaged gradients will not make them equal: seed before you "
