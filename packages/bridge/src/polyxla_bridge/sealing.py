@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 
-_SEAL_BYTES = 64
+SEAL_BYTES = 64
 """Length of a seal: HMAC with SHA-256, in hexadecimal."""
 
 
@@ -25,7 +25,7 @@ def unsealed(secret: str, where: str, data: bytes) -> bytes:
     Raises:
         ValueError: who wrote it does not know the secret, or wrote it for another place.
     """
-    given, content = data[:_SEAL_BYTES], data[_SEAL_BYTES:]
+    given, content = data[:SEAL_BYTES], data[SEAL_BYTES:]
     if not hmac.compare_digest(given, _seal(secret, where, content)):
         raise ValueError(f"{where} is not from a process of this job")
     return content

@@ -181,6 +181,22 @@ class Engine(ABC):
     def copy(self, buffer: Buffer, device: EngineDevice) -> Buffer:
         """Copy a buffer to another local device."""
 
+    def receive(self, device: EngineDevice, type_: ArrayType) -> tuple[Buffer, bytes]:
+        """Return a new buffer, and the descriptor by which another process can `send` its array.
+
+        Raises:
+            PjrtError: the engine's processes send each other no arrays.
+        """
+        raise PjrtError(Code.UNIMPLEMENTED, f"{type(self).__name__} receives no arrays of other processes")
+
+    def send(self, buffer: Buffer, descriptor: bytes) -> Future[None]:
+        """Send an array to the process whose `receive` has returned the descriptor.
+
+        Raises:
+            PjrtError: the engine's processes send each other no arrays.
+        """
+        raise PjrtError(Code.UNIMPLEMENTED, f"{type(self).__name__} sends no arrays to other processes")
+
     @abstractmethod
     def delete(self, buffer: Buffer) -> None:
         """Free a buffer's memory as soon as no earlier call needs it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
@@ -39,6 +40,7 @@ from polyxla_bridge.programs import cache
 from polyxla_bridge.programs.agreement import Agreement
 from polyxla_bridge.programs.compile_coordination import CompileCoordinator
 from polyxla_bridge.programs.executable import ArrayType, Executable
+from polyxla_bridge.transfers import Transfers
 
 _log = logging.getLogger("polyxla.bridge")
 
@@ -76,6 +78,10 @@ class JaxEngine(Engine):
         # Held while one execution is queued on several devices.
         self._order = threading.Lock()
         self._is_closed = False
+        self._transfers = Transfers(
+            settings.secret, settings.host, settings.process, settings.stall_timeout_s
+        )
+        self._moving: dict[Future[Any], tuple[int, str, str, float]] = {}
         self._coordinator: CompileCoordinator | None = None
         self._watchdog: StallWatchdog | None = None
         self._agreement: Agreement | None = None
@@ -264,6 +270,38 @@ class JaxEngine(Engine):
         then(buffer.value, look, done)
         return done
 
+    def receive(self, device: EngineDevice, type_: ArrayType) -> tuple[Buffer, bytes]:
+        """Await the array on a port of this process."""
+        arrived, descriptor = self._transfers.receive(type_)
+        made: Future[Any] = Future()
+        self._watch(made, device, "recv", "the send of another")
+
+        def put(data: bytearray) -> None:
+            host = np.frombuffer(data, numpy_dtype(type_.dtype)).reshape(type_.dims)
+            made.set_result(self._put(device.index, host))
+
+        then(arrived, put, made)
+        return Buffer(type_, device, made), descriptor
+
+    def send(self, buffer: Buffer, descriptor: bytes) -> Future[None]:
+        """Send the array on a thread, as soon as it is computed."""
+        sent: Future[None] = Future()
+
+        def send(data: memoryview) -> None:
+            self._watch(sent, buffer.device, "send", "the recv of another")
+            task = functools.partial(self._transfers.send, buffer.type, data, descriptor)
+            # Each on a thread of its own: the receiver may first wait for another array of this process.
+            threading.Thread(
+                target=complete, args=(sent, task), name="polyxla-transfers", daemon=True
+            ).start()
+
+        then(self.to_host(buffer), send, sent)
+        return sent
+
+    def _watch(self, moved: Future[Any], device: EngineDevice, kind: str, other: str) -> None:
+        self._moving[moved] = device.index, kind, other, time.monotonic()
+        moved.add_done_callback(self._moving.pop)
+
     def delete(self, buffer: Buffer) -> None:
         """Release the array; executions that are already queued still use it."""
         buffer.give_up("was deleted")
@@ -300,8 +338,13 @@ class JaxEngine(Engine):
         return profile.stop() if profile else b""
 
     def activities(self) -> list[DeviceActivity]:
-        """Return what each local replica is doing."""
-        return [thread.activity for thread in self._threads.values()]
+        """Return what each local replica is doing, and which arrays it sends and receives."""
+        now = time.monotonic()
+        moving = [
+            DeviceActivity(device, kind, (other,), now - since)
+            for device, kind, other, since in list(self._moving.values())
+        ]
+        return [*(thread.activity for thread in self._threads.values()), *moving]
 
     def retire(self, index: int) -> None:
         """Publish it from the device's thread, behind everything that is queued there."""
@@ -344,6 +387,7 @@ class JaxEngine(Engine):
                 self._coordinator.retire(index)
         if self._watchdog is not None:
             self._watchdog.close()
+        self._transfers.close()
         self._readers.shutdown(wait=not unfinished, cancel_futures=unfinished)
         self._compiler.close()
         if unfinished:

@@ -26,6 +26,7 @@ OWN_THREADS = (
     DEVICE_THREAD,
     "polyxla-read",
     "polyxla-buffers",
+    "polyxla-transfers",
     "polyxla-collect",
     "polyxla-watch",
     "polyxla-parent",
