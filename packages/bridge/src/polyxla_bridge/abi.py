@@ -408,6 +408,33 @@ HOST_MEMORY: dict[str, type[Structure]] = {
 Source: host_memory_allocator_extension.h of XLA, version 0.
 """
 
+EXTENSION_TYPE_CROSS_HOST_TRANSFERS = 12
+"""``PJRT_Extension_Type_CrossHostTransfers``."""
+CrossHostTransfersExtension = _plain(
+    "CrossHostTransfersExtension",
+    ("base", _BASE),
+    *_fields("make_receive_buffers:p copy_to_remote_device:p receive_buffers:p send_buffers:p"),
+)
+MakeCrossHostReceiveBuffers = _struct(
+    "MakeCrossHostReceiveBuffers_Args",
+    "client:p num_shapes:n shape_num_dims:p num_dims:p element_types:p layouts:p device:p user_arg:p "
+    "notifier:p buffers:p num_buffers:n",
+)
+CopyToRemoteDevice = _struct(
+    "CopyToRemoteDevice_Args",
+    "buffer:p event:p serialized_descriptor:p serialized_descriptor_size:p user_arg:p on_done:p "
+    "descriptor_destructor:p",
+)
+"""Its event is null where the table has no ``Event_Create``: the caller waits for the descriptor itself."""
+ReceiveNotifier = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_void_p)
+SendCallback = ctypes.CFUNCTYPE(None, c_void_p, c_bool, c_void_p)
+DescriptorDestructor = ctypes.CFUNCTYPE(None, c_void_p, c_void_p)
+"""The extension for arrays that processes send to each other, its structs and callbacks.
+
+Source: pjrt_c_api_cross_host_transfers_extension.h of XLA, version 6; libxla_base.so of torch_tpu 0.2.0
+passes 72 bytes to ``CopyToRemoteDevice``.
+"""
+
 OnReady = ctypes.CFUNCTYPE(None, c_void_p, c_void_p)
 """The callback of `Event_OnReady`: called with an error (or null) and ``user_arg``."""
 

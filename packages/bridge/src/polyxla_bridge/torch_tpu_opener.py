@@ -32,6 +32,9 @@ class TorchTpu(Opener):
     def __init__(self) -> None:
         if not native.LOCKED.polyxla_torch_tpu_without_gil():
             _log.warning(_LINKED_OTHERWISE, importlib.metadata.version("torch_tpu"))
+        from polyxla_bridge import torch_tpu_store
+
+        torch_tpu_store.give_stores()
 
     def before_client(self) -> None:
         """Keep collections, which may destroy tensors, out of TorchTPU's own threads."""

@@ -13,6 +13,7 @@ from polyxla_bridge.abi import Code
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.table import calls_buffer, calls_client, calls_executable
 from polyxla_bridge.table.call_record import CallRecord
+from polyxla_bridge.table.cross_host import CrossHost
 from polyxla_bridge.table.handles import CALLS, Bridge, Call
 from polyxla_bridge.table.profiler import Profiler
 
@@ -33,7 +34,8 @@ class Table:
     """
 
     def __init__(self, bridge: Bridge) -> None:
-        self._profiler = Profiler(bridge, native.address("polyxla_host_memory"))
+        self._cross_host = CrossHost(bridge, native.address("polyxla_host_memory"))
+        self._profiler = Profiler(bridge, self._cross_host.address)
         self.api = abi.LaterApi(struct_size=ctypes.sizeof(abi.Api), extension_start=self._profiler.address)
         self.api.pjrt_api_version = abi.ApiVersion(
             struct_size=ctypes.sizeof(abi.ApiVersion), major_version=abi.MAJOR, minor_version=abi.MINOR
@@ -59,6 +61,7 @@ class Table:
         for name in self._in_python:
             setattr(self.api, name, native.address("polyxla_nothing"))
         self._profiler.silence()
+        self._cross_host.silence()
 
     def _guarded(self, bridge: Bridge, name: str, record: CallRecord | None) -> Any:
         function = CALLS.get(name, _unimplemented(name))

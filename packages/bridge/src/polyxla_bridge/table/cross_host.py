@@ -1,0 +1,113 @@
+"""The extension of PJRT's function table by which a process sends arrays to another.
+
+TorchTPU's send and recv call it: the receiver makes a buffer, and passes its descriptor to the sender by the
+store of torch.distributed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from concurrent.futures import Future
+from ctypes import c_void_p
+from typing import Any
+
+from polyxla_bridge import abi, native
+from polyxla_bridge.abi import DTYPES
+from polyxla_bridge.programs.executable import ArrayType
+from polyxla_bridge.table.handles import ArrayTypes, Bridge, array, read_array
+
+_Call = ctypes.CFUNCTYPE(c_void_p, c_void_p)
+
+
+class CrossHost:
+    """The extension.
+
+    Args:
+        bridge: its engine moves the arrays.
+        next_extension: the address of the table's next extension.
+    """
+
+    def __init__(self, bridge: Bridge, next_extension: int | None) -> None:
+        self._bridge = bridge
+        self._receive, self._send = _Call(self._answered(self._make_buffers)), _Call(self._copy)
+        self._extension = abi.CrossHostTransfersExtension(
+            make_receive_buffers=ctypes.cast(self._receive, c_void_p).value,
+            copy_to_remote_device=ctypes.cast(self._send, c_void_p).value,
+        )
+        base = self._extension.base
+        base.struct_size = ctypes.sizeof(abi.CrossHostTransfersExtension)
+        base.type, base.next = abi.EXTENSION_TYPE_CROSS_HOST_TRANSFERS, next_extension
+
+    @property
+    def address(self) -> int:
+        """The extension's address."""
+        return ctypes.addressof(self._extension)
+
+    def silence(self) -> None:
+        """Replace each Python function by a C function that does nothing."""
+        nothing = native.address("polyxla_nothing")
+        self._extension.make_receive_buffers = self._extension.copy_to_remote_device = nothing
+
+    def _answered(self, function: Any) -> Any:
+        def entry(args: int) -> int | None:
+            try:
+                function(args)
+            except BaseException as error:
+                return self._bridge.error(error)
+            return None
+
+        return entry
+
+    def _make_buffers(self, pointer: int) -> None:
+        args = abi.MakeCrossHostReceiveBuffers.from_address(pointer)
+        ranks = read_array(args.shape_num_dims, args.num_shapes, ctypes.c_size_t)
+        dims = read_array(args.num_dims, args.num_shapes, c_void_p)
+        kinds = read_array(args.element_types, args.num_shapes, ctypes.c_int)
+        types = [
+            ArrayType(DTYPES[kind], tuple(read_array(sizes, rank, ctypes.c_int64)))
+            for kind, sizes, rank in zip(kinds, dims, ranks, strict=True)
+        ]
+        device = self._bridge.handles[args.device].device
+        made = [self._bridge.engine.receive(device, type_) for type_ in types]
+        handles = self._bridge.make_buffers(args.device, [buffer for buffer, _ in made], ArrayTypes(types))
+        (c_void_p * len(made)).from_address(args.buffers)[:] = handles[: len(made)]
+        args.num_buffers = len(made)
+        texts = [ctypes.create_string_buffer(descriptor) for _, descriptor in made]
+        sizes = array([len(descriptor) for _, descriptor in made], ctypes.c_size_t)
+        notify = abi.ReceiveNotifier(args.notifier)
+        # An array that is announced is never taken back: there is no function to cancel it.
+        notify(
+            None,
+            array([ctypes.addressof(text) for text in texts]),
+            sizes,
+            len(made),
+            args.user_arg,
+            None,
+            None,
+        )
+
+    def _copy(self, pointer: int) -> None:
+        args = abi.CopyToRemoteDevice.from_address(pointer)
+        (size,) = read_array(args.serialized_descriptor_size, 1, ctypes.c_size_t)
+        (start,) = read_array(args.serialized_descriptor, 1, c_void_p)
+        descriptor = ctypes.string_at(start, size)
+        abi.DescriptorDestructor(args.descriptor_destructor)(
+            args.serialized_descriptor, args.serialized_descriptor_size
+        )
+        on_done, user_arg = abi.SendCallback(args.on_done), args.user_arg
+
+        def done(sent: Future[None]) -> None:
+            failure = sent.exception()
+            error = self._bridge.error(failure) if failure else None
+            on_done(error, failure is None, user_arg)
+            if error:
+                destroy = abi.ARGS["Error_Destroy"](error=error)
+                native.UNLOCKED.PJRT_Error_Destroy(ctypes.byref(destroy))
+
+        try:
+            self._bridge.drain()
+            sent = self._bridge.engine.send(self._bridge.buffer(args.buffer), descriptor)
+        except BaseException as error:
+            sent = Future()
+            sent.set_exception(error)
+        sent.add_done_callback(done)
