@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 PROGRAM = Path(__file__).parent / "programs" / "operators.py"
 sys.path.append(str(PROGRAM.parent))
@@ -28,16 +30,16 @@ abs acos add addmm aminmax baddbmm bmm cat ceil chunk clamp constant_pad_nd cos 
 einsum erf exp expand flip floor fmax fmin fmod gather index_put isclose kthvalue log log1p log_softmax
 lu lu_solve masked_fill masked_scatter matmul max.binary max.reduction_no_dim maximum min.binary
 min.reduction_no_dim minimum mm mul mv native_layer_norm nn.functional.adaptive_avg_pool2d
-nn.functional.adaptive_max_pool2d nn.functional.avg_pool1d nn.functional.conv1d nn.functional.conv2d
-nn.functional.conv_transpose2d nn.functional.cross_entropy nn.functional.embedding nn.functional.glu
-nn.functional.group_norm nn.functional.hardsigmoid nn.functional.hardtanh
+nn.functional.adaptive_max_pool2d nn.functional.avg_pool1d nn.functional.avg_pool2d nn.functional.celu
+nn.functional.conv1d nn.functional.conv2d nn.functional.conv_transpose2d nn.functional.cross_entropy
+nn.functional.elu nn.functional.embedding nn.functional.glu nn.functional.group_norm
+nn.functional.hardsigmoid nn.functional.hardtanh
 nn.functional.interpolate.bilinear nn.functional.interpolate.nearest nn.functional.leaky_relu
 nn.functional.linear nn.functional.mish nn.functional.normalize nn.functional.pad.reflect
-nn.functional.prelu nn.functional.relu6 nn.functional.rms_norm nn.functional.silu nn.functional.softmin
-outer permute pow qr rsqrt scatter scatter_add scatter_reduce.amax scatter_reduce.amin scatter_reduce.mean
-scatter_reduce.prod scatter_reduce.sum
-select_scatter sigmoid sign sin softmax sort split sqrt square stack std_mean sub take tanh topk
-true_divide var_mean where
+nn.functional.prelu nn.functional.relu6 nn.functional.rms_norm nn.functional.selu nn.functional.silu
+nn.functional.softmin norm.inf outer permute pow qr rsqrt scatter scatter_add scatter_reduce.amax
+scatter_reduce.amin scatter_reduce.mean scatter_reduce.prod scatter_reduce.sum select_scatter
+sigmoid sign sin softmax sort split sqrt square stack std_mean sub take tanh topk true_divide var_mean where
 """
 """Operators all of whose samples are right on an emulated TPU with torch_xla, except for `NAN_GRADIENTS`."""
 NAN_GRADIENTS = {"scatter_reduce.amax[4]", "scatter_reduce.amin[4]"}
@@ -88,6 +90,48 @@ def test_common_operators_compute_what_the_cpu_computes(tmp_path: Path) -> None:
     found = {name: difference(ours, expected, TOLERANCE) for name, ours, expected in compared(tmp_path)}
     assert len(found) > 300
     assert {name for name, text in found.items() if text} == NAN_GRADIENTS
+
+
+VALUES = torch.tensor([-3.0, -1.0, -0.1, 0.0, 0.5, 2.0])
+REPLACED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "elu": lambda x: F.elu(x, 2.0),
+    "elu-in-place": lambda x: F.elu(x * 1, 2.0, inplace=True),
+    "celu": lambda x: F.celu(x, 2.0),
+    "celu-in-place": lambda x: F.celu(x * 1, 2.0, inplace=True),
+    "selu": F.selu,
+    "selu-in-place": lambda x: F.selu(x * 1, inplace=True),
+    "norm": lambda x: x.norm(math.inf),
+    "norm-negative": lambda x: (x + 4).norm(-math.inf),
+    "norm-dim": lambda x: torch.norm(x.reshape(2, 3), math.inf, 1),
+    "norm-dims": lambda x: torch.norm(x.reshape(2, 3), math.inf, (0, 1), keepdim=True),
+    "norm-finite": lambda x: torch.norm(x.reshape(2, 3), 3, 1, keepdim=True),
+    "norm-dtype": lambda x: torch.norm(x, math.inf, dtype=torch.float64),
+    "avg-pool": lambda x: F.avg_pool2d(x.reshape(1, 2, 3), 2, 1, divisor_override=3),
+    "avg-pool-padded": lambda x: F.avg_pool2d(
+        x.reshape(1, 1, 2, 3), (2, 3), (2, 1), 1, count_include_pad=False, divisor_override=5
+    ),
+    "avg-pool-ceil": lambda x: F.avg_pool2d(x.reshape(1, 2, 3), 2, 2, 1, True, True, 1),
+    "avg-pool-3d": lambda x: F.avg_pool3d(
+        x.reshape(1, 2, 1, 3), (2, 1, 2), 2, ceil_mode=True, divisor_override=3
+    ),
+    "avg-pool-plain": lambda x: F.avg_pool2d(x.reshape(1, 2, 3), 2, 1, 1, count_include_pad=False),
+}
+
+
+def _with_gradient(
+    function: Callable[[torch.Tensor], torch.Tensor], device: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x = VALUES.clone().to(device).requires_grad_()
+    y = function(x)
+    (y * torch.arange(1.0, y.numel() + 1, device=device).reshape(y.shape)).sum().backward()
+    assert x.grad is not None
+    return y.detach().cpu(), x.grad.cpu()
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_operators_that_torch_xla_computes_wrongly_are_replaced(name: str) -> None:
+    for found, expected in zip(*(_with_gradient(REPLACED[name], one) for one in ("xla", "cpu")), strict=True):
+        torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.long
