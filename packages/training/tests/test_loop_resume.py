@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler as lrs
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -336,9 +336,30 @@ def _settings(examples: int) -> settings:
     )
 
 
+STOPPED_WITHIN = Plan(
+    schedule="chained",
+    interval="epoch",
+    frequency=1,
+    monitored="val_loss",
+    batches=3,
+    has_length=True,
+    skip=None,
+    patience=1,
+    options={"max_epochs": 1, "max_steps": None, "save_every_n_steps": 1, "val_check_interval": 1},
+    stops=[("max_steps", 3)],
+)
+"""A validation within an epoch ends the training, at a step that is already saved."""
+STOPPED_AT_LAST_BATCH = replace(
+    STOPPED_WITHIN, patience=None, options={"max_epochs": 2, "max_steps": 3}, stops=[("stop", 3)]
+)
+"""The end of the epoch is left to a run that has no steps to make."""
+
+
 @pytest.mark.usefixtures("_alone")
 @_settings(25)
 @given(plan=plans())
+@example(plan=STOPPED_WITHIN)
+@example(plan=STOPPED_AT_LAST_BATCH)
 def test_a_training_in_parts_is_the_training_in_one(plan: Plan) -> None:
     _check(plan)
 

@@ -47,7 +47,8 @@ class CheckpointListener:
         self._stop_file = stop_file(directory)
         self._stop = StopSignal()
         self._stop.__enter__()
-        self._saved_step = self._agree_at = replica.steps
+        self._saved_step: int | None = replica.steps
+        self._agree_at = replica.steps
         self._agreed_s = time.monotonic()
 
     @property
@@ -75,6 +76,8 @@ class CheckpointListener:
     @hookimpl
     def polyxla_validation_finished(self, replica: Replica) -> None:
         """Save the state that a validation within an epoch has found to be the best."""
+        # What was saved at this step is the state before: a run that ended here would validate again.
+        self._saved_step = None
         if self._is_best:
             self._save(replica)
 

@@ -136,7 +136,7 @@ class TrainingLoop:
             self._state.resume_streams(self._checkpoint)
             self._checkpoint = None
         is_over = True
-        while is_over and self.view.current_epoch < self.options.max_epochs and not self._is_done():
+        while is_over and self.view.current_epoch < self.options.max_epochs and not self._is_all_done():
             is_over = self._epoch()
         self._is_finished = True
         if is_over:
@@ -261,6 +261,10 @@ class TrainingLoop:
             return True
         # Several replicas agree on it at the end of the epoch.
         return self.view.should_stop and (self.replica.world_size == 1 or not self.view.training)
+
+    def _is_all_done(self) -> bool:
+        """Return whether nothing is left: an epoch may have ended for a stop, with its last batch used up."""
+        return self._is_done() and self.loader.batches_before != self._batches_per_epoch
 
     def _epoch(self) -> bool:
         """Train for the rest of an epoch, and end the epoch if it is over; return whether it is.
