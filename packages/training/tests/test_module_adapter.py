@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from lightning import LightningModule
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
-from torch.utils.data import TensorDataset
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, TensorDataset
 
 from polyxla import UsageError
+from polyxla_testing import PluginInstaller
+from polyxla_training import Trainer
 from polyxla_training.lightning.callbacks import LightningCallbacks
 from polyxla_training.lightning.data import resolve_loader
 from polyxla_training.lightning.schedulers import Schedulers, configure_optimizers
@@ -277,6 +283,38 @@ def test_lent_attributes_are_taken_back() -> None:
     steps.release()
     assert dict(vars(module)) == before
     assert not hasattr(module, "log")
+
+
+class _KeepsItself(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.parameters(), lr=0.1)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = self.layer(batch).sum()
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        copies = [copy.deepcopy(self), pickle.loads(pickle.dumps(self)), AveragedModel(self).module]
+        for found in copies:
+            assert torch.equal(found.layer.weight, self.layer.weight)
+            assert found.layer.weight is not self.layer.weight
+            # The methods that the training lends know its replica.
+            assert not {"log", "all_gather", "optimizers", "clip_gradients"} & vars(found).keys()
+        optimizer: Any = self.optimizers()
+        self.clip_gradients(optimizer, 1.0)
+
+
+def test_a_module_can_be_copied_while_it_is_trained(install_plugin: PluginInstaller) -> None:
+    install_plugin.fake_runtime()
+    trainer = Trainer(runtime="fake", devices=1, log_dir=None, progress=False)
+    values: Any = torch.ones(2, 2)
+    trainer.fit(_KeepsItself(), DataLoader(values))
+    assert "loss" in trainer.metrics
 
 
 def test_a_modules_own_log_is_not_replaced() -> None:

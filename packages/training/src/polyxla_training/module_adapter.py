@@ -61,16 +61,36 @@ class ModuleAdapter:
             self._lend(module, "trainer", view)
 
     def _lend(self, module: Any, slot: str, value: Any) -> None:
+        if not any(one is module for one, _, _ in self._before):
+            # Copies of the module, such as an average of its weights, are made without what is lent.
+            self._put(module, "__reduce_ex__", partial(self._reduced, module))
+        self._put(module, slot, value)
+
+    def _put(self, module: Any, slot: str, value: Any) -> None:
         # Into __dict__, past nn.Module.__setattr__ and LightningModule's setters.
         self._before.append((module, slot, vars(module).get(slot, _UNSET)))
         vars(module)[slot] = value
 
+    def _reduced(self, module: Any, protocol: Any) -> Any:
+        """Return what `copy` and `pickle` make a copy from."""
+        kind: Any = type(module)
+        made, arguments, *rest = kind.__reduce_ex__(module, protocol)
+        if rest and isinstance(rest[0], dict):
+            rest[0] = dict(rest[0])
+            self._take_back(module, rest[0])
+        return (made, arguments, *rest)
+
+    def _take_back(self, lent_to: Any, attributes: dict[str, Any]) -> None:
+        for module, slot, value in reversed(self._before):
+            if module is lent_to:
+                attributes.pop(slot, None)
+                if value is not _UNSET:
+                    attributes[slot] = value
+
     def release(self) -> None:
         """Take the lent attributes back, so that the module pickles and copies as before."""
-        for module, slot, value in reversed(self._before):
-            vars(module).pop(slot, None)
-            if value is not _UNSET:
-                vars(module)[slot] = value
+        for module in {id(module): module for module, _, _ in self._before}.values():
+            self._take_back(module, vars(module))
         self._before = []
 
     def lend_replica(self, replica: Replica) -> None:

@@ -63,7 +63,7 @@ class LoggerView:
 
 @dataclass
 class TrainerView:
-    """The progress of training, under Lightning's names. The module is copied and pickled with it.
+    """The progress of training, under Lightning's names. What keeps it, such as a callback, can be copied.
 
     Attributes:
         current_epoch: number of finished epochs.
