@@ -24,7 +24,7 @@ from polyxla.console import ended_by_errors, say_once
 from polyxla.env import POLYXLA_DEVICES, POLYXLA_RUNTIME, snapshot, update_environ
 from polyxla.launcher.processes import ProcessWork
 from polyxla.plugins.unknown_variables import unknown_variables
-from polyxla.xla import first_device_use, loader_errors
+from polyxla.xla import first_device_use
 from polyxla.xla.torch_xla_launch import TorchXlaLaunch, handle_launches
 from polyxla_pjrt import discovery, env
 from polyxla_pjrt.cores import is_prepared, no_chip
@@ -36,6 +36,7 @@ from polyxla_tpu import env as tpu_env
 from polyxla_tpu import torchrun
 from polyxla_tpu.chips import attached_chips, may_have_chips
 from polyxla_tpu.played import PlayedTpu
+from polyxla_tpu.xla import loader_errors, operators
 
 
 class NoDevice(plugins.DevicePlugin):
@@ -191,6 +192,7 @@ def _install() -> None:
         apply_environment()
     handle_launches(_launch_plan, _run)
     loader_errors.raise_in_loop()
+    operators.replace()
     first_device_use.watch(_replicas, _check_chips, _follow)
 
 

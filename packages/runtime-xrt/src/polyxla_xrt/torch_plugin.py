@@ -19,7 +19,8 @@ from polyxla.env import POLYXLA_RUNTIME, from_environ, snapshot
 from polyxla.launcher.processes import ProcessWork
 from polyxla.plugins.selection import select
 from polyxla.plugins.unknown_variables import unknown_variables
-from polyxla.xla import first_device_use, loader_errors, torch_xla_launch
+from polyxla.xla import first_device_use, torch_xla_launch
+from polyxla_tpu.xla import loader_errors, operators
 from polyxla_xrt import env, node
 from polyxla_xrt.config.configuration import read_configuration
 from polyxla_xrt.config.cores import process_count
@@ -89,6 +90,7 @@ def _install() -> None:
         polyxla.env.update_environ(prepare(snapshot()))
     torch_xla_launch.handle_launches(prepared_plan, _run)
     loader_errors.raise_in_loop()
+    operators.replace()
     first_device_use.watch(_replicas)
     if wants_node(snapshot()):
         node.register()

@@ -19,7 +19,7 @@ from torch_xla.experimental import plugins
 from polyxla import callsite, env
 from polyxla.console import ended_by_errors
 from polyxla.errors import UsageError
-from polyxla.xla import main_module, operators, silent_training
+from polyxla.xla import main_module, silent_training
 from polyxla.xla.unsynced_loops import UnsyncedSteps
 
 _DEVICE_FUNCTIONS = (
@@ -87,7 +87,6 @@ def watch(
         _replace(xr, name, _counted)
     register_optimizer_step_post_hook(UnsyncedSteps())
     silent_training.watch()
-    operators.replace()
     # These stay, because each plugin is asked only once.
     for plugin in plugins._plugin_registry.values():
         _watch_plugin(plugin)

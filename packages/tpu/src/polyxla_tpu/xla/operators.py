@@ -20,8 +20,9 @@ _NORMS = ("norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype", "norm
 _library = torch.library.Library("aten", "IMPL")
 
 
+@functools.cache
 def replace() -> None:
-    """Compute them as torch does, from now on."""
+    """Compute them as torch does, from now on. Several runtimes may call this."""
     with warnings.catch_warnings():
         # torch reports that an operator is replaced.
         warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
