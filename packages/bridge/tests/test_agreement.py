@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -85,6 +86,45 @@ def test_replicas_of_different_groups_are_not_compared(replicas: list[Agreement]
     replicas[2].meet(_program((SUM, groups)), 2)
     with pytest.raises(PjrtError, match=r"replica 2 calls .*add.* and replica 3 .*maximum"):
         replicas[3].meet(_program((MAX, groups)), 3)
+
+
+def test_replicas_that_wait_for_each_other_in_different_groups_are_an_error(
+    replicas: list[Agreement],
+) -> None:
+    rows, columns = _program((SUM, ((0, 1), (2, 3)))), _program((SUM, ((0, 2), (1, 3))))
+    # Replicas 0 and 1 have met, and so have 2 and 3.
+    for replica in range(4):
+        replicas[replica].meet(rows, replica)
+    replicas[0].meet(rows, 0)
+    replicas[1].meet(columns, 1)
+    replicas[2].meet(columns, 2)
+    expected = (
+        rf"replica 3 waits for replica 2 in {re.escape(SUM)} among replicas 2, 3; replica 2 waits for "
+        r"replica 0 .* among replicas 0, 2; replica 0 waits for replica 1 .* among replicas 0, 1; "
+        r"replica 1 waits for replica 3 .* among replicas 1, 3\."
+    )
+    with pytest.raises(PjrtError, match=expected):
+        replicas[3].meet(rows, 3)
+
+
+def test_replicas_may_meet_in_groups_that_overlap_if_nobody_waits_in_a_circle(
+    replicas: list[Agreement],
+) -> None:
+    rows, columns = (SUM, ((0, 1), (2, 3))), (MAX, ((0, 2), (1, 3)))
+    both, first, second = _program(rows, columns, rows, SUM), _program(rows), _program(columns, rows, SUM)
+    for _ in range(3):
+        for replica in (3, 0, 2, 1):
+            for program in (first, second) if replica % 2 else (both,):
+                replicas[replica].meet(program, replica)
+
+
+def test_replicas_that_meet_their_groups_in_another_order_are_an_error(replicas: list[Agreement]) -> None:
+    pair = (SUM, ((0, 1), (2, 3)))
+    replicas[0].meet(_program(pair, MAX), 0)
+    with pytest.raises(
+        PjrtError, match=r"replica 1 waits for replica 0 in .*maximum.* among replicas 0, 1, 2, 3"
+    ):
+        replicas[1].meet(_program(MAX, pair), 1)
 
 
 def test_a_process_of_another_machine_has_a_board_of_its_own() -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -187,16 +188,26 @@ def test_a_barrier_waits_for_every_replica() -> None:
     assert _everywhere(meet) == [4, 4, 4, 4]
 
 
-def test_barriers_with_different_tags_are_an_error() -> None:
-    with pytest.raises(RuntimeError, match="replicas met under different tags"):
-        _everywhere(lambda replica: replica.barrier("a" if replica.is_first else "b"))
-
-
-def test_objects_gathered_for_different_calls_are_an_error() -> None:
-    with pytest.raises(
-        DisagreementError, match=r"replica \d calls all_reduce \(m..\) of an object and replica"
-    ):
-        _everywhere(lambda replica: replica.all_reduce(1, "max" if replica.is_first else "min"))
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda replica, n: replica.barrier("ab"[n]), r"barrier \([ab]\) and replica \d barrier \([ab]\)"),
+        (lambda replica, n: replica.all_gather(1) if n else replica.barrier(), r"all_gather of an object"),
+        (lambda replica, n: replica.all_reduce(1, ("max", "min")[n]), r"all_reduce \(m..\) of an object and"),
+        (lambda replica, n: replica.all_reduce({"ab"[n]: 1}), r"of an object at \['.'\] and .* at \['.'\]\."),
+        (lambda replica, n: replica.all_reduce([1, {n: 1}]), r"of an object at \[1\]\[\d\] and"),
+        (
+            lambda replica, n: replica.all_reduce(np.ones([1, 2 + n])),
+            r"of float64\[1, \d\] and .* of float64",
+        ),
+        (lambda replica, n: replica.all_reduce(np.ones(2, "if"[n])), r"of (int|float)32\[2\] and"),
+        (lambda replica, n: replica.broadcast(1, n), r"broadcast \(source \d\) of an object and"),
+        (lambda replica, n: replica.broadcast(torch.ones(1), n), r"broadcast \(source \d\) of a tensor and"),
+    ],
+)
+def test_calls_that_differ_are_an_error(call: Callable[[Replica, int], Any], text: str) -> None:
+    with pytest.raises(DisagreementError, match=rf"in the same turn, replica \d calls .*{text}"):
+        _everywhere(lambda replica: call(replica, int(replica.is_first)))
 
 
 def test_tensors_of_one_dtype_are_averaged_in_few_collectives(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,17 +8,22 @@ not join. Replicas on different machines are not compared.
 For each group of replicas that meet, a replica has a channel on the board: the number of its collectives so
 far, and a ring of their digests. The n-th collective of one must be the n-th of the others, whatever programs
 they are in.
+
+Groups that overlap have no channel in common: replica 0 may wait for replica 1 in one group, and replica 1
+for replica 0 in another. So a replica also writes in which order its program meets its groups, and once any
+group is a part of the replicas, looks whether they wait for each other in a circle.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +49,45 @@ _WORD = 8
 _HEADER_WORDS = 2
 _CHANNEL_WORDS = _HEADER_WORDS + RING
 _TOKEN_WORDS = 2
-_AREA_WORDS = GROUPS * _CHANNEL_WORDS + TEXT_BYTES // _WORD
+# The word behind the token says whether any replica meets only some of the others.
+_DIVIDED = _TOKEN_WORDS
+_BOARD_WORDS = _TOKEN_WORDS + 1
+RUNS = 256
+"""Changes of the group in a program that are kept; a replica with more counts as waiting for nobody."""
+# How often the program was replaced, the number of runs, and of each its group, first number and end.
+_PROGRAM_WORDS = 2 + 3 * RUNS
+_TEXT = _PROGRAM_WORDS + GROUPS * _CHANNEL_WORDS
+_AREA_WORDS = _TEXT + TEXT_BYTES // _WORD
+
+
+@dataclass
+class Run:
+    """Collectives of one group that a program calls without another group's in between.
+
+    Attributes:
+        group: digest of the group.
+        first: the number of the first of them, among all of the group.
+        end: the number behind the last.
+    """
+
+    group: int
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one replica does in a program.
+
+    Attributes:
+        channels: by the groups that it meets.
+        runs: the channels' numbers in the program's order, each with how often it comes in a row.
+        is_divided: whether it meets only some of the replicas.
+    """
+
+    channels: tuple[Channel, ...]
+    runs: tuple[tuple[int, int], ...]
+    is_divided: bool
 
 
 @dataclass(frozen=True)
@@ -74,11 +117,12 @@ class Agreement:
 
     def __init__(self, link: Any, settings: BridgeSettings) -> None:
         self._replicas = settings.replicas
-        self._size = (_TOKEN_WORDS + settings.replicas * _AREA_WORDS) * _WORD
+        self._size = (_BOARD_WORDS + settings.replicas * _AREA_WORDS) * _WORD
         self._memory = self._share(link, settings) if settings.processes > 1 else self._own()
         self._words = memoryview(self._memory).cast("Q")
         self._places: dict[tuple[int, int], int] = {}
         self._described: dict[int, int] = {}
+        self._groups: dict[int, list[int]] = {}
         self._lock = threading.Lock()
 
     def _own(self) -> mmap.mmap:
@@ -107,16 +151,18 @@ class Agreement:
                 return board
         return self._own()
 
-    def channels(self, executable: Executable, replica: int) -> list[Channel]:
-        """Return what a replica does in a program, by the groups that meet."""
+    def program(self, executable: Executable, replica: int) -> Program:
+        """Return what a replica does in a program."""
         found: dict[frozenset[int], list[str]] = {}
+        order: list[frozenset[int]] = []
         every = executable.devices or tuple(range(self._replicas))
         for text, groups in executable.meets:
             listed = [frozenset(every[one] for one in group) for group in groups] or [frozenset(every)]
             mine = next((group for group in listed if replica in group), frozenset())
             if len(mine) > 1:
                 found.setdefault(mine, []).append(text)
-        return [
+                order.append(mine)
+        channels = [
             Channel(
                 _digest(repr(sorted(group))),
                 tuple(sorted(group - {replica})),
@@ -125,33 +171,67 @@ class Agreement:
             )
             for group, texts in found.items()
         ]
+        numbers = {group: number for number, group in enumerate(found)}
+        runs = [(numbers[group], len(list(row))) for group, row in itertools.groupby(order)]
+        # All devices of a partitioned program run the same one.
+        is_whole = executable.num_partitions > 1 or all(len(group) == self._replicas for group in found)
+        return Program(tuple(channels), tuple(runs), not is_whole)
 
     def meet(self, executable: Executable, replica: int) -> None:
         """Compare a program's collectives with those of the others before the replica joins them.
 
         Raises:
-            PjrtError: another replica does something else in its turn.
+            PjrtError: another replica does something else in its turn, or waits in another group.
         """
-        known: dict[int, list[Channel]] = executable.native.setdefault("channels", {})
+        known: dict[int, Program] = executable.native.setdefault("meets", {})
         if replica not in known:
-            known[replica] = self.channels(executable, replica)
-            self._describe(replica, known[replica])
-        for channel in known[replica]:
-            self._compare(channel, replica)
-
-    def _compare(self, channel: Channel, replica: int) -> None:
-        place = self._place(replica, channel.group, is_new=True)
-        if place is None:
+            known[replica] = self.program(executable, replica)
+            self._describe(replica, known[replica].channels)
+        program = known[replica]
+        if not program.channels:
             return
-        words, count = self._words, len(channel.digests)
-        start = words[place + 1]
-        end = start + count
-        for first, last in _pieces(max(start, end - RING), end):
-            words[_slots(place, first, last)] = channel.digests[first - start : last - start]
-        words[place + 1] = end
+        starts = self._write(program, replica)
         # A processor may not move the reads below to before the writes above.
         with self._lock:
             pass
+        for channel, start in zip(program.channels, starts, strict=True):
+            self._compare(channel, replica, start)
+        if self._words[_DIVIDED]:
+            self._look_for_circle(replica)
+
+    def _write(self, program: Program, replica: int) -> list[int | None]:
+        """Write a program on the board; return the number of the first collective of each channel."""
+        words, area = self._words, self._area(replica)
+        if program.is_divided:
+            words[_DIVIDED] = 1
+        # Odd: others do not read it now.
+        words[area] += 1
+        places = [self._place(replica, channel.group, is_new=True) for channel in program.channels]
+        starts = [None if place is None else words[place + 1] for place in places]
+        for channel, place, start in zip(program.channels, places, starts, strict=True):
+            if place is None or start is None:
+                continue
+            end = start + len(channel.digests)
+            for first, last in _pieces(max(start, end - RING), end):
+                words[_slots(place, first, last)] = channel.digests[first - start : last - start]
+            words[place + 1] = end
+        reached = list(starts)
+        at = area + 2
+        is_known = len(program.runs) <= RUNS and None not in starts
+        for number, length in program.runs if is_known else ():
+            first = reached[number] or 0
+            reached[number] = first + length
+            words[at], words[at + 1], words[at + 2] = program.channels[number].group, first, first + length
+            at += 3
+        words[area + 1] = len(program.runs) if is_known else 0
+        words[area] += 1
+        return starts
+
+    def _compare(self, channel: Channel, replica: int, start: int | None) -> None:
+        place = self._place(replica, channel.group)
+        if place is None or start is None:
+            return
+        words, end = self._words, start + len(channel.digests)
         for other in channel.others:
             there = self._place(other, channel.group)
             if there is None:
@@ -164,14 +244,81 @@ class Agreement:
                     text = self._description(other, theirs[number])
                     raise different(replica, channel.texts[first - start + number], other, text)
 
+    def _look_for_circle(self, replica: int) -> None:
+        """Raise an error if the replica waits for itself, over others that wait in other groups.
+
+        A replica waits in its first collective that one of its group has not reached. Where another has moved
+        on since it was read, it can only wait for less, so that a circle is one for good.
+        """
+        programs = {one: runs for one in range(self._replicas) if (runs := self._runs(one))}
+        members = {run.group: self._members(one, run.group) for one, runs in programs.items() for run in runs}
+        waits: dict[int, list[int]] = {}
+        is_moving = True
+        while is_moving:
+            is_moving = False
+            for one, runs in programs.items():
+                while runs:
+                    head = runs[0]
+                    ends = {
+                        other: self._reached(other, head.group, programs) for other in members[head.group]
+                    }
+                    waits[one] = [other for other, end in ends.items() if end <= head.first]
+                    reached = min([head.end, *ends.values()])
+                    is_moving |= reached > head.first
+                    head.first = max(head.first, reached)
+                    if head.first < head.end:
+                        break
+                    runs.pop(0)
+        blocked = {one: [other for other in waits[one] if programs.get(other)] for one in programs}
+        if circle := _circle(blocked, replica):
+            raise self._waiting([(one, programs[one][0]) for one in circle])
+
+    def _runs(self, replica: int) -> list[Run]:
+        """Return the runs of a replica's program; none while it writes them."""
+        words, area = self._words, self._area(replica)
+        version, count = words[area], words[area + 1]
+        flat = list(words[area + 2 : area + 2 + 3 * count])
+        if version % 2 or words[area] != version:
+            return []
+        return [Run(*flat[at : at + 3]) for at in range(0, len(flat), 3)]
+
+    def _reached(self, replica: int, group: int, programs: dict[int, list[Run]]) -> int:
+        """Return the number of the collective of a group that a replica gets to without the others."""
+        runs = programs.get(replica, [])
+        for number, run in enumerate(runs):
+            if run.group == group:
+                return run.first if number else run.end
+        place = self._place(replica, group)
+        return 0 if place is None else self._words[place + 1]
+
+    def _members(self, replica: int, group: int) -> list[int]:
+        if group not in self._groups:
+            text = self._description(replica, group)
+            self._groups[group] = [int(one) for one in text.split(", ")] if text[:1].isdigit() else []
+        return self._groups[group]
+
+    def _waiting(self, circle: Sequence[tuple[int, Run]]) -> PjrtError:
+        parts = []
+        for (one, run), (other, _) in zip(circle, [*circle[1:], circle[0]], strict=True):
+            place = self._place(one, run.group)
+            assert place is not None
+            text = self._description(one, self._words[_slots(place, run.first, run.first + 1)][0])
+            group = ", ".join(map(str, self._groups[run.group]))
+            parts.append(f"replica {one} waits for replica {other} in {text} among replicas {group}")
+        return PjrtError(
+            Code.FAILED_PRECONDITION,
+            f"{DISAGREE}: {'; '.join(parts)}. All replicas must call the same collectives, in the same order "
+            "and with the same groups",
+        )
+
     def _area(self, replica: int) -> int:
-        return _TOKEN_WORDS + replica * _AREA_WORDS
+        return _BOARD_WORDS + replica * _AREA_WORDS
 
     def _place(self, replica: int, group: int, *, is_new: bool = False) -> int | None:
         """Return where a replica's channel begins; None if it has none."""
         if (replica, group) not in self._places:
             for number in range(GROUPS):
-                place = self._area(replica) + number * _CHANNEL_WORDS
+                place = self._area(replica) + _PROGRAM_WORDS + number * _CHANNEL_WORDS
                 if is_new and not self._words[place]:
                     self._words[place] = group
                 if self._words[place] == group:
@@ -181,20 +328,37 @@ class Agreement:
 
     def _describe(self, replica: int, channels: Sequence[Channel]) -> None:
         """Write the descriptions of collectives, for others to name them."""
-        start = (self._area(replica) + GROUPS * _CHANNEL_WORDS) * _WORD
-        for text in dict.fromkeys(text for channel in channels for text in channel.texts):
-            line = f"{_digest(text):x} {text}\n".encode()
+        start = (self._area(replica) + _TEXT) * _WORD
+        named = {_digest(text): text for channel in channels for text in channel.texts}
+        for channel in channels:
+            named[channel.group] = ", ".join(map(str, sorted([*channel.others, replica])))
+        for digest, text in named.items():
+            line = f"{digest:x} {text}\n".encode()
             used = self._described.get(replica, 0)
             if used + len(line) <= TEXT_BYTES and line not in self._memory[start : start + used]:
                 self._memory[start + used : start + used + len(line)] = line
                 self._described[replica] = used + len(line)
 
     def _description(self, replica: int, digest: int) -> str:
-        start = (self._area(replica) + GROUPS * _CHANNEL_WORDS) * _WORD
+        start = (self._area(replica) + _TEXT) * _WORD
         lines = self._memory[start : start + TEXT_BYTES].split(b"\n")
         begin = f"{digest:x} ".encode()
         found = next((line for line in lines if line.startswith(begin)), None)
         return found.removeprefix(begin).decode() if found else "another collective"
+
+
+def _circle(blocked: Mapping[int, Sequence[int]], start: int) -> list[int]:
+    """Return a way from a replica over those that each waits for back to itself; empty if there is none."""
+    ways, seen = [[start]], {start}
+    while ways:
+        way = ways.pop(0)
+        for other in blocked.get(way[-1], ()):
+            if other == start:
+                return way
+            if other not in seen:
+                seen.add(other)
+                ways.append([*way, other])
+    return []
 
 
 def _pieces(first: int, last: int) -> Iterator[tuple[int, int]]:

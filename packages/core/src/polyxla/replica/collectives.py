@@ -101,23 +101,25 @@ class Collectives:
         """
         if is_tensor(value):
             return self._replication.all_gather(value)
-        return self._gather("all_gather", value)
+        return self._gather("all_gather", "an object", value)
 
-    def _gather(self, call: str, value: Any) -> list[Any]:
+    def _gather(self, call: str, what: str, value: Any) -> list[Any]:
         """Return every replica's object.
 
         Raises:
-            DisagreementError: another replica gathers for something else than `call`.
+            DisagreementError: another replica gathers for something else than `call` of `what`.
         """
+        call = f"{call} of {what}" if what else call
+        # Another replica may be reading a value that depends on this replica's part of a pending collective.
         self.sync()
         marked = call.encode() + b"\n" + pickle.dumps(value)
-        found = [one.partition(b"\n") for one in self._replication.rendezvous("polyxla.all_gather", marked)]
+        found = [one.partition(b"\n") for one in self._replication.rendezvous("polyxla", marked)]
         for other, (theirs, _, _) in enumerate(found):
             if theirs.decode() != call:
                 raise DisagreementError(
-                    f"replicas disagree: in the same turn, replica {self.ordinal} calls {call} of an object "
-                    f"and replica {other} {theirs.decode() or 'barrier'}. All replicas must call the same "
-                    "collectives, in the same order"
+                    f"replicas disagree: in the same turn, replica {self.ordinal} calls {call} and replica "
+                    f"{other} {theirs.decode()}. All replicas must call the same collectives, in the same "
+                    "order and with the same arguments"
                 )
         return [pickle.loads(payload) for _, _, payload in found]
 
@@ -126,14 +128,19 @@ class Collectives:
 
         Args:
             value: a tensor (same shape and dtype everywhere), or any object that pickles. Every replica must
-                pass a value of the same kind, but only that of `source` is read.
-            source: the ordinal of the replica whose value is returned.
+                pass a value of the same kind, but only that of `source` is read. Pending work is submitted.
+            source: the ordinal of the replica whose value is returned, the same in every replica.
 
         Raises:
             ValueError: `source` is not an ordinal.
         """
         self._check_ordinal("source", source)
-        return self.all_gather(value)[source]
+        call = f"broadcast (source {source})"
+        if is_tensor(value):
+            # The tensors alone would meet, and each replica would take another.
+            self._gather(call, "a tensor", None)
+            return self._replication.all_gather(value)[source]
+        return self._gather(call, "an object", value)[source]
 
     def _check_ordinal(self, name: str, ordinal: int) -> None:
         if not 0 <= ordinal < self.world_size:
@@ -144,7 +151,8 @@ class Collectives:
 
         Args:
             tag: names the barrier in errors; the same in every replica.
+
+        Raises:
+            DisagreementError: another replica is at a barrier with another tag, or calls something else.
         """
-        # Another replica may be reading a value that depends on this replica's part of a pending collective.
-        self.sync()
-        self._replication.rendezvous(tag, b"")
+        self._gather(f"barrier ({tag})", "", None)
