@@ -21,7 +21,7 @@ def _launched(environ: dict[str, str], program: str, *arguments: str) -> subproc
         env={"POLYXLA_EMULATE": "v5e-4", **environ},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=280,
         check=False,
     )
 
