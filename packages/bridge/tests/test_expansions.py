@@ -48,6 +48,24 @@ def test_a_partitioned_program_gets_the_indices_one_by_one() -> None:
     assert "dynamic-slice(%x, %y.reshape" in text
 
 
+@pytest.mark.parametrize("direction", ["GE", "LE"])
+def test_equal_elements_are_sorted_by_a_comparison_that_holds_for_them(
+    engine: JaxEngine, direction: str
+) -> None:
+    text = f"""HloModule sorting
+        order {{ a = pred[] parameter(0) b = pred[] parameter(1) c = s64[] parameter(2) d = s64[] parameter(3)
+          ROOT r = pred[] compare(a, b), direction={direction} }}
+        ENTRY main {{ x = pred[1048576] parameter(0) i = s64[1048576] iota(), iota_dimension=0
+          ROOT s = (pred[1048576], s64[1048576]) sort(x, i), dimensions={{0}}, to_apply=order }}"""
+    mask = np.zeros(1 << 20, bool)
+    mask[[3, 77]] = True
+    values, places = computed(engine, text, mask)
+    marked = slice(0, 2) if direction == "GE" else slice(-2, None)
+    assert sorted(places[marked].tolist()) == [3, 77]
+    assert values[marked].all()
+    assert sorted(places.tolist()) == list(range(1 << 20))
+
+
 def resizing(target: str, of: tuple[int, ...], to: tuple[int, ...], configuration: str) -> str:
     source, result = (f"f32[{','.join(map(str, dims))}]" for dims in (of, to))
     return f"""HloModule resizing

@@ -35,6 +35,9 @@ options, and a flag in ``XLA_FLAGS`` replaces them.
 Source: DebugOptions in xla/xla.proto.
 """
 
+_STRICT = {"GE": "GT", "LE": "LT"}
+"""Comparisons that hold for equal numbers, and those that order the others alike."""
+
 Rewrite = Callable[["Replacement"], None]
 """Adds the instructions that replace one. The last gets the id of the original: its users need no change."""
 
@@ -44,6 +47,10 @@ def for_jaxlib(module: bytes, replicas: int, *, is_partitioned: bool = False) ->
 
     - A dynamic slice, or the update of one, that takes its indices in one vector (``randperm`` of torch_xla)
       takes a number for each dimension, because StableHLO knows no other form.
+
+    - A sort by "greater or equal" or "less or equal", as in TorchTPU's ``unique``, sorts by "greater" or
+      "less": the client sorts by C++'s ``std::sort``, which reads beyond the array where equal elements come
+      before each other.
 
     - An all-reduce of integers by "and", "or" or "xor", or of booleans by "xor", which the client refuses,
       becomes an all-gather whose rows are combined locally. A partitioned program has one too, if it is
@@ -74,7 +81,9 @@ def for_jaxlib(module: bytes, replicas: int, *, is_partitioned: bool = False) ->
     opcodes = {one.id: one.opcode for one in every}
     shapes = {one.id: one.shape for one in every}
     roots = {one.id: opcodes.get(one.root_id, "") for one in parsed.computations}
-    rules = _Rules(replicas, is_partitioned, roots, shapes)
+    orders = {number for one in every if one.opcode == "sort" for number in one.called_computation_ids}
+    comparisons = frozenset(one.root_id for one in parsed.computations if one.id in orders)
+    rules = _Rules(replicas, is_partitioned, roots, shapes, comparisons)
     if not any(rules.rewrite_of(one) for one in every):
         return module
     numbers = _FreshNumbers(every)
@@ -104,17 +113,21 @@ class _Rules:
         is_partitioned: whether several devices compute the program together.
         roots: opcode of each computation's root, by the id of the computation.
         shapes: shape of each instruction, by id.
+        comparisons: ids of the instructions that decide the order of a sort.
     """
 
     replicas: int
     is_partitioned: bool
     roots: Mapping[int, str]
     shapes: Mapping[int, Shape]
+    comparisons: frozenset[int]
 
     def rewrite_of(self, one: Instruction) -> Rewrite | None:
         """Return the rewrite of an instruction; None if it stays."""
         if self._takes_a_vector(one):
             return _separate_indices
+        if one.id in self.comparisons and one.comparison_direction in _STRICT:
+            return _compare_strictly
         if one.opcode == "all-reduce" and (combine := self._bitwise(one)):
             return partial(_gather_and_combine, combine, self._group_size(one))
         return None if self.is_partitioned else self._rewrite_for_replicas(one)
@@ -256,6 +269,14 @@ def _reversed(one: Instruction) -> list[int]:
         for dimension, window in zip(spatial, one.window.dimensions, strict=True)
         if window.window_reversal
     ]
+
+
+def _compare_strictly(replacement: Replacement) -> None:
+    original = replacement.original
+    strict = replacement.add_copy("strict", original.shape, original.operand_ids)
+    strict.comparison_direction = _STRICT[original.comparison_direction]
+    # It is the computation's root.
+    strict.id = original.id
 
 
 def _reverse_kernel(replacement: Replacement) -> None:
