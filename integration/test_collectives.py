@@ -351,6 +351,75 @@ def _broadcast_module(here: Here, given: Tensor) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
+def _in_view(
+    rows: Callable[[Here], int],
+    write: Callable[[Here, Tensor, Tensor], Any],
+    expected: Callable[[Here, list[Tensor]], Tensor],
+) -> Case:
+    def run(here: Here, given: Tensor) -> Tensor:
+        whole = torch.ones(rows(here) + 4, given.shape[1], device=given.device)
+        write(here, given, whole[2:-2])
+        # After an operation in place, a view has the values of the tensor behind it.
+        whole[2:-2].add_(1)
+        return whole
+
+    return Case(
+        run, lambda here, every: torch.nn.functional.pad(expected(here, every) + 1, (0, 0, 2, 2), value=1.0)
+    )
+
+
+def _accumulated_gradient(here: Here, given: Tensor) -> Tensor:
+    weight = torch.ones(2, given.shape[1], device=given.device, requires_grad=True)
+    for _ in range(2):
+        torch.nn.functional.linear(given, weight).sum().backward()
+    assert weight.grad is not None
+    here.xm.all_reduce("sum", [weight.grad])
+    return weight.grad.mul_(0.5)
+
+
+def _view_cases() -> dict[str, Case]:
+    def scattered(here: Here, every: list[Tensor]) -> Tensor:
+        return _scattered(here, every, 0, _everyone(here))
+
+    return {
+        "all_reduce of a view": _in_view(
+            lambda here: 2 * here.size,
+            lambda here, given, view: here.xm.all_reduce("sum", [view.mul_(given)]),
+            lambda here, every: torch.stack(every).sum(0),
+        ),
+        "collective_broadcast of a view": _in_view(
+            lambda here: 2 * here.size,
+            lambda here, given, view: here.xm.collective_broadcast([view.mul_(given)], here.size - 1),
+            lambda here, every: every[-1],
+        ),
+        "all_gather into a view": _in_view(
+            lambda here: 2 * here.size**2,
+            lambda here, given, view: here.xm.all_gather(given, output=view, pin_layout=False),
+            lambda here, every: torch.cat(every),
+        ),
+        "all_gather of a list into views": _in_view(
+            lambda here: 2 * here.size**2,
+            lambda here, given, view: here.xm.all_gather([given], output=[view], pin_layout=False),
+            lambda here, every: torch.cat(every),
+        ),
+        "reduce_scatter into a view": _in_view(
+            lambda here: 2,
+            lambda here, given, view: here.xm.reduce_scatter("sum", given, 1.0, 0, here.size, output=view),
+            scattered,
+        ),
+        "reduce_scatter of a list into views": _in_view(
+            lambda here: 2,
+            lambda here, given, view: here.xm.reduce_scatter(
+                "sum", [given], 1.0, 0, here.size, output=[view], pin_layout=False
+            ),
+            scattered,
+        ),
+        "an accumulated gradient, reduced and clipped": Case(
+            _accumulated_gradient, lambda here, every: torch.stack(every).sum((0, 1)).expand(2, -1)
+        ),
+    }
+
+
 def _payload_cases() -> dict[str, Case]:
     return {
         "rendezvous": Case(
@@ -419,6 +488,7 @@ CASES = (
     | _all_gather_cases()
     | _reduce_scatter_cases()
     | _moving_cases()
+    | _view_cases()
     | _payload_cases()
     | _own_program_cases()
 )

@@ -54,7 +54,10 @@ def _run(replica: Replica) -> dict[str, Any]:
     dist.init_process_group("xla", init_method="xla://")
     try:
         assert (dist.get_rank(), dist.get_world_size()) == (replica.ordinal, replica.world_size)
-        results = {**_collectives(replica), **_groups(replica), "DistributedDataParallel": _ddp(replica)}
+        results = {**_collectives(replica), **_groups(replica)}
+        results |= {
+            f"DistributedDataParallel, views: {views}": _ddp(replica, views) for views in (False, True)
+        }
         replica.sync()
         on_host: dict[str, Any] = map_tensors(lambda tensor: tensor.detach().cpu(), results)
         return on_host
@@ -105,12 +108,10 @@ def _pairs(size: int) -> list[list[int]]:
     return [list(range(first, min(first + 2, size))) for first in range(0, size, 2)]
 
 
-def _ddp(replica: Replica) -> list[list[Tensor]]:
+def _ddp(replica: Replica, views: bool) -> list[list[Tensor]]:
     inputs, targets = (replica.to_device(one[replica.ordinal]) for one in _records(replica.world_size))
     model = _model().to(replica.device)
-    # Not with gradient_as_bucket_view: torch_xla 2.9 then leaves the last gradient of a bucket unreduced,
-    # because in its graph a tensor misses the latest change of a view of it.
-    wrapped = nn.parallel.DistributedDataParallel(model)
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=views)
     return _trained(wrapped, inputs, targets, replica.sync)
 
 
@@ -162,5 +163,8 @@ def _expected(ordinal: int, size: int) -> dict[str, Any]:
         "all_to_all_single": torch.cat([one.split(2)[ordinal] for one in every]),
         "reduce": total if ordinal == size - 1 else every[ordinal],
         "a group's all_reduce": every[pair].sum(0),
-        "DistributedDataParallel": [[one.detach() for one in part] for part in trained],
+        **{
+            f"DistributedDataParallel, views: {views}": [[one.detach() for one in part] for part in trained]
+            for views in (False, True)
+        },
     }

@@ -6,7 +6,6 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
-from torch.nn.parallel import DistributedDataParallel
 
 
 def meet(kind: str, ordinal: int) -> None:
@@ -28,19 +27,9 @@ def train(kind: str, ordinal: int) -> None:
     torch_xla.sync()
 
 
-def wrap() -> None:
-    import torch.distributed as dist
-    import torch_xla.distributed.xla_backend  # noqa: F401
-
-    dist.init_process_group("xla", init_method="xla://")
-    DistributedDataParallel(torch.nn.Linear(2, 1).to("xla"), gradient_as_bucket_view=True)
-
-
 def main(_: int, kind: str) -> None:
     if kind in ("operator", "shape"):
         meet(kind, xr.global_ordinal())
-    elif kind == "views":
-        wrap()
     else:
         train(kind, xr.global_ordinal())
 

@@ -36,7 +36,7 @@ from polyxla_tpu import env as tpu_env
 from polyxla_tpu import torchrun
 from polyxla_tpu.chips import attached_chips, may_have_chips
 from polyxla_tpu.played import PlayedTpu
-from polyxla_tpu.xla import loader_errors, operators
+from polyxla_tpu.xla import inplace_collectives, loader_errors, operators
 
 
 class NoDevice(plugins.DevicePlugin):
@@ -193,6 +193,7 @@ def _install() -> None:
     handle_launches(_launch_plan, _run)
     loader_errors.raise_in_loop()
     operators.replace()
+    inplace_collectives.replace()
     first_device_use.watch(_replicas, _check_chips, _follow)
 
 

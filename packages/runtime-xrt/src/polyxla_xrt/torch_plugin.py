@@ -20,7 +20,7 @@ from polyxla.launcher.processes import ProcessWork
 from polyxla.plugins.selection import select
 from polyxla.plugins.unknown_variables import unknown_variables
 from polyxla.xla import first_device_use, torch_xla_launch
-from polyxla_tpu.xla import loader_errors, operators
+from polyxla_tpu.xla import inplace_collectives, loader_errors, operators
 from polyxla_xrt import env, node
 from polyxla_xrt.config.configuration import read_configuration
 from polyxla_xrt.config.cores import process_count
@@ -91,6 +91,7 @@ def _install() -> None:
     torch_xla_launch.handle_launches(prepared_plan, _run)
     loader_errors.raise_in_loop()
     operators.replace()
+    inplace_collectives.replace()
     first_device_use.watch(_replicas)
     if wants_node(snapshot()):
         node.register()

@@ -158,15 +158,9 @@ class CollectiveReplication(XlaReplication):
 
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
         """Average the replicas' tensors in place, in the program of the current step."""
-        # torch does not see that torch_xla 2.9.0 reduces in place: a tensor that was changed in place before,
-        # such as an accumulated gradient, may have its old values again at the next operation.
-        means = [one.detach().clone() for one in tensors]
         scale = 1.0 / self.world.world_size
         if self._bucket_mb:
             # The last layers' gradients are ready first.
-            xm.all_reduce_bucketized_gradients(means[::-1], scale, None, True, self._bucket_mb)
+            xm.all_reduce_bucketized_gradients(tensors[::-1], scale, None, True, self._bucket_mb)
         else:
-            xm.all_reduce(xm.REDUCE_SUM, means, scale=scale)
-        with torch.no_grad():
-            for one, mean in zip(tensors, means, strict=True):
-                one.copy_(mean)
+            xm.all_reduce(xm.REDUCE_SUM, list(tensors), scale=scale)

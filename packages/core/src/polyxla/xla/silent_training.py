@@ -11,8 +11,6 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
-from torch import distributed
-from torch.nn.parallel import DistributedDataParallel
 
 from polyxla import callsite
 from polyxla.console import say_once
@@ -40,20 +38,6 @@ def watch() -> None:
         reduce_gradients(optimizer, groups, pin_layout)
 
     xm.reduce_gradients = checked_reduce_gradients
-    wrapper: Any = DistributedDataParallel
-    make = wrapper.__init__
-
-    @functools.wraps(make)
-    def checked_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        if self.gradient_as_bucket_view and self.device_type == "xla" and distributed.get_rank() == 0:
-            say_once(
-                f"{callsite.user_line()}: DistributedDataParallel(gradient_as_bucket_view=True) trains "
-                "replicas apart: torch_xla 2.9 leaves the last gradient of each bucket unreduced. "
-                "Leave the option out"
-            )
-
-    wrapper.__init__ = checked_init
 
 
 def _compare(optimizer: torch.optim.Optimizer) -> None:
