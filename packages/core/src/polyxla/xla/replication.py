@@ -161,6 +161,6 @@ class CollectiveReplication(XlaReplication):
         scale = 1.0 / self.world.world_size
         if self._bucket_mb:
             # The last layers' gradients are ready first.
-            xm.all_reduce_bucketized_gradients(tensors[::-1], scale, None, True, self._bucket_mb)
+            xm.all_reduce_bucketized_gradients([*tensors[::-1]], scale, None, True, self._bucket_mb)
         else:
             xm.all_reduce(xm.REDUCE_SUM, list(tensors), scale=scale)
