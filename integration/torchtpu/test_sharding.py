@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import polyxla
 import polyxla_training
-from polyxla import Replica, UsageError
+from polyxla import DisagreementError, Replica, UsageError
 from polyxla_testing import RuntimeUnderTest
 
 WORDS, WIDTH, REPLICAS = 32, 16, 4
@@ -106,6 +106,93 @@ def test_a_divided_module_trains_as_a_whole_one(mesh: dict[str, int], reference:
     assert len(reference) == 2
     for one in found:
         assert one == pytest.approx(reference, rel=1e-5)
+
+
+class Branching(nn.Module):
+    """One of two parts computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.even, self.odd = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, ordinal: int) -> torch.Tensor:
+        out: torch.Tensor = (self.odd if ordinal % 2 else self.even)(x)
+        return out
+
+
+class Branches(nn.Module):
+    """Within a layer, or as layers of their own, replicas use different parameters."""
+
+    def __init__(self, are_layers: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        parts = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+        self.layers = nn.ModuleList(parts if are_layers else [Branching()])
+
+    def forward(self, x: torch.Tensor, ordinal: int) -> torch.Tensor:
+        are_layers = len(self.layers) > 1
+        out: torch.Tensor = self.layers[ordinal % 2](x) if are_layers else self.layers[0](x, ordinal)
+        return out.square().mean()
+
+
+def given(ordinal: int, batch: int) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * ordinal + batch))
+
+
+def branched_losses(
+    replica: Replica, mesh: Mapping[str, int] | None, are_layers: bool = False
+) -> list[float]:
+    module = Branches(are_layers)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    replica.setup(module, optimizer, mesh=mesh)
+    found = []
+    for _ in range(3):
+        for batch in range(2):
+            loss = module(replica.to_device(given(replica.ordinal, batch)), replica.ordinal)
+            (loss / 2).backward()
+        replica.step(optimizer, clip_norm=0.2)
+        optimizer.zero_grad()
+        found.append(replica.all_reduce(loss.detach(), "mean").item())
+    return found
+
+
+def branched_losses_of_one_process() -> list[float]:
+    module = Branches(are_layers=False)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    found = []
+    for _ in range(3):
+        for batch in range(2):
+            losses = [module(given(ordinal, batch), ordinal) for ordinal in range(REPLICAS)]
+            loss = torch.stack(losses).mean()
+            (loss / 2).backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.2)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(None, marks=pytest.mark.long),
+        {"fsdp": 4},
+        {"zero1": 4},
+        pytest.param({"ddp": 2, "fsdp": 2}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_replicas_that_use_different_parameters_of_a_layer_train_as_one_process(
+    mesh: dict[str, int] | None,
+) -> None:
+    for one in polyxla.launch(branched_losses, (mesh,), devices=REPLICAS, runtime="torchtpu"):
+        assert one == pytest.approx(branched_losses_of_one_process(), rel=1e-5)
+
+
+def test_replicas_that_use_different_layers_are_named() -> None:
+    text = r"layer 1 of this step is layers\.0 in replica 0, and layers\.1 in replica 1\. The mesh divides"
+    with pytest.raises(DisagreementError, match=text):
+        polyxla.launch(branched_losses, ({"fsdp": 2}, True), devices=2, runtime="torchtpu")
 
 
 def fit(strategy: Any, module: Model, **options: Any) -> polyxla_training.Trainer:

@@ -52,10 +52,12 @@ def shard_module(
     held = {id(one) for optimizer in optimizers for one in optimizer_parameters(optimizer)}
     places = [(owner, name, id(one)) for owner, name, one in parameters_of(module) if id(one) in held]
     division = _Division(replica, sharding, find_styles(module) if TENSOR in sharding.mesh else {})
-    for block in find_blocks(module) if sharding.sharder else ():
+    blocks = find_blocks(module) if sharding.sharder else []
+    for block in blocks:
         division.add(block, take_first)
     division.add(module, take_first)
     if sharding.sharder and sharding.devices:
+        sharding.watch({name: part for name, part in module.named_modules() if part in blocks})
         # Otherwise replicas that use different parameters of a block would add up their gradients.
         cast("Any", module).set_reduce_scatter_unused_params(True)
         for name in _STEPS:

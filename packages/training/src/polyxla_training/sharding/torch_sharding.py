@@ -17,6 +17,7 @@ from polyxla.errors import UsageError, pip_install
 from polyxla.replica.consistency import average_gradients, average_in_place
 from polyxla.replica.module_move import optimizer_parameters
 from polyxla.replica.replica import Replica
+from polyxla_training.sharding.layer_order import LayerOrder
 from polyxla_training.sharding.mesh_shape import DDP, FSDP, TENSOR, ZERO1, complete, read_strategy
 
 _EPSILON = 1e-6
@@ -44,6 +45,7 @@ class TorchSharding(Sharding):
         self.data_world = replica.world
         self._data_group: dist.ProcessGroup | None = None
         self._replica = replica
+        self._orders: list[LayerOrder] = []
         if replica.world_size > 1:
             if not (dist.is_available() and dist.is_initialized()) or replica.world.shares_process:
                 raise UsageError(
@@ -86,8 +88,18 @@ class TorchSharding(Sharding):
         assert self.sharder is not None
         return self.devices[(DDP, self.sharder) if DDP in self.mesh else self.sharder]
 
+    def watch(self, layers: Mapping[str, torch.nn.Module]) -> None:
+        """Compare between replicas, at each step, in which order they use these layers of one module."""
+        self._orders.append(LayerOrder(self._replica, layers))
+
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> int:
-        """Average the gradients of parameters that `fully_shard` does not hold."""
+        """Average the gradients of parameters that `fully_shard` does not hold.
+
+        Raises:
+            DisagreementError: the replicas have used different layers since the last call.
+        """
+        for order in self._orders:
+            order.compare()
         for one in optimizer_parameters(optimizer):
             grad = one.grad
             if isinstance(one, DTensor) and isinstance(grad, DTensor) and grad.placements != one.placements:
