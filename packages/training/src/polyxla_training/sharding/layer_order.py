@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+
+import torch
 
 from polyxla.errors import DisagreementError
 from polyxla.replica.replica import Replica
-
-if TYPE_CHECKING:
-    import torch
 
 _NAMED = 1000
 """How many layers of a step an error can name."""
@@ -20,7 +18,7 @@ class LayerOrder:
     """Compares the order between replicas, in each step with an order that is new.
 
     A layer is gathered when a replica computes it. Replicas that compute different layers of equal shapes
-    gather a mixture of them, which no collective can notice.
+    gather a mixture of them, which no collective can notice. Layers in a compiled module are left out.
 
     Args:
         replica: the replica.
@@ -36,6 +34,9 @@ class LayerOrder:
             layer.register_forward_pre_hook(lambda *_, name=name: self._add(name))
 
     def _add(self, name: str) -> None:
+        if torch.compiler.is_compiling():
+            # Recorded values would be guards, which compile anew at each step.
+            return
         self._digest = zlib.crc32(name.encode(), self._digest)
         if len(self._names) < _NAMED:
             self._names.append(name)
