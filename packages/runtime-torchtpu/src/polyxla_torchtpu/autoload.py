@@ -1,6 +1,7 @@
 """The entry point by which torch loads TorchTPU on a played TPU, in programs that do not know polyxla.
 
-torch calls it at the end of its import, in every process. Without `POLYXLA_EMULATE` it does nothing.
+torch calls it at the end of its import, in every process. Without `POLYXLA_EMULATE` it replaces
+`polyxla_torchtpu.operators`, no more.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ def load() -> None:
         return
     with ended_by_errors():
         update_environ(prepare(environ))
+    from polyxla_torchtpu import operators
+
+    operators.replace()
     environ = snapshot()
     if POLYXLA_LIBTPU_HOST in environ:
         from polyxla_torchtpu import host_answers

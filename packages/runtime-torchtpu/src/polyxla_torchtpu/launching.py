@@ -26,11 +26,11 @@ def preload(on_chips: bool) -> tuple[str, ...]:
     """Return the modules that the fork server imports; importing them starts nothing.
 
     Args:
-        on_chips: whether the replicas compute on TPU chips. torch_tpu opens libtpu when it is imported, and
-            the real one does not work in a fork.
+        on_chips: whether the replicas compute on TPU chips. torch loads torch_tpu, which opens libtpu; the
+            real one does not work in a fork.
     """
     if on_chips:
-        return ("polyxla_torchtpu.torch_modules",)
+        return ()
     return ("polyxla_torchtpu.replicas", "polyxla_bridge.engine.jax_engine")
 
 

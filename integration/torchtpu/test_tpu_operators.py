@@ -1,0 +1,51 @@
+"""torch's own samples of its operators, forward and backward, on TorchTPU's emulated TPU and on the CPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import polyxla
+from polyxla import Replica
+
+INTEGRATION = Path(__file__).parents[1]
+sys.path += [str(INTEGRATION), str(INTEGRATION / "programs")]
+from operators import difference  # noqa: E402
+from test_operators import EMULATED, OPERATORS, TOLERANCE, compared, run  # noqa: E402
+
+MISSING = {
+    *("kthvalue", "nn.functional.adaptive_max_pool2d", "nn.functional.mish", "std_mean"),
+}
+"""Operators, or their gradients, that TorchTPU 0.2.0 does not have."""
+DIFFERENT = {
+    *("abs[1]", "aminmax[4]", "lu_solve[4]", "nn.functional.hardsigmoid[3]", "norm.inf[4]", "sign[1]"),
+    *("scatter_reduce.amax[4]", "scatter_reduce.amin[4]"),
+}
+"""Samples with NaN or infinity, and hardsigmoid at its edge, that TorchTPU's programs compute otherwise."""
+
+
+def _pooled(replica: Replica | None) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.arange(18.0).square().reshape(2, 9)
+    x = (replica.to_device(x) if replica else x).requires_grad_()
+    y = torch.cat([F.avg_pool1d(x, 3), F.avg_pool1d(x, 4, 2, 1, ceil_mode=True, count_include_pad=False)], 1)
+    y.square().sum().backward()
+    assert x.grad is not None
+    return y.detach().cpu(), x.grad.cpu()
+
+
+def test_average_pooling_has_a_gradient() -> None:
+    (found,) = polyxla.launch(_pooled, devices=1, runtime="torchtpu")
+    torch.testing.assert_close(found, _pooled(None))
+
+
+@pytest.mark.long
+def test_common_operators_compute_what_the_cpu_computes(tmp_path: Path) -> None:
+    assert run(tmp_path, EMULATED, *OPERATORS.split()) == 0
+    found = {name: difference(ours, expected, TOLERANCE) for name, ours, expected in compared(tmp_path)}
+    assert len(found) > 300
+    wrong = {name for name, text in found.items() if text}
+    assert {name for name in wrong if name.partition("[")[0] not in MISSING} == DIFFERENT
