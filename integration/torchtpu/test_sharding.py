@@ -182,7 +182,7 @@ def branched_losses_of_one_process() -> list[float]:
     ],
     ids=str,
 )
-def test_replicas_that_use_different_parameters_of_a_layer_train_as_one_process(
+def test_replicas_that_use_other_parts_of_a_layer_train_as_one_process(
     mesh: dict[str, int] | None,
 ) -> None:
     for one in polyxla.launch(branched_losses, (mesh,), devices=REPLICAS, runtime="torchtpu"):

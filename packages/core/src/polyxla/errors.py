@@ -100,7 +100,10 @@ class ReplicaLostError(PolyxlaError):
 
 
 class DisagreementError(PolyxlaError):
-    """Replicas called different collectives in the same turn, such as a sum and a maximum; neither ran."""
+    """Replicas called different collectives in the same turn, such as a sum and a maximum; neither ran.
+
+    Or they computed different layers of a divided module; none of its parameters was changed.
+    """
 
 
 class StalledError(PolyxlaError):
