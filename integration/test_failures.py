@@ -159,14 +159,14 @@ def test_replicas_that_disagree_end_with_both_calls_and_lines(everywhere: Callab
 
 DISAGREEMENTS = {
     "operator": r"replica 0 calls all-reduce \(maximum\) of float32\[2,3\] and replica 1 all-reduce \(add\) "
-    r"of float32\[2,3\]\. .*\(replica 0 is at \S*disagree.py:15; replica 1 is at \S*disagree.py:15\)",
+    r"of float32\[2,3\]\. .*\(replica 0 is at \S*disagree.py:14; replica 1 is at \S*disagree.py:14\)",
     "shape": r"replica 0 calls all-gather of float32\[2,3\] along dimension 0 and replica 1 all-gather of "
-    r"float32\[3,3\] along dimension 0\. .*disagree.py:17; .*disagree.py:17",
+    r"float32\[3,3\] along dimension 0\. .*disagree.py:16; .*disagree.py:16",
     "branch": r"replicas have gradients of different parameters, such as parameter 0 of SGD, of shape "
-    r"\(1, 2\): .*disagree.py:27",
+    r"\(1, 2\): .*disagree.py:26",
 }
 WARNINGS = {
-    "seed": r"disagree.py:27: replicas begin with different parameters, such as parameter 0 of SGD, .*seed",
+    "seed": r"disagree.py:26: replicas begin with different parameters, such as parameter 0 of SGD, .*seed",
     "same": "",
 }
 
