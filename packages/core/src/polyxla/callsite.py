@@ -13,6 +13,8 @@ from polyxla.entry_points import entry_points
 LIBRARIES = sys.stdlib_module_names | {
     # typing_extensions: its wrapper stands around torch_xla's deprecated functions.
     *("pluggy", "numpy", "polyxla_testing", "typing_extensions"),
+    # The bridge imports and calls them.
+    *("jax", "jaxlib", "ml_dtypes"),
     *("torch", "torch_tpu", "torch_xla", "functorch", "lightning", "lightning_fabric", "pytorch_lightning"),
 }
 """Packages that may stand between the user's line and the device."""
