@@ -54,7 +54,7 @@ STAND_IN = '#!/bin/sh\nfor last; do :; done\nsh -c "$last"\n'
 NAMED = re.compile(
     r"^(?:\[w\d\] )?(?:polyxla: error: .{10,}"
     r"|(?:polyxla\.errors\.)?\w*(?:Lost|Stalled|Usage|Pjrt|Broken)\w*: .+"
-    r"|RuntimeError: nothing listened on .+ did not start"
+    r"|RuntimeError: (?:nothing listened on .+ did not start|.+ did not connect to .+ within .+)"
     r"|.*(?:No space left|File too large|Too many open files).*|polyxla: interrupted)$",
     re.MULTILINE,
 )
