@@ -55,6 +55,7 @@ NAMED = re.compile(
     r"^(?:\[w\d\] )?(?:polyxla: error: .{10,}"
     r"|(?:polyxla\.errors\.)?\w*(?:Lost|Stalled|Usage|Pjrt|Broken)\w*: .+"
     r"|RuntimeError: (?:nothing listened on .+ did not start|.+ did not connect to .+ within .+)"
+    r"|RuntimeError: jaxlib's coordination service (?:did not start|cannot listen).+"
     r"|.*(?:No space left|File too large|Too many open files).*|polyxla: interrupted)$",
     re.MULTILINE,
 )

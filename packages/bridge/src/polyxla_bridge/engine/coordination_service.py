@@ -80,7 +80,9 @@ class CoordinationService:
         try:
             # It forks the service, which may outlive this process.
             self._process.wait(START_TIMEOUT_S)
-            self._send(peers)
+            # If it has ended already, its reason is in the pipe.
+            with suppress(BrokenPipeError):
+                self._send(peers)
             answer = self._pipe.recv(4096)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise PjrtError(
