@@ -13,6 +13,7 @@ from typing import Any
 from polyxla import UsageError, env
 from polyxla.cli import script
 from polyxla.console import say
+from polyxla.launcher.process_handle import is_stopped
 from polyxla_warm import messages
 from polyxla_warm.directory import reachable, sockets
 from polyxla_warm.facts import own_state, surroundings
@@ -125,24 +126,16 @@ def _pid(path: Path) -> int:
     return int(path.name.rpartition("-")[2])
 
 
-def _is_stopped(path: Path) -> bool:
-    try:
-        stat = Path(f"/proc/{_pid(path)}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] in "Tt"
-
-
 def _silence(path: Path) -> str:
     """Describe why a warm process does not answer, and what to do."""
     pid = _pid(path)
-    if _is_stopped(path):
+    if is_stopped(pid):
         return f"process {pid} is stopped (kill -CONT {pid} continues it, kill -KILL {pid} ends it)"
     return f"process {pid} did not answer (kill -KILL {pid} ends it, and its jobs)"
 
 
 def _connect(path: Path) -> socket.socket | None:
-    if _is_stopped(path):
+    if is_stopped(_pid(path)):
         return None
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(ANSWER_S)

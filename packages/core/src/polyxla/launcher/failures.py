@@ -24,7 +24,7 @@ from polyxla import presence
 from polyxla.console import say
 from polyxla.errors import DisagreementError, PolyxlaError, ReplicaLostError, StalledError
 from polyxla.launcher.messages import Message, Raised, StallReport, pack
-from polyxla.launcher.process_handle import Process
+from polyxla.launcher.process_handle import Process, is_stopped
 from polyxla.presence import Position
 
 INTERRUPT_GRACE_S = 3.0
@@ -312,7 +312,7 @@ def stalled(processes: Sequence[ReplicaProcess], first: ReplicaProcess, report: 
         return StalledError(f"{sentence}. {UNEQUAL}")
     for text, names in positions.items():
         say(f"{', '.join(names)}:\n{text}")
-    still = "".join(f". {one} {stopped(one)}" for one in others if one.process.is_stopped())
+    still = "".join(f". {one} {stopped(one)}" for one in others if is_stopped(one.process.pid))
     return StalledError(
         f"{first} waited too long for other replicas: {what}; the position of each process is printed above"
         f"{still}"

@@ -23,6 +23,16 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a process stands still, as after SIGSTOP or Ctrl-Z, or in a debugger."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    # The name of the program stands before the state, in parentheses.
+    return stat.rpartition(")")[2].split()[0] in "Tt"
+
+
 @dataclass(frozen=True)
 class Exit:
     """How a process ended.
@@ -62,15 +72,6 @@ class Process(ABC):
     @abstractmethod
     def ended(self) -> Exit | None:
         """Return how it ended, or None while it is alive; never blocks."""
-
-    def is_stopped(self) -> bool:
-        """Return whether it stands still, as after SIGSTOP or Ctrl-Z, or in a debugger."""
-        try:
-            # The name of the program stands before it, in parentheses.
-            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return False
-        return state in "Tt"
 
     def signal(self, number: signal.Signals) -> None:
         """Send it a signal if it is still alive."""

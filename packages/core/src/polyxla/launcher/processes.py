@@ -31,7 +31,7 @@ from polyxla.launcher.failures import STOP_GRACE_S, ReplicaProcess
 from polyxla.launcher.messages import Message, Setup, unpack
 from polyxla.launcher.pickling import dumps, pickles
 from polyxla.launcher.process_end import remove_remote_modules
-from polyxla.launcher.process_handle import OwnProcess
+from polyxla.launcher.process_handle import OwnProcess, is_stopped
 from polyxla.launcher.start_methods import interrupts_blocked, running_fork_server, spawn
 
 EXIT_GRACE_S = 0.5
@@ -189,7 +189,7 @@ def _named_parts(work: Work) -> list[tuple[str, Any]]:
 def _greet(child: ReplicaProcess, setup: Setup, timeout_s: float) -> None:
     try:
         if not child.pipe.poll(timeout_s):
-            if child.process.is_stopped():
+            if is_stopped(child.process.pid):
                 raise ReplicaLostError(f"{child} {failures.stopped(child)}")
             raise ReplicaLostError(
                 f"{child} did not answer within {timeout_s:g} s of its start; {env.POLYXLA_START_TIMEOUT_S} "
