@@ -107,9 +107,7 @@ def requested(environ: Mapping[str, str]) -> tuple[Discovery, tuple[int, ...]]:
         UsageError: they do not exist, or the environment is wrong.
     """
     found = discover(environ, "auto")
-    if found.unavailable:
-        where = found.reason if found.claim >= Claim.CONFIGURED else None
-        raise UsageError(found.unavailable, where=where, fix=found.fix)
+    found.check()
     return found, pick_devices(from_environ(environ).devices, "pjrt", found.devices, found.growable)
 
 

@@ -60,9 +60,7 @@ def requested_plan(environ: Mapping[str, str]) -> TorchTpuPlan:
         UsageError: the environment requests something that cannot run.
     """
     found = discover(environ, "auto")
-    if found.unavailable:
-        where = found.reason if found.claim >= Claim.CONFIGURED else None
-        raise UsageError(found.unavailable, where=where, fix=found.fix)
+    found.check()
     devices = pick_devices(from_environ(environ).devices, NAME, found.devices, found.growable)
     return plan_for(environ, found.kind, devices)
 

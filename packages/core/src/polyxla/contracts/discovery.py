@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from polyxla.env import Setting
+from polyxla.errors import UsageError
 
 
 class Claim(IntEnum):
@@ -74,3 +75,13 @@ class Discovery:
     topology: str | None = None
     variables: Mapping[str, Setting] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Check that something can run here.
+
+        Raises:
+            UsageError: nothing can; it names the variables that ask for this runtime.
+        """
+        if self.unavailable:
+            where = self.reason if self.claim >= Claim.CONFIGURED else None
+            raise UsageError(self.unavailable, where=where, fix=self.fix)
