@@ -96,7 +96,7 @@ def test_a_compilation_names_the_batch_whose_shape_changed(
     assert summary["unexpected"] == 1
     assert summary["reads_per_step"] == 0, "polyxla's own reads are not counted"
     # On a device that is called a TPU, also that twelve rows are padded to sixteen.
-    assert not [one for one in events[-1]["findings"] if one["kind"] != "padding"]
+    assert not [finding for finding in events[-1]["findings"] if finding["kind"] != "padding"]
     assert summary["records_per_s"] > 0
     stderr = capfd.readouterr().err
     assert "step 5 compiled a program" in stderr
@@ -137,7 +137,7 @@ def test_a_host_read_inside_a_step_is_found_with_its_line(
 def test_an_operation_that_falls_back_to_the_host_is_found(runtime: RuntimeUnderTest, tmp_path: Path) -> None:
     events = fit(runtime, tmp_path, Net("fallback"), batches(9, 9, 9))
     # A TPU would pad the nine rows, too.
-    [finding] = [one for one in kinds(events, "finding") if one["kind"] != "padding"]
+    [finding] = [each for each in kinds(events, "finding") if each["kind"] != "padding"]
     assert (finding["kind"], finding["op"], finding["count"]) == ("fallback", "aten::histc", 1)
     assert finding["line"].endswith(line_of("torch.histc"))
     assert events[-1]["summary"]["fallbacks"] == {"aten::histc": 6}

@@ -130,7 +130,8 @@ def _with_gradient(
 
 @pytest.mark.parametrize("name", REPLACED)
 def test_operators_that_torch_xla_computes_wrongly_are_replaced(name: str) -> None:
-    for found, expected in zip(*(_with_gradient(REPLACED[name], one) for one in ("xla", "cpu")), strict=True):
+    ours, theirs = (_with_gradient(REPLACED[name], device) for device in ("xla", "cpu"))
+    for found, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 

@@ -54,7 +54,9 @@ def loss_of(scores: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
 
 
 def train(modules: list[nn.Module], device: str, step: Callable[..., float | None]) -> list[float | None]:
-    optimizer = torch.optim.SGD((one for module in modules for one in module.parameters()), lr=0.5)
+    optimizer = torch.optim.SGD(
+        (parameter for module in modules for parameter in module.parameters()), lr=0.5
+    )
     generator = torch.Generator().manual_seed(1)
     losses = []
     for _ in range(STEPS):

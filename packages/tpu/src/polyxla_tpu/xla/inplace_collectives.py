@@ -4,7 +4,7 @@ torch_xla 2.9.0 replaces the value of such an argument behind torch's back. If t
 tensor behind it keeps its old values, and the view has them again after its next in-place operation. So
 accumulated gradients that are reduced and then clipped, and gradients in the buckets of
 DistributedDataParallel, were those of one replica. Here, a collective writes into a tensor of its own, which
-torch then copies. XLA's program has no copy more, unless the argument is a view.
+torch then copies. In XLA's program, this adds a copy only where the argument is a view.
 """
 
 from __future__ import annotations
