@@ -252,7 +252,7 @@ def measure_start() -> None:
     four, eight, emulated, bare = (best[name] for name in ways)
     row("start: 4 processes / bare spawn of 4", four, bare, four.wall_s / bare.wall_s, at_most=0.55)
     row("start: 8 processes / 4", eight, four, eight.wall_s / four.wall_s, at_most=1.3)
-    row("start: a played v3-8 / 8 processes", emulated, eight, emulated.wall_s / eight.wall_s, at_most=1.1)
+    row("start: an emulated v3-8 / 8 processes", emulated, eight, emulated.wall_s / eight.wall_s, at_most=1.1)
 
 
 def measure_compile() -> None:

@@ -336,7 +336,7 @@ def test_the_error_texts_of_the_questions_page_are_those_of_the_sources() -> Non
     printed = {
         "polyxla": ours,
         "torch_xla": templates([torch_xla / "runtime.py", torch_xla / "_internal" / "pjrt.py"]),
-        # The played libtpu has the real one's texts, and so have the tests of `polyxla fits`.
+        # The emulated libtpu has the real one's texts, and so have the tests of `polyxla fits`.
         "libtpu": [*ours, *templates([ROOT / "packages" / "fits" / "tests" / "test_fits.py"])],
     }
     # What comes before a text is added where it is printed.

@@ -81,7 +81,7 @@ def test_a_script_that_fails_is_shown(clean_environ: dict[str, str], tmp_path: P
 def test_a_script_without_a_device_is_named(clean_environ: dict[str, str], tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("print('nothing to do')")
-    with pytest.raises(ScriptFailedError, match="used no device of the played TPU"):
+    with pytest.raises(ScriptFailedError, match="used no device of the emulated TPU"):
         collect([str(script)], "v5e-1", tmp_path / "programs", clean_environ)
 
 

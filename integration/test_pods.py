@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from polyxla_testing import RuntimeUnderTest
-from polyxla_tpu.played import free_addresses
+from polyxla_tpu.emulated import free_addresses
 
 pytestmark = pytest.mark.emulated_tpu
 

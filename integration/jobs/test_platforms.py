@@ -1,4 +1,4 @@
-"""Jobs on workers whose cores are a PJRT plugin's devices, or a played TPU's."""
+"""Jobs on workers whose cores are a PJRT plugin's devices, or an emulated TPU's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Launch = Callable[..., subprocess.Popen[str]]
 Serve = Callable[..., Any]
 PATIENCE_S = 240
 SEEDS = Path(__file__).parents[1] / "seeds"
-each_played = pytest.mark.parametrize(("kind", "cores"), [("v3-8", 8), ("v4-8", 4)])
+each_emulated = pytest.mark.parametrize(("kind", "cores"), [("v3-8", 8), ("v4-8", 4)])
 DIGITS = ("-m", "polyxla_examples.digits", "--json")
 
 
@@ -30,7 +30,7 @@ def on_plugin(serve: Serve, host: Host, cores: int) -> Served:
     return served
 
 
-def on_played(serve: Serve, host: Host, kind: str, cores: int) -> Served:
+def on_emulated(serve: Serve, host: Host, kind: str, cores: int) -> Served:
     served: Served = serve(host, cores, platform=("--platform", "tpu"), POLYXLA_EMULATE=kind)
     return served
 
@@ -74,11 +74,11 @@ def test_digits_trains_on_a_plugin(serve: Serve, launch: Launch, here: Host) -> 
 
 
 @pytest.mark.long
-@each_played
-def test_digits_trains_on_a_played_tpu(
+@each_emulated
+def test_digits_trains_on_an_emulated_tpu(
     serve: Serve, launch: Launch, here: Host, kind: str, cores: int
 ) -> None:
-    served = on_played(serve, here, kind, cores)
+    served = on_emulated(serve, here, kind, cores)
     assert served.status()["platform"] == "tpu"
     out, _ = printed(launch(here, "-m", "polyxla", "run", *DIGITS, **variables(served, cores)))
     assert json.loads(out)["test_accuracy"] > 0.97
@@ -97,8 +97,8 @@ def test_multi_device_mnist_runs_on_a_plugin(
 
 
 @pytest.mark.long
-@each_played
-def test_multi_device_mnist_runs_on_a_played_tpu(
+@each_emulated
+def test_multi_device_mnist_runs_on_an_emulated_tpu(
     serve: Serve,
     launch: Launch,
     here: Host,
@@ -106,4 +106,4 @@ def test_multi_device_mnist_runs_on_a_played_tpu(
     cores: int,
     check_mnist: Callable[[str, range], None],
 ) -> None:
-    check_mnist(run_mnist(on_played(serve, here, kind, cores), launch, cores), range(cores))
+    check_mnist(run_mnist(on_emulated(serve, here, kind, cores), launch, cores), range(cores))

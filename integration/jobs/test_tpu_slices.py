@@ -1,4 +1,4 @@
-"""Jobs on the workers of a TPU slice: two played hosts of a v4-16, each with its own worker and launcher."""
+"""Jobs on the workers of a TPU slice: two emulated hosts of a v4-16, each with a worker and a launcher."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from jobs.conftest import Host
 from polyxla.launcher.ports import free_ports
-from polyxla_tpu.played import free_addresses
+from polyxla_tpu.emulated import free_addresses
 
 if TYPE_CHECKING:
     from jobs.conftest import Served

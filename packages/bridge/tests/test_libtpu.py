@@ -1,4 +1,4 @@
-"""The played libtpu behind torch_xla's own TPU plugin, opened by processes that prepare nothing."""
+"""The emulated libtpu behind torch_xla's own TPU plugin, opened by processes that prepare nothing."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def _slice(chips: str, bounds: str, dev: Path, visible: list[int], ports: list[i
     ]
 
 
-def test_torch_xla_trains_on_a_played_v4(run: Run, slice_of: SliceOf) -> None:
+def test_torch_xla_trains_on_an_emulated_v4(run: Run, slice_of: SliceOf) -> None:
     environs = slice_of("v4:2x2x1", "2,2,1", [0, 1, 2, 3])
-    done = run("played_tpu.py", replicas=4, processes=4, environs=environs)
+    done = run("emulated_tpu.py", replicas=4, processes=4, environs=environs)
     assert [one.returncode for one in done] == [0] * 4, [one.stderr[-2000:] for one in done]
     lines = [one.stdout.splitlines() for one in done]
     assert [line[0] for line in lines] == [f"TPU {task} 4" for task in range(4)]
@@ -68,8 +68,8 @@ def test_torch_xla_trains_on_a_played_v4(run: Run, slice_of: SliceOf) -> None:
     assert [one.stderr for one in done] == [""] * 4
 
 
-def test_a_chip_of_a_played_v3_is_two_devices(run: Run, slice_of: SliceOf) -> None:
-    (done,) = run("played_tpu.py", environs=slice_of("v3:2x2x1", "1,1,1", [3]))
+def test_a_chip_of_an_emulated_v3_is_two_devices(run: Run, slice_of: SliceOf) -> None:
+    (done,) = run("emulated_tpu.py", environs=slice_of("v3:2x2x1", "1,1,1", [3]))
     assert done.returncode == 0, done.stderr[-2000:]
     counts, places, sums, memory_gib = done.stdout.splitlines()
     assert memory_gib == "16"
@@ -92,7 +92,7 @@ def test_sigterm_prints_a_stack_unless_the_process_handles_it(handler: str, code
     assert ("most recent call first" in done.stderr) == (code != 0)
 
 
-def test_jax_computes_on_a_played_v4_beside_torch_xla(run: Run, slice_of: SliceOf) -> None:
+def test_jax_computes_on_an_emulated_v4_beside_torch_xla(run: Run, slice_of: SliceOf) -> None:
     (environ,) = slice_of("v4:2x2x1", "1,1,1", [0])
     whole = {"TPU_VISIBLE_CHIPS": "0,1,2,3", "JAX_FORCE_TPU_INIT": "1"}
     (done,) = run("jax_computes.py", environs=[environ | whole])
@@ -106,7 +106,7 @@ def test_jax_computes_on_a_played_v4_beside_torch_xla(run: Run, slice_of: SliceO
     ]
 
 
-def test_jax_computes_on_a_played_v4_without_torch_xla(slice_of: SliceOf) -> None:
+def test_jax_computes_on_an_emulated_v4_without_torch_xla(slice_of: SliceOf) -> None:
     code = """
 import sys
 import jax
@@ -128,17 +128,17 @@ print(jax.devices(), jax.jit(lambda x: x @ x + 1)(jnp.ones((3, 3))).sum(), "torc
 
 
 def test_a_wrong_box_is_refused_in_every_process(run: Run, slice_of: SliceOf) -> None:
-    done = run("played_tpu.py", replicas=2, processes=2, environs=slice_of("v4:2x2x1", "2,1,1", [0, 1]))
+    done = run("emulated_tpu.py", replicas=2, processes=2, environs=slice_of("v4:2x2x1", "2,1,1", [0, 1]))
     assert [one.returncode for one in done] == [1, 1]
     assert all("duplicate coordinate assignment: two of the chips in use" in one.stderr for one in done), done
 
 
-def test_a_played_libtpu_that_cannot_start_says_why(run: Run, slice_of: SliceOf) -> None:
+def test_an_emulated_libtpu_that_cannot_start_says_why(run: Run, slice_of: SliceOf) -> None:
     code = "import sys, torch; sys.modules['polyxla_bridge.libtpu'] = None; torch.ones(2, device='xla')"
     (done,) = run(code, environs=slice_of("v4:2x2x1", "1,1,1", [0]))
     assert done.returncode == 1
     assert "ModuleNotFoundError: import of polyxla_bridge.libtpu halted" in done.stderr
-    assert "polyxla: the played libtpu could not start, see the error above" in done.stderr
+    assert "polyxla: the emulated libtpu could not start, see the error above" in done.stderr
 
 
 def test_a_chip_in_use_is_refused_with_its_process(run: Run, slice_of: SliceOf) -> None:
@@ -146,6 +146,6 @@ def test_a_chip_in_use_is_refused_with_its_process(run: Run, slice_of: SliceOf) 
     with socket.socket(socket.AF_UNIX) as held:
         held.bind(f"\0polyxla-libtpu/{environ['POLYXLA_LIBTPU_DEV']}/accel2")
         held.listen()
-        (done,) = run("played_tpu.py", environs=[environ])
+        (done,) = run("emulated_tpu.py", environs=[environ])
     assert done.returncode == 1
     assert f"The TPU is already in use by process with pid {os.getpid()}." in done.stderr

@@ -1,4 +1,4 @@
-"""The played libtpu's reading of the variables: who drives which devices, and what is refused."""
+"""The emulated libtpu's reading of the variables: who drives which devices, and what is refused."""
 
 from __future__ import annotations
 

@@ -16,14 +16,14 @@ def test_many_jobs_in_one_process_leave_nothing_behind(outcomes: Outcomes, on_pl
     assert growth < 1.03
 
 
-def test_a_played_libtpu_is_a_plugin_like_any_other(outcomes: Outcomes, tmp_path: Path) -> None:
+def test_an_emulated_libtpu_is_a_plugin_like_any_other(outcomes: Outcomes, tmp_path: Path) -> None:
     environ = {
         "POLYXLA_LIBTPU_HOST": "v4:2x2x1",
         "POLYXLA_LIBTPU_DEV": str(tmp_path),
         "TPU_SKIP_MDS_QUERY": "1",
         "NPROC": "16",
     }
-    ((code, lines, err),) = outcomes("plugin_jobs.py", "played_libtpu", replicas=1, processes=1, **environ)
+    ((code, lines, err),) = outcomes("plugin_jobs.py", "emulated_libtpu", replicas=1, processes=1, **environ)
     assert code == 0, err
     assert lines == [
         "TPU [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (1, 1, 0, 0)] TPU v4",

@@ -47,7 +47,7 @@ def test_a_missing_configuration_is_a_problem(
     assert found.found == "no runtime can be chosen (none is installed)"
     assert "./packages/runtime-pjrt" in found.fix
     host = gather_host(Places())
-    assert runtimes.check_devices(facts, host, is_played=False) == []
+    assert runtimes.check_devices(facts, host, is_emulated=False) == []
 
 
 def test_a_runtime_that_is_not_installed_is_named_with_the_variable(
@@ -108,12 +108,12 @@ def test_a_runtime_that_cannot_run_matters_only_if_it_is_asked_for() -> None:
 class TestDevices:
     def test_an_emulated_tpu_has_all_of_its_devices(self, environ: dict[str, str]) -> None:
         facts = gathered(environ | {"POLYXLA_EMULATE": "v4-16"})
-        (found,) = runtimes.check_devices(facts, gather_host(Places()), is_played=True)
+        (found,) = runtimes.check_devices(facts, gather_host(Places()), is_emulated=True)
         assert found.found == "8 TPU devices of a v4-16, with 2 hosts; a launch uses 8"
 
     def test_more_devices_than_there_are_is_a_problem(self, environ: dict[str, str]) -> None:
         facts = gathered(environ | {"CPU_NUM_DEVICES": "2", "POLYXLA_DEVICES": "3", "PJRT_DEVICE": "CPU"})
-        (found,) = runtimes.check_devices(facts, gather_host(Places()), is_played=False)
+        (found,) = runtimes.check_devices(facts, gather_host(Places()), is_emulated=False)
         assert found.status is Status.PROBLEM
         assert found.found.endswith("(from POLYXLA_DEVICES=3)")
         assert facts.devices == ()
@@ -121,7 +121,7 @@ class TestDevices:
     def test_a_tpu_beside_a_variable_for_the_cpu_is_noted(self, environ: dict[str, str]) -> None:
         facts = gathered(environ | {"PJRT_DEVICE": "CPU"})
         host = replace(gather_host(Places()), chips=(AttachedChip("v4", "0000:00:05.0"),) * 4)
-        _, found = runtimes.check_devices(facts, host, is_played=False)
+        _, found = runtimes.check_devices(facts, host, is_emulated=False)
         assert found.status is Status.NOTE
         assert found.found == "runtime pjrt does not use the TPU chips of this machine"
 
@@ -129,6 +129,6 @@ class TestDevices:
         one = (Device(0, "TPU", "v4 chip 0 core 0"),)
         facts = chosen(Discovery(Claim.ATTACHED, "4 TPU chips attached", "TPU", one))
         host = replace(gather_host(Places()), chips=(AttachedChip("v4", "0000:00:05.0"),) * 4)
-        _, found = runtimes.check_devices(facts, host, is_played=False)
+        _, found = runtimes.check_devices(facts, host, is_emulated=False)
         assert found.found == "4 TPU chips are attached, and programs see 1 device"
         assert "TPU_VISIBLE_CHIPS" in found.fix

@@ -39,7 +39,7 @@ def gathered(environ: dict[str, str]) -> RuntimeFacts:
 
 
 def plan_of(environ: dict[str, str]) -> Plan:
-    plan = make_plan(environ, gathered(environ), is_played="POLYXLA_EMULATE" in environ)
+    plan = make_plan(environ, gathered(environ), is_emulated="POLYXLA_EMULATE" in environ)
     assert plan
     return plan
 
@@ -93,7 +93,7 @@ def test_where_two_replicas_cannot_run_one_is_tried(cpu: dict[str, str]) -> None
 
 def test_a_host_of_several_tries_a_device_of_its_own(environ: dict[str, str]) -> None:
     environ |= {"POLYXLA_EMULATE": "v4-16", "POLYXLA_EMULATE_HOST": "0"}
-    plan = make_plan(environ, gathered(environ), is_played=False)
+    plan = make_plan(environ, gathered(environ), is_emulated=False)
     assert plan
     assert plan.devices == (0,)
     assert "polyxla pod run" in plan.why
@@ -106,7 +106,7 @@ def test_a_large_emulated_tpu_is_tried_in_part_or_on_one_device(environ: dict[st
 
 def test_without_a_runtime_there_is_no_trial(environ: dict[str, str]) -> None:
     environ |= {"PJRT_DEVICE": "GPU"}
-    assert make_plan(environ, gathered(environ), is_played=False) is None
+    assert make_plan(environ, gathered(environ), is_emulated=False) is None
 
 
 def test_a_replica_that_fails_is_a_problem(cpu: dict[str, str], install_plugin: PluginInstaller) -> None:

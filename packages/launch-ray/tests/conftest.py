@@ -1,4 +1,4 @@
-"""Fixtures: a real Ray cluster whose two nodes play the hosts of a TPU, and drivers with an environment."""
+"""Fixtures: a real Ray cluster whose two nodes emulate hosts of a TPU, and drivers with an environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from polyxla_tpu.played import free_addresses
+from polyxla_tpu.emulated import free_addresses
 
 # pytest rewrites the assertions in it, unless it is imported here before.
 pytest_plugins = ["polyxla_testing.fixtures"]

@@ -21,7 +21,7 @@ def said(kind: str, **content: object) -> str:
     return f"echo '{json.dumps({'polyxla_pod': kind, **content}, separators=(',', ':'))}'\n"
 
 
-def play(pod: Pod, script: str) -> None:
+def write_stand_in(pod: Pod, script: str) -> None:
     """Have the host do this in place of its session."""
     (pod.directory / "bin" / "ssh").write_text(writes_pid(pod.directory / "0.pid") + script)
 
@@ -60,7 +60,7 @@ def writes_pid(path: Path) -> str:
     ],
 )
 def test_it_is_named(stand_in: Pod, script: str, problem: str) -> None:
-    play(stand_in, HELLO + script)
+    write_stand_in(stand_in, HELLO + script)
     done = stand_in.run("one", "--no-preflight", "--lost-after", "4", "--", "true")
     assert problem in done.stderr
     assert "error: w0 (one): " in done.stderr
@@ -71,7 +71,7 @@ def test_it_is_named(stand_in: Pod, script: str, problem: str) -> None:
 
 @pytest.mark.parametrize("facts", [{}, [], {"versions": 3}, None])
 def test_facts_of_other_types_are_named(stand_in: Pod, facts: object) -> None:
-    play(stand_in, HELLO + said("facts", facts=facts) + "sleep 300\n")
+    write_stand_in(stand_in, HELLO + said("facts", facts=facts) + "sleep 300\n")
     done = stand_in.run("one", "--lost-after", "4", "--", "true")
     assert "error: w0 (one): sent a message 'facts' with other content" in done.stderr
     assert "Traceback" not in done.stderr

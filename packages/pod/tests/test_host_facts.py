@@ -42,20 +42,20 @@ def test_a_port_on_which_something_listens_is_found(environ: dict[str, str], add
 @pytest.mark.parametrize(
     ("address", "is_found"), [("127.0.0.3", True), ("0.0.0.0", True), ("127.0.0.4", False)]
 )
-def test_a_played_host_has_the_ports_of_its_own_address(
+def test_an_emulated_host_has_the_ports_of_its_own_address(
     environ: dict[str, str], address: str, is_found: bool
 ) -> None:
     names = {env.TPU_WORKER_HOSTNAMES: "127.0.0.2,127.0.0.3"}
-    played = {**environ, **names, env.POLYXLA_EMULATE: "v4-16", env.POLYXLA_EMULATE_HOST: "1"}
+    emulated = {**environ, **names, env.POLYXLA_EMULATE: "v4-16", env.POLYXLA_EMULATE_HOST: "1"}
     with closing(create_server((address, 0))) as server:
         port = server.getsockname()[1]
-        assert gather(played, None, [port])["used_ports"] == [port] * is_found
+        assert gather(emulated, None, [port])["used_ports"] == [port] * is_found
 
 
 def test_the_place_in_an_emulated_slice(environ: dict[str, str]) -> None:
     names = {env.TPU_WORKER_HOSTNAMES: "10.0.0.1,10.0.0.2"}
-    played = {**environ, **names, env.POLYXLA_EMULATE: "v4-16", env.POLYXLA_EMULATE_HOST: "1"}
-    assert gather(played, None, [])["worker"] == {"id": 1, "hosts": 2, "type": "v4-16"}
+    emulated = {**environ, **names, env.POLYXLA_EMULATE: "v4-16", env.POLYXLA_EMULATE_HOST: "1"}
+    assert gather(emulated, None, [])["worker"] == {"id": 1, "hosts": 2, "type": "v4-16"}
     assert gather({**environ, env.POLYXLA_EMULATE: "v4-16"}, None, [])["worker"] is None
     wrong = {**environ, env.POLYXLA_EMULATE: "v4-17"}
     assert "TPU v4 does not come with 17 cores" in gather(wrong, None, [])["worker"]["error"]

@@ -183,7 +183,7 @@ def pod_plan(host: int) -> TpuPlan:
     return tpu_plan("v4-16", POLYXLA_EMULATE_HOST=str(host), TPU_WORKER_HOSTNAMES=addresses)
 
 
-def test_a_launch_plays_all_hosts_of_a_tpu() -> None:
+def test_a_launch_emulates_all_hosts_of_a_tpu() -> None:
     environs = tpu_plan("v4-16").process_environments({"KEPT": "yes"}, cpu_count=2)
     assert [one[env.PJRT_LOCAL_PROCESS_RANK] for one in environs] == ["0", "1", "2", "3"] * 2
     assert [one[tpu_env.POLYXLA_EMULATE_HOST] for one in environs] == ["0"] * 4 + ["1"] * 4
@@ -201,7 +201,7 @@ def test_a_launch_plays_all_hosts_of_a_tpu() -> None:
     assert {one["KEPT"] for one in environs} == {"yes"}
 
 
-def test_a_launch_can_play_one_host_of_a_tpu() -> None:
+def test_a_launch_can_emulate_one_host_of_a_tpu() -> None:
     plan = pod_plan(1)
     assert (plan.layout, plan.processes_here) == (Layout(1, 4, 2), range(4, 8))
     environs = plan.process_environments({}, cpu_count=2)

@@ -1,4 +1,4 @@
-"""The tables of polyxla-tpu agree with those of torch_xla and of the played libtpu."""
+"""The tables of polyxla-tpu agree with those of torch_xla and of the emulated libtpu."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from polyxla_bridge.libtpu.host import GENERATIONS as PLAYED
+from polyxla_bridge.libtpu.host import GENERATIONS as EMULATED
 from polyxla_tpu.accelerators import GENERATIONS, AcceleratorType, sizes
 from polyxla_tpu.topology import process_environments
 
@@ -46,8 +46,8 @@ def test_torch_xla_sets_the_same_variables() -> None:
     assert json.loads(done.stdout) == ours
 
 
-def test_the_played_libtpu_numbers_chips_in_the_same_order() -> None:
+def test_the_emulated_libtpu_numbers_chips_in_the_same_order() -> None:
     known = {name: one.counts_y_first for name, one in GENERATIONS.items() if one.counts_y_first is not None}
-    assert {name: one.counts_y_first for name, one in PLAYED.items() if name in known} == {
-        name: order for name, order in known.items() if name in PLAYED
+    assert {name: one.counts_y_first for name, one in EMULATED.items() if name in known} == {
+        name: order for name, order in known.items() if name in EMULATED
     }

@@ -56,7 +56,7 @@ def test_an_emulated_tpu_has_its_chips(laptop: Path, name: str, count: int) -> N
     assert len(discover({POLYXLA_EMULATE: name}, "auto", laptop).devices) == count
 
 
-def test_the_cpu_plays_as_many_devices_as_asked_for(laptop: Path) -> None:
+def test_the_cpu_emulates_as_many_devices_as_asked_for(laptop: Path) -> None:
     found = discover({}, "auto", laptop)
     assert (len(found.devices), found.growable) == (1, True)
     assert plan_for({}, "CPU", (0, 1, 2)).layout.replicas == 3

@@ -1,4 +1,4 @@
-"""Whole programs: how TorchTPU finds the played libtpu, and what its threads must not do."""
+"""Whole programs: how TorchTPU finds the emulated libtpu, and what its threads must not do."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def run_python(*arguments: str, **environ: str) -> subprocess.CompletedProcess[s
         pytest.param(CAUGHT, {}, "[2.0, 2.0]", id="caught"),
     ],
 )
-def test_a_program_runs_on_the_played_libtpu(code: str, environ: dict[str, str], answer: str) -> None:
+def test_a_program_runs_on_the_emulated_libtpu(code: str, environ: dict[str, str], answer: str) -> None:
     done = run(code, **environ)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == answer

@@ -1,4 +1,4 @@
-"""TorchTPU's own functions on one played device: memory, streams, events, random numbers, dtypes, copies.
+"""TorchTPU's own functions on one emulated device: memory, streams, events, random numbers, dtypes, copies.
 
 Which functions of PJRT's table they reach is recorded, too. integration/ records those of the whole suite.
 """

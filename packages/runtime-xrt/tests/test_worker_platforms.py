@@ -1,4 +1,4 @@
-"""Workers whose cores are a plugin's devices: XLA's CPU client as a plugin, and a played TPU."""
+"""Workers whose cores are a plugin's devices: XLA's CPU client as a plugin, and an emulated TPU."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def on_plugin(devices: int) -> tuple[str, ...]:
 
 
 def start_on(start: Start, platform: str, *options: str, **variables: str) -> Any:
-    """Start a worker of two cores on the plugin, or on a played TPU of the type `platform`."""
+    """Start a worker of two cores on the plugin, or on an emulated TPU of the type `platform`."""
     if platform == "plugin":
         options = (*on_plugin(2), *options)
     else:
@@ -71,7 +71,7 @@ def start_on(start: Start, platform: str, *options: str, **variables: str) -> An
 
 @pytest.fixture(scope="module", params=["plugin", "tpu"])
 def platform_worker(request: pytest.FixtureRequest, share_worker: Start) -> Iterator[Any]:
-    """A worker of two cores: of the plugin, which has three, or of a played TPU's only chip."""
+    """A worker of two cores: of the plugin, which has three, or of an emulated TPU's only chip."""
     if request.param == "plugin":
         yield share_worker(*on_plugin(3))
         return
@@ -247,10 +247,10 @@ def test_the_plugins_own_error_is_printed() -> None:
 
 
 def test_chips_that_another_process_has_are_refused(share_worker: Start) -> None:
-    played = {"POLYXLA_EMULATE": "v7x-2", "POLYXLA_LIBTPU_DEV": "held"}
-    with temporary_environ({**os.environ, **played}):
+    emulated = {"POLYXLA_EMULATE": "v7x-2", "POLYXLA_LIBTPU_DEV": "held"}
+    with temporary_environ({**os.environ, **emulated}):
         holder = share_worker("--platform", "tpu")
-    error = refusal("--platform", "tpu", variables=played)
+    error = refusal("--platform", "tpu", variables=emulated)
     assert f"The TPU is already in use by process with pid {holder.serving_pid}" in error
 
 

@@ -1,4 +1,4 @@
-"""The workers of a TPU slice: one libtpu client over two played hosts, replaced together."""
+"""The workers of a TPU slice: one libtpu client over two emulated hosts, replaced together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 from polyxla import UsageError
 from polyxla.env import snapshot
 from polyxla_bridge.programs.executable import ArrayType
-from polyxla_tpu.played import free_addresses
+from polyxla_tpu.emulated import free_addresses
 from polyxla_xrt.client.channel import WorkerChannel
 from polyxla_xrt.client.engine import RemoteEngine
 from polyxla_xrt.client.lease import Lease, Pod

@@ -49,24 +49,24 @@ Default: not set, which is enough for one process.
 """
 
 POLYXLA_LIBTPU_HOST = "POLYXLA_LIBTPU_HOST"
-"""The chips of the played TPU host: generation and arrangement, such as ``v4:2x2x1``.
-Default: not set, and the played libtpu finds no TPU.
+"""The chips of the emulated TPU host: generation and arrangement, such as ``v4:2x2x1``.
+Default: not set, and the emulated libtpu finds no TPU.
 """
 
 POLYXLA_LIBTPU_DEV = "POLYXLA_LIBTPU_DEV"
-"""The name of the played TPU host's devices: of processes with the same name, one at a time uses a chip.
-Default: empty, the name of the only played host of this machine.
+"""The name of the emulated TPU host's devices: of processes with the same name, one at a time uses a chip.
+Default: empty, the name of the only emulated host of this machine.
 """
 
 POLYXLA_LIBTPU_SLICE = "POLYXLA_LIBTPU_SLICE"
 """What libtpu would learn from the metadata server of a slice with several hosts: the variables of a process
 with all chips of its host, separated by spaces. An SPMD program uses them if no variable describes the slice.
-Default: not set; the played host is alone.
+Default: not set; the emulated host is alone.
 """
 
 POLYXLA_LIBTPU_PROGRAMS = "POLYXLA_LIBTPU_PROGRAMS"
-"""Directory in which the played libtpu records each program that it is asked to compile, its compile options,
-and a log of executions. It then computes small programs only: results of the others are zeros.
+"""Directory in which the emulated libtpu records each program that it is asked to compile, its compile
+options, and a log of executions. It then computes small programs only: results of the others are zeros.
 Default: not set; nothing is recorded and everything is computed.
 """
 

@@ -1,4 +1,4 @@
-"""Programs of test_plugin_jobs.py: engines on a PJRT plugin, one after the other or on a played libtpu."""
+"""Programs of test_plugin_jobs.py: engines on a PJRT plugin, one after the other or on an emulated libtpu."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def many_jobs() -> None:
     say(round(last / warm, 3))
 
 
-def played_libtpu() -> None:
-    """Run programs on the devices of a played libtpu, which is a PJRT plugin, too."""
+def emulated_libtpu() -> None:
+    """Run programs on the devices of an emulated libtpu, which is a PJRT plugin, too."""
     engine = PjrtEngine(BridgeSettings(), LIBRARY)
     say(engine.platform, [one.place for one in engine.devices], engine.devices[0].kind)
     count = len(engine.devices)

@@ -34,7 +34,7 @@ class Facts:
     runtimes: RuntimeFacts
 
     @property
-    def is_played(self) -> bool:
+    def is_emulated(self) -> bool:
         """Whether the TPU is emulated."""
         return bool(self.environ.get(POLYXLA_EMULATE))
 
@@ -61,7 +61,7 @@ def attempt(facts: Facts, timeout_s: float) -> Outcome | None:
         facts: the facts.
         timeout_s: longest time, in seconds.
     """
-    plan = make_plan(facts.environ, facts.runtimes, is_played=facts.is_played)
+    plan = make_plan(facts.environ, facts.runtimes, is_emulated=facts.is_emulated)
     if plan is None:
         return None
     try:
@@ -93,7 +93,7 @@ def examine(facts: Facts, outcome: Outcome | None, loader_workers: int) -> list[
         *runtimes.check_other_runtimes(found),
         *runtimes.check_plugins(found),
         *runtimes.check_conflicts(found),
-        *runtimes.check_devices(found, host, is_played=facts.is_played),
+        *runtimes.check_devices(found, host, is_emulated=facts.is_emulated),
         *variables.check_variables(facts.environ, found),
         *plugin.check_plugin(facts.environ, host),
         *chips.check_chips(host),

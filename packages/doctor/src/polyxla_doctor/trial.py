@@ -66,22 +66,22 @@ class Outcome:
         return math.ceil(sum(processes.values()) / len(self.replicas)) if self.replicas else None
 
 
-def make_plan(environ: Mapping[str, str], facts: RuntimeFacts, *, is_played: bool) -> Plan | None:
+def make_plan(environ: Mapping[str, str], facts: RuntimeFacts, *, is_emulated: bool) -> Plan | None:
     """Return what the trial runs on; None if no runtime can be used.
 
     Args:
         environ: the environment of the trial.
         facts: the runtimes.
-        is_played: whether the TPU is emulated.
+        is_emulated: whether the TPU is emulated.
     """
     if not facts.selection or facts.error:
         return None
     runtime, found = facts.selection.runtime, facts.selection.discovery
-    if found.host_count > 1 and not is_played:
+    if found.host_count > 1 and not is_emulated:
         why = "the other hosts are left out: `polyxla pod run -- polyxla doctor` asks each"
         return Plan(runtime, facts.devices[:1], why)
     if found.kind == "TPU":
-        devices = facts.devices[:MOST_EMULATED] if is_played else facts.devices
+        devices = facts.devices[:MOST_EMULATED] if is_emulated else facts.devices
     else:
         devices = facts.devices if len(facts.devices) > 1 or not found.growable else (0, 1)
     why = "" if len(devices) > 1 else "the runtime has one"

@@ -1,4 +1,4 @@
-"""The programs that a script's emulated run has asked for, read from what the played libtpu has recorded."""
+"""The programs that a script's emulated run has asked for, read from the records of the emulated libtpu."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Logs:
     """The logs of a run's processes, read further at each call.
 
     Args:
-        directory: what the played libtpu records in.
+        directory: what the emulated libtpu records in.
 
     Attributes:
         asked: the fingerprints of the programs that each process has compiled, in order.

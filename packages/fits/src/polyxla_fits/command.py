@@ -135,7 +135,7 @@ class Work:
                 where="polyxla fits",
                 fix=framework.libtpu.fix,
             )
-        # The library that TPU_LIBRARY_PATH names is not used: it may be a played one.
+        # The library that TPU_LIBRARY_PATH names is not used: it may be an emulated one.
         if problem := framework.libtpu.problem({}):
             raise UsageError(problem, where="polyxla fits", fix=framework.libtpu.fix)
         library = Path(found.origin).with_name("libtpu.so")

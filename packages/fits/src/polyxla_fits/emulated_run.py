@@ -1,4 +1,4 @@
-"""Running a script on the played TPU until it asks for no new programs."""
+"""Running a script on the emulated TPU until it asks for no new programs."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ REPLACED = (POLYXLA_DEVICES, POLYXLA_DEVICE_MEMORY, "PJRT_DEVICE")
 
 
 class ScriptFailedError(PolyxlaError):
-    """The script failed on the played TPU, took too long, or sent no program to it."""
+    """The script failed on the emulated TPU, took too long, or sent no program to it."""
 
 
 @dataclass(frozen=True)
 class EmulatedRun:
-    """A run of a script on the played TPU.
+    """A run of a script on the emulated TPU.
 
     Attributes:
         command: the script and its arguments, or ``-m``, a module and its arguments.
@@ -116,9 +116,9 @@ class EmulatedRun:
 
     def _check(self, code: int, logs: Logs, output: Path) -> None:
         if code:
-            raise ScriptFailedError(f"the script failed on the played TPU, with code {code}. {_tail(output)}")
+            raise ScriptFailedError(f"the script failed on the emulated TPU, code {code}. {_tail(output)}")
         if not logs.stacks:
-            raise ScriptFailedError(f"the script has used no device of the played TPU. {_tail(output)}")
+            raise ScriptFailedError(f"the script has used no device of the emulated TPU. {_tail(output)}")
 
     def environ(self, environ: Mapping[str, str], directory: Path) -> dict[str, str]:
         """Return the variables of the script, over those of this process."""

@@ -12,7 +12,7 @@ from polyxla_tpu import env as tpu_env
 from polyxla_tpu import this_host
 from polyxla_tpu.accelerators import AcceleratorType
 from polyxla_tpu.chips import AttachedChip
-from polyxla_tpu.played import PlayedTpu
+from polyxla_tpu.emulated import EmulatedTpu
 from polyxla_tpu.slices import TpuSlice
 from polyxla_tpu.this_host import cores, host_core, skip_metadata
 from polyxla_tpu.topology import single_core_environment
@@ -35,9 +35,9 @@ def with_devices(bare: Discovery, environ: Mapping[str, str], chips: tuple[Attac
     """
     if not chips:
         raise no_chip()
-    played = PlayedTpu.read(environ)
-    if played:
-        played.require_library(environ)
+    emulated = EmulatedTpu.read(environ)
+    if emulated:
+        emulated.require_library(environ)
     else:
         _check_libtpu(environ)
     tpu_slice = this_slice(environ)
@@ -48,7 +48,7 @@ def with_devices(bare: Discovery, environ: Mapping[str, str], chips: tuple[Attac
     }
     return replace(
         bare,
-        devices=tuple(one for one in cores(tpu_slice, chips, played) if prepared in (None, str(one.index))),
+        devices=tuple(one for one in cores(tpu_slice, chips, emulated) if prepared in (None, str(one.index))),
         host_count=tpu_slice.accelerator.hosts,
         topology=tpu_slice.accelerator.name,
         variables=variables,
@@ -82,7 +82,7 @@ def core_environment(environ: Mapping[str, str], device: int) -> dict[str, str]:
     if prepared := environ.get(env.POLYXLA_PJRT_DEVICE):
         _check_same(int(prepared), device)
         return {}
-    tpu_slice, played = this_slice(environ), PlayedTpu.read(environ)
+    tpu_slice, emulated = this_slice(environ), EmulatedTpu.read(environ)
     # The default bounds of the type: the slice's own may have fewer chips than the host.
     accelerator = AcceleratorType.parse(tpu_slice.accelerator.name, tpu_slice.origin)
     variables, local_device = single_core_environment(host_core(tpu_slice, device), accelerator)
@@ -90,7 +90,7 @@ def core_environment(environ: Mapping[str, str], device: int) -> dict[str, str]:
         env.PJRT_DEVICE: "TPU",
         **variables,
         **skip_metadata(tpu_slice),
-        **(played.library_environment(played.devices(environ)) if played else {}),
+        **(emulated.library_environment(emulated.devices(environ)) if emulated else {}),
         env.POLYXLA_PJRT_DEVICE: str(device),
         env.POLYXLA_PJRT_LOCAL_DEVICE: str(local_device),
     }

@@ -19,7 +19,7 @@ from polyxla_pjrt.layout import BRIDGED_CPU, Plan, cpu_layout, require_bridge
 from polyxla_tpu import env as tpu_env
 from polyxla_tpu import torchrun
 from polyxla_tpu.chips import PCI_ROOT, attached_chips
-from polyxla_tpu.played import check_device_memory
+from polyxla_tpu.emulated import check_device_memory
 from polyxla_tpu.this_host import host_chips
 from polyxla_tpu.versions import import_problem
 

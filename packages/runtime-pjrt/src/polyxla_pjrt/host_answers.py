@@ -13,7 +13,7 @@ from torch_xla._internal import tpu
 from polyxla.env import snapshot
 from polyxla_pjrt.cores import this_slice
 from polyxla_tpu.chips import attached_chips
-from polyxla_tpu.played import PlayedTpu
+from polyxla_tpu.emulated import EmulatedTpu
 from polyxla_tpu.slices import TpuSlice
 from polyxla_tpu.topology import join
 
@@ -28,8 +28,8 @@ def answer() -> None:
 
 
 def _num_available_chips() -> int:
-    played = PlayedTpu.read(snapshot())
-    return len(played.chips) if played else _original[0]()
+    emulated = EmulatedTpu.read(snapshot())
+    return len(emulated.chips) if emulated else _original[0]()
 
 
 def _get_tpu_env() -> Any:
@@ -53,4 +53,4 @@ def _get_worker_ips() -> list[str]:
 
 def _slice() -> TpuSlice | None:
     environ = snapshot()
-    return this_slice(environ) if PlayedTpu.read(environ) or attached_chips() else None
+    return this_slice(environ) if EmulatedTpu.read(environ) or attached_chips() else None

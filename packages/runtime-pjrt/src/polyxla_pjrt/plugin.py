@@ -17,7 +17,7 @@ from polyxla_pjrt.launching import preload, run_job, say_uncached
 from polyxla_pjrt.layout import Place
 from polyxla_tpu import env as tpu
 from polyxla_tpu import torchrun
-from polyxla_tpu.played import PlayedTpu
+from polyxla_tpu.emulated import EmulatedTpu
 
 
 @hookimpl
@@ -55,7 +55,7 @@ def polyxla_prepare(environ: Mapping[str, str]) -> None:
 @hookimpl
 def polyxla_preload(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Name what the fork server imports."""
-    return preload(on_chips=pjrt.requested_kind(environ) == "TPU" and not PlayedTpu.read(environ))
+    return preload(on_chips=pjrt.requested_kind(environ) == "TPU" and not EmulatedTpu.read(environ))
 
 
 @hookimpl
@@ -75,14 +75,14 @@ def polyxla_launch(job: Job) -> list[Any]:
         if not plan.is_bridged:
             say_uncached(job.environ)
         return run_job(job, plan.with_own_processes() if job.own_processes else plan)
-    played = PlayedTpu.read(job.environ)
-    if played:
-        played.say("1 replica")
+    emulated = EmulatedTpu.read(job.environ)
+    if emulated:
+        emulated.say("1 replica")
     else:
         say_uncached(job.environ)
     if job.process_method is None:
         return run_inline(job)
-    modules = preload(on_chips=kind == "TPU" and not played)
+    modules = preload(on_chips=kind == "TPU" and not emulated)
     return run_processes(job, [None], [job.environ], method=job.process_method, preload=modules)
 
 

@@ -9,18 +9,18 @@ import torch
 from polyxla import UsageError, World
 from polyxla.contracts.replication import ReduceOp
 from polyxla.xla.replication import XlaReplication
-from polyxla_tpu.played import PlayedTpu
+from polyxla_tpu.emulated import EmulatedTpu
 from polyxla_tpu.processes import holders
 
 
 class SingleReplication(XlaReplication):
-    """The only replica of its job, also on a played TPU: every collective is the identity."""
+    """The only replica of its job, also on an emulated TPU: every collective is the identity."""
 
     def __init__(self, kind: str, local_index: int, environ: Mapping[str, str]) -> None:
         with holders.named():
             super().__init__(kind, local_index, environ)
         self.world = World()
-        if PlayedTpu.read(environ):
+        if EmulatedTpu.read(environ):
             from polyxla_bridge.torch_xla_plugin import CACHE_COUNTERS
 
             self.cache_counters = CACHE_COUNTERS

@@ -35,7 +35,7 @@ from polyxla_pjrt.layout import BRIDGED_CPU, Plan
 from polyxla_tpu import env as tpu_env
 from polyxla_tpu import torchrun
 from polyxla_tpu.chips import attached_chips, may_have_chips
-from polyxla_tpu.played import PlayedTpu
+from polyxla_tpu.emulated import EmulatedTpu
 from polyxla_tpu.xla import inplace_collectives, loader_errors, operators
 
 
@@ -73,8 +73,8 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
         # Once per job: not in each of torchrun's processes, and not in the program's own.
         for warning in unknown_variables(environ):
             say_once(warning)
-    if PlayedTpu.read(environ):
-        return _prepare_played(environ)
+    if EmulatedTpu.read(environ):
+        return _prepare_emulated(environ)
     is_started_by_torchrun = torchrun.process_count(environ) is not None
     by_default = "CPU" if is_started_by_torchrun and not attached_chips() else ""
     if environ.get(env.PJRT_DEVICE, by_default) != "CPU":
@@ -85,7 +85,7 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
     return torchrun.environment(plan, environ, os.cpu_count() or 1) if plan and is_started_by_torchrun else {}
 
 
-def _prepare_played(environ: Mapping[str, str]) -> dict[str, str]:
+def _prepare_emulated(environ: Mapping[str, str]) -> dict[str, str]:
     found, devices = discovery.requested(environ)
     plan = discovery.plan_for(environ, found.kind, devices)
     if plan and torchrun.process_count(environ) is not None:
@@ -135,27 +135,29 @@ def _join_torchrun() -> None:
         xm.set_replication(torch_xla.device(), devices)
 
 
-def _say_played() -> None:
+def _say_emulated() -> None:
     """Print that the TPU is emulated, in a program that uses it without a launch."""
     environ = snapshot()
-    played = PlayedTpu.read(environ)
-    if played and not is_prepared(environ):
-        here = len(played.chips) * played.accelerator.threads_per_process
+    emulated = EmulatedTpu.read(environ)
+    if emulated and not is_prepared(environ):
+        here = len(emulated.chips) * emulated.accelerator.threads_per_process
         if xr.is_spmd():
             devices = xr.global_runtime_device_count()
             of_all = (
                 f"{devices} devices, {here} of them on this host" if devices > here else f"{here} devices"
             )
-            played.say(f"{of_all}, one SPMD program")
+            emulated.say(f"{of_all}, one SPMD program")
         else:
-            played.say(f"{here} devices, {_unlaunched(played)}")
+            emulated.say(f"{here} devices, {_unlaunched(emulated)}")
 
 
-def _unlaunched(played: PlayedTpu) -> str:
+def _unlaunched(emulated: EmulatedTpu) -> str:
     """Say that a program uses a TPU without a launch, and how to launch a replica on each device."""
     fix = "to train on all of them, write torch_xla.launch(train) or polyxla.launch(train)"
     # The cores of a chip share a process.
-    each = ", or run the script by polyxla run --each" if played.accelerator.threads_per_process == 1 else ""
+    each = (
+        ", or run the script by polyxla run --each" if emulated.accelerator.threads_per_process == 1 else ""
+    )
     return f"and no replicas launched ({fix}{each})"
 
 
@@ -170,7 +172,7 @@ _tensors = TensorWatch()
 
 
 def _follow() -> None:
-    _say_played()
+    _say_emulated()
     _join_torchrun()
     _tensors.stop()
 

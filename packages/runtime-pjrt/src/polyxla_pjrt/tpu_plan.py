@@ -12,8 +12,8 @@ from polyxla_pjrt.cores import this_slice
 from polyxla_pjrt.layout import Plan, thread_pools
 from polyxla_tpu import env as tpu_env
 from polyxla_tpu.chip_plan import ChipPlan, plan_chips
+from polyxla_tpu.emulated import POLYXLA_LIBTPU_SLICE
 from polyxla_tpu.layout import Layout
-from polyxla_tpu.played import POLYXLA_LIBTPU_SLICE
 from polyxla_tpu.processes.secret import with_secret
 from polyxla_tpu.this_host import skip_metadata
 from polyxla_tpu.topology import host_environment, process_environments
@@ -25,8 +25,8 @@ class TpuPlan(ChipPlan, Plan):
 
     @property
     def is_bridged(self) -> bool:
-        """Whether the TPU is a played one; torch_xla drives both in the same way."""
-        return self.played is not None
+        """Whether the TPU is an emulated one; torch_xla drives both in the same way."""
+        return self.emulated is not None
 
     def with_own_processes(self) -> TpuPlan:
         """Return this plan if each replica has a process of its own.
@@ -50,14 +50,14 @@ class TpuPlan(ChipPlan, Plan):
         has those of the slice's other hosts, too.
         """
         device = {env.PJRT_DEVICE: self.kind}
-        if self.played is None:
+        if self.emulated is None:
             return device
         pools = thread_pools(Layout(self.layout.replicas), cpu_count)
-        devices = self.chips_of(self.tpu_slice.worker_id, self.played.devices(environ))
-        return device | pools | self.played.library_environment(devices) | self._slice_environment(environ)
+        devices = self.chips_of(self.tpu_slice.worker_id, self.emulated.devices(environ))
+        return device | pools | self.emulated.library_environment(devices) | self._slice_environment(environ)
 
     def _slice_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        if self.played is None or self.played.host is None or self.layout.hosts == 1:
+        if self.emulated is None or self.emulated.host is None or self.layout.hosts == 1:
             return {}
         slice_, bounds = self.tpu_slice, self.tpu_slice.bounds
         learned = host_environment(bounds, slice_.worker_id, slice_.hostnames)
@@ -67,12 +67,12 @@ class TpuPlan(ChipPlan, Plan):
         }
 
     def meeting(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return where the slice's processes meet; played hosts get addresses of this machine."""
+        """Return where the slice's processes meet; emulated hosts get addresses of this machine."""
         own = self._own_environments(self.tpu_slice.worker_id)
-        if self.played is None:
+        if self.emulated is None:
             return {tpu_env.TPU_PROCESS_ADDRESSES: own[0][tpu_env.TPU_PROCESS_ADDRESSES]}
         addresses = self.addresses([one[tpu_env.TPU_PROCESS_PORT] for one in own])
-        return {tpu_env.TPU_PROCESS_ADDRESSES: addresses, **self.played_meeting(environ)}
+        return {tpu_env.TPU_PROCESS_ADDRESSES: addresses, **self.emulated_meeting(environ)}
 
     def process_environment(self, process: int, cpu_count: int, meeting: Mapping[str, str]) -> dict[str, str]:
         """Return the variables of one process: those that libtpu reads, and those of torch_xla's launch."""
@@ -83,7 +83,7 @@ class TpuPlan(ChipPlan, Plan):
             **self._own_environments(host)[rank],
             **skip_metadata(self.tpu_slice),
             **meeting,
-            **self._played_environment(host, cpu_count, meeting),
+            **self._emulated_environment(host, cpu_count, meeting),
         }
 
     def _own_environments(self, host: int) -> tuple[dict[str, str], ...]:
@@ -96,10 +96,10 @@ class TpuPlan(ChipPlan, Plan):
             chips=self.chips,
         )
 
-    def _played_environment(self, host: int, cpu_count: int, meeting: Mapping[str, str]) -> dict[str, str]:
-        if self.played is None:
+    def _emulated_environment(self, host: int, cpu_count: int, meeting: Mapping[str, str]) -> dict[str, str]:
+        if self.emulated is None:
             return {}
-        return thread_pools(self.layout, cpu_count) | self.played_host(host, meeting)
+        return thread_pools(self.layout, cpu_count) | self.emulated_host(host, meeting)
 
 
 def plan_cores(environ: Mapping[str, str], devices: tuple[int, ...]) -> TpuPlan:

@@ -1,4 +1,4 @@
-"""The entry point by which torch loads TorchTPU on a played TPU, in programs that do not know polyxla.
+"""The entry point by which torch loads TorchTPU on an emulated TPU, in programs that do not know polyxla.
 
 torch calls it at the end of its import, in every process. Without `POLYXLA_EMULATE` it replaces
 `polyxla_torchtpu.operators`, no more.
@@ -15,12 +15,12 @@ from polyxla.env import POLYXLA_DEVICES, POLYXLA_RUNTIME, POLYXLA_SECRET, snapsh
 from polyxla_torchtpu import env
 from polyxla_tpu import env as tpu
 from polyxla_tpu import torchrun
-from polyxla_tpu.played import POLYXLA_LIBTPU_HOST, PlayedTpu
+from polyxla_tpu.emulated import POLYXLA_LIBTPU_HOST, EmulatedTpu
 from polyxla_tpu.processes.secret import shared_secret
 
 
 def load() -> None:
-    """Prepare this process for a played TPU, if the environment asks for one, and load TorchTPU."""
+    """Prepare this process for an emulated TPU, if the environment asks for one, and load TorchTPU."""
     environ = snapshot()
     if environ.get(POLYXLA_RUNTIME) not in (None, "", "torchtpu"):
         return
@@ -37,13 +37,13 @@ def load() -> None:
 
 
 def prepare(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that put a plain TorchTPU program on a played TPU; none where it is not asked for.
+    """Return the variables that put a plain TorchTPU program on an emulated TPU; none unless asked for.
 
     Raises:
-        UsageError: the environment asks for a TPU that cannot be played.
+        UsageError: the environment asks for a TPU that cannot be emulated.
     """
-    played = PlayedTpu.read(environ)
-    if played is None:
+    emulated = EmulatedTpu.read(environ)
+    if emulated is None:
         return {}
     from polyxla_torchtpu.discovery import requested_plan
 
@@ -60,7 +60,7 @@ def prepare(environ: Mapping[str, str]) -> dict[str, str]:
         variables |= torchrun.environment(plan, {**environ, **variables}, os.cpu_count() or 1)
     is_first = environ.get(tpu.RANK, "0") == "0" and multiprocessing.parent_process() is None
     if is_first and POLYXLA_LIBTPU_HOST not in environ:
-        count = played.accelerator.devices
+        count = emulated.accelerator.devices
         devices = "1 device" if count == 1 else f"{count} devices"
-        played.say(f"{devices}, one for each process of the program")
+        emulated.say(f"{devices}, one for each process of the program")
     return variables

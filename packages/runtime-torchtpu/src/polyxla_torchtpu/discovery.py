@@ -16,7 +16,7 @@ from polyxla_torchtpu.plan import TorchTpuPlan, host_slice, plan_cpu, plan_tpu
 from polyxla_tpu import env as tpu
 from polyxla_tpu import torchrun
 from polyxla_tpu.chips import PCI_ROOT, attached_chips
-from polyxla_tpu.played import PlayedTpu, check_device_memory
+from polyxla_tpu.emulated import EmulatedTpu, check_device_memory
 from polyxla_tpu.this_host import cores, host_chips
 
 PJRT_DEVICE = "PJRT_DEVICE"
@@ -97,19 +97,19 @@ def _notes(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _with_chips(bare: Discovery, environ: Mapping[str, str], pci_root: Path) -> Discovery:
-    played = PlayedTpu.read(environ)
+    emulated = EmulatedTpu.read(environ)
     chips = host_chips(environ, pci_root)
     if not chips:
         raise UsageError(
             "no TPU chip is attached to this machine",
             fix=f"Run on a TPU VM, or set {tpu.POLYXLA_EMULATE}=v5e-8 to emulate one.",
         )
-    if played:
-        played.require_library(environ)
+    if emulated:
+        emulated.require_library(environ)
     tpu_slice = host_slice(environ)
     return replace(
         bare,
-        devices=cores(tpu_slice, chips, played),
+        devices=cores(tpu_slice, chips, emulated),
         host_count=tpu_slice.accelerator.hosts,
         topology=tpu_slice.accelerator.name,
     )

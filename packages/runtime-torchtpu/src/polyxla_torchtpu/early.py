@@ -14,17 +14,17 @@ from polyxla_tpu.env import POLYXLA_EMULATE, TPU_LIBRARY_PATH
 
 
 def show_library() -> None:
-    """Set the path of the played libtpu if a TPU is to be played, and where no chip is attached.
+    """Set the path of the emulated libtpu if a TPU is to be emulated, and where no chip is attached.
 
     Without a chip, the real libtpu looks for one for many minutes, already at the first backward pass on the
-    CPU, because torch then counts TorchTPU's devices. The played one answers at once.
+    CPU, because torch then counts TorchTPU's devices. The emulated one answers at once.
     """
     environ = snapshot()
     if environ.get(POLYXLA_EMULATE):
-        is_played = environ.get(POLYXLA_RUNTIME) in (None, "", "torchtpu")
+        is_emulated = environ.get(POLYXLA_RUNTIME) in (None, "", "torchtpu")
     else:
-        is_played = not environ.get(TPU_LIBRARY_PATH) and not attached_chips()
-    if is_played and importlib.util.find_spec("polyxla_bridge"):
+        is_emulated = not environ.get(TPU_LIBRARY_PATH) and not attached_chips()
+    if is_emulated and importlib.util.find_spec("polyxla_bridge"):
         import polyxla_bridge
 
         update_environ({TPU_LIBRARY_PATH: str(polyxla_bridge.LIBRARY)})

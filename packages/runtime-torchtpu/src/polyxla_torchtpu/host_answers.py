@@ -1,7 +1,7 @@
-"""TorchTPU's search for chips, answered on a machine that plays a TPU.
+"""TorchTPU's search for chips, answered on a machine that emulates a TPU.
 
-TorchTPU reads the kernel's list of PCI devices when torch is imported. On a played TPU the answers are those
-of a host with the chips of ``POLYXLA_LIBTPU_HOST``.
+TorchTPU reads the kernel's list of PCI devices when torch is imported. On an emulated TPU the answers are
+those of a host with the chips of ``POLYXLA_LIBTPU_HOST``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from polyxla_tpu.accelerators import GENERATIONS
 from polyxla_tpu.chips import GENERATION_BY_DEVICE
-from polyxla_tpu.played import POLYXLA_LIBTPU_HOST
+from polyxla_tpu.emulated import POLYXLA_LIBTPU_HOST
 
 
 def load(environ: Mapping[str, str]) -> None:
@@ -33,7 +33,7 @@ def _leave_out_kernels() -> None:
 
 
 def answer(environ: Mapping[str, str]) -> None:
-    """Answer TorchTPU from now on, if this machine plays a TPU. Imports torch_tpu, which opens libtpu."""
+    """Answer TorchTPU from now on, if this machine emulates a TPU. Imports torch_tpu, which opens libtpu."""
     text = environ.get(POLYXLA_LIBTPU_HOST)
     if not text:
         return

@@ -17,8 +17,8 @@ from polyxla_torchtpu.discovery import plan_for
 from polyxla_torchtpu.plan import Place, TorchTpuPlan
 from polyxla_tpu import env as tpu
 from polyxla_tpu import torchrun
+from polyxla_tpu.emulated import POLYXLA_LIBTPU_HOST
 from polyxla_tpu.monitor.launches import monitored
-from polyxla_tpu.played import POLYXLA_LIBTPU_HOST
 from polyxla_tpu.processes.secret import with_secret
 
 
@@ -56,10 +56,10 @@ def run_job(job: Job) -> list[Any]:
     if method == "fork":
         _refuse_fork()
     if not plan.is_cpu:
-        refuse_if_device_in_use(is_played=plan.played is not None)
+        refuse_if_device_in_use(is_emulated=plan.emulated is not None)
     main = functools.partial(run_process, job.run, plan)
     work = ProcessWork(main, job.function, job.args, job.environ)
-    modules = preload(on_chips=plan.played is None)
+    modules = preload(on_chips=plan.emulated is None)
     environ = with_secret(job.environ, len(plan.launching_hosts) or 1)
     with monitored(plan.launching_hosts, plan.own_host, environ) as variables:
         added = {env.TORCH_DEVICE_BACKEND_AUTOLOAD: "0", **variables}
@@ -82,7 +82,7 @@ def _run_replica(replica: Callable[[Place], Any], place: Place) -> list[Any]:
     try:
         return [replica(place)]
     except Exception as error:
-        if place.plan.played:
+        if place.plan.emulated:
             from polyxla_bridge.errors import first_failures
 
             for failure in first_failures:
@@ -94,25 +94,25 @@ def _run_replica(replica: Callable[[Place], Any], place: Place) -> list[Any]:
 def _can_run_here(plan: TorchTpuPlan, start_method: str) -> bool:
     """Return whether this process may open the job's device.
 
-    TorchTPU opens libtpu when it is imported. Where no TPU was played then, torch may have counted no device
-    of this kind, and it counts only once.
+    TorchTPU opens libtpu when it is imported. Where no TPU was emulated then, torch may have counted no
+    device of this kind, and it counts only once.
 
     Raises:
         UsageError: it may not, and the replica is requested to run inline.
     """
-    if plan.played is None or "torch_tpu" not in sys.modules:
+    if plan.emulated is None or "torch_tpu" not in sys.modules:
         return True
     from polyxla_bridge import activation
 
     is_counted = POLYXLA_LIBTPU_HOST in polyxla.env.snapshot() or activation.has_client()
-    is_played = activation.is_active() and is_counted
-    if not is_played and start_method == "inline":
+    is_emulated = activation.is_active() and is_counted
+    if not is_emulated and start_method == "inline":
         raise UsageError(
             "torch was imported here without an emulated TPU, and may have counted the devices already",
             where="start_method='inline'",
             fix=f"Set {tpu.POLYXLA_EMULATE}=v5e-1 before the program starts, or leave start_method out.",
         )
-    return is_played
+    return is_emulated
 
 
 def _run_inline(job: Job, plan: TorchTpuPlan) -> list[Any]:
@@ -135,18 +135,18 @@ def _refuse_fork() -> None:
         )
 
 
-def refuse_if_device_in_use(is_played: bool) -> None:
+def refuse_if_device_in_use(is_emulated: bool) -> None:
     """Refuse to launch from a process that has opened the chips: they belong to one process at a time.
 
     Args:
-        is_played: whether the chips are emulated.
+        is_emulated: whether the chips are emulated.
 
     Raises:
         UsageError: it has.
     """
     if "torch_tpu" not in sys.modules:
         return
-    if _has_client(is_played):
+    if _has_client(is_emulated):
         raise UsageError(
             "this process already uses the TPU, whose chips belong to one process at a time",
             where="launch",
@@ -155,8 +155,8 @@ def refuse_if_device_in_use(is_played: bool) -> None:
         )
 
 
-def _has_client(is_played: bool) -> bool:
-    if is_played:
+def _has_client(is_emulated: bool) -> bool:
+    if is_emulated:
         from polyxla_bridge import activation
 
         return activation.has_client()

@@ -14,8 +14,8 @@ from polyxla_tpu import env as tpu
 from polyxla_tpu.accelerators import GENERATIONS, AcceleratorType, Bounds
 from polyxla_tpu.boxes import ONE
 from polyxla_tpu.chip_plan import ChipPlan, plan_chips
+from polyxla_tpu.emulated import EmulatedTpu
 from polyxla_tpu.layout import Layout
-from polyxla_tpu.played import PlayedTpu
 from polyxla_tpu.slices import TpuSlice
 from polyxla_tpu.this_host import this_slice
 from polyxla_tpu.topology import join
@@ -27,8 +27,8 @@ Source: ``set_tpu_launch_env`` of torch_tpu 0.2.0.
 STORE_PORT = 29500
 """The port of torch.distributed's store in such a slice. Source: as for `BASE_PORT`."""
 CPU_GENERATION = "v5e"
-"""What the chips are called that this machine's CPU plays where no TPU was asked for."""
-_PLAYED = {tpu.TPU_SKIP_MDS_QUERY: "1", env.TF_CPP_MIN_LOG_LEVEL: "1"}
+"""What the chips are called that this machine's CPU emulates where no TPU was asked for."""
+_EMULATED = {tpu.TPU_SKIP_MDS_QUERY: "1", env.TF_CPP_MIN_LOG_LEVEL: "1"}
 NEVER_OVERWRITTEN = (
     env.TORCH_TPU_TOPOLOGY,
     env.TORCH_TPU_SLICEBUILDER_ADDRESSES,
@@ -43,7 +43,7 @@ class TorchTpuPlan(ChipPlan):
     """Where the replicas of a job run: one process for each device.
 
     Attributes:
-        is_cpu: whether the TPU is played because no other device is here, and nobody asked for one.
+        is_cpu: whether the TPU is emulated because no other device is here, and nobody asked for one.
     """
 
     is_cpu: bool = False
@@ -69,13 +69,13 @@ class TorchTpuPlan(ChipPlan):
         if self.is_cpu:
             count = self.layout.replicas
             replicas = "1 replica" if count == 1 else f"{count} replicas"
-            say_once(f"no TPU is here: the CPU plays {replicas}; names are a TPU's, numbers the CPU's")
+            say_once(f"no TPU is here: the CPU emulates {replicas}; names are a TPU's, numbers the CPU's")
         else:
             super().say()
 
     def meeting(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Choose what all processes share, such as where they meet: variables over `environ`."""
-        has_others = self.layout.hosts > 1 and not self.plays_all_hosts
+        has_others = self.layout.hosts > 1 and not self.emulates_all_hosts
         shared = {env.TORCH_TPU_TOPOLOGY: self.topology, env.TORCH_TPU_XPROF_SESSION_ID: str(time.time_ns())}
         if has_others:
             first = int(environ.get(env.TORCH_TPU_BASE_PORT) or BASE_PORT)
@@ -87,9 +87,9 @@ class TorchTpuPlan(ChipPlan):
         else:
             *free, own = (str(port) for port in free_ports(self.layout.processes + 1))
             store, ports = {tpu.MASTER_ADDR: LOCALHOST, tpu.MASTER_PORT: own}, free
-        shared |= self.played_meeting(environ) | store
+        shared |= self.emulated_meeting(environ) | store
         shared[env.TORCH_TPU_SLICEBUILDER_ADDRESSES] = self.addresses(ports)
-        if self.played and not has_others:
+        if self.emulated and not has_others:
             shared[env.TORCH_TPU_INTERNAL_HANDSHAKE_PORT] = str(free_ports(1)[0])
         return shared | {name: environ[name] for name in NEVER_OVERWRITTEN if environ.get(name)}
 
@@ -119,28 +119,28 @@ class TorchTpuPlan(ChipPlan):
             env.NNODES: self.layout.hosts,
             env.NODE_RANK: host,
         }
-        if self.chips == tuple(range(self.layout.processes)) and not self.plays_all_hosts:
+        if self.chips == tuple(range(self.layout.processes)) and not self.emulates_all_hosts:
             # With it, TorchTPU exchanges addresses in this machine's shared memory, by `LOCAL_RANK`.
             ranks[env.TORCH_TPU_DEVICES_PER_HOST] = self.layout.processes
         return {
             **{name: str(number) for name, number in ranks.items()},
             **meeting,
-            **self._played_environment(host, cpu_count, meeting),
+            **self._emulated_environment(host, cpu_count, meeting),
         }
 
-    def _played_environment(self, host: int, cpu_count: int, meeting: Mapping[str, str]) -> dict[str, str]:
-        if self.played is None:
+    def _emulated_environment(self, host: int, cpu_count: int, meeting: Mapping[str, str]) -> dict[str, str]:
+        if self.emulated is None:
             return {}
         # More threads than cores only slow each other down.
         pools = {tpu.NPROC: str(max(1, cpu_count // self.layout.replicas))}
-        return {**_PLAYED, **pools, **self.played_host(host, meeting)}
+        return {**_EMULATED, **pools, **self.emulated_host(host, meeting)}
 
     def program_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Return the variables, over `environ`, for a program that may launch, or use a device itself."""
-        if self.played is None:
+        if self.emulated is None:
             return {}
-        devices = self.chips_of(self.tpu_slice.worker_id, self.played.devices(environ))
-        return {**_PLAYED, **self.played.library_environment(devices)}
+        devices = self.chips_of(self.tpu_slice.worker_id, self.emulated.devices(environ))
+        return {**_EMULATED, **self.emulated.library_environment(devices)}
 
 
 @dataclass(frozen=True)
@@ -157,19 +157,21 @@ def plan_tpu(environ: Mapping[str, str], devices: tuple[int, ...]) -> TorchTpuPl
     Raises:
         UsageError: these chips cannot be used together, or not by TorchTPU.
     """
-    layout, tpu_slice, chips, played = plan_chips(environ, host_slice(environ), devices)
+    layout, tpu_slice, chips, emulated = plan_chips(environ, host_slice(environ), devices)
     each = layout.threads
     # TorchTPU numbers the devices of a host, not its chips, where a chip has two.
     own = tuple(chip * each + core for chip in chips for core in range(each))
-    return TorchTpuPlan(Layout(1, len(own), layout.hosts), tpu_slice, own, played)
+    return TorchTpuPlan(Layout(1, len(own), layout.hosts), tpu_slice, own, emulated)
 
 
 def plan_cpu(count: int) -> TorchTpuPlan:
-    """Plan a job on this machine's CPU, which plays a host with as many chips as replicas."""
+    """Plan a job on this machine's CPU, which emulates a host with as many chips as replicas."""
     bounds = Bounds(ONE, (count, 1, 1))
     accelerator = AcceleratorType("CPU", CPU_GENERATION, count, bounds)
     tpu_slice = TpuSlice(accelerator, 0, ("localhost",), bounds, (count, 1, 1), "environment")
-    return TorchTpuPlan(Layout(1, count), tpu_slice, tuple(range(count)), PlayedTpu(accelerator), is_cpu=True)
+    return TorchTpuPlan(
+        Layout(1, count), tpu_slice, tuple(range(count)), EmulatedTpu(accelerator), is_cpu=True
+    )
 
 
 def host_slice(environ: Mapping[str, str]) -> TpuSlice:

@@ -38,7 +38,7 @@ def polyxla_variables() -> frozenset[str]:
 def polyxla_environment(
     environ: Mapping[str, str], discovery: Discovery, devices: tuple[int, ...]
 ) -> dict[str, str]:
-    """Lead the program to the played libtpu, where the TPU is one."""
+    """Point the program at the emulated libtpu, if the TPU is emulated."""
     return torchtpu.plan_for(environ, discovery.kind, devices).program_environment(environ)
 
 
@@ -48,7 +48,7 @@ def polyxla_prepare(environ: Mapping[str, str]) -> None:
     plan = torchtpu.requested_plan(environ)
     if torchrun.process_count(environ) is None and plan.layout.replicas > 1:
         prepared = plan.process_environments(environ, os.cpu_count() or 1)[0]
-        running_fork_server(prepared, preload(on_chips=plan.played is None))
+        running_fork_server(prepared, preload(on_chips=plan.emulated is None))
 
 
 @hookimpl

@@ -58,7 +58,7 @@ def prepare(plan: TorchTpuPlan) -> None:
     environ = snapshot()
     if torchrun.process_count(environ) is None:
         end_with_parent()
-    if plan.played:
+    if plan.emulated:
         _watch()
     watch_replicas(environ, TorchTpuProbe)
 

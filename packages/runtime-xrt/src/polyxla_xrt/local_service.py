@@ -39,7 +39,7 @@ def ensure_service(
         report: receives a message about the started worker.
 
     Raises:
-        UsageError: there is no such TPU to play, another user listens at the address, or the user has no
+        UsageError: there is no such TPU to emulate, another user listens at the address, or the user has no
             private directory for the log.
         WorkerConnectError: the started worker does not come up.
     """

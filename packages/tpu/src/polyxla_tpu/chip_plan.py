@@ -10,8 +10,8 @@ from polyxla.launcher.ports import LOCALHOST, free_ports
 from polyxla_tpu import env
 from polyxla_tpu.accelerators import Bounds
 from polyxla_tpu.boxes import box
+from polyxla_tpu.emulated import POLYXLA_LIBTPU_DEV, EmulatedTpu, free_addresses
 from polyxla_tpu.layout import Layout
-from polyxla_tpu.played import POLYXLA_LIBTPU_DEV, PlayedTpu, free_addresses
 from polyxla_tpu.slices import TpuSlice
 from polyxla_tpu.this_host import host_core
 from polyxla_tpu.topology import join
@@ -25,13 +25,13 @@ class ChipPlan:
         layout: how the replicas are spread over processes and hosts.
         tpu_slice: the slice, or the part of this host that the job uses.
         chips: the chip of each process of a host, by its number there; the device, if it drives one of two.
-        played: the TPU that this machine plays; None on a real one.
+        emulated: the TPU that this machine emulates; None on a real one.
     """
 
     layout: Layout
     tpu_slice: TpuSlice
     chips: tuple[int, ...]
-    played: PlayedTpu | None
+    emulated: EmulatedTpu | None
 
     @property
     def kind(self) -> str:
@@ -39,9 +39,9 @@ class ChipPlan:
         return "TPU"
 
     @property
-    def plays_all_hosts(self) -> bool:
+    def emulates_all_hosts(self) -> bool:
         """Whether this launch starts the processes of several hosts."""
-        return self.played is not None and self.played.host is None and self.layout.hosts > 1
+        return self.emulated is not None and self.emulated.host is None and self.layout.hosts > 1
 
     @property
     def first_process(self) -> int:
@@ -51,14 +51,14 @@ class ChipPlan:
     @property
     def processes_here(self) -> range:
         """The numbers of the processes that this launch starts."""
-        if self.plays_all_hosts:
+        if self.emulates_all_hosts:
             return range(self.layout.process_count)
         return range(self.first_process, self.first_process + self.layout.processes)
 
     @property
     def launching_hosts(self) -> tuple[str, ...]:
-        """The hosts of the slice; one if this launch plays all of them."""
-        return self.tpu_slice.hostnames[:1] if self.plays_all_hosts else self.tpu_slice.hostnames
+        """The hosts of the slice; one if this launch emulates all of them."""
+        return self.tpu_slice.hostnames[:1] if self.emulates_all_hosts else self.tpu_slice.hostnames
 
     @property
     def own_host(self) -> int:
@@ -67,41 +67,41 @@ class ChipPlan:
 
     def say(self) -> None:
         """Print once that the TPU is emulated, if it is."""
-        if self.played:
-            self.played.say(f"{self.layout.replicas} replicas, {self.layout}")
+        if self.emulated:
+            self.emulated.say(f"{self.layout.replicas} replicas, {self.layout}")
 
     def addresses(self, ports: Sequence[str]) -> str:
-        """Return ``host:port`` of every process of the slice; played hosts get addresses of this machine.
+        """Return ``host:port`` of every process of the slice; emulated hosts get addresses of this machine.
 
         Args:
             ports: those of a host's processes.
         """
         hostnames = self.tpu_slice.hostnames
-        if self.played and self.played.host is None:
+        if self.emulated and self.emulated.host is None:
             hostnames = tuple(free_addresses(self.layout.hosts))
         return ",".join(f"{name}:{port}" for name in hostnames for port in ports)
 
-    def played_meeting(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return what the processes of a played TPU share; nothing for a real one."""
-        if self.played is None:
+    def emulated_meeting(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return what the processes of an emulated TPU share; nothing for a real one."""
+        if self.emulated is None:
             return {}
-        devices = {POLYXLA_LIBTPU_DEV: self.played.devices(environ)}
-        if self.played.host is None:
+        devices = {POLYXLA_LIBTPU_DEV: self.emulated.devices(environ)}
+        if self.emulated.host is None:
             # A port that is fixed would be the same for every job of this machine.
             devices |= {env.MASTER_ADDR: LOCALHOST, env.MASTER_PORT: str(free_ports(1)[0])}
         return devices
 
-    def played_host(self, host: int, meeting: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables that lead a process to the played libtpu, and that to its chips.
+    def emulated_host(self, host: int, meeting: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables that lead a process to the emulated libtpu, and that to its chips.
 
         Args:
             host: the number of the process's host.
-            meeting: what `played_meeting` has returned in one of the processes.
+            meeting: what `emulated_meeting` has returned in one of the processes.
         """
-        if self.played is None:
+        if self.emulated is None:
             return {}
-        own = {env.POLYXLA_EMULATE_HOST: str(host)} if self.plays_all_hosts else {}
-        return own | self.played.library_environment(self.chips_of(host, meeting[POLYXLA_LIBTPU_DEV]))
+        own = {env.POLYXLA_EMULATE_HOST: str(host)} if self.emulates_all_hosts else {}
+        return own | self.emulated.library_environment(self.chips_of(host, meeting[POLYXLA_LIBTPU_DEV]))
 
     def chips_of(self, host: int, devices: str) -> str:
         """Return the name of a host's chips, from the job's; under torchrun, that may be another host's."""
@@ -110,7 +110,7 @@ class ChipPlan:
 
 def plan_chips(
     environ: Mapping[str, str], tpu_slice: TpuSlice, devices: tuple[int, ...]
-) -> tuple[Layout, TpuSlice, tuple[int, ...], PlayedTpu | None]:
+) -> tuple[Layout, TpuSlice, tuple[int, ...], EmulatedTpu | None]:
     """Plan a job on several of this host's cores: a process for each chip, a thread for each core.
 
     Returns:
@@ -119,11 +119,11 @@ def plan_chips(
     Raises:
         UsageError: these cores cannot be used together.
     """
-    played = PlayedTpu.read(environ)
+    emulated = EmulatedTpu.read(environ)
     threads, hosts = tpu_slice.accelerator.threads_per_process, tpu_slice.bounds.host_count
     here = tpu_slice.bounds.chips_per_host_count
-    if played and hosts > 1 and played.host is None and len(devices) == here * hosts * threads:
-        # All hosts of a played TPU.
+    if emulated and hosts > 1 and emulated.host is None and len(devices) == here * hosts * threads:
+        # All hosts of an emulated TPU.
         devices = devices[: here * threads]
     chips = tuple(sorted({host_core(tpu_slice, device) // threads for device in devices}))
     if len(chips) * threads != len(devices):
@@ -135,7 +135,7 @@ def plan_chips(
     if len(chips) != here:
         bounds = _box(tpu_slice, chips)
         tpu_slice = replace(tpu_slice, bounds=bounds, worker_id=0, hostnames=("localhost",))
-    return Layout(threads, len(chips), tpu_slice.bounds.host_count), tpu_slice, chips, played
+    return Layout(threads, len(chips), tpu_slice.bounds.host_count), tpu_slice, chips, emulated
 
 
 def _box(tpu_slice: TpuSlice, chips: Sequence[int]) -> Bounds:

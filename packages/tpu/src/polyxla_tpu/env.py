@@ -86,9 +86,9 @@ Default: unset.
 """
 
 POLYXLA_EMULATE_HOST = "POLYXLA_EMULATE_HOST"
-"""The number of the only host of the emulated TPU that this launch plays, from 0; the other hosts' launches
-play theirs.
-Default: unset; one launch plays all hosts.
+"""The number of the only host of the TPU that this launch emulates, from 0; other launches emulate the other
+hosts.
+Default: unset; one launch emulates all hosts.
 """
 
 POLYXLA_MONITOR_PORT = "POLYXLA_MONITOR_PORT"

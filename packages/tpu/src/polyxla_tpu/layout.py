@@ -14,7 +14,7 @@ class Layout:
     Attributes:
         threads: replicas in each process.
         processes: processes on each host.
-        hosts: number of hosts; played ones may all be this machine.
+        hosts: number of hosts; emulated ones may all be this machine.
     """
 
     threads: int = 1

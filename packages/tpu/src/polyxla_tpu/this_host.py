@@ -9,23 +9,23 @@ from pathlib import Path
 from polyxla import Device, UsageError
 from polyxla_tpu import env
 from polyxla_tpu.chips import PCI_ROOT, AttachedChip, attached_chips
+from polyxla_tpu.emulated import EmulatedTpu
 from polyxla_tpu.metadata import MetadataClient
-from polyxla_tpu.played import PlayedTpu
 from polyxla_tpu.slices import TpuSlice, read_slice
 
 
 def host_chips(environ: Mapping[str, str], pci_root: Path = PCI_ROOT) -> tuple[AttachedChip, ...]:
-    """Return the TPU chips of this host, which may be a played one.
+    """Return the TPU chips of this host, which may be an emulated one.
 
     Args:
-        environ: with the TPU to play, if there is one.
+        environ: with the TPU to emulate, if there is one.
         pci_root: sysfs's directory of PCI devices, for tests.
 
     Raises:
-        UsageError: there is no such TPU to play.
+        UsageError: there is no such TPU to emulate.
     """
-    played = PlayedTpu.read(environ)
-    return played.chips if played else attached_chips(pci_root)
+    emulated = EmulatedTpu.read(environ)
+    return emulated.chips if emulated else attached_chips(pci_root)
 
 
 def this_slice(environ: Mapping[str, str]) -> TpuSlice:
@@ -37,8 +37,8 @@ def this_slice(environ: Mapping[str, str]) -> TpuSlice:
     Raises:
         UsageError: neither the environment nor the metadata server describes it.
     """
-    if played := PlayedTpu.read(environ):
-        environ = played.describe(environ)
+    if emulated := EmulatedTpu.read(environ):
+        environ = emulated.describe(environ)
     tpu_slice = read_slice(environ, _metadata(environ.get(env.GCE_METADATA_HOST)))
     if tpu_slice is None:
         raise UsageError(
@@ -50,12 +50,12 @@ def this_slice(environ: Mapping[str, str]) -> TpuSlice:
 
 
 def cores(
-    tpu_slice: TpuSlice, chips: tuple[AttachedChip, ...], played: PlayedTpu | None
+    tpu_slice: TpuSlice, chips: tuple[AttachedChip, ...], emulated: EmulatedTpu | None
 ) -> tuple[Device, ...]:
-    """Return the cores that one launch can use: this host's, or those of all hosts that it plays."""
+    """Return the cores that one launch can use: this host's, or those of all hosts that it emulates."""
     visible = range(len(chips)) if tpu_slice.visible_chips is None else tpu_slice.visible_chips
-    hosts = played.hosts_here if played else 1
-    kind = f"emulated {tpu_slice.accelerator.name}" if played else tpu_slice.accelerator.name
+    hosts = emulated.hosts_here if emulated else 1
+    kind = f"emulated {tpu_slice.accelerator.name}" if emulated else tpu_slice.accelerator.name
     places = [
         (host, chip, core)
         for host in range(tpu_slice.worker_id, tpu_slice.worker_id + hosts)

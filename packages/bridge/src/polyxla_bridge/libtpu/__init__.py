@@ -1,4 +1,4 @@
-"""A played libtpu, which stands behind ``TPU_LIBRARY_PATH`` on a machine without TPUs.
+"""An emulated libtpu, which stands behind ``TPU_LIBRARY_PATH`` on a machine without TPUs.
 
 It does what libtpu does before it computes: it reads the variables that describe the slice, takes the chips
 and the port for its process, numbers the devices by their coordinates, and refuses what libtpu refuses. Then

@@ -1,4 +1,4 @@
-"""The chips of the played host."""
+"""The chips of the emulated host."""
 
 from __future__ import annotations
 

@@ -23,15 +23,15 @@ void *polyxla_nothing(void *args) {
   return NULL;
 }
 
-/* Let Python fill the table as a played libtpu. */
-static void play_libtpu(void) {
+/* Let Python fill the table as an emulated libtpu. */
+static void emulate_libtpu(void) {
   int state = PyGILState_Ensure();
   void *module = PyImport_ImportModule("polyxla_bridge.libtpu");
   void *answer = module == NULL ? NULL : PyObject_CallMethod(module, "open_library", NULL);
   if (answer == NULL) {
     PyErr_Print();
     /* A framework that got no table would crash. */
-    fputs("polyxla: the played libtpu could not start, see the error above; the process ends\n", stderr);
+    fputs("polyxla: the emulated libtpu could not start, see the error above; the process ends\n", stderr);
     _exit(1);
   }
   Py_DecRef(answer);
@@ -40,6 +40,6 @@ static void play_libtpu(void) {
 }
 
 const void *GetPjrtApi(void) {
-  if (api == NULL && PyGILState_Ensure != NULL) play_libtpu();
+  if (api == NULL && PyGILState_Ensure != NULL) emulate_libtpu();
   return api;
 }

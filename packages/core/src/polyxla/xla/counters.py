@@ -38,7 +38,7 @@ class XlaCounters(Counters):
         self._device = device
         self._cache_counters = cache_counters
         self._has_memory = True
-        # With a cache of its own, a runtime plays its TPUs or reaches them from afar.
+        # A runtime with a cache of its own emulates its TPUs or drives remote ones.
         if xr.device_type() == "TPU" and cache_counters is None:
             self.chip = str(_native._xla_device_kind(str(device)))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from polyxla_doctor.facts.host import HostFacts
 from polyxla_doctor.findings import Finding, counted, ok, problem
-from polyxla_tpu.played import POLYXLA_PJRT_PLUGIN
+from polyxla_tpu.emulated import POLYXLA_PJRT_PLUGIN
 
 LIBTPU, CUDA = "libtpu", "cuda"
 """Names of plugins. Source: ``polyxla_bridge.pjrt_plugin``, which need not be installed to look for them."""

@@ -60,7 +60,7 @@ def check_conflicts(facts: RuntimeFacts) -> list[Finding]:
     return found
 
 
-def check_devices(facts: RuntimeFacts, host: HostFacts, *, is_played: bool) -> list[Finding]:
+def check_devices(facts: RuntimeFacts, host: HostFacts, *, is_emulated: bool) -> list[Finding]:
     """Check that a launch gets the devices that were requested, and compare them with the attached chips.
 
     A program that has one device where its user expects eight fails late, when it first communicates.
@@ -68,7 +68,7 @@ def check_devices(facts: RuntimeFacts, host: HostFacts, *, is_played: bool) -> l
     Args:
         facts: the runtimes.
         host: this machine, with its chips.
-        is_played: whether the TPU is emulated, so that chips do not count.
+        is_emulated: whether the TPU is emulated, so that chips do not count.
     """
     if not facts.selection:
         return []
@@ -80,10 +80,10 @@ def check_devices(facts: RuntimeFacts, host: HostFacts, *, is_played: bool) -> l
     more = f", with {counted(found.host_count, 'host')}" if found.host_count > 1 else ""
     text = f"{counted(visible, f'{found.kind} device')}{slice_}{more}; a launch uses {len(facts.devices)}"
     findings = [ok("devices", text)]
-    if host.chips and not is_played and found.kind != "TPU":
+    if host.chips and not is_emulated and found.kind != "TPU":
         text = f"runtime {facts.selection.runtime} does not use the TPU chips of this machine"
         findings.append(note("devices", text, "Unset what asks for another device: `polyxla env` lists it."))
-    elif host.chips and not is_played and visible < len(host.chips):
+    elif host.chips and not is_emulated and visible < len(host.chips):
         text = f"{len(host.chips)} TPU chips are attached, and programs see {counted(visible, 'device')}"
         fix = "Unset TPU_VISIBLE_CHIPS and the bounds of a process, if that is not meant."
         findings.append(note("devices", text, fix))

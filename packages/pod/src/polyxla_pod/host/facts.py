@@ -16,7 +16,7 @@ from polyxla_pod.host.node_facts import node_facts
 from polyxla_pod.tpu_nodes import DISTRIBUTION as NODE_DISTRIBUTION
 from polyxla_tpu import env
 from polyxla_tpu.chips import attached_chips
-from polyxla_tpu.played import PlayedTpu
+from polyxla_tpu.emulated import EmulatedTpu
 from polyxla_tpu.processes.holders import find_holders
 from polyxla_tpu.this_host import this_slice
 
@@ -65,9 +65,9 @@ def _worker(environ: Mapping[str, str]) -> dict[str, Any] | None:
     if not attached_chips() and not environ.get(env.POLYXLA_EMULATE):
         return None
     try:
-        played = PlayedTpu.read(environ)
-        if played and played.host is None:
-            # One launch plays all hosts of the slice, whatever machine it is on.
+        emulated = EmulatedTpu.read(environ)
+        if emulated and emulated.host is None:
+            # One launch emulates all hosts of the slice, whatever machine it is on.
             return None
         found = this_slice(environ)
     except UsageError as error:
@@ -76,7 +76,7 @@ def _worker(environ: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def _own_address(environ: Mapping[str, str]) -> IPv4Address | None:
-    """Return the address that a played host has for itself; None if all of this machine's are the host's."""
+    """Return the address of an emulated host; None if all of this machine's addresses are the host's."""
     number = environ.get(env.POLYXLA_EMULATE_HOST, "")
     names = environ.get(env.TPU_WORKER_HOSTNAMES, "").split(",")
     try:

@@ -12,7 +12,7 @@ from polyxla_bridge.plugin_client.memory import Option
 from polyxla_tpu import env
 from polyxla_tpu.accelerators import Bounds
 from polyxla_tpu.boxes import ONE
-from polyxla_tpu.played import PlayedTpu
+from polyxla_tpu.emulated import EmulatedTpu
 from polyxla_tpu.processes.holders import find_holders
 from polyxla_tpu.processes.secret import with_secret
 from polyxla_tpu.slices import TpuSlice
@@ -52,32 +52,32 @@ def find_library(
         UsageError: there is no chip, another process has the chips, libtpu is missing, or it is not known
             which chips these are; or the workers are not those of the slice's hosts.
     """
-    played = PlayedTpu.read(environ)
+    emulated = EmulatedTpu.read(environ)
     if not host_chips(environ):
         raise UsageError(
             "no TPU chip is attached to this machine",
             where=SOURCE,
-            fix="Start the worker on a TPU VM, pass --platform cpu, or play a TPU: set "
+            fix="Start the worker on a TPU VM, pass --platform cpu, or emulate a TPU: set "
             f"{env.POLYXLA_EMULATE}=v4-8.",
         )
     # What describes a part of the host does not matter: a worker serves the whole.
     tpu_slice = this_slice({name: value for name, value in environ.items() if name not in _FOR_PARTS})
-    members = _members(tpu_slice, workers, played) if workers else None
+    members = _members(tpu_slice, workers, emulated) if workers else None
     variables = _of_whole_host(tpu_slice, environ, members)
-    if played:
-        played.require_library(environ)
+    if emulated:
+        emulated.require_library(environ)
         where = f"host {tpu_slice.worker_id} of a slice" if members else "a host"
-        played.say(f"a worker has the chips of {where}, {join(tpu_slice.host)}")
-        variables |= played.library_environment(played.devices(environ))
+        emulated.say(f"a worker has the chips of {where}, {join(tpu_slice.host)}")
+        variables |= emulated.library_environment(emulated.devices(environ))
         if members:
-            # By which the serving processes of the played hosts know each other.
+            # By which the serving processes of the emulated hosts know each other.
             variables[POLYXLA_SECRET] = with_secret(environ, len(members.workers))[POLYXLA_SECRET]
         return Library(Path(variables[env.TPU_LIBRARY_PATH]), SOURCE, options, variables, TPU, members)
     _check_free()
     return Library(_libtpu(environ), SOURCE, options, variables, TPU, members)
 
 
-def _members(tpu_slice: TpuSlice, workers: Sequence[Worker], played: PlayedTpu | None) -> SliceMembers:
+def _members(tpu_slice: TpuSlice, workers: Sequence[Worker], emulated: EmulatedTpu | None) -> SliceMembers:
     hosts = tpu_slice.bounds.host_count
     if hosts == 1 or len(workers) != hosts:
         raise UsageError(
@@ -85,10 +85,10 @@ def _members(tpu_slice: TpuSlice, workers: Sequence[Worker], played: PlayedTpu |
             where="--slice",
             fix="List the worker of each host, in the order of TPU_WORKER_ID." if hosts > 1 else "Omit it.",
         )
-    if played and played.host is None:
+    if emulated and emulated.host is None:
         raise UsageError(
             "it is not known which host of the emulated slice this worker is on",
-            where=f"{env.POLYXLA_EMULATE}={played.accelerator.name}",
+            where=f"{env.POLYXLA_EMULATE}={emulated.accelerator.name}",
             fix=f"Set {env.POLYXLA_EMULATE_HOST} to the host's number, 0 to {hosts - 1}.",
         )
     return SliceMembers(tuple(workers), tpu_slice.worker_id)

@@ -1,6 +1,6 @@
-"""The TPU that `POLYXLA_EMULATE` plays on this machine: what its hosts answer, from its type.
+"""The TPU that `POLYXLA_EMULATE` emulates on this machine: what its hosts answer, from its type.
 
-Behind the answers stands the bridge's played libtpu. Everything between `polyxla run` and the first call of
+Behind the answers stands the bridge's emulated libtpu. Everything between `polyxla run` and the first call of
 libtpu is the code that runs on a TPU.
 """
 
@@ -30,20 +30,20 @@ _ATTEMPTS = 100
 
 
 @dataclass(frozen=True)
-class PlayedTpu:
-    """A TPU that this machine plays.
+class EmulatedTpu:
+    """A TPU that this machine emulates.
 
     Attributes:
         accelerator: its type.
-        host: the number of the only host that is played here; None where one launch plays all hosts.
+        host: the number of the only host that is emulated here; None where one launch emulates all hosts.
     """
 
     accelerator: AcceleratorType
     host: int | None = None
 
     @classmethod
-    def read(cls, environ: Mapping[str, str]) -> PlayedTpu | None:
-        """Read which TPU to play, if any.
+    def read(cls, environ: Mapping[str, str]) -> EmulatedTpu | None:
+        """Read which TPU to emulate, if any.
 
         Raises:
             UsageError: there is no such type or host.
@@ -56,7 +56,7 @@ class PlayedTpu:
 
     @property
     def hosts_here(self) -> int:
-        """The number of hosts that one launch plays."""
+        """The number of hosts that one launch emulates."""
         return self.accelerator.hosts if self.host is None else 1
 
     @property
@@ -81,7 +81,7 @@ class PlayedTpu:
         }
 
     def require_library(self, environ: Mapping[str, str]) -> None:
-        """Check that the played libtpu is installed, and what the environment says to it.
+        """Check that the emulated libtpu is installed, and what the environment says to it.
 
         Raises:
             UsageError: it is missing, or a variable is invalid.
@@ -102,7 +102,7 @@ class PlayedTpu:
         return environ.get(POLYXLA_LIBTPU_DEV) or f"{random.SystemRandom().getrandbits(64):016x}"
 
     def library_environment(self, devices: str) -> dict[str, str]:
-        """Return the variables by which a process finds the played libtpu, and by which that finds its chips.
+        """Return the variables that lead a process to the emulated libtpu, and the libtpu to its chips.
 
         Args:
             devices: the name of the chips of the process's host.
@@ -155,12 +155,12 @@ def _host(text: str | None, accelerator: AcceleratorType) -> int | None:
     raise UsageError(
         f"the hosts of a {accelerator.name} have the numbers {numbers}",
         where=f"{env.POLYXLA_EMULATE_HOST}={text}",
-        fix=f"Write one of them, or unset {env.POLYXLA_EMULATE_HOST} to play all hosts in one launch.",
+        fix=f"Write one of them, or unset {env.POLYXLA_EMULATE_HOST} to emulate all hosts in one launch.",
     )
 
 
 def free_addresses(count: int) -> list[str]:
-    """Return addresses for the played hosts of one job; on them libtpu's usual ports are free.
+    """Return addresses for the emulated hosts of one job; on them libtpu's usual ports are free.
 
     Linux gives a machine all of 127.0.0.0/8, so that several jobs can have those ports at the same time.
 
