@@ -44,25 +44,23 @@ PROJECTS: dict[str, dict[str, Any]] = {
 }
 PACKAGE_OF = {project["name"]: package for package, project in PROJECTS.items()}
 # Each of the two frameworks needs a release of torch of its own: their packages are never in one environment.
-ON_TORCH_XLA = ["polyxla", "runtime-pjrt", "runtime-xrt"]
-ON_TORCH_TPU = ["runtime-torchtpu", "torchtpu"]
+ON_TORCH_XLA = ["runtime-pjrt", "runtime-xrt"]
+ON_TORCH_TPU = ["runtime-torchtpu"]
 WITH_TORCH_XLA = [package for package in PROJECTS if package not in ON_TORCH_TPU]
 WITH_TORCH_TPU = [package for package in PROJECTS if package not in ON_TORCH_XLA]
 TESTED = [package for package in WITH_TORCH_XLA if any(ROOT.glob(f"packages/{package}/tests/test_*.py"))]
 # Tested with both; those of the bridge and of the precision policies look into torch_xla's programs.
-TESTED_ON_TORCH_TPU = ["core", "fits", "runtime-torchtpu", "sampler", "training"]
+TESTED_ON_TORCH_TPU = ["core", "runtime-torchtpu", "sampler", "training"]
 # Siblings that a package's tests use and its code does not.
 TESTS_NEED = {
+    "bridge": ["testing"],
     "core": ["testing"],
-    "doctor": ["runtime-pjrt", "bridge", "testing"],
-    "fits": ["testing"],
-    "launch-ray": ["bridge", "examples", "runtime-pjrt", "sampler", "testing"],
-    "pod": ["testing"],
+    "pod": ["bridge", "examples", "runtime-pjrt", "sampler", "testing"],
     "runtime-pjrt": ["testing"],
     "runtime-torchtpu": ["testing"],
-    "tpu": ["testing"],
+    "runtime-xrt": ["testing"],
+    "tools": ["runtime-pjrt", "testing"],
     "training": ["sampler", "testing"],
-    "warm": ["bridge", "runtime-pjrt", "testing"],
 }
 # The first runs all of integration/, the others the tests that depend on the runtime.
 RUNTIMES = ["pjrt", "xrt", "torchtpu"]
@@ -72,11 +70,11 @@ CLIENTS = {"pjrt": "integration/clients", "torchtpu": "integration/torchtpu/clie
 TRACKERS = ["mlflow", "wandb"]
 TRACKERS_TESTS = "integration/trackers"
 # These promise a range of versions, and are tested with the oldest. The others follow one torch_xla release.
-WITH_A_RANGE = ["core", "sampler", "precision", "testing", "tpu", "training"]
+WITH_A_RANGE = ["core", "sampler", "precision", "testing", "training"]
 # A few tests take most of the time: whichever process is done first takes some of the other's.
 TWO_AT_ONCE = ["-n", "2", "--dist", "worksteal"]
 # Their slow tests share what one process makes; two would make it twice.
-ONE_AT_A_TIME = ["launch-ray", "precision"]
+ONE_AT_A_TIME = ["precision"]
 # torch 2.9's wheels are manylinux_2_28: no machine that runs them has an older glibc.
 NEWEST_GLIBC = 28
 
@@ -170,14 +168,21 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Check types strictly, one package at a time: tests of two packages may share a name."""
+    """Check types strictly, one directory of tests at a time: two may have files of the same name."""
     install(session, WITH_TORCH_XLA, group("types"), with_extras=["training"], editable=True)
     # Not installed here, where torch_xla is.
     sources = {"MYPYPATH": "packages/runtime-torchtpu/src"}
     for package in PROJECTS:
-        parts = [f"packages/{package}/{part}" for part in ("src", "tests")]
-        if parts := [part for part in parts if any((ROOT / part).rglob("*.py"))]:
-            session.run("mypy", *parts, env=sources)
+        tests = Path("packages", package, "tests")
+        inner = sorted(str(path.parent) for path in tests.glob("*/conftest.py"))
+        excluded = [f"--exclude=^{directory}/" for directory in inner]
+        parts = [tests.with_name("src")] if package != "polyxla" else []
+        if any(tests.glob("*.py")):
+            parts.append(tests)
+        if parts:
+            session.run("mypy", *map(str, parts), *excluded, env=sources)
+        for directory in inner:
+            session.run("mypy", directory, env=sources)
     checks = [str(path) for path in sorted(Path(".ci").glob("*.py")) if path.name != "abi.py"]
     session.run("mypy", "integration", "noxfile.py", *checks, env=sources)
     session.run("mypy", "benchmarks", env={"MYPYPATH": "benchmarks"})
@@ -244,7 +249,7 @@ def integration(session: nox.Session, runtime: str) -> None:
 @nox.session
 def faults(session: nox.Session) -> None:
     """Run jobs with faults at random: ``-- --minutes 60``, ``--seed N``, ``--only worker``, ``--json``."""
-    install(session, ["bridge", "polyxla", "runtime-xrt", "pod", "warm"], options=("-c", CONSTRAINTS))
+    install(session, ["bridge", "polyxla", "runtime-xrt"], options=("-c", CONSTRAINTS))
     session.run("python", "integration/faults.py", *session.posargs)
 
 
@@ -267,7 +272,7 @@ def notebooks(session: nox.Session, runtime: str) -> None:
     """Run the tutorials in docs/tutorials that are for one framework; ``-- --save`` keeps what they print."""
     pins = ("-c", CONSTRAINTS_TORCHTPU if runtime == "torchtpu" else CONSTRAINTS)
     packages = ["bridge", "sampler", "training", f"runtime-{runtime}"]
-    packages += ["fits", "runtime-xrt"] if runtime == "pjrt" else []
+    packages += ["runtime-xrt", "tools"] if runtime == "pjrt" else []
     install(session, packages, group(f"notebooks-{runtime}"), options=pins)
     framework = "torch_tpu" if runtime == "torchtpu" else "torch_xla"
     session.run(
@@ -291,7 +296,7 @@ def trackers(session: nox.Session) -> None:
 @nox.session
 def blocks(session: nox.Session) -> None:
     """Run the code blocks of README and docs/, each page in its own process; ``-- NAME`` runs one."""
-    packages = ["bridge", "pod", "polyxla", "runtime-xrt", "testing"]
+    packages = ["bridge", "polyxla", "runtime-xrt", "testing"]
     install(session, packages, [*group("notebooks-pjrt"), *group("test")], with_extras=["training"])
     session.run("python", ".ci/notebooks.py", "pages", *session.posargs, env={"POLYXLA_COMPILE_CACHE": "off"})
 
@@ -326,7 +331,7 @@ def test_range(session: nox.Session, options: Sequence[str]) -> None:
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Build every package into dist/ as an index accepts it, compare with the sources, install four."""
+    """Build every package into dist/ as an index accepts it, compare with the sources, install three."""
     install(session, requirements=group("build"))
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
@@ -347,7 +352,7 @@ def build(session: nox.Session) -> None:
     session.run("python", "-m", "venv", "--clear", str(bare))
     python = str(bare / "bin" / "python")
     offline = ["--quiet", "--no-index", "--no-deps", "--disable-pip-version-check"]
-    some = [str(wheels[package]) for package in ("bridge", "core", "runtime-pjrt", "tpu")]
+    some = [str(wheels[package]) for package in ("bridge", "core", "runtime-pjrt")]
     session.run(python, "-m", "pip", "install", *offline, *some, external=True)
     session.run(python, "-c", SEE_ENTRY_POINTS, external=True)
 
@@ -424,11 +429,11 @@ def libtpu(session: nox.Session, runtime: str) -> None:
     """Test what needs libtpu with that of one framework, and the variables of TPU processes. No TPU."""
     on_torch_tpu = runtime == "torchtpu"
     pins = ("-c", CONSTRAINTS_TORCHTPU if on_torch_tpu else CONSTRAINTS)
-    packages = ["bridge", "fits", f"runtime-{runtime}", "testing"]
+    packages = ["bridge", f"runtime-{runtime}", "testing", "tools"]
     install(session, packages, ["libtpu", *group("test-core")], options=pins)
     if not on_torch_tpu:
         session.run("python", ".ci/variables.py")
-    files = ("packages/fits/tests/test_libtpu.py", "packages/bridge/tests/test_real_libtpu.py")
+    files = ("packages/tools/tests/fits/test_libtpu.py", "packages/bridge/tests/test_real_libtpu.py")
     session.run("pytest", *files, *session.posargs)
 
 

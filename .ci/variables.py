@@ -18,10 +18,10 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from polyxla.tpu.accelerators import AcceleratorType
+from polyxla.tpu.parts import read_part
+from polyxla.tpu.topology import join, process_environments
 from polyxla_bridge import abi
-from polyxla_tpu.accelerators import AcceleratorType
-from polyxla_tpu.parts import read_part
-from polyxla_tpu.topology import join, process_environments
 
 API = "0.75"
 """The version of the PJRT API that torch_xla 2.9.0 speaks."""

@@ -477,7 +477,7 @@ def check_product(engine: Any, size: int = 256) -> float:
     """Return the largest error of a product, relative to its largest element."""
     import numpy as np
 
-    from polyxla_bridge.engine_conformance import compiled, download, upload
+    from polyxla_testing.engine_conformance import compiled, download, upload
 
     numbers = np.random.default_rng(time.time_ns())
     x, y = (numbers.standard_normal((size, size), dtype=np.float32) for _ in range(2))
@@ -490,7 +490,7 @@ def check_product(engine: Any, size: int = 256) -> float:
 def worker() -> None:
     import numpy as np
 
-    from polyxla_bridge.engine_conformance import DOUBLING, compiled, download, upload
+    from polyxla_testing.engine_conformance import DOUBLING, compiled, download, upload
 
     with closing(Worker()) as served, served.engine() as engine:
         emit("worker", platform=served.served["platform"], open_s=rounded(served.open_s))
@@ -515,8 +515,8 @@ def _stablehlo_on(engine: Any) -> None:
     import jax
     import numpy as np
 
-    from polyxla_bridge.engine_conformance import OPTIONS, download, upload
     from polyxla_bridge.programs.stablehlo import to_hlo
+    from polyxla_testing.engine_conformance import OPTIONS, download, upload
 
     def program(x: Any) -> Any:
         return jax.nn.softmax(x, axis=-1).sum(axis=0)
@@ -538,7 +538,7 @@ def restart() -> None:
     """Kill the process that has the GPU while it computes, and use the GPU again."""
     import numpy as np
 
-    from polyxla_bridge.engine_conformance import SLOW, compiled, upload
+    from polyxla_testing.engine_conformance import SLOW, compiled, upload
 
     with closing(Worker()) as served:
         with reported("the job that was killed"), served.engine() as engine:
@@ -693,8 +693,8 @@ def engine_step() -> None:
     """Train by the same program on `PjrtEngine`."""
     import jax
 
-    from polyxla_bridge.engine_conformance import OPTIONS, download, upload
     from polyxla_bridge.programs.stablehlo import to_hlo
+    from polyxla_testing.engine_conformance import OPTIONS, download, upload
 
     program = to_hlo(Path(SCRATCH, "step.mlir").read_bytes())
     with local_engine() as engine:
@@ -779,7 +779,7 @@ def transfer_rates(engine: Any, size: int, rounds: int = 5) -> tuple[float, floa
     """Return the best rates of copies to the device and back, in GB/s; check that the bytes are the same."""
     import numpy as np
 
-    from polyxla_bridge.engine_conformance import upload
+    from polyxla_testing.engine_conformance import upload
 
     sent = np.random.default_rng(0).integers(0, 255, size, dtype=np.uint8)
     up, down = [], []
@@ -885,7 +885,7 @@ def memory() -> None:
 
     import numpy as np
 
-    from polyxla_bridge.engine_conformance import DONATING, DOUBLING, compiled, download, ones, upload
+    from polyxla_testing.engine_conformance import DONATING, DOUBLING, compiled, download, ones, upload
 
     with local_engine() as engine:
         device = engine.devices[0]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 
-from polyxla_tpu.accelerators import AcceleratorType
-from polyxla_tpu.topology import process_environments
+from polyxla.tpu.accelerators import AcceleratorType
+from polyxla.tpu.topology import process_environments
 
 TARGET_MS = 50.0
 ROUNDS = 7

@@ -186,8 +186,8 @@ STAGES = [
         "warm",
         {
             "client": root,
-            "warm process": original("polyxla_warm.server"),
-            "program and replicas": forks_of("polyxla_warm.server"),
+            "warm process": original("polyxla_tools.warm.server"),
+            "program and replicas": forks_of("polyxla_tools.warm.server"),
         },
         frozenset(),
         TRAINING,

@@ -20,10 +20,10 @@ import typer
 import polyxla.cli.app
 import polyxla.env
 import polyxla.hookspecs
+import polyxla.tpu.env
 import polyxla_bridge.env
 import polyxla_pjrt.env
 import polyxla_pod.hookspecs
-import polyxla_tpu.env
 import polyxla_training.env
 import polyxla_training.hookspecs
 import polyxla_xrt.env
@@ -31,8 +31,8 @@ from polyxla import Replica, launch
 from polyxla.cli.variables import variables
 from polyxla.plugins.manager import load_everything
 from polyxla.plugins.selection import select
+from polyxla.tpu.metadata import MetadataClient
 from polyxla_pjrt.discovery import discover
-from polyxla_tpu.metadata import MetadataClient
 from polyxla_training import Trainer, check_replicas
 from polyxla_training.lightning.callbacks import REFUSED
 from polyxla_training.lightning.hooks import PLAIN
@@ -72,7 +72,7 @@ def test_every_hook_is_on_the_plugins_page(hook: str) -> None:
         polyxla.env,
         polyxla_bridge.env,
         polyxla_pjrt.env,
-        polyxla_tpu.env,
+        polyxla.tpu.env,
         polyxla_training.env,
         polyxla_xrt.env,
     ],
@@ -337,7 +337,7 @@ def test_the_error_texts_of_the_questions_page_are_those_of_the_sources() -> Non
         "polyxla": ours,
         "torch_xla": templates([torch_xla / "runtime.py", torch_xla / "_internal" / "pjrt.py"]),
         # The emulated libtpu has the real one's texts, and so have the tests of `polyxla fits`.
-        "libtpu": [*ours, *templates([ROOT / "packages" / "fits" / "tests" / "test_fits.py"])],
+        "libtpu": [*ours, *templates([ROOT / "packages" / "tools" / "tests" / "fits" / "test_fits.py"])],
     }
     # What comes before a text is added where it is printed.
     added = r"^(polyxla: |error: |WARNING:root:|RuntimeError: |runtime '\w+' cannot run here: |\.\.\. )*"
@@ -400,12 +400,9 @@ SOURCES = {
     "training": "packages/training/src/polyxla_training",
     "pjrt": "packages/runtime-pjrt/src/polyxla_pjrt",
     "xrt": "packages/runtime-xrt/src/polyxla_xrt",
-    "tpu": "packages/tpu/src/polyxla_tpu",
     "bridge": "packages/bridge/src/polyxla_bridge",
     "pod": "packages/pod/src/polyxla_pod",
-    "doctor": "packages/doctor/src/polyxla_doctor",
-    "warm": "packages/warm/src/polyxla_warm",
-    "launch-ray": "packages/launch-ray/src/polyxla_launch_ray",
+    "tools": "packages/tools/src/polyxla_tools",
     "sampler": "packages/sampler/src/polyxla_sampler",
     "precision": "packages/precision/src/polyxla_precision",
 }

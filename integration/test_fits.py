@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from polyxla_fits.chips import Target
-from polyxla_fits.collected import CollectedProgram
-from polyxla_fits.emulated_run import EmulatedRun, ScriptFailedError
-from polyxla_fits.frameworks import installed_framework
-from polyxla_fits.progress import Progress
+from polyxla_tools.fits.chips import Target
+from polyxla_tools.fits.collected import CollectedProgram
+from polyxla_tools.fits.emulated_run import EmulatedRun, ScriptFailedError
+from polyxla_tools.fits.frameworks import installed_framework
+from polyxla_tools.fits.progress import Progress
 
 pytestmark = pytest.mark.emulated_tpu
 
@@ -93,7 +93,7 @@ def test_a_script_that_takes_too_long_is_ended(clean_environ: dict[str, str], tm
 
 
 def test_the_peaks_are_those_of_training() -> None:
-    from polyxla_fits.chips import PEAKS
+    from polyxla_tools.fits.chips import PEAKS
     from polyxla_training.observe.chip_peaks import CHIP_PEAKS
 
     known = {name.removeprefix("TPU "): peak.peak_flops for name, peak in CHIP_PEAKS.items()}

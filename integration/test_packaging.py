@@ -18,35 +18,28 @@ PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.t
 ALLOWED = {
     "bridge": set(),
     "core": set(),
-    "doctor": {"core", "tpu"},
     "examples": {"core", "training"},
-    "fits": {"bridge", "core", "tpu"},
-    "launch-ray": {"core", "pod", "tpu"},
-    # The umbrellas: requirements, no code.
+    # The umbrella: requirements, no code.
     "polyxla": {
         "core",
-        "doctor",
-        "fits",
-        "launch-ray",
         "pod",
         "precision",
         "runtime-pjrt",
+        "runtime-torchtpu",
         "runtime-xrt",
         "sampler",
+        "tools",
         "training",
-        "warm",
     },
-    "pod": {"core", "tpu"},
+    "pod": {"core"},
     "precision": set(),
-    "runtime-pjrt": {"bridge", "core", "tpu"},
-    "runtime-torchtpu": {"bridge", "core", "tpu"},
-    "runtime-xrt": {"bridge", "core", "tpu"},
+    "runtime-pjrt": {"bridge", "core"},
+    "runtime-torchtpu": {"bridge", "core"},
+    "runtime-xrt": {"bridge", "core"},
     "sampler": set(),
-    "testing": {"core"},
-    "tpu": {"core"},
-    "torchtpu": {"core", "doctor", "precision", "runtime-torchtpu", "sampler", "training"},
+    "testing": {"bridge", "core"},
+    "tools": {"bridge", "core"},
     "training": {"core"},
-    "warm": {"core"},
 }
 # The releases of torch that a package works with: torch_xla was built with one, TorchTPU begins with 2.11.
 NEEDS_TORCH = {
@@ -58,8 +51,7 @@ NEEDS_TORCH = {
     "training": ">=2.9,<2.16",
 }
 # Never in one environment with torch_xla, where these tests run.
-INSTALLED = [package for package in PACKAGES if package not in ("runtime-torchtpu", "torchtpu")]
-UMBRELLAS = ["polyxla", "torchtpu"]
+INSTALLED = [package for package in PACKAGES if package != "runtime-torchtpu"]
 
 
 def project(package: str) -> dict[str, Any]:
@@ -118,7 +110,7 @@ def test_a_package_is_complete(package: str) -> None:
     assert (directory / "README.md").read_text().startswith(f"# {table['name']}\n")
     assert table["license"] == "Apache-2.0"
     assert table["requires-python"] == ">=3.11,<3.14"
-    assert len(modules(package)) == (package not in UMBRELLAS)
+    assert len(modules(package)) == (package != "polyxla")
     assert all((module / "py.typed").is_file() for module in modules(package))
 
 
@@ -138,18 +130,15 @@ def test_a_package_says_where_it_comes_from(package: str) -> None:
     assert "Operating System :: POSIX :: Linux" in table["classifiers"]
 
 
-@pytest.mark.parametrize("package", UMBRELLAS)
-def test_the_umbrella_installs_what_its_page_says(package: str) -> None:
-    extras: dict[str, list[str]] = project(package)["optional-dependencies"]
-    text = (ROOT / "packages" / package / "README.md").read_text()
-    needs = [one.partition("==")[0] for one in project(package)["dependencies"]]
+def test_the_umbrella_installs_what_its_page_says() -> None:
+    extras: dict[str, list[str]] = project("polyxla")["optional-dependencies"]
+    text = (ROOT / "packages" / "polyxla" / "README.md").read_text()
+    needs = [required.partition("==")[0] for required in project("polyxla")["dependencies"]]
     assert sorted(needs) == sorted(re.findall(r"`(polyxla-[\w-]+)`", text.partition("```")[0]))
     assert sorted(extras) == sorted(re.findall(r"^\| `\[(\w+)\]` \|", text, re.MULTILINE))
-    # A TPU VM adds libtpu, and a Ray cluster has a release of its own.
-    others = [
-        one for name, required in extras.items() if name not in ("all", "ray", "tpu") for one in required
-    ]
-    assert sorted(extras["all"]) == sorted(others)
+    # A TPU VM adds libtpu, a Ray cluster has a release of its own, and TorchTPU needs another torch.
+    others = {required for name in ("replicas", "report", "xrt") for required in extras[name]}
+    assert set(extras["all"]) == others
 
 
 def test_each_entry_point_is_installed_once() -> None:

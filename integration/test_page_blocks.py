@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+from polyxla.tpu.accelerators import AcceleratorType
 from polyxla_pod.manifest import node_selector
-from polyxla_tpu.accelerators import AcceleratorType
 
 TIMEOUT_S = 280
 ROOT = Path(__file__).parents[1]

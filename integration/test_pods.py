@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from polyxla.tpu.emulated import free_addresses
 from polyxla_testing import RuntimeUnderTest
-from polyxla_tpu.emulated import free_addresses
 
 pytestmark = pytest.mark.emulated_tpu
 

@@ -15,7 +15,7 @@ import pytest
 
 from jobs.conftest import Host
 from polyxla.launcher.ports import free_ports
-from polyxla_tpu.emulated import free_addresses
+from polyxla.tpu.emulated import free_addresses
 
 if TYPE_CHECKING:
     from jobs.conftest import Served

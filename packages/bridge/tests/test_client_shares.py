@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from polyxla_bridge.engine.pjrt_engine import PjrtEngine
-from polyxla_bridge.engine_conformance import EngineConformance, OpenEngine
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.plugin_client import plugin
 from polyxla_bridge.plugin_client.client import PluginClient
 from polyxla_bridge.programs.executable import ArrayType
+from polyxla_testing.engine_conformance import EngineConformance, OpenEngine
 
 
 @pytest.fixture(scope="module")

@@ -18,11 +18,11 @@ from polyxla_bridge.engine.compiler import COMPILER
 from polyxla_bridge.engine.engine import Buffer
 from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.engine.memory_accounting import machine_bytes
-from polyxla_bridge.engine_conformance import SQUARING
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs import program_file
 from polyxla_bridge.programs.executable import ArrayType, Executable
+from polyxla_testing.engine_conformance import SQUARING
 
 TIMEOUT_S = 60
 COUNT = 1 << 18

@@ -11,9 +11,9 @@ import torch
 from jaxlib._hlo import HloModule  # type: ignore[import-not-found]
 
 from polyxla_bridge.engine.jax_engine import JaxEngine
-from polyxla_bridge.engine_conformance import compiled, download, module, upload
 from polyxla_bridge.env import BridgeSettings
 from polyxla_bridge.programs import rewrite
+from polyxla_testing.engine_conformance import compiled, download, module, upload
 
 SLICES = """HloModule slices
 ENTRY main { x = s64[6,3] parameter(0) i = s64[2] parameter(1) u = s64[1,2] parameter(2)

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from polyxla_bridge.engine.jax_engine import JaxEngine
-from polyxla_bridge.engine_conformance import (
+from polyxla_bridge.env import BridgeSettings
+from polyxla_bridge.errors import PjrtError
+from polyxla_testing.engine_conformance import (
     ADD,
     EngineConformance,
     MemoryLimitConformance,
@@ -21,8 +23,6 @@ from polyxla_bridge.engine_conformance import (
     options_for,
     upload,
 )
-from polyxla_bridge.env import BridgeSettings
-from polyxla_bridge.errors import PjrtError
 
 
 @pytest.fixture

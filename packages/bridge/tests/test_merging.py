@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from polyxla_bridge.engine_conformance import ADD, OPTIONS, OpenEngine, download, module, upload
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs import hlo
 from polyxla_bridge.programs.merging import merged
+from polyxla_testing.engine_conformance import ADD, OPTIONS, OpenEngine, download, module, upload
 
 
 @pytest.fixture

@@ -19,7 +19,10 @@ from polyxla_bridge import LIBRARY, pjrt_plugin
 from polyxla_bridge.abi import Code
 from polyxla_bridge.engine.engine import Engine
 from polyxla_bridge.engine.pjrt_engine import PjrtEngine
-from polyxla_bridge.engine_conformance import (
+from polyxla_bridge.env import BridgeSettings, CacheOrigin
+from polyxla_bridge.errors import PjrtError
+from polyxla_bridge.libtpu import client as libtpu
+from polyxla_testing.engine_conformance import (
     ADD,
     DONATING,
     DOUBLING,
@@ -35,9 +38,6 @@ from polyxla_bridge.engine_conformance import (
     options_for,
     upload,
 )
-from polyxla_bridge.env import BridgeSettings, CacheOrigin
-from polyxla_bridge.errors import PjrtError
-from polyxla_bridge.libtpu import client as libtpu
 
 Run = Callable[..., list[subprocess.CompletedProcess[str]]]
 STATS = ("bytes_in_use", "peak_bytes_in_use", "num_allocs", "largest_alloc_size")

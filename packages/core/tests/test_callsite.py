@@ -49,7 +49,7 @@ def within(module: str, inner: Any) -> Any:
         pytest.param(["torch._tensor", "polyxla.replica.reductions"], None, id="polyxla's-by-torch"),
         pytest.param(["torch._tensor", "polyxla_extra.metrics"], None, id="a-plugin's-of-ours-by-torch"),
         pytest.param(["polyxla_extra.metrics", "torch"], None, id="a-plugin's-of-ours"),
-        pytest.param(["polyxla_tpu.torchrun"], None, id="runtimes'-library"),
+        pytest.param(["polyxla.tpu.torchrun"], None, id="runtimes'-library"),
         pytest.param(["torch._tensor", "third_party.metrics"], "third_party", id="another-plugin's-by-torch"),
         pytest.param(
             ["torch.optim.adam", "polyxla.replica.replica"], "torch.optim.adam.py:2", id="optimizer"

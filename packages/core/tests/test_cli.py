@@ -24,7 +24,7 @@ TIMEOUT_S = 60.0
 PROGRAMS = Path(__file__).parent / "programs"
 XRT_MISSING = (
     "runtime 'xrt' is not installed (installed: toy) (from {}). "
-    "Install it: pip install ./packages/tpu ./packages/bridge ./packages/runtime-xrt"
+    "Install it: pip install ./packages/bridge ./packages/runtime-xrt"
 )
 COUNTS = "Write a count from 1 to 8, or {0}auto for all of them."
 NAMES = "Name devices from 0 to 7, each once, such as {0}'[7]'."

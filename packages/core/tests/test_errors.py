@@ -16,19 +16,16 @@ SOURCES = sorted(ROOT.glob("packages/*/src/**/*.py"))
 
 def test_until_a_release_a_package_is_installed_from_its_directory() -> None:
     assert pip_install("polyxla-training[report]") == "pip install './packages/training[report]'"
-    assert pip_install("polyxla-runtime-pjrt") == "pip install ./packages/tpu ./packages/runtime-pjrt"
-    assert (
-        pip_install("polyxla-runtime-xrt")
-        == "pip install ./packages/tpu ./packages/bridge ./packages/runtime-xrt"
-    )
+    assert pip_install("polyxla-runtime-pjrt") == "pip install ./packages/runtime-pjrt"
+    assert pip_install("polyxla-runtime-xrt") == "pip install ./packages/bridge ./packages/runtime-xrt"
 
 
 @pytest.mark.parametrize(
     ("url", "advice"),
     [
-        pytest.param("my%20clone/packages/core", "'{}/my clone/packages/fits'", id="clone"),
-        pytest.param("polyxla_core-1.0-py3-none-any.whl", "--find-links dist polyxla-fits", id="wheel"),
-        pytest.param(None, "--find-links dist polyxla-fits", id="index"),
+        pytest.param("my%20clone/packages/core", "'{}/my clone/packages/tools'", id="clone"),
+        pytest.param("polyxla_core-1.0-py3-none-any.whl", "--find-links dist polyxla-tools", id="wheel"),
+        pytest.param(None, "--find-links dist polyxla-tools", id="index"),
     ],
 )
 def test_elsewhere_packages_come_from_where_the_core_did(
@@ -42,7 +39,7 @@ def test_elsewhere_packages_come_from_where_the_core_did(
         (installed / "direct_url.json").write_text(f'{{"url": "file://{tmp_path}/{url}"}}')
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert pip_install("polyxla-fits") == f"pip install {advice.format(tmp_path)}"
+    assert pip_install("polyxla-tools") == f"pip install {advice.format(tmp_path)}"
 
 
 def test_every_advised_package_exists() -> None:

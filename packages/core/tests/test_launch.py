@@ -208,7 +208,7 @@ def test_the_callers_environment_does_not_change(
             print,
             {"runtime": "xrt"},
             "runtime 'xrt' is not installed (installed: echo) (from runtime='xrt'). "
-            "Install it: pip install ./packages/tpu ./packages/bridge ./packages/runtime-xrt",
+            "Install it: pip install ./packages/bridge ./packages/runtime-xrt",
             id="missing-runtime",
         ),
         pytest.param(

@@ -74,14 +74,14 @@ def test_loading_a_runtime_imports_no_other_runtime(install_plugin: PluginInstal
             "xrt",
             RuntimeNotInstalledError,
             "runtime 'xrt' is not installed (installed: toy) (from --runtime). "
-            "Install it: pip install ./packages/tpu ./packages/bridge ./packages/runtime-xrt",
+            "Install it: pip install ./packages/bridge ./packages/runtime-xrt",
             id="known-but-missing",
         ),
         pytest.param(
             "pjrt",
             RuntimeNotInstalledError,
             "runtime 'pjrt' is not installed (installed: toy) (from --runtime). "
-            "Install it: pip install ./packages/tpu ./packages/runtime-pjrt",
+            "Install it: pip install ./packages/runtime-pjrt",
             id="the-other-known-one",
         ),
         pytest.param(

@@ -131,7 +131,7 @@ def test_equal_claims_are_refused(claim: Claim) -> None:
         pytest.param(
             [],
             "no runtime can be chosen (none is installed). "
-            "Install one, such as: pip install ./packages/tpu ./packages/runtime-pjrt",
+            "Install one, such as: pip install ./packages/runtime-pjrt",
             id="none-installed",
         ),
         pytest.param(
@@ -219,7 +219,7 @@ def test_xrt_asked_for_and_missing_is_never_a_fallback(
     assert str(caught.value) == (
         "runtime 'xrt' is not installed (installed: none) "
         f"(from XRT_TPU_CONFIG={TPU}). "
-        "Install it: pip install ./packages/tpu ./packages/bridge ./packages/runtime-xrt"
+        "Install it: pip install ./packages/bridge ./packages/runtime-xrt"
     )
 
 

@@ -10,8 +10,8 @@ from socket import create_server
 
 import pytest
 
+from polyxla.tpu import env
 from polyxla_pod.host.facts import gather
-from polyxla_tpu import env
 
 
 @pytest.fixture

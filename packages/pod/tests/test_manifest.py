@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from polyxla import UsageError
+from polyxla.tpu.accelerators import GENERATIONS, AcceleratorType, sizes
 from polyxla_pod.manifest import ACCELERATORS, ManifestOptions, jobset, node_selector
-from polyxla_tpu.accelerators import GENERATIONS, AcceleratorType, sizes
 
 if TYPE_CHECKING:
     from conftest import Pod

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from polyxla import Claim, Discovery, UsageError
+from polyxla.tpu import env as tpu_env
+from polyxla.tpu.layout import Layout
 from polyxla_pjrt import env
 from polyxla_pjrt.discovery import discover, plan_for, replica_environment, requested
-from polyxla_tpu import env as tpu_env
-from polyxla_tpu.layout import Layout
 
 V4, V3 = "0x005e", "0x0027"
 DESCRIBED = {tpu_env.TPU_SKIP_MDS_QUERY: "1", tpu_env.TPU_LIBRARY_PATH: "libtpu.so"}

@@ -9,6 +9,8 @@ import pytest
 
 from polyxla import UsageError
 from polyxla.env import POLYXLA_DEVICES
+from polyxla.tpu import env as tpu_env
+from polyxla.tpu.layout import Layout
 from polyxla_bridge.env import POLYXLA_LIBTPU_DEV, POLYXLA_LIBTPU_HOST, from_environ
 from polyxla_pjrt import env
 from polyxla_pjrt.discovery import (
@@ -20,8 +22,6 @@ from polyxla_pjrt.discovery import (
 )
 from polyxla_pjrt.layout import Plan, cpu_layout
 from polyxla_pjrt.tpu_plan import TpuPlan, plan_cores
-from polyxla_tpu import env as tpu_env
-from polyxla_tpu.layout import Layout
 
 TORCHRUN = {
     tpu_env.TORCHELASTIC_RUN_ID: "a",

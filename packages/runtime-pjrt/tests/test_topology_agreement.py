@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from polyxla.tpu.accelerators import GENERATIONS, AcceleratorType, sizes
+from polyxla.tpu.topology import process_environments
 from polyxla_bridge.libtpu.host import GENERATIONS as EMULATED
-from polyxla_tpu.accelerators import GENERATIONS, AcceleratorType, sizes
-from polyxla_tpu.topology import process_environments
 
 TYPES = [f"{generation}-{size}" for generation in GENERATIONS for size in sizes(generation)]
 SMALL_TYPES = [name for name in TYPES if int(name.split("-")[1]) <= 512]

@@ -13,10 +13,10 @@ import pytest
 from packaging.markers import Marker
 
 from polyxla import Claim, Discovery, UsageError
+from polyxla.tpu.chips import AttachedChip
+from polyxla.tpu.versions import FOR_TORCH_XLA, import_problem
 from polyxla_pjrt.cores import with_devices
 from polyxla_testing import PluginInstaller
-from polyxla_tpu.chips import AttachedChip
-from polyxla_tpu.versions import FOR_TORCH_XLA, import_problem
 
 
 def test_the_installed_pair_fits() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from polyxla import Claim, UsageError
+from polyxla.tpu.env import POLYXLA_EMULATE
 from polyxla_torchtpu import env
 from polyxla_torchtpu.discovery import PJRT_DEVICE, discover, plan_for
-from polyxla_tpu.env import POLYXLA_EMULATE
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from polyxla.tpu import env as tpu
+from polyxla.tpu.env import POLYXLA_EMULATE
 from polyxla_torchtpu import env
 from polyxla_torchtpu.discovery import plan_for, requested_plan
-from polyxla_tpu import env as tpu
-from polyxla_tpu.env import POLYXLA_EMULATE
 
 OWN_LAUNCH = """
 import json, os, torch

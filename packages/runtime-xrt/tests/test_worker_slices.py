@@ -19,8 +19,8 @@ from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
 from polyxla import UsageError
 from polyxla.env import snapshot
+from polyxla.tpu.emulated import free_addresses
 from polyxla_bridge.programs.executable import ArrayType
-from polyxla_tpu.emulated import free_addresses
 from polyxla_xrt.client.channel import WorkerChannel
 from polyxla_xrt.client.engine import RemoteEngine
 from polyxla_xrt.client.lease import Lease, Pod

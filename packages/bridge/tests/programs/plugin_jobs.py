@@ -10,8 +10,8 @@ from engine_helpers import OPTIONS, SETTINGS, main, module, say
 
 from polyxla_bridge import LIBRARY
 from polyxla_bridge.engine.pjrt_engine import PjrtEngine
-from polyxla_bridge.engine_conformance import ADD, DONATING, compiled, download, ones, upload
 from polyxla_bridge.env import BridgeSettings
+from polyxla_testing.engine_conformance import ADD, DONATING, compiled, download, ones, upload
 
 JOBS, WARM, WINDOW = 200, 40, 20
 

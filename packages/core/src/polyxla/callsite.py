@@ -37,8 +37,7 @@ def own_packages() -> frozenset[str]:
     """Return the import names of polyxla's own distributions."""
     points = (point for group in PLUGIN_GROUPS for point in entry_points(group))
     ours = (point.module for point in points if point.dist and point.dist.name.startswith("polyxla-"))
-    # polyxla_tpu is a library of runtimes, and no plugin.
-    return frozenset({"polyxla", "polyxla_tpu", *(module.partition(".")[0] for module in ours)})
+    return frozenset({"polyxla", *(module.partition(".")[0] for module in ours)})
 
 
 def is_polyxlas(frame: FrameType) -> bool:

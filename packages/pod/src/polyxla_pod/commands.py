@@ -224,8 +224,8 @@ def manifest(
     as_json: JsonFlag = False,
 ) -> None:
     """Print a JobSet for GKE; `kubectl apply -f -` starts it."""
+    from polyxla.tpu.accelerators import AcceleratorType
     from polyxla_pod.manifest import ManifestOptions, as_yaml, jobset
-    from polyxla_tpu.accelerators import AcceleratorType
 
     with plain_errors(as_json):
         if engine != "jobset":

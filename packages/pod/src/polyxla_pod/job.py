@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from polyxla.env import POLYXLA_RUNTIME
+from polyxla.tpu import env
 from polyxla_pod import tpu_nodes
-from polyxla_tpu import env
 
 CONNECT_S = 15.0
 """Default of the longest wait for a host's first answer, in seconds."""

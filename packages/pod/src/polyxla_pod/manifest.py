@@ -13,7 +13,7 @@ from typing import Any
 
 from polyxla import UsageError
 from polyxla.env import POLYXLA_RUNTIME
-from polyxla_tpu.accelerators import GENERATIONS, AcceleratorType
+from polyxla.tpu.accelerators import GENERATIONS, AcceleratorType
 
 ACCELERATORS = {
     "v3": "tpu-v3-slice",

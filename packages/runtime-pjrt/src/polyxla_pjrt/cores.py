@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from polyxla import Discovery, Setting, UsageError
+from polyxla.tpu import env as tpu_env
+from polyxla.tpu import this_host
+from polyxla.tpu.accelerators import AcceleratorType
+from polyxla.tpu.chips import AttachedChip
+from polyxla.tpu.emulated import EmulatedTpu
+from polyxla.tpu.slices import TpuSlice
+from polyxla.tpu.this_host import cores, host_core, skip_metadata
+from polyxla.tpu.topology import single_core_environment
+from polyxla.tpu.versions import FOR_TORCH_XLA
 from polyxla_pjrt import env
-from polyxla_tpu import env as tpu_env
-from polyxla_tpu import this_host
-from polyxla_tpu.accelerators import AcceleratorType
-from polyxla_tpu.chips import AttachedChip
-from polyxla_tpu.emulated import EmulatedTpu
-from polyxla_tpu.slices import TpuSlice
-from polyxla_tpu.this_host import cores, host_core, skip_metadata
-from polyxla_tpu.topology import single_core_environment
-from polyxla_tpu.versions import FOR_TORCH_XLA
 
 _GIVEN_TO_PROCESSES = (
     tpu_env.TPU_PROCESS_BOUNDS,

@@ -14,14 +14,14 @@ from pathlib import Path
 from polyxla import Claim, Device, Discovery, Setting, UsageError
 from polyxla.env import POLYXLA_DEVICES, from_environ
 from polyxla.plugins.device_request import pick_devices
+from polyxla.tpu import env as tpu_env
+from polyxla.tpu import torchrun
+from polyxla.tpu.chips import PCI_ROOT, attached_chips
+from polyxla.tpu.emulated import check_device_memory
+from polyxla.tpu.this_host import host_chips
+from polyxla.tpu.versions import import_problem
 from polyxla_pjrt import cores, env, tpu_plan
 from polyxla_pjrt.layout import BRIDGED_CPU, Plan, cpu_layout, require_bridge
-from polyxla_tpu import env as tpu_env
-from polyxla_tpu import torchrun
-from polyxla_tpu.chips import PCI_ROOT, attached_chips
-from polyxla_tpu.emulated import check_device_memory
-from polyxla_tpu.this_host import host_chips
-from polyxla_tpu.versions import import_problem
 
 KINDS = ("CPU", "TPU")
 """The device types this runtime drives."""

@@ -11,11 +11,11 @@ from typing import Any
 from torch_xla._internal import tpu
 
 from polyxla.env import snapshot
+from polyxla.tpu.chips import attached_chips
+from polyxla.tpu.emulated import EmulatedTpu
+from polyxla.tpu.slices import TpuSlice
+from polyxla.tpu.topology import join
 from polyxla_pjrt.cores import this_slice
-from polyxla_tpu.chips import attached_chips
-from polyxla_tpu.emulated import EmulatedTpu
-from polyxla_tpu.slices import TpuSlice
-from polyxla_tpu.topology import join
 
 _original = (tpu.num_available_chips, tpu.get_tpu_env, tpu.get_worker_ips)
 

@@ -14,11 +14,11 @@ from polyxla.console import say_once
 from polyxla.contracts.job import ProcessMethod
 from polyxla.env import POLYXLA_COMPILE_CACHE
 from polyxla.launcher.processes import ProcessWork, run_processes
+from polyxla.tpu import torchrun
+from polyxla.tpu.monitor.launches import monitored
+from polyxla.tpu.processes.secret import with_secret
 from polyxla.xla import refuse_if_device_in_use
 from polyxla_pjrt.layout import Place, Plan
-from polyxla_tpu import torchrun
-from polyxla_tpu.monitor.launches import monitored
-from polyxla_tpu.processes.secret import with_secret
 
 _REPLICAS, _BRIDGE = "polyxla_pjrt.replicas", "polyxla_bridge.engine.jax_engine"
 

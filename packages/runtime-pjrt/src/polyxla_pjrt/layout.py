@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from polyxla import UsageError
 from polyxla.errors import pip_install
 from polyxla.launcher.ports import LOCALHOST, free_ports
+from polyxla.tpu import env as tpu_env
+from polyxla.tpu.layout import Layout
 from polyxla_pjrt import env
-from polyxla_tpu import env as tpu_env
-from polyxla_tpu.layout import Layout
 
 THREADS_PER_REPLICA = 4
 """Threads that torch_xla's pool must have for each replica of a process. Executions wait in the pool for each

@@ -11,13 +11,13 @@ from polyxla import Discovery, Job, Replication, hookimpl
 from polyxla.launcher.processes import run_inline, run_processes
 from polyxla.launcher.start_methods import running_fork_server
 from polyxla.plugins.unknown_variables import constants
+from polyxla.tpu import env as tpu
+from polyxla.tpu import torchrun
+from polyxla.tpu.emulated import EmulatedTpu
 from polyxla_pjrt import discovery as pjrt
 from polyxla_pjrt import env
 from polyxla_pjrt.launching import preload, run_job, say_uncached
 from polyxla_pjrt.layout import Place
-from polyxla_tpu import env as tpu
-from polyxla_tpu import torchrun
-from polyxla_tpu.emulated import EmulatedTpu
 
 
 @hookimpl

@@ -27,13 +27,13 @@ from polyxla import UsageError, World, presence
 from polyxla.env import snapshot
 from polyxla.launcher import failures
 from polyxla.launcher.child import REPLICA_THREAD
+from polyxla.tpu import torchrun
+from polyxla.tpu.monitor.replica_watch import watch_replicas
+from polyxla.tpu.processes import holders
+from polyxla.tpu.processes.signals import end_with_parent, sigterm_ends_quietly
 from polyxla.xla import replica_process
 from polyxla.xla.replication import CollectiveReplication
 from polyxla_pjrt.layout import Place, Plan
-from polyxla_tpu import torchrun
-from polyxla_tpu.monitor.replica_watch import watch_replicas
-from polyxla_tpu.processes import holders
-from polyxla_tpu.processes.signals import end_with_parent, sigterm_ends_quietly
 
 _LENGTH_BYTES = 8
 _ENDED = ("ExecuteTime", "CompileTime")
@@ -96,7 +96,7 @@ def _world(place: Place) -> World:
 
 
 class TorchXlaProbe:
-    """The `polyxla_tpu.monitor.replica_watch.DeviceProbe` of the default device of the calling thread."""
+    """The `polyxla.tpu.monitor.replica_watch.DeviceProbe` of the default device of the calling thread."""
 
     def __init__(self) -> None:
         self._devices = xm.xla_real_devices([torch_xla.device()])

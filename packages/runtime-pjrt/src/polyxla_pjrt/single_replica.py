@@ -8,9 +8,9 @@ import torch
 
 from polyxla import UsageError, World
 from polyxla.contracts.replication import ReduceOp
+from polyxla.tpu.emulated import EmulatedTpu
+from polyxla.tpu.processes import holders
 from polyxla.xla.replication import XlaReplication
-from polyxla_tpu.emulated import EmulatedTpu
-from polyxla_tpu.processes import holders
 
 
 class SingleReplication(XlaReplication):

@@ -24,6 +24,11 @@ from polyxla.console import ended_by_errors, say_once
 from polyxla.env import POLYXLA_DEVICES, POLYXLA_RUNTIME, snapshot, update_environ
 from polyxla.launcher.processes import ProcessWork
 from polyxla.plugins.unknown_variables import unknown_variables
+from polyxla.tpu import env as tpu_env
+from polyxla.tpu import torchrun
+from polyxla.tpu.chips import attached_chips, may_have_chips
+from polyxla.tpu.emulated import EmulatedTpu
+from polyxla.tpu.xla import inplace_collectives, loader_errors, operators
 from polyxla.xla import first_device_use
 from polyxla.xla.torch_xla_launch import TorchXlaLaunch, handle_launches
 from polyxla_pjrt import discovery, env
@@ -32,11 +37,6 @@ from polyxla_pjrt.cpu_client import TensorWatch
 from polyxla_pjrt.host_answers import answer
 from polyxla_pjrt.launching import run_plan, run_process, say_uncached
 from polyxla_pjrt.layout import BRIDGED_CPU, Plan
-from polyxla_tpu import env as tpu_env
-from polyxla_tpu import torchrun
-from polyxla_tpu.chips import attached_chips, may_have_chips
-from polyxla_tpu.emulated import EmulatedTpu
-from polyxla_tpu.xla import inplace_collectives, loader_errors, operators
 
 
 class NoDevice(plugins.DevicePlugin):

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 from polyxla import UsageError
 from polyxla.env import POLYXLA_SECRET
+from polyxla.tpu import env as tpu_env
+from polyxla.tpu.chip_plan import ChipPlan, plan_chips
+from polyxla.tpu.emulated import POLYXLA_LIBTPU_SLICE
+from polyxla.tpu.layout import Layout
+from polyxla.tpu.processes.secret import with_secret
+from polyxla.tpu.this_host import skip_metadata
+from polyxla.tpu.topology import host_environment, process_environments
 from polyxla_pjrt import env
 from polyxla_pjrt.cores import this_slice
 from polyxla_pjrt.layout import Plan, thread_pools
-from polyxla_tpu import env as tpu_env
-from polyxla_tpu.chip_plan import ChipPlan, plan_chips
-from polyxla_tpu.emulated import POLYXLA_LIBTPU_SLICE
-from polyxla_tpu.layout import Layout
-from polyxla_tpu.processes.secret import with_secret
-from polyxla_tpu.this_host import skip_metadata
-from polyxla_tpu.topology import host_environment, process_environments
 
 
 @dataclass(frozen=True)

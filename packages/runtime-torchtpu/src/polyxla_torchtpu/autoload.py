@@ -12,11 +12,11 @@ from collections.abc import Mapping
 
 from polyxla.console import ended_by_errors
 from polyxla.env import POLYXLA_DEVICES, POLYXLA_RUNTIME, POLYXLA_SECRET, snapshot, update_environ
+from polyxla.tpu import env as tpu
+from polyxla.tpu import torchrun
+from polyxla.tpu.emulated import POLYXLA_LIBTPU_HOST, EmulatedTpu
+from polyxla.tpu.processes.secret import shared_secret
 from polyxla_torchtpu import env
-from polyxla_tpu import env as tpu
-from polyxla_tpu import torchrun
-from polyxla_tpu.emulated import POLYXLA_LIBTPU_HOST, EmulatedTpu
-from polyxla_tpu.processes.secret import shared_secret
 
 
 def load() -> None:

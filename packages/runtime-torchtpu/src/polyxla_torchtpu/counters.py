@@ -72,7 +72,7 @@ class TorchTpuCounters(Counters):
 
 
 class TorchTpuProbe:
-    """The `polyxla_tpu.monitor.replica_watch.DeviceProbe` of this process's device."""
+    """The `polyxla.tpu.monitor.replica_watch.DeviceProbe` of this process's device."""
 
     def ended(self) -> int:
         """Return how many programs were submitted; TorchTPU does not count those that have ended."""

@@ -11,13 +11,13 @@ from polyxla import Claim, Device, Discovery, Setting, UsageError
 from polyxla.env import from_environ
 from polyxla.errors import pip_install
 from polyxla.plugins.device_request import pick_devices
+from polyxla.tpu import env as tpu
+from polyxla.tpu import torchrun
+from polyxla.tpu.chips import PCI_ROOT, attached_chips
+from polyxla.tpu.emulated import EmulatedTpu, check_device_memory
+from polyxla.tpu.this_host import cores, host_chips
 from polyxla_torchtpu import env
 from polyxla_torchtpu.plan import TorchTpuPlan, host_slice, plan_cpu, plan_tpu
-from polyxla_tpu import env as tpu
-from polyxla_tpu import torchrun
-from polyxla_tpu.chips import PCI_ROOT, attached_chips
-from polyxla_tpu.emulated import EmulatedTpu, check_device_memory
-from polyxla_tpu.this_host import cores, host_chips
 
 PJRT_DEVICE = "PJRT_DEVICE"
 """torch_xla's variable, which TorchTPU does not read."""

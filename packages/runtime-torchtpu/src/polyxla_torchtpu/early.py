@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib.util
 
 from polyxla.env import POLYXLA_RUNTIME, snapshot, update_environ
-from polyxla_tpu.chips import attached_chips
-from polyxla_tpu.env import POLYXLA_EMULATE, TPU_LIBRARY_PATH
+from polyxla.tpu.chips import attached_chips
+from polyxla.tpu.env import POLYXLA_EMULATE, TPU_LIBRARY_PATH
 
 
 def show_library() -> None:

@@ -12,14 +12,14 @@ from typing import Any
 import polyxla.env
 from polyxla import Job, UsageError
 from polyxla.launcher.processes import ProcessWork, run_processes
+from polyxla.tpu import env as tpu
+from polyxla.tpu import torchrun
+from polyxla.tpu.emulated import POLYXLA_LIBTPU_HOST
+from polyxla.tpu.monitor.launches import monitored
+from polyxla.tpu.processes.secret import with_secret
 from polyxla_torchtpu import env
 from polyxla_torchtpu.discovery import plan_for
 from polyxla_torchtpu.plan import Place, TorchTpuPlan
-from polyxla_tpu import env as tpu
-from polyxla_tpu import torchrun
-from polyxla_tpu.emulated import POLYXLA_LIBTPU_HOST
-from polyxla_tpu.monitor.launches import monitored
-from polyxla_tpu.processes.secret import with_secret
 
 
 def preload(on_chips: bool) -> tuple[str, ...]:

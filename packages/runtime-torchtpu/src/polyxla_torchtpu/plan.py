@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from polyxla import UsageError
 from polyxla.console import say_once
 from polyxla.launcher.ports import LOCALHOST, free_ports
+from polyxla.tpu import env as tpu
+from polyxla.tpu.accelerators import GENERATIONS, AcceleratorType, Bounds
+from polyxla.tpu.boxes import ONE
+from polyxla.tpu.chip_plan import ChipPlan, plan_chips
+from polyxla.tpu.emulated import EmulatedTpu
+from polyxla.tpu.layout import Layout
+from polyxla.tpu.slices import TpuSlice
+from polyxla.tpu.this_host import this_slice
+from polyxla.tpu.topology import join
 from polyxla_torchtpu import env
-from polyxla_tpu import env as tpu
-from polyxla_tpu.accelerators import GENERATIONS, AcceleratorType, Bounds
-from polyxla_tpu.boxes import ONE
-from polyxla_tpu.chip_plan import ChipPlan, plan_chips
-from polyxla_tpu.emulated import EmulatedTpu
-from polyxla_tpu.layout import Layout
-from polyxla_tpu.slices import TpuSlice
-from polyxla_tpu.this_host import this_slice
-from polyxla_tpu.topology import join
 
 BASE_PORT = 8070
 """The port of a host's first process in a slice of several hosts.

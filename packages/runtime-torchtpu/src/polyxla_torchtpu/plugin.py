@@ -10,12 +10,12 @@ from typing import Any
 from polyxla import Discovery, Job, Replication, hookimpl
 from polyxla.launcher.start_methods import running_fork_server
 from polyxla.plugins.unknown_variables import constants
+from polyxla.tpu import env as tpu
+from polyxla.tpu import torchrun
 from polyxla_torchtpu import discovery as torchtpu
 from polyxla_torchtpu import env
 from polyxla_torchtpu.launching import preload, run_job
 from polyxla_torchtpu.plan import Place
-from polyxla_tpu import env as tpu
-from polyxla_tpu import torchrun
 
 
 @hookimpl

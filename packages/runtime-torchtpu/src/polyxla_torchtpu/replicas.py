@@ -28,15 +28,15 @@ from polyxla.env import (
 )
 from polyxla.launcher import failures
 from polyxla.replica.consistency import average_in_place
+from polyxla.tpu import env as tpu
+from polyxla.tpu import torchrun
+from polyxla.tpu.monitor.replica_watch import watch_replicas
+from polyxla.tpu.processes.signals import end_with_parent, sigterm_ends_quietly
 from polyxla_torchtpu import env, host_answers
 from polyxla_torchtpu.counters import TorchTpuCounters, TorchTpuProbe
 from polyxla_torchtpu.plan import Place, TorchTpuPlan
 from polyxla_torchtpu.profiling import profile
 from polyxla_torchtpu.upload import upload_batches
-from polyxla_tpu import env as tpu
-from polyxla_tpu import torchrun
-from polyxla_tpu.monitor.replica_watch import watch_replicas
-from polyxla_tpu.processes.signals import end_with_parent, sigterm_ends_quietly
 
 _RNG_STATE_BYTES = 16
 """A generator's state: seed and offset, eight bytes each. Source: torch_tpu 0.2.0, measured."""

@@ -21,7 +21,7 @@ from polyxla.env import POLYXLA_SECRET, snapshot
 from polyxla.errors import PolyxlaError
 from polyxla.launcher.ports import LOCALHOST
 from polyxla.launcher.process_handle import signal_name
-from polyxla_tpu.processes.secret import derived
+from polyxla.tpu.processes.secret import derived
 from polyxla_xrt import env
 from polyxla_xrt.client.job_owner import JobOwner
 from polyxla_xrt.config.timeouts import job_wait_s, stall_timeout_s

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from polyxla.private_files import private_directory, write_private
-from polyxla_tpu.this_host import host_chips
+from polyxla.tpu.this_host import host_chips
 from polyxla_xrt import env
 from polyxla_xrt.config.configuration import Configuration
 from polyxla_xrt.config.own_token import refuse_another_users

@@ -9,8 +9,8 @@ from typing import Any
 from polyxla import Claim, Discovery, Job, Replication, Setting, UsageError, hookimpl
 from polyxla.launcher.start_methods import running_fork_server
 from polyxla.plugins.unknown_variables import constants
+from polyxla.tpu.versions import import_problem
 from polyxla_bridge import env as bridge
-from polyxla_tpu.versions import import_problem
 from polyxla_xrt import env
 from polyxla_xrt.client.probe import check_reachable
 from polyxla_xrt.config.configuration import Configuration, read_configuration

@@ -19,8 +19,8 @@ from polyxla.env import POLYXLA_RUNTIME, from_environ, snapshot
 from polyxla.launcher.processes import ProcessWork
 from polyxla.plugins.selection import select
 from polyxla.plugins.unknown_variables import unknown_variables
+from polyxla.tpu.xla import inplace_collectives, loader_errors, operators
 from polyxla.xla import first_device_use, torch_xla_launch
-from polyxla_tpu.xla import inplace_collectives, loader_errors, operators
 from polyxla_xrt import env, node
 from polyxla_xrt.config.configuration import read_configuration
 from polyxla_xrt.config.cores import process_count

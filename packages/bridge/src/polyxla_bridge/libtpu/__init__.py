@@ -11,6 +11,22 @@ Importing this package starts nothing and imports neither jax nor numpy.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from polyxla_bridge import LIBRARY, env
+
+library: Path = LIBRARY
+"""The library to name in ``TPU_LIBRARY_PATH``. It and `check` are the entry point that polyxla asks."""
+
+
+def check(environ: Mapping[str, str]) -> None:
+    """Check the variables of emulated devices.
+
+    Raises:
+        ValueError: the memory of a device is not a memory size.
+    """
+    env.device_memory(environ)
 
 
 def open_library() -> None:

@@ -114,7 +114,7 @@ def _launch_on(pod: str, function: Any, options: Mapping[str, Any]) -> list[Any]
         raise UsageError(
             f"no installed plugin launches on a pod called {pod!r}",
             where=f"pod={pod!r}",
-            fix=f"Write pod='ray', and install its package ({pip_install('polyxla-launch-ray')}).",
+            fix=f"Write pod='ray', and install its package ({pip_install('polyxla-pod[ray]')}).",
         )
     return found
 

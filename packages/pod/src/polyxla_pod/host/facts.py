@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from polyxla import UsageError
+from polyxla.tpu import env
+from polyxla.tpu.chips import attached_chips
+from polyxla.tpu.emulated import EmulatedTpu
+from polyxla.tpu.processes.holders import find_holders
+from polyxla.tpu.this_host import this_slice
 from polyxla_pod.host.node_facts import node_facts
 from polyxla_pod.tpu_nodes import DISTRIBUTION as NODE_DISTRIBUTION
-from polyxla_tpu import env
-from polyxla_tpu.chips import attached_chips
-from polyxla_tpu.emulated import EmulatedTpu
-from polyxla_tpu.processes.holders import find_holders
-from polyxla_tpu.this_host import this_slice
 
 DISTRIBUTIONS = ("polyxla-core", NODE_DISTRIBUTION, "torch", "torch_xla", "torch_tpu", "libtpu")
 """Distributions whose versions must be the same on all hosts."""

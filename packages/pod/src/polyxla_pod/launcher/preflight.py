@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from polyxla.tpu import env
+from polyxla.tpu.topology import BASE_PORT
 from polyxla_pod import tpu_nodes
 from polyxla_pod.job import Job
-from polyxla_tpu import env
-from polyxla_tpu.topology import BASE_PORT
 
 FREE_BYTES = 1 << 30
 """Least free space in the working and the temporary directory, in bytes."""

@@ -14,7 +14,7 @@ import grpc
 from polyxla.console import printable
 from polyxla.env import POLYXLA_SECRET
 from polyxla.errors import UsageError
-from polyxla_tpu.processes.secret import sealed, unsealed
+from polyxla.tpu.processes.secret import sealed, unsealed
 from polyxla_xrt import env
 from polyxla_xrt.client.attendance import Attendance, attend
 from polyxla_xrt.client.probe import ANSWER_S, look, proxies

@@ -19,7 +19,7 @@ import grpc
 
 from polyxla import UsageError
 from polyxla.errors import PolyxlaError
-from polyxla_tpu.topology import BASE_PORT
+from polyxla.tpu.topology import BASE_PORT
 from polyxla_xrt.client.attendance import attend
 from polyxla_xrt.client.channel import WorkerChannel
 from polyxla_xrt.config.addresses import join_address

@@ -1,0 +1,202 @@
+"""The TPU that `POLYXLA_EMULATE` emulates on this machine: what its hosts answer, from its type.
+
+Behind the answers stands the bridge's emulated libtpu. Everything between `polyxla run` and the first call of
+libtpu is the code that runs on a TPU.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from ipaddress import IPv4Address
+from pathlib import Path
+from typing import Protocol
+
+from polyxla.console import say_once
+from polyxla.entry_points import entry_points
+from polyxla.env import snapshot
+from polyxla.errors import UsageError, pip_install
+from polyxla.tpu import env
+from polyxla.tpu.accelerators import AcceleratorType
+from polyxla.tpu.chips import AttachedChip
+from polyxla.tpu.topology import BASE_PORT
+
+POLYXLA_LIBTPU_HOST, POLYXLA_LIBTPU_DEV = "POLYXLA_LIBTPU_HOST", "POLYXLA_LIBTPU_DEV"
+POLYXLA_LIBTPU_SLICE, POLYXLA_PJRT_PLUGIN = "POLYXLA_LIBTPU_SLICE", "POLYXLA_PJRT_PLUGIN"
+POLYXLA_DEVICE_MEMORY = "POLYXLA_DEVICE_MEMORY"
+"""Described in ``polyxla_bridge.env``; the bridge need not be installed to look for them."""
+EMULATORS = "polyxla.emulators"
+"""Entry-point group of the installed `Emulator`."""
+_ATTEMPTS = 100
+
+
+class Emulator(Protocol):
+    """What polyxla-bridge offers under `EMULATORS`; core imports no other package of ours."""
+
+    @property
+    def library(self) -> Path:
+        """The shared library that stands in for libtpu."""
+
+    def check(self, environ: Mapping[str, str]) -> None:
+        """Check the variables of emulated devices.
+
+        Raises:
+            ValueError: `POLYXLA_DEVICE_MEMORY` is not a memory size.
+        """
+
+
+def installed_emulator() -> Emulator | None:
+    """Return the installed emulator; None if there is none."""
+    return next((point.load() for point in entry_points(EMULATORS)), None)
+
+
+@dataclass(frozen=True)
+class EmulatedTpu:
+    """A TPU that this machine emulates.
+
+    Attributes:
+        accelerator: its type.
+        host: the number of the only host that is emulated here; None where one launch emulates all hosts.
+    """
+
+    accelerator: AcceleratorType
+    host: int | None = None
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> EmulatedTpu | None:
+        """Read which TPU to emulate, if any.
+
+        Raises:
+            UsageError: there is no such type or host.
+        """
+        text = environ.get(env.POLYXLA_EMULATE)
+        if not text:
+            return None
+        accelerator = AcceleratorType.parse(text, f"{env.POLYXLA_EMULATE}={text}")
+        return cls(accelerator, _host(environ.get(env.POLYXLA_EMULATE_HOST), accelerator))
+
+    @property
+    def hosts_here(self) -> int:
+        """The number of hosts that one launch emulates."""
+        return self.accelerator.hosts if self.host is None else 1
+
+    @property
+    def chips(self) -> tuple[AttachedChip, ...]:
+        """The chips of one host, as the kernel would list them."""
+        here = range(self.accelerator.chips_per_host)
+        return tuple(AttachedChip(self.accelerator.generation, f"0000:00:{chip + 4:02x}.0") for chip in here)
+
+    def describe(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of a host of this TPU: variables describe the slice, as on GKE.
+
+        Args:
+            environ: of this process. Variables in it may choose a part of the host, as on a TPU.
+        """
+        names = _addresses("127.0.0.1", self.accelerator.hosts)
+        return {
+            env.TPU_WORKER_HOSTNAMES: ",".join(names) if len(names) > 1 else "localhost",
+            **environ,
+            env.TPU_SKIP_MDS_QUERY: "1",
+            env.TPU_ACCELERATOR_TYPE: self.accelerator.name,
+            env.TPU_WORKER_ID: str(self.host or 0),
+        }
+
+    def require_library(self, environ: Mapping[str, str]) -> None:
+        """Check that the emulated libtpu is installed, and what the environment says to it.
+
+        Raises:
+            UsageError: it is missing, or a variable is invalid.
+        """
+        if installed_emulator() is None:
+            raise UsageError(
+                "an emulated TPU needs polyxla-bridge, which is not installed",
+                where=f"{env.POLYXLA_EMULATE}={self.accelerator.name}",
+                fix=f"Install it ({pip_install('polyxla-bridge')}), or unset {env.POLYXLA_EMULATE}.",
+            )
+        check_device_memory(environ)
+
+    def devices(self, environ: Mapping[str, str]) -> str:
+        """Return the name that the chips of this process's host have in `environ`, or a new one.
+
+        Processes with the same name share the chips: two of them cannot use the same one at the same time.
+        """
+        return environ.get(POLYXLA_LIBTPU_DEV) or f"{random.SystemRandom().getrandbits(64):016x}"
+
+    def library_environment(self, devices: str) -> dict[str, str]:
+        """Return the variables that lead a process to the emulated libtpu, and the libtpu to its chips.
+
+        Args:
+            devices: the name of the chips of the process's host.
+        """
+        emulator = installed_emulator()
+        assert emulator, "require_library comes first"
+        shape = "x".join(map(str, self.accelerator.bounds.chips_per_host))
+        return {
+            env.TPU_LIBRARY_PATH: str(emulator.library),
+            POLYXLA_LIBTPU_HOST: f"{self.accelerator.generation}:{shape}",
+            POLYXLA_LIBTPU_DEV: devices,
+        }
+
+    def say(self, used_as: str) -> None:
+        """Print once that a TPU is emulated, and what of it the program uses."""
+        host = "" if self.host is None else f", host {self.host}"
+        plugin = snapshot().get(POLYXLA_PJRT_PLUGIN)
+        where = f"the devices of {POLYXLA_PJRT_PLUGIN}={plugin}" if plugin else "this machine's CPU"
+        whose = "theirs" if plugin else "the CPU's"
+        say_once(
+            f"emulating a {self.accelerator.name}{host} on {where}: {used_as}; names and layout "
+            f"are a TPU's, numbers and speed {whose}"
+        )
+
+
+def check_device_memory(environ: Mapping[str, str]) -> None:
+    """Check the memory of the bridge's devices; otherwise the first process to make a device would fail.
+
+    Raises:
+        UsageError: it is not a valid memory size.
+    """
+    emulator = installed_emulator()
+    try:
+        if emulator:
+            emulator.check(environ)
+    except ValueError:
+        raise UsageError(
+            f"{POLYXLA_DEVICE_MEMORY}={environ[POLYXLA_DEVICE_MEMORY]} is not a valid memory size",
+            fix="Write bytes as an integer, a size such as 16GiB, or 'on' for what the device has.",
+        ) from None
+
+
+def _host(text: str | None, accelerator: AcceleratorType) -> int | None:
+    if not text:
+        return None
+    if text.isascii() and text.isdecimal() and int(text) < accelerator.hosts:
+        return int(text)
+    numbers = "0" if accelerator.hosts == 1 else f"0 to {accelerator.hosts - 1}"
+    raise UsageError(
+        f"the hosts of a {accelerator.name} have the numbers {numbers}",
+        where=f"{env.POLYXLA_EMULATE_HOST}={text}",
+        fix=f"Write one of them, or unset {env.POLYXLA_EMULATE_HOST} to emulate all hosts in one launch.",
+    )
+
+
+def free_addresses(count: int) -> list[str]:
+    """Return addresses for the emulated hosts of one job; on them libtpu's usual ports are free.
+
+    Linux gives a machine all of 127.0.0.0/8, so that several jobs can have those ports at the same time.
+
+    Raises:
+        OSError: none is free.
+    """
+    chosen = random.SystemRandom()
+    for _ in range(_ATTEMPTS):
+        first = f"127.{chosen.randint(1, 250)}.{chosen.randint(1, 254)}.1"
+        with suppress(OSError), closing(socket.create_server((first, BASE_PORT))):
+            return _addresses(first, count)
+    raise OSError(f"port {BASE_PORT} is not free on any of {_ATTEMPTS} addresses of this machine")
+
+
+def _addresses(first: str, count: int) -> list[str]:
+    return [str(IPv4Address(first) + number) for number in range(count)]

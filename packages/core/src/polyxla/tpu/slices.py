@@ -1,0 +1,239 @@
+"""The slice that this host belongs to, as variables or the metadata server describe it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from polyxla.errors import UsageError
+from polyxla.tpu import env, parts
+from polyxla.tpu.accelerators import AcceleratorType, Bounds, Shape, parse_shape
+from polyxla.tpu.metadata import MetadataClient, MetadataKeyError, MetadataUnreachableError
+from polyxla.tpu.parts import Value, from_variables
+from polyxla.tpu.topology import check_workers, join, no_such_worker
+
+Origin = Literal["environment", "metadata server"]
+
+_DESCRIPTION = (
+    env.TPU_ACCELERATOR_TYPE,
+    *parts.HOSTS,
+    *parts.CHIPS,
+    env.CLOUD_TPU_TASK_ID,
+    env.TPU_WORKER_ID,
+    env.TPU_WORKER_HOSTNAMES,
+)
+
+
+@dataclass(frozen=True)
+class TpuSlice:
+    """A TPU slice as one of its hosts sees it, or the part of a host that variables select.
+
+    Attributes:
+        accelerator: its type, with `bounds` as its bounds.
+        worker_id: this host's number, ``0 <= worker_id < bounds.host_count``.
+        hostnames: all hosts in the order of their worker ids.
+        bounds: how its hosts and chips are arranged; those of the part if variables select one.
+        host: how all chips of this host are arranged, selected or not.
+        origin: the source of the description.
+        visible_chips: the chips of this host to use, if a variable selects them; else None.
+        ignored: variables that are set and describe a slice, but were not read.
+    """
+
+    accelerator: AcceleratorType
+    worker_id: int
+    hostnames: tuple[str, ...]
+    bounds: Bounds
+    host: Shape
+    origin: Origin
+    visible_chips: tuple[int, ...] | None = None
+    ignored: tuple[str, ...] = ()
+
+
+def read_slice(environ: Mapping[str, str], metadata: MetadataClient) -> TpuSlice | None:
+    """Read the description of this host's slice.
+
+    With `TPU_SKIP_MDS_QUERY` the variables describe it, otherwise the metadata server, or again the variables
+    if the server cannot be reached or describes no TPU. May block as long as `metadata` does.
+
+    Returns:
+        The slice; None if neither describes one.
+
+    Raises:
+        UsageError: a value is missing or invalid, or contradicts another, or the job has several slices.
+        MetadataError: the metadata server's answer cannot be used.
+    """
+    refuse_multislice(environ)
+    if _skips_metadata(environ):
+        return _from_environ(environ)
+    described = _from_metadata(metadata)
+    if described is not None:
+        return _make_slice(described, "metadata server", environ)
+    return _from_environ(environ) if environ.get(env.TPU_ACCELERATOR_TYPE) else None
+
+
+def refuse_multislice(values: Mapping[str, str], source: str = "") -> None:
+    """Refuse a job on several slices, which would otherwise end in an internal error of libtpu.
+
+    Args:
+        values: the environment, or the description of a slice.
+        source: where the values are from, for the error; empty for the environment.
+
+    Raises:
+        UsageError: the values are those of such a job.
+
+    Source: ``jax._src.clusters.cloud_tpu_cluster`` looks for the variables in the environment, then in the
+        metadata server's ``tpu-env``. The number may be 1.
+    """
+    count = values.get(env.MEGASCALE_NUM_SLICES, "").strip()
+    name = env.MEGASCALE_NUM_SLICES if count else env.MEGASCALE_COORDINATOR_ADDRESS
+    if values.get(name) and count != "1":
+        how = f"described by variables and {env.TPU_SKIP_MDS_QUERY}=1" if source else f"without {name}"
+        raise UsageError(
+            "a job on several TPU slices (multislice) is not supported",
+            where=f"{name}={values[name]}{source}",
+            fix=f"Start a job of its own on each slice, {how}.",
+        )
+
+
+@dataclass(frozen=True)
+class _Description:
+    """A source's description of the slice; None for each value that is missing."""
+
+    accelerator: Value | None
+    hosts: Value | None
+    chips_per_host: Value | None
+    worker_id: Value | None
+    hostnames: Value | None
+
+
+def _skips_metadata(environ: Mapping[str, str]) -> bool:
+    text = environ.get(env.TPU_SKIP_MDS_QUERY, "")
+    if text.strip().lower() in ("0", "false", "no", "off"):
+        raise UsageError(
+            f"{env.TPU_SKIP_MDS_QUERY} counts as set with any text, so {text!r} does not switch it off",
+            where=f"{env.TPU_SKIP_MDS_QUERY}={text}",
+            fix=f"Unset it to ask the metadata server, or write {env.TPU_SKIP_MDS_QUERY}=1 to skip it.",
+        )
+    return bool(text)
+
+
+def _from_environ(environ: Mapping[str, str]) -> TpuSlice:
+    described = _Description(
+        accelerator=from_variables(environ, env.TPU_ACCELERATOR_TYPE),
+        hosts=from_variables(environ, *parts.HOSTS),
+        chips_per_host=from_variables(environ, *parts.CHIPS),
+        worker_id=from_variables(environ, env.CLOUD_TPU_TASK_ID, env.TPU_WORKER_ID),
+        hostnames=from_variables(environ, env.TPU_WORKER_HOSTNAMES),
+    )
+    return _make_slice(described, "environment", environ)
+
+
+def _from_metadata(metadata: MetadataClient) -> _Description | None:
+    """Ask the metadata server; None if it cannot be reached or describes no TPU.
+
+    Source: the keys of ``tpu-env`` as printed on a v4-256, and those torch_xla 2.9.0 reads.
+    """
+    try:
+        tpu_env = metadata.tpu_env()
+    except (MetadataUnreachableError, MetadataKeyError):
+        return None
+    refuse_multislice(tpu_env, " in the metadata server's tpu-env")
+
+    def value(*keys: str) -> Value | None:
+        present = (key for key in keys if tpu_env.get(key))
+        return next((Value(tpu_env[key], f"{key} in the metadata server's tpu-env") for key in present), None)
+
+    return _Description(
+        accelerator=value("ACCELERATOR_TYPE") or _attribute(metadata, "accelerator-type"),
+        hosts=value("TPU_PROCESS_BOUNDS", "HOST_BOUNDS"),
+        chips_per_host=value("TPU_CHIPS_PER_PROCESS_BOUNDS", "CHIPS_PER_HOST_BOUNDS"),
+        worker_id=value("WORKER_ID"),
+        hostnames=_endpoints(metadata),
+    )
+
+
+def _attribute(metadata: MetadataClient, key: str) -> Value:
+    return Value(metadata.attribute(key), f"the metadata server's {key}")
+
+
+def _endpoints(metadata: MetadataClient) -> Value | None:
+    try:
+        addresses = metadata.worker_addresses()
+    except MetadataKeyError:
+        return None
+    return Value(",".join(addresses), "the metadata server's worker-network-endpoints")
+
+
+def _make_slice(described: _Description, origin: Origin, environ: Mapping[str, str]) -> TpuSlice:
+    if described.accelerator is None:
+        raise UsageError(
+            "the slice's type is not given",
+            where=f"{env.TPU_SKIP_MDS_QUERY}={environ.get(env.TPU_SKIP_MDS_QUERY, '')}",
+            fix=f"Set {env.TPU_ACCELERATOR_TYPE}, such as v4-8, or unset {env.TPU_SKIP_MDS_QUERY} "
+            "to ask the metadata server.",
+        )
+    accelerator = AcceleratorType.parse(*described.accelerator)
+    whole = _bounds(accelerator, described, origin)
+    hostnames = _hostnames(whole, described)
+    worker_id = _worker_id(whole, described)
+    named = described.hostnames.where if described.hostnames else f"{env.TPU_WORKER_HOSTNAMES} is unset"
+    check_workers(whole, worker_id, hostnames, where=named)
+    host = whole.chips_per_host
+    if origin == "environment":
+        # The variables may describe a part of the host: its type gives the number of its chips.
+        host = max(host, accelerator.bounds.chips_per_host, key=math.prod)
+    part = parts.read_part(environ, accelerator.generation, whole, host)
+    is_alone = part.bounds.host_count < whole.host_count
+    given = [name for name in _DESCRIPTION if environ.get(name)] if origin != "environment" else []
+    return TpuSlice(
+        accelerator=dataclasses.replace(accelerator, bounds=part.bounds),
+        worker_id=0 if is_alone else worker_id,
+        hostnames=("localhost",) if is_alone else hostnames,
+        bounds=part.bounds,
+        host=host,
+        origin=origin,
+        visible_chips=part.chips,
+        ignored=tuple(name for name in given if name not in part.variables),
+    )
+
+
+def _bounds(accelerator: AcceleratorType, described: _Description, origin: Origin) -> Bounds:
+    # For v2 and v3 torch_xla uses only its table: their metadata had no bounds when that code was written.
+    if origin == "metadata server" and accelerator.generation in ("v2", "v3"):
+        return accelerator.bounds
+    hosts, chips = accelerator.bounds.hosts, accelerator.bounds.chips_per_host
+    if described.hosts:
+        hosts = parse_shape(*described.hosts)
+    if described.chips_per_host:
+        chips = parse_shape(*described.chips_per_host)
+    bounds = Bounds(hosts, chips)
+    if bounds.chip_count > accelerator.chips:
+        sources = [value.where for value in (described.hosts, described.chips_per_host) if value]
+        raise UsageError(
+            f"hosts {join(hosts)} with chips {join(chips)} each make {bounds.chip_count} chips, "
+            f"but {accelerator.name} has {accelerator.chips}",
+            where=" and ".join(sources),
+            fix=f"Unset them, or write {join(accelerator.bounds.hosts)} and "
+            f"{join(accelerator.bounds.chips_per_host)}.",
+        )
+    return bounds
+
+
+def _hostnames(bounds: Bounds, described: _Description) -> tuple[str, ...]:
+    if described.hostnames is None:
+        return ("localhost",) if bounds.host_count == 1 else ()
+    return tuple(name.strip() for name in described.hostnames.text.split(",") if name.strip())
+
+
+def _worker_id(bounds: Bounds, described: _Description) -> int:
+    if described.worker_id is None and bounds.host_count == 1:
+        return 0
+    if described.worker_id is None:
+        raise no_such_worker("", bounds.host_count, f"{env.TPU_WORKER_ID} is unset")
+    text = described.worker_id.text.strip()
+    if not text.isdecimal() or len(text) > 6 or int(text) >= bounds.host_count:
+        raise no_such_worker(text, bounds.host_count, described.worker_id.where)
+    return int(text)

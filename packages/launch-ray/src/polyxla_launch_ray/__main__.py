@@ -1,8 +1,0 @@
-"""``python -m polyxla_launch_ray``: one host's part of a launch from a driver."""
-
-from __future__ import annotations
-
-from polyxla_launch_ray.call import main
-
-if __name__ == "__main__":
-    main()

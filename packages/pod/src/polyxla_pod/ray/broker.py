@@ -1,0 +1,175 @@
+"""The process that holds the connection to Ray serves the local ends of all hosts, in one thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from polyxla_pod.messages import Message
+from polyxla_pod.ray.node import READ_BYTES, Ending
+
+END_S = 15.0
+"""Longest wait for a program to end once its input is closed, in seconds; then only its actor is ended."""
+PLACE_S = 600.0
+"""Longest wait for a node, in seconds; the launcher gives up earlier, and a retry places another actor."""
+RETRY_S = 1.0
+"""Pause between two actors, in seconds."""
+CLOSE_S = 5.0
+"""Longest wait for the tasks of the thread to end, in seconds."""
+START_S = 10.0
+"""Longest wait for the thread, in seconds."""
+
+
+class Broker:
+    """Connects each relay with an actor on its host. Has a thread of its own, which `close` ends.
+
+    Args:
+        place: makes the actor on the host with a number.
+        call: the pickled call for `polyxla_pod.ray.call`; None for commands.
+
+    Attributes:
+        path: of the socket to which relays connect.
+    """
+
+    def __init__(self, place: Callable[[int], Any], call: bytes | None) -> None:
+        self._place, self._call = place, call
+        # Only this user may enter it.
+        self._directory = tempfile.TemporaryDirectory(prefix="polyxla-ray-")
+        self.path = str(Path(self._directory.name, "socket"))
+        self._outcomes: dict[int, Future[bytes]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="polyxla-ray", daemon=True)
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(START_S)
+
+    def outcome(self, host: int, timeout_s: float) -> bytes:
+        """Return what the host's call left; empty if that is nothing, or does not come in time."""
+        with contextlib.suppress(TimeoutError):
+            return self._outcomes[host].result(timeout_s)
+        return b""
+
+    def close(self) -> None:
+        """End the thread. The hosts' inputs close with their actors."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(START_S)
+        self._directory.cleanup()
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        if tasks := asyncio.all_tasks(self._loop):
+            for task in tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.wait(tasks, timeout=CLOSE_S))
+        self._loop.close()
+
+    async def _listen(self) -> None:
+        # The directory for temporary files may be too deep for the 107 characters of a socket's address.
+        directory = os.open(self._directory.name, os.O_PATH | os.O_DIRECTORY)
+        try:
+            await asyncio.start_unix_server(self._serve, f"/proc/self/fd/{directory}/socket")
+        finally:
+            os.close(directory)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        import ray
+        from ray.exceptions import RayActorError
+
+        header = json.loads(await reader.readline())
+        host: int = header["host"]
+        outcome = self._outcomes[host] = Future()
+        actor = None
+        try:
+            async with asyncio.timeout(PLACE_S):
+                actor = await self._start(host, header["program"])
+            ending = await _relay(actor, reader, writer)
+            outcome.set_result(ending.outcome)
+            if ending.code:
+                _report(writer, _explain(header["program"], ending))
+        except asyncio.CancelledError:
+            # By `close`: nobody waits for this task's error, which asyncio would print.
+            pass
+        except RayActorError as error:
+            _report(writer, f"its Ray node was lost, or the actor on it: {_first_line(error)}")
+        except Exception as error:
+            _report(writer, f"Ray cannot run the host's program: {_first_line(error)}")
+        finally:
+            if not outcome.done():
+                outcome.set_result(b"")
+            if actor:
+                ray.kill(actor)
+            writer.close()
+
+    async def _start(self, host: int, program: Sequence[str]) -> Any:
+        """Start the program on its host; return the actor."""
+        import ray
+        from ray.exceptions import RayActorError
+
+        while True:
+            actor = self._place(host)
+            try:
+                await actor.start.remote(program, self._call)
+            except RayActorError:
+                # Ray does not know yet that the node is lost. Later it places actors on one that replaces it.
+                await asyncio.sleep(RETRY_S)
+            except BaseException:
+                ray.kill(actor)
+                raise
+            else:
+                return actor
+
+
+async def _relay(actor: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Ending:
+    """Pass bytes in both directions until the program has ended."""
+
+    async def inward() -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(READ_BYTES):
+                await actor.write.remote(data)
+        await actor.close.remote()
+
+    async def outward() -> None:
+        while data := await actor.read.remote():
+            # A relay that is gone has closed the input: the program ends, and its last output is of no use.
+            with contextlib.suppress(OSError):
+                writer.write(data)
+                await writer.drain()
+
+    passing: Sequence[Coroutine[Any, Any, None]] = (inward(), outward())
+    inner, outer = map(asyncio.create_task, passing)
+    try:
+        await asyncio.wait((inner, outer), return_when=asyncio.FIRST_COMPLETED)
+        # Either the program has closed its output, or its input is closed, and it ends.
+        await asyncio.wait_for(outer, END_S)
+        ending: Ending = await asyncio.wait_for(_finish(actor), END_S)
+    finally:
+        inner.cancel()
+        outer.cancel()
+        await asyncio.gather(inner, outer, return_exceptions=True)
+    return ending
+
+
+async def _finish(actor: Any) -> Any:
+    return await actor.finish.remote()
+
+
+def _report(writer: asyncio.StreamWriter, text: str) -> None:
+    """Name the problem as the host would."""
+    with contextlib.suppress(OSError):
+        writer.write(Message("error", {"text": text, "code": None}).encode())
+
+
+def _explain(program: Sequence[str], ending: Ending) -> str:
+    last = (ending.said.strip().splitlines() or ["it printed no reason"])[-1]
+    return f"{program[0]} ended with exit code {ending.code}: {last}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

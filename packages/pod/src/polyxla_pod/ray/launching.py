@@ -1,0 +1,157 @@
+"""``polyxla.launch(..., pod="ray")`` in the driver: the hosts' launches as a pod's job, in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from typing import Any
+
+from polyxla import ReplicaLostError, UsageError
+from polyxla.env import snapshot
+from polyxla.launcher.messages import unpack
+from polyxla_pod.engines import Target
+from polyxla_pod.job import Job
+from polyxla_pod.launcher.attempt import REFUSED, Attempt, Failure
+from polyxla_pod.launcher.connection import CONFIRM_S
+from polyxla_pod.output.folding import FoldedLine
+from polyxla_pod.output.host_state import HostState
+from polyxla_pod.output.pipeline import Pipeline
+from polyxla_pod.output.screens import PlainScreen
+from polyxla_pod.ray import env
+from polyxla_pod.ray.call import Call
+from polyxla_pod.ray.engine import RayEngine
+
+COMMAND = ("python", "-m", "polyxla_pod.ray")
+CONNECT_S = 60.0
+"""Longest wait for a host's first answer, in seconds: Ray may have to start a Python process there."""
+OUTCOME_S = 60.0
+"""Longest wait for a host's results once it has ended, in seconds."""
+STOPPED_S = 10.0
+"""Longest wait for the thread beyond the hosts' end, in seconds."""
+
+
+def launch(function: Callable[..., Any], options: Mapping[str, Any]) -> list[Any]:
+    """Launch on each host of the cluster's only slice; return all results in ordinal order.
+
+    Raises:
+        UsageError: the cluster or a host cannot be used; nothing was started.
+        ReplicaLostError: a host ended without a result.
+        Exception: what a replica raised.
+    """
+    with closing(RayEngine(Target(), Call(function, options).pickled())) as engine:
+        job = Job(
+            COMMAND,
+            engine.hosts,
+            engine.addresses,
+            _variables(snapshot()),
+            runtime=options["runtime"],
+            connect_s=CONNECT_S,
+        )
+        failures = _Attempt(job, engine).run()
+        if failures:
+            _raise(failures, job, engine)
+        numbered = [one for host in range(len(job.hosts)) for one in _results(host, job, engine)]
+    return [value for _, value in sorted(numbered, key=lambda one: one[0])]
+
+
+class _Attempt:
+    """Runs the job in a thread: a notebook's main thread has an event loop already.
+
+    Args:
+        job: what to run.
+        engine: makes the connections.
+    """
+
+    def __init__(self, job: Job, engine: RayEngine) -> None:
+        self._job, self._engine = job, engine
+        self._failures: Sequence[Failure] = ()
+        self._error: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        # Not the thread's end: in Python 3.11, one whose `join` was interrupted counts as ended.
+        self._is_over = threading.Event()
+
+    def run(self) -> Sequence[Failure]:
+        """Run it; return the failures, the first one first. An interrupt ends all hosts, then goes on."""
+        threading.Thread(target=self._main, name="polyxla-pod", daemon=True).start()
+        try:
+            self._is_over.wait()
+        except BaseException:
+            self._stop()
+            raise
+        if self._error:
+            raise self._error
+        return self._failures
+
+    def _main(self) -> None:
+        try:
+            asyncio.run(self._run())
+        except asyncio.CancelledError:
+            pass
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._is_over.set()
+
+    async def _run(self) -> None:
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        states = [HostState(name) for name in self._job.hosts]
+        pipeline = _Pipeline(states, PlainScreen(), _NoLog())
+        attempt = Attempt(self._job, self._engine, states, pipeline, None, lambda _: None)
+        self._failures = await attempt.run()
+
+    def _stop(self) -> None:
+        if self._loop and self._task:
+            self._loop.call_soon_threadsafe(self._task.cancel)
+        self._is_over.wait(self._job.grace_s + CONFIRM_S + STOPPED_S)
+
+
+class _Pipeline(Pipeline):
+    """Leaves the traceback of the failure out: the exception that the launch raises has it."""
+
+    def flush(self, *, traceback: bool = False) -> None:
+        """Have everything shown that waits."""
+        super().flush()
+
+
+class _NoLog:
+    """The caller's own output is all there is."""
+
+    def add(self, line: FoldedLine) -> None:
+        """Do nothing."""
+
+    def tick(self) -> None:
+        """Do nothing."""
+
+
+def _variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of the driver that a launch on its own host would read."""
+    own = (env.POLYXLA_RAY_CALL, env.POLYXLA_RAY_OUTCOME)
+    return {name: value for name, value in environ.items() if name.startswith("POLYXLA_") and name not in own}
+
+
+def _results(host: int, job: Job, engine: RayEngine) -> list[tuple[int, Any]]:
+    outcome = engine.outcome(host, OUTCOME_S)
+    if not outcome:
+        raise ReplicaLostError(f"{job.label(host)}: no results have arrived within {OUTCOME_S:g} s")
+    results: list[tuple[int, Any]] = unpack(outcome)
+    return results
+
+
+def _raise(failures: Sequence[Failure], job: Job, engine: RayEngine) -> None:
+    """Raise the first failure: a host's own exception, if it has left one."""
+    first = failures[0]
+    outcome = engine.outcome(first.host, OUTCOME_S) if first.host is not None else b""
+    if outcome:
+        try:
+            unpack(outcome)
+        except Exception as error:
+            assert first.host is not None
+            error.add_note(f"on {job.label(first.host)}")
+            raise
+    if first.exit_code == REFUSED:
+        what = "; ".join(one.text.rstrip(".") for one in failures)
+        raise UsageError(what, where="the hosts' preflight", fix="Nothing was started.")
+    raise ReplicaLostError(first.text)

@@ -1,0 +1,1 @@
+"""The commands ``polyxla doctor``, ``polyxla fits`` and ``polyxla warm``."""

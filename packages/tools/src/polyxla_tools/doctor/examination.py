@@ -1,0 +1,109 @@
+"""The examination: gathers the facts, runs the trial and all checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from polyxla.env import LaunchSettings
+from polyxla.tpu.env import POLYXLA_EMULATE
+from polyxla_tools.doctor.checks import chips, packages, plugin, resources, runtimes, variables
+from polyxla_tools.doctor.facts.host import HostFacts, Places, gather_host
+from polyxla_tools.doctor.facts.packages import PackageFacts, gather_packages
+from polyxla_tools.doctor.facts.runtimes import RuntimeFacts, gather_runtimes
+from polyxla_tools.doctor.findings import Finding, Status
+from polyxla_tools.doctor.trial import Outcome, check_trial, make_plan, run_trial
+
+_ORDER = (Status.OK, Status.NOTE, Status.PROBLEM)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything that is known of this machine before the trial.
+
+    Attributes:
+        environ: the environment.
+        packages: the installed distributions.
+        host: this machine.
+        runtimes: the runtimes, and the choice.
+    """
+
+    environ: Mapping[str, str]
+    packages: PackageFacts
+    host: HostFacts
+    runtimes: RuntimeFacts
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether the TPU is emulated."""
+        return bool(self.environ.get(POLYXLA_EMULATE))
+
+
+def gather(environ: Mapping[str, str], settings: LaunchSettings) -> Facts:
+    """Gather the facts; nothing is opened or changed.
+
+    Args:
+        environ: the environment to examine.
+        settings: the requested runtime and devices.
+    """
+    return Facts(
+        environ=environ,
+        packages=gather_packages(environ),
+        host=gather_host(Places.of(environ)),
+        runtimes=gather_runtimes(environ, settings),
+    )
+
+
+def attempt(facts: Facts, timeout_s: float) -> Outcome | None:
+    """Run the trial; None if no runtime can be used.
+
+    Args:
+        facts: the facts.
+        timeout_s: longest time, in seconds.
+    """
+    plan = make_plan(facts.environ, facts.runtimes, is_emulated=facts.is_emulated)
+    if plan is None:
+        return None
+    try:
+        return run_trial(facts.environ, plan, timeout_s)
+    except OSError as error:
+        return Outcome(plan, error=f"it could not be started: {error}")
+
+
+def examine(facts: Facts, outcome: Outcome | None, loader_workers: int) -> list[Finding]:
+    """Run all checks.
+
+    Args:
+        facts: the facts.
+        outcome: how the trial ended; None if there was none.
+        loader_workers: how many workers the DataLoader of each replica has.
+
+    Returns:
+        The findings, problems last.
+    """
+    host, found = facts.host, facts.runtimes
+    measured = outcome.replica_bytes if outcome else None
+    findings = [
+        *resources.check_system(host),
+        *packages.check_python(facts.packages),
+        *packages.check_frameworks(facts.packages),
+        *packages.check_requirements(facts.packages),
+        *packages.check_libtpu(facts.packages, is_needed=bool(host.chips)),
+        *runtimes.check_choice(found),
+        *runtimes.check_other_runtimes(found),
+        *runtimes.check_plugins(found),
+        *runtimes.check_conflicts(found),
+        *runtimes.check_devices(found, host, is_emulated=facts.is_emulated),
+        *variables.check_variables(facts.environ, found),
+        *plugin.check_plugin(facts.environ, host),
+        *chips.check_chips(host),
+        *chips.check_holders(host),
+        *chips.check_libtpu_files(host),
+        *resources.check_shared_memory(host),
+        *resources.check_disks(host),
+        *resources.check_memory(
+            host, len(found.devices) or 1, loader_workers, measured or resources.REPLICA_BYTES
+        ),
+        *(check_trial(outcome) if outcome else []),
+    ]
+    return sorted(findings, key=lambda one: _ORDER.index(one.status))

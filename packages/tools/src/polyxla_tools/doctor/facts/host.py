@@ -1,0 +1,235 @@
+"""This machine: system, memory, space, and the files that a TPU's programs need."""
+
+from __future__ import annotations
+
+import grp
+import os
+import platform
+import pwd
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from polyxla.env import POLYXLA_COMPILE_CACHE
+from polyxla.tpu.chips import PCI_ROOT, AttachedChip, attached_chips
+from polyxla.tpu.processes.holders import DEV, LOCK_FILE, Holder, find_holders
+from polyxla_tools.doctor.facts.memory import Memory, read_memory
+
+SHM = Path("/dev/shm")  # noqa: S108
+"""Where the workers of a DataLoader put batches. Source: ``shm_open`` of glibc."""
+TPU_LOGS = Path("/tmp/tpu_logs")  # noqa: S108
+"""Where libtpu writes its log, unless ``TPU_LOG_DIR`` names another directory. Source: libtpu 0.0.21."""
+
+
+NVIDIA = Path("/proc/driver/nvidia")
+"""Source: README.txt of NVIDIA's driver for Linux, chapter "The /proc file system interface"."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where to look.
+
+    Attributes:
+        pci_root: where the kernel lists PCI devices.
+        dev: where device files are.
+        lock_file: libtpu's lock file.
+        tpu_logs: the directory of libtpu's logs.
+        nvidia: where NVIDIA's driver lists its GPUs.
+        shm: the file system of shared memory.
+        disks: directories whose free space matters.
+    """
+
+    pci_root: Path = PCI_ROOT
+    dev: Path = DEV
+    lock_file: Path = LOCK_FILE
+    tpu_logs: Path = TPU_LOGS
+    nvidia: Path = NVIDIA
+    shm: Path = SHM
+    disks: tuple[Path, ...] = ()
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Places:
+        """Return the places of this machine; some are named by variables."""
+        cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "polyxla"
+        named = environ.get(POLYXLA_COMPILE_CACHE, "on")
+        disks = [*_working_directory(), _temporary_directory(environ)]
+        if named not in ("off", ""):
+            disks.append(cache if named == "on" else Path(named))
+        logs = environ.get("TPU_LOG_DIR")
+        return cls(tpu_logs=Path(logs) if logs and logs != "disabled" else TPU_LOGS, disks=tuple(disks))
+
+
+@dataclass(frozen=True)
+class Access:
+    """A file or directory, and whether this user may use it.
+
+    Attributes:
+        path: its path.
+        owner: its user and group, such as ``root:root``.
+        mode: its permissions, such as ``0o660``.
+        is_usable: whether this user may read and write it.
+    """
+
+    path: str
+    owner: str
+    mode: str
+    is_usable: bool
+
+
+@dataclass(frozen=True)
+class Space:
+    """The space of a file system, in bytes.
+
+    Attributes:
+        paths: directories of it.
+        total: its size.
+        free: what this user may still write.
+    """
+
+    paths: tuple[str, ...]
+    total: int
+    free: int
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """This machine.
+
+    Attributes:
+        system: the operating system with its C library.
+        user: the name of the user that runs this process.
+        cores: the number of CPU cores that this process may use.
+        memory: the host's memory; None if the kernel does not say.
+        chips: the attached TPU chips.
+        device_files: the files of TPU chips.
+        holders: the processes that have chips open.
+        lock_file: libtpu's lock file; None if there is none.
+        tpu_logs: the directory of libtpu's logs; None if there is none.
+        gpus: the models of the NVIDIA GPUs.
+        nvidia_driver: the version of NVIDIA's driver; empty if there is none.
+        shared_memory: the file system of shared memory; None if there is none.
+        disks: the file systems that a training writes to.
+        is_lost: whether the working directory has been deleted.
+    """
+
+    system: str
+    user: str
+    cores: int
+    memory: Memory | None
+    chips: tuple[AttachedChip, ...]
+    device_files: tuple[Access, ...]
+    holders: tuple[Holder, ...]
+    lock_file: Access | None
+    tpu_logs: Access | None
+    gpus: tuple[str, ...]
+    nvidia_driver: str
+    shared_memory: Space | None
+    disks: tuple[Space, ...]
+    is_lost: bool = False
+
+
+def gather_host(places: Places) -> HostFacts:
+    """Look at this machine; never raises for what is missing or forbidden."""
+    return HostFacts(
+        system=_system(),
+        user=_user(os.geteuid()),
+        cores=len(os.sched_getaffinity(0)),
+        memory=read_memory(),
+        chips=attached_chips(places.pci_root),
+        device_files=_device_files(places.dev),
+        holders=find_holders(dev=places.dev, lock_file=places.lock_file),
+        lock_file=_access(places.lock_file),
+        tpu_logs=_access(places.tpu_logs),
+        gpus=tuple(
+            _found(r"Model:\s*(.+)", path) for path in sorted(places.nvidia.glob("gpus/*/information"))
+        ),
+        nvidia_driver=_found(r"Module.*?\s(\d+\.[\d.]+)\s", places.nvidia / "version"),
+        shared_memory=_space(places.shm),
+        disks=_disks(places.disks),
+        is_lost=not _working_directory(),
+    )
+
+
+def _working_directory() -> list[Path]:
+    """Return the working directory, if it exists."""
+    try:
+        return [Path.cwd()]
+    except FileNotFoundError:
+        return []
+
+
+def _temporary_directory(environ: Mapping[str, str]) -> Path:
+    try:
+        return Path(tempfile.gettempdir())
+    except OSError:
+        # Python tries to write to it: it may be full.
+        return Path(environ.get("TMPDIR") or "/tmp")  # noqa: S108
+
+
+def _system() -> str:
+    try:
+        name = platform.freedesktop_os_release().get("PRETTY_NAME", "Linux")
+    except OSError:
+        name = "Linux"
+    return f"{name}, kernel {platform.release()} {platform.machine()}, {' '.join(platform.libc_ver())}"
+
+
+def _device_files(dev: Path) -> tuple[Access, ...]:
+    patterns = ("accel[0-9]*", "accel/accel[0-9]*", "vfio/*")
+    paths: Sequence[Path] = [path for pattern in patterns for path in sorted(dev.glob(pattern))]
+    return tuple(one for path in paths if (one := _access(path)))
+
+
+def _found(pattern: str, path: Path) -> str:
+    """Return what a pattern captures in a file; empty if it is not there."""
+    try:
+        match = re.search(pattern, path.read_text())
+    except OSError:
+        return ""
+    return match[1].strip() if match else ""
+
+
+def _access(path: Path) -> Access | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    owner = f"{_user(status.st_uid)}:{_group(status.st_gid)}"
+    # A directory is used by who may also search it.
+    how = os.R_OK | os.W_OK | (os.X_OK if path.is_dir() else 0)
+    return Access(str(path), owner, oct(status.st_mode & 0o777), os.access(path, how, effective_ids=True))
+
+
+def _disks(paths: Sequence[Path]) -> tuple[Space, ...]:
+    """Return the file systems of directories, or of their nearest parents that exist."""
+    there = (next(one for one in (path, *path.parents, Path("/")) if one.exists()) for path in paths)
+    found: dict[int, list[Path]] = {}
+    for path in dict.fromkeys(there):
+        found.setdefault(path.stat().st_dev, []).append(path)
+    spaces = ((_space(same[0]), same) for same in found.values())
+    return tuple(replace(one, paths=tuple(map(str, same))) for one, same in spaces if one)
+
+
+def _space(path: Path) -> Space | None:
+    try:
+        usage = shutil.disk_usage(path)
+    except OSError:
+        return None
+    return Space((str(path),), usage.total, usage.free)
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _group(gid: int) -> str:
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)

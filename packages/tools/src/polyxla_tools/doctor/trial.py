@@ -1,0 +1,183 @@
+"""The trial: an all-reduce on the chosen runtime, in a process of its own, with a deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from polyxla import PolyxlaError
+from polyxla.env import POLYXLA_COMPILE_CACHE
+from polyxla.launcher.process_handle import signal_name
+from polyxla_tools.doctor.all_reduce import Measured
+from polyxla_tools.doctor.facts.runtimes import RuntimeFacts, check_environment
+from polyxla_tools.doctor.findings import Finding, counted, ok, problem
+
+MOST_EMULATED = 8
+"""Most devices of an emulated TPU that the trial uses: each is a process or a thread of this machine."""
+STOP_GRACE_S = 10.0
+"""Time for the trial's processes to end after SIGTERM, in seconds, before they are killed."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the trial runs on.
+
+    Attributes:
+        runtime: the runtime's name.
+        devices: the indices of the devices.
+        why: why there are no more of them; empty if there is nothing to say.
+    """
+
+    runtime: str
+    devices: tuple[int, ...]
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the trial ended.
+
+    Attributes:
+        plan: what it ran on.
+        replicas: what each replica measured, by ordinal; empty if it failed.
+        error: why it failed; None if it did not.
+    """
+
+    plan: Plan
+    replicas: tuple[Measured, ...] = ()
+    error: str | None = None
+
+    @property
+    def replica_bytes(self) -> int | None:
+        """The peak memory of a replica, in bytes; None if the trial failed."""
+        processes = {one["process"]: one["peak_bytes"] for one in self.replicas}
+        return math.ceil(sum(processes.values()) / len(self.replicas)) if self.replicas else None
+
+
+def make_plan(environ: Mapping[str, str], facts: RuntimeFacts, *, is_emulated: bool) -> Plan | None:
+    """Return what the trial runs on; None if no runtime can be used.
+
+    Args:
+        environ: the environment of the trial.
+        facts: the runtimes.
+        is_emulated: whether the TPU is emulated.
+    """
+    if not facts.selection or facts.error:
+        return None
+    runtime, found = facts.selection.runtime, facts.selection.discovery
+    if found.host_count > 1 and not is_emulated:
+        why = "the other hosts are left out: `polyxla pod run -- polyxla doctor` asks each"
+        return Plan(runtime, facts.devices[:1], why)
+    if found.kind == "TPU":
+        devices = facts.devices[:MOST_EMULATED] if is_emulated else facts.devices
+    else:
+        devices = facts.devices if len(facts.devices) > 1 or not found.growable else (0, 1)
+    why = "" if len(devices) > 1 else "the runtime has one"
+    try:
+        check_environment(environ, facts.selection, devices)
+    except PolyxlaError as error:
+        return Plan(runtime, facts.devices[:1], f"several cannot be used: {error}")
+    return Plan(runtime, devices, why)
+
+
+def run_trial(environ: Mapping[str, str], plan: Plan, timeout_s: float) -> Outcome:
+    """Run the trial, and end all its processes.
+
+    Args:
+        environ: the environment of the trial.
+        plan: what to run on.
+        timeout_s: longest time for everything, in seconds.
+    """
+    with tempfile.TemporaryDirectory(prefix="polyxla-doctor-") as directory:
+        answer, log = Path(directory, "answer"), Path(directory, "log")
+        arguments = [plan.runtime, json.dumps(plan.devices), repr(time.monotonic()), str(answer)]
+        command = [sys.executable, "-m", "polyxla_tools.doctor.trial_process", *arguments]
+        # A program from the cache would be measured as a fast one.
+        variables = {**environ, POLYXLA_COMPILE_CACHE: "off"}
+        with log.open("wb") as output, _started(command, variables, output) as process:
+            try:
+                code = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                last = _last_line(log)
+                after = f"; its last line was: {last}" if last else ""
+                return Outcome(plan, error=f"it did not end within {timeout_s:g} s{after}")
+        return _outcome(plan, answer, log, code)
+
+
+@contextlib.contextmanager
+def _started(
+    command: list[str], environ: Mapping[str, str], output: Any
+) -> Iterator[subprocess.Popen[bytes]]:
+    # Ctrl-C in the terminal reaches this process only, which then ends the group.
+    process = subprocess.Popen(
+        command,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_GRACE_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _outcome(plan: Plan, answer: Path, log: Path, code: int) -> Outcome:
+    found: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else {}
+    if code == 0 and "replicas" in found:
+        return Outcome(plan, tuple(found["replicas"]))
+    if code < 0:
+        ended = f"its process was ended by {signal_name(-code)}"
+        return Outcome(plan, error=f"{ended}: {_last_line(log)}".removesuffix(": "))
+    return Outcome(plan, error=found.get("error") or _last_line(log) or f"exit code {code}")
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def check_trial(outcome: Outcome) -> list[Finding]:
+    """Judge the trial: it must have ended, with the right sum in every replica."""
+    count, runtime = len(outcome.plan.devices), outcome.plan.runtime
+    what = f"an all-reduce on {counted(count, 'replica')} of {runtime}"
+    if outcome.error is not None:
+        fix = f"Run it without a deadline, to see all its lines: {_by_hand(outcome.plan)}"
+        return [problem("trial", f"{what} failed: {outcome.error}".removesuffix("."), fix)]
+    right = count * (count + 1) / 2
+    wrong = [one["total"] for one in outcome.replicas if one["total"] != right]
+    if wrong or len(outcome.replicas) != count:
+        fix = "Report this with the block that `polyxla doctor --paste` prints."
+        return [problem("trial", f"{what} resulted in {wrong} instead of {right:g}", fix)]
+    first_s = max(one["first_s"] for one in outcome.replicas)
+    step_s = max(one["step_s"] for one in outcome.replicas)
+    why = f"; {outcome.plan.why}" if outcome.plan.why else ""
+    return [ok("trial", f"{what}: first result after {first_s:.1f} s, then {step_s * 1e3:.2f} ms each{why}")]
+
+
+def _by_hand(plan: Plan) -> str:
+    arguments = [plan.runtime, json.dumps(plan.devices), "0", "answer.json"]
+    return shlex.join([sys.executable, "-m", "polyxla_tools.doctor.trial_process", *arguments])

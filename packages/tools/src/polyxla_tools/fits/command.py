@@ -1,0 +1,220 @@
+"""``polyxla fits``: whether a script's programs fit a TPU, without one."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from polyxla import PolyxlaError, UsageError
+from polyxla.cli.output import JsonFlag, plain_errors, print_json
+from polyxla.env import snapshot
+from polyxla.errors import pip_install
+from polyxla_tools.fits.batch_size import PLACE, largest_fitting, with_batch_size
+from polyxla_tools.fits.frameworks import Framework, installed_framework
+from polyxla_tools.fits.progress import Progress, shown
+
+if TYPE_CHECKING:
+    from polyxla_bridge.programs.executable import ArrayType
+    from polyxla_tools.fits.chips import Target
+    from polyxla_tools.fits.report import Result
+
+TOO_LARGE = 3
+"""Exit code if a program, with all arrays of the script, needs more HBM than a device has."""
+
+
+class TimeLimitError(PolyxlaError):
+    """The command took longer than its limit."""
+
+
+class CannotCompileError(PolyxlaError):
+    """A program does not compile for the TPU, whatever the batch size is."""
+
+
+def fits(
+    command: Annotated[
+        list[str], typer.Argument(metavar="(SCRIPT | -m MODULE) [ARGS]...", show_default=False)
+    ],
+    on: Annotated[str, typer.Option("--on", metavar="TYPE", help="Type of the TPU, such as v5e-8.")],
+    steps: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Stop the script after so many steps in a row without a new program; 0: never."
+        ),
+    ] = 10,
+    find_batch: Annotated[
+        int | None,
+        typer.Option(metavar="FIRST", min=1, help=f"Find the largest batch size, written {PLACE} in ARGS."),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", min=1, help="Longest time for everything.")
+    ] = 3600,
+    as_json: JsonFlag = False,
+) -> None:
+    """Find out without a TPU whether a script fits one, and how fast it can be there.
+
+    Trains a few steps on an emulated TPU, and compiles each program for the real one with libtpu. Options
+    that are not listed here are the script's; after --, all are. Exit code 3: it needs too much HBM.
+    """
+    # As after Ctrl-C, the script's processes must not outlive this one.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with plain_errors(as_json):
+        with shown() as progress:
+            work = Work.prepare(on, steps, timeout, progress)
+            if find_batch is None:
+                result, largest = work.check(command), None
+            else:
+                result, largest = work.find_batch(command, find_batch)
+        raise typer.Exit(finish(work, result, largest, as_json))
+
+
+def finish(work: Work, result: Result, largest: int | None, as_json: bool) -> int:
+    """Print the result, and return the exit code."""
+    from polyxla_tools.fits import report
+
+    if as_json:
+        document = report.as_json(work.target, work.version, result)
+        print_json(document if largest is None else {**document, "largest_batch": largest})
+    else:
+        for line in report.as_text(work.target, work.version, result):
+            typer.echo(line)
+        if largest is not None:
+            typer.echo(f"largest batch that fits: {largest}" if largest else "no batch fits, not even 1")
+    if result.is_too_large(work.target):
+        return TOO_LARGE
+    return 0 if result.fits(work.target) else 1
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the command works with.
+
+    Attributes:
+        framework: the script's.
+        target: the TPU.
+        library: libtpu's path.
+        version: libtpu's.
+        steps: how many steps in a row must bring no new program.
+        end: when the time is over, on the monotonic clock.
+        environ: this process's.
+        progress: shows what is being done.
+    """
+
+    framework: Framework
+    target: Target
+    library: Path
+    version: str
+    steps: int
+    end: float
+    environ: Mapping[str, str]
+    progress: Progress
+
+    @classmethod
+    def prepare(cls, on: str, steps: int, timeout_s: float, progress: Progress) -> Work:
+        """Check all that can be checked before the script runs.
+
+        Raises:
+            UsageError: there is no such TPU, or the framework or its libtpu is missing.
+        """
+        from polyxla_tools.fits.chips import Target
+
+        framework = installed_framework()
+        target, environ = Target.parse(on, framework), snapshot()
+        if importlib.util.find_spec("polyxla_bridge") is None:
+            raise UsageError(
+                "the script runs on an emulated TPU, which needs polyxla-bridge, and it is not installed",
+                where="polyxla fits",
+                fix=f"Install it: {pip_install('polyxla-bridge')}",
+            )
+        found = importlib.util.find_spec("libtpu")
+        if found is None or found.origin is None:
+            raise UsageError(
+                "libtpu compiles the programs, and is not installed",
+                where="polyxla fits",
+                fix=framework.libtpu.fix,
+            )
+        # The library that TPU_LIBRARY_PATH names is not used: it may be an emulated one.
+        if problem := framework.libtpu.problem({}):
+            raise UsageError(problem, where="polyxla fits", fix=framework.libtpu.fix)
+        library = Path(found.origin).with_name("libtpu.so")
+        version = importlib.metadata.version("libtpu")
+        end = time.monotonic() + timeout_s
+        return cls(framework, target, library, version, steps, end, environ, progress)
+
+    def check(self, command: Sequence[str], *, stops_when_too_large: bool = False) -> Result:
+        """Run the script, compile its programs, and return what libtpu made of them."""
+        from polyxla_tools.fits.compiling import CompileProcess
+        from polyxla_tools.fits.emulated_run import EmulatedRun
+        from polyxla_tools.fits.memory import memory_peaks
+        from polyxla_tools.fits.report import Checked, Result
+
+        checked: list[Checked] = []
+        with tempfile.TemporaryDirectory(prefix="polyxla-fits-") as directory:
+            run = EmulatedRun(command, self.target, self.framework, self.steps, self._left())
+            self.progress.phase(f"running {' '.join(command)} on an emulated {self.target.accelerator.name}")
+            programs = run.collect(Path(directory), self.environ, self.progress)
+            self.progress.phase(f"compiling {len(programs)} programs for it with libtpu {self.version}")
+            with CompileProcess(self.library, self.target, self.environ) as compiler:
+                for number, program in enumerate(programs, 1):
+                    self.progress.detail(f"{number} of {len(programs)}, {program.line or program.name}")
+                    checked.append(Checked(program, compiler.compile(program, self._left())))
+                    if stops_when_too_large and checked[-1].outcome.is_too_large:
+                        return Result(checked)
+                self.progress.detail("the arrays that are in use")
+                costs = [(one.program, one.outcome.cost) for one in checked if one.outcome.cost]
+
+                def size_of(type_: ArrayType) -> int:
+                    return compiler.size_of(type_, programs[0].options, self._left())
+
+                return Result(checked, memory_peaks(costs, size_of))
+
+    def find_batch(self, command: Sequence[str], first: int) -> tuple[Result, int]:
+        """Return the largest batch size that fits, 0 if none does, and what libtpu made of its programs.
+
+        Raises:
+            UsageError: the command has no place for the batch size.
+            ScriptFailedError: the script failed with a batch size; the largest that fitted before is named.
+            CannotCompileError: a program does not compile, for another reason than its size.
+            TimeLimitError: the time is over; the largest batch size that fitted before is named.
+        """
+        from polyxla_tools.fits.emulated_run import ScriptFailedError
+
+        if not any(PLACE in argument for argument in command):
+            raise UsageError(
+                f"the script's arguments do not contain {PLACE}, which stands for the batch size",
+                where=f"--find-batch {first}",
+                fix=f"Write it where the script takes the batch size, such as --batch-size {PLACE}.",
+            )
+        tried: dict[int, Result] = {}
+
+        def is_fitting(size: int) -> bool:
+            try:
+                tried[size] = self.check(with_batch_size(command, size), stops_when_too_large=True)
+            except (ScriptFailedError, TimeLimitError) as error:
+                fitted = max((one for one, result in tried.items() if result.fits(self.target)), default=0)
+                known = f"batch size {fitted} fits; " if fitted else ""
+                raise type(error)(f"{known}batch size {size}: {error}") from error
+            is_too_large = tried[size].is_too_large(self.target)
+            problems = [one for one in tried[size].programs if not one.outcome.fits]
+            if problems and not is_too_large:
+                raise CannotCompileError(f"batch size {size}: {problems[0].problem(self.target)}")
+            self.progress.phase(f"batch size {size}: {'too large' if is_too_large else 'fits'}")
+            return not is_too_large
+
+        largest = largest_fitting(is_fitting, first)
+        return tried[largest or min(tried)], largest
+
+    def _left(self) -> float:
+        left = self.end - time.monotonic()
+        if left <= 0:
+            raise TimeLimitError("the time is over; give more with --timeout SECONDS")
+        return left

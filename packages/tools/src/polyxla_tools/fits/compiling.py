@@ -1,0 +1,210 @@
+"""Compiling programs with libtpu in a process of its own, which libtpu may end."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Self
+
+from polyxla import PolyxlaError
+from polyxla.launcher.process_handle import signal_name
+from polyxla.tpu import env as tpu_env
+from polyxla_bridge.abi import Code, width
+from polyxla_bridge.programs import hlo
+from polyxla_bridge.programs.executable import ArrayType
+from polyxla_tools.fits import compile_process
+from polyxla_tools.fits.chips import Target
+from polyxla_tools.fits.collected import CollectedProgram
+from polyxla_tools.fits.plugin_api import Cost
+
+START_TIMEOUT_S = 60.0
+"""Longest wait for libtpu to load, in seconds; it takes less than one."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What libtpu made of a program.
+
+    Attributes:
+        seconds: for which libtpu has compiled.
+        cost: what the program needs; None if it did not compile.
+        error: why it did not compile, in libtpu's words.
+        is_too_large: whether it needs more HBM than a device has. libtpu compiles such a program if only its
+            results are too large.
+    """
+
+    seconds: float
+    cost: Cost | None = None
+    error: str = ""
+    is_too_large: bool = False
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device can run the program."""
+        return self.cost is not None and not self.is_too_large
+
+
+class CompileFailedError(PolyxlaError):
+    """libtpu cannot be used: it does not load, or does not know the TPU."""
+
+
+class CompileProcess:
+    """A process that compiles, started again after libtpu has ended it. Use as a context manager.
+
+    Args:
+        library: libtpu's path.
+        target: the TPU.
+        environ: of this process.
+    """
+
+    def __init__(self, library: Path, target: Target, environ: Mapping[str, str]) -> None:
+        self._memory_bytes = target.memory_bytes
+        arguments = [str(library), target.topology, json.dumps(target.options)]
+        self._command = [sys.executable, "-m", compile_process.__name__, *arguments]
+        # libtpu would look for the TPU of this machine, and ask the metadata server.
+        others = {
+            name: value for name, value in environ.items() if not name.startswith(("TPU_", "CLOUD_TPU_"))
+        }
+        self._environ = {
+            **others,
+            tpu_env.TPU_SKIP_MDS_QUERY: "1",
+            tpu_env.TPU_WORKER_HOSTNAMES: "localhost",
+            # Otherwise a second process with libtpu on this machine is refused, also one that only compiles.
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        }
+        self._process: subprocess.Popen[str] | None = None
+        self._sizes: dict[ArrayType, int] = {}
+        self._errors: IO[str]
+
+    def __enter__(self) -> Self:
+        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+        self._errors.close()
+
+    def compile(self, program: CollectedProgram, timeout_s: float) -> Outcome:
+        """Compile a program; wait at most `timeout_s` seconds.
+
+        Raises:
+            CompileFailedError: libtpu does not load, or does not know the TPU.
+        """
+        started = time.monotonic()
+        answer = self._compile(program.hlo, program.options, timeout_s)
+        seconds = time.monotonic() - started
+        if answer is None:
+            is_late = seconds >= timeout_s
+            reason = f"libtpu took longer than {timeout_s:.0f} s" if is_late else self._end_of_process()
+            self._end()
+            return Outcome(seconds, error=reason)
+        if "error" in answer:
+            return Outcome(
+                answer["seconds"],
+                error=answer["error"],
+                is_too_large=answer["code"] == Code.RESOURCE_EXHAUSTED,
+            )
+        cost = Cost(**answer["cost"])
+        return Outcome(answer["seconds"], cost, is_too_large=cost.total_bytes > self._memory_bytes)
+
+    def size_of(self, type_: ArrayType, options: Path, timeout_s: float) -> int:
+        """Return the memory that an array needs on the TPU, where it fills whole tiles.
+
+        Args:
+            type_: the array's.
+            options: the file of any program's serialised CompileOptionsProto.
+            timeout_s: longest wait, in seconds, for a type that was not asked for before.
+
+        Raises:
+            CompileFailedError: libtpu does not load, or does not know the TPU.
+        """
+        if type_ not in self._sizes:
+            with tempfile.NamedTemporaryFile(suffix=".hlo") as file:
+                file.write(hlo.holder(type_.dtype, type_.dims))
+                file.flush()
+                answer = self._compile(Path(file.name), options, timeout_s)
+            if answer is None:
+                self._end()
+            # An array that is larger than the HBM is none of its arguments.
+            is_known = answer is not None and "cost" in answer
+            size = Cost(**answer["cost"]).argument_bytes if answer and is_known else _host_size(type_)
+            self._sizes[type_] = size
+        return self._sizes[type_]
+
+    def _compile(self, module: Path, options: Path, timeout_s: float) -> dict[str, Any] | None:
+        if self._process is None:
+            self._start()
+        return self._ask([str(module), str(options)], timeout_s)
+
+    def _start(self) -> None:
+        self._errors.truncate(0)
+        self._process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=self._environ,
+            text=True,
+        )
+        first = self._ask(None, START_TIMEOUT_S)
+        if first is None or "error" in first:
+            reason = first["error"] if first else self._end_of_process()
+            self._end()
+            raise CompileFailedError(f"libtpu cannot compile for {self._command[-2]}: {reason}")
+
+    def _ask(self, request: list[str] | None, timeout_s: float) -> dict[str, Any] | None:
+        """Send a request, if any, and return the answer; None if the process has ended or takes too long."""
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        # A blocked read ends with the process.
+        timer = threading.Timer(timeout_s, process.kill)
+        timer.start()
+        try:
+            if request is not None:
+                process.stdin.write(json.dumps(request) + "\n")
+                process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        finally:
+            timer.cancel()
+        answer: dict[str, Any] | None = json.loads(line) if line else None
+        return answer
+
+    def _end_of_process(self) -> str:
+        assert self._process is not None
+        code = self._process.wait(START_TIMEOUT_S)
+        how = f"was ended by {signal_name(-code)}" if code < 0 else f"ended with code {code}"
+        self._errors.seek(0)
+        return f"libtpu's process {how}: {fatal_line(self._errors.read())}"
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+
+def _host_size(type_: ArrayType) -> int:
+    return math.prod(type_.dims) * width(type_.dtype)
+
+
+def fatal_line(log: str) -> str:
+    """Return why libtpu has ended its process: the text of its fatal line, else its last line.
+
+    Source: the format is abseil's, ``F1123 05:22:07.685228 10092 file.cc:89] text``.
+    """
+    fatal = re.findall(r"^F\d{4} [^\]]*\] (.*)", log, re.MULTILINE)
+    lines = log.strip().splitlines()
+    return str(fatal[0]) if fatal else lines[-1] if lines else "it printed nothing"

@@ -1,0 +1,152 @@
+"""Running a script on the emulated TPU until it asks for no new programs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from polyxla import PolyxlaError
+from polyxla.env import POLYXLA_DEVICES, POLYXLA_RUNTIME
+from polyxla.tpu import env as tpu_env
+from polyxla_bridge.env import POLYXLA_DEVICE_MEMORY, POLYXLA_LIBTPU_PROGRAMS
+from polyxla_tools.fits.chips import Target
+from polyxla_tools.fits.collected import CollectedProgram, Logs, programs
+from polyxla_tools.fits.frameworks import Framework
+from polyxla_tools.fits.progress import Progress
+
+TICK_S = 0.5
+GRACE_S = 10.0
+"""Time for the script's processes to end after SIGTERM, in seconds, before they are killed."""
+SHOWN_LINES = 20
+REPLACED = (POLYXLA_DEVICES, POLYXLA_DEVICE_MEMORY, "PJRT_DEVICE")
+"""Variables that choose other devices, which would contradict ``--on``, or limit the emulated memory."""
+
+
+class ScriptFailedError(PolyxlaError):
+    """The script failed on the emulated TPU, took too long, or sent no program to it."""
+
+
+@dataclass(frozen=True)
+class EmulatedRun:
+    """A run of a script on the emulated TPU.
+
+    Attributes:
+        command: the script and its arguments, or ``-m``, a module and its arguments.
+        target: the TPU.
+        framework: the script's.
+        steps: how many steps in a row must bring no new program; 0 runs the script to its end.
+        timeout_s: longest run, in seconds.
+    """
+
+    command: Sequence[str]
+    target: Target
+    framework: Framework
+    steps: int
+    timeout_s: float
+
+    def collect(
+        self, directory: Path, environ: Mapping[str, str], progress: Progress
+    ) -> list[CollectedProgram]:
+        """Run the script, and return its programs.
+
+        Args:
+            directory: an empty or new one, for programs and the script's output.
+            environ: of this process.
+            progress: shows what the run is doing.
+
+        Raises:
+            ScriptFailedError: the script failed, did not end in time, or used no device.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        logs, output = Logs(directory), directory / "output"
+        started, last_new_s, is_settled = time.monotonic(), 0.0, False
+        with output.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "polyxla", "run", *self.command],
+                env=self.environ(environ, directory),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                while process.poll() is None:
+                    has_new, seconds = logs.read(), time.monotonic() - started
+                    last_new_s = seconds if has_new else last_new_s
+                    is_settled = self.has_settled(logs.repeats, last_new_s, seconds)
+                    if is_settled:
+                        break
+                    if seconds > self.timeout_s:
+                        raise ScriptFailedError(
+                            f"the script has not ended, nor repeated its programs {self.steps} times, in "
+                            f"{self.timeout_s:g} s (--timeout). {_tail(output)}"
+                        )
+                    progress.detail(
+                        f"{len(logs.stacks)} programs, and {logs.repeats} steps without a new one"
+                    )
+                    time.sleep(TICK_S)
+            finally:
+                end_group(process)
+        logs.read()
+        self._check(0 if is_settled else process.returncode, logs, output)
+        return programs(directory, logs)
+
+    def has_settled(self, repeats: int, last_new_s: float, now_s: float) -> bool:
+        """Return whether enough steps have brought no new program, so that the script can be stopped.
+
+        With an eager framework, the equal layers of a network repeat its programs within a step, as steps do.
+        So as much time must have passed since the last new program as from the script's start to that
+        program: a first step, with all that is compiled in it, takes longer than one of its loops.
+
+        Args:
+            repeats: how often a program was executed since the last new one.
+            last_new_s: when that was, in seconds after the script's start.
+            now_s: the time, likewise.
+        """
+        if not self.steps or repeats < self.steps:
+            return False
+        return not self.framework.is_eager or now_s >= 2 * last_new_s
+
+    def _check(self, code: int, logs: Logs, output: Path) -> None:
+        if code:
+            raise ScriptFailedError(f"the script failed on the emulated TPU, code {code}. {_tail(output)}")
+        if not logs.stacks:
+            raise ScriptFailedError(f"the script has used no device of the emulated TPU. {_tail(output)}")
+
+    def environ(self, environ: Mapping[str, str], directory: Path) -> dict[str, str]:
+        """Return the variables of the script, over those of this process."""
+        kept = {
+            name: value
+            for name, value in environ.items()
+            if name not in REPLACED and not name.startswith("XRT_")
+        }
+        return {
+            **kept,
+            POLYXLA_RUNTIME: self.framework.runtime,
+            tpu_env.POLYXLA_EMULATE: self.target.accelerator.name,
+            POLYXLA_LIBTPU_PROGRAMS: str(directory),
+            **self.framework.variables,
+        }
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it has started, which are a process group of their own."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(GRACE_S)
+
+
+def _tail(output: Path) -> str:
+    lines = output.read_text(errors="replace").splitlines()[-SHOWN_LINES:]
+    return "Its last lines:\n  " + "\n  ".join(lines) if lines else "It has printed nothing."

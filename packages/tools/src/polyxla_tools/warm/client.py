@@ -1,0 +1,173 @@
+"""What the core asks for prepared processes: `polyxla.launcher.prepared.PreparedProcesses`. Light."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from polyxla import UsageError, env
+from polyxla.cli import script
+from polyxla.console import say
+from polyxla.launcher.process_handle import is_stopped
+from polyxla_tools.warm import messages
+from polyxla_tools.warm.directory import reachable, sockets
+from polyxla_tools.warm.facts import own_state, surroundings
+from polyxla_tools.warm.follower import WarmProcess, follow
+from polyxla_tools.warm.messages import Message
+
+ANSWER_S = 5.0
+"""Longest wait for each answer of a warm process, in seconds; then the start is cold."""
+
+
+def run_program(command: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Run the program in a fork of a warm process and end as it ends; return if none fits."""
+    first = _program_directory(command[3:])
+    own_path = [] if sys.flags.safe_path else [first]
+    if found := _fork(_request("program", environ, command=list(command), own_path=own_path), environ):
+        follow(found[0])
+
+
+def fork_server(
+    control: socket.socket, environ: Mapping[str, str], preload: Sequence[str]
+) -> WarmProcess | None:
+    """Return a fork of a warm process that serves `control`; None if none fits."""
+    request = _request("fork_server", environ, preload=list(preload), own_path=sys.path)
+    found = _fork(request, environ, control.fileno())
+    return WarmProcess(*found) if found else None
+
+
+def misfits(environ: Mapping[str, str], preload: Sequence[str]) -> list[str | None]:
+    """Return, for each warm process, why it would not fit to `environ`; None if it fits."""
+    request = _request("check", environ, preload=list(preload), own_path=[])
+    return [answer.get("refused", answer.get("problem")) for answer in ask_all(**request)]
+
+
+def ask_all(kind: str, **more: Any) -> list[Message]:
+    """Return the answers of all warm processes to a request; of those that give none, pid and problem."""
+    answers = []
+    for path in sockets(env.snapshot()):
+        answer = None
+        if connection := _connect(path):
+            with connection:
+                answer = ask(connection, {"kind": kind, **more})
+        if answer or path.exists():
+            answers.append(answer or {"pid": _pid(path), "problem": _silence(path)})
+    return answers
+
+
+def ask(connection: socket.socket, request: Message) -> Message | None:
+    """Send a request and return the answer; None if there is none in time."""
+    try:
+        messages.send(connection, **request)
+        return messages.receive(connection)
+    except OSError:
+        return None
+
+
+def _request(kind: str, environ: Mapping[str, str], **more: Any) -> Message:
+    return {
+        "kind": kind,
+        "environ": dict(environ),
+        "surroundings": surroundings(),
+        "state": own_state(),
+        "path": sys.path,
+        "preload": [],
+        "descriptors": _inheritable(),
+        **more,
+    }
+
+
+def _fork(request: Message, environ: Mapping[str, str], *more: int) -> tuple[socket.socket, int] | None:
+    """Return the connection to a warm process and the process id of its fork; None to start cold."""
+    try:
+        found = sockets(environ)
+    except UsageError as error:
+        say(f"{error} This start is cold.")
+        return None
+    reasons = []
+    for path in found:
+        connection = _connect(path)
+        answer = connection and ask(connection, request)
+        if not connection or not answer:
+            # Killed processes leave their socket, which is gone by now.
+            reasons += [_silence(path)] if path.exists() else []
+        elif answer["refused"]:
+            renews = "; it renews itself" if answer["is_stale"] else ""
+            reasons.append(f"{answer['refused']}{renews}")
+        elif started := _start(connection, [*request["descriptors"], *more]):
+            return connection, started
+        if connection:
+            connection.close()
+    if reasons and not _is_cold_program():
+        say(f"warm: {reasons[0]}; this start is cold")
+    return None
+
+
+def _start(connection: socket.socket, descriptors: list[int]) -> int | None:
+    with contextlib.suppress(OSError):
+        messages.send_descriptors(connection, descriptors)
+        if answer := messages.receive(connection):
+            pid: int = answer["pid"]
+            return pid
+    return None
+
+
+def _is_cold_program() -> bool:
+    """Return whether ``polyxla run`` has already reported, before this process, that the start is cold."""
+    return sys.orig_argv[1:3] == ["-m", script.__name__]
+
+
+def _pid(path: Path) -> int:
+    return int(path.name.rpartition("-")[2])
+
+
+def _silence(path: Path) -> str:
+    """Describe why a warm process does not answer, and what to do."""
+    pid = _pid(path)
+    if is_stopped(pid):
+        return f"process {pid} is stopped (kill -CONT {pid} continues it, kill -KILL {pid} ends it)"
+    return f"process {pid} did not answer (kill -KILL {pid} ends it, and its jobs)"
+
+
+def _connect(path: Path) -> socket.socket | None:
+    if is_stopped(_pid(path)):
+        return None
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(ANSWER_S)
+    try:
+        with reachable(path) as name:
+            connection.connect(name)
+        if messages.peer_user(connection) == os.getuid():
+            return connection
+    except ConnectionRefusedError:
+        # Its process was killed.
+        path.unlink(missing_ok=True)
+    except OSError:
+        pass
+    connection.close()
+    return None
+
+
+def _program_directory(program: Sequence[str]) -> str:
+    """Return what the program will have first in `sys.path`."""
+    if program[0] == "-m":
+        return str(env.working_directory())
+    path = Path(program[0]).resolve()
+    return str(path if path.is_dir() else path.parent)
+
+
+def _inheritable() -> list[int]:
+    """Return the descriptors that a program would inherit, such as those of a shell's redirections."""
+    numbers = [int(path.name) for path in Path("/proc/self/fd").iterdir()]
+    found = []
+    for number in numbers:
+        # The directory's own is closed again.
+        with contextlib.suppress(OSError):
+            if os.get_inheritable(number):
+                found.append(number)
+    return found

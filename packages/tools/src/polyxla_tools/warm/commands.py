@@ -1,0 +1,121 @@
+"""``polyxla warm``: start, show and end the warm processes of this interpreter."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import typer
+
+from polyxla import env
+from polyxla.cli.output import JsonFlag, RuntimeOption, plain_errors, print_json, print_table
+from polyxla.console import say
+from polyxla.env import Setting
+from polyxla.errors import UsageError
+from polyxla.launcher.launch import announce, child_environment, select_devices
+from polyxla.plugins.manager import load_plugins
+from polyxla.plugins.selection import select
+
+IDLE_MIN = 30.0
+"""Time without a running job after which a warm process ends, in minutes."""
+
+app = typer.Typer(help="A prepared process from which launches start at once.", no_args_is_help=True)
+
+
+@app.command()
+def on(
+    runtime: RuntimeOption = None,
+    idle: Annotated[
+        float, typer.Option(metavar="MINUTES", min=0.01, help="End after so long without a job.")
+    ] = IDLE_MIN,
+    as_json: JsonFlag = False,
+) -> None:
+    """Prepare a process for this environment, unless there is one."""
+    from polyxla_tools.warm.client import misfits
+    from polyxla_tools.warm.starting import Options, start
+
+    with plain_errors(as_json):
+        environ = env.snapshot()
+        runtime, prepared, modules = _choose(environ, runtime)
+        if None in misfits(prepared, modules):
+            line = "warm: a process for this environment is ready already"
+            _print(line, {"runtime": runtime, "started": False}, as_json)
+            return
+        started = time.monotonic()
+        pid = start(Options(runtime, modules, idle * 60), prepared)
+        took_s = time.monotonic() - started
+        line = f"warm: process {pid} is ready ({took_s:.1f} s, runtime {runtime})"
+        _print(line, {"runtime": runtime, "started": True, "pid": pid, "start_s": took_s}, as_json)
+
+
+@app.command()
+def off(as_json: JsonFlag = False) -> None:
+    """End the warm processes; each waits for its running jobs."""
+    from polyxla_tools.warm.client import ask_all
+
+    with plain_errors(as_json):
+        answers = ask_all("off")
+    lines = [
+        f"warm: {one['problem']}"
+        if "problem" in one
+        else f"warm: process {one['pid']} ends{_after_jobs(one['jobs'])}"
+        for one in answers
+    ]
+    _print("\n".join(lines) or "warm: there is no warm process", {"processes": answers}, as_json)
+    if any("problem" in one for one in answers):
+        raise typer.Exit(1)
+
+
+def _after_jobs(running: int) -> str:
+    return f" after its {running} running job(s)" if running else ""
+
+
+def _print(line: str, document: Any, as_json: bool) -> None:
+    if as_json:
+        print_json(document)
+    else:
+        typer.echo(line)
+
+
+@app.command()
+def status(as_json: JsonFlag = False) -> None:
+    """Show the warm processes."""
+    from polyxla_tools.warm.client import ask_all
+
+    with plain_errors(as_json):
+        answers = ask_all("status")
+    if as_json:
+        print_json({"processes": answers})
+    elif not answers:
+        typer.echo("warm: there is no warm process; `polyxla warm on` prepares one")
+    else:
+        names = ["pid", "age", "memory", "runtime", "jobs served", "running", "stale"]
+        print_table(names, [_row(one) for one in answers if "problem" not in one])
+        for one in answers:
+            if "problem" in one:
+                say(f"warm: {one['problem']}")
+
+
+def _row(one: dict[str, Any]) -> list[Any]:
+    age, memory = f"{one['age_s']:.0f} s", f"{one['memory_bytes'] / 2**20:,.0f} MiB"
+    served, running = one["jobs_served"], one["jobs_running"]
+    return [one["pid"], age, memory, one["runtime"], served, running, one["stale"] or "no"]
+
+
+def _choose(environ: dict[str, str], runtime: str | None) -> tuple[str, dict[str, str], tuple[str, ...]]:
+    """Return the runtime that a launch would choose, the environment of its programs, and its modules."""
+    asked = None if runtime is None else Setting(runtime, f"--runtime {runtime}")
+    settings = env.from_environ(environ, runtime=asked)
+    selection = select(environ, settings.runtime)
+    announce(selection)
+    plugins = load_plugins(selection.runtime)
+    devices = select_devices(settings.devices, selection)
+    prepared = environ | child_environment(plugins, environ, selection, devices)
+    modules = plugins.hook.polyxla_preload(environ=prepared)
+    if not modules:
+        raise UsageError(
+            f"runtime {selection.runtime!r} has no process that could be prepared",
+            where=selection.reason,
+            fix="Leave it to start cold; runtime pjrt starts warm.",
+        )
+    return selection.runtime, prepared, tuple(modules)

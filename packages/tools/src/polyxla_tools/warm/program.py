@@ -1,0 +1,142 @@
+"""Turning a fresh fork of the warm process into the process that a client asked for."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import importlib
+import io
+import multiprocessing.process
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from polyxla import env
+from polyxla.cli import script
+from polyxla.console import say_once
+from polyxla.launcher import fork_server, process_end
+from polyxla.plugins.manager import find_runtime, load_runtime
+from polyxla_tools.warm.facts import take_state
+
+_PR_SET_PDEATHSIG = 1
+"""Source: Linux's include/uapi/linux/prctl.h."""
+_FREE_DESCRIPTOR = 512
+"""From here on, descriptors are free; not from 1024, which `select` does not take."""
+
+
+def become_program(request: Mapping[str, Any], descriptors: Sequence[int], path: Sequence[str]) -> None:
+    """Run the program of a request as ``python -m polyxla.cli.script`` would, and end with it.
+
+    Args:
+        request: what the client sent.
+        descriptors: those that came with it.
+        path: entries of `sys.path` that every program has.
+    """
+    # Without the process that passes on its signals and its end, nobody could end it.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _take(request, descriptors)
+    command = request["command"]
+    sys.orig_argv[:] = command
+    sys.argv[:] = [str(script.__file__), *command[3:]]
+    by_imports = [entry for entry in sys.path if entry not in path]
+    sys.path[:] = [*([] if sys.flags.safe_path else [str(Path.cwd())]), *path, *by_imports]
+    try:
+        script.main()
+        code = 0
+    except SystemExit as error:
+        code = _exit_code(error)
+    process_end.end(code)
+
+
+def _exit_code(error: SystemExit) -> int:
+    """Return the exit code of a program that raises `error`; print its text, as Python does."""
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    sys.stderr.write(f"{error.code}\n")
+    return 1
+
+
+def become_fork_server(
+    request: Mapping[str, Any],
+    descriptors: Sequence[int],
+    adapt: Callable[[dict[str, str]], dict[str, str]],
+) -> None:
+    """Serve the socket that is the last descriptor, as `polyxla.launcher.fork_server` does."""
+    *others, control = descriptors
+    number = fcntl.fcntl(control, fcntl.F_DUPFD_CLOEXEC, _first_free())
+    os.close(control)
+    _take(request, others)
+    # The launching process ends the replicas.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    fork_server.serve(socket.socket(fileno=number), adapt)
+
+
+def _take(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+    os.setpgid(0, 0)
+    _place(descriptors, request["descriptors"])
+    take_state(request["state"])
+    _open_standard_streams()
+    env.replace_environ(request["environ"])
+    # What Python and NumPy drew or noted when they were imported. Python's own generators see a fork.
+    process: Any = multiprocessing.process
+    process.current_process().authkey = os.urandom(32)
+    process.ORIGINAL_DIR = str(Path.cwd())
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    importlib.invalidate_caches()
+    # What was printed to nobody must be printed.
+    say_once.cache_clear()
+    load_runtime(find_runtime(request["runtime"], "default")).hook.polyxla_forked()
+
+
+def _first_free() -> int:
+    limit = os.sysconf("SC_OPEN_MAX")
+    return min(_FREE_DESCRIPTOR, limit // 2)
+
+
+def _place(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
+    """Give received descriptors the numbers that they have in the client."""
+    aside = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, _first_free()) for one in descriptors]
+    for one in [*descriptors, *({0, 1, 2} - set(numbers))]:
+        os.close(one)
+    for one, number in zip(aside, numbers, strict=True):
+        os.dup2(one, number)
+        os.close(one)
+
+
+def _open_standard_streams() -> None:
+    """Make `sys.stdin` and the others anew: their buffering depends on what they are."""
+    sys.stdin = sys.__stdin__ = _stream(0, "<stdin>", sys.__stdin__)  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = _stream(1, "<stdout>", sys.__stdout__)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _stream(2, "<stderr>", sys.__stderr__)  # type: ignore[misc]
+
+
+def _stream(number: int, name: str, like: Any) -> Any:
+    """Return a standard stream as Python makes it, with the encoding of `like`; None if it is closed.
+
+    Source: create_stdio of Python's Python/pylifecycle.c.
+    """
+    try:
+        os.fstat(number)
+    except OSError:
+        return None
+    is_unbuffered = like.write_through
+    mode = "rb" if number == 0 else "wb"
+    binary: Any = open(number, mode, buffering=0 if is_unbuffered and number else -1, closefd=False)  # noqa: SIM115
+    raw = getattr(binary, "raw", binary)
+    raw.name = name
+    text = io.TextIOWrapper(
+        binary,
+        encoding=like.encoding,
+        errors=like.errors,
+        newline=None if number == 0 else "\n",
+        line_buffering=not is_unbuffered and (number == 2 or raw.isatty()),
+        write_through=is_unbuffered,
+    )
+    text.mode = "r" if number == 0 else "w"  # type: ignore[misc]
+    return text

@@ -1,0 +1,255 @@
+"""The warm process: import once, then fork programs and fork servers for this user's clients.
+
+It has one thread, touches no device, and listens on a socket in the user's private directory. A client sends
+its request, the process answers whether it fits, the client sends its descriptors, and the process forks.
+Then it reports the fork's process id and its end, and takes signals for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from polyxla import PolyxlaError, env
+from polyxla_tools.warm import messages
+from polyxla_tools.warm.directory import new_socket, reachable
+from polyxla_tools.warm.jobs import Job, Jobs
+from polyxla_tools.warm.messages import Message
+from polyxla_tools.warm.preparation import Preparation, prepare
+from polyxla_tools.warm.program import become_fork_server, become_program
+from polyxla_tools.warm.starting import Options, spawn
+
+HANDSHAKE_S = 2.0
+"""Longest wait for each part of a client's request, in seconds: others wait meanwhile."""
+Work = Callable[[], None]
+
+
+def main() -> None:
+    """Prepare, by the options in the first argument, and serve; in a fork, be what the client asked for."""
+    options = Options(**json.loads(sys.argv[1]))
+    directory = str(Path.cwd())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        preparation = prepare(options)
+        # A descriptor for each running job; programs have the limits of their clients.
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        path = new_socket(env.snapshot(), os.getpid())
+        server = Server(preparation, options, path, directory)
+    except Exception as error:
+        problem = str(error) if isinstance(error, PolyxlaError) else f"{type(error).__name__}: {error}"
+        _answer(options, problem=problem)
+        sys.exit(1)
+    _answer(options, pid=os.getpid())
+    work = server.serve()
+    if work is None:
+        # Nothing here needs an orderly exit, which would take time.
+        os._exit(0)
+    work()
+
+
+def _answer(options: Options, **answer: Any) -> None:
+    if options.ready >= 0:
+        os.write(options.ready, json.dumps(answer).encode())
+        os.close(options.ready)
+
+
+class Server:
+    """The warm process's loop.
+
+    Args:
+        preparation: what was imported.
+        options: how it was started.
+        path: of its socket.
+        directory: in which it was started, and its successor is.
+    """
+
+    def __init__(self, preparation: Preparation, options: Options, path: Path, directory: str) -> None:
+        self._preparation = preparation
+        self._options = replace(options, ready=-1)
+        self._directory = directory
+        self._path = path
+        self._started = self._busy = time.monotonic()
+        self._jobs = Jobs()
+        self._listener: socket.socket | None = socket.socket(socket.AF_UNIX)
+        with reachable(path) as name:
+            self._listener.bind(name)
+        self._listener.listen()
+        # SIGCHLD writes to this socket, which wakes the thread from `select`.
+        self._woken, self._wakes = socket.socketpair()
+        self._wakes.setblocking(False)
+        # Given up for a moment when there is no other descriptor: see `_accept`.
+        self._spare = os.open(os.devnull, os.O_RDONLY)
+        signal.set_wakeup_fd(self._wakes.fileno())
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        os.chdir("/")
+        # Collected objects would be copied in every fork.
+        gc.collect()
+        gc.freeze()
+
+    def serve(self) -> Work | None:
+        """Serve until it is idle or retired; in a fork, return the fork's work."""
+        while self._listener or len(self._jobs):
+            listening = [self._listener] if self._listener else []
+            waiting = [self._woken, *listening, *self._jobs.connections()]
+            for one in _ready(waiting, self._rest_s()):
+                if work := self._handle(one):
+                    return work
+            if self._rest_s() == 0:
+                self._retire()
+        return None
+
+    def _handle(self, ready: socket.socket) -> Work | None:
+        if ready is self._woken:
+            self._woken.recv(4096)
+            self._jobs.reap()
+            self._busy = time.monotonic()
+        elif ready is self._listener:
+            # A client that breaks off, sends nonsense, or is not this user's, is no concern of the others.
+            with contextlib.suppress(Exception), self._accept() as connection:
+                return self._answer(connection)
+        elif ready.fileno() >= 0:
+            self._jobs.read(ready)
+        return None
+
+    @contextlib.contextmanager
+    def _accept(self) -> Iterator[socket.socket]:
+        """Accept a client, whose connection is closed again unless a job keeps it.
+
+        Without a free descriptor the client is turned away, and starts cold: left in the queue, it would
+        wait, and wake this process again and again.
+        """
+        assert self._listener
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            self._turn_away(self._listener)
+            raise
+        try:
+            yield connection
+        finally:
+            if not self._jobs.has(connection):
+                connection.close()
+
+    def _turn_away(self, listener: socket.socket) -> None:
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
+        with contextlib.suppress(OSError):
+            listener.accept()[0].close()
+        with contextlib.suppress(OSError):
+            self._spare = os.open(os.devnull, os.O_RDONLY)
+
+    def _rest_s(self) -> float | None:
+        """Return how long it may still be idle, in seconds; None while it has jobs."""
+        if len(self._jobs):
+            return None
+        return max(0.0, self._busy + self._options.idle_s - time.monotonic())
+
+    def _retire(self) -> None:
+        """Take no more requests, and end with the last job."""
+        if self._listener:
+            self._path.unlink(missing_ok=True)
+            self._listener.close()
+            self._listener = None
+
+    def _answer(self, connection: socket.socket) -> Work | None:
+        connection.settimeout(HANDSHAKE_S)
+        if messages.peer_user(connection) != os.getuid():
+            return None
+        request = messages.receive(connection) or {}
+        if request.get("kind") == "status":
+            messages.send(connection, **self._status())
+        elif request.get("kind") == "off":
+            self._retire()
+            messages.send(connection, pid=os.getpid(), jobs=len(self._jobs))
+        elif self._accepts(request, connection) and request["kind"] != "check":
+            return self._fork(request, connection)
+        return None
+
+    def _accepts(self, request: Message, connection: socket.socket) -> bool:
+        if change := self._preparation.change():
+            messages.send(connection, refused=f"{change} since it was imported", is_stale=True)
+            self._retire()
+            # Reaped with the jobs.
+            spawn(self._options, self._preparation.before, self._directory).returncode = 0
+            return False
+        misfit = self._preparation.misfit(request)
+        messages.send(connection, refused=misfit, is_stale=False)
+        return misfit is None
+
+    def _fork(self, request: Message, connection: socket.socket) -> Work | None:
+        is_program = request["kind"] == "program"
+        descriptors = messages.receive_descriptors(connection)
+        try:
+            # Of a full table of descriptors, the kernel leaves out what does not fit.
+            if len(descriptors) != len(request["descriptors"]) + (not is_program):
+                return None
+            pid = os.fork()
+            if pid == 0:
+                mine, descriptors = descriptors, []
+                # Outside of the loop, in which an exception is a client's.
+                return functools.partial(self._become, request, mine, connection)
+            self._jobs.add(pid, Job(connection, is_program))
+            return None
+        finally:
+            for one in descriptors:
+                os.close(one)
+
+    def _become(self, request: Message, descriptors: list[int], connection: socket.socket) -> None:
+        self._leave(connection)
+        adapt = self._preparation.adapt
+        request["environ"] = adapt(request["environ"])
+        request["runtime"] = self._options.runtime
+        if request["kind"] == "program":
+            become_program(request, descriptors, self._preparation.path)
+        else:
+            become_fork_server(request, descriptors, adapt)
+
+    def _leave(self, connection: socket.socket) -> None:
+        """Be no server any more, in a fork."""
+        signal.set_wakeup_fd(-1)
+        if self._spare >= 0:
+            os.close(self._spare)
+        self._jobs.forget()
+        for one in (connection, self._woken, self._wakes, self._listener):
+            if one:
+                one.close()
+
+    def _status(self) -> Message:
+        rollup = Path("/proc/self/smaps_rollup").read_text().split()
+        return {
+            "pid": os.getpid(),
+            "age_s": round(time.monotonic() - self._started, 1),
+            "memory_bytes": int(rollup[rollup.index("Pss:") + 1]) * 1024,
+            "runtime": self._options.runtime,
+            "modules": list(self._options.modules),
+            "interpreter": sys.executable,
+            "variables": self._preparation.variables(),
+            "jobs_running": len(self._jobs),
+            "jobs_served": self._jobs.served,
+            "idle_end_s": self._options.idle_s,
+            "stale": self._preparation.change(),
+        }
+
+
+def _ready(connections: Sequence[socket.socket], timeout_s: float | None) -> list[socket.socket]:
+    """Return those with something to read, as `select.select` does up to descriptor 1023."""
+    by_number = {one.fileno(): one for one in connections}
+    poll = select.poll()
+    for number in by_number:
+        poll.register(number, select.POLLIN)
+    return [by_number[number] for number, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)]

@@ -1,0 +1,36 @@
+"""The command line of every user has this plugin: it must cost little."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+CODE = """
+import importlib, pkgutil, sys
+import polyxla_tools.doctor
+names = [one.name for one in pkgutil.walk_packages(polyxla_tools.doctor.__path__, "polyxla_tools.doctor.")]
+assert len(names) > 15
+for name in names:
+    importlib.import_module(name)
+found = {name.partition(".")[0] for name in sys.modules}
+print(found & {"torch", "torch_xla", "torch_tpu", "jax", "polyxla_bridge", "polyxla_pjrt"})
+"""
+PLUGIN = """
+import sys
+import polyxla_tools.doctor.plugin
+print({"typer", "rich", "packaging", "yaml"} & set(sys.modules))
+"""
+
+
+def test_no_module_imports_a_framework_or_a_runtime() -> None:
+    assert printed(CODE) == "set()\n"
+
+
+def test_the_plugin_imports_nothing_heavy() -> None:
+    assert printed(PLUGIN) == "set()\n"
+
+
+def printed(code: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    ).stdout

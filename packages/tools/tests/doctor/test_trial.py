@@ -1,0 +1,153 @@
+"""The trial, with real replicas, and each way in which it can fail."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from polyxla.env import from_environ
+from polyxla_testing import PluginInstaller
+from polyxla_testing.processes import wait_until
+from polyxla_tools.doctor.all_reduce import Measured
+from polyxla_tools.doctor.facts.runtimes import RuntimeFacts, gather_runtimes
+from polyxla_tools.doctor.findings import Status
+from polyxla_tools.doctor.trial import Outcome, Plan, check_trial, make_plan, run_trial
+
+TIMEOUT_S = 100.0
+HOOKS = """
+import os, signal, sys, time
+from polyxla import hookimpl
+
+@hookimpl
+def polyxla_replica_started(replica):
+    if replica.ordinal == 1:
+        {}
+    elif {}:
+        time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def cpu(environ: dict[str, str]) -> dict[str, str]:
+    return environ | {"PJRT_DEVICE": "CPU"}
+
+
+def gathered(environ: dict[str, str]) -> RuntimeFacts:
+    return gather_runtimes(environ, from_environ(environ))
+
+
+def plan_of(environ: dict[str, str]) -> Plan:
+    plan = make_plan(environ, gathered(environ), is_emulated="POLYXLA_EMULATE" in environ)
+    assert plan
+    return plan
+
+
+def processes_of(directory: Path) -> list[str]:
+    marks = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(directory).encode() in (process / "environ").read_bytes():
+                marks.append(process.name)
+        except OSError:
+            continue
+    return [pid for pid in marks if int(pid) != os.getpid()]
+
+
+def test_two_replicas_on_the_cpu_add_up(cpu: dict[str, str]) -> None:
+    outcome = run_trial(cpu, plan_of(cpu), TIMEOUT_S)
+    (found,) = check_trial(outcome)
+    assert found.status is Status.OK, found
+    assert found.found.startswith("an all-reduce on 2 replicas of pjrt: first result after ")
+    assert [one["total"] for one in outcome.replicas] == [3.0, 3.0]
+    assert all(0 < one["step_s"] < one["first_s"] < TIMEOUT_S for one in outcome.replicas)
+    assert outcome.replica_bytes
+    assert outcome.replica_bytes > 100 << 20
+
+
+def test_the_chips_of_an_emulated_tpu_add_up(environ: dict[str, str]) -> None:
+    environ |= {"POLYXLA_EMULATE": "v2-8"}
+    plan = plan_of(environ)
+    assert plan.devices == tuple(range(8))
+    (found,) = check_trial(run_trial(environ, plan, TIMEOUT_S))
+    assert found.status is Status.OK, found
+
+
+def test_a_runtime_with_one_device_is_tried_on_it(cpu: dict[str, str]) -> None:
+    cpu |= {"CPU_NUM_DEVICES": "1"}
+    plan = plan_of(cpu)
+    assert plan == Plan("pjrt", (0,), "the runtime has one")
+    one: Measured = {"total": 1.0, "first_s": 1.0, "step_s": 0.1, "process": 1, "peak_bytes": 1}
+    (found,) = check_trial(Outcome(plan, (one,)))
+    assert found.found.startswith("an all-reduce on 1 replica of pjrt")
+    assert found.found.endswith("; the runtime has one")
+
+
+def test_where_two_replicas_cannot_run_one_is_tried(cpu: dict[str, str]) -> None:
+    plan = plan_of(cpu | {"POLYXLA_PJRT_PROCESSES": "3"})
+    assert plan.devices == (0,)
+    assert plan.why.startswith("several cannot be used: ")
+    assert "POLYXLA_PJRT_PROCESSES=3" in plan.why
+
+
+def test_a_host_of_several_tries_a_device_of_its_own(environ: dict[str, str]) -> None:
+    environ |= {"POLYXLA_EMULATE": "v4-16", "POLYXLA_EMULATE_HOST": "0"}
+    plan = make_plan(environ, gathered(environ), is_emulated=False)
+    assert plan
+    assert plan.devices == (0,)
+    assert "polyxla pod run" in plan.why
+
+
+def test_a_large_emulated_tpu_is_tried_in_part_or_on_one_device(environ: dict[str, str]) -> None:
+    environ |= {"POLYXLA_EMULATE": "v4-64"}
+    assert len(plan_of(environ).devices) in (1, 8)
+
+
+def test_without_a_runtime_there_is_no_trial(environ: dict[str, str]) -> None:
+    environ |= {"PJRT_DEVICE": "GPU"}
+    assert make_plan(environ, gathered(environ), is_emulated=False) is None
+
+
+def test_a_replica_that_fails_is_a_problem(cpu: dict[str, str], install_plugin: PluginInstaller) -> None:
+    install_plugin.listener("faulty", HOOKS.format("raise ValueError('the model has gone')", False))
+    (found,) = check_trial(run_trial(with_plugins(cpu, install_plugin), plan_of(cpu), TIMEOUT_S))
+    assert found.status is Status.PROBLEM
+    assert found.found == "an all-reduce on 2 replicas of pjrt failed: ValueError: the model has gone"
+    assert "polyxla_tools.doctor.trial_process pjrt '[0, 1]' 0 answer.json" in found.fix
+
+
+def test_a_trial_that_hangs_ends_at_its_deadline_with_all_its_processes(
+    cpu: dict[str, str], install_plugin: PluginInstaller
+) -> None:
+    install_plugin.listener("asleep", HOOKS.format("print('going to sleep'); time.sleep(1000)", True))
+    environ = with_plugins(cpu, install_plugin)
+    outcome = run_trial(environ, plan_of(cpu), 5)
+    assert outcome.error
+    assert outcome.error.startswith("it did not end within 5 s")
+    wait_until(lambda: not processes_of(install_plugin.directory), "the end of all processes")
+
+
+def test_a_process_that_crashes_before_python_answers_is_a_problem(
+    cpu: dict[str, str], install_plugin: PluginInstaller
+) -> None:
+    (install_plugin.directory / "polyxla_pjrt.py").write_text("import os; os.abort()")
+    outcome = run_trial(with_plugins(cpu, install_plugin), Plan("pjrt", (0, 1)), TIMEOUT_S)
+    assert outcome.error
+    assert outcome.error.startswith("its process was ended by SIGABRT")
+
+
+def test_a_wrong_sum_is_a_problem() -> None:
+    one: Measured = {"total": 1.0, "first_s": 1.0, "step_s": 0.1, "process": 1, "peak_bytes": 1}
+    (found,) = check_trial(Outcome(Plan("pjrt", (0, 1)), (one, one)))
+    assert found.status is Status.PROBLEM
+    assert "resulted in [1.0, 1.0] instead of 3" in found.found
+
+
+def test_threads_of_one_process_share_its_memory() -> None:
+    one: Measured = {"total": 3.0, "first_s": 1.0, "step_s": 0.1, "process": 1, "peak_bytes": 100}
+    assert Outcome(Plan("pjrt", (0, 1)), (one, one)).replica_bytes == 50
+
+
+def with_plugins(environ: dict[str, str], install_plugin: PluginInstaller) -> dict[str, str]:
+    return environ | {"PYTHONPATH": str(install_plugin.directory)}
