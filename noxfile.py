@@ -153,7 +153,7 @@ def junit(name: str) -> str:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, layers, sizes, wording, changelog fragments, and that no file names one machine."""
+    """Check style, layers, wording, changelog fragments, and that no file names one machine."""
     install(session, requirements=group("lint"))
     # The imports are read, not run: the packages need not be installed, nor what they require.
     sources = os.pathsep.join(str(path) for path in sorted(ROOT.glob("packages/*/src")))
@@ -162,7 +162,7 @@ def lint(session: nox.Session) -> None:
     session.run("lint-imports", "--no-cache", env={"PYTHONPATH": sources})
     session.run("codespell")
     session.run("towncrier", "build", "--draft", "--version", "next", silent=True)
-    for check in ("circles", "sizes", "wording", "tracked"):
+    for check in ("wording", "tracked"):
         session.run("python", f".ci/{check}.py")
 
 
@@ -392,7 +392,7 @@ def look_into(wheel: Path, package: str) -> list[str]:
     }
     missing = {*files, f"{info}/METADATA", f"{info}/licenses/LICENSE"} - names
     problems = [f"{name} is missing" for name in sorted(missing)]
-    # The umbrellas have no code.
+    # The umbrella has no code.
     if files and not any(name.endswith("/py.typed") for name in files):
         problems.append("py.typed is missing")
     problems += wrong_tag(wheel)

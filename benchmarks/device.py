@@ -33,7 +33,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = (
     "core",
-    "tpu",
     "bridge",
     "runtime-torchtpu",
     "runtime-xrt",
@@ -41,7 +40,7 @@ PACKAGES = (
     "precision",
     "sampler",
     "examples",
-    "doctor",
+    "tools",
 )
 """The packages of this repository that the stages need."""
 WHEELS = (

@@ -1,4 +1,4 @@
-"""The tables of polyxla-tpu agree with those of torch_xla and of the emulated libtpu."""
+"""The tables of polyxla.tpu agree with those of torch_xla and of the emulated libtpu."""
 
 from __future__ import annotations
 

@@ -8,10 +8,7 @@ from pathlib import Path
 
 WHEELS = ["--find-links", "dist"]
 """Arguments of pip, until the packages are released: where users put the wheels, by the documentation."""
-_NEEDS = {
-    "polyxla-runtime-torchtpu": ["polyxla-bridge"],
-    "polyxla-runtime-xrt": ["polyxla-bridge"],
-}
+_NEEDS = {"polyxla-runtime-xrt": ["polyxla-bridge"]}
 """What a package requires of ours beside the core, which pip does not find in a directory of sources."""
 
 

@@ -40,7 +40,7 @@ def test_the_chosen_runtime_is_named_with_its_reason(environ: dict[str, str]) ->
 def test_a_missing_configuration_is_a_problem(
     environ: dict[str, str], install_plugin: PluginInstaller
 ) -> None:
-    install_plugin.hide_others(keep=["polyxla-doctor"])
+    install_plugin.hide_others(keep=["polyxla-tools"])
     facts = gathered(environ)
     (found,) = runtimes.check_choice(facts)
     assert found.status is Status.PROBLEM

@@ -33,7 +33,7 @@ EmulateOption = Annotated[
     str | None, typer.Option("--emulate", metavar="TYPE", help="Emulate a TPU of this type, such as v5e-8.")
 ]
 EMULATE = "POLYXLA_EMULATE"
-"""The variable of polyxla-tpu that ``--emulate`` sets."""
+"""The variable of ``polyxla.tpu`` that ``--emulate`` sets."""
 OTHERS = {
     **dict.fromkeys(("--nproc-per-node", "--nproc_per_node"), ("torchrun", "--devices {}")),
     **dict.fromkeys(("--num-processes", "--num_processes"), ("Accelerate", "--devices {}")),

@@ -1,4 +1,4 @@
-"""Processes that have imported the heavy modules already, such as those of polyxla-warm."""
+"""Processes that have imported the heavy modules already, such as those of ``polyxla warm``."""
 
 from __future__ import annotations
 
