@@ -249,7 +249,7 @@ def integration(session: nox.Session, runtime: str) -> None:
 @nox.session
 def faults(session: nox.Session) -> None:
     """Run jobs with faults at random: ``-- --minutes 60``, ``--seed N``, ``--only worker``, ``--json``."""
-    install(session, ["bridge", "polyxla", "runtime-xrt"], options=("-c", CONSTRAINTS))
+    install(session, ["bridge", "polyxla", "runtime-pjrt", "runtime-xrt"], options=("-c", CONSTRAINTS))
     session.run("python", "integration/faults.py", *session.posargs)
 
 
@@ -296,7 +296,7 @@ def trackers(session: nox.Session) -> None:
 @nox.session
 def blocks(session: nox.Session) -> None:
     """Run the code blocks of README and docs/, each page in its own process; ``-- NAME`` runs one."""
-    packages = ["bridge", "polyxla", "runtime-xrt", "testing"]
+    packages = ["bridge", "polyxla", "runtime-pjrt", "runtime-xrt", "testing"]
     install(session, packages, [*group("notebooks-pjrt"), *group("test")], with_extras=["training"])
     session.run("python", ".ci/notebooks.py", "pages", *session.posargs, env={"POLYXLA_COMPILE_CACHE": "off"})
 

@@ -19,7 +19,7 @@ import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
-from polyxla.env import snapshot
+from polyxla.plugin import snapshot
 
 TIMEOUT_S = 900
 WRAPPERS = {

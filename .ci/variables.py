@@ -18,9 +18,8 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from polyxla.tpu.accelerators import AcceleratorType
+from polyxla.plugin import AcceleratorType, join, process_environments
 from polyxla.tpu.parts import read_part
-from polyxla.tpu.topology import join, process_environments
 from polyxla_bridge import abi
 
 API = "0.75"

@@ -69,7 +69,7 @@ def partitioned(model: str, batch: int, port: int) -> None:
 def ddp(model: str, batch: int, port: int) -> None:
     from torch.multiprocessing.spawn import spawn
 
-    from polyxla.launcher.ports import free_ports
+    from polyxla.plugin import free_ports
 
     spawn(_be_ddp, (model, batch, port, free_ports(1)[0]), REPLICAS)
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 
-from polyxla.tpu.accelerators import AcceleratorType
-from polyxla.tpu.topology import process_environments
+from polyxla.plugin import AcceleratorType, process_environments
 
 TARGET_MS = 50.0
 ROUNDS = 7

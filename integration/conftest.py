@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from polyxla import Replica
-from polyxla.env import temporary_environ
+from polyxla.plugin import temporary_environ
 
 if TYPE_CHECKING:
     from polyxla_testing import RuntimeUnderTest
@@ -147,7 +147,7 @@ def _load_torch_tpu() -> None:
 
 def _node_of_this_process() -> dict[str, str]:
     """Return the variables of a node for this whole process: replicas that run inline use it."""
-    from polyxla.launcher.ports import free_ports
+    from polyxla.plugin import free_ports
     from polyxla_xrt.config.configuration import read_configuration
     from polyxla_xrt.plan import requested_plan
 

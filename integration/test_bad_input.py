@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from polyxla import env as polyxla_env
-from polyxla.tpu import env as tpu_env
+from polyxla.plugin import env as polyxla_env
+from polyxla.plugin import tpu_env
 from polyxla_bridge import env as bridge_env
 from polyxla_pjrt import env as pjrt_env
 from polyxla_training import env as training_env

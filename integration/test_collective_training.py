@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from polyxla import Replica, UsageError
-from polyxla.pytree import map_tensors
+from polyxla.plugin import map_tensors
 
 LAYOUTS = [
     pytest.param((1, 1), id="1-alone", marks=pytest.mark.long),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from polyxla import Replica
-from polyxla.pytree import map_tensors
+from polyxla.plugin import map_tensors
 
 LAYOUTS = [
     pytest.param((1, 1), id="1-alone", marks=pytest.mark.long),

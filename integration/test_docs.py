@@ -29,8 +29,7 @@ import polyxla_training.hookspecs
 import polyxla_xrt.env
 from polyxla import Replica, launch
 from polyxla.cli.variables import variables
-from polyxla.plugins.manager import load_everything
-from polyxla.plugins.selection import select
+from polyxla.plugin import load_everything, select
 from polyxla.tpu.metadata import MetadataClient
 from polyxla_pjrt.discovery import discover
 from polyxla_training import Trainer, check_replicas
@@ -429,8 +428,8 @@ def test_the_hooks_on_the_plugins_page_are_in_the_order_of_their_modules() -> No
 def test_the_numbers_on_the_pages_are_those_of_the_code() -> None:
     from torch_xla.distributed.parallel_loader import ParallelLoader
 
-    from polyxla.contracts.replication import Replication
-    from polyxla.launcher import failures, processes
+    from polyxla.launcher import processes
+    from polyxla.plugin import Replication, failures
     from polyxla.xla import unsynced_loops
     from polyxla_bridge.engine import clients, stall_watchdog
     from polyxla_bridge.programs import cache_directory

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from polyxla.tpu.accelerators import AcceleratorType
+from polyxla.plugin import AcceleratorType
 from polyxla_pod.manifest import node_selector
 
 TIMEOUT_S = 280

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from polyxla.launcher.ports import free_ports
+from polyxla.plugin import free_ports
 
 pytestmark = pytest.mark.pjrt
 

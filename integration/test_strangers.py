@@ -21,7 +21,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from polyxla.launcher.ports import free_ports
+from polyxla.plugin import free_ports
 
 pytestmark = pytest.mark.pjrt
 

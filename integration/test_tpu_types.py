@@ -153,7 +153,7 @@ def test_the_seeds_run_on_a_pod(run_on_pod: RunOnHosts, check_mnist: CheckMnist)
 
 @pytest.mark.long
 def test_torchrun_may_number_the_hosts_of_a_pod_in_another_order(run_on_pod: RunOnHosts) -> None:
-    from polyxla.launcher.ports import free_ports
+    from polyxla.plugin import free_ports
 
     options = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=4", "--master-addr=127.0.0.1"]
     options.append(f"--master-port={free_ports(1)[0]}")

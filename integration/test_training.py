@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from polyxla import UsageError
-from polyxla.contracts.replication import STEP_EVENT
+from polyxla.plugin import STEP_EVENT
 from polyxla_precision import BF16True
 from polyxla_testing import RuntimeUnderTest
 from polyxla_training import CheckpointFolder, Trainer

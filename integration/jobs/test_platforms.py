@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from polyxla.launcher.ports import free_ports
+from polyxla.plugin import free_ports
 
 if TYPE_CHECKING:
     from jobs.conftest import Host, Served

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jobs.conftest import Host
-from polyxla.launcher.ports import free_ports
+from polyxla.plugin import free_ports
 from polyxla.tpu.emulated import free_addresses
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from polyxla import Claim, Device, Discovery, Job, Replication, World, hookimpl
-from polyxla.launcher.processes import run_inline, run_processes
+from polyxla import hookimpl
+from polyxla.plugin import Claim, Device, Discovery, Job, Replication, World, run_inline, run_processes
 
 if TYPE_CHECKING:
     import torch

@@ -52,7 +52,7 @@ def test_the_memory_of_a_device_is_limited(text: str, found: tuple[bool, int]) -
 
 @pytest.mark.parametrize("text", ["16GB", "1.5GiB", "-1", "chip", "0MiB"])
 def test_what_is_no_size_of_a_memory_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=f"POLYXLA_DEVICE_MEMORY='{text}' is no size of a memory"):
+    with pytest.raises(ValueError, match=f"POLYXLA_DEVICE_MEMORY='{text}' is not a valid memory size"):
         from_environ({env.POLYXLA_DEVICE_MEMORY: text})
 
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 import pytest
 
-from polyxla import Job, Setting
 from polyxla.contracts.job import ProcessMethod
 from polyxla.launcher.processes import run_processes
 from polyxla.launcher.replica_main import run_replica
+from polyxla.plugin import Job, Setting
 
 if TYPE_CHECKING:
     # pytest must be the first to import it, to rewrite its assertions.

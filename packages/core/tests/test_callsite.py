@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from polyxla import callsite
 from polyxla.callsite import BACKWARD, caller, location, user_line
+from polyxla.plugin import callsite
 from polyxla.plugins.manager import HOOKSPECS, PLUGINS, RUNTIMES, load_plugins
 from polyxla_testing import PluginInstaller
 

@@ -14,9 +14,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import polyxla
-from polyxla import env
 from polyxla.cli.app import app
 from polyxla.console import say_once
+from polyxla.plugin import env
 from polyxla.plugins.manager import HOOKSPECS
 from polyxla_testing import PluginInstaller
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from polyxla import Device, DevicesError, Setting
+from polyxla import DevicesError
+from polyxla.plugin import Device, Setting
 from polyxla.plugins.device_request import pick_devices
 
 EIGHT = tuple(Device(index, "TOY", f"toy device {index}") for index in range(8))

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from polyxla import Job, Setting, UsageError
+from polyxla import UsageError
 from polyxla.cli import each
+from polyxla.plugin import Job, Setting
 from polyxla_testing import PluginInstaller
 
 TIMEOUT_S = 60.0

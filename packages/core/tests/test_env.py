@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from polyxla import env
 from polyxla.env import Setting, from_environ
+from polyxla.plugin import env
 
 EVERYTHING = {
     "POLYXLA_RUNTIME": "xrt",

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from polyxla import StalledError, env
+from polyxla import StalledError
+from polyxla.plugin import env
 from polyxla.xla import input_watchdog
 from polyxla.xla.input_watchdog import InputWatchdog
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from polyxla import Job, Replica, UsageError, launch
+from polyxla import Replica, UsageError, launch
 from polyxla.console import say_once
 from polyxla.contracts.precision import UnchangedPrecision
+from polyxla.plugin import Job
 from polyxla_testing import PluginInstaller
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -305,7 +306,7 @@ def test_a_replica_holds_the_policy_of_a_plugin(
     fake: None, install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = """
-from polyxla import hookimpl
+from polyxla.plugin import hookimpl
 from polyxla.contracts.precision import UnchangedPrecision
 
 @hookimpl

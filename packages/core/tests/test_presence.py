@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from polyxla import presence
+from polyxla.plugin import presence
 from polyxla.presence import Position, count_steps, named, running, unequal
 
 

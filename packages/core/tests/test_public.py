@@ -15,8 +15,9 @@ import pytest
 
 import polyxla
 import polyxla_testing
-from polyxla import env, errors, hookspecs
+from polyxla import errors, hookspecs
 from polyxla.cli import app
+from polyxla.plugin import env
 from polyxla_testing import fake
 
 TIMEOUT_S = 60.0

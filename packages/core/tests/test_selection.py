@@ -10,15 +10,12 @@ import pytest
 
 from polyxla import (
     BrokenPluginError,
-    Claim,
-    Device,
-    Discovery,
     RuntimeNotInstalledError,
     RuntimeUnavailableError,
-    Setting,
     UnknownRuntimeError,
     UsageError,
 )
+from polyxla.plugin import Claim, Device, Discovery, Setting
 from polyxla.plugins.manager import RuntimeEntry, find_runtime
 from polyxla.plugins.selection import Candidate, choose, discover, discover_all, select
 from polyxla_testing import PluginInstaller

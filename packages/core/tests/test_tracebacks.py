@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from polyxla import Replica, env, launch, tracebacks
+from polyxla import Replica, launch, tracebacks
+from polyxla.plugin import env
 from polyxla.pytree import map_tensors
 from polyxla_testing import PluginInstaller
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from polyxla import env
 from polyxla.env import Setting
+from polyxla.plugin import env
 from polyxla.plugins.manager import PLUGINS
 from polyxla.plugins.selection import select
 from polyxla.plugins.unknown_variables import constants, unknown_variables
 from polyxla_testing import PluginInstaller
 
 DECLARING = """
-from polyxla import hookimpl
+from polyxla.plugin import hookimpl
 @hookimpl
 def polyxla_variables():
     return {names}
 """
 TOY = """
-from polyxla import Claim, Device, Discovery, hookimpl
+from polyxla.plugin import Claim, Device, Discovery, hookimpl
 @hookimpl
 def polyxla_discover_devices():
     return Discovery(Claim.FALLBACK, "a test", "TOY", (Device(0, "TOY", "toy"),))

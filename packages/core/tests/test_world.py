@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from polyxla import World
+from polyxla.plugin import World
 
 
 def test_the_default_world_has_one_replica() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from polyxla.launcher.ports import free_ports
+from polyxla.plugin import free_ports
 from polyxla_pod.messages import Message, decode
 
 # pytest rewrites the assertions in it, unless it is imported here before.

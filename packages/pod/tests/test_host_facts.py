@@ -10,7 +10,7 @@ from socket import create_server
 
 import pytest
 
-from polyxla.tpu import env
+from polyxla.plugin import tpu_env as env
 from polyxla_pod.host.facts import gather
 
 

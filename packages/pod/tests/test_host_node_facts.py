@@ -7,7 +7,7 @@ from socket import create_server
 
 import pytest
 
-from polyxla.launcher.ports import free_ports
+from polyxla.plugin import free_ports
 from polyxla_pod.host.node_facts import node_facts
 
 # Reserved for documentation: no machine has it. Source: RFC 5737.

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from polyxla import UsageError
-from polyxla.tpu.accelerators import GENERATIONS, AcceleratorType, sizes
+from polyxla.plugin import GENERATIONS, AcceleratorType
+from polyxla.tpu.accelerators import sizes
 from polyxla_pod.manifest import ACCELERATORS, ManifestOptions, jobset, node_selector
 
 if TYPE_CHECKING:

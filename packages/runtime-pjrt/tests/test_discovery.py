@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from polyxla import Claim, Discovery, UsageError
-from polyxla.tpu import env as tpu_env
-from polyxla.tpu.layout import Layout
+from polyxla import UsageError
+from polyxla.plugin import Claim, Discovery, Layout, tpu_env
 from polyxla_pjrt import env
 from polyxla_pjrt.discovery import discover, plan_for, replica_environment, requested
 

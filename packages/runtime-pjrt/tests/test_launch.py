@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from polyxla import Job, Setting, launch
+from polyxla import launch
 from polyxla.launcher.replica_main import run_replica
+from polyxla.plugin import Job, Setting
 from polyxla_pjrt import env, plugin
 from polyxla_pjrt.discovery import discover, replica_environment
 

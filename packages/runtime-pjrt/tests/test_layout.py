@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from polyxla import UsageError
-from polyxla.env import POLYXLA_DEVICES
-from polyxla.tpu import env as tpu_env
-from polyxla.tpu.layout import Layout
+from polyxla.plugin import POLYXLA_DEVICES, Layout, tpu_env
 from polyxla_bridge.env import POLYXLA_LIBTPU_DEV, POLYXLA_LIBTPU_HOST, from_environ
 from polyxla_pjrt import env
 from polyxla_pjrt.discovery import (

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from polyxla.tpu.accelerators import GENERATIONS, AcceleratorType, sizes
-from polyxla.tpu.topology import process_environments
+from polyxla.plugin import GENERATIONS, AcceleratorType, process_environments
+from polyxla.tpu.accelerators import sizes
 from polyxla_bridge.libtpu.host import GENERATIONS as EMULATED
 
 TYPES = [f"{generation}-{size}" for generation in GENERATIONS for size in sizes(generation)]

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 from packaging.markers import Marker
 
-from polyxla import Claim, Discovery, UsageError
-from polyxla.tpu.chips import AttachedChip
-from polyxla.tpu.versions import FOR_TORCH_XLA, import_problem
+from polyxla import UsageError
+from polyxla.plugin import FOR_TORCH_XLA, AttachedChip, Claim, Discovery, import_problem
 from polyxla_pjrt.cores import with_devices
 from polyxla_testing import PluginInstaller
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from polyxla import Claim, UsageError
-from polyxla.tpu.env import POLYXLA_EMULATE
+from polyxla import UsageError
+from polyxla.plugin import POLYXLA_EMULATE, Claim
 from polyxla_torchtpu import env
 from polyxla_torchtpu.discovery import PJRT_DEVICE, discover, plan_for
 

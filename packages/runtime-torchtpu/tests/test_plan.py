@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from polyxla.tpu import env as tpu
-from polyxla.tpu.env import POLYXLA_EMULATE
+from polyxla.plugin import POLYXLA_EMULATE
+from polyxla.plugin import tpu_env as tpu
 from polyxla_torchtpu import env
 from polyxla_torchtpu.discovery import plan_for, requested_plan
 

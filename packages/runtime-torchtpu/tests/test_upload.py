@@ -8,8 +8,7 @@ from collections.abc import Callable, Generator, Iterator
 
 import pytest
 
-from polyxla import UsageError
-from polyxla.errors import StalledError
+from polyxla import StalledError, UsageError
 from polyxla_torchtpu.upload import upload_batches
 
 Numbers = Generator[int]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from polyxla.env import snapshot
+from polyxla.plugin import snapshot
 from polyxla_xrt.client.channel import ask
 from polyxla_xrt.server.mesh.server import MeshServer
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from polyxla import UsageError, World
+from polyxla import UsageError
+from polyxla.plugin import World
 from polyxla_xrt import env
 from polyxla_xrt.config.assignment import read_assignment
 from polyxla_xrt.config.configuration import Configuration, read_configuration

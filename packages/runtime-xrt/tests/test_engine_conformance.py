@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from polyxla.env import snapshot
+from polyxla.plugin import snapshot
 from polyxla_testing.engine_conformance import EngineConformance, OpenEngine
 from polyxla_xrt.client.engine import RemoteEngine
 from polyxla_xrt.client.lease import Lease

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from polyxla import UsageError
-from polyxla.env import snapshot
-from polyxla.launcher.ports import free_ports
+from polyxla.plugin import free_ports, snapshot
 from polyxla_xrt import env, local_service
 from polyxla_xrt.client.channel import ask
 from polyxla_xrt.client.lease import Lease

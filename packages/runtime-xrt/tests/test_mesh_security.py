@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from polyxla.env import POLYXLA_SECRET
+from polyxla.plugin import POLYXLA_SECRET
 from polyxla_xrt.client.mesh import MeshClient, read_config
 from polyxla_xrt.errors import MeshConnectError, MeshRefusedError, MeshServiceLostError
 from polyxla_xrt.proto import mesh_pb2 as pb

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from polyxla import Claim, Setting
+from polyxla.plugin import Claim, Setting
 from polyxla_xrt import env
 from polyxla_xrt.plugin import polyxla_discover_devices, polyxla_variables
 

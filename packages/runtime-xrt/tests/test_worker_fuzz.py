@@ -13,7 +13,7 @@ import pytest
 from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
-from polyxla.env import snapshot
+from polyxla.plugin import snapshot
 from polyxla_bridge.abi import DTYPES, width
 from polyxla_xrt.client.lease import Lease
 from polyxla_xrt.proto import worker_pb2 as pb

@@ -16,7 +16,7 @@ import pytest
 from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
-from polyxla.env import snapshot
+from polyxla.plugin import snapshot
 from polyxla_bridge.programs.executable import ArrayType
 from polyxla_xrt.client.engine import RemoteEngine
 from polyxla_xrt.client.lease import Lease

@@ -22,7 +22,7 @@ from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
 from polyxla import UsageError
-from polyxla.env import snapshot, temporary_environ
+from polyxla.plugin import snapshot, temporary_environ
 from polyxla_bridge.errors import PjrtError
 from polyxla_bridge.programs.executable import ArrayType
 from polyxla_xrt.client.engine import RemoteEngine

@@ -27,7 +27,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
-from polyxla.env import snapshot
+from polyxla.plugin import snapshot
 from polyxla_bridge.programs.executable import ArrayType
 from polyxla_xrt.client.channel import WorkerChannel
 from polyxla_xrt.client.engine import MAX_IN_FLIGHT, RemoteEngine

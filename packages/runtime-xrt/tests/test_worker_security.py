@@ -24,7 +24,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from polyxla import UsageError
-from polyxla.env import snapshot
+from polyxla.plugin import snapshot
 from polyxla_xrt.client.channel import WorkerChannel, ask
 from polyxla_xrt.client.lease import Lease
 from polyxla_xrt.config import own_token

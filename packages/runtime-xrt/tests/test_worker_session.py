@@ -12,7 +12,7 @@ import pytest
 from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
-from polyxla.launcher.ports import free_ports
+from polyxla.plugin import free_ports
 from polyxla_bridge.abi import Code
 from polyxla_bridge.engine.jax_engine import JaxEngine
 from polyxla_bridge.env import BridgeSettings

@@ -18,7 +18,7 @@ from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
 from polyxla import UsageError
-from polyxla.env import snapshot
+from polyxla.plugin import snapshot
 from polyxla.tpu.emulated import free_addresses
 from polyxla_bridge.programs.executable import ArrayType
 from polyxla_xrt.client.channel import WorkerChannel

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from polyxla import World
-from polyxla.contracts.counters import Counters, Counts, Memory
+from polyxla.plugin import Counters, Counts, Memory, World
 from polyxla_training.observe import Observer, RunLog, read_run
 
 if TYPE_CHECKING:

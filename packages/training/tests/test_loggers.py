@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from polyxla import UsageError
-from polyxla.errors import pip_install
+from polyxla.plugin import pip_install
 from polyxla_training import Trainer
 from polyxla_training.listeners.loggers import csv_file
 from polyxla_training.listeners.profiling import ProfileListener

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from polyxla.callsite import location
+from polyxla.plugin import location
 from polyxla_training.observe import CompileBudgetError
 from polyxla_training.observe.observer import AfterListeners
 from polyxla_training.observe.report.run import Run

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from polyxla.contracts.counters import Counters, Counts
+from polyxla.plugin import Counters, Counts
 from polyxla_training.observe.tracing.flops import WITH_BACKWARD, flops
 from polyxla_training.observe.tracing.tracer import Tracer
 

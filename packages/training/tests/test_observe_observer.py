@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from polyxla import launch
-from polyxla.contracts.counters import Memory
+from polyxla.plugin import Memory
 from polyxla_testing import PluginInstaller, fake
 from polyxla_training import Trainer
 from polyxla_training.observe import Observer, read_run

@@ -12,6 +12,7 @@ import pytest
 
 import polyxla
 from polyxla import UsageError
+from polyxla.plugin import World
 from polyxla_training import CheckpointError, CheckpointFolder, save
 from polyxla_training.resume import load_same
 
@@ -92,7 +93,7 @@ def test_a_run_does_not_start_again_because_the_first_has_no_checkpoint(
 ) -> None:
     _saved("host1", 7)
     # These replicas are threads of one process, of which only one would look.
-    monkeypatch.setattr(polyxla.World, "owns_process", True)
+    monkeypatch.setattr(World, "owns_process", True)
     errors = _load(["auto"] * 4, ["host0", "host0", "host1", "host1"])
     for error in errors:
         assert re.search(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from polyxla import UsageError
-from polyxla.replica.loader import Loader
+from polyxla.plugin import Loader
 from polyxla_training import CheckpointError, CheckpointFolder, load, save
 from polyxla_training.lightning.schedulers import Schedulers
 from polyxla_training.lightning.trainer_view import TrainerView

@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 from torch.nn import functional as F
 
 from polyxla import UsageError
-from polyxla.errors import pip_install
+from polyxla.plugin import pip_install
 from polyxla_training import Trainer
 
 pytestmark = pytest.mark.usefixtures("fake_replicas")

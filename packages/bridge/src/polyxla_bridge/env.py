@@ -312,7 +312,7 @@ def device_memory(environ: Mapping[str, str]) -> tuple[bool, int]:
     With 0 bytes, the limit is what the device reports.
 
     Raises:
-        ValueError: it is no size of a memory.
+        ValueError: it is not a valid memory size.
     """
     text = environ.get(POLYXLA_DEVICE_MEMORY, "off")
     if text.lower() in (*_OFF, *_ON):
@@ -321,7 +321,7 @@ def device_memory(environ: Mapping[str, str]) -> tuple[bool, int]:
     size = int(match[1]) << _UNITS[match[2]] if match else 0
     if not size:
         raise ValueError(
-            f"{POLYXLA_DEVICE_MEMORY}={text!r} is no size of a memory; write bytes as an integer, "
+            f"{POLYXLA_DEVICE_MEMORY}={text!r} is not a valid memory size; write bytes as an integer, "
             f"{POLYXLA_DEVICE_MEMORY}=16GiB, or 'on' for what the device has"
         )
     return True, size

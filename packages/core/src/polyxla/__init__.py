@@ -1,16 +1,11 @@
 """PyTorch training on TPUs with a runtime that is chosen when the script starts.
 
-Importing this package imports neither torch nor any runtime.
+These names are for programs; plugins are written with `polyxla.plugin`. Importing this package imports
+neither torch nor any runtime.
 """
 
 import importlib.metadata
 
-from polyxla.contracts.discovery import Claim, Device, Discovery
-from polyxla.contracts.job import Job
-from polyxla.contracts.precision import Precision
-from polyxla.contracts.replication import Replication
-from polyxla.contracts.world import World
-from polyxla.env import Setting
 from polyxla.errors import (
     BrokenPluginError,
     DevicesError,
@@ -30,24 +25,16 @@ from polyxla.replica.replica import Replica
 
 __all__ = [
     "BrokenPluginError",
-    "Claim",
-    "Device",
     "DevicesError",
     "DisagreementError",
-    "Discovery",
-    "Job",
     "PolyxlaError",
-    "Precision",
     "Replica",
     "ReplicaLostError",
-    "Replication",
     "RuntimeNotInstalledError",
     "RuntimeUnavailableError",
-    "Setting",
     "StalledError",
     "UnknownRuntimeError",
     "UsageError",
-    "World",
     "hookimpl",
     "launch",
     "seed_everything",

@@ -20,7 +20,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from polyxla import Job, Replica, ReplicaLostError, Setting, StalledError
+from polyxla import Replica, ReplicaLostError, StalledError
 from polyxla.contracts.job import ProcessMethod
 from polyxla.launcher import failures, processes
 from polyxla.launcher.child import REPLICA_THREAD
@@ -28,6 +28,7 @@ from polyxla.launcher.failures import PARENT_GONE
 from polyxla.launcher.messages import Message, Setup
 from polyxla.launcher.replica_main import run_replica
 from polyxla.launcher.start_methods import spawn
+from polyxla.plugin import Job, Setting
 from polyxla_testing.processes import (
     WAIT_S,
     is_alive,

@@ -17,12 +17,13 @@ from typing import Any
 
 import pytest
 
-from polyxla import Job, Replica, ReplicaLostError, Setting, UsageError, env
+from polyxla import Replica, ReplicaLostError, UsageError
 from polyxla.contracts.job import ProcessMethod
 from polyxla.launcher import processes
 from polyxla.launcher.process_handle import Process
 from polyxla.launcher.processes import run_inline, run_processes
 from polyxla.launcher.replica_main import run_replica
+from polyxla.plugin import Job, Setting, env
 from polyxla_testing.processes import (
     WAIT_S,
     is_alive,

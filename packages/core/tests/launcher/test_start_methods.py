@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 
-from polyxla import Job, Replica, ReplicaLostError, Setting
+from polyxla import Replica, ReplicaLostError
 from polyxla.launcher import start_methods
 from polyxla.launcher.processes import run_processes
 from polyxla.launcher.replica_main import run_replica
+from polyxla.plugin import Job, Setting
 from polyxla_testing.processes import (
     WAIT_S,
     wait_for_end_of,

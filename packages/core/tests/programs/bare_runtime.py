@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from polyxla import Claim, Device, Discovery, Job, Replication, World, hookimpl
+from polyxla import hookimpl
 from polyxla.launcher.processes import run_processes
+from polyxla.plugin import Claim, Device, Discovery, Job, Replication, World
 
 
 @hookimpl

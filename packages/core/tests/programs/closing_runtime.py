@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from polyxla import Job, hookimpl
+from polyxla import hookimpl
+from polyxla.plugin import Job
 from polyxla_testing.fake import runtime as fake
 
 closed: list[int] = []

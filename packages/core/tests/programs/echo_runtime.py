@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 
-from polyxla import Claim, Device, Discovery, Job, hookimpl
+from polyxla import hookimpl
 from polyxla.contracts.job import ReplicaResult
+from polyxla.plugin import Claim, Device, Discovery, Job
 
 
 @hookimpl

@@ -4,7 +4,8 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
-from polyxla import World, hookimpl
+from polyxla import hookimpl
+from polyxla.plugin import World
 
 worlds: list[World] = []
 

@@ -1,6 +1,7 @@
 """A runtime whose discovery raises."""
 
-from polyxla import Discovery, hookimpl
+from polyxla import hookimpl
+from polyxla.plugin import Discovery
 
 
 @hookimpl

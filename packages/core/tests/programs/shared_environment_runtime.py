@@ -1,6 +1,7 @@
 """A runtime that returns the same dictionary of variables each time, and checks that it does not change."""
 
-from polyxla import Claim, Device, Discovery, hookimpl
+from polyxla import hookimpl
+from polyxla.plugin import Claim, Device, Discovery
 
 VARIABLES = {"A": "1"}
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from polyxla import Claim, Device, Discovery, Setting, hookimpl
+from polyxla import hookimpl
+from polyxla.plugin import Claim, Device, Discovery, Setting
 
 VARIABLE = "TOY"
 

@@ -1,6 +1,7 @@
 """A runtime that nothing asks for."""
 
-from polyxla import Claim, Discovery, hookimpl
+from polyxla import hookimpl
+from polyxla.plugin import Claim, Discovery
 
 
 @hookimpl

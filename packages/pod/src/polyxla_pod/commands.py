@@ -10,9 +10,8 @@ from typing import Annotated
 
 import typer
 
-from polyxla import UsageError, env
-from polyxla.cli.output import JsonFlag, RuntimeOption, plain_errors, print_json
-from polyxla.console import say
+from polyxla import UsageError
+from polyxla.plugin import JsonFlag, RuntimeOption, env, plain_errors, print_json, say
 from polyxla_pod import job_commands
 from polyxla_pod.engines import Engine, Target
 from polyxla_pod.job import CONNECT_S, GRACE_S, LOST_AFTER_S, Job
@@ -135,7 +134,7 @@ def _run(job: Job, engine: Engine, as_json: bool) -> int:
 
 
 def _find_engine(name: str, target: Target) -> Engine:
-    from polyxla.plugins.manager import load_everything
+    from polyxla.plugin import load_everything
 
     found: Engine | None = load_everything().hook.polyxla_pod(engine=name, target=target)
     if found is None:
@@ -224,7 +223,7 @@ def manifest(
     as_json: JsonFlag = False,
 ) -> None:
     """Print a JobSet for GKE; `kubectl apply -f -` starts it."""
-    from polyxla.tpu.accelerators import AcceleratorType
+    from polyxla.plugin import AcceleratorType
     from polyxla_pod.manifest import ManifestOptions, as_yaml, jobset
 
     with plain_errors(as_json):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from polyxla.hookspecs import hookspec
+from polyxla.plugin import hookspec
 
 if TYPE_CHECKING:
     from polyxla_pod.engines import Engine, Target

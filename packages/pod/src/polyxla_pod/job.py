@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from polyxla.env import POLYXLA_RUNTIME
-from polyxla.tpu import env
+from polyxla.plugin import POLYXLA_RUNTIME
+from polyxla.plugin import tpu_env as env
 from polyxla_pod import tpu_nodes
 
 CONNECT_S = 15.0

@@ -9,9 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from polyxla import env
-from polyxla.cli.output import JsonFlag, plain_errors, print_json, print_table
-from polyxla.console import say
+from polyxla.plugin import JsonFlag, env, plain_errors, print_json, print_table, say
 
 JobArgument = Annotated[str | None, typer.Argument(metavar="[JOB]", help="Its id or the beginning of it.")]
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polyxla import UsageError
-from polyxla.env import POLYXLA_RUNTIME
-from polyxla.tpu.accelerators import GENERATIONS, AcceleratorType
+from polyxla.plugin import GENERATIONS, POLYXLA_RUNTIME, AcceleratorType
 
 ACCELERATORS = {
     "v3": "tpu-v3-slice",

@@ -6,16 +6,22 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import replace
 
-from polyxla import Discovery, Setting, UsageError
-from polyxla.tpu import env as tpu_env
-from polyxla.tpu import this_host
-from polyxla.tpu.accelerators import AcceleratorType
-from polyxla.tpu.chips import AttachedChip
-from polyxla.tpu.emulated import EmulatedTpu
-from polyxla.tpu.slices import TpuSlice
-from polyxla.tpu.this_host import cores, host_core, skip_metadata
-from polyxla.tpu.topology import single_core_environment
-from polyxla.tpu.versions import FOR_TORCH_XLA
+from polyxla import UsageError
+from polyxla.plugin import (
+    FOR_TORCH_XLA,
+    AcceleratorType,
+    AttachedChip,
+    Discovery,
+    EmulatedTpu,
+    Setting,
+    TpuSlice,
+    cores,
+    host_core,
+    single_core_environment,
+    skip_metadata,
+    this_host,
+    tpu_env,
+)
 from polyxla_pjrt import env
 
 _GIVEN_TO_PROCESSES = (

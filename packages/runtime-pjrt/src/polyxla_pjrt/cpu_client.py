@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from polyxla.xla import first_device_use
+from polyxla.plugin import first_device_use
 
 
 class TensorWatch(TorchFunctionMode):

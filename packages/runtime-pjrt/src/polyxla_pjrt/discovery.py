@@ -11,15 +11,23 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from polyxla import Claim, Device, Discovery, Setting, UsageError
-from polyxla.env import POLYXLA_DEVICES, from_environ
-from polyxla.plugins.device_request import pick_devices
-from polyxla.tpu import env as tpu_env
-from polyxla.tpu import torchrun
-from polyxla.tpu.chips import PCI_ROOT, attached_chips
-from polyxla.tpu.emulated import check_device_memory
-from polyxla.tpu.this_host import host_chips
-from polyxla.tpu.versions import import_problem
+from polyxla import UsageError
+from polyxla.plugin import (
+    PCI_ROOT,
+    POLYXLA_DEVICES,
+    Claim,
+    Device,
+    Discovery,
+    Setting,
+    attached_chips,
+    check_device_memory,
+    from_environ,
+    host_chips,
+    import_problem,
+    pick_devices,
+    torchrun,
+    tpu_env,
+)
 from polyxla_pjrt import cores, env, tpu_plan
 from polyxla_pjrt.layout import BRIDGED_CPU, Plan, cpu_layout, require_bridge
 

@@ -10,11 +10,7 @@ from typing import Any
 
 from torch_xla._internal import tpu
 
-from polyxla.env import snapshot
-from polyxla.tpu.chips import attached_chips
-from polyxla.tpu.emulated import EmulatedTpu
-from polyxla.tpu.slices import TpuSlice
-from polyxla.tpu.topology import join
+from polyxla.plugin import EmulatedTpu, TpuSlice, attached_chips, join, snapshot
 from polyxla_pjrt.cores import this_slice
 
 _original = (tpu.num_available_chips, tpu.get_tpu_env, tpu.get_worker_ips)

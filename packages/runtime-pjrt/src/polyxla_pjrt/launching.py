@@ -9,15 +9,19 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from polyxla import Job, UsageError
-from polyxla.console import say_once
-from polyxla.contracts.job import ProcessMethod
-from polyxla.env import POLYXLA_COMPILE_CACHE
-from polyxla.launcher.processes import ProcessWork, run_processes
-from polyxla.tpu import torchrun
-from polyxla.tpu.monitor.launches import monitored
-from polyxla.tpu.processes.secret import with_secret
-from polyxla.xla import refuse_if_device_in_use
+from polyxla import UsageError
+from polyxla.plugin import (
+    POLYXLA_COMPILE_CACHE,
+    Job,
+    ProcessMethod,
+    ProcessWork,
+    monitored,
+    refuse_if_device_in_use,
+    run_processes,
+    say_once,
+    torchrun,
+    with_secret,
+)
 from polyxla_pjrt.layout import Place, Plan
 
 _REPLICAS, _BRIDGE = "polyxla_pjrt.replicas", "polyxla_bridge.engine.jax_engine"
@@ -60,7 +64,7 @@ def _holds_chips() -> bool:
     import torch
     from torch_xla.core import xla_model
 
-    from polyxla.xla import first_device_use
+    from polyxla.plugin import first_device_use
 
     device = torch.device("xla:0")
     return first_device_use.is_in_use() and xla_model.xla_real_devices([device])[0].startswith("TPU")

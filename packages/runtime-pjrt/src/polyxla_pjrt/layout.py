@@ -10,10 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from polyxla import UsageError
-from polyxla.errors import pip_install
-from polyxla.launcher.ports import LOCALHOST, free_ports
-from polyxla.tpu import env as tpu_env
-from polyxla.tpu.layout import Layout
+from polyxla.plugin import LOCALHOST, Layout, free_ports, pip_install, tpu_env
 from polyxla_pjrt import env
 
 THREADS_PER_REPLICA = 4

@@ -7,13 +7,19 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from polyxla import Discovery, Job, Replication, hookimpl
-from polyxla.launcher.processes import run_inline, run_processes
-from polyxla.launcher.start_methods import running_fork_server
-from polyxla.plugins.unknown_variables import constants
-from polyxla.tpu import env as tpu
-from polyxla.tpu import torchrun
-from polyxla.tpu.emulated import EmulatedTpu
+from polyxla import hookimpl
+from polyxla.plugin import (
+    Discovery,
+    EmulatedTpu,
+    Job,
+    Replication,
+    constants,
+    run_inline,
+    run_processes,
+    running_fork_server,
+    torchrun,
+)
+from polyxla.plugin import tpu_env as tpu
 from polyxla_pjrt import discovery as pjrt
 from polyxla_pjrt import env
 from polyxla_pjrt.launching import preload, run_job, say_uncached

@@ -23,16 +23,21 @@ from torch_xla._internal import pjrt
 from torch_xla.core import dynamo_bridge
 from torch_xla.distributed.parallel_loader import ParallelLoader
 
-from polyxla import UsageError, World, presence
-from polyxla.env import snapshot
-from polyxla.launcher import failures
-from polyxla.launcher.child import REPLICA_THREAD
-from polyxla.tpu import torchrun
-from polyxla.tpu.monitor.replica_watch import watch_replicas
-from polyxla.tpu.processes import holders
-from polyxla.tpu.processes.signals import end_with_parent, sigterm_ends_quietly
-from polyxla.xla import replica_process
-from polyxla.xla.replication import CollectiveReplication
+from polyxla import UsageError
+from polyxla.plugin import (
+    REPLICA_THREAD,
+    CollectiveReplication,
+    World,
+    end_with_parent,
+    failures,
+    holders,
+    presence,
+    replica_process,
+    sigterm_ends_quietly,
+    snapshot,
+    torchrun,
+    watch_replicas,
+)
 from polyxla_pjrt.layout import Place, Plan
 
 _LENGTH_BYTES = 8

@@ -6,11 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from polyxla import UsageError, World
-from polyxla.contracts.replication import ReduceOp
-from polyxla.tpu.emulated import EmulatedTpu
-from polyxla.tpu.processes import holders
-from polyxla.xla.replication import XlaReplication
+from polyxla import UsageError
+from polyxla.plugin import EmulatedTpu, ReduceOp, World, XlaReplication, holders
 
 
 class SingleReplication(XlaReplication):

@@ -20,17 +20,27 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch_xla.experimental import plugins
 
-from polyxla.console import ended_by_errors, say_once
-from polyxla.env import POLYXLA_DEVICES, POLYXLA_RUNTIME, snapshot, update_environ
-from polyxla.launcher.processes import ProcessWork
-from polyxla.plugins.unknown_variables import unknown_variables
-from polyxla.tpu import env as tpu_env
-from polyxla.tpu import torchrun
-from polyxla.tpu.chips import attached_chips, may_have_chips
-from polyxla.tpu.emulated import EmulatedTpu
-from polyxla.tpu.xla import inplace_collectives, loader_errors, operators
-from polyxla.xla import first_device_use
-from polyxla.xla.torch_xla_launch import TorchXlaLaunch, handle_launches
+from polyxla.plugin import (
+    POLYXLA_DEVICES,
+    POLYXLA_RUNTIME,
+    EmulatedTpu,
+    ProcessWork,
+    TorchXlaLaunch,
+    attached_chips,
+    ended_by_errors,
+    first_device_use,
+    handle_launches,
+    inplace_collectives,
+    loader_errors,
+    may_have_chips,
+    operators,
+    say_once,
+    snapshot,
+    torchrun,
+    tpu_env,
+    unknown_variables,
+    update_environ,
+)
 from polyxla_pjrt import discovery, env
 from polyxla_pjrt.cores import is_prepared, no_chip
 from polyxla_pjrt.cpu_client import TensorWatch

@@ -6,14 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from polyxla import UsageError
-from polyxla.env import POLYXLA_SECRET
-from polyxla.tpu import env as tpu_env
-from polyxla.tpu.chip_plan import ChipPlan, plan_chips
-from polyxla.tpu.emulated import POLYXLA_LIBTPU_SLICE
-from polyxla.tpu.layout import Layout
-from polyxla.tpu.processes.secret import with_secret
-from polyxla.tpu.this_host import skip_metadata
-from polyxla.tpu.topology import host_environment, process_environments
+from polyxla.plugin import (
+    POLYXLA_LIBTPU_SLICE,
+    POLYXLA_SECRET,
+    ChipPlan,
+    Layout,
+    host_environment,
+    plan_chips,
+    process_environments,
+    skip_metadata,
+    tpu_env,
+    with_secret,
+)
 from polyxla_pjrt import env
 from polyxla_pjrt.cores import this_slice
 from polyxla_pjrt.layout import Plan, thread_pools

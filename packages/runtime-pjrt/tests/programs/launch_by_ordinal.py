@@ -4,7 +4,7 @@ from typing import Any
 
 from torch_xla._internal import pjrt
 
-from polyxla.xla.torch_xla_launch import TorchXlaLaunch, handle_launches
+from polyxla.plugin import TorchXlaLaunch, handle_launches
 
 
 def run(plan: list[int], launched: TorchXlaLaunch) -> list[tuple[int, Any]]:

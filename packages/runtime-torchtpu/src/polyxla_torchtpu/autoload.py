@@ -10,12 +10,19 @@ import multiprocessing
 import os
 from collections.abc import Mapping
 
-from polyxla.console import ended_by_errors
-from polyxla.env import POLYXLA_DEVICES, POLYXLA_RUNTIME, POLYXLA_SECRET, snapshot, update_environ
-from polyxla.tpu import env as tpu
-from polyxla.tpu import torchrun
-from polyxla.tpu.emulated import POLYXLA_LIBTPU_HOST, EmulatedTpu
-from polyxla.tpu.processes.secret import shared_secret
+from polyxla.plugin import (
+    POLYXLA_DEVICES,
+    POLYXLA_LIBTPU_HOST,
+    POLYXLA_RUNTIME,
+    POLYXLA_SECRET,
+    EmulatedTpu,
+    ended_by_errors,
+    shared_secret,
+    snapshot,
+    torchrun,
+    update_environ,
+)
+from polyxla.plugin import tpu_env as tpu
 from polyxla_torchtpu import env
 
 

@@ -11,7 +11,7 @@ import torch
 from torch_tpu._internal.device import _device_ops_backend
 from torch_tpu._internal.utils import hardware
 
-from polyxla.contracts.counters import Counters, Counts, Memory
+from polyxla.plugin import Counters, Counts, Memory
 
 _native: Any = _device_ops_backend
 _accelerator: Any = torch.accelerator

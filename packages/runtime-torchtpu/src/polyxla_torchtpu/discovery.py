@@ -7,15 +7,24 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from polyxla import Claim, Device, Discovery, Setting, UsageError
-from polyxla.env import from_environ
-from polyxla.errors import pip_install
-from polyxla.plugins.device_request import pick_devices
-from polyxla.tpu import env as tpu
-from polyxla.tpu import torchrun
-from polyxla.tpu.chips import PCI_ROOT, attached_chips
-from polyxla.tpu.emulated import EmulatedTpu, check_device_memory
-from polyxla.tpu.this_host import cores, host_chips
+from polyxla import UsageError
+from polyxla.plugin import (
+    PCI_ROOT,
+    Claim,
+    Device,
+    Discovery,
+    EmulatedTpu,
+    Setting,
+    attached_chips,
+    check_device_memory,
+    cores,
+    from_environ,
+    host_chips,
+    pick_devices,
+    pip_install,
+    torchrun,
+)
+from polyxla.plugin import tpu_env as tpu
 from polyxla_torchtpu import env
 from polyxla_torchtpu.plan import TorchTpuPlan, host_slice, plan_cpu, plan_tpu
 

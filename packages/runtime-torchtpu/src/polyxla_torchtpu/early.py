@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import importlib.util
 
-from polyxla.env import POLYXLA_RUNTIME, snapshot, update_environ
-from polyxla.tpu.chips import attached_chips
-from polyxla.tpu.env import POLYXLA_EMULATE, TPU_LIBRARY_PATH
+from polyxla.plugin import (
+    POLYXLA_EMULATE,
+    POLYXLA_RUNTIME,
+    TPU_LIBRARY_PATH,
+    attached_chips,
+    snapshot,
+    update_environ,
+)
 
 
 def show_library() -> None:

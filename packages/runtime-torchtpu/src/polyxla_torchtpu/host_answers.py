@@ -10,9 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from polyxla.tpu.accelerators import GENERATIONS
-from polyxla.tpu.chips import GENERATION_BY_DEVICE
-from polyxla.tpu.emulated import POLYXLA_LIBTPU_HOST
+from polyxla.plugin import GENERATION_BY_DEVICE, GENERATIONS, POLYXLA_LIBTPU_HOST
 
 
 def load(environ: Mapping[str, str]) -> None:

@@ -9,14 +9,19 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import polyxla.env
-from polyxla import Job, UsageError
-from polyxla.launcher.processes import ProcessWork, run_processes
-from polyxla.tpu import env as tpu
-from polyxla.tpu import torchrun
-from polyxla.tpu.emulated import POLYXLA_LIBTPU_HOST
-from polyxla.tpu.monitor.launches import monitored
-from polyxla.tpu.processes.secret import with_secret
+from polyxla import UsageError
+from polyxla.plugin import (
+    POLYXLA_LIBTPU_HOST,
+    Job,
+    ProcessWork,
+    monitored,
+    run_processes,
+    snapshot,
+    temporary_environ,
+    torchrun,
+    with_secret,
+)
+from polyxla.plugin import tpu_env as tpu
 from polyxla_torchtpu import env
 from polyxla_torchtpu.discovery import plan_for
 from polyxla_torchtpu.plan import Place, TorchTpuPlan
@@ -104,7 +109,7 @@ def _can_run_here(plan: TorchTpuPlan, start_method: str) -> bool:
         return True
     from polyxla_bridge import activation
 
-    is_counted = POLYXLA_LIBTPU_HOST in polyxla.env.snapshot() or activation.has_client()
+    is_counted = POLYXLA_LIBTPU_HOST in snapshot() or activation.has_client()
     is_emulated = activation.is_active() and is_counted
     if not is_emulated and start_method == "inline":
         raise UsageError(
@@ -117,7 +122,7 @@ def _can_run_here(plan: TorchTpuPlan, start_method: str) -> bool:
 
 def _run_inline(job: Job, plan: TorchTpuPlan) -> list[Any]:
     whole = plan.process_environments(job.environ, os.cpu_count() or 1)[0]
-    with polyxla.env.temporary_environ(whole):
+    with temporary_environ(whole):
         return _run_replica(job.run, Place(plan, 0))
 
 

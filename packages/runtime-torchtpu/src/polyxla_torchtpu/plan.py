@@ -7,17 +7,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from polyxla import UsageError
-from polyxla.console import say_once
-from polyxla.launcher.ports import LOCALHOST, free_ports
-from polyxla.tpu import env as tpu
-from polyxla.tpu.accelerators import GENERATIONS, AcceleratorType, Bounds
-from polyxla.tpu.boxes import ONE
-from polyxla.tpu.chip_plan import ChipPlan, plan_chips
-from polyxla.tpu.emulated import EmulatedTpu
-from polyxla.tpu.layout import Layout
-from polyxla.tpu.slices import TpuSlice
-from polyxla.tpu.this_host import this_slice
-from polyxla.tpu.topology import join
+from polyxla.plugin import (
+    GENERATIONS,
+    LOCALHOST,
+    ONE,
+    AcceleratorType,
+    Bounds,
+    ChipPlan,
+    EmulatedTpu,
+    Layout,
+    TpuSlice,
+    free_ports,
+    join,
+    plan_chips,
+    say_once,
+    this_slice,
+)
+from polyxla.plugin import tpu_env as tpu
 from polyxla_torchtpu import env
 
 BASE_PORT = 8070

@@ -7,11 +7,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from polyxla import Discovery, Job, Replication, hookimpl
-from polyxla.launcher.start_methods import running_fork_server
-from polyxla.plugins.unknown_variables import constants
-from polyxla.tpu import env as tpu
-from polyxla.tpu import torchrun
+from polyxla import hookimpl
+from polyxla.plugin import Discovery, Job, Replication, constants, running_fork_server, torchrun
+from polyxla.plugin import tpu_env as tpu
 from polyxla_torchtpu import discovery as torchtpu
 from polyxla_torchtpu import env
 from polyxla_torchtpu.launching import preload, run_job

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch_tpu._internal.profiler import _impl, _profiler_backend
 
-from polyxla.contracts.replication import STEP_EVENT
+from polyxla.plugin import STEP_EVENT
 
 _SHOW_OPERATIONS = "_ZN9torch_tpu20XProfCallbackHandler8RegisterEv"
 """Source: torch_tpu 0.2.0, whose torch.profiler calls it too, and then records every event twice."""

@@ -17,21 +17,25 @@ import torch.distributed as dist
 import torch_tpu  # noqa: F401 -- what takes long to import is imported here, in the fork server
 from torch.nn import functional as F
 
-from polyxla import UsageError, World, presence
-from polyxla.contracts.replication import ReduceOp, Replication
-from polyxla.env import (
+from polyxla import UsageError
+from polyxla.plugin import (
     POLYXLA_INPUT_TIMEOUT_S,
     POLYXLA_START_TIMEOUT_S,
+    ReduceOp,
+    Replication,
+    World,
+    average_in_place,
+    end_with_parent,
+    failures,
+    presence,
+    sigterm_ends_quietly,
     snapshot,
     timeout_s,
+    torchrun,
     update_environ,
+    watch_replicas,
 )
-from polyxla.launcher import failures
-from polyxla.replica.consistency import average_in_place
-from polyxla.tpu import env as tpu
-from polyxla.tpu import torchrun
-from polyxla.tpu.monitor.replica_watch import watch_replicas
-from polyxla.tpu.processes.signals import end_with_parent, sigterm_ends_quietly
+from polyxla.plugin import tpu_env as tpu
 from polyxla_torchtpu import env, host_answers
 from polyxla_torchtpu.counters import TorchTpuCounters, TorchTpuProbe
 from polyxla_torchtpu.plan import Place, TorchTpuPlan

@@ -7,9 +7,8 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
-from polyxla import callsite
-from polyxla.errors import UsageError
-from polyxla.xla.input_watchdog import InputWatchdog
+from polyxla import UsageError
+from polyxla.plugin import InputWatchdog, callsite
 
 AHEAD = {"loader_prefetch_size": 16, "device_prefetch_size": 8}
 """The options of ``prefetch`` with their defaults: batches read ahead on the host, and batches on the device.

@@ -8,9 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from polyxla.cli.output import JsonFlag, plain_errors, print_json
-from polyxla.console import printable, say
-from polyxla.env import snapshot
+from polyxla.plugin import JsonFlag, plain_errors, print_json, printable, say, snapshot
 from polyxla_xrt.config.addresses import DEFAULT_PORT, read_address
 from polyxla_xrt.config.variables import Variable
 from polyxla_xrt.config.workers import read_workers

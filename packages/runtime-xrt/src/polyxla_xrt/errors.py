@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polyxla.errors import PolyxlaError
+from polyxla import PolyxlaError
 
 
 class ServiceError(PolyxlaError):

@@ -9,12 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from polyxla import Job, UsageError
-from polyxla.contracts.job import ProcessMethod
-from polyxla.env import POLYXLA_DEVICES, POLYXLA_SECRET
-from polyxla.launcher.processes import ProcessWork, run_inline, run_processes
-from polyxla.tpu.processes.secret import derived, with_secret
-from polyxla.xla import refuse_if_device_in_use
+from polyxla import UsageError
+from polyxla.plugin import (
+    POLYXLA_DEVICES,
+    POLYXLA_SECRET,
+    Job,
+    ProcessMethod,
+    ProcessWork,
+    derived,
+    refuse_if_device_in_use,
+    run_inline,
+    run_processes,
+    with_secret,
+)
 from polyxla_xrt import env
 from polyxla_xrt.config.credential_files import read_token
 from polyxla_xrt.config.variables import find

@@ -16,12 +16,8 @@ from multiprocessing.connection import Connection, Pipe
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from polyxla.console import say
-from polyxla.env import POLYXLA_SECRET, snapshot
-from polyxla.errors import PolyxlaError
-from polyxla.launcher.ports import LOCALHOST
-from polyxla.launcher.process_handle import signal_name
-from polyxla.tpu.processes.secret import derived
+from polyxla import PolyxlaError
+from polyxla.plugin import LOCALHOST, POLYXLA_SECRET, derived, say, signal_name, snapshot
 from polyxla_xrt import env
 from polyxla_xrt.client.job_owner import JobOwner
 from polyxla_xrt.config.timeouts import job_wait_s, stall_timeout_s

@@ -8,8 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 
-from polyxla.private_files import private_directory, write_private
-from polyxla.tpu.this_host import host_chips
+from polyxla.plugin import host_chips, private_directory, write_private
 from polyxla_xrt import env
 from polyxla_xrt.config.configuration import Configuration
 from polyxla_xrt.config.own_token import refuse_another_users

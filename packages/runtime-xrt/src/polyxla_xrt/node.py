@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from torch_xla.experimental import plugins
 
-from polyxla.env import snapshot
-from polyxla.launcher import failures
+from polyxla.plugin import failures, snapshot
 from polyxla_bridge.abi import Code
 from polyxla_bridge.engine import stall_watchdog
 from polyxla_bridge.engine.engine import DeviceActivity, Engine

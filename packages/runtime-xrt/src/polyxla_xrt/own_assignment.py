@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from polyxla.console import say
+from polyxla.plugin import say
 from polyxla_xrt.config.assignment import Assignment
 from polyxla_xrt.config.timeouts import job_wait_s, stall_timeout_s
 from polyxla_xrt.local_service import ensure_service

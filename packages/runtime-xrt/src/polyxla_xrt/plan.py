@@ -6,10 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from polyxla import Device, UsageError, World
-from polyxla.env import from_environ
-from polyxla.launcher.ports import LOCALHOST, free_ports
-from polyxla.plugins.device_request import pick_devices
+from polyxla import UsageError
+from polyxla.plugin import LOCALHOST, Device, World, free_ports, from_environ, pick_devices
 from polyxla_xrt import env
 from polyxla_xrt.config.assignment import Assignment
 from polyxla_xrt.config.configuration import Configuration, read_configuration

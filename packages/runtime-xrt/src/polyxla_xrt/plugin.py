@@ -6,10 +6,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from polyxla import Claim, Discovery, Job, Replication, Setting, UsageError, hookimpl
-from polyxla.launcher.start_methods import running_fork_server
-from polyxla.plugins.unknown_variables import constants
-from polyxla.tpu.versions import import_problem
+from polyxla import UsageError, hookimpl
+from polyxla.plugin import (
+    Claim,
+    Discovery,
+    Job,
+    Replication,
+    Setting,
+    constants,
+    import_problem,
+    running_fork_server,
+)
 from polyxla_bridge import env as bridge
 from polyxla_xrt import env
 from polyxla_xrt.client.probe import check_reachable

@@ -10,11 +10,7 @@ from typing import Any
 import torch_xla.core.xla_model as xm
 from torch_xla._internal import pjrt
 
-from polyxla import World
-from polyxla.env import POLYXLA_SECRET, snapshot
-from polyxla.launcher import failures
-from polyxla.xla import replica_process
-from polyxla.xla.replication import CollectiveReplication
+from polyxla.plugin import POLYXLA_SECRET, CollectiveReplication, World, failures, replica_process, snapshot
 from polyxla_bridge.torch_xla_plugin import CACHE_COUNTERS
 from polyxla_xrt import env, node
 from polyxla_xrt.client.mesh import MeshClient

@@ -13,14 +13,22 @@ from typing import Any
 
 import torch_xla.runtime as xr
 
-import polyxla.env
-from polyxla.console import ended_by_errors, say_once
-from polyxla.env import POLYXLA_RUNTIME, from_environ, snapshot
-from polyxla.launcher.processes import ProcessWork
-from polyxla.plugins.selection import select
-from polyxla.plugins.unknown_variables import unknown_variables
-from polyxla.tpu.xla import inplace_collectives, loader_errors, operators
-from polyxla.xla import first_device_use, torch_xla_launch
+from polyxla.plugin import (
+    POLYXLA_RUNTIME,
+    ProcessWork,
+    ended_by_errors,
+    first_device_use,
+    from_environ,
+    inplace_collectives,
+    loader_errors,
+    operators,
+    say_once,
+    select,
+    snapshot,
+    torch_xla_launch,
+    unknown_variables,
+    update_environ,
+)
 from polyxla_xrt import env, node
 from polyxla_xrt.config.configuration import read_configuration
 from polyxla_xrt.config.cores import process_count
@@ -87,7 +95,7 @@ def _run(plan: Plan, launched: torch_xla_launch.TorchXlaLaunch) -> list[Any]:
 
 def _install() -> None:
     with ended_by_errors():
-        polyxla.env.update_environ(prepare(snapshot()))
+        update_environ(prepare(snapshot()))
     torch_xla_launch.handle_launches(prepared_plan, _run)
     loader_errors.raise_in_loop()
     operators.replace()

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from polyxla import PolyxlaError
-from polyxla.env import snapshot
+from polyxla.plugin import snapshot
 from polyxla_bridge.programs.executable import ArrayType, Executable
 from polyxla_xrt.client.engine import RemoteEngine
 from polyxla_xrt.client.lease import Lease

@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from polyxla.contracts.discovery import Claim
-from polyxla.errors import ReplicaLostError
-from polyxla.plugins.selection import discover
+from polyxla import ReplicaLostError
+from polyxla.plugin import Claim, discover
 
 if TYPE_CHECKING:
-    from polyxla.replica.replica import Replica
+    from polyxla import Replica
     from polyxla_testing.fixtures import RuntimeUnderTest
 
 
 class RuntimeConformance:
-    """Tests of the contract of `polyxla.hookspecs` and `polyxla.Replication`.
+    """Tests of the contract of `polyxla.hookspecs` and `polyxla.plugin.Replication`.
 
     Attributes:
         devices: the devices to launch on, as for `polyxla.launch`.
@@ -31,7 +30,7 @@ class RuntimeConformance:
     devices: Any = "auto"
 
     def test_discovery_names_devices_or_says_why_not(self, runtime: RuntimeUnderTest) -> None:
-        from polyxla.plugins.manager import find_runtime
+        from polyxla.plugin import find_runtime
 
         candidate = discover(find_runtime(runtime.name, "test"), os.environ, "auto")
         found = candidate.discovery

@@ -12,18 +12,23 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from polyxla.contracts.discovery import Claim, Device, Discovery
-from polyxla.contracts.replication import ReduceOp, Replication
-from polyxla.contracts.world import World
-from polyxla.env import Setting, temporary_environ
-from polyxla.errors import UsageError
-from polyxla.hookspecs import hookimpl
-from polyxla.launcher.processes import run_processes
+from polyxla import UsageError, hookimpl
+from polyxla.plugin import (
+    Claim,
+    Device,
+    Discovery,
+    ReduceOp,
+    Replication,
+    Setting,
+    World,
+    run_processes,
+    temporary_environ,
+)
 
 if TYPE_CHECKING:
     import torch
 
-    from polyxla.contracts.job import Job
+    from polyxla.plugin import Job
 
 FAKE_DEVICES = "FAKE_DEVICES"
 """Number of devices of the fake runtime; setting it also chooses that runtime.

@@ -16,10 +16,8 @@ from typing import Any
 
 import pytest
 
-from polyxla.callsite import own_packages
-from polyxla.console import say_once
-from polyxla.launcher.launch import launch
-from polyxla.plugins.manager import HOOKSPECS, PLUGINS, RUNTIMES, find_runtime
+from polyxla import launch
+from polyxla.plugin import HOOKSPECS, PLUGINS, RUNTIMES, find_runtime, own_packages, say_once
 from polyxla_testing.pytest_plugin import runtime_of
 
 RUN_TIMEOUT_S = 300.0

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import pytest
 
 from polyxla import Replica, UsageError, launch
-from polyxla.presence import named
+from polyxla.plugin import named
 from polyxla_testing.replica_tests import REPLICA, SHARED, ReplicaFailedError, ReplicaTest, run_test
 
 T = TypeVar("T")

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 import typer
 
 from polyxla import UsageError
-from polyxla.cli.output import plain_errors
-from polyxla.errors import pip_install
+from polyxla.plugin import pip_install, plain_errors
 
 MEANT = {"launch": "run", "test": "doctor", "config": "env"}
 """The command that is meant, by the name that is tried. Source: the commands of Accelerate 1.15."""

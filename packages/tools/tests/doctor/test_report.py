@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from polyxla.env import from_environ
-from polyxla.tpu.processes.holders import Holder
+from polyxla.plugin import Holder, from_environ
 from polyxla_tools.doctor import report
 from polyxla_tools.doctor.examination import Facts, examine, gather
 from polyxla_tools.doctor.findings import Finding, Status

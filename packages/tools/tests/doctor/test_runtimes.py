@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from polyxla import Claim, Device, Discovery
-from polyxla.env import Setting, from_environ
-from polyxla.plugins.manager import PLUGINS, RuntimeEntry
-from polyxla.plugins.selection import Candidate, choose
-from polyxla.tpu.chips import AttachedChip
+from polyxla.plugin import PLUGINS, AttachedChip, Candidate, Claim, Device, Discovery, Setting, from_environ
+from polyxla.plugins.manager import RuntimeEntry
+from polyxla.plugins.selection import choose
 from polyxla_testing import PluginInstaller
 from polyxla_tools.doctor.checks import runtimes
 from polyxla_tools.doctor.facts.host import Places, gather_host

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from polyxla.env import from_environ
+from polyxla.plugin import from_environ
 from polyxla_testing import PluginInstaller
 from polyxla_testing.processes import wait_until
 from polyxla_tools.doctor.all_reduce import Measured

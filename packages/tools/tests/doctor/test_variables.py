@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from polyxla.env import from_environ
+from polyxla.plugin import from_environ
 from polyxla_tools.doctor.checks.variables import check_variables
 from polyxla_tools.doctor.facts.runtimes import gather_runtimes
 from polyxla_tools.doctor.findings import Finding, Status

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from polyxla.console import say
-from polyxla.errors import UsageError
-from polyxla.hookspecs import PROJECT
+from polyxla import UsageError
+from polyxla.plugin import PROJECT, say
 from polyxla_training.lightning.callbacks import check_callback, is_callback
 
 

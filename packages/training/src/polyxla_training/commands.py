@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polyxla.cli.output import JsonFlag, RuntimeOption, plain_errors, print_json
-from polyxla.console import say
-from polyxla.errors import UsageError
+from polyxla import UsageError
+from polyxla.plugin import JsonFlag, RuntimeOption, plain_errors, print_json, say
 
 if TYPE_CHECKING:
     from polyxla_training.storage.remote_path import RemotePath

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from polyxla.hookspecs import hookspec
+from polyxla.plugin import hookspec
 
 if TYPE_CHECKING:
-    from polyxla.replica.replica import Replica
+    from polyxla import Replica
     from polyxla_training.options import Fit
 
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from polyxla.errors import UsageError
-from polyxla.replica.host_batches import count_records
+from polyxla import UsageError
+from polyxla.plugin import count_records
 from polyxla_training.lightning.log_arguments import Reduction, check_others, find_levels, find_reduction
 
 if TYPE_CHECKING:
-    from polyxla.replica.replica import Replica
+    from polyxla import Replica
 
 EMPTY: Mapping[Reduction, float] = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
 """The reduction of no values."""

@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 
-from polyxla.console import say
-from polyxla.errors import UsageError
-from polyxla.pytree import map_tensors
-from polyxla.replica.replica import Replica
+from polyxla import Replica, UsageError
+from polyxla.plugin import map_tensors, say
 from polyxla_training.lightning.callbacks import LightningCallbacks
 from polyxla_training.lightning.hooks import PLAIN, find_hook, is_module
 from polyxla_training.lightning.schedulers import Schedulers

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from polyxla.errors import UsageError
+from polyxla import UsageError
 from polyxla_training.lightning.hooks import check_hooks, find_hook, is_data_module, is_module
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from polyxla.errors import UsageError
+from polyxla import UsageError
 
 MODES = ("min", "max")
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from polyxla.contracts.job import StartMethod
-from polyxla.errors import UsageError
+from polyxla import UsageError
+from polyxla.plugin import StartMethod
 from polyxla_training.monitor import check_mode
 from polyxla_training.sharding.mesh_shape import DDP, DIMENSIONS, read_strategy
 from polyxla_training.storage.location import check_location
@@ -19,7 +19,7 @@ from polyxla_training.storage.location import check_location
 if TYPE_CHECKING:
     import torch
 
-    from polyxla.contracts.precision import Precision
+    from polyxla.plugin import Precision
 
 STRATEGIES = ("auto", "debug")
 LIGHTNINGS_DEBUG = ("tpu_spawn_debug", "xla_debug")

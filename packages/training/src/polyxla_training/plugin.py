@@ -10,11 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from polyxla.console import say, say_once
-from polyxla.env import snapshot
-from polyxla.errors import UsageError
-from polyxla.hookspecs import hookimpl
-from polyxla.plugins.unknown_variables import constants
+from polyxla import UsageError, hookimpl
+from polyxla.plugin import constants, say, say_once, snapshot
 from polyxla_training import env
 from polyxla_training.options import FILE_LOGGERS
 from polyxla_training.storage.location import is_url
@@ -23,8 +20,8 @@ if TYPE_CHECKING:
     import torch
     import typer
 
-    from polyxla.contracts.sharding import Sharding
-    from polyxla.replica.replica import Replica
+    from polyxla import Replica
+    from polyxla.plugin import Sharding
     from polyxla_training.listeners.scalars import Logger
     from polyxla_training.observe.logged_values import LoggedValues
     from polyxla_training.observe.run_log import RunLog

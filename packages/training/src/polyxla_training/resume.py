@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from polyxla.replica.collectives import Collectives
+from polyxla.plugin import Collectives
 from polyxla_training.checkpoint import CheckpointError, CheckpointFolder, fingerprint, load
 from polyxla_training.checkpoint.shards.layout import is_sharded
 from polyxla_training.storage.location import Location, locate

@@ -10,11 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from polyxla.console import say
-from polyxla.errors import UsageError
-from polyxla.replica import random_state
-from polyxla.replica.loader import Loader
-from polyxla.replica.replica import Replica
+from polyxla import Replica, UsageError
+from polyxla.plugin import Loader, random_state, say
 from polyxla_training.callbacks import states_of
 from polyxla_training.checkpoint import CheckpointError, check_state
 from polyxla_training.lightning.schedulers import Schedulers

@@ -9,8 +9,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-from polyxla.env import snapshot
-from polyxla.private_files import private_directory
+from polyxla.plugin import private_directory, snapshot
 from polyxla_training.checkpoint.stop_signal import StopSignal
 from polyxla_training.storage.location import locate
 

@@ -13,9 +13,8 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyxla.console import say, say_once
-from polyxla.errors import pip_install
-from polyxla.launcher.launch import launch
+from polyxla import launch
+from polyxla.plugin import pip_install, say, say_once
 from polyxla_training.callbacks import check_callbacks
 from polyxla_training.lightning.hooks import DataModule, is_data_module
 from polyxla_training.lightning.trainer_arguments import FIXES, METHOD_FIXES, check_names

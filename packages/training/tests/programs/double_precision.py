@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from polyxla import Precision, hookimpl
+from polyxla import hookimpl
 from polyxla.contracts.precision import UnchangedPrecision
+from polyxla.plugin import Precision
 
 
 class Double(UnchangedPrecision):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from polyxla import World, hookimpl
+from polyxla import hookimpl
+from polyxla.plugin import World
 
 divided: list[int] = []
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyxla import World, hookimpl
+from polyxla import hookimpl
+from polyxla.plugin import World
 from polyxla_sampler.loader import shard
 
 

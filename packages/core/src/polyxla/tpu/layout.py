@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polyxla import World
+from polyxla.contracts.world import World
 
 
 @dataclass(frozen=True)

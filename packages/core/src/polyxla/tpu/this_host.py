@@ -6,7 +6,8 @@ import functools
 from collections.abc import Mapping
 from pathlib import Path
 
-from polyxla import Device, UsageError
+from polyxla.contracts.discovery import Device
+from polyxla.errors import UsageError
 from polyxla.tpu import env
 from polyxla.tpu.chips import PCI_ROOT, AttachedChip, attached_chips
 from polyxla.tpu.emulated import EmulatedTpu

@@ -12,11 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from polyxla import UsageError
-from polyxla.tpu import env
-from polyxla.tpu.chips import attached_chips
-from polyxla.tpu.emulated import EmulatedTpu
-from polyxla.tpu.processes.holders import find_holders
-from polyxla.tpu.this_host import this_slice
+from polyxla.plugin import EmulatedTpu, attached_chips, find_holders, this_slice
+from polyxla.plugin import tpu_env as env
 from polyxla_pod.host.node_facts import node_facts
 from polyxla_pod.tpu_nodes import DISTRIBUTION as NODE_DISTRIBUTION
 

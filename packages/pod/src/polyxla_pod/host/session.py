@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from polyxla.env import snapshot
+from polyxla.plugin import snapshot
 from polyxla_pod.host.command_group import CommandGroup, adopt_orphans
 from polyxla_pod.host.unpacking import Unpacking
 from polyxla_pod.host.worker import Worker

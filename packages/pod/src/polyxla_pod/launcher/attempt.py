@@ -10,8 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from polyxla.console import say
-from polyxla.env import POLYXLA_SECRET
+from polyxla.plugin import POLYXLA_SECRET, say
 from polyxla_pod.engines import Engine
 from polyxla_pod.job import Job
 from polyxla_pod.launcher import archive, preflight

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polyxla.launcher.process_handle import signal_name
+from polyxla.plugin import signal_name
 from polyxla_pod.job import Job
 from polyxla_pod.launcher.local_process import LINE_BYTES, LocalProcess
 from polyxla_pod.messages import SILENCES, WORKER_STREAM, Message, decode, find_misfit

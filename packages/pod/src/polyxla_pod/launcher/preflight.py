@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polyxla.tpu import env
-from polyxla.tpu.topology import BASE_PORT
+from polyxla.plugin import BASE_PORT
+from polyxla.plugin import tpu_env as env
 from polyxla_pod import tpu_nodes
 from polyxla_pod.job import Job
 

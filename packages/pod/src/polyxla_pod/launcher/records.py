@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from polyxla import UsageError
-from polyxla.console import say
+from polyxla.plugin import say
 from polyxla_pod.output.folding import FoldedLine
 from polyxla_pod.output.host_state import HostState
 

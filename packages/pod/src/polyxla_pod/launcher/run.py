@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from polyxla.console import say
+from polyxla.plugin import say
 from polyxla_pod.engines import Engine
 from polyxla_pod.job import Job
 from polyxla_pod.launcher import archive

@@ -12,9 +12,7 @@ from typing import Any
 
 import polyxla
 from polyxla import Replica, UsageError
-from polyxla.env import snapshot
-from polyxla.launcher.messages import Raised, RemoteTraceback, Returned, pack
-from polyxla.launcher.pickling import dumps
+from polyxla.plugin import Raised, RemoteTraceback, Returned, dumps, pack, snapshot
 from polyxla_pod.ray import env
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from polyxla import UsageError
-from polyxla.env import snapshot
+from polyxla.plugin import snapshot
 from polyxla_pod.engines import Engine, Target
 from polyxla_pod.ray import cluster, relay
 from polyxla_pod.ray.broker import Broker

@@ -9,8 +9,7 @@ from contextlib import closing
 from typing import Any
 
 from polyxla import ReplicaLostError, UsageError
-from polyxla.env import snapshot
-from polyxla.launcher.messages import unpack
+from polyxla.plugin import snapshot, unpack
 from polyxla_pod.engines import Target
 from polyxla_pod.job import Job
 from polyxla_pod.launcher.attempt import REFUSED, Attempt, Failure

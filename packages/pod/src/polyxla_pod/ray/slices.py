@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polyxla import UsageError
-from polyxla.tpu.accelerators import AcceleratorType
+from polyxla.plugin import AcceleratorType
 
 SLICE_LABEL = "ray.io/tpu-slice-name"
 WORKER_LABEL = "ray.io/tpu-worker-id"

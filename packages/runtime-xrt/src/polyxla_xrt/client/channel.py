@@ -11,7 +11,7 @@ import grpc
 from google.protobuf.json_format import MessageToDict
 
 from polyxla import UsageError
-from polyxla.console import printable
+from polyxla.plugin import printable
 from polyxla_xrt import env
 from polyxla_xrt.client.probe import ANSWER_S, RETRY_S, look, unreachable
 from polyxla_xrt.config.credential_files import read_file, read_token

@@ -12,8 +12,7 @@ from typing import Any
 import grpc
 
 from polyxla import UsageError
-from polyxla.console import printable
-from polyxla.env import snapshot
+from polyxla.plugin import printable, snapshot
 from polyxla_xrt.client.channel import WorkerChannel
 from polyxla_xrt.client.job_owner import JobOwner
 from polyxla_xrt.env import TPU_NUM_DEVICES

@@ -11,10 +11,8 @@ from typing import Any, Self
 
 import grpc
 
-from polyxla.console import printable
-from polyxla.env import POLYXLA_SECRET
-from polyxla.errors import UsageError
-from polyxla.tpu.processes.secret import sealed, unsealed
+from polyxla import UsageError
+from polyxla.plugin import POLYXLA_SECRET, printable, sealed, unsealed
 from polyxla_xrt import env
 from polyxla_xrt.client.attendance import Attendance, attend
 from polyxla_xrt.client.probe import ANSWER_S, look, proxies

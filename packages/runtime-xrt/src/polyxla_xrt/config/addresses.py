@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 
-from polyxla.errors import UsageError
+from polyxla import UsageError
 from polyxla_xrt.config.variables import Variable, parse_integer
 
 DEFAULT_PORT = 8470

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from polyxla.errors import UsageError
+from polyxla import UsageError
 from polyxla_xrt import env
 from polyxla_xrt.config.addresses import GRPC, join_address, read_address
 from polyxla_xrt.config.device_map import DeviceKind, read_map

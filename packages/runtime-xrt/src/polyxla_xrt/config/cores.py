@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polyxla import UsageError, World
+from polyxla import UsageError
+from polyxla.plugin import World
 from polyxla_xrt import env
 from polyxla_xrt.config.configuration import Configuration
 from polyxla_xrt.config.device_map import DeviceKind

@@ -5,8 +5,8 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
-from polyxla.console import say_once
-from polyxla.errors import UsageError
+from polyxla import UsageError
+from polyxla.plugin import say_once
 
 MIN_TOKEN_CHARS = 16
 """Minimum length of a token: shorter ones can be guessed."""

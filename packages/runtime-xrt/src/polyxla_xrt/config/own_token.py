@@ -12,8 +12,8 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from polyxla.errors import UsageError
-from polyxla.private_files import private_directory, write_private
+from polyxla import UsageError
+from polyxla.plugin import private_directory, write_private
 
 _LISTENS = "0A"
 """The state of a listening socket. Source: ``TCP_LISTEN`` in Linux's include/net/tcp_states.h."""

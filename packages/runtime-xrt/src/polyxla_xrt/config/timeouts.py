@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from polyxla.env import POLYXLA_WAIT_S
+from polyxla.plugin import POLYXLA_WAIT_S
 from polyxla_bridge import env as bridge
 from polyxla_bridge.env import POLYXLA_STALL_TIMEOUT_S
 from polyxla_xrt import env

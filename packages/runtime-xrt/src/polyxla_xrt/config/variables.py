@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from polyxla.errors import UsageError
+from polyxla import UsageError
 
 
 class Variable(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from polyxla.tpu.processes.secret import derived
+from polyxla.plugin import derived
 from polyxla_xrt.protocol.channel_options import peer_options
 
 PROTOCOL = 2

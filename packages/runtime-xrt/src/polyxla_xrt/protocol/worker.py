@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from polyxla.console import printable
+from polyxla.plugin import printable
 from polyxla_xrt.proto import worker_pb2 as pb
 from polyxla_xrt.protocol.channel_options import peer_options
 

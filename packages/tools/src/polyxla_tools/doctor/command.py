@@ -8,10 +8,8 @@ from typing import Annotated
 
 import typer
 
-from polyxla import UsageError, env
-from polyxla.cli.output import JsonFlag, RuntimeOption, plain_errors, print_json
-from polyxla.console import say
-from polyxla.env import Setting
+from polyxla import UsageError
+from polyxla.plugin import JsonFlag, RuntimeOption, Setting, env, plain_errors, print_json, say
 
 TIMEOUT_S = 120.0
 """Longest time for the trial, in seconds."""

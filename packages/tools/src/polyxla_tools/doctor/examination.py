@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from polyxla.env import LaunchSettings
-from polyxla.tpu.env import POLYXLA_EMULATE
+from polyxla.plugin import POLYXLA_EMULATE, LaunchSettings
 from polyxla_tools.doctor.checks import chips, packages, plugin, resources, runtimes, variables
 from polyxla_tools.doctor.facts.host import HostFacts, Places, gather_host
 from polyxla_tools.doctor.facts.packages import PackageFacts, gather_packages

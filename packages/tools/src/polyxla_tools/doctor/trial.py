@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from polyxla import PolyxlaError
-from polyxla.env import POLYXLA_COMPILE_CACHE
-from polyxla.launcher.process_handle import signal_name
+from polyxla.plugin import POLYXLA_COMPILE_CACHE, signal_name
 from polyxla_tools.doctor.all_reduce import Measured
 from polyxla_tools.doctor.facts.runtimes import RuntimeFacts, check_environment
 from polyxla_tools.doctor.findings import Finding, counted, ok, problem

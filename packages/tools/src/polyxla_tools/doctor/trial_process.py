@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from polyxla import PolyxlaError, launch
-from polyxla.tpu.processes.signals import end_with_parent
+from polyxla.plugin import end_with_parent
 from polyxla_tools.doctor.all_reduce import all_reduce
 
 

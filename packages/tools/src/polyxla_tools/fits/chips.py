@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from polyxla import UsageError
-from polyxla.tpu.accelerators import AcceleratorType
+from polyxla.plugin import AcceleratorType
 from polyxla_bridge.libtpu.host import GENERATIONS
 from polyxla_bridge.plugin_client.memory import Option
 from polyxla_tools.fits.frameworks import Framework

@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from polyxla import PolyxlaError, UsageError
-from polyxla.cli.output import JsonFlag, plain_errors, print_json
-from polyxla.env import snapshot
-from polyxla.errors import pip_install
+from polyxla.plugin import JsonFlag, pip_install, plain_errors, print_json, snapshot
 from polyxla_tools.fits.batch_size import PLACE, largest_fitting, with_batch_size
 from polyxla_tools.fits.frameworks import Framework, installed_framework
 from polyxla_tools.fits.progress import Progress, shown

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from polyxla import PolyxlaError
-from polyxla.launcher.process_handle import signal_name
-from polyxla.tpu import env as tpu_env
+from polyxla.plugin import signal_name, tpu_env
 from polyxla_bridge.abi import Code, width
 from polyxla_bridge.programs import hlo
 from polyxla_bridge.programs.executable import ArrayType

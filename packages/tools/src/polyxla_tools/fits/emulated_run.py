@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polyxla import PolyxlaError
-from polyxla.env import POLYXLA_DEVICES, POLYXLA_RUNTIME
-from polyxla.tpu import env as tpu_env
+from polyxla.plugin import POLYXLA_DEVICES, POLYXLA_RUNTIME, tpu_env
 from polyxla_bridge.env import POLYXLA_DEVICE_MEMORY, POLYXLA_LIBTPU_PROGRAMS
 from polyxla_tools.fits.chips import Target
 from polyxla_tools.fits.collected import CollectedProgram, Logs, programs

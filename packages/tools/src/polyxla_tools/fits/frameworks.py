@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from polyxla import UsageError
-from polyxla.errors import pip_install
-from polyxla.tpu.versions import FOR_TORCH_TPU, FOR_TORCH_XLA, LibtpuReleases
+from polyxla.plugin import FOR_TORCH_TPU, FOR_TORCH_XLA, LibtpuReleases, pip_install
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from polyxla.console import say
+from polyxla.plugin import say
 
 
 class Progress:

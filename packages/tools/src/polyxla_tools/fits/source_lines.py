@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from polyxla.callsite import LIBRARIES, own_packages, short
+from polyxla.plugin import LIBRARIES, own_packages, short
 from polyxla_bridge.programs import hlo
 
 Frame = tuple[str, int]

@@ -10,10 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from polyxla import UsageError, env
-from polyxla.cli import script
-from polyxla.console import say
-from polyxla.launcher.process_handle import is_stopped
+from polyxla import UsageError
+from polyxla.plugin import env, is_stopped, say, script
 from polyxla_tools.warm import messages
 from polyxla_tools.warm.directory import reachable, sockets
 from polyxla_tools.warm.facts import own_state, surroundings

@@ -7,14 +7,22 @@ from typing import Annotated, Any
 
 import typer
 
-from polyxla import env
-from polyxla.cli.output import JsonFlag, RuntimeOption, plain_errors, print_json, print_table
-from polyxla.console import say
-from polyxla.env import Setting
-from polyxla.errors import UsageError
-from polyxla.launcher.launch import announce, child_environment, select_devices
-from polyxla.plugins.manager import load_plugins
-from polyxla.plugins.selection import select
+from polyxla import UsageError
+from polyxla.plugin import (
+    JsonFlag,
+    RuntimeOption,
+    Setting,
+    announce,
+    child_environment,
+    env,
+    load_plugins,
+    plain_errors,
+    print_json,
+    print_table,
+    say,
+    select,
+    select_devices,
+)
 
 IDLE_MIN = 30.0
 """Time without a running job after which a warm process ends, in minutes."""

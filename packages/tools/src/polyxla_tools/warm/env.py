@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyxla import env as core
+from polyxla.plugin import env as core
 
 # fmt: off
 READ_BY_LIBRARIES = (

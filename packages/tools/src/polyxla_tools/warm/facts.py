@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from polyxla import env
+from polyxla.plugin import env
 
 LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_")]
 """Names of the resource limits of this kernel."""

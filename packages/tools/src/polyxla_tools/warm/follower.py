@@ -12,8 +12,7 @@ import socket
 import sys
 from typing import NoReturn
 
-from polyxla.console import say
-from polyxla.launcher.process_handle import Exit, Process
+from polyxla.plugin import Exit, Process, say
 from polyxla_tools.warm import messages
 
 FORWARDED = frozenset(

@@ -11,9 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from polyxla import env
-from polyxla.launcher import fork_server, process_end
-from polyxla.plugins.manager import load_plugins
+from polyxla.plugin import env, fork_server, load_plugins, process_end
 from polyxla_tools.warm import env as imports
 from polyxla_tools.warm import files
 from polyxla_tools.warm.facts import surroundings, unreachable

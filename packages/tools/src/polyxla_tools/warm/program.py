@@ -15,11 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from polyxla import env
-from polyxla.cli import script
-from polyxla.console import say_once
-from polyxla.launcher import fork_server, process_end
-from polyxla.plugins.manager import find_runtime, load_runtime
+from polyxla.plugin import env, find_runtime, fork_server, load_runtime, process_end, say_once, script
 from polyxla_tools.warm.facts import take_state
 
 _PR_SET_PDEATHSIG = 1

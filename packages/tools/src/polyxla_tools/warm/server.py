@@ -23,7 +23,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from polyxla import PolyxlaError, env
+from polyxla import PolyxlaError
+from polyxla.plugin import env
 from polyxla_tools.warm import messages
 from polyxla_tools.warm.directory import new_socket, reachable
 from polyxla_tools.warm.jobs import Job, Jobs

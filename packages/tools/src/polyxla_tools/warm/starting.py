@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from polyxla import PolyxlaError, env
+from polyxla import PolyxlaError
+from polyxla.plugin import env
 
 READY_TIMEOUT_S = 300.0
 """Longest wait for a new warm process, which imports all modules, in seconds."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polyxla.errors import UsageError
+from polyxla import UsageError
 
 
 class CheckpointError(UsageError):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from polyxla.console import say
+from polyxla.plugin import say
 from polyxla_training.checkpoint.api import load, save
 from polyxla_training.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from polyxla_training.checkpoint.safetensors_header import is_ours

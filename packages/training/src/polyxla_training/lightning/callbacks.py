@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from polyxla.errors import UsageError
+from polyxla import UsageError
 from polyxla_training.lightning.hooks import find_hook, has_base, is_lightnings, is_overridden
 
 AROUND = frozenset(

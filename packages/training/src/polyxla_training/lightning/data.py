@@ -11,9 +11,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from polyxla.errors import UsageError
-from polyxla.replica.loader import Loader
-from polyxla.replica.replica import Replica
+from polyxla import Replica, UsageError
+from polyxla.plugin import Loader
 from polyxla_training.lightning.callbacks import LightningCallbacks
 from polyxla_training.lightning.hooks import find_hook, is_module, is_overridden
 from polyxla_training.lightning.trainer_view import TrainerView

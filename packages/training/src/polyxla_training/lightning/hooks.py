@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from polyxla.errors import UsageError
+from polyxla import UsageError
 
 PLAIN = frozenset(
     {

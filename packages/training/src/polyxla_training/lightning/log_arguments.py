@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from polyxla.errors import UsageError
+from polyxla import UsageError
 
 Reduction = Literal["mean", "min", "max", "sum"]
 REDUCTIONS: Mapping[Any, Reduction] = {

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from polyxla.errors import UsageError
+from polyxla import UsageError
 
 KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "reduce_on_plateau", "name")
 """Keys of a schedule's dict. Nothing here reads ``name``, which only Lightning's LearningRateMonitor does."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 
-from polyxla.errors import UsageError
+from polyxla import UsageError
 
 _DEVICES = "Write devices=."
 _NONE_MADE = "Leave it out: there is none here."

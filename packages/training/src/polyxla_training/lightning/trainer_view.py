@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, runtime_checkable
 
 if TYPE_CHECKING:
-    from polyxla.replica.replica import Replica
+    from polyxla import Replica
     from polyxla_training.options import FitOptions
 
 

@@ -8,9 +8,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from polyxla.console import say
-from polyxla.hookspecs import hookimpl
-from polyxla.pytree import tensors_in
+from polyxla import hookimpl
+from polyxla.plugin import say, tensors_in
 from polyxla_training.checkpoint.background_writer import BackgroundWriter
 from polyxla_training.checkpoint.divided_tensor import is_divided
 from polyxla_training.checkpoint.folder import CheckpointFolder
@@ -19,7 +18,7 @@ from polyxla_training.monitor import Monitor
 from polyxla_training.stop_request import SIGNALLED, stop_file
 
 if TYPE_CHECKING:
-    from polyxla.replica.replica import Replica
+    from polyxla import Replica
     from polyxla_training.options import Fit
 
 AGREE_EVERY_S = 2.0

@@ -6,12 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from polyxla.errors import UsageError
-from polyxla.hookspecs import hookimpl
+from polyxla import UsageError, hookimpl
 from polyxla_training.monitor import Monitor
 
 if TYPE_CHECKING:
-    from polyxla.replica.replica import Replica
+    from polyxla import Replica
     from polyxla_training.options import Fit
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from polyxla.errors import UsageError
-from polyxla.hookspecs import hookimpl
+from polyxla import UsageError, hookimpl
 from polyxla_training.listeners.loggers.csv_file import METRICS_FILE
 from polyxla_training.observe.run_log import RUN_LOG
 from polyxla_training.storage.directory_upload import DirectoryUpload

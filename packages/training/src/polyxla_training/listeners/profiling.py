@@ -7,12 +7,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polyxla.console import say
-from polyxla.hookspecs import hookimpl
+from polyxla import hookimpl
+from polyxla.plugin import say
 from polyxla_training.observe.run_log import Expendable
 
 if TYPE_CHECKING:
-    from polyxla.replica.replica import Replica
+    from polyxla import Replica
 
 PROFILE_DIR = "profile"
 """Subdirectory of the run."""

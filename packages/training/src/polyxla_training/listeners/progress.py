@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from polyxla.console import say
-from polyxla.hookspecs import hookimpl
+from polyxla import hookimpl
+from polyxla.plugin import say
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from polyxla.hookspecs import hookimpl
+from polyxla import hookimpl
 from polyxla_training.observe.run_log import Expendable
 
 if TYPE_CHECKING:

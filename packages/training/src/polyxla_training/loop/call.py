@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from polyxla.contracts.world import World
+    from polyxla.plugin import World
     from polyxla_training.options import FitOptions
 
 

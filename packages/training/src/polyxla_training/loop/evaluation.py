@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
-from polyxla.errors import UsageError
-from polyxla.pytree import map_tensors
-from polyxla.replica.loader import Loader
-from polyxla.replica.replica import Replica
+from polyxla import Replica, UsageError
+from polyxla.plugin import Loader, map_tensors
 from polyxla_training.lightning.data import Data
 from polyxla_training.lightning.trainer_view import TrainerView
 from polyxla_training.metrics import MetricAccumulator

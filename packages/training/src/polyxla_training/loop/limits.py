@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from polyxla.errors import UsageError
+from polyxla import UsageError
 from polyxla_training.options import FitOptions
 
 

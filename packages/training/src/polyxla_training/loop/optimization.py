@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from polyxla.errors import UsageError
-from polyxla.replica.module_move import optimizer_parameters
-from polyxla.replica.replica import Replica
+from polyxla import Replica, UsageError
+from polyxla.plugin import optimizer_parameters
 from polyxla_training.lightning.schedulers import Schedulers
 from polyxla_training.lightning.trainer_view import TrainerView
 from polyxla_training.module_adapter import ModuleAdapter

@@ -11,10 +11,8 @@ from typing import Any, Self
 
 import torch
 
-from polyxla.errors import UsageError
-from polyxla.replica.loader import Loader
-from polyxla.replica.module_move import move_module
-from polyxla.replica.replica import Replica
+from polyxla import Replica, UsageError
+from polyxla.plugin import Loader, move_module
 from polyxla_training.callbacks import is_listener, load_states
 from polyxla_training.lightning.callbacks import LightningCallbacks, is_callback
 from polyxla_training.lightning.data import Data, divisible_by_batches

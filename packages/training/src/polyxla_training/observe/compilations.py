@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from polyxla.callsite import location, user_line
-from polyxla.console import say
+from polyxla.plugin import location, say, user_line
 from polyxla_training.observe.compile_budget import CompileBudget
 from polyxla_training.observe.constant_factors import constant_factors
 from polyxla_training.observe.input_shapes import Signature, describe_changes, signatures
@@ -17,8 +16,7 @@ from polyxla_training.observe.tracing.trace_schedule import is_torch_compiled
 if TYPE_CHECKING:
     import torch
 
-    from polyxla.contracts.counters import Counters, Counts
-    from polyxla.replica.loader import Loader
+    from polyxla.plugin import Counters, Counts, Loader
 
 SAME_INPUTS = "the same inputs: another Python path or a changed constant"
 UNKNOWN_INPUTS = (

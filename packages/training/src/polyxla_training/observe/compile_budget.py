@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from polyxla.console import say
-from polyxla.errors import PolyxlaError, UsageError
+from polyxla import PolyxlaError, UsageError
+from polyxla.plugin import say
 
 
 class CompileBudgetError(PolyxlaError):

@@ -19,7 +19,7 @@ def constant_factors(optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
     if optimizer is None:
         return
     # Here, because it imports torch, which `polyxla report` does not need.
-    from polyxla.xla.optimizer_factors import HALF_STEP, correction_is_one
+    from polyxla.plugin import HALF_STEP, correction_is_one
 
     name = type(optimizer).__name__
     advice = "now 1 in float32, and so a constant of the program; replica.step(optimizer) keeps it an input"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyxla.pytree import is_tensor, leaves_with_paths
+from polyxla.plugin import is_tensor, leaves_with_paths
 
 Signature = tuple[Any, Any]
 """A tensor's shape and dtype; of anything else, its type and None."""

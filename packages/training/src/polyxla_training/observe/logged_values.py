@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from polyxla.console import say
+from polyxla.plugin import say
 
 if TYPE_CHECKING:
-    from polyxla.contracts.counters import Counters
+    from polyxla.plugin import Counters
 
 
 class LoggedValues:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from polyxla.console import say
-from polyxla.hookspecs import hookimpl
+from polyxla import hookimpl
+from polyxla.plugin import say
 from polyxla_training.observe.chip_peaks import utilization
 from polyxla_training.observe.compilations import Compilation, CompilationTracker, warm_up_steps
 from polyxla_training.observe.compile_budget import CompileBudget
@@ -18,9 +18,8 @@ from polyxla_training.observe.summary import Summary
 from polyxla_training.observe.throughput import ThroughputMeter, ThroughputWindow
 
 if TYPE_CHECKING:
-    from polyxla.contracts.counters import Counters, Memory
-    from polyxla.replica.loader import Loader
-    from polyxla.replica.replica import Replica
+    from polyxla import Replica
+    from polyxla.plugin import Counters, Loader, Memory
     from polyxla_training.observe.run_log import RunLog
 
 

@@ -13,13 +13,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyxla.console import say
-from polyxla.errors import UsageError
+from polyxla import UsageError
+from polyxla.plugin import say
 from polyxla_training.observe.provenance import provenance
 from polyxla_training.storage.location import check_location, locate
 
 if TYPE_CHECKING:
-    from polyxla.replica.replica import Replica
+    from polyxla import Replica
 
 RUN_LOG = "run.jsonl"
 """Name of the file in a run's directory."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from polyxla.console import say
+from polyxla.plugin import say
 from polyxla_training.observe.compilations import StepFacts
 from polyxla_training.observe.tracing.trace_schedule import TraceSchedule
 
 if TYPE_CHECKING:
-    from polyxla.contracts.counters import Counters, Counts, Memory
-    from polyxla.replica.loader import Loader
+    from polyxla.plugin import Counters, Counts, Loader, Memory
     from polyxla_training.observe.compilations import Compilation, CompilationTracker
     from polyxla_training.observe.logged_values import LoggedValues
     from polyxla_training.observe.summary import Summary

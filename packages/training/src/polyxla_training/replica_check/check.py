@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from polyxla.env import working_directory
-from polyxla.errors import UsageError
-from polyxla.launcher.launch import call_problem, launch
+from polyxla import UsageError, launch
+from polyxla.plugin import call_problem, working_directory
 
 if TYPE_CHECKING:
     import torch

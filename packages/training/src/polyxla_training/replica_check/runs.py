@@ -14,10 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import DataLoader
 
-from polyxla.errors import UsageError
-from polyxla.pytree import map_tensors
-from polyxla.replica.module_move import move_module
-from polyxla.replica.replica import Replica
+from polyxla import Replica, UsageError
+from polyxla.plugin import map_tensors, move_module
 from polyxla_training.lightning.callbacks import LightningCallbacks
 from polyxla_training.lightning.data import resolve_loader
 from polyxla_training.lightning.schedulers import configure_optimizers

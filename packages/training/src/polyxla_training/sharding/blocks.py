@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from polyxla.replica.module_move import parameters_of
+from polyxla.plugin import parameters_of
 
 _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from polyxla.errors import UsageError
+from polyxla import UsageError
 
 
 def check_can_initialise(module: torch.nn.Module) -> None:

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from polyxla.errors import DisagreementError
-from polyxla.replica.replica import Replica
+from polyxla import DisagreementError, Replica
 
 _NAMED = 1000
 """How many layers of a step an error can name."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from polyxla.errors import UsageError
+from polyxla import UsageError
 
 DDP, FSDP, ZERO1, TENSOR = "ddp", "fsdp", "zero1", "tp-plan"
 DIMENSIONS = (DDP, FSDP, ZERO1, TENSOR)

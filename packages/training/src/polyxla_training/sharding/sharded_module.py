@@ -9,11 +9,8 @@ import torch
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from polyxla.errors import UsageError
-from polyxla.replica import random_state
-from polyxla.replica.consistency import broadcast
-from polyxla.replica.module_move import hand_over, optimizer_parameters, parameters_of
-from polyxla.replica.replica import Replica
+from polyxla import Replica, UsageError
+from polyxla.plugin import broadcast, hand_over, optimizer_parameters, parameters_of, random_state
 from polyxla_training.sharding.blocks import find_blocks
 from polyxla_training.sharding.initialisation import check_can_initialise, initialise
 from polyxla_training.sharding.mesh_shape import FSDP, TENSOR

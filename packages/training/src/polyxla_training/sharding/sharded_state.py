@@ -9,8 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from polyxla.pytree import map_tensors
-from polyxla.replica.module_move import optimizer_parameters
+from polyxla.plugin import map_tensors, optimizer_parameters
 from polyxla_training.checkpoint import CheckpointError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from polyxla.errors import UsageError
+from polyxla import UsageError
 
 _STYLES: dict[str, type[ParallelStyle]] = {
     "colwise": ColwiseParallel,

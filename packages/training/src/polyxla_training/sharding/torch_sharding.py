@@ -11,12 +11,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from polyxla.contracts.sharding import Sharding
-from polyxla.contracts.world import World
-from polyxla.errors import UsageError, pip_install
-from polyxla.replica.consistency import average_gradients, average_in_place
-from polyxla.replica.module_move import optimizer_parameters
-from polyxla.replica.replica import Replica
+from polyxla import Replica, UsageError
+from polyxla.plugin import (
+    Sharding,
+    World,
+    average_gradients,
+    average_in_place,
+    optimizer_parameters,
+    pip_install,
+)
 from polyxla_training.sharding.layer_order import LayerOrder
 from polyxla_training.sharding.mesh_shape import DDP, FSDP, TENSOR, ZERO1, complete, read_strategy
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-from polyxla.console import say, say_once
+from polyxla.plugin import say, say_once
 from polyxla_training.storage.remote_path import RemotePath
 
 EVERY_S = 60.0

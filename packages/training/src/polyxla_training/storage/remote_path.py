@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, BinaryIO
 
-from polyxla.errors import UsageError, pip_install
+from polyxla import UsageError
+from polyxla.plugin import pip_install
 
 PART_BYTES = 2**26
 """Size of the parts in which a file is uploaded and read. S3 accepts 10,000 parts: files of up to 640 GiB."""

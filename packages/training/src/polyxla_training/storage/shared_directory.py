@@ -16,7 +16,7 @@ from polyxla import UsageError
 from polyxla_training.storage.location import Location, locate
 
 if TYPE_CHECKING:
-    from polyxla.replica.collectives import Collectives
+    from polyxla.plugin import Collectives
 
 SEEN_S = 35.0
 """Longest wait of a host for another host's file to appear, in seconds: a client of NFS may take its cached

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import grpc.aio
 
-from polyxla.errors import UsageError
+from polyxla import UsageError
 from polyxla_xrt import env
 from polyxla_xrt.config.addresses import join_address
 from polyxla_xrt.proto import mesh_pb2 as pb

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from polyxla.tpu.processes.secret import SEAL_CHARS
+from polyxla.plugin import SEAL_CHARS
 from polyxla_xrt.config.timeouts import LONGEST_WAIT_S
 from polyxla_xrt.proto import mesh_pb2 as pb
 from polyxla_xrt.protocol.chunks import chunks

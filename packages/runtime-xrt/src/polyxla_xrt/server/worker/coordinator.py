@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from contextlib import closing
 
-from polyxla.launcher.ports import LOCALHOST
+from polyxla.plugin import LOCALHOST
 from polyxla_xrt.config.addresses import join_address
 from polyxla_xrt.proto import worker_pb2 as pb
 

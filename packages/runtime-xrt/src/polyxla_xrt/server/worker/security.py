@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from polyxla import UsageError
-from polyxla.private_files import WHERE_PRIVATE
+from polyxla.plugin import WHERE_PRIVATE
 from polyxla_xrt import env
 from polyxla_xrt.config.credential_files import read_file, read_token
 from polyxla_xrt.config.own_token import loopback_addresses

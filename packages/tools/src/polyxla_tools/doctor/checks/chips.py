@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polyxla.tpu.processes.holders import Holder
+from polyxla.plugin import Holder
 from polyxla_tools.doctor.facts.host import Access, HostFacts
 from polyxla_tools.doctor.findings import Finding, counted, note, ok, problem
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 
-from polyxla.errors import pip_install
+from polyxla.plugin import pip_install
 from polyxla_tools.doctor.facts.packages import FRAMEWORKS, PackageFacts, normal
 from polyxla_tools.doctor.findings import Finding, note, ok, problem
 

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 
-from polyxla.tpu.emulated import POLYXLA_PJRT_PLUGIN
+from polyxla.plugin import POLYXLA_PJRT_PLUGIN
 from polyxla_tools.doctor.facts.host import HostFacts
 from polyxla_tools.doctor.findings import Finding, counted, ok, problem
 

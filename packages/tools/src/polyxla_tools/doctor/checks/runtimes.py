@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from polyxla import Claim, PolyxlaError
+from polyxla import PolyxlaError
+from polyxla.plugin import Claim
 from polyxla_tools.doctor.facts.host import HostFacts
 from polyxla_tools.doctor.facts.runtimes import RuntimeFacts
 from polyxla_tools.doctor.findings import Finding, counted, note, ok, problem

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from polyxla.tpu import env as tpu
+from polyxla.plugin import tpu_env as tpu
 from polyxla_tools.doctor.facts.runtimes import RuntimeFacts
 from polyxla_tools.doctor.findings import Finding, note, ok, problem
 

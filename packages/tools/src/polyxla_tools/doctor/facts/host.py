@@ -13,9 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from polyxla.env import POLYXLA_COMPILE_CACHE
-from polyxla.tpu.chips import PCI_ROOT, AttachedChip, attached_chips
-from polyxla.tpu.processes.holders import DEV, LOCK_FILE, Holder, find_holders
+from polyxla.plugin import (
+    DEV,
+    LOCK_FILE,
+    PCI_ROOT,
+    POLYXLA_COMPILE_CACHE,
+    AttachedChip,
+    Holder,
+    attached_chips,
+    find_holders,
+)
 from polyxla_tools.doctor.facts.memory import Memory, read_memory
 
 SHM = Path("/dev/shm")  # noqa: S108

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from polyxla.tpu.versions import FOR_TORCH_TPU, FOR_TORCH_XLA
+from polyxla.plugin import FOR_TORCH_TPU, FOR_TORCH_XLA
 
 FRAMEWORKS = ("torch", "torch_xla", "torch_tpu", "libtpu", "jax", "jaxlib", "numpy")
 """Distributions of others whose versions decide whether training works."""

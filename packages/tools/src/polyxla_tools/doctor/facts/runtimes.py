@@ -6,11 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from polyxla import PolyxlaError
-from polyxla.env import LaunchSettings
-from polyxla.launcher.launch import child_environment, select_devices
-from polyxla.plugins.manager import load_plugins, plugin_problems
-from polyxla.plugins.selection import Candidate, Selection, discover_all, select
-from polyxla.plugins.unknown_variables import unknown_variables
+from polyxla.plugin import (
+    Candidate,
+    LaunchSettings,
+    Selection,
+    child_environment,
+    discover_all,
+    load_plugins,
+    plugin_problems,
+    select,
+    select_devices,
+    unknown_variables,
+)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from polyxla.pytree import map_tensors
+from polyxla.plugin import map_tensors
 from polyxla_training.checkpoint.errors import CheckpointError
 from polyxla_training.checkpoint.file_writer import write_safetensors
 from polyxla_training.checkpoint.shards.layout import is_sharded

@@ -6,7 +6,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from polyxla.errors import UsageError, pip_install
+from polyxla import UsageError
+from polyxla.plugin import pip_install
 
 try:
     from mlflow import MlflowClient

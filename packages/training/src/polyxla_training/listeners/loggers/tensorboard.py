@@ -7,7 +7,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from polyxla.errors import UsageError, pip_install
+from polyxla import UsageError
+from polyxla.plugin import pip_install
 
 try:
     from torch.utils.tensorboard import SummaryWriter

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from polyxla.errors import UsageError, pip_install
+from polyxla import UsageError
+from polyxla.plugin import pip_install
 
 try:
     import wandb

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from polyxla.callsite import user_line
-from polyxla.console import say
-from polyxla.hookspecs import hookimpl
+from polyxla import hookimpl
+from polyxla.plugin import say, user_line
 from polyxla_training.env import POLYXLA_OBSERVE
 from polyxla_training.observe.observer import Observer
 from polyxla_training.observe.own_loop import torch_events
@@ -24,7 +23,7 @@ from polyxla_training.observe.own_loop.step_watch import StepWatch
 from polyxla_training.observe.own_loop.trained_parameters import TrainedParameters
 
 if TYPE_CHECKING:
-    from polyxla.replica.replica import Replica
+    from polyxla import Replica
 
 
 class LoopWatch:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from polyxla.console import say
+from polyxla.plugin import say
 from polyxla_training.observe.compilations import Compilation, CompilationTracker, StepFacts
 from polyxla_training.observe.compile_budget import CompileBudget
 from polyxla_training.observe.logged_values import LoggedValues
@@ -17,8 +17,8 @@ from polyxla_training.observe.observer import TPU
 from polyxla_training.observe.step_counters import StepCounters
 
 if TYPE_CHECKING:
-    from polyxla.contracts.counters import Counters
-    from polyxla.replica.replica import Replica
+    from polyxla import Replica
+    from polyxla.plugin import Counters
 
 READ_EVERY, READ_AFTER = 50, 3
 """Logged values are read this often, and so many steps late: the device has other work until then."""

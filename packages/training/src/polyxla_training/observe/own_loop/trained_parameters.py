@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from polyxla.replica.module_move import optimizer_parameters
+from polyxla.plugin import optimizer_parameters
 from polyxla_training.observe.own_loop.loop_summary import SampledParameter
 
 if TYPE_CHECKING:
-    from polyxla.contracts.counters import Counters
-    from polyxla.replica.replica import Replica
+    from polyxla import Replica
+    from polyxla.plugin import Counters
 
 MAX_TENSORS, MAX_ELEMENTS = 8, 1 << 18
 """What is read back of each optimizer's parameters at the end: the smallest ones, with a megabyte at most."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from polyxla.errors import UsageError
+from polyxla import UsageError
 from polyxla_training.observe.report import text
 from polyxla_training.observe.report.plots import COLOURS
 from polyxla_training.observe.report.run import Run

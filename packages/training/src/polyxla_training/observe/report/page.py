@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyxla.errors import UsageError, pip_install
+from polyxla import UsageError
+from polyxla.plugin import pip_install
 from polyxla_training.observe.report import text
 from polyxla_training.observe.report.comparison import Comparison, origin
 from polyxla_training.observe.report.plots import AXES, COLOURS, compared_figures, figures

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from polyxla.errors import UsageError
+from polyxla import UsageError
 
 Curve = list[tuple[float, float]]
 """Points ``(step, value)``, in the order of the steps."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from polyxla_training.observe.tracing.findings import Finding, Findings
 
 if TYPE_CHECKING:
-    from polyxla.contracts.counters import Counters
+    from polyxla.plugin import Counters
 
 FIRST_STEPS = 3
 """Number of steps that are always traced; the first of them compile, which takes far longer than tracing."""

@@ -28,12 +28,12 @@ from torch.overrides import (
     resolve_name,
 )
 
-from polyxla.callsite import BACKWARD, caller
+from polyxla.plugin import BACKWARD, caller
 from polyxla_training.observe.tracing.findings import TILE_ROWS, Finding, Kind
 from polyxla_training.observe.tracing.flops import flops, rows
 
 if TYPE_CHECKING:
-    from polyxla.contracts.counters import Counters, Counts
+    from polyxla.plugin import Counters, Counts
 
 _T = torch.Tensor
 _READS = {

@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import Future
 
-from polyxla import env as core_env
-from polyxla.launcher.ports import LOCALHOST
+from polyxla.plugin import LOCALHOST
+from polyxla.plugin import env as core_env
 from polyxla_bridge import env as bridge
 from polyxla_bridge.engine import memory_accounting
 from polyxla_bridge.engine.engine import Engine

@@ -8,7 +8,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 from polyxla import UsageError
-from polyxla.env import update_environ
+from polyxla.plugin import update_environ
 from polyxla_bridge import env as bridge
 from polyxla_bridge.engine import memory_accounting, stall_watchdog
 from polyxla_bridge.engine.engine import Engine

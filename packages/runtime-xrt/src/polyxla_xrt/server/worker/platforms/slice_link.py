@@ -17,9 +17,8 @@ from typing import Any
 
 import grpc
 
-from polyxla import UsageError
-from polyxla.errors import PolyxlaError
-from polyxla.tpu.topology import BASE_PORT
+from polyxla import PolyxlaError, UsageError
+from polyxla.plugin import BASE_PORT
 from polyxla_xrt.client.attendance import attend
 from polyxla_xrt.client.channel import WorkerChannel
 from polyxla_xrt.config.addresses import join_address

@@ -7,16 +7,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from polyxla import UsageError
-from polyxla.env import POLYXLA_SECRET
-from polyxla.tpu import env
-from polyxla.tpu.accelerators import Bounds
-from polyxla.tpu.boxes import ONE
-from polyxla.tpu.emulated import EmulatedTpu
-from polyxla.tpu.processes.holders import find_holders
-from polyxla.tpu.processes.secret import with_secret
-from polyxla.tpu.slices import TpuSlice
-from polyxla.tpu.this_host import host_chips, skip_metadata, this_slice
-from polyxla.tpu.topology import host_environment, join
+from polyxla.plugin import (
+    ONE,
+    POLYXLA_SECRET,
+    Bounds,
+    EmulatedTpu,
+    TpuSlice,
+    find_holders,
+    host_chips,
+    host_environment,
+    join,
+    skip_metadata,
+    this_slice,
+    with_secret,
+)
+from polyxla.plugin import tpu_env as env
 from polyxla_bridge.plugin_client.memory import Option
 from polyxla_xrt.config.workers import Worker
 from polyxla_xrt.server.worker.platforms.library import TPU, Library, SliceMembers
