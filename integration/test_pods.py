@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from polyxla.tpu.emulated import free_addresses
+from polyxla.plugin import free_addresses
 from polyxla_testing import RuntimeUnderTest
 
 pytestmark = pytest.mark.emulated_tpu

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jobs.conftest import Host
-from polyxla.plugin import free_ports
-from polyxla.tpu.emulated import free_addresses
+from polyxla.plugin import free_addresses, free_ports
 
 if TYPE_CHECKING:
     from jobs.conftest import Served

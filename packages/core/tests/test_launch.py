@@ -306,7 +306,7 @@ def test_a_replica_holds_the_policy_of_a_plugin(
     fake: None, install_plugin: PluginInstaller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = """
-from polyxla.plugin import hookimpl
+from polyxla import hookimpl
 from polyxla.contracts.precision import UnchangedPrecision
 
 @hookimpl

@@ -12,13 +12,14 @@ from polyxla.plugins.unknown_variables import constants, unknown_variables
 from polyxla_testing import PluginInstaller
 
 DECLARING = """
-from polyxla.plugin import hookimpl
+from polyxla import hookimpl
 @hookimpl
 def polyxla_variables():
     return {names}
 """
 TOY = """
-from polyxla.plugin import Claim, Device, Discovery, hookimpl
+from polyxla import hookimpl
+from polyxla.plugin import Claim, Device, Discovery
 @hookimpl
 def polyxla_discover_devices():
     return Discovery(Claim.FALLBACK, "a test", "TOY", (Device(0, "TOY", "toy"),))

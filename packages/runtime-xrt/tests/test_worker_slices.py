@@ -18,8 +18,7 @@ from jaxlib import xla_client
 from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
 from polyxla import UsageError
-from polyxla.plugin import snapshot
-from polyxla.tpu.emulated import free_addresses
+from polyxla.plugin import free_addresses, snapshot
 from polyxla_bridge.programs.executable import ArrayType
 from polyxla_xrt.client.channel import WorkerChannel
 from polyxla_xrt.client.engine import RemoteEngine

@@ -234,6 +234,7 @@ from polyxla.tpu.emulated import (
     POLYXLA_PJRT_PLUGIN as POLYXLA_PJRT_PLUGIN,
     EmulatedTpu as EmulatedTpu,
     check_device_memory as check_device_memory,
+    free_addresses as free_addresses,
 )
 from polyxla.tpu.env import (
     POLYXLA_EMULATE as POLYXLA_EMULATE,

@@ -14,10 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from polyxla.tpu.emulated import free_addresses
-
-# pytest rewrites the assertions in it, unless it is imported here before.
-pytest_plugins = ["polyxla_testing.fixtures"]
+from polyxla.plugin import free_addresses
 
 TIMEOUT_S = 180.0
 PROGRAMS = Path(__file__).parent / "programs"

@@ -11,8 +11,6 @@ import pytest
 
 from polyxla_tools.doctor.checks.variables import PREFIXES
 
-pytest_plugins = ["polyxla_testing.fixtures"]
-
 TIMEOUT_S = 120.0
 
 

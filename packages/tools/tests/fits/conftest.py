@@ -1,1 +1,0 @@
-pytest_plugins = ["polyxla_testing.fixtures"]
