@@ -43,6 +43,6 @@ __all__ = [
 
 def __getattr__(name: str) -> str:
     if name == "__version__":
-        # Not at import: it is a file to read.
+        # Reading the version reads a file, which no import should pay for.
         return importlib.metadata.version("polyxla-core")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

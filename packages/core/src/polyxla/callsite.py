@@ -37,6 +37,7 @@ def own_packages() -> frozenset[str]:
     """Return the import names of polyxla's own distributions."""
     points = (point for group in PLUGIN_GROUPS for point in entry_points(group))
     ours = (point.module for point in points if point.dist and point.dist.name.startswith("polyxla-"))
+    # The distributions' names tell ours from a third party's plugin, which is in the same groups.
     return frozenset({"polyxla", *(module.partition(".")[0] for module in ours)})
 
 
@@ -53,6 +54,8 @@ def caller(observer: str = "") -> str | None:
     Args:
         observer: name of the module that observes the call; its frames do not count as polyxla's.
     """
+    # Walk outwards until the user's line, or until polyxla's own code: a call that polyxla makes on its own
+    # behalf has no line of the user's, except one that torch made in between.
     frame: FrameType | None = sys._getframe(1)
     behind: str | None = None
     while frame is not None and not _is_users(frame):
@@ -104,13 +107,14 @@ def short(file: str) -> str:
     path = Path(file)
     try:
         here = Path.cwd()
+    # The program may have deleted its working directory; a message must not fail for that.
     except FileNotFoundError:
         return file
     return os.fspath(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _is_users(frame: FrameType) -> bool:
-    # Replica processes are started with `python -c`.
+    # Replica processes are started with `python -c`, whose code has this name.
     if frame.f_code.co_filename == "<string>":
         return False
     return _package(frame) not in LIBRARIES and not is_polyxlas(frame)

@@ -20,6 +20,7 @@ INTERRUPTED = 130
 
 def say(text: str) -> None:
     """Print one line on standard error; standard output belongs to the user's program."""
+    # Flushed, because processes that fail end with os._exit, which writes no buffers.
     print(f"polyxla: {printable(text)}", file=sys.stderr, flush=True)
 
 
@@ -28,7 +29,9 @@ def printable(text: str) -> str:
 
     Parts of it may come from others: the name of a job that holds a worker, the answer of a server.
     """
-    return "".join(one if one in "\n\t" or category(one) not in _OBEYED else ascii(one)[1:-1] for one in text)
+    return "".join(
+        char if char in "\n\t" or category(char) not in _OBEYED else ascii(char)[1:-1] for char in text
+    )
 
 
 @functools.cache
@@ -41,7 +44,8 @@ def say_once(text: str) -> None:
 def ended_by_errors() -> Iterator[None]:
     """End the program at an error of polyxla, with its line.
 
-    For code that a framework calls: it would print the error below a traceback of its own, or go on without.
+    For code that a framework calls, which would print its own traceback above the error, or continue
+    without the result.
     """
     try:
         yield
@@ -52,7 +56,7 @@ def ended_by_errors() -> Iterator[None]:
 
 def end_interrupted() -> NoReturn:
     """End the program after Ctrl-C, with one line."""
-    # A second Ctrl-C ends the process without a word, whatever its exit functions do.
+    # A second Ctrl-C ends the process silently, whatever its exit functions do.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     say("interrupted")
     sys.exit(INTERRUPTED)

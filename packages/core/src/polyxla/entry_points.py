@@ -11,6 +11,8 @@ from typing import Any
 
 def entry_points(group: str) -> importlib.metadata.EntryPoints:
     """Return a group's entry points, as installed now: an installation changes a directory on the path."""
+    # Listing reads a file of every distribution, and a launch asks for several groups. The modification times
+    # are the key, because a notebook may install a package after its first launch.
     everything = _all(tuple((entry, _changed(entry)) for entry in sys.path))
     found: importlib.metadata.EntryPoints = everything.select(group=group)
     return found
@@ -18,7 +20,7 @@ def entry_points(group: str) -> importlib.metadata.EntryPoints:
 
 @functools.lru_cache(maxsize=1)
 def _all(path: tuple[tuple[str, int], ...]) -> Any:
-    # Its type is another one before Python 3.12.
+    # Any, because the type changed in Python 3.12.
     return importlib.metadata.entry_points()
 
 

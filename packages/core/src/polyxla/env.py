@@ -117,6 +117,7 @@ def from_environ(
 
 def setting(environ: Mapping[str, str], name: str, default: str | None) -> Setting:
     """Return a variable's value, or the default if it is unset or empty."""
+    # An empty variable counts as unset: `NAME= command` is how shells unset one for a command.
     if text := environ.get(name):
         assigned = f"{name}={text}"
         return Setting(text, json.loads(environ.get(POLYXLA_RUN, "{}")).get(assigned, assigned))
@@ -134,6 +135,8 @@ def timeout_s(environ: Mapping[str, str], name: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
+    # Only waiting for other replicas may be unlimited: a start or a batch that never comes would hang the
+    # job.
     if not 0 < seconds < float("inf") and (name, seconds) != (POLYXLA_STALL_TIMEOUT_S, float("inf")):
         raise UsageError(
             f"{name}={text} is not a positive number of seconds",
@@ -159,7 +162,7 @@ def working_directory() -> Path:
 
 
 def snapshot() -> dict[str, str]:
-    """Copy this process's environment, which other threads may change meanwhile."""
+    """Copy this process's environment, which other threads may change."""
     # Not dict(os.environ): it raises KeyError for a variable that a thread removes after it was listed, as
     # torch_xla's threads do while they start a client.
     names = list(os.environ)
@@ -173,6 +176,7 @@ def update_environ(variables: Mapping[str, str]) -> None:
 
 def replace_environ(environ: Mapping[str, str]) -> None:
     """Replace this process's whole environment by `environ`, permanently."""
+    # In place: os.environ writes through to the environment that C libraries read.
     os.environ.clear()
     os.environ.update(environ)
 
@@ -186,6 +190,8 @@ def temporary_environ(environ: Mapping[str, str]) -> Iterator[None]:
     environment belongs to the whole process, so other threads see the change.
     """
     before = snapshot()
+    # torch_xla and libtpu set variables when they are imported, and need them afterwards: those are not ours
+    # to restore.
     touched = {name for name in before.keys() | environ.keys() if before.get(name) != environ.get(name)}
     _set(touched, environ)
     try:

@@ -24,6 +24,7 @@ def _source_packages() -> str:
     """Return the directory of the packages' sources, if it is here, or the core was installed from it."""
     if Path("packages/core/pyproject.toml").is_file():
         return "./packages/"
+    # Imported here: every process imports this module, and few build this message.
     import importlib.metadata
     import json
     from urllib.parse import unquote, urlsplit
@@ -66,7 +67,8 @@ class UsageError(PolyxlaError):
         return f"{self.what}{origin}. {self.fix}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        # The dictionary holds the notes, which name the replica that failed.
+        # Exceptions pickle their positional arguments only, and two of these are keywords. The dictionary
+        # holds the notes, which name the replica that failed.
         return (functools.partial(type(self), where=self.where, fix=self.fix), (self.what,), self.__dict__)
 
 

@@ -109,7 +109,7 @@ def polyxla_preload(environ: Mapping[str, str]) -> Sequence[str] | None:
 
 @hookspec
 def polyxla_forked() -> None:
-    """Called in a fork: do again what importing `polyxla_preload`'s modules did in another environment."""
+    """Called in a fork: re-apply the import-time setup of `polyxla_preload`'s modules in this environment."""
 
 
 @hookspec(firstresult=True)
@@ -161,8 +161,8 @@ def polyxla_replica_started(replica: Replica) -> None:
 def polyxla_shard_loader(loader: Any, world: World, seed: int, repeat: bool) -> Any | None:
     """Return a loader that reads only this replica's records of `loader`; None to leave it to other plugins.
 
-    Called once per loader in each replica, also if there is only one replica, because the returned loader may
-    also be able to save and resume its position: see `polyxla.replica.loader.ShardedLoader`.
+    Called once per loader in each replica, even for a single replica, because the returned loader may
+    be able to save and resume its position: see `polyxla.replica.loader.ShardedLoader`.
 
     Args:
         loader: the user's loader.

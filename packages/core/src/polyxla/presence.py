@@ -16,7 +16,7 @@ class Position:
 
     Attributes:
         ordinal: the replica's ordinal.
-        steps: number of its optimizer updates; None if nobody counts them, as in a plain torch_xla program.
+        steps: number of its optimizer updates; None if they are not counted, as in a plain torch_xla program.
         has_returned: whether its function has returned, and its device has finished its work.
         line: ``file:line`` of the user's innermost frame; None if none is running.
     """
@@ -35,19 +35,21 @@ _listeners: list[Callable[[Position], None]] = []
 @contextlib.contextmanager
 def running(ordinal: int) -> Iterator[None]:
     """Return a context in which the calling thread is a replica; leave it when the device has finished."""
+    # Watchdogs ask for the position from their own threads, and find this thread's stack by its number.
     thread = threading.get_ident()
 
     def position() -> Position:
         count = _step_counts.get(ordinal)
         return Position(ordinal, count and count(), line=callsite.user_line(thread))
 
+    # An earlier launch in this process may have left its count behind.
     _step_counts.pop(ordinal, None)
     _replicas[ordinal] = position
     _notify(Position(ordinal))
     yield
-    # Not after an exception, which the launching process gets instead.
+    # Skipped after an exception: the launching process receives that, and the replica has not returned.
     final = replace(position(), has_returned=True, line=None)
-    # Also lets go of the replica's module and optimizers.
+    # The count is a method of the replica, and would keep its module and optimizers alive.
     _step_counts.pop(ordinal, None)
     _replicas[ordinal] = lambda: final
     _notify(final)
@@ -87,30 +89,31 @@ def unequal(positions: Iterable[Position], waiting: Container[int]) -> str | Non
         positions: where each replica is, as far as it is known.
         waiting: ordinals of the replicas that wait; the others may be anywhere.
     """
-    known = sorted(positions, key=lambda one: (not one.has_returned, one.ordinal))
+    known = sorted(positions, key=lambda replica: (not replica.has_returned, replica.ordinal))
     if not known or not known[0].has_returned:
         return None
-    # Those that have returned took part in no later step: whatever a replica has traced and submitted since,
-    # this is the step in which its device waits.
-    limit = min((one.steps for one in known if one.has_returned and one.steps is not None), default=None)
+    # Replicas that have returned took part in no later step, so this is the step in which the devices of the
+    # others wait, whatever those have traced and submitted since.
+    counts = (replica.steps for replica in known if replica.has_returned)
+    limit = min((steps for steps in counts if steps is not None), default=None)
     accounts: dict[tuple[str, str, str], list[int]] = {}
-    for one in known:
-        accounts.setdefault(_account(one, one.ordinal in waiting, limit), []).append(one.ordinal)
+    for replica in known:
+        account = _account(replica, replica.ordinal in waiting, limit)
+        accounts.setdefault(account, []).append(replica.ordinal)
     return "; ".join(
         f"{named(ordinals)} {singular if len(ordinals) == 1 else plural}{where}"
         for (singular, plural, where), ordinals in accounts.items()
     )
 
 
-def _account(one: Position, waits: bool, limit: int | None) -> tuple[str, str, str]:
+def _account(replica: Position, waits: bool, limit: int | None) -> tuple[str, str, str]:
     """Return what a replica does, in the singular and in the plural, and where."""
-    if one.has_returned:
-        count = "" if one.steps is None else f" after {one.steps} step{'' if one.steps == 1 else 's'}"
+    steps = replica.steps
+    if replica.has_returned:
+        count = "" if steps is None else f" after {steps} step{'' if steps == 1 else 's'}"
         return "returned", "returned", count
-    step = (
-        "" if one.steps is None else f" in step {min(one.steps, one.steps if limit is None else limit) + 1}"
-    )
-    where = f"{step} at {one.line}" if one.line else f"{step}, at the end of its function"
+    step = "" if steps is None else f" in step {min(steps, steps if limit is None else limit) + 1}"
+    where = f"{step} at {replica.line}" if replica.line else f"{step}, at the end of its function"
     return ("waits", "wait", where) if waits else ("is", "are", where)
 
 

@@ -60,6 +60,7 @@ def write_private(file: Path, data: bytes) -> None:
     """
     temporary = _unfinished(file, data)
     try:
+        # A rename is atomic: a reader sees the old file or the whole new one.
         temporary.replace(file)
     finally:
         temporary.unlink(missing_ok=True)
@@ -74,7 +75,8 @@ def user_key(environ: Mapping[str, str]) -> bytes:
     file = private_directory(environ) / _KEY
     if not file.exists():
         temporary = _unfinished(file, secrets.token_bytes(_KEY_BYTES))
-        # Several processes may come here at the same time: the first one's key is everyone's.
+        # Several processes may arrive here together. A link fails if the name exists, so all use the first
+        # key.
         with contextlib.suppress(FileExistsError):
             os.link(temporary, file)
         temporary.unlink()
@@ -83,6 +85,7 @@ def user_key(environ: Mapping[str, str]) -> bytes:
 
 def _unfinished(file: Path, data: bytes) -> Path:
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
+    # With its mode from the start, because a later chmod would leave a moment in which others can open it.
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:
         opened.write(data)
     return temporary
@@ -102,6 +105,8 @@ def _make(directory: Path) -> str | None:
         with contextlib.suppress(FileExistsError):
             directory.parent.mkdir(parents=True, exist_ok=True)
             directory.mkdir(mode=0o700)
+        # Inspect what is there, whoever made it: in the directory for temporary files, another user may have
+        # taken the name first.
         found = directory.lstat()
     except OSError as error:
         return f"cannot be made: {error.strerror}"
@@ -112,6 +117,7 @@ def _make(directory: Path) -> str | None:
     mode = stat.S_IMODE(found.st_mode)
     if mode & 0o077:
         return f"has mode {mode:o}, not 700"
+    # Directories also need execute permission, without which no file in them can be opened.
     if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
         return "is not writable"
     return None

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def is_tensor(value: Any) -> bool:
-    """Return whether `value` is a torch tensor, without importing torch, by two attributes of tensors."""
+    """Return whether `value` is a torch tensor. Duck-typed, because importing torch takes seconds."""
     return hasattr(value, "requires_grad") and hasattr(value, "device")
 
 
@@ -34,11 +34,13 @@ def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
         return filled
     if isinstance(value, list | tuple):
         items = [map_tensors(function, item) for item in value]
+        # A named tuple takes its fields as separate arguments, other sequences take one iterable.
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if _is_dataclass(value):
         # A copy, not a new instance: the constructor may compute, and may not accept every field.
         changed = copy.copy(value)
         for name in _field_names(value):
+            # Frozen dataclasses refuse setattr().
             object.__setattr__(changed, name, map_tensors(function, getattr(value, name)))
         return changed
     return value
@@ -58,6 +60,7 @@ def _map_attributes(
         # A dict whose __init__ has written: self.__dict__ = self.
         filled.__dict__ = filled  # type: ignore[assignment]
         return
+    # Attributes that are items must stay the same objects as the items, so they are found by identity.
     items = {id(item): changed[key] for key, item in value.items()}
     for name, old in attributes.items():
         if id(old) in items:

@@ -14,7 +14,7 @@ from polyxla.errors import PolyxlaError, ReplicaLostError
 _LAUNCH_MODULES = frozenset({"torch_xla._internal.pjrt", "torch_xla.distributed.xla_multiprocessing"})
 _LAUNCH = ("torch_xla.torch_xla", "launch")
 HINT = f"{env.POLYXLA_FULL_TRACEBACK}=1 shows polyxla's frames too"
-"""How to see what is left out."""
+"""Says how to see the frames that are left out."""
 
 
 class Folded:
@@ -41,15 +41,16 @@ def fold(error: BaseException) -> None:
     seen: list[BaseException] = []
     behind: list[BaseException | None] = [error]
     while behind:
-        one = behind.pop()
-        if one is None or any(one is other for other in seen):
+        current = behind.pop()
+        # Compared by identity: exceptions may define equality, and causes and contexts may form a circle.
+        if current is None or any(current is other for other in seen):
             continue
-        seen.append(one)
-        folded = _folded(one.__traceback__)
-        # Without a frame of the user's, an error that nothing else explains is a defect of ours: show all.
-        if folded or one.__cause__ or isinstance(one, PolyxlaError):
-            one.__traceback__ = folded
-        behind += [one.__cause__, one.__context__]
+        seen.append(current)
+        folded = _folded(current.__traceback__)
+        # An error without a frame of the user's and without a cause is a defect of ours: show every frame.
+        if folded or current.__cause__ or isinstance(current, PolyxlaError):
+            current.__traceback__ = folded
+        behind += [current.__cause__, current.__context__]
 
 
 def leave_replica(error: BaseException, who: str) -> NoReturn:
@@ -66,7 +67,7 @@ def leave_replica(error: BaseException, who: str) -> NoReturn:
 def as_error(error: BaseException, who: str) -> BaseException:
     """Return an exception that ended a replica, or the error that stands for it.
 
-    The launching program would take SystemExit, KeyboardInterrupt and their kind for its own: ``sys.exit(0)``
+    The launching program would take SystemExit, KeyboardInterrupt and the like for its own: ``sys.exit(0)``
     in one replica would end the whole job with success.
 
     Args:
@@ -95,14 +96,16 @@ def as_error(error: BaseException, who: str) -> BaseException:
 
 
 def _folded(trace: TracebackType | None) -> TracebackType | None:
+    # The links of a traceback run from the outermost frame inwards, so the kept ones are relinked from the
+    # end.
     kept = []
     while trace is not None:
         if not _is_ours(trace.tb_frame):
             kept.append(trace)
         trace = trace.tb_next
     folded = None
-    for one in reversed(kept):
-        folded = TracebackType(folded, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    for entry in reversed(kept):
+        folded = TracebackType(folded, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return folded
 
 

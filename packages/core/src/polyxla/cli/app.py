@@ -71,14 +71,15 @@ def main() -> None:
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A command must not fail at the name of a file, or at an arrow, that a terminal cannot show.
+            # A command must not fail because a terminal cannot show an arrow, or the name of a file.
             stream.reconfigure(errors="backslashreplace")
     try:
         load_everything().hook.polyxla_add_commands(app=app)
     except PolyxlaError as error:
         say(f"the commands of plugins are left out: {error}")
     except Exception as error:
-        # From a third-party plugin. `polyxla runtimes` must work all the same: it finds what is wrong.
+        # A third-party plugin may raise anything. `polyxla runtimes` must still run: it reports what is
+        # wrong.
         say(f"the commands of some plugins are left out: {type(error).__name__}: {error}")
     app()
 
@@ -100,16 +101,16 @@ def runtimes(runtime: RuntimeOption = None, as_json: JsonFlag = False) -> None:
     settings = env.from_environ(environ, runtime=_flag("--runtime", runtime))
     rows = [
         {
-            "name": one.name,
-            "package": one.entry.distribution,
-            "version": one.entry.version,
-            "available": one.why_not is None,
-            "asked_for_by": one.discovery.reason if one.discovery and one.claim else None,
-            "kind": one.discovery.kind if one.discovery else None,
-            "devices": len(one.discovery.devices) if one.discovery else 0,
-            "why_not": one.why_not,
+            "name": candidate.name,
+            "package": candidate.entry.distribution,
+            "version": candidate.entry.version,
+            "available": candidate.why_not is None,
+            "asked_for_by": candidate.discovery.reason if candidate.discovery and candidate.claim else None,
+            "kind": candidate.discovery.kind if candidate.discovery else None,
+            "devices": len(candidate.discovery.devices) if candidate.discovery else 0,
+            "why_not": candidate.why_not,
         }
-        for one in discover_all(environ)
+        for candidate in discover_all(environ)
     ]
     chosen: dict[str, Any] = {"chosen": None, "reason": None, "warnings": []}
     failure: PolyxlaError | None = None
@@ -118,6 +119,7 @@ def runtimes(runtime: RuntimeOption = None, as_json: JsonFlag = False) -> None:
         chosen |= {"chosen": selection.runtime, "reason": selection.reason}
         chosen["warnings"] = list(selection.warnings)
     except PolyxlaError as error:
+        # Kept, not raised: this command explains why nothing can be chosen, so it prints the table first.
         failure = error
     chosen["warnings"] += plugin_problems()
     if as_json:
@@ -194,6 +196,7 @@ class _RunCommand(typer.core.TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Insert ``--`` before the program."""
+        # click would take the program's options for its own, also those that polyxla has too.
         takes_value = {"--runtime", "--devices", "--precision", "--wait", "--emulate"}
         index = 0
         while index < len(args) and args[index].startswith("-") and args[index] not in ("-m", "--"):
@@ -254,15 +257,18 @@ def run(
         try:
             plan = make_run_plan(environ, settings, command, each)
         except UsageError as error:
+            # The user wrote the option; the variable is only how the option travels.
             if emulate and error.where == f"{EMULATE}={emulate}":
                 error.where = f"--emulate {emulate}"
             raise
         if emulate:
+            # The program's process has no options, only its environment.
             plan.variables[EMULATE] = emulate
     if dry_run:
         lines = [*(f"{name}={value}" for name, value in plan.variables.items()), " ".join(plan.command)]
         print_json(plan.as_json()) if as_json else typer.echo("\n".join(lines))
         return
+    # Standard output belongs to the program.
     if as_json:
         print(json.dumps(plan.as_json()), file=sys.stderr)
     else:

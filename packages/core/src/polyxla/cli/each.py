@@ -26,7 +26,7 @@ def run_each(plan: RunPlan, environ: Mapping[str, str]) -> NoReturn:
     job = Job(
         main=_run_program,
         function=script.run,
-        # Without python -m polyxla.cli.script.
+        # The program and its arguments, without python -m polyxla.cli.script.
         args=(plan.command[3:],),
         runtime=plan.selection.runtime,
         devices=plan.devices,
@@ -40,7 +40,7 @@ def run_each(plan: RunPlan, environ: Mapping[str, str]) -> NoReturn:
         results: list[ReplicaResult] = plugins.hook.polyxla_launch(job=job)
     except Exception as error:
         script.fail(error)
-    plugins.hook.polyxla_launch_finished(summaries={one.ordinal: one.summaries for one in results})
+    plugins.hook.polyxla_launch_finished(summaries={result.ordinal: result.summaries for result in results})
     sys.exit(0)
 
 
@@ -56,9 +56,12 @@ def _run_program(job: Job, place: Any) -> ReplicaResult:
         world = replication.world
         numbers = {"RANK": world.ordinal, "LOCAL_RANK": world.local_ordinal}
         numbers |= {"WORLD_SIZE": world.world_size, "LOCAL_WORLD_SIZE": world.local_world_size}
+        # Only after connecting: a TPU's ordinals are known once its processes have met.
         env.update_environ({name: str(number) for name, number in numbers.items()})
         own = replica_main.Membership(job, replication)
         replica_main.memberships.append(own)
+        # Connecting has imported torch_xla if the runtime is on it. A program without it must not pay for its
+        # import.
         if "torch_xla" in sys.modules:
             from polyxla.xla import torch_xla_launch
 
@@ -66,7 +69,7 @@ def _run_program(job: Job, place: Any) -> ReplicaResult:
         try:
             job.function(*job.args)
         except SystemExit as end:
-            # Of a program, this is a way to end.
+            # For a program, unlike a launched function, sys.exit(0) is a normal end.
             if end.code not in (None, 0):
                 raise
         return ReplicaResult(world.ordinal, None, own.summaries)

@@ -89,11 +89,13 @@ def make_run_plan(
 
 def replace_process(plan: RunPlan, environ: Mapping[str, str]) -> NoReturn:
     """Become the program; if a prepared process runs it, pass on its signals, and end as it ends."""
+    # execve drops what Python has buffered.
     sys.stdout.flush()
     sys.stderr.flush()
     # A Ctrl-C waits until the program's process can report it: python itself would print a traceback.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     environ = plan.program_environment(environ)
+    # Returns only if no prepared process fits; the program is then started in the ordinary way.
     if ready := prepared_processes():
         ready.run_program(plan.command, environ)
     os.execve(plan.command[0], plan.command, environ)
@@ -120,8 +122,9 @@ def _check_module(rest: Sequence[str]) -> None:
     if not rest:
         raise UsageError("-m names no module", where="polyxla run", fix="Write -m and the name of a module.")
     package = rest[0].partition(".")[0]
-    # `python -m` finds modules in the current directory, too.
+    # `python -m` also finds modules in the current directory.
     sys.path.insert(0, str(env.working_directory()))
+    # Only the top package: finding a submodule imports its parents, which would run the user's code here.
     if importlib.util.find_spec(package) is None:
         raise UsageError(
             f"there is no module {rest[0]!r}",
@@ -134,6 +137,7 @@ def _check_wait(wait_s: Setting) -> None:
     try:
         seconds = float(wait_s.value)
     except ValueError:
+        # NaN fails every comparison, and so becomes the same error as a number out of range.
         seconds = math.nan
     if not 0 <= seconds < math.inf:
         raise UsageError(

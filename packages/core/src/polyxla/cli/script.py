@@ -1,7 +1,7 @@
 """``python -m polyxla.cli.script``: run a program as python would, but print polyxla's errors plainly.
 
 A `polyxla.PolyxlaError` ends the program with the error's text, the script's line and the error's exit code,
-Ctrl-C with one line. Of any other exception the program's own frames are printed.
+Ctrl-C with one line. For any other exception, the program's own frames are printed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ def main() -> None:
     """Run the script or ``-m`` module that the arguments name, as the module ``__main__``."""
     own = sys.modules["__main__"]
     try:
-        # `polyxla run` has blocked it until here, where it can be reported in one line.
+        # `polyxla run` blocked Ctrl-C, because only from here on it is reported in one line.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         asked = _prepare()
         try:
             run(sys.argv[1:])
         except SystemExit as end:
+            # A program that ends with sys.exit(0) may still have forgotten to launch, so it reaches the check
+            # below.
             if end.code:
                 raise
         if asked > 1 and not xla.has_run():
@@ -62,7 +64,7 @@ def fail(error: Exception, path: str | None = None) -> NoReturn:
         error.__traceback__ = error.__traceback__.tb_next
     fold(error)
     if sys.excepthook is sys.__excepthook__ and isinstance(error.__cause__, RemoteTraceback):
-        # The replica's traceback says all; this process has only waited for it.
+        # This process has only waited: the replica's traceback is the one that explains.
         sys.stderr.write(str(error.__cause__).lstrip())
     else:
         sys.excepthook(type(error), error, error.__traceback__)
@@ -73,9 +75,10 @@ def run(program: Sequence[str]) -> None:
     """Run a script, or ``-m`` and a module, with its arguments, as this process's module ``__main__``."""
     sys.argv[:] = program
     module = ModuleType("__main__")
-    # Stays there after the program's end: its threads and spawned workers look up their functions here.
+    # It stays there after the program's end: threads and spawned workers look up their functions in it.
     sys.modules["__main__"] = module
     code = _module(module) if sys.argv[0] == "-m" else _script(module, sys.argv[0])
+    # exec, not runpy: runpy removes the module from sys.modules when the program ends.
     exec(code, module.__dict__)
 
 
@@ -84,10 +87,13 @@ def _prepare() -> int:
     environ = env.snapshot()
     if runtime := environ.get(env.POLYXLA_RUNTIME):
         load_runtime(find_runtime(runtime, "default")).hook.polyxla_prepare(environ=environ)
-        # `polyxla run` has printed them: they count as said.
+        # `polyxla run` has printed these warnings. Say them to nobody, so that the launch does not repeat
+        # them.
         with contextlib.redirect_stderr(io.StringIO()):
             for warning in unknown_variables(environ):
                 say_once(warning)
+    # `polyxla run` writes indices. A count or auto comes from the user's own variable, where one replica may
+    # be meant.
     asked = environ.get(env.POLYXLA_DEVICES, "")
     return len(json.loads(asked)) if asked.startswith("[") else 0
 

@@ -28,6 +28,7 @@ def variables(environ: Mapping[str, str], settings: LaunchSettings) -> list[dict
 
 def _own(environ: Mapping[str, str], settings: LaunchSettings) -> dict[str, Setting]:
     text = environ.get(env.POLYXLA_COMPILE_CACHE)
+    # Set but empty means off here, unlike for all other variables.
     cache = Setting("on", "default") if text is None else Setting(text or "off", "environment")
     return {
         env.POLYXLA_RUNTIME: settings.runtime,
@@ -56,6 +57,7 @@ def _to_be_set(environ: Mapping[str, str], settings: LaunchSettings) -> list[dic
 
 def _row(name: str, setting: Setting, reader: str) -> dict[str, Any]:
     value = setting.value
+    # The listing is made to be pasted into bug reports.
     if name == env.POLYXLA_SECRET and value is not None:
         value = "(hidden)"
     origin = "environment" if setting.origin == f"{name}={setting.value}" else setting.origin
