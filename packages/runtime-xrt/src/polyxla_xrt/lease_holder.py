@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from polyxla import PolyxlaError
-from polyxla.plugin import LOCALHOST, POLYXLA_SECRET, derived, say, signal_name, snapshot
+from polyxla.plugin import LOCALHOST, POLYXLA_SECRET, derived, is_stopped, say, signal_name, snapshot
 from polyxla_xrt import env
 from polyxla_xrt.client.job_owner import JobOwner
 from polyxla_xrt.config.timeouts import job_wait_s, stall_timeout_s
@@ -36,6 +36,8 @@ More than `polyxla_xrt.local_service.START_TPU_S`.
 """
 END_S = 5.0
 """Longest wait for the helper process to end, in seconds."""
+_LOOK_S = 1.0
+"""Time between looks at the state of the helper process, in seconds."""
 _MAIN = "import sys; sys.path[:] = {!r}; from {} import main; main({})"
 
 
@@ -70,7 +72,7 @@ class LeaseHolder:
 
     def __init__(self, plan: Plan, environ: Mapping[str, str]) -> None:
         # Read first: an invalid value must fail before a process is started.
-        limit_s = job_wait_s(environ)
+        limit_s, self._stall_s = job_wait_s(environ), stall_timeout_s(environ)
         ours, theirs = Pipe()
         self._pipe = ours
         self._process = subprocess.Popen(
@@ -104,14 +106,23 @@ class LeaseHolder:
     def _wait(self, timeout_s: float) -> GrantedLease:
         """Wait for the lease; print the messages that come before it."""
         deadline = time.monotonic() + timeout_s
+        went_on = time.monotonic()
         try:
-            while self._pipe.poll(max(0.0, deadline - time.monotonic())):
-                message = self._pipe.recv()
-                if isinstance(message, PolyxlaError):
-                    raise message
-                if isinstance(message, GrantedLease):
-                    return message
-                say(message)
+            while (now := time.monotonic()) < deadline:
+                if not is_stopped(self._process.pid):
+                    went_on = now
+                elif now - went_on > self._stall_s:
+                    raise _failed(
+                        f"has been stopped for {self._stall_s:g} s (kill -CONT continues a process)"
+                    )
+                # Short waits: a stopped process closes no pipe.
+                if self._pipe.poll(min(_LOOK_S, deadline - now)):
+                    message = self._pipe.recv()
+                    if isinstance(message, PolyxlaError):
+                        raise message
+                    if isinstance(message, GrantedLease):
+                        return message
+                    say(message)
         except (EOFError, OSError):
             # Reset, not ended: it was killed before it had read all that was sent.
             raise _failed(f"{self._ending()} before it had a worker") from None
