@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Find wordings that a native reader stumbles over; print each with a better one, and fail.
 
-Read are the packages' sources, the documentation and the READMEs.
+It reads the packages' sources, the documentation and the READMEs. Vale would do the same, but its wheel on the
+package index holds no program: it downloads one when it first runs, which a machine without that address cannot.
 """
 
 from __future__ import annotations
