@@ -107,7 +107,7 @@ def with_siblings(packages: Iterable[str], with_extras: Collection[str] = ()) ->
 
 def siblings(requirements: Iterable[str]) -> list[str]:
     """Return our packages among requirements such as ``polyxla-training[tensorboard]==0.1.0``."""
-    names = (re.split(r"[^\w.-]", one)[0] for one in requirements)
+    names = (re.split(r"[^\w.-]", requirement)[0] for requirement in requirements)
     return [PACKAGE_OF[name] for name in names if name in PACKAGE_OF]
 
 
@@ -284,7 +284,7 @@ def notebooks(session: nox.Session, runtime: str) -> None:
 def trackers(session: nox.Session) -> None:
     """Log a training to Weights & Biases, offline, and to MLflow, in a file."""
     extras = PROJECTS["training"]["optional-dependencies"]
-    requirements = [*group("trackers"), *(one for extra in TRACKERS for one in extras[extra])]
+    requirements = [*group("trackers"), *(requirement for extra in TRACKERS for requirement in extras[extra])]
     # Without the constraints: MLflow allows only older releases of some libraries.
     install(session, ["runtime-pjrt", "training", "testing"], requirements, options=())
     options = ["--polyxla-runtime", "pjrt", junit("trackers")]
@@ -304,9 +304,14 @@ def blocks(session: nox.Session) -> None:
 @nox.session(venv_backend="uv", reuse_venv=False)
 def minimums(session: nox.Session) -> None:
     """Test the packages that promise a range of versions with the oldest they allow."""
-    ranges = [one for package in WITH_A_RANGE for one in PROJECTS[package]["dependencies"]]
-    ranges += [one for package in WITH_A_RANGE for extra in extras_of(package).values() for one in extra]
-    free = {re.split(r"[^\w.-]", one)[0].lower() for one in ranges}
+    ranges = [requirement for package in WITH_A_RANGE for requirement in PROJECTS[package]["dependencies"]]
+    ranges += [
+        requirement
+        for package in WITH_A_RANGE
+        for extra in extras_of(package).values()
+        for requirement in extra
+    ]
+    free = {re.split(r"[^\w.-]", requirement)[0].lower() for requirement in ranges}
     pins = Path(CONSTRAINTS).read_text().splitlines()
     constraints = Path(session.create_tmp()) / CONSTRAINTS
     constraints.write_text("\n".join(pin for pin in pins if pin.split("==")[0].lower() not in free))
@@ -359,9 +364,9 @@ def build(session: nox.Session) -> None:
 
 SEE_ENTRY_POINTS = """
 from importlib.metadata import entry_points
-runtimes = [(one.name, one.dist.name) for one in entry_points(group="polyxla.runtimes")]
+runtimes = [(point.name, point.dist.name) for point in entry_points(group="polyxla.runtimes")]
 assert runtimes == [("pjrt", "polyxla-runtime-pjrt")], runtimes
-commands = [one.value for one in entry_points(group="console_scripts", name="polyxla")]
+commands = [point.value for point in entry_points(group="console_scripts", name="polyxla")]
 assert commands == ["polyxla.__main__:main"], commands
 """
 
@@ -396,7 +401,7 @@ def look_into(wheel: Path, package: str) -> list[str]:
     if files and not any(name.endswith("/py.typed") for name in files):
         problems.append("py.typed is missing")
     problems += wrong_tag(wheel)
-    if len({one["version"] for one in PROJECTS.values()}) != 1:
+    if len({project["version"] for project in PROJECTS.values()}) != 1:
         problems.append("the packages have more than one version")
     found = {section: dict(parser[section]) for section in parser.sections()}
     if found != expected:
@@ -447,7 +452,10 @@ def upstream(session: nox.Session) -> None:
 @nox.session
 def proto(session: nox.Session) -> None:
     """Generate the code of all .proto files with the oldest tools supported; fail if the code has changed."""
-    needs = (re.fullmatch(r"grpcio>=([\d.]+),.*", one) for one in PROJECTS["runtime-xrt"]["dependencies"])
+    needs = (
+        re.fullmatch(r"grpcio>=([\d.]+),.*", requirement)
+        for requirement in PROJECTS["runtime-xrt"]["dependencies"]
+    )
     (oldest,) = (match[1] for match in needs if match)
     session.install(f"grpcio-tools=={oldest}")
     before = generated_code()
@@ -514,10 +522,10 @@ def demo(session: nox.Session) -> None:
 @nox.session(venv_backend="uv")
 def pin(session: nox.Session) -> None:
     """Rewrite the constraints: ``nox -s pin`` adds missing pins, ``-- --upgrade`` moves all of them."""
-    everything = {one for name in GROUPS for one in group(name)}
+    everything = {requirement for name in GROUPS for requirement in group(name)}
     # What only torch_xla's environment needs, or another release of torch.
     on_torch_xla = re.compile(r"torch_?xla|torchvision|torchax|torch==|flax|libtpu")
-    shared = {one for one in everything if not on_torch_xla.match(one)}
+    shared = {requirement for requirement in everything if not on_torch_xla.match(requirement)}
     write_pins(session, CONSTRAINTS, everything | required_by(WITH_TORCH_XLA) | {"torch==2.9.*"})
     write_pins(session, CONSTRAINTS_TORCHTPU, shared | required_by(WITH_TORCH_TPU))
 
@@ -526,8 +534,10 @@ def required_by(packages: Iterable[str]) -> set[str]:
     """Return what our packages and their extras require of others."""
     lists = [PROJECTS[package]["dependencies"] for package in packages]
     extras = [PROJECTS[package].get("optional-dependencies", {}) for package in packages]
-    lists += [extra for one in extras for name, extra in one.items() if name not in TRACKERS]
-    return {requirement for one in lists for requirement in one if not siblings([requirement])}
+    lists += [extra for table in extras for name, extra in table.items() if name not in TRACKERS]
+    return {
+        requirement for requirements in lists for requirement in requirements if not siblings([requirement])
+    }
 
 
 def write_pins(session: nox.Session, file: str, wanted: Collection[str]) -> None:

@@ -19,9 +19,9 @@ def public_names() -> Iterator[str]:
     """Yield each public name with its package."""
     for path in sorted(ROOT.glob("packages/*/src/**/__init__.py")):
         package = ".".join(path.parts[path.parts.index("src") + 1 : -1])
-        for one in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "__all__":
-                yield from (f"{package}.{name}" for name in ast.literal_eval(one.value))
+        for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
+                yield from (f"{package}.{name}" for name in ast.literal_eval(statement.value))
 
 
 def shown_names(site: Path) -> set[str]:

@@ -84,9 +84,9 @@ def run_pages(names: list[str]) -> None:
     """
     failed = []
     for path in blocks.pages():
-        cells = [one.code for one in blocks.blocks(path) if one.reason is None]
+        cells = [block.code for block in blocks.blocks(path) if block.reason is None]
         if cells and (path.stem in names or not names):
-            notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(one) for one in cells])
+            notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
             try:
                 run(path.stem, notebook)
             except CellControlSignal as error:

@@ -38,7 +38,7 @@ class Test(NamedTuple):
     variables: dict[str, str]
 
     def __str__(self) -> str:
-        return " ".join((self.path, *(one for one in self.options if one != "-v")))
+        return " ".join((self.path, *(option for option in self.options if option != "-v")))
 
 
 def read_list(text: str) -> list[Test]:
@@ -52,7 +52,7 @@ def read_list(text: str) -> list[Test]:
         variables = dict(word.split("=", 1) for word in words if "=" in word)
         for word in words:
             variables |= WRAPPERS.get(word, {})
-        options = tuple(one for one in shlex.split(match[3]) if one != "$@")
+        options = tuple(option for option in shlex.split(match[3]) if option != "$@")
         tests.append(Test(match[2], options, variables))
     return tests
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Find wordings that a native reader stumbles over; print each with a better one, and fail.
 
-It reads the packages' sources, the documentation and the READMEs. Vale would do the same, but its wheel on the
-package index holds no program: it downloads one when it first runs, which a machine without that address cannot.
+It reads the packages' sources, the documentation and the READMEs. Vale would do the same, but its wheel holds
+no program: it downloads one at its first use, which a machine without a network cannot.
 """
 
 from __future__ import annotations
@@ -75,9 +75,8 @@ def _pattern(wording: str) -> str:
 
 
 # "There is none" is good English. The longest come first: "whole numbers" is not "whole number".
-WORDINGS = re.compile(
-    rf"(?<!\bthere )\b(?:{'|'.join(_pattern(one) for one in sorted(BETTER, key=len, reverse=True))})\b"
-)
+LONGEST_FIRST = sorted(BETTER, key=len, reverse=True)
+WORDINGS = re.compile(rf"(?<!\bthere )\b(?:{'|'.join(map(_pattern, LONGEST_FIRST))})\b")
 
 
 if __name__ == "__main__":

@@ -94,10 +94,12 @@ def measure() -> dict[str, float]:
             times["save_file"].append(seconds(lambda: save_safetensors(tensors, theirs)))
             times["save"].append(seconds(lambda: save(tensors, ours)))
         for _ in range(ROUNDS):
-            times["load_file"].append(seconds(lambda: [one.sum() for one in load_file(theirs).values()]))
-            times["load"].append(seconds(lambda: [one.sum() for one in load(ours).values()]))
+            times["load_file"].append(
+                seconds(lambda: [tensor.sum() for tensor in load_file(theirs).values()])
+            )
+            times["load"].append(seconds(lambda: [tensor.sum() for tensor in load(ours).values()]))
             times["load, unverified"].append(
-                seconds(lambda: [one.sum() for one in load(ours, verify=False).values()])
+                seconds(lambda: [tensor.sum() for tensor in load(ours, verify=False).values()])
             )
     figures = {f"{name}, s": min(runs) for name, runs in times.items()}
     figures["save / save_file"] = figures["save, s"] / figures["save_file, s"]

@@ -343,7 +343,7 @@ def on_cpu() -> None:
     """Write the losses of torch on the CPU."""
     losses = {"digits": digits_losses("cpu"), "decoder": decoder_losses("cpu")[0]}
     Path(SCRATCH, "losses.json").write_text(json.dumps(losses))
-    emit("losses on the CPU", first={name: one[0] for name, one in losses.items()})
+    emit("losses on the CPU", first={name: curve[0] for name, curve in losses.items()})
 
 
 def torchtpu() -> None:
@@ -370,7 +370,7 @@ def torchtpu() -> None:
 
 
 def _compare(what: str, losses: list[float], expected: list[float], started: float, **more: Any) -> None:
-    differences = [abs(one - other) for one, other in zip(losses, expected, strict=True)]
+    differences = [abs(loss - other) for loss, other in zip(losses, expected, strict=True)]
     emit(
         what,
         steps=len(losses),
@@ -621,7 +621,7 @@ def _jax_step() -> Callable[..., Any]:
         return (wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + 1e-6) * scale).astype(x.dtype)
 
     def loss(held: dict[str, Any], batch: Any) -> Any:
-        low = {name: one.astype(jnp.bfloat16) for name, one in held.items()}
+        low = {name: weight.astype(jnp.bfloat16) for name, weight in held.items()}
         x = low["words"][batch[:, :-1]] + low["places"]
         mask = jnp.where(jnp.tril(jnp.ones((context, context), bool)), 0.0, -1e9)
         for layer in range(SIZES["layers"]):
@@ -639,7 +639,7 @@ def _jax_step() -> Callable[..., Any]:
 
     def step(held: dict[str, Any], batch: Any) -> Any:
         value, gradients = jax.value_and_grad(loss)(held, batch)
-        return {name: one - RATE * gradients[name] for name, one in held.items()}, value
+        return {name: weight - RATE * gradients[name] for name, weight in held.items()}, value
 
     return step
 
@@ -702,7 +702,7 @@ def engine_step() -> None:
         executable = engine.compile(program, OPTIONS)
         compile_s = time.perf_counter() - started
         # JAX flattens a dictionary in the order of its keys.
-        state = [upload(engine, one) for one in jax.tree.leaves(parameters())]
+        state = [upload(engine, leaf) for leaf in jax.tree.leaves(parameters())]
         batch = upload(engine, tokens())
         losses, times = [], []
         for _ in range(3):
@@ -888,12 +888,12 @@ def memory() -> None:
 
     with local_engine() as engine:
         device = engine.devices[0]
-        donating, one, value = compiled(engine, DONATING), upload(engine, ones(1)), upload(engine, ones(0))
+        donating, single, value = compiled(engine, DONATING), upload(engine, ones(1)), upload(engine, ones(0))
         product = compiled(engine, PRODUCT.replace("SIZE", "1024"))
         x = upload(engine, np.eye(1024, dtype=np.float32))
         counts: list[dict[str, int]] = []
         for step in range(1, 251):
-            value, number = engine.execute(donating, device, [value, one])
+            value, number = engine.execute(donating, device, [value, single])
             (x,) = engine.execute(product, device, [x, x])
             batch = upload(engine, np.ones(1 << 20, np.uint8))
             if step % 50 == 0:
@@ -1044,7 +1044,7 @@ def pack(to: Path) -> None:
     target = [
         f"--python-version={PYTHON}",
         "--implementation=cp",
-        *(f"--platform={one}" for one in PLATFORMS),
+        *(f"--platform={platform}" for platform in PLATFORMS),
     ]
     for needed in WHEELS:
         name = re.split("==", needed)[0].replace("-", "_")
@@ -1055,7 +1055,7 @@ def pack(to: Path) -> None:
             )
             if name == "torch_tpu":
                 _strip(next(to.glob("torch_tpu-*.whl")))
-    print(f"{sum(one.stat().st_size for one in to.glob('*.whl')) / 2**20:.1f} MiB in {to}")
+    print(f"{sum(wheel.stat().st_size for wheel in to.glob('*.whl')) / 2**20:.1f} MiB in {to}")
 
 
 def _strip(wheel: Path) -> None:
@@ -1090,8 +1090,8 @@ def main() -> None:
     running.add_argument("--patience", type=float, default=1, help="multiplies the limits of the stages")
     running.add_argument("--plugin", default="cuda", help="cuda, or cpu=LIBRARY")
     running.add_argument("--only", nargs="+", choices=STAGES, default=(), metavar="STAGE")
-    one = commands.add_parser("stage", help="run one stage in this process")
-    one.add_argument("name", choices=STAGES)
+    stage = commands.add_parser("stage", help="run one stage in this process")
+    stage.add_argument("name", choices=STAGES)
     given = parser.parse_args()
     if given.command == "pack":
         pack(given.to)

@@ -99,11 +99,11 @@ def contest(*starts: Callable[[], Contestant]) -> Iterator[list[Contestant]]:
     """Start contestants, run their rounds in turns, and yield them afterwards."""
     contestants = [start() for start in starts]
     for _ in range(ROUNDS):
-        for one in contestants:
-            one.round()
+        for contestant in contestants:
+            contestant.round()
     yield contestants
-    for one in contestants:
-        one.close()
+    for contestant in contestants:
+        contestant.close()
 
 
 def do(function: Callable[..., None], *arguments: Any) -> list[str]:

@@ -125,7 +125,7 @@ def memory() -> None:
     from polyxla_bridge.engine.jax_engine import JaxEngine
 
     training = XlaTraining("convnet", BATCH)
-    (engine,) = (one for one in gc.get_objects() if isinstance(one, JaxEngine))
+    (engine,) = (held for held in gc.get_objects() if isinstance(held, JaxEngine))
     client = engine._clients._clients[0]  # noqa: SLF001  (only this counts arrays)
     seen = []
     for _ in range(STEPS // SETTLED):
@@ -248,7 +248,7 @@ def measure_start() -> None:
     for _ in range(STARTS):
         for name, (function, count, environ) in ways.items():
             took[name].append(used(do(function, count), environ))
-    best = {name: min(found, key=lambda one: one.wall_s) for name, found in took.items()}
+    best = {name: min(found, key=lambda run: run.wall_s) for name, found in took.items()}
     four, eight, emulated, bare = (best[name] for name in ways)
     row("start: 4 processes / bare spawn of 4", four, bare, four.wall_s / bare.wall_s, at_most=0.55)
     row("start: 8 processes / 4", eight, four, eight.wall_s / four.wall_s, at_most=1.3)
@@ -261,8 +261,8 @@ def measure_compile() -> None:
     for _ in range(STARTS):
         runs["one"].append(sum(json.loads(used(do(compile_once), ONE_BRIDGED).output)))
         runs["four"].append(max(json.loads(used(do(compile_once), processes(REPLICAS)).output)))
-    one, four = (min(runs[name]) for name in ("one", "four"))
-    row("compile: 4 replicas / 1", f"{four:.2f} s", f"{one:.2f} s", four / one, at_most=1.3)
+    single, four = (min(runs[name]) for name in ("one", "four"))
+    row("compile: 4 replicas / 1", f"{four:.2f} s", f"{single:.2f} s", four / single, at_most=1.3)
 
 
 def measure_memory() -> None:

@@ -63,10 +63,10 @@ def replicas() -> None:
         }
         subprocess.run([sys.executable, "-m", "polyxla", "warm", "on"], check=True, timeout=300, env=warm)
         try:
-            runs = {name: [seconds(*one)] for name, one in contestants.items()}
+            runs = {name: [seconds(*command)] for name, command in contestants.items()}
             for _ in range(LAUNCHES):
-                for name, one in contestants.items():
-                    runs[name].append(seconds(*one))
+                for name, command in contestants.items():
+                    runs[name].append(seconds(*command))
         finally:
             subprocess.run([sys.executable, "-m", "polyxla", "warm", "off"], check=True, timeout=60, env=warm)
     print(f"\n{'all-reduce, 4 replicas':<26}{'best s':>8}{'median s':>10}{'warm x':>10}{'at most':>10}")

@@ -115,7 +115,7 @@ def measure_start() -> None:
     for _ in range(STARTS):
         for name, (command, environ) in ways.items():
             took[name].append(used(command, environ))
-    ours, peer = (min(found, key=lambda one: one.wall_s) for found in took.values())
+    ours, peer = (min(found, key=lambda run: run.wall_s) for found in took.values())
     row("start: 4 replicas / torchrun with gloo", ours, peer, ours.wall_s / peer.wall_s, at_most=1.2)
 
 

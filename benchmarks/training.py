@@ -289,7 +289,7 @@ def compared(
         at: index of the number to compare.
         best: selects the best of several; for memory the largest.
     """
-    ours, peer = ([one[at] for one in found[name]] for name in SAMPLERS)
+    ours, peer = ([times[at] for times in found[name]] for name in SAMPLERS)
     middle = {"median": statistics.median(ours), "peer's median": statistics.median(peer)}
     return {"figure": figure, "ours": best(ours), "peer": best(peer), **middle}
 

@@ -337,15 +337,15 @@ def measure_step() -> None:
 def measure_start() -> None:
     """Measure the time from the command to the end of the last replica's first step."""
     with worker(CORES) as (address, _):
-        several, one = [], []
+        several, single = [], []
         for _ in range(STARTS):
             several.append(_seconds_to_step(address, CORES))
-            one.append(_seconds_to_step(address, 1))
+            single.append(_seconds_to_step(address, 1))
     row(
         f"start: {CORES} processes / 1",
         f"{statistics.median(several):.1f} s",
-        f"{statistics.median(one):.1f} s",
-        statistics.median(map(operator.truediv, several, one)),
+        f"{statistics.median(single):.1f} s",
+        statistics.median(map(operator.truediv, several, single)),
         at_most=1.4,
     )
 

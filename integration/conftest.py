@@ -193,7 +193,7 @@ def chosen_worker(pytestconfig: pytest.Config) -> tuple[list[str], dict[str, str
     """The options and the variables of the workers that ``--xrt-worker`` chooses."""
     words = shlex.split(pytestconfig.getoption("--xrt-worker"))
     variables = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
-    return words[len(variables) :], dict(one.split("=", 1) for one in variables)
+    return words[len(variables) :], dict(variable.split("=", 1) for variable in variables)
 
 
 @contextmanager

@@ -78,11 +78,11 @@ def having(text: str, *, parent: str | None = None) -> Find:
     """Return what finds the processes with a text in their command line, and that of their parent."""
 
     def find(_: Job, processes: Sequence[Process]) -> list[Process]:
-        commands = {one.pid: one.command for one in processes}
+        commands = {process.pid: process.command for process in processes}
         return [
-            one
-            for one in processes
-            if text in one.command and (parent is None or parent in commands.get(one.parent, ""))
+            process
+            for process in processes
+            if text in process.command and (parent is None or parent in commands.get(process.parent, ""))
         ]
 
     return find
@@ -90,20 +90,20 @@ def having(text: str, *, parent: str | None = None) -> Find:
 
 def root(job: Job, processes: Sequence[Process]) -> list[Process]:
     """Find the process that was started as the job."""
-    return [one for one in processes if one.pid == job.process.pid]
+    return [process for process in processes if process.pid == job.process.pid]
 
 
 def fork_server(job: Job, processes: Sequence[Process]) -> list[Process]:
     """Find the fork servers: replicas have their command line, and them for parents."""
     both = having("launcher.fork_server")(job, processes)
-    pids = {one.pid for one in both}
-    return [one for one in both if one.parent not in pids]
+    pids = {process.pid for process in both}
+    return [process for process in both if process.parent not in pids]
 
 
 def replica(job: Job, processes: Sequence[Process]) -> list[Process]:
     """Find the processes that a fork server has forked."""
-    servers = {one.pid for one in fork_server(job, processes)}
-    return [one for one in processes if one.parent in servers]
+    servers = {server.pid for server in fork_server(job, processes)}
+    return [process for process in processes if process.parent in servers]
 
 
 def forks_of(text: str) -> Find:
@@ -116,7 +116,7 @@ def original(text: str) -> Find:
 
     def find(job: Job, processes: Sequence[Process]) -> list[Process]:
         forks = forks_of(text)(job, processes)
-        return [one for one in having(text)(job, processes) if one not in forks]
+        return [process for process in having(text)(job, processes) if process not in forks]
 
     return find
 
@@ -390,8 +390,8 @@ class Job:
                         command = (path / "cmdline").read_text(errors="replace").replace("\0", " ")
                         state, parent = (path / "stat").read_text().rpartition(")")[2].split()[:2]
                         found.append(Process(int(path.name), int(parent), command, state))
-        self._pids |= {one.pid for one in found}
-        return [one for one in found if one.state not in "ZX"]
+        self._pids |= {process.pid for process in found}
+        return [process for process in found if process.state not in "ZX"]
 
     def at(self, point: str) -> list[Process]:
         """Return the processes at a point."""
@@ -417,7 +417,7 @@ class Job:
             if done.returncode == 0:
                 document = json.loads(done.stdout)
                 states = [document] if self._address else document["processes"]
-                if states and not any(one.get("job") or one.get("jobs_running") for one in states):
+                if states and not any(state.get("job") or state.get("jobs_running") for state in states):
                     return None
             if time.monotonic() > deadline:
                 return f"the service is not well: {done.stdout}{done.stderr}"
@@ -436,12 +436,12 @@ class Job:
                 capture_output=True,
                 check=False,
             )
-        for one in (self._relay, self._service):
-            if one:
-                one.process.terminate()
+        for helper in (self._relay, self._service):
+            if helper:
+                helper.process.terminate()
         with contextlib.suppress(AssertionError):
             _wait(lambda: not self.processes(), "the end of all processes", LEFT_S)
-        left = [f"process {one.pid} ({one.command[:150]})" for one in self.processes()]
+        left = [f"process {process.pid} ({process.command[:150]})" for process in self.processes()]
         for rest in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rest.pid, signal.SIGKILL)
@@ -461,7 +461,7 @@ class Job:
 
 def _is_torchs(path: Path) -> bool:
     """Return whether torch has made it: a program that is killed before it launches leaves it."""
-    return path.is_dir() and all(one.name.startswith("_remote_module_") for one in path.glob("*.py"))
+    return path.is_dir() and all(file.name.startswith("_remote_module_") for file in path.glob("*.py"))
 
 
 def _wait(condition: Callable[[], Any], what: str, timeout_s: float) -> None:
@@ -553,18 +553,21 @@ def rounds(minutes: float, seed: int, only: Sequence[str]) -> Iterator[Round]:
 def table(found: Sequence[Round]) -> str:
     """Return the sums, with a line for each point and fault."""
     rows: dict[tuple[str, str, str], list[Round]] = defaultdict(list)
-    for one in found:
-        rows[one.stage, one.point, one.fault].append(one)
+    for result in found:
+        rows[result.stage, result.point, result.fault].append(result)
     lines = [f"{'job':<14}{'point':<23}{'fault':<16}{'times':>6}  {'outcomes':<34}{'longest':>9}"]
     for (stage, point, fault), same in sorted(rows.items()):
-        counts = Counter(one.outcome for one in same)
+        counts = Counter(result.outcome for result in same)
         outcomes = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-        longest = max(one.seconds for one in same)
+        longest = max(result.seconds for result in same)
         lines.append(f"{stage:<14}{point:<23}{fault:<16}{len(same):>6}  {outcomes:<34}{longest:>7.1f} s")
-    wrong = [one for one in found if one.outcome == "wrong"]
+    wrong = [result for result in found if result.outcome == "wrong"]
     lines.append(f"{len(found)} jobs, {len(wrong)} with a wrong outcome")
     return "\n".join(
-        [*lines, *(f"wrong: {one.stage}, {one.point}, {one.fault}: {one.text}" for one in wrong)]
+        [
+            *lines,
+            *(f"wrong: {result.stage}, {result.point}, {result.fault}: {result.text}" for result in wrong),
+        ]
     )
 
 
@@ -602,7 +605,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=2)
     parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--only", action="append", default=[], choices=[one.name for one in STAGES])
+    parser.add_argument("--only", action="append", default=[], choices=[stage.name for stage in STAGES])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--relay")
     options = parser.parse_args()
@@ -612,18 +615,19 @@ def main() -> int:
     seed = random.randrange(10**6) if options.seed is None else options.seed
     print(f"seed {seed}", file=sys.stderr, flush=True)
     found = []
-    for one in rounds(options.minutes, seed, options.only):
-        found.append(one)
+    for result in rounds(options.minutes, seed, options.only):
+        found.append(result)
         print(
-            f"{one.stage}, {one.point}, {one.fault}: {one.outcome} after {one.seconds:g} s. {one.text}",
+            f"{result.stage}, {result.point}, {result.fault}: {result.outcome} after {result.seconds:g} s. "
+            f"{result.text}",
             file=sys.stderr,
             flush=True,
         )
     if options.json:
-        print(json.dumps({"seed": seed, "rounds": [asdict(one) for one in found]}, indent=2))
+        print(json.dumps({"seed": seed, "rounds": [asdict(entry) for entry in found]}, indent=2))
     else:
         print(table(found))
-    return int(any(one.outcome == "wrong" for one in found))
+    return int(any(entry.outcome == "wrong" for entry in found))
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ class Functions:
             "gather 1": [torch.cat([*every], 1), weight * (ordinal + 1)],
         }
         inputs = torch.stack(shares(size, 3, seed=2))[:, 0].repeat_interleave(2, 0)
-        wanted["distributed_mm"] = torch.cat([one[:, :2] for one in every], 1) @ (inputs + ordinal)
+        wanted["distributed_mm"] = torch.cat([part[:, :2] for part in every], 1) @ (inputs + ordinal)
         return wanted
 
 
@@ -307,15 +307,15 @@ def _difference(result: Any, name: str, wanted: Any) -> str:
     if isinstance(result, str):
         return result.splitlines()[0]
     found = _flat(result[name])
-    for one, other in zip(found, _flat(wanted), strict=True):
+    for value, other in zip(found, _flat(wanted), strict=True):
         try:
             # The precision of float32 for sums in another order, some of numbers near 20 that almost cancel.
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-5)
         except AssertionError as error:
-            return f"{str(error).splitlines()[0]} {one!r}, not {other!r}".replace("\n", " ")
+            return f"{str(error).splitlines()[0]} {value!r}, not {other!r}".replace("\n", " ")
         except TypeError:
-            if one != other:
-                return f"{one!r}, not {other!r}"
+            if value != other:
+                return f"{value!r}, not {other!r}"
     return ""
 
 

@@ -139,7 +139,7 @@ def _reduction(op: str, dtype: torch.dtype) -> Case:
 def _bool_reduction(op: str) -> Case:
     return Case(
         lambda here, given: here.xm.all_reduce(op, given > 2),
-        lambda here, every: functools.reduce(REDUCTIONS[op], [one > 2 for one in every]),
+        lambda here, every: functools.reduce(REDUCTIONS[op], [part > 2 for part in every]),
     )
 
 
@@ -158,7 +158,7 @@ def _all_reduce_cases() -> dict[str, Case]:
         **{f"all_reduce {op} bool": _bool_reduction(op) for op in ("and", "or")},
         "all_reduce of a number": Case(
             lambda here, given: here.xm.all_reduce("sum", given[0, 1]),
-            lambda here, every: sum(one[0, 1] for one in every),
+            lambda here, every: sum(part[0, 1] for part in every),
         ),
         "all_reduce of nothing": Case(
             lambda here, given: here.xm.all_reduce("sum", given[:0]), lambda here, every: every[0][:0]
@@ -169,7 +169,7 @@ def _all_reduce_cases() -> dict[str, Case]:
         ),
         "all_reduce in place, scaled, unpinned": Case(
             lambda here, given: _in_place(here, given, scale=1 / here.size, pin_layout=False),
-            lambda here, every: [sum(one) / here.size for one in zip(*every, strict=True)],
+            lambda here, every: [sum(parts) / here.size for parts in zip(*every, strict=True)],
             _two,
         ),
         **{f"all_reduce in {kind}": _grouped(kind) for kind in ("halves", "combs", "uneven")},
@@ -180,7 +180,7 @@ def _all_reduce_cases() -> dict[str, Case]:
         "bucketized gradients": Case(
             _bucketized_gradients,
             lambda here, every: [
-                sum(one) / (1 if here.size == 1 else 4) for one in [*zip(*every, strict=True)] * 2
+                sum(parts) / (1 if here.size == 1 else 4) for parts in [*zip(*every, strict=True)] * 2
             ],
             _two,
         ),
@@ -188,7 +188,7 @@ def _all_reduce_cases() -> dict[str, Case]:
 
 
 def _bucketized_gradients(here: Here, given: list[Tensor]) -> list[Tensor]:
-    alone, together = [one.clone() for one in given], [one.clone() for one in given]
+    alone, together = [tensor.clone() for tensor in given], [tensor.clone() for tensor in given]
     # A cap of 0 puts each tensor into its own bucket. A single replica does not change its gradients.
     here.xm.all_reduce_bucketized_gradients(alone, 0.25, None, pin_layout=True, bucket_cap_mb=0)
     here.xm.all_reduce_bucketized_gradients(together, 0.25, None, pin_layout=False, bucket_cap_mb=1)
@@ -198,7 +198,7 @@ def _bucketized_gradients(here: Here, given: list[Tensor]) -> list[Tensor]:
 def _gathered_buckets(cap: int) -> Case:
     return Case(
         lambda here, given: here.xm.all_gather_bucketized(given, dim=1, bucket_cap_mb=cap),
-        lambda here, every: [torch.cat(one, 1) for one in zip(*every, strict=True)],
+        lambda here, every: [torch.cat(parts, 1) for parts in zip(*every, strict=True)],
         _two,
     )
 
@@ -231,7 +231,7 @@ def _all_gather_cases() -> dict[str, Case]:
     } | {
         "all_gather of a list": Case(
             lambda here, given: here.xm.all_gather(given, pin_layout=False),
-            lambda here, every: [torch.cat(one) for one in zip(*every, strict=True)],
+            lambda here, every: [torch.cat(parts) for parts in zip(*every, strict=True)],
             _two,
         ),
         "all_gather into a tensor": Case(
@@ -261,7 +261,7 @@ def _reduce_scatter_cases() -> dict[str, Case]:
         return Case(run, expected)
 
     def parts(here: Here, every: list[list[Tensor]]) -> list[Tensor]:
-        return [_scattered(here, list(one), 0, _everyone(here)) / 2 for one in zip(*every, strict=True)]
+        return [_scattered(here, list(parts), 0, _everyone(here)) / 2 for parts in zip(*every, strict=True)]
 
     def buckets(cap: int) -> Case:
         return Case(
@@ -292,7 +292,7 @@ def _reduce_scatter_cases() -> dict[str, Case]:
         ),
         "reduce_scatter of a list into a list": Case(
             lambda here, given: here.xm.reduce_scatter(
-                "sum", given, 0.5, 0, here.size, output=[one[:2] + 0 for one in given], pin_layout=False
+                "sum", given, 0.5, 0, here.size, output=[tensor[:2] + 0 for tensor in given], pin_layout=False
             ),
             parts,
             _two,
@@ -447,14 +447,14 @@ def _own_program_cases() -> dict[str, Case]:
     return {
         "other constants before it": Case(
             lambda here, given: here.xm.all_reduce("sum", given * here.ordinal + here.ordinal),
-            lambda here, every: sum(one * i + i for i, one in enumerate(every)),
+            lambda here, every: sum(part * i + i for i, part in enumerate(every)),
         ),
         "other operations before it": Case(
             lambda here, given: here.xm.all_reduce(
                 "sum", given.square() if here.ordinal % 2 else given + given.sum()
             ),
             lambda here, every: sum(
-                one.square() if i % 2 else one + one.sum() for i, one in enumerate(every)
+                part.square() if i % 2 else part + part.sum() for i, part in enumerate(every)
             ),
         ),
         "waiting for the device after each step": Case(_waits, lambda here, every: 5 * sum(every)),

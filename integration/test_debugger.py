@@ -125,7 +125,7 @@ def test_a_breakpoint_stops_each_replica(
     script.write_text(SCRIPT)
     (block,) = re.findall(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)
     configurations = json.loads(block.replace("${file}", str(script)))["configurations"]
-    [configuration] = [one for one in configurations if one["name"] == name]
+    [configuration] = [candidate for candidate in configurations if candidate["name"] == name]
     # What VS Code adds: the interpreter that the user has chosen, and the folder.
     configuration |= {"python": [sys.executable], "cwd": str(tmp_path), "console": "internalConsole"}
     pipe = subprocess.PIPE

@@ -109,7 +109,9 @@ def _pairs(size: int) -> list[list[int]]:
 
 
 def _ddp(replica: Replica, views: bool) -> list[list[Tensor]]:
-    inputs, targets = (replica.to_device(one[replica.ordinal]) for one in _records(replica.world_size))
+    inputs, targets = (
+        replica.to_device(records[replica.ordinal]) for records in _records(replica.world_size)
+    )
     model = _model().to(replica.device)
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=views)
     return _trained(wrapped, inputs, targets, replica.sync)
@@ -140,7 +142,7 @@ def _trained(
         F.mse_loss(model(inputs), targets).backward()
         optimizer.step()
         sync()
-    gradients = [one.grad for one in model.parameters() if one.grad is not None]
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return [gradients, list(model.parameters())]
 
 
@@ -148,7 +150,7 @@ def _expected(ordinal: int, size: int) -> dict[str, Any]:
     every = torch.stack([_given(i, size) for i in range(size)])
     total = every.sum(0)
     pair = _pairs(size)[ordinal // 2]
-    inputs, targets = (torch.cat(one) for one in _records(size))
+    inputs, targets = (torch.cat(records) for records in _records(size))
     trained = _trained(_model(), inputs, targets)
     return {
         "all_reduce SUM": total,
@@ -160,11 +162,13 @@ def _expected(ordinal: int, size: int) -> dict[str, Any]:
         "reduce_scatter": total.split(2)[ordinal],
         "reduce_scatter_tensor": total.split(2)[ordinal],
         "broadcast": every[-1],
-        "all_to_all_single": torch.cat([one.split(2)[ordinal] for one in every]),
+        "all_to_all_single": torch.cat([part.split(2)[ordinal] for part in every]),
         "reduce": total if ordinal == size - 1 else every[ordinal],
         "a group's all_reduce": every[pair].sum(0),
         **{
-            f"DistributedDataParallel, views: {views}": [[one.detach() for one in part] for part in trained]
+            f"DistributedDataParallel, views: {views}": [
+                [tensor.detach() for tensor in part] for part in trained
+            ]
             for views in (False, True)
         },
     }

@@ -139,7 +139,7 @@ def commands() -> dict[str, Any]:
     plugins = typer.Typer()
     load_everything().hook.polyxla_add_commands(app=plugins)
     apps: list[Any] = [typer.main.get_command(app) for app in (polyxla.cli.app.app, plugins)]
-    return {name: one for app in apps for name, one in app.commands.items() if not one.hidden}
+    return {name: command for app in apps for name, command in app.commands.items() if not command.hidden}
 
 
 COMMANDS = [
@@ -165,18 +165,20 @@ def test_every_command_is_on_the_command_line_page() -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_is_on_the_command_line_page(name: str) -> None:
     before, *sections = page("cli.md").split("\n## ")
-    (section,) = [one for one in sections if re.match(rf"`polyxla {name}\b", one)]
+    (section,) = [candidate for candidate in sections if re.match(rf"`polyxla {name}\b", candidate)]
     command = commands()[name]
     parts = getattr(command, "commands", {name: command})
     # Its standard output is for the launcher, in messages of their own.
-    without = [part for part, one in parts.items() if all(option.name != "as_json" for option in one.params)]
+    without = [
+        part for part, command in parts.items() if all(option.name != "as_json" for option in command.params)
+    ]
     assert "Every command accepts `--json`" in before
     assert without == (["host"] if name == "pod" else [])
     parts = [command, *parts.values()]
-    for option in [one for part in parts for one in part.params]:
+    for option in [parameter for part in parts for parameter in part.params]:
         if option.param_type_name != "option" or option.name == "as_json":
             continue
-        (flag,) = (one for one in option.opts if one.startswith("--"))
+        (flag,) = (spelling for spelling in option.opts if spelling.startswith("--"))
         assert re.search(rf"{flag}\b", section), flag
         if name == "worker" and isinstance(option.default, str | int) and option.default:
             (row,) = re.findall(rf"^\| `{flag}\b.*", section, re.MULTILINE)
@@ -184,7 +186,7 @@ def test_every_option_is_on_the_command_line_page(name: str) -> None:
 
 
 def test_the_options_of_check_replicas_have_the_defaults_on_the_page() -> None:
-    command = {one.name: one.default for one in commands()["check-replicas"].params}
+    command = {parameter.name: parameter.default for parameter in commands()["check-replicas"].params}
     for option, text in {"steps": "10", "devices": "4", "batch_size": "32", "tolerance": "1e-5"}.items():
         assert command[option] == default_of(check_replicas, option) == float(text)
         assert f"[--{option.replace('_', '-')} {text}]" in page("cli.md")
@@ -194,10 +196,10 @@ def calls(name: str) -> list[dict[str, Any]]:
     """Return the keyword arguments of each call of a function on the training page."""
     blocks = re.findall(r"```python\n(.*?)```", page("training.md"), re.DOTALL)
     return [
-        {word.arg: ast.literal_eval(word.value) for word in one.keywords if word.arg}
+        {word.arg: ast.literal_eval(word.value) for word in node.keywords if word.arg}
         for block in blocks
-        for one in ast.walk(ast.parse(block))
-        if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute) and one.func.attr == name
+        for node in ast.walk(ast.parse(block))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name
     ]
 
 
@@ -205,14 +207,14 @@ def test_launch_has_the_arguments_and_defaults_of_the_training_page() -> None:
     [given] = calls("launch")
     assert given.pop("args") == ...
     _, _, *others = inspect.signature(launch).parameters.values()
-    assert given == {one.name: one.default for one in others}
+    assert given == {parameter.name: parameter.default for parameter in others}
 
 
 def test_the_trainer_has_the_arguments_and_defaults_of_the_training_page() -> None:
     [given] = calls("Trainer")
     options = list(inspect.signature(Trainer).parameters.values())[: len(given)]
-    assert list(given) == [one.name for one in options], "in this order they need no names"
-    assert given == {one.name: one.default for one in options} | {"max_epochs": 5}
+    assert list(given) == [option.name for option in options], "in this order they need no names"
+    assert given == {option.name: option.default for option in options} | {"max_epochs": 5}
 
 
 def test_each_argument_and_callback_of_lightnings_is_on_the_training_page_with_what_its_error_says() -> None:
@@ -220,7 +222,7 @@ def test_each_argument_and_callback_of_lightnings_is_on_the_training_page_with_w
         r"^\| (`.+?`) \| (.+) \|$", page("training.md").split("### From Lightning")[1], re.MULTILINE
     )
     here = {theirs: ours for names, ours in rows for theirs in re.findall(r"`(\w+)`", names)}
-    options = {one.name for one in fields(TrainerOptions)}
+    options = {field.name for field in fields(TrainerOptions)}
     for name, fix in {**FIXES, **REFUSED}.items():
         written = set(re.findall(r"(\w+)=", fix)) & options
         assert written <= set(re.findall(r"`(\w+)`", here[name])), name
@@ -252,7 +254,7 @@ def test_every_method_of_replica_on_the_training_page_has_the_named_arguments() 
     assert len(methods) >= 17
     for name, arguments in methods.items():
         parameters = inspect.signature(getattr(Replica, name)).parameters.values()
-        optional = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
+        optional = {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
         named = set(re.findall(r"\w+", arguments))
         assert "..." in arguments or optional <= named, name
 
@@ -267,7 +269,7 @@ def test_the_aims_on_the_performance_page_are_those_of_the_benchmarks() -> None:
 
 
 def test_the_hooks_of_a_plain_module_are_on_the_training_page() -> None:
-    (paragraph,) = [one for one in page("training.md").split("\n\n") if one.startswith("The module needs")]
+    (paragraph,) = [part for part in page("training.md").split("\n\n") if part.startswith("The module needs")]
     short = re.compile(r"`(on_\w+)_start` and `_end`")
     named = re.findall(r"`(on_\w+)`", short.sub(r"`\1_start` and `\1_end`", paragraph))
     assert set(named) - {"on_post_move_to_device"} == PLAIN
@@ -278,8 +280,10 @@ def test_the_hooks_of_a_plain_module_are_on_the_training_page() -> None:
 )
 def test_every_distribution_is_on_the_installation_page(path: Path) -> None:
     name = tomllib.loads(path.read_text())["project"]["name"]
-    modules = [one.name for one in path.parent.glob("src/*") if (one / "__init__.py").is_file()]
-    [module] = [f"`{one}`" for one in modules] or ["none"]
+    modules = [
+        directory.name for directory in path.parent.glob("src/*") if (directory / "__init__.py").is_file()
+    ]
+    [module] = [f"`{module}`" for module in modules] or ["none"]
     assert f"| `{name}` | {module} |" in page("installation.md")
 
 
@@ -298,10 +302,10 @@ def templates(sources: Iterable[Path]) -> list[re.Pattern[str]]:
     """Return a pattern for each text's first line: what an f-string fills in may be anything."""
     found = set()
     for path in sources:
-        for one in ast.walk(ast.parse(path.read_text())):
-            match one:
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
                 case ast.JoinedStr():
-                    parts = [part.value if isinstance(part, ast.Constant) else None for part in one.values]
+                    parts = [part.value if isinstance(part, ast.Constant) else None for part in node.values]
                 case ast.Constant(value=str(text)):
                     parts = [text.partition("\n")[0]]
                 case _:
@@ -309,7 +313,7 @@ def templates(sources: Iterable[Path]) -> list[re.Pattern[str]]:
             fixed = "".join(str(part) for part in parts if part is not None)
             if len(fixed) >= LEAST_FIXED:
                 found.add("".join(".*?" if part is None else re.escape(str(part)) for part in parts))
-    return [re.compile(one) for one in found]
+    return [re.compile(pattern) for pattern in found]
 
 
 LEAST_FIXED = 15
@@ -318,9 +322,9 @@ LEAST_FIXED = 15
 
 def is_printed(text: str, printed: list[re.Pattern[str]]) -> bool:
     """Return whether a text is one that the sources print, or an error's two: what is wrong, and the fix."""
-    splits = [(text[: one.start()], text[one.end() :]) for one in re.finditer(r"\. ", text)]
-    return any(one.fullmatch(text) for one in printed) or any(
-        all(any(one.fullmatch(part) for one in printed) for part in split) for split in splits
+    splits = [(text[: match.start()], text[match.end() :]) for match in re.finditer(r"\. ", text)]
+    return any(pattern.fullmatch(text) for pattern in printed) or any(
+        all(any(pattern.fullmatch(part) for pattern in printed) for part in split) for split in splits
     )
 
 
@@ -416,7 +420,7 @@ def test_the_files_that_the_architecture_page_names_exist() -> None:
     # Those after the name of a distribution are files of that one.
     named_in = re.findall(rf"\b({'|'.join(SOURCES)}) `([\w/.]+\.(?:py|c|proto))`", text)
     assert {where for where, _ in named_in} == set(SOURCES)
-    assert [one for one in named_in if not (ROOT / SOURCES[one[0]] / one[1]).exists()] == []
+    assert [file for file in named_in if not (ROOT / SOURCES[file[0]] / file[1]).exists()] == []
     assert [path for path in SOURCES.values() if f"`{path}`" not in text] == []
 
 
@@ -456,7 +460,10 @@ def test_the_numbers_on_the_pages_are_those_of_the_code() -> None:
     written = {
         "environment.md": [f"the metadata server, which has {metadata_s} seconds to answer"],
         "training.md": [
-            *(f"`{one}` ({text.format(default_of(ParallelLoader, one))})" for one, text in ahead.items()),
+            *(
+                f"`{option}` ({text.format(default_of(ParallelLoader, option))})"
+                for option, text in ahead.items()
+            ),
             f"by default every {LOG_EVERY_N_STEPS}, or {words[LEAST_READS]} times in {short}",
             f"the top level of one with more than {layer_table.MOST_LAYERS} layers",
         ],
@@ -510,8 +517,8 @@ def _packages_by_requirement() -> dict[str, set[str]]:
     for path in ROOT.glob("packages/*/pyproject.toml"):
         project = tomllib.loads(path.read_text())["project"]
         for some in (project["dependencies"], *project.get("optional-dependencies", {}).values()):
-            for one in some:
-                name = re.split(r"[^\w.-]", one)[0].lower()
+            for requirement in some:
+                name = re.split(r"[^\w.-]", requirement)[0].lower()
                 if not name.startswith("polyxla") and path.parent.name != "polyxla":
                     found.setdefault(name, set()).add(path.parent.name)
     return found
@@ -551,5 +558,5 @@ def test_the_old_commands_page_has_every_old_message_and_only_commands_that_exis
         words = command.partition(" -- ")[0].split()
         found = commands()[words[0]]
         found = getattr(found, "commands", {}).get(words[-1] if len(words) == 1 else words[1], found)
-        options = {option for one in found.params for option in one.opts}
+        options = {option for parameter in found.params for option in parameter.opts}
         assert {word for word in words if word.startswith("--")} <= options, command

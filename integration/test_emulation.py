@@ -159,6 +159,6 @@ def test_replicas_in_threads_train_reliably_on_a_busy_machine(runtime: RuntimeUn
             done = runtime.run("-m", "polyxla_examples.digits", "--json", POLYXLA_EMULATE="v3-8")
             assert done.returncode == 0, done.stderr
     finally:
-        for one in busy:
-            one.kill()
-            one.wait()
+        for process in busy:
+            process.kill()
+            process.wait()

@@ -91,7 +91,9 @@ def test_digits_killed_in_mid_epoch_resumes_to_the_same_bits(
     for step in kills:
         _kill_at(command(broken), broken, step, signal.SIGKILL)
     subprocess.run(command(broken), check=True, capture_output=True, timeout=WAIT_S)
-    expected, found = (load(one / f"step-{44 * epochs:08}.safetensors") for one in (whole, broken))
+    expected, found = (
+        load(directory / f"step-{44 * epochs:08}.safetensors") for directory in (whole, broken)
+    )
     for part in ("module", "schedules"):
         assert found[part].keys() == expected[part].keys()
     assert all(torch.equal(found["module"][name], value) for name, value in expected["module"].items())

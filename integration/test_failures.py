@@ -173,7 +173,7 @@ WARNINGS = {
 
 @pytest.mark.pjrt
 @pytest.mark.parametrize(
-    "kind", [*(pytest.param(one, marks=pytest.mark.long) for one in ("operator", "shape")), "branch"]
+    "kind", [*(pytest.param(kind, marks=pytest.mark.long) for kind in ("operator", "shape")), "branch"]
 )
 def test_a_plain_program_whose_replicas_disagree_ends(runtime: RuntimeUnderTest, kind: str) -> None:
     done = runtime.run("--devices", "2", str(PROGRAMS / "disagree.py"), kind)

@@ -41,24 +41,28 @@ def test_an_endless_loop_is_stopped_when_it_has_no_new_programs(
     program = PROGRAMS / "train_deep.py"
     found = collect([str(program), str(batch_size), str(LAYERS)], "v5e-1", tmp_path, clean_environ)
     # Relative paths if the suite runs in the repository. The optimizer's programs are the last of a step.
-    steps = [one for one in found if one.line and line_of(program, "replica.step(").endswith(one.line)]
+    steps = [
+        recorded
+        for recorded in found
+        if recorded.line and line_of(program, "replica.step(").endswith(recorded.line)
+    ]
     assert steps
-    assert max(one.executions for one in steps) >= STEPS
-    assert all(one.hlo.exists() and one.options.exists() for one in found)
+    assert max(step.executions for step in steps) >= STEPS
+    assert all(recorded.hlo.exists() and recorded.options.exists() for recorded in found)
     # What is alive has its real size, though large arrays are not computed.
-    most = max(one.alive[0].in_use_bytes for one in found)
+    most = max(recorded.alive[0].in_use_bytes for recorded in found)
     assert most >= 4 * 64 * (batch_size if FRAMEWORK.is_eager else 64 * LAYERS)
     if FRAMEWORK.is_eager:
         check_that_equal_layers_were_not_taken_for_steps(found, program)
 
 
 def check_that_equal_layers_were_not_taken_for_steps(found: list[CollectedProgram], program: Path) -> None:
-    lines = {one.operation: one.line for one in found}
+    lines = {recorded.operation: recorded.line for recorded in found}
     assert line_of(program, "model(images)").endswith(str(lines["linear"]))
     assert line_of(program, "model(images)").endswith(str(lines["linear_backward"]))
     # A stop within the first step would leave out the optimizer.
-    assert any(one.operation and one.operation.startswith("foreach_addcdiv") for one in found)
-    (linear,) = (one for one in found if one.operation == "linear")
+    assert any(recorded.operation and recorded.operation.startswith("foreach_addcdiv") for recorded in found)
+    (linear,) = (recorded for recorded in found if recorded.operation == "linear")
     assert linear.executions >= STEPS * LAYERS
 
 
@@ -66,7 +70,7 @@ def test_replicas_of_a_trainer_have_one_program_and_the_line_of_its_step(
     clean_environ: dict[str, str], tmp_path: Path
 ) -> None:
     found = collect(["-m", "polyxla_examples.digits", "--epochs", "1"], "v5e-4", tmp_path, clean_environ)
-    steps = [one for one in found if one.executions >= STEPS and one.line is not None]
+    steps = [recorded for recorded in found if recorded.executions >= STEPS and recorded.line is not None]
     assert steps
     assert "digits.py:" in str(steps[0].line)
 

@@ -209,9 +209,9 @@ def test_two_cells_of_a_notebook_can_launch_and_a_training_has_one_bar(clean_env
     assert sorted(printed[1].splitlines()) == ["CELL 0 200", "CELL 1 200", "LAUNCHED [200, 200]"]
     # The bar is one output, which has been updated; beside it are lines of text.
     outputs = notebook.cells[2].outputs
-    (bar,) = [one.data["text/plain"] for one in outputs if one.output_type == "display_data"]
+    (bar,) = [output.data["text/plain"] for output in outputs if output.output_type == "display_data"]
     assert re.search(r"epoch 2/2 .*40/40.* it/s +lr 0\.01 +loss", " ".join(bar.split())), bar
-    text = "".join(one.text for one in outputs if one.output_type == "stream")
+    text = "".join(output.text for output in outputs if output.output_type == "stream")
     assert re.search(r"^all +Line +1 +1 +4 bytes$", text, re.MULTILINE), text
     assert "epoch" not in text
 

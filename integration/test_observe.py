@@ -86,8 +86,8 @@ def test_a_compilation_names_the_batch_whose_shape_changed(
     runtime: RuntimeUnderTest, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     events = fit(runtime, tmp_path, Net(), batches(12, 12, 12, 12, 5), batches(10), progress=True)
-    unexpected = [one for one in kinds(events, "compile") if not one["expected"]]
-    assert [one["step"] for one in unexpected] == [5]
+    unexpected = [event for event in kinds(events, "compile") if not event["expected"]]
+    assert [event["step"] for event in unexpected] == [5]
     assert "batch['x'] [12, 8] float32 -> [5, 8] float32" in unexpected[0]["cause"]
     assert "batch['y'] [12, 1] float32 -> [5, 1] float32" in unexpected[0]["cause"]
     assert HERE in unexpected[0]["line"]
@@ -147,7 +147,7 @@ def test_a_loss_that_is_nan_is_reported_once(
     runtime: RuntimeUnderTest, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     events = fit(runtime, tmp_path, Net("nan"), batches(13, 13, 13))
-    assert [(one["name"], one["step"]) for one in kinds(events, "not_finite")] == [("loss", 1)]
+    assert [(event["name"], event["step"]) for event in kinds(events, "not_finite")] == [("loss", 1)]
     assert capfd.readouterr().err.count("loss is nan at step 1") == 1
 
 
@@ -208,7 +208,7 @@ class Gathering(Net):
     def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         ordinal, size = self.replica.ordinal, self.replica.world_size
         gathered = self.replica.all_gather({"ordinal": ordinal})
-        assert gathered == [{"ordinal": one} for one in range(size)]
+        assert gathered == [{"ordinal": ordinal} for ordinal in range(size)]
         numbers = torch.arange(4.0, device=self.replica.device) + ordinal
         low, high = self.replica.all_reduce(numbers, "sum").split(2)
         others = size * (size - 1) / 2

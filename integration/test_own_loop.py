@@ -30,8 +30,8 @@ def line(function: Callable[..., Any], offset: int) -> str:
 
 def own_lines(capfd: pytest.CaptureFixture[str]) -> list[str]:
     """Return what polyxla printed, without the choice of the runtime."""
-    said = [one for one in capfd.readouterr().err.splitlines() if one.startswith("polyxla: ")]
-    return [one for one in said if "runtime " not in one.partition(":")[2][:10]]
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("polyxla: ")]
+    return [line for line in said if "runtime " not in line.partition(":")[2][:10]]
 
 
 def with_habits(replica: Replica, habit: str, width: int) -> None:
@@ -58,7 +58,7 @@ def test_a_loop_that_never_syncs_is_reported_while_it_runs(runtime: RuntimeUnder
     program = Path(__file__).parent / "programs" / "steps_without_sync.py"
     done = runtime.run("--devices", "1", str(program))
     assert done.returncode == 0, done.stderr
-    (said,) = [one for one in done.stderr.splitlines() if "without torch_xla.sync()" in one]
+    (said,) = [line for line in done.stderr.splitlines() if "without torch_xla.sync()" in line]
     assert f"{program.name}:19 makes optimizer steps, and none has run for 5 s" in said
 
 
@@ -70,9 +70,9 @@ def test_a_loop_that_reads_collectives_and_never_syncs_is_reported(
     program = Path(__file__).parent / "programs" / "reads_of_collectives.py"
     done = runtime.run("--devices", "2", str(program), *arguments)
     assert done.stdout == "[90.0, 90.0]\n", done.stderr
-    said = [one for one in done.stderr.splitlines() if "reads collectives" in one]
+    said = [line for line in done.stderr.splitlines() if "reads collectives" in line]
     assert len(said) == lines
-    assert all(f"{program.name}:14" in one and "Call torch_xla.sync() after" in one for one in said)
+    assert all(f"{program.name}:14" in line and "Call torch_xla.sync() after" in line for line in said)
 
 
 @pytest.mark.torch_xla("counters of reads and of one program for each step")
@@ -101,8 +101,8 @@ def test_a_loop_is_watched_by_default(
     runtime.launch(with_habits, habit, 20 + len(habit) + 16 * len(expected), devices=1)
     said = own_lines(capfd)
     assert len(said) == len(expected), said
-    for one, text in zip(said, expected, strict=True):
-        assert text in one
+    for sentence, text in zip(said, expected, strict=True):
+        assert text in sentence
     if habit == "shape":
         assert "batch [4, 8] float32 -> [3, 8] float32" in said[0]
         assert line(with_habits, 16) in said[0]
@@ -241,5 +241,5 @@ def test_a_short_epoch_compiles_nothing_late(
     options: dict[str, Any] = {"max_epochs": 4, "log_dir": None, "progress": True}
     trainer = Trainer(devices=1, runtime=runtime.name, **options)
     trainer.fit(Net(), batches(*[30 + steps_per_epoch] * steps_per_epoch))
-    said = [one for one in own_lines(capfd) if "compiled" in one]
-    assert [one for one in said if "as expected" not in one and " steps in " not in one] == []
+    said = [line for line in own_lines(capfd) if "compiled" in line]
+    assert [line for line in said if "as expected" not in line and " steps in " not in line] == []

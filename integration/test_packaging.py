@@ -65,7 +65,9 @@ def requirements(package: str) -> dict[str, str]:
     """Return the version specifier of each required name, without extras."""
     table = project(package)
     lists = [table["dependencies"], *table.get("optional-dependencies", {}).values()]
-    parts = (re.fullmatch(r"([\w.-]+)(?:\[[^]]*\])?(.*)", one) for part in lists for one in part)
+    parts = (
+        re.fullmatch(r"([\w.-]+)(?:\[[^]]*\])?(.*)", requirement) for part in lists for requirement in part
+    )
     return {match[1].replace("_", "-"): match[2] for match in parts if match}
 
 

@@ -34,7 +34,7 @@ def fenced(language: str, text: str) -> list[str]:
 def test_every_block_ends(path: Path) -> None:
     fences = re.findall(r"^```(.*)", path.read_text(), re.MULTILINE)
     # With one missing, text is code and code is text from there on.
-    assert [bool(one) for one in fences] == [True, False] * (len(fences) // 2)
+    assert [bool(fence) for fence in fences] == [True, False] * (len(fences) // 2)
 
 
 @pytest.mark.parametrize("path", [*PAGES, ROOT / "README.md"], ids=lambda path: path.name)
@@ -55,12 +55,14 @@ def test_a_block_runs_or_says_why_it_does_not(path: Path) -> None:
     fences = re.findall(r"^ *```(?:python|sh|bash|console)\b", text, re.MULTILINE)
     hidden = text.count("<!-- run:")
     assert len(blocks) == len(fences) + hidden, "a fence has an attribute, or a hidden block has no end"
-    assert len([one for one in blocks if one.reason]) == text.count("<!-- not run:"), "a mark without a block"
-    for one in blocks:
-        if one.reason is None and one.language != "python":
-            assert one.commands, f"{path.name}:{one.line}: no line begins with $"
-            found = re.search(rf"^(?:\w+=\S+ )*({NOT_RUN})", one.commands, re.MULTILINE)
-            assert not found, f"{path.name}:{one.line}: <!-- not run: REASON --> is missing"
+    assert len([block for block in blocks if block.reason]) == text.count("<!-- not run:"), (
+        "a mark without a block"
+    )
+    for block in blocks:
+        if block.reason is None and block.language != "python":
+            assert block.commands, f"{path.name}:{block.line}: no line begins with $"
+            found = re.search(rf"^(?:\w+=\S+ )*({NOT_RUN})", block.commands, re.MULTILINE)
+            assert not found, f"{path.name}:{block.line}: <!-- not run: REASON --> is missing"
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
@@ -154,8 +156,10 @@ def test_the_example_of_a_readme_runs(example: str, clean_environ: dict[str, str
 
 def first_programs() -> list[tuple[str, str]]:
     """Return the name and the text of each program on the two pages that a user reads first."""
-    blocks = [one for name in ("index.md", "quickstart.md") for one in BLOCKS["blocks"](ROOT / "docs" / name)]
-    return [(one.file, one.text) for one in blocks if one.file]
+    blocks = [
+        block for name in ("index.md", "quickstart.md") for block in BLOCKS["blocks"](ROOT / "docs" / name)
+    ]
+    return [(block.file, block.text) for block in blocks if block.file]
 
 
 @pytest.mark.long

@@ -49,7 +49,7 @@ def test_a_test_has_the_outcome_of_its_replicas(
     )
     done = run_python(runtime, tmp_path, *measure, "pytest")
     outcomes = re.findall(r"^(PASSED|FAILED|ERROR|XFAIL) \S+::test_(\w+)", done.stdout, re.MULTILINE)
-    found = {outcome: [name for one, name in outcomes if one == outcome] for outcome, _ in outcomes}
+    found = {outcome: [name for result, name in outcomes if result == outcome] for outcome, _ in outcomes}
     assert {outcome: sorted(names) for outcome, names in found.items()} == {
         "PASSED": ["passes_as_a_method", "passes_with_a_warning", "passes_with_its_fixtures"],
         "FAILED": [

@@ -71,7 +71,7 @@ def shuffled(replica: Replica, directory: Path) -> list[list[int]]:
 
 def test_each_epoch_has_every_record_in_a_new_order(answers: Answers) -> None:
     for epoch in (0, 1):
-        assert sorted(value for one in answers for value in one["shuffled"][epoch]) == list(range(40))
+        assert sorted(value for answer in answers for value in answer["shuffled"][epoch]) == list(range(40))
     first, second = answers[0]["shuffled"]
     assert first != second
     assert first != sorted(first)
@@ -90,9 +90,9 @@ def streamed(replica: Replica, directory: Path) -> list[int]:
 
 
 def test_an_iterable_dataset_is_divided(answers: Answers) -> None:
-    values = [value for one in answers for value in one["streamed"]]
+    values = [value for answer in answers for value in answer["streamed"]]
     assert len(values) == len(set(values)) == 36
-    assert {len(one["streamed"]) for one in answers} == {36 // len(answers)}
+    assert {len(answer["streamed"]) for answer in answers} == {36 // len(answers)}
 
 
 class _CountsReads(Dataset[torch.Tensor]):
@@ -125,8 +125,8 @@ def read_ahead(replica: Replica, directory: Path) -> list[int]:
 
 
 def test_batches_are_prefetched_as_far_as_the_options_say(answers: Answers) -> None:
-    for one in answers:
-        by_default, limited = one["read_ahead"]
+    for answer in answers:
+        by_default, limited = answer["read_ahead"]
         assert by_default >= AHEAD
         assert limited <= 5
 
@@ -154,11 +154,11 @@ def padded(replica: Replica, directory: Path) -> dict[str, Any]:
 
 
 def test_an_uneven_epoch_is_one_program_and_every_record_counts_once(answers: Answers) -> None:
-    assert sorted(value for one in answers for value in one["padded"]["real"]) == list(range(22))
-    assert {len(one["padded"]["shapes"]) for one in answers} == {1}
-    assert {one["padded"]["batches"] for one in answers} == {len(range(0, -(-22 // len(answers)), 4))}
+    assert sorted(value for answer in answers for value in answer["padded"]["real"]) == list(range(22))
+    assert {len(answer["padded"]["shapes"]) for answer in answers} == {1}
+    assert {answer["padded"]["batches"] for answer in answers} == {len(range(0, -(-22 // len(answers)), 4))}
     # Reading values back adds programs, the same for each batch except the masked one.
-    assert all(one["padded"]["after_first"] <= 3 for one in answers)
+    assert all(answer["padded"]["after_first"] <= 3 for answer in answers)
 
 
 @exercise
@@ -181,14 +181,14 @@ def bucketed(replica: Replica, directory: Path) -> dict[str, Any]:
 
 
 def test_length_buckets_give_batches_of_their_lengths(answers: Answers) -> None:
-    for one in answers:
-        assert one["bucketed"]["shapes"] == {(4, 4), (4, 8), (4, 16)}
+    for answer in answers:
+        assert answer["bucketed"]["shapes"] == {(4, 4), (4, 8), (4, 16)}
 
 
 @pytest.mark.torch_xla("one program for each step")
 def test_length_buckets_compile_one_program_for_each_bucket(answers: Answers) -> None:
-    for one in answers:
-        assert one["bucketed"]["compiles"] <= 3
+    for answer in answers:
+        assert answer["bucketed"]["compiles"] <= 3
 
 
 def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
@@ -212,8 +212,8 @@ def clipped(replica: Replica, directory: Path) -> list[list[float]]:
 
 def test_clipping_applies_to_the_mean_gradient(answers: Answers) -> None:
     mean = 6.0 * (len(answers) + 1) / 2
-    for one in answers:
-        plain, by_norm, by_value = one["clipped"]
+    for answer in answers:
+        plain, by_norm, by_value = answer["clipped"]
         assert plain == [-mean, 0.0]
         assert by_norm == [pytest.approx(-1.0, abs=1e-5), 0.0]
         assert by_value == [-0.5, 0.0]
@@ -229,7 +229,7 @@ def own_weights(replica: Replica, directory: Path) -> list[list[float]]:
 
 
 def test_replicas_start_with_the_parameters_of_ordinal_0(answers: Answers) -> None:
-    assert [one["own_weights"] for one in answers] == [[[1.0, 1.0], [0.0, 0.0]]] * len(answers)
+    assert [answer["own_weights"] for answer in answers] == [[[1.0, 1.0], [0.0, 0.0]]] * len(answers)
 
 
 @exercise
@@ -243,11 +243,11 @@ def drawn(replica: Replica, directory: Path) -> list[Any]:
 
 
 def test_a_seed_determines_the_devices_numbers_which_differ_by_replica(answers: Answers) -> None:
-    for one in answers:
-        first, again, other = one["drawn"]
+    for answer in answers:
+        first, again, other = answer["drawn"]
         assert first[0] == again[0]
         assert first[0] != other[0]
-    assert len({tuple(one["drawn"][0][0]) for one in answers}) == len(answers)
+    assert len({tuple(answer["drawn"][0][0]) for answer in answers}) == len(answers)
 
 
 def test_a_seed_determines_the_numbers_of_python_torch_and_numpy(answers: Answers) -> None:
@@ -255,7 +255,7 @@ def test_a_seed_determines_the_numbers_of_python_torch_and_numpy(answers: Answer
         pytest.skip("replicas that are threads share them")
     first, again, other = answers[0]["drawn"]
     assert first == again
-    assert all(one != another for one, another in zip(first, other, strict=True))
+    assert all(draw != another for draw, another in zip(first, other, strict=True))
 
 
 @exercise
@@ -277,7 +277,7 @@ def saved_by_one(replica: Replica, directory: Path) -> dict[str, Any]:
 
 
 def test_one_replica_can_save_while_the_others_continue(answers: Answers) -> None:
-    assert [one["saved_by_one"] for one in answers] == [
+    assert [answer["saved_by_one"] for answer in answers] == [
         {"weight": True, "view": True, "note": [1, "two"]}
     ] * len(answers)
 
@@ -294,7 +294,7 @@ def saved_before_the_collective_ran(replica: Replica, directory: Path) -> float:
 
 
 def test_saving_the_result_of_a_pending_collective_does_not_hang(answers: Answers) -> None:
-    assert {one["saved_before_the_collective_ran"] for one in answers} == {float(len(answers))}
+    assert {answer["saved_before_the_collective_ran"] for answer in answers} == {float(len(answers))}
 
 
 TENSOR_BYTES = 1 << 26
@@ -320,9 +320,9 @@ def memory(replica: Replica, directory: Path) -> Any:
 
 
 def test_a_tensor_raises_the_devices_memory_by_its_size(answers: Answers, runtime: RuntimeUnderTest) -> None:
-    for one in answers:
-        if one["memory"] is None:
+    for answer in answers:
+        if answer["memory"] is None:
             # torch_xla's own CPU client, which has no allocator to ask.
             assert (runtime.name, len(answers)) == ("pjrt", 1)
             continue
-        assert abs(one["memory"] - TENSOR_BYTES) < TENSOR_BYTES / 100
+        assert abs(answer["memory"] - TENSOR_BYTES) < TENSOR_BYTES / 100

@@ -70,7 +70,7 @@ def test_an_spmd_program_on_each_host_of_a_pod_trains_on_all_devices(clean_envir
     command = [sys.executable, str(PROGRAMS / "train_sharded.py")]
     with ThreadPoolExecutor(2) as hosts:
         environs = [{**clean_environ, **environ, "POLYXLA_EMULATE_HOST": str(host)} for host in range(2)]
-        for done in hosts.map(lambda one: run(command, one), environs):
+        for done in hosts.map(lambda environ: run(command, environ), environs):
             check_training(done, devices=8)
             assert "8 devices, 4 of them on this host, one SPMD program" in done.stderr
 

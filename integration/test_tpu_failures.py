@@ -104,7 +104,7 @@ def hosts_of(environ: dict[str, str], how: str) -> Iterator[list[subprocess.Pope
     with ExitStack() as stack:
         hosts = []
         for host in range(2):
-            one = stack.enter_context(
+            process = stack.enter_context(
                 subprocess.Popen(
                     command,
                     env={**pod, "POLYXLA_EMULATE_HOST": str(host)},
@@ -113,8 +113,8 @@ def hosts_of(environ: dict[str, str], how: str) -> Iterator[list[subprocess.Pope
                     text=True,
                 )
             )
-            stack.callback(one.kill)
-            hosts.append(one)
+            stack.callback(process.kill)
+            hosts.append(process)
         yield hosts
 
 

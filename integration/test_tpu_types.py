@@ -124,7 +124,7 @@ def test_the_seeds_run_on_each_type(
 
 def _check_all_reduce(output: str, ordinals: range, size: int) -> None:
     found = sorted(re.findall(r"ordinal (\d+) of (\d+) sum ([\d.]+)", output))
-    assert found == [(str(one), str(size), f"{sum(range(size)):.1f}") for one in ordinals]
+    assert found == [(str(ordinal), str(size), f"{sum(range(size)):.1f}") for ordinal in ordinals]
 
 
 @pytest.mark.long

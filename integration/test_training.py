@@ -123,7 +123,9 @@ def test_an_optimizer_created_before_the_move_trains_and_moves_back(runtime: Run
     fit(runtime, module, data())
     assert not torch.equal(module.layer.weight, untouched.layer.weight)
     [group] = module.optimizer.param_groups
-    assert [id(one) for one in group["params"]] == [id(one) for one in module.parameters()]
+    assert [id(parameter) for parameter in group["params"]] == [
+        id(parameter) for parameter in module.parameters()
+    ]
     assert {state["exp_avg"].device.type for state in module.optimizer.state.values()} == {"cpu"}
     # It continues on the host.
     before = module.layer.weight.detach().clone()
@@ -157,7 +159,9 @@ def test_a_configured_policy_keeps_modules_in_float32(runtime: RuntimeUnderTest)
     net: Any = module[0]
     module.training_step, module.configure_optimizers = net.training_step, net.configure_optimizers
     fit(runtime, module, data(), precision=BF16True(keep_float32=("0.layer",)))
-    assert [one.dtype for one in module.parameters()] == [torch.float32] * 2 + [torch.bfloat16] * 2
+    assert [parameter.dtype for parameter in module.parameters()] == [torch.float32] * 2 + [
+        torch.bfloat16
+    ] * 2
 
 
 def test_four_replicas_resume_as_two(runtime: RuntimeUnderTest, tmp_path: Path) -> None:

@@ -88,14 +88,14 @@ def test_a_client_trains_and_resumes_on_an_emulated_tpu(
     if client.program not in _on_cpu:
         # Accelerate and transformers use an XLA device, also on the CPU, unless they are told not to.
         _on_cpu[client.program] = client.run({**clean_environ, "USE_TORCH_XLA": "0"}, tmp_path / "cpu")
-    one = _on_cpu[client.program]
+    on_cpu = _on_cpu[client.program]
     environ = {**clean_environ, "POLYXLA_EMULATE": kind}
     whole = client.run(environ, tmp_path / "whole")
     assert (whole["world_size"], whole["device"]) == (REPLICAS[kind], "xla")
-    assert (whole["first_step"], whole["steps"]) == (0, one["steps"])
-    assert one["accuracy"] >= ACCURACY
-    assert whole["accuracy"] == pytest.approx(one["accuracy"], abs=0.02)
-    assert whole["weight"] == pytest.approx(one["weight"], rel=1e-3)
+    assert (whole["first_step"], whole["steps"]) == (0, on_cpu["steps"])
+    assert on_cpu["accuracy"] >= ACCURACY
+    assert whole["accuracy"] == pytest.approx(on_cpu["accuracy"], abs=0.02)
+    assert whole["weight"] == pytest.approx(on_cpu["weight"], rel=1e-3)
     resumed = client.run(
         environ, tmp_path / "resumed", "--resume", str(tmp_path / "whole" / client.checkpoint)
     )

@@ -102,9 +102,9 @@ def launch() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         return started[-1]
 
     yield start
-    for one in started:
-        one.kill()
-        one.communicate()
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 @pytest.fixture
@@ -141,11 +141,11 @@ def cabled() -> Iterator[tuple[list[Host], str]]:
         inside = ["ip", "-n", name]
         commands += [["ip", "link", "set", end, "netns", name, "name", "cable"]]
         commands += [[*inside, "addr", "add", f"10.211.55.{number}/24", "dev", "cable"]]
-        commands += [[*inside, "link", "set", one, "up"] for one in ("cable", "lo")]
+        commands += [[*inside, "link", "set", link, "up"] for link in ("cable", "lo")]
         hosts.append(Host(f"10.211.55.{number}", "ip", "netns", "exec", name))
     try:
-        made = [subprocess.run(one, capture_output=True, text=True, check=False) for one in commands]
-        yield hosts, next((one.stderr.strip() for one in made if one.returncode), "")
+        made = [subprocess.run(command, capture_output=True, text=True, check=False) for command in commands]
+        yield hosts, next((done.stderr.strip() for done in made if done.returncode), "")
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)

@@ -62,7 +62,9 @@ def test_localservice_on_a_tpu_host_serves_its_chips(launch: Launch, here: Host,
     }
     out, err = printed(launch(here, str(SEEDS / "all_reduce.py"), **environ))
     total = sum(range(asked))
-    assert sorted(out.splitlines()) == [f"ordinal {one} of {asked} sum {total:.1f}" for one in range(asked)]
+    assert sorted(out.splitlines()) == [
+        f"ordinal {ordinal} of {asked} sum {total:.1f}" for ordinal in range(asked)
+    ]
     assert f"started a worker of this host's TPU cores at localhost:{port}" in err
 
 

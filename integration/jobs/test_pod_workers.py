@@ -181,7 +181,7 @@ def test_a_retry_starts_the_workers_again(pod: SshPod) -> None:
     assert "starting again in 1 s, retry 1 of 1" in done.stderr
     logs = [path.read_text() for path in pod.directory.glob("polyxla/pod/*/output.jsonl")]
     lines = [json.loads(line) for line in logs[0].splitlines()]
-    assert len([one for one in lines if tpu_nodes.READY in one["text"]]) == 4
+    assert len([line for line in lines if tpu_nodes.READY in line["text"]]) == 4
 
 
 def test_workers_that_already_run_are_used_and_missing_ones_named(

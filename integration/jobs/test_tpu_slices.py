@@ -91,15 +91,15 @@ def test_digits_trains_on_a_slice_as_on_one_worker(
     launch: Launch, serve: Callable[..., Served], here: Host
 ) -> None:
     printed, losses = results(Slice(launch).start(*DIGITS))
-    assert [one["world_size"] for one in printed] == [8, 8]
-    assert all(one["test_accuracy"] > 0.97 for one in printed)
+    assert [result["world_size"] for result in printed] == [8, 8]
+    assert all(result["test_accuracy"] > 0.97 for result in printed)
     served = serve(here, 8, platform=())
     environ = {"XRT_TPU_CONFIG": f"w;0;{served.address}", "TPU_NUM_DEVICES": "8"}
     (alone,), expected = results([launch(here, "-m", "polyxla", "run", *DIGITS, **environ)])
     assert len(losses) == 15
     # The sums of the gradients are rounded in another order.
     assert losses == pytest.approx(expected, rel=0.02, abs=1e-3)
-    assert [one["test_accuracy"] for one in printed] == 2 * [alone["test_accuracy"]]
+    assert [result["test_accuracy"] for result in printed] == 2 * [alone["test_accuracy"]]
 
 
 def test_a_lost_process_ends_the_job_and_the_next_one_passes(launch: Launch) -> None:
@@ -114,5 +114,5 @@ def test_a_lost_process_ends_the_job_and_the_next_one_passes(launch: Launch) -> 
     assert f"worker 1 of the slice, at {pod.hosts[1].address}:{PORT}, has ended its process" in errors[0]
     assert f"the worker at {pod.hosts[1].address}:{PORT} is gone" in errors[1]
     printed, _ = results(pod.start(*DIGITS))
-    assert all(one["test_accuracy"] > 0.97 for one in printed)
+    assert all(result["test_accuracy"] > 0.97 for result in printed)
     assert not set(before) & {pod.serving_pid(worker) for worker in range(2)}

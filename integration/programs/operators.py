@@ -65,16 +65,16 @@ def computed(operator: Any, sample: Any, device: str) -> Numbers:
         inputs = [
             leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
         ]
-        smooth = [one for one in results if one.requires_grad]
+        smooth = [result for result in results if result.requires_grad]
         if inputs and smooth:
             # Different everywhere, so that a gradient in the wrong place is seen.
-            weights = [torch.linspace(0.5, 1.5, one.numel()).reshape(one.shape) for one in smooth]
+            weights = [torch.linspace(0.5, 1.5, result.numel()).reshape(result.shape) for result in smooth]
             moved_weights = [
-                weight.to(one.dtype).to(device) for weight, one in zip(weights, smooth, strict=True)
+                weight.to(result.dtype).to(device) for weight, result in zip(weights, smooth, strict=True)
             ]
             gradients = torch.autograd.grad(smooth, inputs, moved_weights, allow_unused=True)
-            results += [one for one in gradients if one is not None]
-        return [one.detach() for one in results]
+            results += [gradient for gradient in gradients if gradient is not None]
+        return [result.detach() for result in results]
     except Exception as error:
         return f"{type(error).__name__}: {error}"[:300]
 
@@ -84,7 +84,7 @@ def on_host(numbers: Numbers) -> Numbers:
     if isinstance(numbers, str):
         return numbers
     try:
-        return [one.cpu().resolve_conj().resolve_neg() for one in numbers]
+        return [number.cpu().resolve_conj().resolve_neg() for number in numbers]
     except Exception as error:
         return f"{type(error).__name__}: {error}"[:300]
 
@@ -115,17 +115,17 @@ def difference(ours: Numbers, theirs: Numbers, tolerance: float = 0) -> str:
         if isinstance(ours, str) and isinstance(theirs, str):
             return ""
         return f"raises {ours}" if isinstance(ours, str) else f"does not raise {theirs}"
-    for one, other in itertools.zip_longest(ours, theirs):
-        if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
+    for result, other in itertools.zip_longest(ours, theirs):
+        if result is None or other is None or (result.shape, result.dtype) != (other.shape, other.dtype):
             return f"has {_types(ours)}, not {_types(theirs)}"
-        wide, expected = (tensor.to(_WIDE.get(tensor.dtype, tensor.dtype)) for tensor in (one, other))
+        wide, expected = (tensor.to(_WIDE.get(tensor.dtype, tensor.dtype)) for tensor in (result, other))
         if not torch.allclose(wide, expected, tolerance, tolerance, equal_nan=True):
-            return f"is {one.flatten()[:6].tolist()}, not {other.flatten()[:6].tolist()}"
+            return f"is {result.flatten()[:6].tolist()}, not {other.flatten()[:6].tolist()}"
     return ""
 
 
 def _types(tensors: Iterable[torch.Tensor]) -> str:
-    return ", ".join(f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in tensors)
+    return ", ".join(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors)
 
 
 def device_and_finish() -> tuple[str, Callable[[], None]]:

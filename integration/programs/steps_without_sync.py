@@ -7,7 +7,7 @@ import torch_xla
 
 
 def train(device: torch.device, sync: bool) -> None:
-    ours, host = (torch.zeros(4, device=one, requires_grad=True) for one in (device, "cpu"))
+    ours, host = (torch.zeros(4, device=where, requires_grad=True) for where in (device, "cpu"))
     optimizers = [torch.optim.SGD([weight], lr=0.1) for weight in (ours, host)]
     for _ in range(12):
         for weight in (ours, host):

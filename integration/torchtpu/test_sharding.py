@@ -104,8 +104,8 @@ def reference() -> list[float]:
 def test_a_divided_module_trains_as_a_whole_one(mesh: dict[str, int], reference: list[float]) -> None:
     found = polyxla.launch(losses, (mesh,), devices=REPLICAS, runtime="torchtpu")
     assert len(reference) == 2
-    for one in found:
-        assert one == pytest.approx(reference, rel=1e-5)
+    for trained in found:
+        assert trained == pytest.approx(reference, rel=1e-5)
 
 
 class Branching(nn.Module):
@@ -185,8 +185,8 @@ def branched_losses_of_one_process() -> list[float]:
 def test_replicas_that_use_other_parts_of_a_layer_train_as_one_process(
     mesh: dict[str, int] | None,
 ) -> None:
-    for one in polyxla.launch(branched_losses, (mesh,), devices=REPLICAS, runtime="torchtpu"):
-        assert one == pytest.approx(branched_losses_of_one_process(), rel=1e-5)
+    for trained in polyxla.launch(branched_losses, (mesh,), devices=REPLICAS, runtime="torchtpu"):
+        assert trained == pytest.approx(branched_losses_of_one_process(), rel=1e-5)
 
 
 def test_replicas_that_use_different_layers_are_named() -> None:
@@ -231,7 +231,7 @@ def test_a_module_on_the_meta_device_is_initialised_in_shards() -> None:
     with torch.device("meta"):
         module = Model()
     fit("fsdp", module)
-    assert not any(one.is_meta for one in module.state_dict().values())
+    assert not any(tensor.is_meta for tensor in module.state_dict().values())
     layer: Any = module.layers[0]
     up = layer.up.weight.detach()
     # Uniform between -1/4 and 1/4 at first, for each shard its own numbers.

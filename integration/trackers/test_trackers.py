@@ -66,10 +66,10 @@ def test_mlflow_has_the_settings_and_each_value(
     (run,) = client.search_runs([experiment.experiment_id])
     assert (run.info.run_name, run.info.status) == ("one", "FAILED" if fails else "FINISHED")
     assert run.data.params["max_epochs"] == "1"
-    assert [one.step for one in client.get_metric_history(run.info.run_id, "loss")] == (
+    assert [metric.step for metric in client.get_metric_history(run.info.run_id, "loss")] == (
         [] if fails else STEPS
     )
-    sizes = [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, "size")]
+    sizes = [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, "size")]
     assert sizes == ([] if fails else [(5, 2.0)])
 
 
@@ -101,7 +101,7 @@ def _records_to_the_end(file: Path) -> list[Any]:
     """Wait for the record of the run's end: a process of wandb's writes the file, also after `finish`."""
     deadline = time.monotonic() + TIMEOUT_S
     records = list(_records(file))
-    while not any(one.HasField("exit") for one in records):
+    while not any(record.HasField("exit") for record in records):
         assert time.monotonic() < deadline, records
         time.sleep(0.1)
         records = list(_records(file))
@@ -115,8 +115,8 @@ def test_wandb_has_the_settings_and_each_value_offline(runtime: RuntimeUnderTest
     losses, sizes = [], []
     settings: dict[str, str] = {}
     for record in _records_to_the_end(file):
-        settings |= {one.key: one.value_json for one in record.run.config.update}
-        items = {one.key or one.nested_key[0]: one.value_json for one in record.history.item}
+        settings |= {item.key: item.value_json for item in record.run.config.update}
+        items = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
         if "loss" in items:
             losses.append(int(items["_step"]))
         if "size" in items:
