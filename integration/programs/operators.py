@@ -84,9 +84,17 @@ def on_host(numbers: Numbers) -> Numbers:
     if isinstance(numbers, str):
         return numbers
     try:
-        return [number.cpu().resolve_conj().resolve_neg() for number in numbers]
+        return [_plain(tensor.cpu()).resolve_conj().resolve_neg() for tensor in numbers]
     except Exception as error:
         return f"{type(error).__name__}: {error}"[:300]
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that can be stored: torch_xla leaves a wrapper on the host for some operators."""
+    if not torch._is_functional_tensor(tensor):
+        return tensor
+    torch._sync(tensor)  # type: ignore[attr-defined,no-untyped-call]
+    return torch._from_functional_tensor(tensor)
 
 
 def on_device(operator: Any, given: list[Any], device: str, finish: Callable[[], None]) -> list[Numbers]:
