@@ -28,8 +28,8 @@ nox.options.reuse_venv = "yes"
 # The integration suites on xrt and torchtpu are separate jobs in .github/workflows: together with these they
 # take over half an hour on two cores.
 nox.options.sessions = ["lint", "types", "tests", "integration(runtime='pjrt')", "build"]
-# Where it is set, each process of a test compiles all the modules that it imports: with torch_xla, this takes
-# as long as the rest of the import.
+# With this variable, each process of a test compiles all the modules that it imports: with torch_xla, this
+# takes as long as the rest of the import.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 ROOT = Path(__file__).parent
@@ -49,7 +49,7 @@ ON_TORCH_TPU = ["runtime-torchtpu"]
 WITH_TORCH_XLA = [package for package in PROJECTS if package not in ON_TORCH_TPU]
 WITH_TORCH_TPU = [package for package in PROJECTS if package not in ON_TORCH_XLA]
 TESTED = [package for package in WITH_TORCH_XLA if any(ROOT.glob(f"packages/{package}/tests/test_*.py"))]
-# Tested with both; those of the bridge and of the precision policies look into torch_xla's programs.
+# Tested with both frameworks. The tests of bridge and precision read torch_xla's programs.
 TESTED_ON_TORCH_TPU = ["core", "runtime-torchtpu", "sampler", "training"]
 # Siblings that a package's tests use and its code does not.
 TESTS_NEED = {
@@ -62,18 +62,18 @@ TESTS_NEED = {
     "tools": ["runtime-pjrt", "testing"],
     "training": ["sampler", "testing"],
 }
-# The first runs all of integration/, the others the tests that depend on the runtime.
+# The first runtime runs all of integration/, the others run the tests that depend on the runtime.
 RUNTIMES = ["pjrt", "xrt", "torchtpu"]
-# Where the programs of other libraries are, for `clients`.
+# Directories with programs of other libraries, for `clients`.
 CLIENTS = {"pjrt": "integration/clients", "torchtpu": "integration/torchtpu/clients"}
 # Extras that log to services, with many requirements, and the directory of their tests.
 TRACKERS = ["mlflow", "wandb"]
 TRACKERS_TESTS = "integration/trackers"
 # These promise a range of versions, and are tested with the oldest. The others follow one torch_xla release.
 WITH_A_RANGE = ["core", "sampler", "precision", "testing", "training"]
-# A few tests take most of the time: whichever process is done first takes some of the other's.
+# A few tests take most of the time, so the process that is done first takes over some of the other's.
 TWO_AT_ONCE = ["-n", "2", "--dist", "worksteal"]
-# Their slow tests share what one process makes; two would make it twice.
+# Their slow tests share a result of their process; two processes would compute it twice.
 ONE_AT_A_TIME = ["precision"]
 # torch 2.9's wheels are manylinux_2_28: no machine that runs them has an older glibc.
 NEWEST_GLIBC = 28
@@ -170,7 +170,7 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Check types strictly, one directory of tests at a time: two may have files of the same name."""
     install(session, WITH_TORCH_XLA, group("types"), with_extras=["training"], editable=True)
-    # Not installed here, where torch_xla is.
+    # Runtime torchtpu cannot be installed beside torch_xla: mypy reads its sources.
     sources = {"MYPYPATH": "packages/runtime-torchtpu/src"}
     for package in PROJECTS:
         tests = Path("packages", package, "tests")
@@ -241,7 +241,7 @@ def integration(session: nox.Session, runtime: str) -> None:
     packages = WITH_TORCH_TPU if on_torch_tpu else WITH_TORCH_XLA
     install(session, packages, group("integration"), with_extras=["training"], options=pins)
     options = ["--durations=10", "--polyxla-runtime", runtime, junit(f"integration-{runtime}")]
-    # Those need other libraries: `clients` and `trackers` run them.
+    # These need other libraries: `clients` and `trackers` run them.
     options += [f"--ignore={directory}" for directory in (*CLIENTS.values(), TRACKERS_TESTS)]
     session.run("pytest", "integration", *TWO_AT_ONCE, *options, *session.posargs)
 
@@ -260,7 +260,7 @@ def clients(session: nox.Session, runtime: str) -> None:
     pins = ("-c", CONSTRAINTS_TORCHTPU if runtime == "torchtpu" else CONSTRAINTS)
     packages = ["bridge", f"runtime-{runtime}", "testing"]
     install(session, packages, group(f"clients-{runtime}"), options=pins)
-    # The tests of one library together: they compare with the same run on the CPU.
+    # Keep the tests of a library in one process: they share its run on the CPU.
     together = ["-n", "2", "--dist", "loadgroup"]
     options = ["--durations=10", "--polyxla-runtime", runtime, junit(f"clients-{runtime}")]
     session.run("pytest", CLIENTS[runtime], *together, *options, *session.posargs)
@@ -285,7 +285,7 @@ def trackers(session: nox.Session) -> None:
     """Log a training to Weights & Biases, offline, and to MLflow, in a file."""
     extras = PROJECTS["training"]["optional-dependencies"]
     requirements = [*group("trackers"), *(requirement for extra in TRACKERS for requirement in extras[extra])]
-    # Without the constraints: MLflow allows only older releases of some libraries.
+    # Install without the constraints, because MLflow allows only older releases of some libraries.
     install(session, ["runtime-pjrt", "training", "testing"], requirements, options=())
     options = ["--polyxla-runtime", "pjrt", junit("trackers")]
     # MLflow would report its use to its makers.
@@ -341,7 +341,7 @@ def build(session: nox.Session) -> None:
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     for package in PROJECTS:
-        # Through the source distribution: a file missing there is missing in the wheel.
+        # Build the wheel from the source distribution, so that a file missing there is noticed.
         how = ["--no-isolation", f"--outdir={dist}"]
         session.run("python", "-m", "build", *how, f"packages/{package}", silent=True)
     for wheel in dist.glob("*-linux_*.whl"):
@@ -523,7 +523,7 @@ def demo(session: nox.Session) -> None:
 def pin(session: nox.Session) -> None:
     """Rewrite the constraints: ``nox -s pin`` adds missing pins, ``-- --upgrade`` moves all of them."""
     everything = {requirement for name in GROUPS for requirement in group(name)}
-    # What only torch_xla's environment needs, or another release of torch.
+    # Only torch_xla's environment needs these, or needs them in another release.
     on_torch_xla = re.compile(r"torch_?xla|torchvision|torchax|torch==|flax|libtpu")
     shared = {requirement for requirement in everything if not on_torch_xla.match(requirement)}
     write_pins(session, CONSTRAINTS, everything | required_by(WITH_TORCH_XLA) | {"torch==2.9.*"})

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Find public names that the built API pages lack; print them, and fail.
 
-The argument is the directory of the site. Public are the names in the ``__all__`` of a package or subpackage.
+The argument is the directory of the site. The names in the ``__all__`` of a package or subpackage are public.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def keep_text(notebook: nbformat.NotebookNode) -> None:
         if cell.cell_type == "code":
             cell.execution_count = None
             text = "".join(as_text(output) for output in cell.outputs)
-            # Colours; of a line that was drawn again, the last drawing; directories of this machine.
+            # Drop colours, all drawings of a line but the last, and this machine's directories.
             text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
             text = re.sub(r"(?m)^.*\r(?!\n)", "", text)
             text = re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", text)

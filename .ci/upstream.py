@@ -27,7 +27,7 @@ WRAPPERS = {
     "run_xla_hlo_debug": {"XLA_HLO_DEBUG": "1"},
     "run_xla_ir_hlo_debug": {"XLA_IR_DEBUG": "1", "XLA_HLO_DEBUG": "1"},
 }
-"""What the list's shell functions set. Source: test/utils/run_tests_utils.sh of torch_xla 2.9.0."""
+"""Variables that the list's shell functions set. Source: test/utils/run_tests_utils.sh of torch_xla 2.9.0."""
 
 
 class Test(NamedTuple):

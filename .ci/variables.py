@@ -40,7 +40,7 @@ FLAGS = {
     "TPU_PROCESS_ADDRESSES": "slice_builder_worker_addresses",
     "TPU_PROCESS_PORT": "slice_builder_worker_port",
 }
-"""What libtpu 0.0.21 calls the values of our variables in its log."""
+"""Names of our variables' values in the log of libtpu 0.0.21."""
 PARTS = [
     {"TPU_VISIBLE_CHIPS": "2", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1", "TPU_PROCESS_BOUNDS": "1,1,1"},
     {"TPU_VISIBLE_CHIPS": "0,1", "TPU_CHIPS_PER_HOST_BOUNDS": "1,2,1", "TPU_HOST_BOUNDS": "1,1,1"},

@@ -25,7 +25,7 @@ READ = (
     "mkdocs.yml",
     ".ci/*",
 )
-# Written once and never rewritten, or about the wordings themselves.
+# The changelog is never rewritten, and this file lists the wordings themselves.
 NOT_READ = {"CHANGELOG.md", ".ci/wording.py"}
 BETTER = {
     "in vain": "stuck, stalled, without a result",
@@ -55,7 +55,7 @@ BETTER = {
 
 
 def findings() -> Iterator[str]:
-    """Yield ``path:line: wording: better`` of everything to be said in another way."""
+    """Yield ``path:line: wording: better`` of every wording that has a better one."""
     for path in sorted({path for pattern in READ for path in ROOT.glob(pattern) if path.is_file()}):
         name = str(path.relative_to(ROOT))
         if name not in NOT_READ and "_pb2" not in name:

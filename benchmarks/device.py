@@ -51,7 +51,7 @@ WHEELS = (
     "pyzmq==27.3.0",
     "grpcio-health-checking==1.71.2",
 )
-"""What else they need and the machine lacks, without dependencies: torch and jax are there."""
+"""Other packages that the machine lacks, without their dependencies: torch and jax are there."""
 PYTHON, TORCH = "3.12", "2_11_0"
 """The machine's Python, and its torch in the names of TorchTPU's files."""
 PLATFORMS = (
@@ -99,7 +99,7 @@ def rounded(number: float, digits: int = 4) -> float:
 
 @contextmanager
 def reported(what: str) -> Iterator[None]:
-    """Write an error of a part into the results, and go on after it."""
+    """Write an error of a part into the results, and continue."""
     try:
         yield
     except Exception as error:
@@ -385,7 +385,7 @@ def _compare(what: str, losses: list[float], expected: list[float], started: flo
 
 
 def digits_example() -> None:
-    """Run the example as a user does, who does not tell JAX to leave the GPU alone."""
+    """Run the example as a user does, without the variable that keeps JAX off the GPU."""
     example = ["polyxla", "run", "-m", "polyxla_examples.digits", "--epochs", "3", "--json"]
     started = time.perf_counter()
     command = [sys.executable, "-m", *example]
@@ -1012,7 +1012,7 @@ def _call(name: str, left_s: float, environ: Mapping[str, str], log: Any) -> Non
             code: int | str = process.wait(left_s)
         except subprocess.TimeoutExpired:
             code = f"ended after {left_s:.0f} s"
-        # What it has started may still run, and hold the GPU.
+        # Its child processes may still run, and hold the GPU.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     _ended(name, environ, code, time.monotonic() - started)

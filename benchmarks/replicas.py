@@ -57,7 +57,7 @@ def uncompared(model: str, batch: int, port: int) -> None:
 def _in_uncompared_replica(model: str, batch: int, port: int, replica: Any) -> None:
     from polyxla_bridge.programs.agreement import Agreement
 
-    # There is no switch: whoever would need it has replicas that disagree.
+    # There is no switch: only a job whose replicas disagree would need one.
     Agreement.meet = lambda *_: None  # type: ignore[method-assign]
     serve(XlaTraining(model, batch), port)
 

@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         # TorchTPU opens this library as soon as a test module imports torch.
         os.environ["TPU_LIBRARY_PATH"] = str(polyxla_bridge.LIBRARY)
-        # The workers of pytest-xdist have the controller's.
+        # Workers of pytest-xdist inherit the controller's.
         os.environ.setdefault(CALLS, tempfile.mkdtemp(prefix="polyxla-calls-"))
         # TorchTPU reads this attribute of each tensor whose value it reads.
         leaf = "The .grad attribute of a Tensor that is not a leaf"
@@ -78,9 +78,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-# Where the tests are that run on one of the other runtimes only.
+# Directories of tests that run on one of the other runtimes only.
 OWN_TESTS = {"xrt": "jobs", "torchtpu": "torchtpu"}
-# Beside this file. Their imports need torch_xla, and what they test does not depend on the runtime.
+# Files beside this one that import torch_xla, and whose subject does not depend on the runtime.
 WITHOUT_TORCH_XLA = ("test_docs.py", "test_page_blocks.py", "test_bad_input.py", "jobs", "clients", "seeds")
 
 
@@ -123,7 +123,7 @@ def _device_first(pytestconfig: pytest.Config) -> None:
         _load_torch_tpu()
         return
     is_node = runtime == "xrt"
-    # Importing torch_xla sets variables, which the tests must not see.
+    # The import of torch_xla sets variables that the tests must not see.
     with temporary_environ(
         {**os.environ, **(_node_of_this_process() if is_node else {"PJRT_DEVICE": "CPU"})}
     ):
@@ -198,7 +198,7 @@ def chosen_worker(pytestconfig: pytest.Config) -> tuple[list[str], dict[str, str
 
 @contextmanager
 def _worker(cores: int, options: list[str], variables: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """Serve cores on a free port, as from another terminal; yield what the worker says of itself."""
+    """Serve cores on a free port, as from another terminal; yield the worker's own description."""
     command = ["polyxla", "worker", "--address", "127.0.0.1:0", "--devices", str(cores), "--json", *options]
     environ = {**os.environ, **variables}
     worker = subprocess.Popen(

@@ -2,7 +2,7 @@
 
 ``python integration/faults.py --minutes 60`` runs jobs one after the other. In each, at a random moment, one
 process of a named point is killed, stopped, paused, or left without space for files or without descriptors.
-The job must then succeed, or end with a named error, within `DEADLINE_S`; what serves others must be well;
+The job must then succeed, or end with a named error, within `DEADLINE_S`; its services must still work;
 and no process, socket or file of the job may be left. The same seed picks the same faults at the same points.
 `nox -s faults` runs it.
 """
@@ -44,7 +44,7 @@ UNHARMED = 0.1
 PAUSE_S = 3.0
 """How long a paused process stands still, in seconds."""
 LEFT_S = 30.0
-"""How long what a job leaves behind may take to end, in seconds."""
+"""Longest time until a job's remaining processes have ended, in seconds."""
 OURS = ("POLYXLA_", "PJRT_", "TPU_", "XRT_")
 """Prefixes of variables that jobs do not inherit."""
 MARK = "FAULTS_JOB"
@@ -75,7 +75,7 @@ Find = Callable[["Job", Sequence[Process]], list[Process]]
 
 
 def having(text: str, *, parent: str | None = None) -> Find:
-    """Return what finds the processes with a text in their command line, and that of their parent."""
+    """Return a finder of the processes with a text in their command line, and one in their parent's."""
 
     def find(_: Job, processes: Sequence[Process]) -> list[Process]:
         commands = {process.pid: process.command for process in processes}
@@ -107,12 +107,12 @@ def replica(job: Job, processes: Sequence[Process]) -> list[Process]:
 
 
 def forks_of(text: str) -> Find:
-    """Return what finds the processes that were forked by one with a text in its command line."""
+    """Return a finder of the processes that a process with a text in its command line has forked."""
     return having(text, parent=text)
 
 
 def original(text: str) -> Find:
-    """Return what finds a process with a text in its command line that is not a fork of another."""
+    """Return a finder of a process with a text in its command line that is not a fork of another."""
 
     def find(job: Job, processes: Sequence[Process]) -> list[Process]:
         forks = forks_of(text)(job, processes)
@@ -127,12 +127,12 @@ class Stage:
 
     Attributes:
         name: how it is called.
-        points: what finds the processes of each named point.
-        watched: the points whose silence somebody must notice.
+        points: the finder of the processes of each named point.
+        watched: the points whose silence another process must notice.
         command: the job's command, after ``python -m polyxla``.
         service: the command of what serves it, after the same; None if it needs nothing.
         variables: its environment, besides this process's.
-        results: what each launch of it prints at its end.
+        results: the text that each launch prints at its end.
     """
 
     name: str
@@ -272,7 +272,7 @@ FAULTS: dict[str, Callable[[Process], None]] = {
 
 @dataclass(frozen=True)
 class Round:
-    """One job with its fault, and what came of it.
+    """One job with its fault and its outcome.
 
     Attributes:
         outcome: success, error, killed (the job's own process), early (success before the fault), or wrong.
@@ -345,7 +345,7 @@ class Job:
             **{name: f"{value:g}" for name, value in LIMITS.items()},
         }
         self._pids: set[int] = set()
-        # Others have had these processes' numbers before.
+        # The kernel reuses process ids.
         self._shared_before = set(Path("/dev/shm").iterdir())
         self._service: Speaking | None = None
         self._relay: Speaking | None = None
@@ -424,7 +424,7 @@ class Job:
             time.sleep(0.5)
 
     def end(self) -> list[str]:
-        """End the service and what stands still; return what is left of the job, and remove it."""
+        """End the service and the stopped processes; return what is left of the job, and remove it."""
         has_run = "STEP" in self.output()[0]
         for still in self.processes():
             if still.state in "Tt":
@@ -460,7 +460,7 @@ class Job:
 
 
 def _is_torchs(path: Path) -> bool:
-    """Return whether torch has made it: a program that is killed before it launches leaves it."""
+    """Return whether torch made this directory, which a program leaves if it is killed before its launch."""
     return path.is_dir() and all(file.name.startswith("_remote_module_") for file in path.glob("*.py"))
 
 
@@ -504,7 +504,7 @@ def run(stage: Stage, point: str, fault: str, after_s: float = 0.0, *, while_run
                 job.process.wait(max(1.0, begin + DEADLINE_S - time.monotonic()))
             took_s = time.monotonic() - begin
             outcome, text = judge(job, is_struck=is_struck, is_root=is_root, fault=fault)
-            # A supervisor replaces its worker; what else was done to a service stays.
+            # A supervisor replaces its worker; other faults of a service are not repaired.
             is_harmed = point in SERVICES and (point, fault) != ("worker", "kill")
             if outcome != "wrong" and not (is_struck and is_harmed) and (problem := job.service_problem()):
                 outcome, text = "wrong", problem

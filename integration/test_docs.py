@@ -168,7 +168,7 @@ def test_every_option_is_on_the_command_line_page(name: str) -> None:
     (section,) = [candidate for candidate in sections if re.match(rf"`polyxla {name}\b", candidate)]
     command = commands()[name]
     parts = getattr(command, "commands", {name: command})
-    # Its standard output is for the launcher, in messages of their own.
+    # Its standard output carries messages for the launcher.
     without = [
         part for part, command in parts.items() if all(option.name != "as_json" for option in command.params)
     ]
@@ -342,7 +342,7 @@ def test_the_error_texts_of_the_questions_page_are_those_of_the_sources() -> Non
         # The emulated libtpu has the real one's texts, and so have the tests of `polyxla fits`.
         "libtpu": [*ours, *templates([ROOT / "packages" / "tools" / "tests" / "fits" / "test_fits.py"])],
     }
-    # What comes before a text is added where it is printed.
+    # These prefixes are added where a text is printed.
     added = r"^(polyxla: |error: |WARNING:root:|RuntimeError: |runtime '\w+' cannot run here: |\.\.\. )*"
     quoted = [(title, re.sub(added, "", on_one_line(text))) for title, text in blocks if title in printed]
     assert len(quoted) >= 25
@@ -417,7 +417,7 @@ def test_the_files_that_the_architecture_page_names_exist() -> None:
     named = re.findall(r"`([\w/.]+\.(?:py|c|proto))`", text)
     assert named
     assert [name for name in named if not any((directory / name).exists() for directory in directories)] == []
-    # Those after the name of a distribution are files of that one.
+    # A file after the name of a distribution belongs to it.
     named_in = re.findall(rf"\b({'|'.join(SOURCES)}) `([\w/.]+\.(?:py|c|proto))`", text)
     assert {where for where, _ in named_in} == set(SOURCES)
     assert [file for file in named_in if not (ROOT / SOURCES[file[0]] / file[1]).exists()] == []

@@ -115,7 +115,7 @@ def test_replicas_with_more_steps_than_another_are_named_soon(
     assert time.time() - float((tmp_path / "0").read_text()) < 15
     text = str(caught.value)
     assert text.startswith("replica 0 returned after 3 steps; "), text
-    # Which of several others reports first is a matter of chance.
+    # Any of the others may be the first to report.
     line = _take_unequal_steps.__code__.co_firstlineno + 10
     assert re.search(rf"(waits?|is|are) in step 4 at \S*test_failures.py:{line}[.;]", text), text
     assert "All replicas must take part in each step" in text
@@ -291,7 +291,7 @@ def test_the_end_of_the_parent_ends_all_its_processes(
         assert time.monotonic() < deadline, (tmp_path / "out").read_text()
         time.sleep(0.05)
     if number == signal.SIGINT:
-        # As a terminal does: to all processes of the group.
+        # A terminal sends the signal to all processes of the group.
         os.killpg(parent.pid, number)
     else:
         parent.kill()

@@ -128,7 +128,7 @@ def test_plain_python_ends_there_too(clean_environ: dict[str, str]) -> None:
 
 
 def test_a_program_may_use_a_tpu_host_without_a_launch(clean_environ: dict[str, str]) -> None:
-    # As on a TPU VM, where it sees all chips of its host.
+    # On a TPU VM, it sees all chips of its host.
     done = run(
         [sys.executable, str(PROGRAMS / "use_all_devices.py")], {**clean_environ, "POLYXLA_EMULATE": "v4-8"}
     )

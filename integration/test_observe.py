@@ -95,7 +95,7 @@ def test_a_compilation_names_the_batch_whose_shape_changed(
     summary = events[-1]["summary"]
     assert summary["unexpected"] == 1
     assert summary["reads_per_step"] == 0, "polyxla's own reads are not counted"
-    # On a device that is called a TPU, also that twelve rows are padded to sixteen.
+    # A device that is called a TPU also reports that twelve rows are padded to sixteen.
     assert not [finding for finding in events[-1]["findings"] if finding["kind"] != "padding"]
     assert summary["records_per_s"] > 0
     stderr = capfd.readouterr().err

@@ -41,7 +41,7 @@ def test_a_test_has_the_outcome_of_its_replicas(
     runtime: RuntimeUnderTest, tmp_path: Path, option: str, measure: list[str]
 ) -> None:
     (tmp_path / "test_mine.py").write_text((PROGRAMS / "tests_on_replicas.py").read_text())
-    # What a project may set, and a replica's pytest must neither stumble over nor obey.
+    # Options that a project may set, and that a replica's pytest must ignore.
     (tmp_path / "pytest.ini").write_text(
         f"[pytest]\npolyxla_runtime = {runtime.name}\naddopts = -rA --color=yes --color=no {option}\n"
         "  --strict-markers --strict-config\nconsole_output_style = count\njunit_family = xunit2\n"

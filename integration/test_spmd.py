@@ -87,7 +87,7 @@ def test_a_program_that_launches_nothing_has_all_devices(clean_environ: dict[str
 
 
 def test_an_spmd_program_on_several_workers_is_refused(clean_environ: dict[str, str]) -> None:
-    # Before a worker is asked. Each host would train on its own, without a word.
+    # Refused before a worker is asked: each host would silently train on its own.
     workers = "|".join(f"tpu_worker;{task};127.0.0.1:{task + 1}" for task in range(2))
     environ = {**clean_environ, "XRT_TPU_CONFIG": workers, "XRT_LOCAL_WORKER": "tpu_worker:0"}
     mesh = {"XRT_MESH_SERVICE_ADDRESS": "127.0.0.1:1", "XRT_SHARD_WORLD_SIZE": "2"}

@@ -191,7 +191,7 @@ def test_nothing_runs_ends_or_waits_for_a_stranger(
     marker = tmp_path / "a stranger was here"
     ports = free_ports(2)
     place = PLACES[where]
-    # Others can enter neither pytest's directory nor, it may be, this user's own.
+    # Other users cannot enter pytest's directory, and perhaps not this user's own.
     runtime = Path(tempfile.mkdtemp())
     runtime.chmod(0o755)
     base = clean_environ | {"XDG_RUNTIME_DIR": str(runtime)}
@@ -222,7 +222,7 @@ def test_nothing_runs_ends_or_waits_for_a_stranger(
             attack(address, marker, stack)
         for path in accepting(owners, runtime) if os.getuid() == 0 else ():
             assert connect_as_nobody(path) == (0 if path.startswith("\0") else errno.EACCES), path
-        # It goes on.
+        # The job continues.
         first.unlink()
         wait_for([first], job)
         (tmp_path / "end").touch()

@@ -55,7 +55,7 @@ def test_replicas_in_their_devices_do_not_wait_for_ever(
     where = {"reading": line_of("all_reduce"), "sleeping": line_of("time.sleep")}
     text = f"^polyxla: error: .*{expected.format(**where)}"
     assert re.search(text, done.stderr, re.MULTILINE), done.stderr
-    # libtpu prints one at SIGTERM, by which the launcher ends the others.
+    # libtpu prints a stack at SIGTERM, which the launcher sends to the others.
     assert "most recent call first" not in done.stderr
 
 

@@ -1,6 +1,6 @@
 """Programs of Lightning, Accelerate and transformers train on emulated TPUs as on one CPU process.
 
-None of them imports polyxla. What does not work on any TPU is worked around in the programs, with a link.
+None of them imports polyxla. The programs work around what fails on any TPU, with a link.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Client:
         program: its file.
         on_cpu: arguments for one process on the CPU.
         on_tpu: arguments on a TPU host.
-        launcher: what stands before the program on a TPU host.
+        launcher: the words before the program on a TPU host.
         checkpoint: name of the checkpoint after half of the training.
     """
 
@@ -69,7 +69,7 @@ CLIENTS = (
 
 
 _on_cpu: dict[str, dict[str, Any]] = {}
-"""What each program has printed on one CPU process, by its file."""
+"""The result that each program printed on one CPU process, by its file."""
 
 
 @pytest.mark.timeout(3 * TIMEOUT_S)
@@ -99,6 +99,6 @@ def test_a_client_trains_and_resumes_on_an_emulated_tpu(
     resumed = client.run(
         environ, tmp_path / "resumed", "--resume", str(tmp_path / "whole" / client.checkpoint)
     )
-    # As if it had never stopped.
+    # The resumed run ends as if it had never stopped.
     assert resumed.pop("weight") == pytest.approx(whole.pop("weight"), rel=1e-4)
     assert resumed == {**whole, "first_step": whole["steps"] // 2}

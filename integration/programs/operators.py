@@ -1,7 +1,7 @@
 """Computes torch's own samples of its operators on a device and on the CPU, and stores all numbers.
 
 ``operators.py DIRECTORY [NAME ...]`` computes each operator that has no file in the directory yet, forward
-and backward, so that it goes on where an earlier process ended. All samples of an operator are one program.
+and backward, so that it continues where an earlier process ended. All samples of an operator are one program.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def computed(operator: Any, sample: Any, device: str) -> Numbers:
         ]
         smooth = [result for result in results if result.requires_grad]
         if inputs and smooth:
-            # Different everywhere, so that a gradient in the wrong place is seen.
+            # Every element differs, so that a gradient in the wrong place is seen.
             weights = [torch.linspace(0.5, 1.5, result.numel()).reshape(result.shape) for result in smooth]
             moved_weights = [
                 weight.to(result.dtype).to(device) for weight, result in zip(weights, smooth, strict=True)
@@ -161,7 +161,7 @@ def outcome(
 
 def main(directory: Path, names: list[str]) -> None:
     """Compute the operators that have no file yet."""
-    # Takes seconds, and the test that imports this module needs none of it.
+    # This import takes seconds, and the test that imports this module does not need it.
     from torch.testing._internal import common_methods_invocations
 
     device, finish = device_and_finish()

@@ -32,7 +32,7 @@ class Model(nn.Module):
         # Fewer rows than replicas.
         self.head = nn.Linear(16, 3)
         self.first_state = first_state
-        # Not by manual_seed, which opens the TPU in the process that launches.
+        # manual_seed would open the TPU in the launching process.
         generator = torch.Generator().manual_seed(0)
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.1, generator=generator)

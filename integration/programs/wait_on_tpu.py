@@ -40,7 +40,7 @@ WORK = {"compute": compute, "compile": compile_something}
 
 
 def train(replica: Replica, how: str) -> None:
-    # An emulated TPU's library knows which programs wait for others; a real one does not tell.
+    # An emulated TPU's library knows which programs wait for others; a real one does not report it.
     stall_watchdog.on_stall(lambda *_: None)
     step(replica)
     if replica.ordinal == 1 and how == "sleep":

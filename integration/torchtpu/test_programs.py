@@ -1,4 +1,4 @@
-"""Programs as users of TorchTPU write them, without a word of polyxla, on emulated TPUs.
+"""Programs as users of TorchTPU write them, which do not mention polyxla, on emulated TPUs.
 
 Each trains for 20 steps; the losses are compared with those of the same program on the CPU, in one process.
 """

@@ -234,7 +234,7 @@ def test_a_module_on_the_meta_device_is_initialised_in_shards() -> None:
     assert not any(tensor.is_meta for tensor in module.state_dict().values())
     layer: Any = module.layers[0]
     up = layer.up.weight.detach()
-    # Uniform between -1/4 and 1/4 at first, for each shard its own numbers.
+    # The first values are uniform between -1/4 and 1/4, and differ in each shard.
     assert 0.1 < up.std() < 0.2
     quarters = up.chunk(REPLICAS)
     assert not any(torch.allclose(quarters[0], other, atol=1e-2) for other in quarters[1:])

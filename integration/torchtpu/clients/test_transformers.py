@@ -1,4 +1,4 @@
-"""A program of transformers, without a word of polyxla, trains on emulated TPUs as on the CPU."""
+"""A program of transformers, which does not mention polyxla, trains on emulated TPUs as on the CPU."""
 
 from __future__ import annotations
 
