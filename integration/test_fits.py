@@ -78,7 +78,10 @@ def test_replicas_of_a_trainer_have_one_program_and_the_line_of_its_step(
 def test_a_script_that_fails_is_shown(clean_environ: dict[str, str], tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("raise ValueError('wrong learning rate')")
-    with pytest.raises(ScriptFailedError, match=r"with code 1\. Its last lines:[^$]*wrong learning rate"):
+    with pytest.raises(
+        ScriptFailedError,
+        match=r"failed on the emulated TPU, code 1\. Its last lines:[^$]*wrong learning rate",
+    ):
         collect([str(script)], "v5e-1", tmp_path / "programs", clean_environ)
 
 
