@@ -28,7 +28,7 @@ import polyxla_training.env
 import polyxla_training.hookspecs
 import polyxla_xrt.env
 from polyxla import Replica, launch
-from polyxla.cli.variables import variables
+from polyxla.cli.app import variables
 from polyxla.plugin import load_everything, select
 from polyxla.tpu.metadata import MetadataClient
 from polyxla_pjrt.discovery import discover
@@ -434,7 +434,7 @@ def test_the_numbers_on_the_pages_are_those_of_the_code() -> None:
 
     from polyxla.launcher import processes
     from polyxla.plugin import Replication, failures
-    from polyxla.xla import unsynced_loops
+    from polyxla.xla import program_checks
     from polyxla_bridge.engine import clients, stall_watchdog
     from polyxla_bridge.programs import cache_directory
     from polyxla_training.checkpoint import background_writer, safetensors_header
@@ -493,9 +493,9 @@ def test_the_numbers_on_the_pages_are_those_of_the_code() -> None:
             f"every {step_watch.READ_EVERY}th step and the last one",
             f"read {words[step_watch.READ_AFTER]} steps later",
             f"at most {words[trained_parameters.MAX_ELEMENTS * 4 >> 20]} megabyte per optimizer",
-            f"where {words[unsynced_loops.STEPS]} optimizer steps or more were made",
-            f"submitted for {unsynced_loops.SECONDS:g} s",
-            f"where a loop reads {words[unsynced_loops.READS]} collectives of a replica without it",
+            f"where {words[program_checks.STEPS]} optimizer steps or more were made",
+            f"submitted for {program_checks.SECONDS:g} s",
+            f"where a loop reads {words[program_checks.READS]} collectives of a replica without it",
         ],
         "plugins.md": [f"`Replication` ({words[len(Replication.__abstractmethods__)]} methods to implement"],
         "tpu-nodes.md": [

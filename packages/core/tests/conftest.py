@@ -11,8 +11,8 @@ import cloudpickle
 import pytest
 
 from polyxla.contracts.job import ProcessMethod
+from polyxla.launcher.launch import run_replica
 from polyxla.launcher.processes import run_processes
-from polyxla.launcher.replica_main import run_replica
 from polyxla.plugin import Job, Setting
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import pytest
 
 from polyxla.callsite import BACKWARD, caller, location, user_line
 from polyxla.plugin import callsite
-from polyxla.plugins.manager import HOOKSPECS, PLUGINS, RUNTIMES, load_plugins
+from polyxla.plugin_manager import HOOKSPECS, PLUGINS, RUNTIMES, load_plugins
 from polyxla_testing import PluginInstaller
 
 TIMEOUT_S = 30.0
@@ -46,7 +46,7 @@ def within(module: str, inner: Any) -> Any:
         pytest.param(["torch._tensor"], HERE, id="the-user's-by-torch"),
         pytest.param(["torch_xla", "typing_extensions"], HERE, id="the-user's-by-a-deprecated-function"),
         pytest.param(["polyxla.replica.loader"], None, id="polyxla's"),
-        pytest.param(["torch._tensor", "polyxla.replica.reductions"], None, id="polyxla's-by-torch"),
+        pytest.param(["torch._tensor", "polyxla.replica.collectives"], None, id="polyxla's-by-torch"),
         pytest.param(["torch._tensor", "polyxla_extra.metrics"], None, id="a-plugin's-of-ours-by-torch"),
         pytest.param(["polyxla_extra.metrics", "torch"], None, id="a-plugin's-of-ours"),
         pytest.param(["polyxla.tpu.torchrun"], None, id="runtimes'-library"),
@@ -117,7 +117,7 @@ def test_a_threads_line_is_the_users_innermost() -> None:
         begun.set()
         done.wait(TIMEOUT_S)
 
-    thread = threading.Thread(target=within("polyxla.replica.host_batches", wait))
+    thread = threading.Thread(target=within("polyxla.replica.loader", wait))
     thread.start()
     try:
         assert begun.wait(TIMEOUT_S)

@@ -17,7 +17,7 @@ import polyxla
 from polyxla.cli.app import app
 from polyxla.console import say_once
 from polyxla.plugin import env
-from polyxla.plugins.manager import HOOKSPECS
+from polyxla.plugin_manager import HOOKSPECS
 from polyxla_testing import PluginInstaller
 
 TIMEOUT_S = 60.0

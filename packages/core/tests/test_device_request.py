@@ -9,7 +9,7 @@ import pytest
 
 from polyxla import DevicesError
 from polyxla.plugin import Device, Setting
-from polyxla.plugins.device_request import pick_devices
+from polyxla.selection import pick_devices
 
 EIGHT = tuple(Device(index, "TOY", f"toy device {index}") for index in range(8))
 COUNTS = "Write a count from 1 to 8, or devices='auto' for all of them."

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from polyxla import UsageError
-from polyxla.cli import each
+from polyxla.cli.run import _run_program
 from polyxla.plugin import Job, Setting
 from polyxla_testing import PluginInstaller
 
@@ -119,9 +119,7 @@ def test_the_plan_says_that_the_program_runs_in_each_replica(tmp_path: Path) -> 
 
 
 def test_replicas_that_share_a_process_are_refused() -> None:
-    job = Job(
-        print, (), "bare", (0, 1), {}, Setting(None, "default"), main=each._run_program, own_processes=True
-    )
+    job = Job(print, (), "bare", (0, 1), {}, Setting(None, "default"), main=_run_program, own_processes=True)
     errors: list[BaseException] = []
 
     def replica() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyxla import UsageError
-from polyxla.replica.host_batches import HostBatches, ReadOptions, check, count_records
+from polyxla.replica.loader import HostBatches, ReadOptions, check, count_records
 
 
 class _Pair(NamedTuple):

@@ -8,11 +8,17 @@ from typing import Any
 import pluggy
 import pytest
 
-from polyxla import BrokenPluginError, RuntimeNotInstalledError, UnknownRuntimeError, UsageError, hookimpl
+from polyxla import (
+    BrokenPluginError,
+    RuntimeNotInstalledError,
+    UnknownRuntimeError,
+    UsageError,
+    hookimpl,
+    plugin_manager,
+)
 from polyxla.console import say_once
 from polyxla.entry_points import entry_points
-from polyxla.plugins import manager
-from polyxla.plugins.manager import (
+from polyxla.plugin_manager import (
     HOOKSPECS,
     PLUGINS,
     RUNTIMES,
@@ -178,7 +184,7 @@ def test_a_distribution_that_is_on_the_path_twice_counts_once(
 ) -> None:
     install_plugin("toy", TOY)
     once = entry_points(RUNTIMES)
-    monkeypatch.setattr(manager, "entry_points", lambda _: [*once, *once])
+    monkeypatch.setattr(plugin_manager, "entry_points", lambda _: [*once, *once])
     assert len(runtime_entries()["toy"].points) == 1
 
 

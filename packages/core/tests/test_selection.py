@@ -16,8 +16,8 @@ from polyxla import (
     UsageError,
 )
 from polyxla.plugin import Claim, Device, Discovery, Setting
-from polyxla.plugins.manager import RuntimeEntry, find_runtime
-from polyxla.plugins.selection import Candidate, choose, discover, discover_all, select
+from polyxla.plugin_manager import RuntimeEntry, find_runtime
+from polyxla.selection import Candidate, choose, discover, discover_all, select
 from polyxla_testing import PluginInstaller
 
 UNASKED = Setting(None, "default")

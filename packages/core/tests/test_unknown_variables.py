@@ -6,9 +6,8 @@ import pytest
 
 from polyxla.env import Setting
 from polyxla.plugin import env
-from polyxla.plugins.manager import PLUGINS
-from polyxla.plugins.selection import select
-from polyxla.plugins.unknown_variables import constants, unknown_variables
+from polyxla.plugin_manager import PLUGINS, constants, unknown_variables
+from polyxla.selection import select
 from polyxla_testing import PluginInstaller
 
 DECLARING = """

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from polyxla import launch
-from polyxla.launcher.replica_main import run_replica
+from polyxla.launcher.launch import run_replica
 from polyxla.plugin import Job, Setting
 from polyxla_pjrt import env, plugin
 from polyxla_pjrt.discovery import discover, replica_environment

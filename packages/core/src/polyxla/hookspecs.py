@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from polyxla.contracts.discovery import Discovery
     from polyxla.contracts.job import Job
     from polyxla.contracts.precision import Precision
-    from polyxla.contracts.replication import Replication
-    from polyxla.contracts.sharding import Sharding
-    from polyxla.contracts.world import World
+    from polyxla.contracts.replication import Replication, Sharding, World
     from polyxla.replica.replica import Replica
 
 PROJECT = "polyxla"

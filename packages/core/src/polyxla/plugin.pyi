@@ -40,57 +40,46 @@ from polyxla.contracts.job import (
     ProcessMethod as ProcessMethod,
     StartMethod as StartMethod,
 )
-from polyxla.contracts.world import (
-    World as World,
-)
 from polyxla.contracts.replication import (
     STEP_EVENT as STEP_EVENT,
+    Counters as Counters,
+    Counts as Counts,
+    Memory as Memory,
     ReduceOp as ReduceOp,
     Replication as Replication,
+    Sharding as Sharding,
+    World as World,
 )
 from polyxla.contracts.precision import (
     Precision as Precision,
 )
-from polyxla.contracts.sharding import (
-    Sharding as Sharding,
-)
-from polyxla.contracts.counters import (
-    Counters as Counters,
-    Counts as Counts,
-    Memory as Memory,
-)
 
 # Choosing a runtime and its devices.
-from polyxla.plugins.manager import (
+from polyxla.plugin_manager import (
     HOOKSPECS as HOOKSPECS,
     PLUGINS as PLUGINS,
     RUNTIMES as RUNTIMES,
+    constants as constants,
     find_runtime as find_runtime,
     load_everything as load_everything,
     load_plugins as load_plugins,
     load_runtime as load_runtime,
     plugin_problems as plugin_problems,
+    unknown_variables as unknown_variables,
 )
-from polyxla.plugins.selection import (
+from polyxla.selection import (
     Candidate as Candidate,
     Selection as Selection,
     discover as discover,
     discover_all as discover_all,
-    select as select,
-)
-from polyxla.plugins.device_request import (
     pick_devices as pick_devices,
-)
-from polyxla.plugins.unknown_variables import (
-    constants as constants,
-    unknown_variables as unknown_variables,
+    select as select,
 )
 
 # Launching: processes, their failures, and what they return.
 from polyxla.launcher import (
     failures as failures,
     fork_server as fork_server,
-    process_end as process_end,
 )
 from polyxla.launcher.processes import (
     ProcessWork as ProcessWork,
@@ -99,6 +88,8 @@ from polyxla.launcher.processes import (
 )
 from polyxla.launcher.child import (
     REPLICA_THREAD as REPLICA_THREAD,
+    end_process as end_process,
+    remove_remote_modules as remove_remote_modules,
 )
 from polyxla.launcher.launch import (
     announce as announce,
@@ -119,11 +110,9 @@ from polyxla.launcher.messages import (
     Raised as Raised,
     RemoteTraceback as RemoteTraceback,
     Returned as Returned,
+    dumps as dumps,
     pack as pack,
     unpack as unpack,
-)
-from polyxla.launcher.pickling import (
-    dumps as dumps,
 )
 from polyxla.launcher.ports import (
     LOCALHOST as LOCALHOST,
@@ -147,11 +136,9 @@ from polyxla.replica.consistency import (
     average_in_place as average_in_place,
     broadcast as broadcast,
 )
-from polyxla.replica.host_batches import (
-    count_records as count_records,
-)
 from polyxla.replica.loader import (
     Loader as Loader,
+    count_records as count_records,
 )
 from polyxla.replica.module_move import (
     hand_over as hand_over,
@@ -206,7 +193,6 @@ from polyxla.cli.output import (
 # TPU hosts: types, topology, chips, emulation, and the processes of a job on them.
 from polyxla.tpu import (
     env as tpu_env,
-    this_host as this_host,
     torchrun as torchrun,
 )
 from polyxla.tpu.accelerators import (
@@ -214,11 +200,12 @@ from polyxla.tpu.accelerators import (
     AcceleratorType as AcceleratorType,
     Bounds as Bounds,
 )
-from polyxla.tpu.boxes import (
+from polyxla.tpu.parts import (
     ONE as ONE,
 )
-from polyxla.tpu.chip_plan import (
+from polyxla.tpu.layout import (
     ChipPlan as ChipPlan,
+    Layout as Layout,
     plan_chips as plan_chips,
 )
 from polyxla.tpu.chips import (
@@ -240,25 +227,22 @@ from polyxla.tpu.env import (
     POLYXLA_EMULATE as POLYXLA_EMULATE,
     TPU_LIBRARY_PATH as TPU_LIBRARY_PATH,
 )
-from polyxla.tpu.layout import (
-    Layout as Layout,
-)
-from polyxla.tpu.monitor.launches import (
+from polyxla.tpu.monitor.server import (
     monitored as monitored,
 )
 from polyxla.tpu.monitor.replica_watch import (
     watch_replicas as watch_replicas,
 )
-from polyxla.tpu.processes import (
-    holders as holders,
-)
-from polyxla.tpu.processes.holders import (
+from polyxla.tpu.chip_processes import (
     DEV as DEV,
     LOCK_FILE as LOCK_FILE,
     Holder as Holder,
+    end_with_parent as end_with_parent,
     find_holders as find_holders,
+    naming_holders as naming_holders,
+    sigterm_ends_quietly as sigterm_ends_quietly,
 )
-from polyxla.tpu.processes.secret import (
+from polyxla.tpu.secret import (
     SEAL_CHARS as SEAL_CHARS,
     derived as derived,
     sealed as sealed,
@@ -266,14 +250,8 @@ from polyxla.tpu.processes.secret import (
     unsealed as unsealed,
     with_secret as with_secret,
 )
-from polyxla.tpu.processes.signals import (
-    end_with_parent as end_with_parent,
-    sigterm_ends_quietly as sigterm_ends_quietly,
-)
 from polyxla.tpu.slices import (
     TpuSlice as TpuSlice,
-)
-from polyxla.tpu.this_host import (
     cores as cores,
     host_chips as host_chips,
     host_core as host_core,
@@ -295,18 +273,15 @@ from polyxla.tpu.versions import (
 )
 
 # Runtimes on torch_xla.
-from polyxla.tpu.xla import (
-    inplace_collectives as inplace_collectives,
-    loader_errors as loader_errors,
-    operators as operators,
+from polyxla.xla.defects import (
+    mend_torch_xla as mend_torch_xla,
 )
 from polyxla.xla import (
     first_device_use as first_device_use,
     refuse_if_device_in_use as refuse_if_device_in_use,
-    replica_process as replica_process,
     torch_xla_launch as torch_xla_launch,
 )
-from polyxla.xla.input_watchdog import (
+from polyxla.xla.upload import (
     InputWatchdog as InputWatchdog,
 )
 from polyxla.xla.optimizer_factors import (
@@ -316,6 +291,8 @@ from polyxla.xla.optimizer_factors import (
 from polyxla.xla.replication import (
     CollectiveReplication as CollectiveReplication,
     XlaReplication as XlaReplication,
+    prepare_process as prepare_process,
+    use_device as use_device,
 )
 from polyxla.xla.torch_xla_launch import (
     TorchXlaLaunch as TorchXlaLaunch,

@@ -25,8 +25,8 @@ from polyxla.contracts.job import ProcessMethod
 from polyxla.launcher import failures, processes
 from polyxla.launcher.child import REPLICA_THREAD
 from polyxla.launcher.failures import PARENT_GONE
+from polyxla.launcher.launch import run_replica
 from polyxla.launcher.messages import Message, Setup
-from polyxla.launcher.replica_main import run_replica
 from polyxla.launcher.start_methods import spawn
 from polyxla.plugin import Job, Setting
 from polyxla_testing.processes import (

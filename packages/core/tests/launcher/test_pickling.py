@@ -12,7 +12,7 @@ from types import ModuleType
 import cloudpickle
 import pytest
 
-from polyxla.launcher.pickling import dumps, pickles
+from polyxla.launcher.messages import dumps, pickles
 
 
 def test_a_traceback_of_a_function_from_another_process_has_its_source_lines() -> None:

@@ -20,9 +20,9 @@ import pytest
 from polyxla import Replica, ReplicaLostError, UsageError
 from polyxla.contracts.job import ProcessMethod
 from polyxla.launcher import processes
+from polyxla.launcher.launch import run_replica
 from polyxla.launcher.process_handle import Process
 from polyxla.launcher.processes import run_inline, run_processes
-from polyxla.launcher.replica_main import run_replica
 from polyxla.plugin import Job, Setting, env
 from polyxla_testing.processes import (
     WAIT_S,

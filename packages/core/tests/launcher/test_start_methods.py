@@ -18,8 +18,8 @@ import pytest
 
 from polyxla import Replica, ReplicaLostError
 from polyxla.launcher import start_methods
+from polyxla.launcher.launch import run_replica
 from polyxla.launcher.processes import run_processes
-from polyxla.launcher.replica_main import run_replica
 from polyxla.plugin import Job, Setting
 from polyxla_testing.processes import (
     WAIT_S,

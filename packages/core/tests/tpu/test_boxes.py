@@ -6,7 +6,7 @@ import pytest
 
 from polyxla.errors import UsageError
 from polyxla.tpu.accelerators import GENERATIONS, Bounds, Shape
-from polyxla.tpu.boxes import box, chips_of
+from polyxla.tpu.parts import box, chips_of
 
 BOARD: Shape = (2, 2, 1)
 EIGHT: Shape = (2, 4, 1)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from polyxla.tpu.processes.holders import Holder, find_holders, named
+from polyxla.tpu.chip_processes import Holder, find_holders, naming_holders
 
 HOLD = "import sys; files = [open(path) for path in sys.argv[1:]]; print('open', flush=True); input()"
 
@@ -54,7 +54,7 @@ def find(dev: Path, **others: object) -> tuple[Holder, ...]:
     return find_holders(dev=dev, lock_file=dev.parent / "lock", **others)  # type: ignore[arg-type]
 
 
-def test_the_processes_that_have_chips_open_are_named(dev: Path, hold: Hold) -> None:
+def test_the_processes_that_have_chips_open_are_naming_holders(dev: Path, hold: Hold) -> None:
     first = hold(dev / "accel1", dev / "accel0", dev / "null")
     second = hold(dev / "vfio/7", dev / "vfio/vfio")
     found = {holder.pid: holder for holder in find(dev)}
@@ -67,7 +67,7 @@ def test_the_processes_that_have_chips_open_are_named(dev: Path, hold: Hold) -> 
     assert text.endswith(f" has {dev}/vfio/7 open")
 
 
-def test_the_process_with_libtpus_lock_file_is_named(dev: Path, hold: Hold) -> None:
+def test_the_process_with_libtpus_lock_file_is_naming_holders(dev: Path, hold: Hold) -> None:
     lock = dev.parent / "lock"
     lock.touch()
     holder = hold(lock)
@@ -117,7 +117,7 @@ def test_a_command_is_one_line_that_a_terminal_does_not_obey(dev: Path, tmp_path
     assert holder.command == r"python \x1b[2Jtrain.py\npolyxla: done"
 
 
-def test_the_calling_process_is_never_named(dev: Path) -> None:
+def test_the_calling_process_is_never_naming_holders(dev: Path) -> None:
     with (dev / "accel0").open():
         assert os.getpid() not in [one.pid for one in find(dev)]
 
@@ -125,7 +125,7 @@ def test_the_calling_process_is_never_named(dev: Path) -> None:
 @pytest.mark.parametrize("text", ["The TPU is already in use by process with pid 1.", "Couldn't open device"])
 def test_the_error_of_a_tpu_in_use_names_who_has_it_open(dev: Path, hold: Hold, text: str) -> None:
     holder = hold(dev / "accel0")
-    with pytest.raises(RuntimeError, match=text) as caught, named(dev=dev, lock_file=dev / "lock"):
+    with pytest.raises(RuntimeError, match=text) as caught, naming_holders(dev=dev, lock_file=dev / "lock"):
         raise RuntimeError(text)
     (note,) = caught.value.__notes__
     assert note.startswith(f"process {holder.pid} (")
@@ -134,6 +134,9 @@ def test_the_error_of_a_tpu_in_use_names_who_has_it_open(dev: Path, hold: Hold, 
 
 def test_other_errors_name_nobody(dev: Path, hold: Hold) -> None:
     hold(dev / "accel0")
-    with pytest.raises(RuntimeError, match="no memory") as caught, named(dev=dev, lock_file=dev / "lock"):
+    with (
+        pytest.raises(RuntimeError, match="no memory") as caught,
+        naming_holders(dev=dev, lock_file=dev / "lock"),
+    ):
         raise RuntimeError("no memory")
     assert not hasattr(caught.value, "__notes__")

@@ -17,8 +17,7 @@ from polyxla.env import POLYXLA_SECRET
 from polyxla.launcher.ports import free_ports
 from polyxla.tpu import env
 from polyxla.tpu.monitor.connection import Connection
-from polyxla.tpu.monitor.launches import monitored
-from polyxla.tpu.monitor.server import TICK_S, Failure, Hosts, Monitor
+from polyxla.tpu.monitor.server import TICK_S, Failure, Hosts, Monitor, monitored
 
 PATIENCE_S = 30.0
 SECRET = "of one job"

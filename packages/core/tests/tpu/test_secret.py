@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from polyxla.env import POLYXLA_SECRET
-from polyxla.tpu.processes.secret import derived, sealed, unsealed, with_secret
+from polyxla.tpu.secret import derived, sealed, unsealed, with_secret
 
 
 def test_each_launch_on_one_host_has_its_own(tmp_path: Path) -> None:

@@ -19,8 +19,10 @@ from polyxla.plugin import (
     host_core,
     single_core_environment,
     skip_metadata,
-    this_host,
     tpu_env,
+)
+from polyxla.plugin import (
+    this_slice as described_slice,
 )
 from polyxla_pjrt import env
 
@@ -111,7 +113,7 @@ def this_slice(environ: Mapping[str, str]) -> TpuSlice:
     if is_prepared(environ):
         # These variables describe the process's part of the host.
         environ = {name: value for name, value in environ.items() if name not in _GIVEN_TO_PROCESSES}
-    return this_host.this_slice(environ)
+    return described_slice(environ)
 
 
 def is_prepared(environ: Mapping[str, str]) -> bool:

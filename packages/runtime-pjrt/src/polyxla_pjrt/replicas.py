@@ -30,12 +30,13 @@ from polyxla.plugin import (
     World,
     end_with_parent,
     failures,
-    holders,
+    naming_holders,
+    prepare_process,
     presence,
-    replica_process,
     sigterm_ends_quietly,
     snapshot,
     torchrun,
+    use_device,
     watch_replicas,
 )
 from polyxla_pjrt.layout import Place, Plan
@@ -127,8 +128,8 @@ def run_replicas(replica: Callable[[Place], Any], plan: Plan, process: int) -> l
     if plan.is_bridged:
         _watch(plan)
     watch_replicas(snapshot(), TorchXlaProbe)
-    replica_process.prepare(shares_gil=plan.layout.threads > 1)
-    with holders.named(), sigterm_ends_quietly():
+    prepare_process(shares_gil=plan.layout.threads > 1)
+    with naming_holders(), sigterm_ends_quietly():
         pjrt.initialize_multiprocess(process % plan.layout.processes, plan.layout.processes)
     if plan.layout.threads == 1:
         return [_on_own_device(replica, Place(plan, process, 0))]
@@ -159,7 +160,7 @@ def _watch(plan: Plan) -> None:
 
 
 def _on_own_device(replica: Callable[[Place], Any], place: Place) -> Any:
-    replica_process.use_device(place.thread, place.plan.layout.threads)
+    use_device(place.thread, place.plan.layout.threads)
     return replica(place)
 
 

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from polyxla import UsageError
-from polyxla.plugin import EmulatedTpu, ReduceOp, World, XlaReplication, holders
+from polyxla.plugin import EmulatedTpu, ReduceOp, World, XlaReplication, naming_holders
 
 
 class SingleReplication(XlaReplication):
     """The only replica of its job, also on an emulated TPU: every collective is the identity."""
 
     def __init__(self, kind: str, local_index: int, environ: Mapping[str, str]) -> None:
-        with holders.named():
+        with naming_holders():
             super().__init__(kind, local_index, environ)
         self.world = World()
         if EmulatedTpu.read(environ):

@@ -30,10 +30,8 @@ from polyxla.plugin import (
     ended_by_errors,
     first_device_use,
     handle_launches,
-    inplace_collectives,
-    loader_errors,
     may_have_chips,
-    operators,
+    mend_torch_xla,
     say_once,
     snapshot,
     torchrun,
@@ -203,9 +201,7 @@ def _install() -> None:
     with ended_by_errors():
         apply_environment()
     handle_launches(_launch_plan, _run)
-    loader_errors.raise_in_loop()
-    operators.replace()
-    inplace_collectives.replace()
+    mend_torch_xla()
     first_device_use.watch(_replicas, _check_chips, _follow)
 
 

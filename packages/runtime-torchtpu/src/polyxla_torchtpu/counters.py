@@ -1,4 +1,4 @@
-"""`polyxla.contracts.counters.Counters` on TorchTPU. Heavy: imported in the replica."""
+"""`polyxla.plugin.Counters` on TorchTPU. Heavy: imported in the replica."""
 
 from __future__ import annotations
 

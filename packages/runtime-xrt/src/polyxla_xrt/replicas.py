@@ -10,7 +10,15 @@ from typing import Any
 import torch_xla.core.xla_model as xm
 from torch_xla._internal import pjrt
 
-from polyxla.plugin import POLYXLA_SECRET, CollectiveReplication, World, failures, replica_process, snapshot
+from polyxla.plugin import (
+    POLYXLA_SECRET,
+    CollectiveReplication,
+    World,
+    failures,
+    prepare_process,
+    snapshot,
+    use_device,
+)
 from polyxla_bridge.torch_xla_plugin import CACHE_COUNTERS
 from polyxla_xrt import env, node
 from polyxla_xrt.client.mesh import MeshClient
@@ -48,13 +56,13 @@ def run_replica(replica: Callable[[Place], Any], place: Place) -> Any:
         place: the replica's place in the plan.
     """
     failures.describe_with(node.describe)
-    replica_process.prepare(shares_gil=True)
+    prepare_process(shares_gil=True)
     # The fork server may have imported torch_xla in an environment without a node.
     node.register()
     world = place.plan.world(place.process)
     pjrt.initialize_multiprocess(world.local_ordinal, world.local_world_size)
     with _rendezvous_through_mesh(world):
-        replica_process.use_device(0, 1)
+        use_device(0, 1)
         return replica(place)
 
 

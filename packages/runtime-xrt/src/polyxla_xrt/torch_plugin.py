@@ -19,9 +19,7 @@ from polyxla.plugin import (
     ended_by_errors,
     first_device_use,
     from_environ,
-    inplace_collectives,
-    loader_errors,
-    operators,
+    mend_torch_xla,
     say_once,
     select,
     snapshot,
@@ -97,9 +95,7 @@ def _install() -> None:
     with ended_by_errors():
         update_environ(prepare(snapshot()))
     torch_xla_launch.handle_launches(prepared_plan, _run)
-    loader_errors.raise_in_loop()
-    operators.replace()
-    inplace_collectives.replace()
+    mend_torch_xla()
     first_device_use.watch(_replicas)
     if wants_node(snapshot()):
         node.register()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from polyxla.plugin import PLUGINS, AttachedChip, Candidate, Claim, Device, Discovery, Setting, from_environ
-from polyxla.plugins.manager import RuntimeEntry
-from polyxla.plugins.selection import choose
+from polyxla.plugin_manager import RuntimeEntry
+from polyxla.selection import choose
 from polyxla_testing import PluginInstaller
 from polyxla_tools.doctor.checks import runtimes
 from polyxla_tools.doctor.facts.host import Places, gather_host

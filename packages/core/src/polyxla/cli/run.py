@@ -1,4 +1,4 @@
-"""``polyxla run``: make and check every choice, then replace this process by the script."""
+"""``polyxla run``: make and check every choice; then become the program, or run it in every replica."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ import math
 import os
 import signal
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from polyxla import env
 from polyxla.cli import script
+from polyxla.contracts.job import Job, ReplicaResult
 from polyxla.env import LaunchSettings, Setting
 from polyxla.errors import UsageError
-from polyxla.launcher.launch import child_environment, select_devices
-from polyxla.launcher.prepared import prepared_processes
-from polyxla.plugins.manager import load_plugins
-from polyxla.plugins.precision_lookup import find_precision
-from polyxla.plugins.selection import Selection, select
+from polyxla.launcher.launch import Membership, child_environment, connected, memberships, select_devices
+from polyxla.launcher.ports import LOCALHOST, free_ports
+from polyxla.launcher.start_methods import prepared_processes
+from polyxla.plugin_manager import load_plugins
+from polyxla.selection import Selection, find_precision, select
 
 
 @dataclass(frozen=True)
@@ -145,3 +147,60 @@ def _check_wait(wait_s: Setting) -> None:
             where=wait_s.origin,
             fix="Write the longest wait for devices that another job is using, such as 600, or leave it out.",
         )
+
+
+def run_each(plan: RunPlan, environ: Mapping[str, str]) -> NoReturn:
+    """Run the program in every replica, wait for all, and exit with the code of the first that fails."""
+    # On several hosts, the user says where torch.distributed's store is. Some runtimes choose another port.
+    one_host = plan.selection.discovery.host_count == 1
+    store = {"MASTER_ADDR": LOCALHOST, "MASTER_PORT": str(free_ports(1)[0])} if one_host else {}
+    job = Job(
+        main=_run_program,
+        function=script.run,
+        # The program and its arguments, without python -m polyxla.cli.script.
+        args=(plan.command[3:],),
+        runtime=plan.selection.runtime,
+        devices=plan.devices,
+        environ={**store, **plan.program_environment(environ)},
+        precision=Setting(None, "default"),
+        start_method="forkserver",
+        own_processes=True,
+    )
+    plugins = load_plugins(job.runtime)
+    try:
+        results: list[ReplicaResult] = plugins.hook.polyxla_launch(job=job)
+    except Exception as error:
+        script.fail(error)
+    plugins.hook.polyxla_launch_finished(summaries={result.ordinal: result.summaries for result in results})
+    sys.exit(0)
+
+
+def _run_program(job: Job, place: Any) -> ReplicaResult:
+    """Run the program in a replica, whose process is the replica from now on."""
+    with connected(job, place, load_plugins(job.runtime)) as replication:
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError(
+                f"runtime {job.runtime!r} puts several replicas into a process, not a program into each",
+                where="--each",
+                fix="Launch the replicas in the program, by polyxla.launch.",
+            )
+        world = replication.world
+        numbers = {"RANK": world.ordinal, "LOCAL_RANK": world.local_ordinal}
+        numbers |= {"WORLD_SIZE": world.world_size, "LOCAL_WORLD_SIZE": world.local_world_size}
+        # Only after connecting: a TPU's ordinals are known once its processes have met.
+        env.update_environ({name: str(number) for name, number in numbers.items()})
+        own = Membership(job, replication)
+        memberships.append(own)
+        # Connecting has imported torch_xla if the runtime is on it. A program without it must not pay for its
+        # import.
+        if "torch_xla" in sys.modules:
+            from polyxla.xla import torch_xla_launch
+
+            torch_xla_launch.join()
+        try:
+            job.function(*job.args)
+        except SystemExit as end:
+            # For a program, unlike a launched function, sys.exit(0) is a normal end.
+            if end.code not in (None, 0):
+                raise
+        return ReplicaResult(world.ordinal, None, own.summaries)

@@ -23,8 +23,7 @@ from polyxla import env, xla
 from polyxla.console import end_interrupted, say, say_once
 from polyxla.errors import PolyxlaError, UsageError
 from polyxla.launcher.messages import RemoteTraceback
-from polyxla.plugins.manager import find_runtime, load_runtime
-from polyxla.plugins.unknown_variables import unknown_variables
+from polyxla.plugin_manager import find_runtime, load_runtime, unknown_variables
 from polyxla.tracebacks import fold
 
 

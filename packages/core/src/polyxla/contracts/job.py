@@ -44,7 +44,7 @@ class Job:
         start_method: how the replicas start.
         seed: seed of the devices' random numbers: torch's seed in the launching process.
         own_processes: whether each replica needs a process of its own, because it runs a whole program.
-        main: the replica's entry point, ``main(job, place)``: `polyxla.launcher.replica_main.run_replica`.
+        main: the replica's entry point, ``main(job, place)``: `polyxla.launcher.launch.run_replica`.
     """
 
     function: Callable[..., Any]

@@ -1,27 +1,184 @@
-"""`Replication`: the contract between `polyxla.Replica` and a runtime."""
+"""What a replica is made of: `World`, its numbers; `Replication` and `Counters`, a runtime's; `Sharding`."""
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from polyxla.contracts.world import World
 from polyxla.errors import UsageError
 from polyxla.pytree import map_tensors
 
 if TYPE_CHECKING:
     import torch
 
-    from polyxla.contracts.counters import Counters
 
-ReduceOp = Literal["sum", "mean", "min", "max", "mul", "and", "or"]
-"""How `all_reduce` combines the replicas' values."""
+_INDICES = {
+    "ordinal": "world_size",
+    "local_ordinal": "local_world_size",
+    "process_index": "process_count",
+    "host_index": "host_count",
+}
+_COUNTS = {"local_world_size": "world_size", "process_count": "world_size", "host_count": "process_count"}
+"""Which number limits each of the others."""
+
+
 STEP_EVENT = "polyxla step"
 """Name of a step in a profile. The stat ``step_num`` is its number; ``_r`` marks steps for TensorBoard.
 Source: `torch_xla.debug.profiler.StepTrace` of torch_xla 2.9.0.
 """
+
+
+@dataclass(frozen=True)
+class World:
+    """One replica's numbers; docs/concepts.md defines the terms.
+
+    Attributes:
+        world_size: number of replicas (torchrun's WORLD_SIZE counts processes).
+        ordinal: this replica's number, ``0 <= ordinal < world_size``; not necessarily contiguous per host.
+        local_ordinal: its number among the replicas of its host.
+        local_world_size: number of replicas on its host.
+        process_index: number of its process among all processes.
+        process_count: number of processes; smaller than `world_size` if replicas are threads.
+        host_index: number of its host.
+        host_count: number of hosts.
+
+    Raises:
+        ValueError: a number is not an integer, or out of its range.
+    """
+
+    world_size: int = 1
+    ordinal: int = 0
+    local_ordinal: int = 0
+    local_world_size: int = 1
+    process_index: int = 0
+    process_count: int = 1
+    host_index: int = 0
+    host_count: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{field.name}={value!r} is not an integer")
+        for name, limit_name in _INDICES.items():
+            value, limit = getattr(self, name), getattr(self, limit_name)
+            if not 0 <= value < limit:
+                raise ValueError(f"{name}={value} is not in 0 <= {name} < {limit_name}={limit}")
+        for name, limit_name in _COUNTS.items():
+            value, limit = getattr(self, name), getattr(self, limit_name)
+            if not 1 <= value <= limit:
+                raise ValueError(f"{name}={value} is not in 1 <= {name} <= {limit_name}={limit}")
+
+    @property
+    def shares_process(self) -> bool:
+        """Whether replicas are threads of one process, and so share its memory."""
+        return self.process_count < self.world_size
+
+    @property
+    def owns_process(self) -> bool:
+        """Whether this is its process's first replica, which seeds and saves the process's generators."""
+        return self.ordinal % (self.world_size // self.process_count) == 0
+
+
+class Counts(NamedTuple):
+    """Totals since the replica's process started; replicas that are threads of one process share them.
+
+    Attributes:
+        compiles: programs that this process requested from the compiler or the persistent cache.
+        executions: programs submitted to the device.
+        host_reads: scalars that the host read (``.item()``, ``if tensor:``) and operations that it executed
+            instead of the device; each waits for the device. Copies of whole tensors need not be counted.
+        cache_hits: programs found in the persistent cache; 0 without a cache.
+        cache_misses: programs that the persistent cache lacked or could not load; 0 without a cache.
+    """
+
+    compiles: int = 0
+    executions: int = 0
+    host_reads: int = 0
+    cache_hits: int = 0
+    cache_misses: int = 0
+
+    def since(self, before: Counts) -> Counts:
+        """Return the difference to the earlier counts `before`."""
+        return Counts(*map(operator.sub, self, before))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A device's memory, in bytes; `peak_bytes` is None if the runtime does not record it."""
+
+    used_bytes: int
+    limit_bytes: int
+    peak_bytes: int | None = None
+
+
+class Counters(ABC):
+    """Reads one replica's counters. Called in the replica's thread; only `settle` waits for the device.
+
+    Attributes:
+        chip: the chip's name as its vendor spells it, such as ``TPU v4``; None if it is unknown or the device
+            is emulated.
+        is_eager: whether a step is many programs, submitted as its lines run, and not one.
+    """
+
+    chip: str | None = None
+    is_eager: bool = False
+
+    @abstractmethod
+    def counts(self) -> Counts:
+        """Return the totals. Called after every step, so it must not take more than a few microseconds."""
+
+    def settle(self) -> None:  # noqa: B027 -- a runtime that counts at once has nothing to do
+        """Wait until the counts include all that was submitted. Called when something is being compiled."""
+
+    @abstractmethod
+    def compile_s(self) -> float:
+        """Return the seconds of all compilations, 0 if unknown. Called after each; may take 0.2 ms."""
+
+    @abstractmethod
+    def fallbacks(self) -> dict[str, int]:
+        """Return how often each operation ran on the host because the device does not support it."""
+
+    @abstractmethod
+    def memory(self) -> Memory | None:
+        """Return the device's memory; None if the runtime does not report it."""
+
+    def is_submitted(self, tensor: torch.Tensor) -> bool:
+        """Return whether the program that computes `tensor` was submitted: a read compiles nothing."""
+        return True
+
+
+class Sharding(ABC):
+    """How the replicas divide the parameters of their modules. Used by the replica's thread only.
+
+    Attributes:
+        mesh: size of each dimension by its name.
+        data_world: this replica's numbers among those that receive different records. Replicas that compute
+            the same records together, as in tensor parallelism, have the same numbers.
+    """
+
+    mesh: Mapping[str, int]
+    data_world: World
+
+    @abstractmethod
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> int:
+        """Average those gradients of `optimizer`'s parameters that the backward pass has not averaged.
+
+        Returns:
+            How many parameters have no gradient in any replica, as far as that had to be found out.
+        """
+
+    @abstractmethod
+    def clip(self, optimizer: torch.optim.Optimizer, norm: float | None, value: float | None) -> None:
+        """Limit the norm of all gradients together, over all shards, and the size of their elements."""
+
+
+ReduceOp = Literal["sum", "mean", "min", "max", "mul", "and", "or"]
+"""How `all_reduce` combines the replicas' values."""
 
 
 class Replication(ABC):

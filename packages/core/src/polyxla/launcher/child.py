@@ -1,10 +1,12 @@
-"""The replica process's side of `polyxla.launcher.processes`: receive one job, run it, answer once."""
+"""The replica process's side of `polyxla.launcher.processes`: receive one job, run it, answer once, end."""
 
 from __future__ import annotations
 
 import atexit
 import ctypes
 import faulthandler
+import gc
+import io
 import json
 import multiprocessing
 import os
@@ -20,12 +22,18 @@ from typing import Any, NoReturn
 import cloudpickle
 
 from polyxla import env, tracebacks
-from polyxla.launcher import failures, process_end
+from polyxla.launcher import (
+    failures,
+)
 from polyxla.launcher.messages import Message, Raised, Returned, Setup, pack
 
 REPLICA_THREAD = "polyxla-replica"
 """Prefix of the name of each thread that is a replica."""
 _is_interrupted = threading.Event()
+
+
+FLUSH_FAILED = 120
+"""Exit code of a process whose output could not be written. Source: Python's ``Py_FinalizeEx``."""
 
 
 def main() -> None:
@@ -97,7 +105,7 @@ def serve_forked(pipe: Connection, environ: Mapping[str, str], work: Callable[[]
         env.replace_environ(environ)
         faulthandler.enable()
         finish(pipe, work)
-        process_end.end(0, takes_apart=False)
+        end_process(0, takes_apart=False)
     finally:
         os._exit(1)
 
@@ -128,10 +136,56 @@ def _run(work: bytes | Callable[[], Any]) -> Returned | Raised:
         if callable(work):
             return Returned(work())
         job, place = cloudpickle.loads(work)
-        process_end.remove_remote_modules()
+        remove_remote_modules()
         return Returned(job.run(place))
     except BaseException as raised:
         # Not only a replica's function: the program is imported here, too.
         error = tracebacks.as_error(raised, "the replica's process")
         tracebacks.fold(error)
         return failures.explain(Raised(error, "".join(traceback.format_exception(error))))
+
+
+def end_process(code: int, *, takes_apart: bool = True) -> NoReturn:
+    """End this process after its threads and its exit hooks, with all open files written.
+
+    Args:
+        code: the exit code.
+        takes_apart: whether the objects of ``__main__`` are this process's to delete, and not its parent's.
+    """
+    steps = [threading._shutdown, atexit._run_exitfuncs]  # type: ignore[attr-defined]  # noqa: SLF001
+    for step in [*steps, *([_take_apart] if takes_apart else [])]:
+        try:
+            step()
+        except BaseException:
+            traceback.print_exc()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        ctypes.CDLL(None).fflush(None)
+    except Exception:
+        code = FLUSH_FAILED
+    finally:
+        os._exit(code)
+
+
+def _take_apart() -> None:
+    """Delete the objects of the program, and write what it has left in open files of other modules."""
+    # A thread that still runs misses what is deleted; at Python's own end it would not run any more.
+    threading.excepthook = lambda _: None
+    sys.modules["__main__"].__dict__.clear()
+    gc.collect()
+    # Objects that were frozen before the fork are not listed.
+    for one in gc.get_objects():
+        if isinstance(one, io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom) and not one.closed:
+            one.flush()
+
+
+def remove_remote_modules() -> None:
+    """Remove the directory that torch makes when it is imported, and which a killed process would leave.
+
+    Source: torch 2.9, ``torch/distributed/nn/jit/instantiator.py``. The module in it has been imported. torch
+    2.15 makes none.
+    """
+    instantiator = sys.modules.get("torch.distributed.nn.jit.instantiator")
+    if directory := getattr(instantiator, "_TEMP_DIR", None):
+        directory.cleanup()

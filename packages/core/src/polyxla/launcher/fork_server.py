@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from polyxla import env
-from polyxla.launcher import child, process_end
+from polyxla.launcher import child
 
 IDLE_S = 300.0
 """Time without a launch after which the server ends and frees its memory, in seconds."""
@@ -46,7 +46,7 @@ def main() -> None:
     with _ending_with(control):
         for name in json.loads(sys.argv[3]):
             importlib.import_module(name)
-    process_end.remove_remote_modules()
+    child.remove_remote_modules()
     gc.freeze()
     gc.enable()
     serve(control, functools.partial(merged, before, env.snapshot()))
@@ -89,7 +89,7 @@ def serve(control: socket.socket, adapt: Callable[[dict[str, str]], dict[str, st
         # Nothing here needs an orderly exit, which would take time.
         os._exit(0)
     child.serve(pipe, adapt)
-    process_end.end(0)
+    child.end_process(0)
 
 
 def merged(before: Mapping[str, str], after: Mapping[str, str], wanted: Mapping[str, str]) -> dict[str, str]:

@@ -1,27 +1,27 @@
-"""`launch`: choose the runtime, check the whole request, then start the replicas."""
+"""`launch`: choose the runtime, check the whole request, start the replicas; and what each replica does."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pluggy
 
-from polyxla import env, xla
+from polyxla import env, presence, tracebacks, xla
 from polyxla.console import say_once
 from polyxla.contracts.discovery import Device
 from polyxla.contracts.job import Job, ReplicaResult, StartMethod
 from polyxla.contracts.precision import Precision
+from polyxla.contracts.replication import Replication
 from polyxla.env import LaunchSettings, Setting
 from polyxla.errors import UsageError, pip_install
-from polyxla.launcher.replica_main import Membership, call, memberships, run_replica
-from polyxla.plugins.device_request import pick_devices
-from polyxla.plugins.manager import load_everything, load_plugins
-from polyxla.plugins.precision_lookup import find_precision
-from polyxla.plugins.selection import Selection, select
+from polyxla.plugin_manager import PluginManager, load_everything, load_plugins
 from polyxla.replica.random_state import host_seed
+from polyxla.replica.replica import Replica
+from polyxla.selection import Selection, find_precision, pick_devices, select
 from polyxla.tracebacks import Folded
 
 
@@ -210,3 +210,71 @@ def call_problem(function: Callable[..., Any], args: Sequence[Any]) -> str | Non
 def _brief(value: Any) -> str:
     text = repr(value) if isinstance(value, int | float | str | None) else type(value).__name__
     return text if len(text) <= 30 else f"{text[:27]}..."
+
+
+def run_replica(job: Job, place: Any) -> ReplicaResult:
+    """Run one replica of `job`, in its process and thread; return its function's result with its ordinal.
+
+    Args:
+        job: the launch.
+        place: the runtime's description of the replica, passed to `polyxla_replication`.
+    """
+    plugins = load_plugins(job.runtime)
+    with connected(job, place, plugins) as replication:
+        return call(job, replication, plugins)
+
+
+@contextlib.contextmanager
+def connected(job: Job, place: Any, plugins: PluginManager) -> Iterator[Replication]:
+    """Connect this replica to its device and to the others. An exception gets a note with its ordinal."""
+    ordinal: int | None = None
+    try:
+        replication: Replication = plugins.hook.polyxla_replication(job=job, place=place)
+        ordinal = replication.world.ordinal
+        # Closing waits for the device; only then has the replica done its part in all that it submitted.
+        with presence.running(ordinal), contextlib.closing(replication):
+            yield replication
+    except BaseException as error:
+        tracebacks.leave_replica(error, describe(ordinal))
+
+
+def describe(ordinal: int | None) -> str:
+    """Return how messages name this replica; None if it has no ordinal yet."""
+    return "a replica that could not connect" if ordinal is None else f"the replica with ordinal {ordinal}"
+
+
+def call(job: Job, replication: Replication, plugins: PluginManager) -> ReplicaResult:
+    """Call the job's function with a new `Replica`, and notify the listeners."""
+    replica = Replica(replication, plugins, find_precision(plugins, job.precision), job.runtime)
+    presence.count_steps(replica.ordinal, lambda: replica.steps)
+    failure: BaseException | None = None
+    replica.seed_device(job.seed)
+    plugins.hook.polyxla_replica_started(replica=replica)
+    try:
+        value = job.function(replica, *job.args)
+        summaries = plugins.hook.polyxla_replica_summary(replica=replica)
+        return ReplicaResult(replica.ordinal, value, summaries)
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        plugins.hook.polyxla_replica_stopped(replica=replica, error=failure)
+
+
+@dataclass
+class Membership:
+    """A whole process that is a replica, by ``polyxla run --each``: its launches join the job.
+
+    Attributes:
+        job: the job.
+        replication: this replica's connection.
+        summaries: those of the launches that have joined.
+    """
+
+    job: Job
+    replication: Replication
+    summaries: list[Any] = field(default_factory=list)
+
+
+memberships: list[Membership] = []
+"""At most one."""

@@ -26,11 +26,9 @@ from polyxla import env
 from polyxla.contracts.job import Job, ProcessMethod
 from polyxla.errors import ReplicaLostError, UsageError
 from polyxla.launcher import failures
-from polyxla.launcher.child import serve_forked
+from polyxla.launcher.child import remove_remote_modules, serve_forked
 from polyxla.launcher.failures import STOP_GRACE_S, ReplicaProcess
-from polyxla.launcher.messages import Message, Setup, unpack
-from polyxla.launcher.pickling import dumps, pickles
-from polyxla.launcher.process_end import remove_remote_modules
+from polyxla.launcher.messages import Message, Setup, dumps, pickles, unpack
 from polyxla.launcher.process_handle import OwnProcess, is_stopped
 from polyxla.launcher.start_methods import interrupts_blocked, running_fork_server, spawn
 

@@ -2,6 +2,7 @@
 
 A fork server is a process that imports what all replicas need, once, and forks them before anything else
 runs in it. Importing torch_xla takes seconds, a fork milliseconds. The server stays for later launches.
+Processes may also be prepared ahead of time, as polyxla-warm does.
 """
 
 from __future__ import annotations
@@ -20,14 +21,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from types import ModuleType
+from typing import Protocol
 
+from polyxla.entry_points import entry_points
 from polyxla.launcher import child, fork_server
-from polyxla.launcher.prepared import prepared_processes
 from polyxla.launcher.process_handle import Exit, OwnProcess, Process
 
 CLOSE_S = 1.0
 """Longest wait for a fork server's end when this process ends, in seconds."""
 _MAIN = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} import main; main()"
+
+
+GROUP = "polyxla.prepared"
+"""Entry-point group of the one installed object that provides them."""
 
 
 class ForkedProcess(Process):
@@ -155,3 +161,20 @@ def _python(
     command = [sys.executable, "-c", main, json.dumps(sys.path), json.dumps(descriptors), *more]
     popen = subprocess.Popen(command, env=dict(environ), pass_fds=descriptors, stdin=subprocess.DEVNULL)
     return OwnProcess(popen.pid, popen)
+
+
+class PreparedProcesses(Protocol):
+    """That object. Where none of its processes fits, a process starts in the ordinary way."""
+
+    def run_program(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
+        """Run the `command` of a `RunPlan`, and end this process as it ends; return if no process fits."""
+
+    def fork_server(
+        self, control: socket.socket, environ: Mapping[str, str], preload: Sequence[str]
+    ) -> Process | None:
+        """Return a process that serves `control` as `polyxla.launcher.fork_server` does, or None."""
+
+
+def prepared_processes() -> PreparedProcesses | None:
+    """Return the installed object, or None."""
+    return next((point.load() for point in entry_points(GROUP)), None)

@@ -11,16 +11,12 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from polyxla.console import say_once
-from polyxla.contracts.counters import Counters
 from polyxla.contracts.precision import Precision
-from polyxla.contracts.replication import Replication
-from polyxla.contracts.sharding import Sharding
-from polyxla.contracts.world import World
+from polyxla.contracts.replication import Counters, Replication, Sharding, World
 from polyxla.errors import UsageError, pip_install
 from polyxla.replica import random_state
 from polyxla.replica.collectives import Collectives
-from polyxla.replica.host_batches import ReadOptions
-from polyxla.replica.loader import Loader
+from polyxla.replica.loader import Loader, ReadOptions
 
 if TYPE_CHECKING:
     import torch

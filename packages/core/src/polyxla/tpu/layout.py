@@ -1,10 +1,19 @@
-"""How a job's replicas are spread over hosts, processes and threads."""
+"""How a job's replicas are spread over hosts, processes and threads; each TPU chip has its process."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from polyxla.contracts.world import World
+from polyxla.contracts.replication import World
+from polyxla.errors import UsageError
+from polyxla.launcher.ports import LOCALHOST, free_ports
+from polyxla.tpu import env
+from polyxla.tpu.accelerators import Bounds
+from polyxla.tpu.emulated import POLYXLA_LIBTPU_DEV, EmulatedTpu, free_addresses
+from polyxla.tpu.parts import box
+from polyxla.tpu.slices import TpuSlice, host_core
+from polyxla.tpu.topology import join
 
 
 @dataclass(frozen=True)
@@ -48,3 +57,140 @@ class Layout:
             host_index=host,
             host_count=self.hosts,
         )
+
+
+@dataclass(frozen=True)
+class ChipPlan:
+    """Where the replicas of a job run; the slice's other hosts launch their own.
+
+    Attributes:
+        layout: how the replicas are spread over processes and hosts.
+        tpu_slice: the slice, or the part of this host that the job uses.
+        chips: the chip of each process of a host, by its number there; the device, if it drives one of two.
+        emulated: the TPU that this machine emulates; None on a real one.
+    """
+
+    layout: Layout
+    tpu_slice: TpuSlice
+    chips: tuple[int, ...]
+    emulated: EmulatedTpu | None
+
+    @property
+    def kind(self) -> str:
+        """The name of the devices."""
+        return "TPU"
+
+    @property
+    def emulates_all_hosts(self) -> bool:
+        """Whether this launch starts the processes of several hosts."""
+        return self.emulated is not None and self.emulated.host is None and self.layout.hosts > 1
+
+    @property
+    def first_process(self) -> int:
+        """The number of this host's first process in the slice."""
+        return self.tpu_slice.worker_id * self.layout.processes
+
+    @property
+    def processes_here(self) -> range:
+        """The numbers of the processes that this launch starts."""
+        if self.emulates_all_hosts:
+            return range(self.layout.process_count)
+        return range(self.first_process, self.first_process + self.layout.processes)
+
+    @property
+    def launching_hosts(self) -> tuple[str, ...]:
+        """The hosts of the slice; one if this launch emulates all of them."""
+        return self.tpu_slice.hostnames[:1] if self.emulates_all_hosts else self.tpu_slice.hostnames
+
+    @property
+    def own_host(self) -> int:
+        """The number of this host in the slice."""
+        return self.tpu_slice.worker_id
+
+    def say(self) -> None:
+        """Print once that the TPU is emulated, if it is."""
+        if self.emulated:
+            self.emulated.say(f"{self.layout.replicas} replicas, {self.layout}")
+
+    def addresses(self, ports: Sequence[str]) -> str:
+        """Return ``host:port`` of every process of the slice; emulated hosts get addresses of this machine.
+
+        Args:
+            ports: those of a host's processes.
+        """
+        hostnames = self.tpu_slice.hostnames
+        if self.emulated and self.emulated.host is None:
+            hostnames = tuple(free_addresses(self.layout.hosts))
+        return ",".join(f"{name}:{port}" for name in hostnames for port in ports)
+
+    def emulated_meeting(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return what the processes of an emulated TPU share; nothing for a real one."""
+        if self.emulated is None:
+            return {}
+        devices = {POLYXLA_LIBTPU_DEV: self.emulated.devices(environ)}
+        if self.emulated.host is None:
+            # A port that is fixed would be the same for every job of this machine.
+            devices |= {env.MASTER_ADDR: LOCALHOST, env.MASTER_PORT: str(free_ports(1)[0])}
+        return devices
+
+    def emulated_host(self, host: int, meeting: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables that lead a process to the emulated libtpu, and that to its chips.
+
+        Args:
+            host: the number of the process's host.
+            meeting: what `emulated_meeting` has returned in one of the processes.
+        """
+        if self.emulated is None:
+            return {}
+        own = {env.POLYXLA_EMULATE_HOST: str(host)} if self.emulates_all_hosts else {}
+        return own | self.emulated.library_environment(self.chips_of(host, meeting[POLYXLA_LIBTPU_DEV]))
+
+    def chips_of(self, host: int, devices: str) -> str:
+        """Return the name of a host's chips, from the job's; under torchrun, that may be another host's."""
+        return f"{devices.partition('-')[0]}-{host}" if self.layout.hosts > 1 else devices
+
+
+def plan_chips(
+    environ: Mapping[str, str], tpu_slice: TpuSlice, devices: tuple[int, ...]
+) -> tuple[Layout, TpuSlice, tuple[int, ...], EmulatedTpu | None]:
+    """Plan a job on several of this host's cores: a process for each chip, a thread for each core.
+
+    Returns:
+        The arguments of a `ChipPlan`.
+
+    Raises:
+        UsageError: these cores cannot be used together.
+    """
+    emulated = EmulatedTpu.read(environ)
+    threads, hosts = tpu_slice.accelerator.threads_per_process, tpu_slice.bounds.host_count
+    here = tpu_slice.bounds.chips_per_host_count
+    if emulated and hosts > 1 and emulated.host is None and len(devices) == here * hosts * threads:
+        # All hosts of an emulated TPU.
+        devices = devices[: here * threads]
+    chips = tuple(sorted({host_core(tpu_slice, device) // threads for device in devices}))
+    if len(chips) * threads != len(devices):
+        raise UsageError(
+            f"the cores {list(devices)} are not whole chips, which have {threads} cores each",
+            where="devices",
+            fix="Take both cores of each chip, such as devices=[0, 1]; runtime 'pjrt' can use a single core.",
+        )
+    if len(chips) != here:
+        bounds = _box(tpu_slice, chips)
+        tpu_slice = replace(tpu_slice, bounds=bounds, worker_id=0, hostnames=("localhost",))
+    return Layout(threads, len(chips), tpu_slice.bounds.host_count), tpu_slice, chips, emulated
+
+
+def _box(tpu_slice: TpuSlice, chips: Sequence[int]) -> Bounds:
+    """Return the bounds of some chips of a host.
+
+    Raises:
+        UsageError: they form no box, or the slice has other hosts, which would wait for the other chips.
+    """
+    if tpu_slice.bounds.host_count > 1:
+        raise UsageError(
+            f"the TPU chips {join(chips)} cannot be used together: the slice's {tpu_slice.bounds.host_count} "
+            "hosts must use all their chips",
+            where="devices",
+            fix="Leave devices out to use all of them, or write devices=[i] for one core.",
+        )
+    return box(tpu_slice.accelerator.generation, tpu_slice.host, chips)

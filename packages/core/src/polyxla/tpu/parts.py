@@ -1,14 +1,16 @@
 """The part of a host that variables select, so that several jobs can share the host.
 
-Google's examples, Ray and others set the numbers of the chips, and their arrangement as a slice of its own.
-For the arrangement libtpu prefers the names of processes to those of hosts, and both to the metadata server;
-for the numbers it prefers the name of chips to that of devices.
+libtpu takes some chips of a host only if they form a box. Google's examples, Ray and others set the numbers
+of the chips, and their arrangement as a slice of its own. For the arrangement libtpu prefers the names of
+processes to those of hosts, and both to the metadata server; for the numbers it prefers the name of chips to
+that of devices.
 
 Source: the precedence in libtpu's log (``TPU_LOG_DIR``, libtpu 0.0.21).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +18,7 @@ from typing import NamedTuple
 
 from polyxla.errors import UsageError
 from polyxla.tpu import env
-from polyxla.tpu.accelerators import Bounds, Shape, parse_shape
-from polyxla.tpu.boxes import ONE, box, chips_of, possible_boxes
+from polyxla.tpu.accelerators import GENERATIONS, Bounds, Shape, parse_shape
 from polyxla.tpu.topology import join
 
 HOSTS = (env.TPU_PROCESS_BOUNDS, env.TPU_HOST_BOUNDS)
@@ -26,6 +27,10 @@ CHIPS = (env.TPU_CHIPS_PER_PROCESS_BOUNDS, env.TPU_CHIPS_PER_HOST_BOUNDS)
 """The arrangement of a host's chips; the first that is set."""
 VISIBLE = (env.TPU_VISIBLE_CHIPS, env.TPU_VISIBLE_DEVICES)
 """The chips to use; the first that is set."""
+
+
+ONE: Shape = (1, 1, 1)
+"""A single host, process or chip."""
 
 
 class Value(NamedTuple):
@@ -149,3 +154,92 @@ def _wrong_number(chips: tuple[int, ...], count: int, environ: Mapping[str, str]
 def _where(environ: Mapping[str, str]) -> str:
     value = from_variables(environ, *VISIBLE)
     return value.where if value else VISIBLE[0]
+
+
+def box(generation: str, host: Shape, chips: Sequence[int], where: str = "devices") -> Bounds:
+    """Return the bounds of some chips of a host, as a slice of their own.
+
+    Args:
+        generation: a key of `GENERATIONS`.
+        host: the arrangement of all chips of the host.
+        chips: their numbers on the host.
+        where: where they were chosen, for the error.
+
+    Raises:
+        UsageError: they form no box, or it is not known which, as the order of the host's chips is not.
+    """
+    shapes = possible_boxes(generation, host, chips)
+    if shapes == {None}:
+        raise UsageError(
+            f"the TPU chips {join(chips)} cannot be used together: they are not neighbours that form a box",
+            where=where,
+            fix="Leave it out to use all chips of the host, or choose one, or neighbours.",
+        )
+    if len(shapes) > 1:
+        either = " or ".join(sorted(join(shape) if shape else "no box" for shape in shapes))
+        raise _unknown_order(generation, f"the chips {join(chips)} form {either}", where)
+    (shape,) = shapes
+    assert shape is not None
+    return Bounds(ONE, shape)
+
+
+def possible_boxes(generation: str, host: Shape, chips: Sequence[int]) -> set[Shape | None]:
+    """Return the shape that some chips of a host form, in each order that the host may have.
+
+    None stands for chips that form no box. The arguments are those of `box`.
+    """
+    return {_shape_of([order[chip] for chip in chips]) for order in _orders(generation, host)}
+
+
+def chips_of(generation: str, host: Shape, shape: Shape, where: str) -> tuple[int, ...]:
+    """Return the chips of a host that form a box of this shape around its first chip.
+
+    Args:
+        generation: a key of `GENERATIONS`.
+        host: the arrangement of all chips of the host.
+        shape: that of the box.
+        where: where the shape was set, for the error.
+
+    Raises:
+        UsageError: the box is larger than the host, or it is not known which chips these are.
+    """
+    if not _fits(shape, host):
+        raise UsageError(
+            f"a box of {join(shape)} chips does not fit into a host of {join(host)}",
+            where=where,
+            fix=f"Write at most {join(host)}, or unset it to use all chips of the host.",
+        )
+    last = (shape[0] - 1, shape[1] - 1, shape[2] - 1)
+    found = {
+        tuple(chip for chip, at in enumerate(order) if _fits(at, last)) for order in _orders(generation, host)
+    }
+    if len(found) > 1:
+        either = " or ".join(sorted(map(join, found)))
+        raise _unknown_order(generation, f"a box of {join(shape)} has the chips {either}", where)
+    return found.pop()
+
+
+def _orders(generation: str, host: Shape) -> list[list[Shape]]:
+    """List the positions of a host's chips by their numbers: once, or twice if the order is not known."""
+    x, y, z = map(range, host)
+    by_x = [(i, j, k) for k, j, i in itertools.product(z, y, x)]
+    by_y = [(i, j, k) for k, i, j in itertools.product(z, x, y)]
+    return {True: [by_y], False: [by_x], None: [by_x, by_y]}[GENERATIONS[generation].counts_y_first]
+
+
+def _fits(shape: Shape, into: Shape) -> bool:
+    return all(size <= end for size, end in zip(shape, into, strict=True))
+
+
+def _shape_of(positions: Sequence[Shape]) -> Shape | None:
+    x, y, z = (max(line) - min(line) + 1 for line in zip(*positions, strict=True))
+    return (x, y, z) if x * y * z == len(positions) else None
+
+
+def _unknown_order(generation: str, result: str, where: str) -> UsageError:
+    return UsageError(
+        f"it is not documented how a {generation} host numbers its chips: {result}",
+        where=where,
+        fix=f"Use one chip or all of them, or set all of {env.TPU_VISIBLE_CHIPS}, "
+        f"{env.TPU_PROCESS_BOUNDS}=1,1,1 and {env.TPU_CHIPS_PER_PROCESS_BOUNDS} to what libtpu accepts.",
+    )

@@ -23,8 +23,8 @@ from polyxla.env import POLYXLA_SECRET
 from polyxla.errors import UsageError
 from polyxla.tpu import env
 from polyxla.tpu.layout import Layout
-from polyxla.tpu.monitor.launches import monitored
-from polyxla.tpu.processes.secret import sealed, shared_secret, unsealed
+from polyxla.tpu.monitor.server import monitored
+from polyxla.tpu.secret import sealed, shared_secret, unsealed
 
 MEET_TIMEOUT_S = 120
 """Longest wait for all of torchrun's processes to connect, in seconds."""

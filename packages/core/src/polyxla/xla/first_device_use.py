@@ -19,8 +19,11 @@ from torch_xla.experimental import plugins
 from polyxla import callsite, env
 from polyxla.console import ended_by_errors
 from polyxla.errors import UsageError
-from polyxla.xla import main_module, silent_training
-from polyxla.xla.unsynced_loops import UnsyncedSteps
+from polyxla.xla import (
+    main_module,
+    program_checks,
+)
+from polyxla.xla.program_checks import UnsyncedSteps
 
 _DEVICE_FUNCTIONS = (
     *("_xla_get_all_", "_xla_get_default_device", "_xla_get_device", "_xla_get_num_processes"),
@@ -86,7 +89,7 @@ def watch(
     for name in ("world_size", "global_device_count"):
         _replace(xr, name, _counted)
     register_optimizer_step_post_hook(UnsyncedSteps())
-    silent_training.watch()
+    program_checks.watch_training()
     # These stay, because each plugin is asked only once.
     for plugin in plugins._plugin_registry.values():
         _watch_plugin(plugin)

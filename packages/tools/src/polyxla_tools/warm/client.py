@@ -1,4 +1,4 @@
-"""What the core asks for prepared processes: `polyxla.launcher.prepared.PreparedProcesses`. Light."""
+"""What the core asks for prepared processes: `polyxla.launcher.start_methods.PreparedProcesses`. Light."""
 
 from __future__ import annotations
 

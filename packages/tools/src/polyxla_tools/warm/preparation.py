@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from polyxla.plugin import env, fork_server, load_plugins, process_end
+from polyxla.plugin import env, fork_server, load_plugins, remove_remote_modules
 from polyxla_tools.warm import env as imports
 from polyxla_tools.warm import files
 from polyxla_tools.warm.facts import surroundings, unreachable
@@ -98,7 +98,7 @@ def prepare(options: Options) -> Preparation:
         for name in options.modules:
             importlib.import_module(name)
         load_plugins(options.runtime)
-    process_end.remove_remote_modules()
+    remove_remote_modules()
     _refuse_threads()
     imported = files.ImportedFiles(path)
     return Preparation(options.runtime, before, env.snapshot(), reads, path, imported)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from polyxla.plugin import env, find_runtime, fork_server, load_runtime, process_end, say_once, script
+from polyxla.plugin import end_process, env, find_runtime, fork_server, load_runtime, say_once, script
 from polyxla_tools.warm.facts import take_state
 
 _PR_SET_PDEATHSIG = 1
@@ -45,7 +45,7 @@ def become_program(request: Mapping[str, Any], descriptors: Sequence[int], path:
         code = 0
     except SystemExit as error:
         code = _exit_code(error)
-    process_end.end(code)
+    end_process(code)
 
 
 def _exit_code(error: SystemExit) -> int:

@@ -62,7 +62,7 @@ def utilization(flops: float, step_s: float, kind: str | None) -> float | None:
     Args:
         flops: floating-point operations in one replica's step, of the model alone.
         step_s: duration of the step, in seconds.
-        kind: the kind of chip, as in `polyxla.contracts.counters.Counters.chip`.
+        kind: the kind of chip, as in `polyxla.plugin.Counters.chip`.
     """
     peak = chip_peak(kind)
     if peak is None or flops <= 0 or step_s <= 0:

@@ -13,7 +13,7 @@ import socket
 import time
 from typing import Any
 
-from polyxla.tpu.processes.secret import sealed, unsealed
+from polyxla.tpu.secret import sealed, unsealed
 
 _KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),

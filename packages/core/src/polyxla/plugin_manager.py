@@ -10,13 +10,14 @@ import contextlib
 import difflib
 import functools
 import importlib.metadata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import pluggy
 
-from polyxla import callsite, hookspecs
+from polyxla import callsite, env, hookspecs
 from polyxla.console import say_once
 from polyxla.entry_points import entry_points
 from polyxla.errors import BrokenPluginError, RuntimeNotInstalledError, UnknownRuntimeError, pip_install
@@ -34,6 +35,10 @@ KNOWN_RUNTIMES = {"pjrt": "polyxla-runtime-pjrt", "xrt": "polyxla-runtime-xrt"}
 runtime is found by its entry point and needs no row here."""
 ASKING = {"PJRT_DEVICE": "pjrt", "XRT_TPU_CONFIG": "xrt"}
 """Variables that ask for one of them. If one is set and the runtime is missing, that is an error."""
+
+
+PREFIX = "POLYXLA_"
+"""Prefix of polyxla's variables. Plugins that use it declare their names by the hook `polyxla_variables`."""
 
 
 @dataclass(frozen=True)
@@ -271,3 +276,23 @@ def _nearest_hooks(plugin: object, known: Sequence[str]) -> str:
 @functools.cache
 def _distribution(point: importlib.metadata.EntryPoint) -> str:
     return point.dist.name if point.dist else "an unknown distribution"
+
+
+def constants(*modules: ModuleType) -> frozenset[str]:
+    """Return the names with the prefix that modules define: each constant is spelt as its variable."""
+    return frozenset(name for module in modules for name in vars(module) if name.startswith(PREFIX))
+
+
+def unknown_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a warning for each variable with the prefix that neither the core nor a plugin declares."""
+    known = set(constants(env))
+    found = {name for name in environ if name.upper().startswith(PREFIX)}
+    if not found <= known:
+        known.update(*load_everything().hook.polyxla_variables())
+    return tuple(_warning(name, known) for name in sorted(found - known))
+
+
+def _warning(name: str, known: set[str]) -> str:
+    near = difflib.get_close_matches(name.upper(), sorted(known), n=1, cutoff=0.75)
+    advice = f" Did you mean {near[0]}?" if near else ""
+    return f"{name} is not a variable of polyxla and has no effect.{advice}"

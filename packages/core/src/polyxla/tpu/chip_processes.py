@@ -1,13 +1,16 @@
-"""The processes that have this host's TPU chips open, for the error of a TPU that is in use.
+"""The processes on a host's TPU chips: which hold the chips, and which signals end a replica's.
 
-Like lsof, from the kernel's list of each process's open files. Nothing is opened or locked, and nothing is
-ended.
+The holders are found like lsof does, in the kernel's list of each process's open files. Nothing is opened or
+locked, and nothing is ended.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import re
+import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +35,10 @@ _IN_USE = ("already in use", "Couldn't open")
 """What libtpu's errors contain if another process has the chips. Source: libtpu 0.0.21."""
 
 
+_PR_SET_PDEATHSIG = 1
+"""Source: ``linux/prctl.h``."""
+
+
 @dataclass(frozen=True)
 class Holder:
     """A process that has chips, or libtpu's lock file, open.
@@ -51,7 +58,7 @@ class Holder:
 
 
 @contextmanager
-def named(*, dev: Path = DEV, lock_file: Path = LOCK_FILE) -> Iterator[None]:
+def naming_holders(*, dev: Path = DEV, lock_file: Path = LOCK_FILE) -> Iterator[None]:
     """Add the processes that have the chips open to an error of a TPU that is in use.
 
     Processes with the parent of this one are left out: they are the other replicas of its job.
@@ -128,3 +135,27 @@ def _target(link: Path) -> str:
         return str(link.readlink())
     except OSError:
         return ""
+
+
+def end_with_parent() -> None:
+    """Have the kernel end this process when its parent ends.
+
+    C++ code that hangs with the GIL held would live on, and keep its TPU chip.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def sigterm_ends_quietly() -> Iterator[None]:
+    """Keep libtpu, which starts in the context, from printing its stack at a SIGTERM of the launcher.
+
+    libtpu 0.0.21 sets a handler of its own when it is initialized, in place of the default only. A
+    handler in C ends the process even while the main thread is in C++.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    before = libc.signal(signal.SIGTERM, ctypes.cast(libc["_exit"], ctypes.c_void_p))
+    try:
+        yield
+    finally:
+        libc.signal(signal.SIGTERM, before)

@@ -1,1 +1,0 @@
-"""Finding plugins, and choosing the runtime, the devices and the precision policy."""

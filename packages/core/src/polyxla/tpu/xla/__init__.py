@@ -1,1 +1,0 @@
-"""What plain torch_xla programs need on every runtime: faults of torch_xla that are mended in place."""

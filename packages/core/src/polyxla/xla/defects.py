@@ -1,0 +1,197 @@
+"""Defects of torch_xla 2.9.0 that are mended in place, also on a real TPU. Heavy.
+
+Operators that it computes wrongly, without an error: the gradient of ``elu`` ignores the options and whether
+it gets the input or the result; ``celu`` ignores ``alpha``; a norm of infinite order is 1; average pooling
+ignores ``divisor_override``.
+
+Collectives that write into their arguments: torch_xla replaces the value of such an argument behind torch's
+back. If the argument is a view, the tensor behind it keeps its old values, and the view has them again after
+its next in-place operation. So accumulated gradients that are reduced and then clipped, and gradients in the
+buckets of DistributedDataParallel, were those of one replica. Here, a collective writes into a tensor of its
+own, which torch then copies. In XLA's program, this adds a copy only where the argument is a view.
+
+Errors of a dataset that torch_xla's loader reads ahead: torch_xla ends the epoch without reporting them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import queue
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch_xla
+from torch.nn import functional as F
+from torch_xla.distributed.parallel_loader import ParallelLoader
+
+_KEY = "XLA"
+_NORMS = ("norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype", "norm.ScalarOpt_dtype")
+_library = torch.library.Library("aten", "IMPL")
+
+
+_WRITTEN = {
+    "_xla_all_reduce_inplace": 1,
+    "_xla_all_gather_out": 0,
+    "_xla_all_gather_coalesced_out": 0,
+    "_xla_reduce_scatter_out": 1,
+    "_xla_reduce_scatter_coalesced_out": 1,
+}
+"""Functions of torch_xla's C++ module, with the position of the tensor or list that each writes into."""
+
+
+@functools.cache
+def mend_torch_xla() -> None:
+    """Mend all of them, from now on. Several runtimes may call this."""
+    _raise_in_loop()
+    _replace_operators()
+    _replace_collectives()
+
+
+def _replace_operators() -> None:
+    """Compute the operators as torch does."""
+    with warnings.catch_warnings():
+        # torch reports that an operator is replaced.
+        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+        _library.impl("elu", _elu, _KEY)
+        _library.impl("elu_backward", _elu_backward, _KEY)
+        _library.impl("celu", _celu, _KEY)
+        for name in ("selu", "selu_"):
+            # Both are an elu. Without this, torch warns at the first that gradients may be wrong.
+            _library.impl(name, torch.library.fallthrough_kernel, f"Autograd{_KEY}")
+        for name in _NORMS:
+            _replace(name, _norm)
+        for dims in (2, 3):
+            _replace(f"avg_pool{dims}d", functools.partial(_avg_pool, dims=dims))
+
+
+def _replace(name: str, function: Callable[..., torch.Tensor]) -> None:
+    """Replace an operator by a function that gets what torch_xla computes as its first argument."""
+    kernel = torch.library.get_kernel(f"aten::{name}", _KEY)
+
+    def replaced(keys: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return function(lambda *own, **named: kernel.call_boxed(keys, *own, **named), *args, **kwargs)
+
+    _library.impl(name, replaced, _KEY, with_keyset=True)
+
+
+def _elu(x: torch.Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> torch.Tensor:
+    return torch.where(x <= 0, torch.expm1(x * input_scale) * (alpha * scale), x * scale)
+
+
+def _celu(x: torch.Tensor, alpha: float = 1) -> torch.Tensor:
+    return _elu(x, alpha, 1, 1 / alpha)
+
+
+def _elu_backward(
+    gradient: torch.Tensor, alpha: float, scale: float, input_scale: float, is_result: bool, x: torch.Tensor
+) -> torch.Tensor:
+    low = alpha * scale
+    below = (x + low if is_result else torch.exp(x * input_scale) * low) * input_scale
+    return gradient * torch.where(x <= 0, below, scale)
+
+
+def _norm(
+    of_torch_xla: Callable[..., torch.Tensor], x: torch.Tensor, p: float | None = 2, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    if p is None or math.isfinite(p):
+        return of_torch_xla(x, p, *args, **kwargs)
+    dim, keepdim = [*args, None, False][:2]
+    # Norms over all dimensions are written as norms over none of them.
+    norm: torch.Tensor = torch.linalg.vector_norm(x, p, dim or None, bool(keepdim), **kwargs)
+    return norm
+
+
+def _avg_pool(
+    of_torch_xla: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    sizes: Sequence[int],
+    strides: Sequence[int] = (),
+    paddings: Sequence[int] = (0,),
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor: int | None = None,
+    *,
+    dims: int,
+) -> torch.Tensor:
+    if divisor is None:
+        return of_torch_xla(x, sizes, strides, paddings, ceil_mode, count_include_pad, divisor)
+    # Padded until every window is whole: the mean is then the sum divided by the window's size.
+    # torch accepts a single number for all dimensions.
+    options = (sizes, strides or sizes, paddings)
+    sizes, strides, paddings = ([*numbers] * (dims // len(numbers)) for numbers in options)
+    margins: list[int] = []
+    for length, size, stride, padding in zip(x.shape[-dims:], sizes, strides, paddings, strict=True):
+        room = length + 2 * padding - size
+        last = -(-room // stride) if ceil_mode else room // stride
+        # A window may not begin behind the input.
+        last -= last * stride >= length + padding
+        margins = [padding, padding + max(0, last * stride - room), *margins]
+    means = of_torch_xla(F.pad(x, margins), sizes, strides, [0], False, True, None)
+    return means * (math.prod(sizes) / divisor)
+
+
+_native: Any = torch_xla._XLAC  # type: ignore[attr-defined]
+
+
+def _replace_collectives() -> None:
+    """Replace the functions through which all of torch_xla writes."""
+    for name, position in _WRITTEN.items():
+        setattr(_native, name, _copying(getattr(_native, name), position))
+
+
+def _copying(collective: Callable[..., Any], position: int) -> Callable[..., Any]:
+    @functools.wraps(collective)
+    def call(*arguments: Any) -> Any:
+        # The argument is a tensor or a list of tensors, and the collective is called with the same kind.
+        given = arguments[position]
+        written = [given] if isinstance(given, torch.Tensor) else list(given)
+        own = [tensor.detach().clone() for tensor in written]
+        into = own[0] if isinstance(given, torch.Tensor) else own
+        result = collective(*arguments[:position], into, *arguments[position + 1 :])
+        # torch_xla's functions record no gradient, and neither must the copy.
+        with torch.no_grad():
+            for tensor, value in zip(written, own, strict=True):
+                tensor.copy_(value)
+        return result
+
+    return call
+
+
+class _Reported:
+    """A loader whose exception ends the iteration, and is raised where the loop waits for the batch.
+
+    Args:
+        loader: what torch_xla reads in a thread.
+        errors: what torch_xla's iterator raises once no batch is left.
+    """
+
+    def __init__(self, loader: Iterable[Any], errors: queue.Queue[BaseException]) -> None:
+        self._loader, self._errors = loader, errors
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from self._loader
+        except GeneratorExit:
+            # The loop was left.
+            raise
+        except BaseException as error:
+            # Before the iteration ends: the loop then looks for it.
+            self._errors.put(error)
+
+
+def _raise_in_loop() -> None:
+    """Make a loop over ``MpDeviceLoader`` or ``ParallelLoader`` raise what ended its dataset."""
+    read: Any = ParallelLoader._loader_worker
+
+    @functools.wraps(read)
+    def loader_worker(self: Any) -> None:
+        self._cpu_loader = _Reported(self._cpu_loader, self._exception_queue)
+        read(self)
+
+    ParallelLoader._loader_worker = loader_worker  # type: ignore[method-assign]
