@@ -12,8 +12,8 @@ import pytest
 
 from polyxla import StalledError
 from polyxla.plugin import env
-from polyxla.xla import upload
-from polyxla.xla.upload import InputWatchdog
+from polyxla.xla import input_watchdog
+from polyxla.xla.input_watchdog import InputWatchdog
 
 LONG_S = 30.0
 
@@ -81,8 +81,8 @@ def test_by_default_a_wait_is_reported_after_a_minute_and_is_an_error_after_half
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = _Clock()
-    monkeypatch.setattr(upload, "time", SimpleNamespace(monotonic=clock.monotonic))
-    monkeypatch.setattr(upload, "TICK_S", 0.001)
+    monkeypatch.setattr(input_watchdog, "time", SimpleNamespace(monotonic=clock.monotonic))
+    monkeypatch.setattr(input_watchdog, "TICK_S", 0.001)
     watchdog = start(env.timeout_s({}, env.POLYXLA_INPUT_TIMEOUT_S))
     watchdog.begin()
     clock.advance(59.0)

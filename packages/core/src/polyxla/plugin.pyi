@@ -281,7 +281,7 @@ from polyxla.xla import (
     refuse_if_device_in_use as refuse_if_device_in_use,
     torch_xla_launch as torch_xla_launch,
 )
-from polyxla.xla.upload import (
+from polyxla.xla.input_watchdog import (
     InputWatchdog as InputWatchdog,
 )
 from polyxla.xla.optimizer_factors import (

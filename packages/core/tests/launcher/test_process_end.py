@@ -58,7 +58,7 @@ def test_what_a_replica_has_left_open_is_written(
 
 
 def end(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    program = f"from polyxla.launcher.child import end\n{code}\nend(3)"
+    program = f"from polyxla.launcher.child import end_process as end\n{code}\nend(3)"
     # Whose output would not wait for the end.
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     command = [sys.executable, "-c", program]

@@ -1,21 +1,19 @@
-"""Uploading batches to the device with torch_xla's MpDeviceLoader, watched by a thread. Heavy."""
+"""Uploading batches to the device with torch_xla's MpDeviceLoader. Heavy: imported in the replica."""
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 import threading
-import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch_xla.debug import profiler
 from torch_xla.distributed.parallel_loader import MpDeviceLoader
 
-from polyxla import callsite, env
-from polyxla.console import say
-from polyxla.errors import PolyxlaError, StalledError, UsageError
+from polyxla import callsite
+from polyxla.errors import PolyxlaError, UsageError
+from polyxla.xla.input_watchdog import InputWatchdog
 
 OPTIONS = ("loader_prefetch_size", "device_prefetch_size", "host_to_device_transfer_threads")
 """The options of ``prefetch``: batches read ahead on the host (torch_xla's default: 16), batches held on the
@@ -35,12 +33,6 @@ NEVER = 2**62
 _profiler: Any = profiler
 _get_jax = _profiler.maybe_get_jax
 _profiler.maybe_get_jax = lambda log=True: _get_jax(log) if "torchax" in sys.modules else None
-
-
-WARN_AFTER_S = 60.0
-"""Wait after which a warning is printed, in seconds; half the timeout if that is shorter."""
-TICK_S = 1.0
-"""How often the watchdog looks, in seconds."""
 
 
 def upload_batches(
@@ -154,67 +146,3 @@ class _Source:
     def line(self) -> str | None:
         """Return the user's line that the reading thread is executing; None if it executes none."""
         return callsite.user_line(self._thread) if self._thread is not None else None
-
-
-class InputWatchdog:
-    """A thread that monitors how long a replica waits for its next batch.
-
-    The replica marks the start and the end of each wait, which takes no lock.
-
-    Args:
-        timeout_s: longest wait for a batch, in seconds.
-        where: returns the user's line that the loader is executing; None if it executes none.
-        cancel: ends the replica's wait; called once, in the watchdog's thread.
-
-    Attributes:
-        error: the error that the replica must raise; None unless a wait was too long.
-    """
-
-    def __init__(self, timeout_s: float, where: Callable[[], str | None], cancel: Callable[[], None]) -> None:
-        self.error: StalledError | None = None
-        self._timeout_s, self._where, self._cancel = timeout_s, where, cancel
-        # Needs no lock: only the replica's thread writes it, and the watchdog reads it once per tick.
-        self._since: float | None = None
-        self._warned_of: float | None = None
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="polyxla-input", daemon=True)
-        self._thread.start()
-
-    def begin(self) -> None:
-        """Mark that the replica waits."""
-        self._since = time.monotonic()
-
-    def end(self) -> None:
-        """Mark that the replica has its batch."""
-        self._since = None
-
-    def close(self) -> None:
-        """Stop watching."""
-        self._stop.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._stop.wait(min(TICK_S, self._timeout_s / 4)):
-            since = self._since
-            waited_s = time.monotonic() - since if since is not None else 0.0
-            if waited_s > self._timeout_s:
-                self.error = StalledError(
-                    f"no batch arrived in {self._timeout_s:g} s: {self._cause()}. "
-                    f"{env.POLYXLA_INPUT_TIMEOUT_S} sets the limit."
-                )
-                self._cancel()
-                return
-            if waited_s > min(WARN_AFTER_S, self._timeout_s / 2) and self._warned_of != since:
-                self._warned_of = since
-                say(
-                    f"no batch for {waited_s:.0f} s: {self._cause()}. After {self._timeout_s:g} s this is an "
-                    f"error ({env.POLYXLA_INPUT_TIMEOUT_S})"
-                )
-
-    def _cause(self) -> str:
-        if line := self._where():
-            return f"the loader is at {line}"
-        if workers := [str(one.pid) for one in multiprocessing.active_children()]:
-            # The stack of another process cannot be read from here.
-            return f"it waits for the loader's workers (processes {', '.join(workers)})"
-        return "no line of the program is running: torch reads the batch, or copies it to the device"
