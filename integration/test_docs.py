@@ -28,7 +28,7 @@ import polyxla_training.env
 import polyxla_training.hookspecs
 import polyxla_xrt.env
 from polyxla import Replica, launch
-from polyxla.cli.app import variables
+from polyxla.cli.variables import variables
 from polyxla.plugin import load_everything, select
 from polyxla.tpu.metadata import MetadataClient
 from polyxla_pjrt.discovery import discover

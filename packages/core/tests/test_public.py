@@ -115,7 +115,7 @@ def test_importing_polyxla_imports_nothing_heavy() -> None:
 def test_the_parts_that_a_launch_needs_import_nothing_heavy() -> None:
     code = (
         "import polyxla.launcher.processes, polyxla.launcher.child, "
-        "polyxla.cli.run, polyxla.cli.script, polyxla.cli.app"
+        "polyxla.cli.run, polyxla.cli.script, polyxla.cli.variables"
     )
     assert _imported_by(code).isdisjoint({*HEAVY, "rich", "typer"})
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -15,11 +14,9 @@ import polyxla
 from polyxla import env
 from polyxla.cli.output import JsonFlag, RuntimeOption, described, plain_errors, print_json, print_table
 from polyxla.console import say
-from polyxla.env import LaunchSettings, Setting
+from polyxla.env import Setting
 from polyxla.errors import PolyxlaError, UsageError
-from polyxla.launcher.launch import announce, child_environment, select_devices
-from polyxla.plugin_manager import load_everything, load_plugins
-from polyxla.selection import discover_all, select
+from polyxla.launcher.launch import announce
 
 DevicesOption = Annotated[
     str | None, typer.Option("--devices", metavar="D", help="Devices: auto, a count (8) or indices ([5]).")
@@ -180,7 +177,7 @@ def devices(runtime: RuntimeOption = None, as_json: JsonFlag = False) -> None:
 @app.command("env")
 def environment(runtime: RuntimeOption = None, as_json: JsonFlag = False) -> None:
     """Show the relevant variables with their values and origins."""
-    from polyxla.cli.app import variables
+    from polyxla.cli.variables import variables
 
     with plain_errors(as_json):
         environ = env.snapshot()
@@ -277,7 +274,7 @@ def run(
     else:
         announce(plan.selection)
     if plan.each:
-        from polyxla.cli.run import run_each
+        from polyxla.cli.each import run_each
 
         run_each(plan, environ)
     replace_process(plan, environ)
@@ -285,54 +282,3 @@ def run(
 
 def _flag(name: str, value: str | None) -> Setting | None:
     return None if value is None else Setting(value, f"{name} {value}")
-
-
-def variables(environ: Mapping[str, str], settings: LaunchSettings) -> list[dict[str, Any]]:
-    """Return polyxla's variables, each runtime's and plugin's, and those that replicas would receive."""
-    rows = [_row(name, setting, "polyxla") for name, setting in _own(environ, settings).items()]
-    for candidate in discover_all(environ):
-        if candidate.discovery:
-            found = candidate.discovery.variables.items()
-            rows += [_row(name, setting, f"runtime {candidate.name}") for name, setting in found]
-    listed = {row["name"] for row in rows}
-    others = sorted(set().union(*load_everything().hook.polyxla_variables()) - listed)
-    rows += [_row(name, env.setting(environ, name, None), "plugins") for name in others]
-    return rows + _to_be_set(environ, settings)
-
-
-def _own(environ: Mapping[str, str], settings: LaunchSettings) -> dict[str, Setting]:
-    text = environ.get(env.POLYXLA_COMPILE_CACHE)
-    # Set but empty means off here, unlike for all other variables.
-    cache = Setting("on", "default") if text is None else Setting(text or "off", "environment")
-    return {
-        env.POLYXLA_RUNTIME: settings.runtime,
-        env.POLYXLA_DEVICES: settings.devices,
-        env.POLYXLA_PRECISION: settings.precision,
-        **{name: env.setting(environ, name, f"{seconds:g}") for name, seconds in env.DEFAULT_S.items()},
-        env.POLYXLA_WAIT_S: settings.wait_s,
-        env.POLYXLA_SECRET: env.setting(environ, env.POLYXLA_SECRET, None),
-        env.POLYXLA_COMPILE_CACHE: cache,
-        env.POLYXLA_RUN: env.setting(environ, env.POLYXLA_RUN, None),
-        env.POLYXLA_FULL_TRACEBACK: env.setting(environ, env.POLYXLA_FULL_TRACEBACK, "0"),
-    }
-
-
-def _to_be_set(environ: Mapping[str, str], settings: LaunchSettings) -> list[dict[str, Any]]:
-    try:
-        selection = select(environ, settings.runtime)
-        devices = select_devices(settings.devices, selection)
-        wanted = child_environment(load_plugins(selection.runtime), environ, selection, devices)
-    except PolyxlaError as error:
-        # The listing is used to find such errors, so it shows the error in place of the rows.
-        return [_row("(replicas)", Setting(None, f"error: {error}"), "replicas")]
-    origin = f"set by runtime {selection.runtime}"
-    return [_row(name, Setting(value, origin), "replicas") for name, value in sorted(wanted.items())]
-
-
-def _row(name: str, setting: Setting, reader: str) -> dict[str, Any]:
-    value = setting.value
-    # The listing is made to be pasted into bug reports.
-    if name == env.POLYXLA_SECRET and value is not None:
-        value = "(hidden)"
-    origin = "environment" if setting.origin == f"{name}={setting.value}" else setting.origin
-    return {"name": name, "value": None if value is None else str(value), "origin": origin, "reader": reader}
