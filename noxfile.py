@@ -48,7 +48,7 @@ ON_TORCH_XLA = ["runtime-pjrt", "runtime-xrt"]
 ON_TORCH_TPU = ["runtime-torchtpu"]
 WITH_TORCH_XLA = [package for package in PROJECTS if package not in ON_TORCH_TPU]
 WITH_TORCH_TPU = [package for package in PROJECTS if package not in ON_TORCH_XLA]
-TESTED = [package for package in WITH_TORCH_XLA if any(ROOT.glob(f"packages/{package}/tests/test_*.py"))]
+TESTED = [package for package in WITH_TORCH_XLA if any(ROOT.glob(f"packages/{package}/tests/**/test_*.py"))]
 # Tested with both frameworks. The tests of bridge and precision read torch_xla's programs.
 TESTED_ON_TORCH_TPU = ["core", "runtime-torchtpu", "sampler", "training"]
 # Siblings that a package's tests use and its code does not.
@@ -73,6 +73,8 @@ TRACKERS_TESTS = "integration/trackers"
 WITH_A_RANGE = ["core", "sampler", "precision", "testing", "training"]
 # A few tests take most of the time, so the process that is done first takes over some of the other's.
 TWO_AT_ONCE = ["-n", "2", "--dist", "worksteal"]
+# Tests that share a Ray cluster are an xdist group, which one of the two processes runs.
+IN_GROUPS = ["-n", "2", "--dist", "loadgroup"]
 # Their slow tests share a result of their process; two processes would compute it twice.
 ONE_AT_A_TIME = ["precision"]
 # torch 2.9's wheels are manylinux_2_28: no machine that runs them has an older glibc.
@@ -193,8 +195,9 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session, package: str) -> None:
     """Test one package in an environment with its own and its extras' requirements, and no others."""
     directory = with_package(session, package)
-    options = [] if package in ONE_AT_A_TIME else TWO_AT_ONCE
-    session.run("pytest", *options, f"{directory}/tests", junit(f"tests-{package}"), *session.posargs)
+    session.run(
+        "pytest", *at_once(package), f"{directory}/tests", junit(f"tests-{package}"), *session.posargs
+    )
 
 
 @nox.session(name="tests-torchtpu")
@@ -217,10 +220,17 @@ def coverage(session: nox.Session, package: str) -> None:
     data.mkdir(parents=True, exist_ok=True)
     environ = {"COVERAGE_FILE": str(data / "data")}
     session.run("coverage", "erase", env=environ)
-    pytest = ["-m", "pytest", *TWO_AT_ONCE, f"{directory}/tests"]
+    pytest = ["-m", "pytest", *at_once(package), f"{directory}/tests"]
     session.run("coverage", "run", *pytest, *session.posargs, env=environ)
     session.run("coverage", "combine", "--quiet", env=environ)
     session.run("coverage", "report", f"--include={directory}/src/*", env=environ)
+
+
+def at_once(package: str) -> list[str]:
+    """Return pytest's options for how many of a package's tests run at the same time."""
+    if package in ONE_AT_A_TIME:
+        return []
+    return IN_GROUPS if package == "pod" else TWO_AT_ONCE
 
 
 def with_package(session: nox.Session, package: str) -> str:

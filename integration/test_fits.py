@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from polyxla_tools.fits.chips import Target
 from polyxla_tools.fits.collected import CollectedProgram
 from polyxla_tools.fits.emulated_run import EmulatedRun, ScriptFailedError
-from polyxla_tools.fits.frameworks import installed_framework
-from polyxla_tools.fits.progress import Progress
+from polyxla_tools.fits.target import Target, installed_framework
 
 pytestmark = pytest.mark.emulated_tpu
 
@@ -24,7 +22,7 @@ def collect(
     command: list[str], kind: str, directory: Path, environ: dict[str, str], timeout_s: float = 250
 ) -> list[CollectedProgram]:
     run = EmulatedRun(command, Target.parse(kind, FRAMEWORK), FRAMEWORK, STEPS, timeout_s)
-    return run.collect(directory, environ, Progress())
+    return run.collect(directory, environ, lambda _: None)
 
 
 def line_of(path: Path, text: str) -> str:
@@ -100,7 +98,7 @@ def test_a_script_that_takes_too_long_is_ended(clean_environ: dict[str, str], tm
 
 
 def test_the_peaks_are_those_of_training() -> None:
-    from polyxla_tools.fits.chips import PEAKS
+    from polyxla_tools.fits.target import PEAKS
     from polyxla_training.observe.chip_peaks import CHIP_PEAKS
 
     known = {name.removeprefix("TPU "): peak.peak_flops for name, peak in CHIP_PEAKS.items()}

@@ -8,7 +8,7 @@ from socket import create_server
 import pytest
 
 from polyxla.plugin import free_ports
-from polyxla_pod.host.node_facts import node_facts
+from polyxla_pod.host.facts import node_facts
 
 # Reserved for documentation: no machine has it. Source: RFC 5737.
 ELSEWHERE = "192.0.2.1"

@@ -6,8 +6,7 @@ import pytest
 
 from polyxla_pod.output import pipeline
 from polyxla_pod.output.folding import FoldedLine
-from polyxla_pod.output.host_state import HostState
-from polyxla_pod.output.pipeline import Pipeline
+from polyxla_pod.output.pipeline import HostState, Pipeline
 
 
 class Memory:

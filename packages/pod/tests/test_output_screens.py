@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
-from polyxla_pod.output.host_state import HostState
-from polyxla_pod.output.progress import Progress
+from polyxla_pod.output.pipeline import HostState, Progress
 from polyxla_pod.output.screens import chosen_rows, host_table
 from polyxla_testing.processes import wait_for_end_of
 

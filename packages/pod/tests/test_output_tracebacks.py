@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polyxla_pod.output.tracebacks import EXPLAINS_S, HOLD_S, Tracebacks
+from polyxla_pod.output.folding import EXPLAINS_S, HOLD_S, Tracebacks
 
 BEGIN = "Traceback (most recent call last):"
 

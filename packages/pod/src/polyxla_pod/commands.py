@@ -1,21 +1,22 @@
-"""``polyxla pod``: run a command on all hosts, or print how Kubernetes would."""
+"""``polyxla pod``: run a command on all hosts, list and end jobs, or print how Kubernetes would run it."""
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from polyxla import UsageError
-from polyxla.plugin import JsonFlag, RuntimeOption, env, plain_errors, print_json, say
-from polyxla_pod import job_commands
-from polyxla_pod.engines import Engine, Target
+from polyxla.plugin import JsonFlag, RuntimeOption, env, plain_errors, print_json, print_table, say
 from polyxla_pod.job import CONNECT_S, GRACE_S, LOST_AFTER_S, Job
 from polyxla_pod.tpu_nodes import WORKER_PORT
+from polyxla_pod.transports import Target, Transport
 
 app = typer.Typer(help="Run a command on all hosts of a TPU.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -35,11 +36,11 @@ def run(
     zone: Annotated[str | None, typer.Option(metavar="ZONE", help="Zone of the TPU VM.")] = None,
     project: Annotated[str | None, typer.Option(metavar="ID", help="Project of the TPU VM.")] = None,
     engine: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Engine; default: ssh, or gcloud with --tpu.")
+        str | None, typer.Option(metavar="NAME", help="Transport; default: ssh, or gcloud with --tpu.")
     ] = None,
     ray: Annotated[bool, typer.Option("--ray", help="The same as --engine ray.")] = False,
     engine_option: Annotated[
-        list[str], typer.Option(metavar="TEXT", help="Argument for the engine's program; repeatable.")
+        list[str], typer.Option(metavar="TEXT", help="Argument for the transport's program; repeatable.")
     ] = [],  # noqa: B006  typer reads the default, and never changes it
     runtime: RuntimeOption = None,
     workers: Annotated[
@@ -80,7 +81,7 @@ def run(
     with plain_errors(as_json):
         target = Target(_names(hosts), tpu, zone, project, tuple(engine_option))
         usual = "ray" if ray else "gcloud" if tpu else "ssh"
-        chosen = _find_engine(engine or usual, target)
+        chosen = _find_transport(engine or usual, target)
         job = Job(
             command=tuple(command),
             hosts=chosen.hosts,
@@ -104,10 +105,10 @@ def run(
         raise typer.Exit(_run(job, chosen, as_json))
 
 
-def _run(job: Job, engine: Engine, as_json: bool) -> int:
+def _run(job: Job, transport: Transport, as_json: bool) -> int:
     from polyxla_pod.launcher.records import Recorder, root
     from polyxla_pod.launcher.run import Run
-    from polyxla_pod.output.host_state import HostState
+    from polyxla_pod.output.pipeline import HostState
     from polyxla_pod.output.screens import LiveScreen, PlainScreen
 
     states = [HostState(name) for name in job.hosts]
@@ -118,7 +119,7 @@ def _run(job: Job, engine: Engine, as_json: bool) -> int:
         f"pod: job {recorder.id} on {len(job.hosts)} host(s); `polyxla pod logs {recorder.id}` prints its log"
     )
     try:
-        result = Run(job, engine, states, screen, recorder).run()
+        result = Run(job, transport, states, screen, recorder).run()
     except UsageError as error:
         recorder.close(error.exit_code, [str(error)])
         raise
@@ -133,13 +134,13 @@ def _run(job: Job, engine: Engine, as_json: bool) -> int:
     return result.exit_code
 
 
-def _find_engine(name: str, target: Target) -> Engine:
+def _find_transport(name: str, target: Target) -> Transport:
     from polyxla.plugin import load_everything
 
-    found: Engine | None = load_everything().hook.polyxla_pod(engine=name, target=target)
+    found: Transport | None = load_everything().hook.polyxla_pod(transport=name, target=target)
     if found is None:
         raise UsageError(
-            f"no installed plugin has an engine called {name!r}",
+            f"no installed plugin has a transport called {name!r}",
             where=f"--engine {name}",
             fix="Write ssh or gcloud, or install the plugin that provides it.",
         )
@@ -169,13 +170,13 @@ def _synced(directory: str) -> str:
     return f"~/polyxla-pod/{Path(directory).resolve().name}"
 
 
-def _print_commands(job: Job, engine: Engine, as_json: bool) -> None:
+def _print_commands(job: Job, transport: Transport, as_json: bool) -> None:
     if as_json:
         rows = [
             {
                 "host": number,
                 "name": name,
-                "connect": engine.command(number, job.program),
+                "connect": transport.command(number, job.program),
                 "directory": job.directory,
                 "environment": job.environ_of(number),
                 "worker": job.worker_command(number) if job.starts_workers else None,
@@ -188,7 +189,7 @@ def _print_commands(job: Job, engine: Engine, as_json: bool) -> None:
     where = f"in {job.directory}: " if job.directory else ""
     lines: list[str] = []
     for number in range(len(job.hosts)):
-        lines.append(f"[w{number}] {shlex.join(engine.command(number, job.program))}")
+        lines.append(f"[w{number}] {shlex.join(transport.command(number, job.program))}")
         if job.starts_workers:
             lines.append(f"[w{number}]   first: {_with_variables(job, number, job.worker_command(number))}")
         lines.append(f"[w{number}]   {where}{_with_variables(job, number, job.command)}")
@@ -247,6 +248,73 @@ def host() -> None:
     main()
 
 
-app.command()(job_commands.ps)
-app.command()(job_commands.logs)
-app.command()(job_commands.kill)
+JobArgument = Annotated[str | None, typer.Argument(metavar="[JOB]", help="Its id or the beginning of it.")]
+
+
+@app.command()
+def ps(job: JobArgument = None, as_json: JsonFlag = False) -> None:
+    """List the jobs that were started on this machine, or the hosts of one."""
+    from polyxla_pod.launcher import records
+
+    with plain_errors(as_json):
+        directory = records.root(env.snapshot())
+        found = [records.find(directory, job)] if job else records.read_all(directory)
+        if as_json:
+            print_json({"jobs": found})
+        elif job:
+            names = ["name", "state", "step", "loss", "steps_per_s", "last_line"]
+            hosts = enumerate(found[0]["hosts"])
+            print_table(["", *names], [[f"w{n}", *(_cell(one[name]) for name in names)] for n, one in hosts])
+        else:
+            print_table(["job", "state", "started", "hosts", "command"], [_job_row(one) for one in found])
+
+
+def _job_row(job: dict[str, Any]) -> list[Any]:
+    return [job["id"], _state(job), _clock(job["started"]), len(job["hosts"]), shlex.join(job["command"])]
+
+
+def _state(job: dict[str, Any]) -> str:
+    if job["running"]:
+        return "running"
+    return f"exit code {job['exit_code']}" if "exit_code" in job else "launcher was killed"
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+@app.command()
+def logs(
+    job: JobArgument = None,
+    only: Annotated[int | None, typer.Option("--host", metavar="N", help="Only this host's lines.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Wait for more while the job runs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document per line.")] = False,
+) -> None:
+    """Print the output of a job that was started on this machine; by default of the newest."""
+    from polyxla_pod.launcher import records
+
+    with plain_errors(as_json):
+        directory = records.root(env.snapshot())
+        for line in records.log_lines(directory, records.find(directory, job), only, follow=follow):
+            one = {"time": line.since_s, "hosts": line.hosts, "stream": line.stream, "text": line.text}
+            typer.echo(json.dumps(one) if as_json else str(line))
+
+
+@app.command()
+def kill(job: Annotated[str, typer.Argument(metavar="JOB")], as_json: JsonFlag = False) -> None:
+    """End a job that was started on this machine, on all of its hosts."""
+    from polyxla_pod.launcher import records
+
+    with plain_errors(as_json):
+        directory = records.root(env.snapshot())
+        found = records.find(directory, job)
+        has_ended = records.end(directory, found)
+        if as_json:
+            print_json({"job": found["id"], "ended": has_ended})
+        if not has_ended:
+            say(f"error: job {found['id']} has not ended; process {found['pid']} is its launcher")
+            raise typer.Exit(1)

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 from polyxla.plugin import hookspec
 
 if TYPE_CHECKING:
-    from polyxla_pod.engines import Engine, Target
+    from polyxla_pod.transports import Target, Transport
 
 
 @hookspec(firstresult=True)
-def polyxla_pod(engine: str, target: Target) -> Engine | None:
-    """Return the engine called `engine` for the hosts of `target`, or None if this plugin does not know it.
+def polyxla_pod(transport: str, target: Target) -> Transport | None:
+    """Return the transport of this name for the hosts of `target`; None if this plugin does not know it.
 
     Called once per ``polyxla pod run``, where the user is, before anything is started.
 
     Raises:
-        UsageError: `target` does not name hosts that this engine can reach.
+        UsageError: `target` does not name hosts that this transport can reach.
     """

@@ -77,7 +77,7 @@ class Job:
 
     @property
     def program(self) -> list[str]:
-        """The program that an engine starts on each host."""
+        """The program that a transport starts on each host."""
         return [self.python, "-m", "polyxla_pod.host"]
 
     def label(self, host: int) -> str:

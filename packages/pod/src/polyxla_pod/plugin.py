@@ -1,4 +1,4 @@
-"""The plugin of the command line: ``polyxla pod``, and the engines ssh and gcloud."""
+"""The plugin of the command line: ``polyxla pod``, and the transports ssh and gcloud."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from polyxla import hookimpl
 if TYPE_CHECKING:
     import typer
 
-    from polyxla_pod.engines import Engine, Target
+    from polyxla_pod.transports import Target, Transport
 
 
 @hookimpl
@@ -21,9 +21,9 @@ def polyxla_add_commands(app: typer.Typer) -> None:
 
 
 @hookimpl
-def polyxla_pod(engine: str, target: Target) -> Engine | None:
-    """Return the engine ssh or gcloud."""
-    from polyxla_pod import engines
+def polyxla_pod(transport: str, target: Target) -> Transport | None:
+    """Return the transport ssh or gcloud."""
+    from polyxla_pod import transports
 
-    known = {"ssh": engines.SshEngine, "gcloud": engines.GcloudEngine}
-    return known[engine](target) if engine in known else None
+    known = {"ssh": transports.SshTransport, "gcloud": transports.GcloudTransport}
+    return known[transport](target) if transport in known else None

@@ -20,6 +20,13 @@ TIMEOUT_S = 180.0
 PROGRAMS = Path(__file__).parent / "programs"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Have one process of pytest-xdist run all tests of this directory: each process starts a cluster."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.xdist_group("ray"))
+
+
 @dataclass
 class RayCluster:
     """A running cluster.

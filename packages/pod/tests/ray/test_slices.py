@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from polyxla import UsageError
-from polyxla_pod.ray.slices import choose, find_slices
+from polyxla_pod.ray.cluster import choose, find_slices
 
 
 def node(worker: int, name: str = "my-tpu", kind: str = "v4-16", *, alive: bool = True) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from polyxla_tools.doctor.checks.variables import PREFIXES
+from polyxla_tools.doctor.variables import PREFIXES
 
 TIMEOUT_S = 120.0
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from polyxla_testing import PluginInstaller
 from polyxla_testing.processes import wait_for_end_of, wait_until
-from polyxla_tools.mistaken import PACKAGES, add_mistaken
+from polyxla_tools.plugin import PACKAGES, add_mistaken
 
 Doctor = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -121,7 +121,7 @@ def test_a_command_of_another_tool_names_the_one_that_is_meant(
     assert done.stderr == f"polyxla: error: there is no command {name}. Did you mean polyxla {meant}?\n"
 
 
-@pytest.mark.parametrize(("command", "package"), [("fits", "fits"), ("check-replicas", "training")])
+@pytest.mark.parametrize(("command", "package"), [("pod", "pod"), ("check-replicas", "training")])
 def test_a_command_of_a_package_that_is_not_installed_names_it(
     monkeypatch: pytest.MonkeyPatch, command: str, package: str
 ) -> None:

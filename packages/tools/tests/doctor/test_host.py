@@ -12,12 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from polyxla_tools.doctor.checks.chips import check_chips, check_holders, check_libtpu_files
-from polyxla_tools.doctor.checks.plugin import check_plugin
-from polyxla_tools.doctor.checks.resources import check_disks, check_memory, check_shared_memory
-from polyxla_tools.doctor.facts.host import HostFacts, Places, Space, gather_host
-from polyxla_tools.doctor.facts.memory import Memory, read_memory
 from polyxla_tools.doctor.findings import Status
+from polyxla_tools.doctor.host import HostFacts, Memory, Places, Space, gather_host, read_memory
+from polyxla_tools.doctor.host_checks import (
+    check_chips,
+    check_disks,
+    check_holders,
+    check_libtpu_files,
+    check_memory,
+    check_plugin,
+    check_shared_memory,
+)
 
 NOBODY = 65534
 UNSHARED = ("unshare", "--mount", "--")

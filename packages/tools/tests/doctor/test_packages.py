@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 
 from polyxla_testing import PluginInstaller
-from polyxla_tools.doctor.checks.packages import (
+from polyxla_tools.doctor.findings import Finding, Status
+from polyxla_tools.doctor.packages import (
+    PackageFacts,
     check_frameworks,
     check_libtpu,
     check_python,
     check_requirements,
+    gather_packages,
 )
-from polyxla_tools.doctor.facts.packages import PackageFacts, gather_packages
-from polyxla_tools.doctor.findings import Finding, Status
 
 
 def one_problem(findings: list[Finding]) -> Finding:

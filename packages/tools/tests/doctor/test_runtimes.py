@@ -8,10 +8,10 @@ from polyxla.plugin import PLUGINS, AttachedChip, Candidate, Claim, Device, Disc
 from polyxla.plugin_manager import RuntimeEntry
 from polyxla.selection import choose
 from polyxla_testing import PluginInstaller
-from polyxla_tools.doctor.checks import runtimes
-from polyxla_tools.doctor.facts.host import Places, gather_host
-from polyxla_tools.doctor.facts.runtimes import RuntimeFacts, gather_runtimes
+from polyxla_tools.doctor import runtimes
 from polyxla_tools.doctor.findings import Finding, Status, problem
+from polyxla_tools.doctor.host import Places, gather_host
+from polyxla_tools.doctor.runtimes import RuntimeFacts, gather_runtimes
 
 CPUS = tuple(Device(index, "CPU", f"CPU {index}") for index in range(2))
 

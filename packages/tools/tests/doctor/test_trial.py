@@ -10,10 +10,10 @@ import pytest
 from polyxla.plugin import from_environ
 from polyxla_testing import PluginInstaller
 from polyxla_testing.processes import wait_until
-from polyxla_tools.doctor.all_reduce import Measured
-from polyxla_tools.doctor.facts.runtimes import RuntimeFacts, gather_runtimes
 from polyxla_tools.doctor.findings import Status
+from polyxla_tools.doctor.runtimes import RuntimeFacts, gather_runtimes
 from polyxla_tools.doctor.trial import Outcome, Plan, check_trial, make_plan, run_trial
+from polyxla_tools.doctor.trial_process import Measured
 
 TIMEOUT_S = 100.0
 HOOKS = """

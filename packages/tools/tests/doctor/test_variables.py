@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from polyxla.plugin import from_environ
-from polyxla_tools.doctor.checks.variables import check_variables
-from polyxla_tools.doctor.facts.runtimes import gather_runtimes
 from polyxla_tools.doctor.findings import Finding, Status
+from polyxla_tools.doctor.runtimes import gather_runtimes
+from polyxla_tools.doctor.variables import check_variables
 
 
 def findings(environ: dict[str, str]) -> list[Finding]:

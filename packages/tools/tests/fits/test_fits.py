@@ -17,18 +17,13 @@ from polyxla_bridge.libtpu.host import GENERATIONS
 from polyxla_bridge.programs.executable import ArrayType
 from polyxla_bridge.programs.hlo_pb2 import HloModuleProto
 from polyxla_tools.fits import report
-from polyxla_tools.fits.batch_size import largest_fitting, with_batch_size
-from polyxla_tools.fits.chips import PEAKS, Target
-from polyxla_tools.fits.collected import Alive, CollectedProgram, Logs, programs
-from polyxla_tools.fits.command import TOO_LARGE, Work, finish
-from polyxla_tools.fits.compiling import Outcome, fatal_line
+from polyxla_tools.fits.collected import Alive, CollectedProgram, Logs, innermost_user_line, programs
+from polyxla_tools.fits.command import TOO_LARGE, Progress, Work, finish, largest_fitting, with_batch_size
+from polyxla_tools.fits.compile_process import Cost
+from polyxla_tools.fits.compiling import Outcome, fatal_line, memory_peaks
 from polyxla_tools.fits.emulated_run import EmulatedRun, ScriptFailedError
-from polyxla_tools.fits.frameworks import TORCH_TPU, TORCH_XLA, Framework, installed_framework
-from polyxla_tools.fits.memory import memory_peaks
-from polyxla_tools.fits.plugin_api import Cost
-from polyxla_tools.fits.progress import Progress
 from polyxla_tools.fits.report import Checked, Result
-from polyxla_tools.fits.source_lines import innermost_user_line
+from polyxla_tools.fits.target import PEAKS, TORCH_TPU, TORCH_XLA, Framework, Target, installed_framework
 
 COST = Cost(1 << 30, 3 << 30, 1 << 30, 2 << 30, 1 << 20, flops=197e12, accessed_bytes=400e9)
 V5E = Target.parse("v5e-8", TORCH_XLA)
@@ -447,3 +442,14 @@ def test_without_libtpu_the_error_has_the_pip_line(framework: str, fix: str) -> 
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2, done.stderr
     assert fix in json.loads(done.stdout)["error"]
+
+
+def test_without_the_bridge_the_error_has_the_pip_line() -> None:
+    code = "import sys; sys.modules['polyxla_bridge'] = None; "
+    code += "from polyxla.__main__ import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "fits", "train.py", "--on", "v5e-8", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2, done.stderr
+    error = json.loads(done.stdout)["error"]
+    assert "the script runs on an emulated TPU, which needs polyxla-bridge, and it is not installed" in error
+    assert "pip install ./packages/bridge" in error

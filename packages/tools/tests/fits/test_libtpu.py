@@ -17,10 +17,9 @@ from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 
 from polyxla_bridge.programs import hlo
 from polyxla_bridge.programs.executable import ArrayType
-from polyxla_tools.fits.chips import Target
 from polyxla_tools.fits.collected import CollectedProgram
 from polyxla_tools.fits.compiling import CompileFailedError, CompileProcess, Outcome
-from polyxla_tools.fits.frameworks import TORCH_TPU, TORCH_XLA
+from polyxla_tools.fits.target import TORCH_TPU, TORCH_XLA, Target
 
 FOUND = importlib.util.find_spec("libtpu")
 pytestmark = pytest.mark.skipif(FOUND is None, reason="libtpu is not installed; nox -s libtpu installs it")

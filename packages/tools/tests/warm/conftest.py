@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from polyxla_testing.processes import WAIT_S, is_alive, wait_for_end_of
-from polyxla_tools.warm import starting
-from polyxla_tools.warm.starting import Options
+from polyxla_tools.warm.preparation import Options, start
 
 MODULES = ("json.tool", "numpy.random")
 
@@ -33,7 +32,7 @@ class Machine:
 
     def prepare(self, *modules: str, idle_s: float = 600.0, **variables: str) -> int:
         """Start a warm process that imports `modules`; return its process id."""
-        return starting.start(Options("pjrt", (*MODULES, *modules), idle_s), {**self.environ, **variables})
+        return start(Options("pjrt", (*MODULES, *modules), idle_s), {**self.environ, **variables})
 
     def run(self, *arguments: Any, **more: Any) -> subprocess.CompletedProcess[str]:
         """Run a polyxla command to its end."""

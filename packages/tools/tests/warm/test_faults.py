@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from polyxla_testing.processes import is_alive, wait_for_end_of, wait_until
-from polyxla_tools.warm.directory import reachable, sockets
+from polyxla_tools.warm.sockets import find_sockets, reachable
 
 if TYPE_CHECKING:
     from conftest import Machine
@@ -24,7 +24,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 
 
 def connect(machine: Machine) -> socket.socket:
-    (path,) = sockets(machine.environ)
+    (path,) = find_sockets(machine.environ)
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(30)
     with reachable(path) as name:
@@ -58,19 +58,19 @@ def test_nonsense_ends_neither_the_process_nor_its_jobs(machine: Machine) -> Non
 
 @pytest.mark.parametrize("message", [[1], {"signal": "x"}, {"signal": 10**9}, {"is_for_group": 1}])
 def test_nonsense_in_place_of_a_signal_ends_the_program_only(message: object) -> None:
-    from polyxla_tools.warm.jobs import Job, Jobs
+    from polyxla_tools.warm.server import Fork, Forks
 
     program = subprocess.Popen(["sleep", "300"])
     ours, theirs = socket.socketpair()
-    jobs = Jobs()
-    jobs.add(program.pid, Job(theirs, is_program=True))
+    forks = Forks()
+    forks.add(program.pid, Fork(theirs, is_program=True))
     text = json.dumps(message).encode()
     ours.sendall(struct.pack("!I", len(text)) + text)
-    jobs.read(theirs)
+    forks.read(theirs)
     ours.close()
     if theirs.fileno() >= 0:
         # It was a number, of no signal: the program goes on until its client ends.
-        jobs.read(theirs)
+        forks.read(theirs)
     assert program.wait(60) == -signal.SIGKILL
 
 

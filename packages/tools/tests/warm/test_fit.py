@@ -15,8 +15,8 @@ import pytest
 
 from polyxla import UsageError
 from polyxla_testing.processes import wait_for_end_of, wait_until
-from polyxla_tools.warm.directory import new_socket, sockets
 from polyxla_tools.warm.facts import autogroup_priority
+from polyxla_tools.warm.sockets import find_sockets, new_socket
 
 if TYPE_CHECKING:
     from conftest import Machine
@@ -146,7 +146,7 @@ def test_another_users_directory_is_refused(machine: Machine) -> None:
     machine.directory.mkdir(mode=0o700)
     os.chown(machine.directory, 65534, -1)
     with pytest.raises(UsageError, match=r"belongs to user 65534, not mode 700 and user"):
-        sockets(machine.environ)
+        find_sockets(machine.environ)
     done = machine.run("run", PROGRAMS / "ends.py", "exit")
     assert done.returncode == 3
     assert "Remove it, or set XDG_RUNTIME_DIR to a directory of yours. This start is cold." in done.stderr
@@ -185,7 +185,7 @@ def test_an_upgraded_wheel_is_imported_afresh(machine: Machine, tmp_path: Path) 
     (tmp_path / "run.py").write_text("import upgraded; print(upgraded.VERSION)\n")
     install = [python, "-m", "pip", "install", "-q", "--no-index", "--disable-pip-version-check"]
     subprocess.run([*install, _wheel(tmp_path, "1")], check=True, timeout=60)
-    start = "import os; from polyxla_tools.warm.starting import *; "
+    start = "import os; from polyxla_tools.warm.preparation import *; "
     start += "start(Options('pjrt', ('upgraded',), 60), dict(os.environ))"
     subprocess.run([python, "-c", start], env=machine.environ, check=True, timeout=60)
     run = [python, "-m", "polyxla", "run", str(tmp_path / "run.py")]

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from polyxla.plugin import snapshot
-from polyxla_pod.host.command_group import CommandGroup, adopt_orphans
+from polyxla_pod.host.processes import CommandGroup, Worker, adopt_orphans
 from polyxla_pod.host.unpacking import Unpacking
-from polyxla_pod.host.worker import Worker
 from polyxla_pod.messages import WORKER_STREAM, Message, decode
 from polyxla_pod.tpu_nodes import TOKEN_VARIABLE
 

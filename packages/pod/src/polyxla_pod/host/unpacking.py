@@ -9,7 +9,7 @@ import subprocess
 from collections import deque
 from pathlib import Path
 
-from polyxla_pod.host.command_group import end_with_parent
+from polyxla_pod.host.processes import end_with_parent
 
 SAID_BYTES = 4096
 """How much of what tar says is kept: on a full disk, it says the same of each file."""

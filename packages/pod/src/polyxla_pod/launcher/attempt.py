@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from polyxla.plugin import POLYXLA_SECRET, say
-from polyxla_pod.engines import Engine
 from polyxla_pod.job import Job
 from polyxla_pod.launcher import archive, preflight
 from polyxla_pod.launcher.connection import LOST, Connection, HostEndedError
-from polyxla_pod.output.host_state import HostState
-from polyxla_pod.output.pipeline import Pipeline
+from polyxla_pod.output.pipeline import HostState, Pipeline
 from polyxla_pod.tpu_nodes import READY
+from polyxla_pod.transports import Transport
 
 FACTS_S = 15.0
 """Longest wait for a host's facts, in seconds."""
@@ -59,7 +58,7 @@ class Attempt:
 
     Args:
         job: what to run.
-        engine: makes the connections.
+        transport: makes the connections.
         states: the hosts' states, kept up to date.
         pipeline: receives the hosts' lines.
         file: the tar file to copy, if the job has one.
@@ -69,13 +68,13 @@ class Attempt:
     def __init__(
         self,
         job: Job,
-        engine: Engine,
+        transport: Transport,
         states: Sequence[HostState],
         pipeline: Pipeline,
         file: Path | None,
         report: Callable[[Sequence[Failure]], None],
     ) -> None:
-        self._job, self._engine, self._states = job, engine, states
+        self._job, self._transport, self._states = job, transport, states
         self._pipeline, self._file, self._report = pipeline, file, report
         self._connections: list[Connection] = []
         self._noted: set[int] = set()
@@ -90,7 +89,7 @@ class Attempt:
             OSError: nothing shows the output any more.
         """
         for host in range(len(self._job.hosts)):
-            command = self._engine.command(host, self._job.program)
+            command = self._transport.command(host, self._job.program)
             self._connections.append(Connection(host, self._job, command, self._pipeline.add))
         work = asyncio.create_task(self._work())
         # These end only with an error.
@@ -257,7 +256,7 @@ class Attempt:
         if "No module named" in failure.text or f"exit code {NOT_FOUND}" in failure.text:
             fix = f"Install polyxla-pod there for {self._job.python}, or name another Python: --python PATH."
         else:
-            fix = f"This must work without a question: {self._engine.check_by_hand(failure.host)}"
+            fix = f"This must work without a question: {self._transport.check_by_hand(failure.host)}"
         return Failure(f"{failure.text}. {fix}", failure.exit_code, failure.host)
 
     async def _stop(self) -> None:

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from polyxla import UsageError
 from polyxla.plugin import say
 from polyxla_pod.output.folding import FoldedLine
-from polyxla_pod.output.host_state import HostState
+from polyxla_pod.output.pipeline import HostState
 
 KEPT = 50
 """How many jobs' records are kept."""

@@ -14,14 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polyxla.plugin import say
-from polyxla_pod.engines import Engine
 from polyxla_pod.job import Job
 from polyxla_pod.launcher import archive
 from polyxla_pod.launcher.attempt import REFUSED, Attempt, Failure
 from polyxla_pod.launcher.connection import LOST
-from polyxla_pod.output.host_state import HostState
-from polyxla_pod.output.pipeline import Log, Pipeline
-from polyxla_pod.output.screens import Screen
+from polyxla_pod.output.pipeline import HostState, Log, Pipeline, Screen
+from polyxla_pod.transports import Transport
 
 PAUSE_S = 1.0
 """Pause before a retry, in seconds. After a lost connection its host needs longer to end the command."""
@@ -51,7 +49,7 @@ class Run:
 
     Args:
         job: what to run.
-        engine: makes the connections.
+        transport: makes the connections.
         states: the hosts' states, kept up to date.
         screen: shows the hosts' lines.
         log: keeps all lines.
@@ -60,12 +58,12 @@ class Run:
     def __init__(
         self,
         job: Job,
-        engine: Engine,
+        transport: Transport,
         states: Sequence[HostState],
         screen: Screen,
         log: Log,
     ) -> None:
-        self._job, self._engine, self._states = job, engine, states
+        self._job, self._transport, self._states = job, transport, states
         self._screen, self._log = screen, log
         self._attempt: Attempt | None = None
         self._signal: signal.Signals | None = None
@@ -112,7 +110,7 @@ class Run:
         while True:
             self._count += 1
             pipeline = Pipeline(self._states, self._screen, self._log)
-            self._attempt = Attempt(self._job, self._engine, self._states, pipeline, file, self._report)
+            self._attempt = Attempt(self._job, self._transport, self._states, pipeline, file, self._report)
             failures = await self._attempt.run()
             result = Result(failures[0].exit_code if failures else 0, tuple(failures), self._count)
             # The same input would be refused again; before the first start, so would the same hosts.

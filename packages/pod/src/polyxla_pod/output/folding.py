@@ -1,8 +1,9 @@
-"""Folding: lines that several hosts print become one line with all their numbers."""
+"""Equal lines of several hosts become one, and of their tracebacks only the first real one is shown."""
 
 from __future__ import annotations
 
 import bisect
+import re
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -89,3 +90,98 @@ def host_range(hosts: Iterable[int]) -> str:
         else:
             parts.append([host])
     return ",".join(f"w{part[0]}" if len(part) == 1 else f"w{part[0]}-w{part[-1]}" for part in parts)
+
+
+HOLD_S = 3.0
+"""How long a traceback, and what follows it, is held back, in seconds; then it is shown like other lines."""
+EXPLAINS_S = 10.0
+"""How long after a traceback was shown it still explains its host's failure, in seconds."""
+_BEGINS = "Traceback (most recent call last):"
+_ERROR = re.compile(r"(?:[a-z_]\w*\.)*_*[A-Z]\w*(?::|$)")
+_CONSEQUENCES = ("ReplicaLostError", "StalledError", "KeyboardInterrupt")
+"""Errors that polyxla raises on one host because of what happens on another, or because of a signal."""
+
+
+@dataclass
+class HeldTraceback:
+    """What a host printed on standard error from the beginning of a traceback on.
+
+    Attributes:
+        host: the host's number.
+        since_s: when it printed the first line.
+        was_shown: whether the host went on for so long that the lines were shown.
+        lines: the lines.
+    """
+
+    host: int
+    since_s: float
+    was_shown: bool = False
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def error(self) -> str:
+        """The line that names the exception: the last one that is not indented and looks like it."""
+        return next((line for line in reversed(self.lines) if _ERROR.match(line)), self.lines[-1])
+
+    @property
+    def without_notes(self) -> list[str]:
+        """The lines without the notes at the end, which name the host and the replica."""
+        return self.lines[: self.lines.index(self.error) + 1]
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether another host's failure explains it."""
+        return self.error.partition(":")[0].rpartition(".")[2] in _CONSEQUENCES
+
+
+class Tracebacks:
+    """The tracebacks of all hosts."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, HeldTraceback] = {}
+        self._released: dict[int, HeldTraceback] = {}
+        self._last: list[HeldTraceback] = []
+
+    def holds(self, host: int, stream: str, text: str, now_s: float) -> bool:
+        """Keep a line if it belongs to a traceback; otherwise return False, and the line is to be shown."""
+        if stream != "err":
+            return False
+        # The second and later lines of a traceback may be indented by the process that passes it on.
+        if host not in self._held and not text.lstrip(" |").startswith(_BEGINS):
+            return False
+        self._held.setdefault(host, HeldTraceback(host, now_s)).lines.append(text)
+        return True
+
+    def release(self, now_s: float) -> list[HeldTraceback]:
+        """Return the tracebacks of hosts that went on, to be shown like other lines."""
+        # What a host prints all the time, such as its progress, must not hold its lines for ever.
+        due = [one for one in self._held.values() if now_s - one.since_s >= HOLD_S]
+        for one in due:
+            one.was_shown = True
+            self._released[one.host] = self._held.pop(one.host)
+        return due
+
+    def end(self, host: int, now_s: float, *, failed: bool) -> HeldTraceback | None:
+        """Take note of a host's end; return its traceback, to be shown, if the host has not failed."""
+        held, released = self._held.pop(host, None), self._released.pop(host, None)
+        if not failed:
+            return held
+        if held is None and released and now_s - released.since_s < HOLD_S + EXPLAINS_S:
+            held = released
+        if held:
+            self._last.append(held)
+        return None
+
+    def is_consequence(self, host: int) -> bool:
+        """Return whether another host's failure explains the traceback of a host that failed."""
+        return any(one.is_consequence for one in self._last if one.host == host)
+
+    def first(self) -> tuple[HeldTraceback, list[int]] | None:
+        """Return the first real traceback of the hosts that failed, and all hosts with the same.
+
+        None if there is none, or if it was shown.
+        """
+        ranked = sorted(self._last, key=lambda one: one.is_consequence)
+        if not ranked or ranked[0].was_shown:
+            return None
+        return ranked[0], [one.host for one in ranked if one.without_notes == ranked[0].without_notes]

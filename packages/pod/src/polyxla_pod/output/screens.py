@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from polyxla_pod.output.folding import FoldedLine
-from polyxla_pod.output.host_state import HostState
+from polyxla_pod.output.pipeline import HostState
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,16 +17,6 @@ ROWS_LEFT_FREE = 8
 """Rows of a terminal that the table leaves to lines."""
 REFRESHES_PER_S = 4.0
 """How often the table is drawn, per second."""
-
-
-class Screen(Protocol):
-    """Shows the hosts' lines."""
-
-    def show(self, line: FoldedLine) -> None:
-        """Show one line."""
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
 
 
 class PlainScreen:

@@ -10,17 +10,16 @@ from typing import Any
 
 from polyxla import ReplicaLostError, UsageError
 from polyxla.plugin import snapshot, unpack
-from polyxla_pod.engines import Target
 from polyxla_pod.job import Job
 from polyxla_pod.launcher.attempt import REFUSED, Attempt, Failure
 from polyxla_pod.launcher.connection import CONFIRM_S
 from polyxla_pod.output.folding import FoldedLine
-from polyxla_pod.output.host_state import HostState
-from polyxla_pod.output.pipeline import Pipeline
+from polyxla_pod.output.pipeline import HostState, Pipeline
 from polyxla_pod.output.screens import PlainScreen
 from polyxla_pod.ray import env
 from polyxla_pod.ray.call import Call
-from polyxla_pod.ray.engine import RayEngine
+from polyxla_pod.ray.transport import RayTransport
+from polyxla_pod.transports import Target
 
 COMMAND = ("python", "-m", "polyxla_pod.ray")
 CONNECT_S = 60.0
@@ -39,19 +38,19 @@ def launch(function: Callable[..., Any], options: Mapping[str, Any]) -> list[Any
         ReplicaLostError: a host ended without a result.
         Exception: what a replica raised.
     """
-    with closing(RayEngine(Target(), Call(function, options).pickled())) as engine:
+    with closing(RayTransport(Target(), Call(function, options).pickled())) as transport:
         job = Job(
             COMMAND,
-            engine.hosts,
-            engine.addresses,
+            transport.hosts,
+            transport.addresses,
             _variables(snapshot()),
             runtime=options["runtime"],
             connect_s=CONNECT_S,
         )
-        failures = _Attempt(job, engine).run()
+        failures = _Attempt(job, transport).run()
         if failures:
-            _raise(failures, job, engine)
-        numbered = [one for host in range(len(job.hosts)) for one in _results(host, job, engine)]
+            _raise(failures, job, transport)
+        numbered = [one for host in range(len(job.hosts)) for one in _results(host, job, transport)]
     return [value for _, value in sorted(numbered, key=lambda one: one[0])]
 
 
@@ -60,11 +59,11 @@ class _Attempt:
 
     Args:
         job: what to run.
-        engine: makes the connections.
+        transport: makes the connections.
     """
 
-    def __init__(self, job: Job, engine: RayEngine) -> None:
-        self._job, self._engine = job, engine
+    def __init__(self, job: Job, transport: RayTransport) -> None:
+        self._job, self._transport = job, transport
         self._failures: Sequence[Failure] = ()
         self._error: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -98,7 +97,7 @@ class _Attempt:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         states = [HostState(name) for name in self._job.hosts]
         pipeline = _Pipeline(states, PlainScreen(), _NoLog())
-        attempt = Attempt(self._job, self._engine, states, pipeline, None, lambda _: None)
+        attempt = Attempt(self._job, self._transport, states, pipeline, None, lambda _: None)
         self._failures = await attempt.run()
 
     def _stop(self) -> None:
@@ -131,18 +130,18 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name.startswith("POLYXLA_") and name not in own}
 
 
-def _results(host: int, job: Job, engine: RayEngine) -> list[tuple[int, Any]]:
-    outcome = engine.outcome(host, OUTCOME_S)
+def _results(host: int, job: Job, transport: RayTransport) -> list[tuple[int, Any]]:
+    outcome = transport.outcome(host, OUTCOME_S)
     if not outcome:
         raise ReplicaLostError(f"{job.label(host)}: no results have arrived within {OUTCOME_S:g} s")
     results: list[tuple[int, Any]] = unpack(outcome)
     return results
 
 
-def _raise(failures: Sequence[Failure], job: Job, engine: RayEngine) -> None:
+def _raise(failures: Sequence[Failure], job: Job, transport: RayTransport) -> None:
     """Raise the first failure: a host's own exception, if it has left one."""
     first = failures[0]
-    outcome = engine.outcome(first.host, OUTCOME_S) if first.host is not None else b""
+    outcome = transport.outcome(first.host, OUTCOME_S) if first.host is not None else b""
     if outcome:
         try:
             unpack(outcome)

@@ -1,4 +1,4 @@
-"""The plugin: the engine ``ray`` of ``polyxla pod``, and ``polyxla.launch(..., pod="ray")``.
+"""The plugin: the transport ``ray`` of ``polyxla pod``, and ``polyxla.launch(..., pod="ray")``.
 
 Imports nothing heavy.
 """
@@ -6,13 +6,14 @@ Imports nothing heavy.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from polyxla import hookimpl
+from polyxla import UsageError, hookimpl
 from polyxla_pod.ray import env
 
 if TYPE_CHECKING:
-    from polyxla_pod.engines import Engine, Target
+    from polyxla_pod.transports import Target, Transport
 
 
 @hookimpl
@@ -22,13 +23,14 @@ def polyxla_variables() -> Collection[str]:
 
 
 @hookimpl
-def polyxla_pod(engine: str, target: Target) -> Engine | None:
-    """Return the engine ray."""
-    if engine != "ray":
+def polyxla_pod(transport: str, target: Target) -> Transport | None:
+    """Return the transport ray."""
+    if transport != "ray":
         return None
-    from polyxla_pod.ray.engine import RayEngine
+    _check_installed("--engine ray")
+    from polyxla_pod.ray.transport import RayTransport
 
-    return RayEngine(target)
+    return RayTransport(target)
 
 
 @hookimpl
@@ -36,6 +38,23 @@ def polyxla_launch_pod(pod: str, function: Any, options: Mapping[str, Any]) -> l
     """Launch on all hosts of the only slice of the Ray cluster."""
     if pod != "ray":
         return None
+    _check_installed('pod="ray"')
     from polyxla_pod.ray.launching import launch
 
     return launch(function, options)
+
+
+def _check_installed(where: str) -> None:
+    """Check that the extra ``ray`` of polyxla-pod is installed.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if missing := [name for name in ("ray", "cloudpickle") if find_spec(name) is None]:
+        from polyxla.plugin import pip_install
+
+        raise UsageError(
+            f"the hosts are found with Ray, and {' and '.join(missing)} is not installed",
+            where=where,
+            fix=f"Install it: {pip_install('polyxla-pod[ray]')}",
+        )

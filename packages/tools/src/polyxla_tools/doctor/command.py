@@ -56,7 +56,7 @@ def doctor(
             typer.echo(report.as_block(facts, findings))
         else:
             report.print_findings(findings)
-        raise typer.Exit(any(one.status is Status.PROBLEM for one in findings))
+        raise typer.Exit(any(finding.status is Status.PROBLEM for finding in findings))
 
 
 def _check_format(*, paste: bool, as_json: bool) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from polyxla.plugin import POLYXLA_EMULATE, LaunchSettings
-from polyxla_tools.doctor.checks import chips, packages, plugin, resources, runtimes, variables
-from polyxla_tools.doctor.facts.host import HostFacts, Places, gather_host
-from polyxla_tools.doctor.facts.packages import PackageFacts, gather_packages
-from polyxla_tools.doctor.facts.runtimes import RuntimeFacts, gather_runtimes
+from polyxla_tools.doctor import host_checks, packages, runtimes, variables
 from polyxla_tools.doctor.findings import Finding, Status
+from polyxla_tools.doctor.host import HostFacts, Places, gather_host
+from polyxla_tools.doctor.packages import PackageFacts, gather_packages
+from polyxla_tools.doctor.runtimes import RuntimeFacts, gather_runtimes
 from polyxla_tools.doctor.trial import Outcome, check_trial, make_plan, run_trial
 
 _ORDER = (Status.OK, Status.NOTE, Status.PROBLEM)
@@ -83,7 +83,7 @@ def examine(facts: Facts, outcome: Outcome | None, loader_workers: int) -> list[
     host, found = facts.host, facts.runtimes
     measured = outcome.replica_bytes if outcome else None
     findings = [
-        *resources.check_system(host),
+        *host_checks.check_system(host),
         *packages.check_python(facts.packages),
         *packages.check_frameworks(facts.packages),
         *packages.check_requirements(facts.packages),
@@ -94,15 +94,15 @@ def examine(facts: Facts, outcome: Outcome | None, loader_workers: int) -> list[
         *runtimes.check_conflicts(found),
         *runtimes.check_devices(found, host, is_emulated=facts.is_emulated),
         *variables.check_variables(facts.environ, found),
-        *plugin.check_plugin(facts.environ, host),
-        *chips.check_chips(host),
-        *chips.check_holders(host),
-        *chips.check_libtpu_files(host),
-        *resources.check_shared_memory(host),
-        *resources.check_disks(host),
-        *resources.check_memory(
-            host, len(found.devices) or 1, loader_workers, measured or resources.REPLICA_BYTES
+        *host_checks.check_plugin(facts.environ, host),
+        *host_checks.check_chips(host),
+        *host_checks.check_holders(host),
+        *host_checks.check_libtpu_files(host),
+        *host_checks.check_shared_memory(host),
+        *host_checks.check_disks(host),
+        *host_checks.check_memory(
+            host, len(found.devices) or 1, loader_workers, measured or host_checks.REPLICA_BYTES
         ),
         *(check_trial(outcome) if outcome else []),
     ]
-    return sorted(findings, key=lambda one: _ORDER.index(one.status))
+    return sorted(findings, key=lambda finding: _ORDER.index(finding.status))

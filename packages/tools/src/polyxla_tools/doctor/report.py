@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from polyxla_tools.doctor.checks.chips import short
-from polyxla_tools.doctor.checks.packages import framework_versions
-from polyxla_tools.doctor.checks.variables import relevant
 from polyxla_tools.doctor.examination import Facts
 from polyxla_tools.doctor.findings import Finding, Status, counted
+from polyxla_tools.doctor.host_checks import short
+from polyxla_tools.doctor.packages import framework_versions
 from polyxla_tools.doctor.secrets import scrubbed, scrubbed_document, shown
 from polyxla_tools.doctor.trial import Outcome
+from polyxla_tools.doctor.variables import relevant
 
 STYLES = {Status.OK: "", Status.NOTE: "yellow", Status.PROBLEM: "bold red"}
 """How a terminal shows the status."""
@@ -32,9 +32,9 @@ def print_findings(findings: Sequence[Finding]) -> None:
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for one in findings:
-        text = f"{one.found}\n→ {one.fix}" if one.fix else one.found
-        table.add_row(Text(one.status, style=STYLES[one.status]), one.subject, text)
+    for finding in findings:
+        text = f"{finding.found}\n→ {finding.fix}" if finding.fix else finding.found
+        table.add_row(Text(finding.status, style=STYLES[finding.status]), finding.subject, text)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)
     console.print(table)
     console.print(summary(findings))
@@ -42,7 +42,7 @@ def print_findings(findings: Sequence[Finding]) -> None:
 
 def summary(findings: Sequence[Finding]) -> str:
     """Return one sentence: whether something is wrong."""
-    counts = Counter(one.status for one in findings)
+    counts = Counter(finding.status for finding in findings)
     notes = counted(counts[Status.NOTE], "note")
     if problems := counts[Status.PROBLEM]:
         return f"{counted(problems, 'problem')} and {notes}: do what stands after the arrows."
@@ -53,20 +53,20 @@ def as_json(facts: Facts, outcome: Outcome | None, findings: Sequence[Finding]) 
     """Return everything as JSON-compatible values, without secrets."""
     host, selection = facts.host, facts.runtimes.selection
     document = {
-        "ok": all(one.status is not Status.PROBLEM for one in findings),
-        "findings": [asdict(one) for one in findings],
+        "ok": all(finding.status is not Status.PROBLEM for finding in findings),
+        "findings": [asdict(finding) for finding in findings],
         "python": facts.packages.python,
         "versions": dict(sorted(facts.packages.installed.items())),
         "system": host.system,
         "cores": host.cores,
         "memory": asdict(host.memory) if host.memory else None,
         "shared_memory": asdict(host.shared_memory) if host.shared_memory else None,
-        "disks": [asdict(one) for one in host.disks],
-        "chips": [asdict(one) for one in host.chips],
-        "device_files": [asdict(one) for one in host.device_files],
-        "holders": [short(one) for one in host.holders],
+        "disks": [asdict(space) for space in host.disks],
+        "chips": [asdict(chip) for chip in host.chips],
+        "device_files": [asdict(file) for file in host.device_files],
+        "holders": [short(holder) for holder in host.holders],
         "runtime": {"name": selection.runtime, "reason": selection.reason} if selection else None,
-        "devices": [asdict(one) for one in selection.discovery.devices] if selection else [],
+        "devices": [asdict(device) for device in selection.discovery.devices] if selection else [],
         "variables": _variables(facts),
         "trial": _trial(outcome),
     }
@@ -85,8 +85,8 @@ def _trial(outcome: Outcome | None) -> dict[str, Any] | None:
         "runtime": outcome.plan.runtime,
         "devices": outcome.plan.devices,
         "error": outcome.error,
-        "first_result_s": max((one["first_s"] for one in outcome.replicas), default=None),
-        "step_s": max((one["step_s"] for one in outcome.replicas), default=None),
+        "first_result_s": max((replica["first_s"] for replica in outcome.replicas), default=None),
+        "step_s": max((replica["step_s"] for replica in outcome.replicas), default=None),
         "replica_bytes": outcome.replica_bytes,
     }
 
@@ -94,26 +94,40 @@ def _trial(outcome: Outcome | None) -> dict[str, Any] | None:
 def as_block(facts: Facts, findings: Sequence[Finding]) -> str:
     """Return a block of Markdown to paste into an issue, without secrets."""
     host, selection = facts.host, facts.runtimes.selection
-    ours = {name: one for name, one in facts.packages.installed.items() if name.startswith("polyxla")}
+    ours = {name: version for name, version in facts.packages.installed.items() if name.startswith("polyxla")}
     memory = f", {host.memory.total / 2**30:.1f} GiB" if host.memory else ""
     lines = [
         f"python      {facts.packages.python}",
         f"frameworks  {', '.join(framework_versions(facts.packages)) or 'none'}",
-        *(f"polyxla     {', '.join(_named(names))} {one}" for one, names in _by_version(ours).items()),
+        *(
+            f"polyxla     {', '.join(_named(names))} {version}"
+            for version, names in _by_version(ours).items()
+        ),
         f"system      {host.system}, {host.cores} cores{memory}",
         f"runtime     {f'{selection.runtime}: {selection.reason}' if selection else 'none'}",
-        *(f"device      {one.index} {one.name}, host {one.host_index}" for one in _devices(facts)),
+        *(
+            f"device      {device.index} {device.name}, host {device.host_index}"
+            for device in _devices(facts)
+        ),
         *(f"variable    {name}={value}" for name, value in _variables(facts).items()),
-        *(f"{one.status:<11} {one.subject}: {one.found}" for one in findings if one.status is not Status.OK),
-        *(f"trial       {one.found}" for one in findings if one.subject == "trial" and not one.fix),
+        *(
+            f"{finding.status:<11} {finding.subject}: {finding.found}"
+            for finding in findings
+            if finding.status is not Status.OK
+        ),
+        *(
+            f"trial       {finding.found}"
+            for finding in findings
+            if finding.subject == "trial" and not finding.fix
+        ),
     ]
     return f"```text\n{scrubbed(chr(10).join(lines), facts.environ)}\n```"
 
 
 def _by_version(ours: dict[str, str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    for name, one in sorted(ours.items()):
-        found.setdefault(one, []).append(name)
+    for name, version in sorted(ours.items()):
+        found.setdefault(version, []).append(name)
     return found
 
 

@@ -119,5 +119,5 @@ def _is_random(text: str) -> bool:
         return False
     if re.fullmatch(r"[0-9a-fA-F]{32,}", plain):
         return True
-    kinds = ["d" if one.isdigit() else "u" if one.isupper() else "l" for one in plain]
-    return sum(one != other for one, other in itertools.pairwise(kinds)) >= _LEAST_CHANGES
+    kinds = ["d" if character.isdigit() else "u" if character.isupper() else "l" for character in plain]
+    return sum(first != second for first, second in itertools.pairwise(kinds)) >= _LEAST_CHANGES

@@ -19,9 +19,9 @@ from typing import Any
 
 from polyxla import PolyxlaError
 from polyxla.plugin import POLYXLA_COMPILE_CACHE, signal_name
-from polyxla_tools.doctor.all_reduce import Measured
-from polyxla_tools.doctor.facts.runtimes import RuntimeFacts, check_environment
 from polyxla_tools.doctor.findings import Finding, counted, ok, problem
+from polyxla_tools.doctor.runtimes import RuntimeFacts, check_environment
+from polyxla_tools.doctor.trial_process import Measured
 
 MOST_EMULATED = 8
 """Most devices of an emulated TPU that the trial uses: each is a process or a thread of this machine."""
@@ -61,7 +61,7 @@ class Outcome:
     @property
     def replica_bytes(self) -> int | None:
         """The peak memory of a replica, in bytes; None if the trial failed."""
-        processes = {one["process"]: one["peak_bytes"] for one in self.replicas}
+        processes = {replica["process"]: replica["peak_bytes"] for replica in self.replicas}
         return math.ceil(sum(processes.values()) / len(self.replicas)) if self.replicas else None
 
 
@@ -167,12 +167,12 @@ def check_trial(outcome: Outcome) -> list[Finding]:
         fix = f"Run it without a deadline, to see all its lines: {_by_hand(outcome.plan)}"
         return [problem("trial", f"{what} failed: {outcome.error}".removesuffix("."), fix)]
     right = count * (count + 1) / 2
-    wrong = [one["total"] for one in outcome.replicas if one["total"] != right]
+    wrong = [replica["total"] for replica in outcome.replicas if replica["total"] != right]
     if wrong or len(outcome.replicas) != count:
         fix = "Report this with the block that `polyxla doctor --paste` prints."
         return [problem("trial", f"{what} resulted in {wrong} instead of {right:g}", fix)]
-    first_s = max(one["first_s"] for one in outcome.replicas)
-    step_s = max(one["step_s"] for one in outcome.replicas)
+    first_s = max(replica["first_s"] for replica in outcome.replicas)
+    step_s = max(replica["step_s"] for replica in outcome.replicas)
     why = f"; {outcome.plan.why}" if outcome.plan.why else ""
     return [ok("trial", f"{what}: first result after {first_s:.1f} s, then {step_s * 1e3:.2f} ms each{why}")]
 

@@ -1,17 +1,72 @@
-"""The programs that a script's emulated run has asked for, read from the records of the emulated libtpu."""
+"""The programs of an emulated run, from the records of the emulated libtpu, and the script's lines."""
 
 from __future__ import annotations
 
+import functools
 import json
+import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from polyxla.plugin import LIBRARIES, own_packages, short
 from polyxla_bridge.programs import hlo, recording
 from polyxla_bridge.programs.executable import ArrayType
-from polyxla_tools.fits.source_lines import Frame, innermost_user_line, program_line
+
+Frame = tuple[str, int]
+"""A file and a line."""
+
+
+def innermost_user_line(stack: Iterable[Frame]) -> str | None:
+    """Return ``file:line`` of the first frame that belongs to no library; None if all do."""
+    return next((show(frame) for frame in stack if is_users(frame[0])), None)
+
+
+def program_line(module: bytes) -> str | None:
+    """Return ``file:line`` of the script from which most of a program's operations come.
+
+    Of the lines that call each other it is the outermost: the one of a training step, not of a layer.
+
+    Args:
+        module: a serialised HloModuleProto, with stacks in its metadata (``XLA_IR_DEBUG=1``).
+    """
+    lines = Counter(outermost for stack in hlo.stacks(module).values() if (outermost := _outermost(stack)))
+    return lines.most_common(1)[0][0] if lines else None
+
+
+def operation_line(module: bytes, instruction: str) -> str | None:
+    """Return ``file:line`` of the script that an instruction comes from; None if it is not known."""
+    return innermost_user_line(hlo.stacks(module).get(instruction, ()))
+
+
+def _outermost(stack: list[Frame]) -> str | None:
+    users = [frame for frame in stack if is_users(frame[0])]
+    return show(users[-1]) if users else None
+
+
+@functools.cache
+def is_users(file: str) -> bool:
+    """Return whether a file belongs to neither Python nor a library between the script and the device."""
+    if file.startswith("<") or not file:
+        return False
+    package = next(_packages(file), "")
+    return package not in LIBRARIES and package not in own_packages()
+
+
+def _packages(file: str) -> Iterator[str]:
+    """Yield the top-level package of a file, by the longest import path that contains it."""
+    for entry in sorted(filter(None, sys.path), key=len, reverse=True):
+        if Path(file).is_relative_to(entry):
+            yield Path(file).relative_to(entry).parts[0].removesuffix(".py")
+
+
+def show(frame: Frame) -> str:
+    """Return ``file:line``, with the path relative to the working directory if the file is below it."""
+    file, line = frame
+    return f"{short(file)}:{line}"
+
 
 OPERATION = "tt_jit_"
 """Starts the name of a program that computes one operation. Source: seen with torch_tpu 0.2.0."""
@@ -130,7 +185,10 @@ def programs(directory: Path, logs: Logs) -> list[CollectedProgram]:
     Processes that have asked for programs of the same structure, which differ in numbers such as the place of
     a replica's share, count as processes with the same program.
     """
-    structures = {one: hlo.structure(_module(directory, one).read_bytes()) for one in logs.stacks}
+    structures = {
+        fingerprint: hlo.structure(_module(directory, fingerprint).read_bytes())
+        for fingerprint in logs.stacks
+    }
     kinds: dict[tuple[bytes, int], list[str]] = {}
     known: set[str] = set()
     for asked in logs.asked.values():

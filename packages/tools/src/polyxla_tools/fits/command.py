@@ -8,23 +8,21 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from polyxla import PolyxlaError, UsageError
-from polyxla.plugin import JsonFlag, pip_install, plain_errors, print_json, snapshot
-from polyxla_tools.fits.batch_size import PLACE, largest_fitting, with_batch_size
-from polyxla_tools.fits.frameworks import Framework, installed_framework
-from polyxla_tools.fits.progress import Progress, shown
+from polyxla.plugin import JsonFlag, pip_install, plain_errors, print_json, say, snapshot
 
 if TYPE_CHECKING:
     from polyxla_bridge.programs.executable import ArrayType
-    from polyxla_tools.fits.chips import Target
     from polyxla_tools.fits.report import Result
+    from polyxla_tools.fits.target import Framework, Target
 
 TOO_LARGE = 3
 """Exit code if a program, with all arrays of the script, needs more HBM than a device has."""
@@ -123,16 +121,17 @@ class Work:
         Raises:
             UsageError: there is no such TPU, or the framework or its libtpu is missing.
         """
-        from polyxla_tools.fits.chips import Target
-
-        framework = installed_framework()
-        target, environ = Target.parse(on, framework), snapshot()
         if importlib.util.find_spec("polyxla_bridge") is None:
             raise UsageError(
                 "the script runs on an emulated TPU, which needs polyxla-bridge, and it is not installed",
                 where="polyxla fits",
                 fix=f"Install it: {pip_install('polyxla-bridge')}",
             )
+        # Only now: these modules import the bridge.
+        from polyxla_tools.fits.target import Target, installed_framework
+
+        framework = installed_framework()
+        target, environ = Target.parse(on, framework), snapshot()
         found = importlib.util.find_spec("libtpu")
         if found is None or found.origin is None:
             raise UsageError(
@@ -150,16 +149,15 @@ class Work:
 
     def check(self, command: Sequence[str], *, stops_when_too_large: bool = False) -> Result:
         """Run the script, compile its programs, and return what libtpu made of them."""
-        from polyxla_tools.fits.compiling import CompileProcess
+        from polyxla_tools.fits.compiling import CompileProcess, memory_peaks
         from polyxla_tools.fits.emulated_run import EmulatedRun
-        from polyxla_tools.fits.memory import memory_peaks
         from polyxla_tools.fits.report import Checked, Result
 
         checked: list[Checked] = []
         with tempfile.TemporaryDirectory(prefix="polyxla-fits-") as directory:
             run = EmulatedRun(command, self.target, self.framework, self.steps, self._left())
             self.progress.phase(f"running {' '.join(command)} on an emulated {self.target.accelerator.name}")
-            programs = run.collect(Path(directory), self.environ, self.progress)
+            programs = run.collect(Path(directory), self.environ, self.progress.detail)
             self.progress.phase(f"compiling {len(programs)} programs for it with libtpu {self.version}")
             with CompileProcess(self.library, self.target, self.environ) as compiler:
                 for number, program in enumerate(programs, 1):
@@ -168,7 +166,7 @@ class Work:
                     if stops_when_too_large and checked[-1].outcome.is_too_large:
                         return Result(checked)
                 self.progress.detail("the arrays that are in use")
-                costs = [(one.program, one.outcome.cost) for one in checked if one.outcome.cost]
+                costs = [(found.program, found.outcome.cost) for found in checked if found.outcome.cost]
 
                 def size_of(type_: ArrayType) -> int:
                     return compiler.size_of(type_, programs[0].options, self._left())
@@ -198,11 +196,11 @@ class Work:
             try:
                 tried[size] = self.check(with_batch_size(command, size), stops_when_too_large=True)
             except (ScriptFailedError, TimeLimitError) as error:
-                fitted = max((one for one, result in tried.items() if result.fits(self.target)), default=0)
+                fitted = max((size for size, result in tried.items() if result.fits(self.target)), default=0)
                 known = f"batch size {fitted} fits; " if fitted else ""
                 raise type(error)(f"{known}batch size {size}: {error}") from error
             is_too_large = tried[size].is_too_large(self.target)
-            problems = [one for one in tried[size].programs if not one.outcome.fits]
+            problems = [program for program in tried[size].programs if not program.outcome.fits]
             if problems and not is_too_large:
                 raise CannotCompileError(f"batch size {size}: {problems[0].problem(self.target)}")
             self.progress.phase(f"batch size {size}: {'too large' if is_too_large else 'fits'}")
@@ -216,3 +214,82 @@ class Work:
         if left <= 0:
             raise TimeLimitError("the time is over; give more with --timeout SECONDS")
         return left
+
+
+PLACE = "{}"
+"""What stands for the batch size in the script's arguments."""
+TILE = 8
+"""Above it, batch sizes are multiples of it: HBM holds arrays in tiles of 8 rows.
+Source: "Cloud TPU performance guide", Cloud TPU documentation."""
+
+
+def with_batch_size(command: Sequence[str], size: int) -> list[str]:
+    """Return the script's arguments for a batch size."""
+    return [argument.replace(PLACE, str(size)) for argument in command]
+
+
+def largest_fitting(fits: Callable[[int], bool], first: int) -> int:
+    """Return the largest batch size that fits; 0 if not even 1 does.
+
+    Doubles the size until it does not fit, then halves the interval.
+
+    Args:
+        fits: tries a batch size. If one fits, so must all smaller ones.
+        first: the first size to try.
+    """
+    fitting, too_large = 0, 0
+    number = _number(max(first, 1))
+    while not too_large or too_large - fitting > 1:
+        if fits(_size(number)):
+            fitting = number
+        else:
+            too_large = number
+        number = (fitting + too_large) // 2 if too_large else _number(2 * _size(fitting))
+    return _size(fitting)
+
+
+def _size(number: int) -> int:
+    """Return the batch size of this number: 1 to 8, then 16, 24 and so on."""
+    return number if number <= TILE else TILE * (number - TILE + 1)
+
+
+def _number(size: int) -> int:
+    return size if size <= TILE else size // TILE + TILE - 1
+
+
+class Progress:
+    """Shows phases and their details on standard error.
+
+    Args:
+        status: Rich's, on a terminal; None elsewhere.
+    """
+
+    def __init__(self, status: Any = None) -> None:
+        self._status = status
+        self._phase = ""
+
+    def phase(self, text: str) -> None:
+        """Begin a phase."""
+        self._phase = text
+        if self._status is None:
+            say(text)
+        else:
+            self._status.update(text)
+
+    def detail(self, text: str) -> None:
+        """Show how far the phase is; on a terminal only."""
+        if self._status is not None:
+            self._status.update(f"{self._phase}: {text}")
+
+
+@contextmanager
+def shown() -> Iterator[Progress]:
+    """Show progress until the end of the block."""
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False, markup=False)
+    if not console.is_terminal:
+        yield Progress()
+        return
+    with console.status("") as status:
+        yield Progress(status)

@@ -3,6 +3,8 @@
 Arguments: libtpu's path, the topology and its options in JSON. The first line of the output is the number of
 devices. Then a line of input with the paths of a program and its options is answered with a line of JSON: the
 seconds, and either the cost or the error. All other output of libtpu goes to standard error.
+
+jaxlib could compile the same with a libtpu of its own age, but crashes on the one that torch_xla 2.9 needs.
 """
 
 from __future__ import annotations
@@ -12,11 +14,113 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from polyxla_bridge.errors import PjrtError
-from polyxla_tools.fits.plugin_api import Compiler
+from polyxla_bridge.plugin_client import plugin
+from polyxla_bridge.plugin_client.memory import HloProgram, NamedValues, Option, Text, read_values
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a compiled program needs, on each device.
+
+    Attributes:
+        argument_bytes: memory of the arguments.
+        output_bytes: memory of the results, including results in the memory of donated arguments.
+        alias_bytes: memory that a donated argument and a result share, hence in both of the above.
+        temporary_bytes: memory in use while the program runs only.
+        code_bytes: memory of the program itself.
+        flops: floating-point operations; None if the library does not say.
+        accessed_bytes: bytes that its operations read and write; None if the library does not say.
+    """
+
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temporary_bytes: int
+    code_bytes: int
+    flops: float | None
+    accessed_bytes: float | None
+
+    @property
+    def total_bytes(self) -> int:
+        """Memory while the program runs."""
+        needed = self.argument_bytes + self.output_bytes - self.alias_bytes
+        return needed + self.temporary_bytes + self.code_bytes
+
+
+class Compiler:
+    """A PJRT plugin that compiles for a topology. Not safe to use from several threads.
+
+    libtpu may end the process instead of raising, so use it in a process of its own.
+
+    Args:
+        library: the plugin's path.
+        topology: its name for the topology, such as ``v5e:2x4``.
+        options: its options for the topology.
+
+    Raises:
+        PjrtError: the plugin does not know the topology.
+    """
+
+    def __init__(self, library: Path, topology: str, options: Mapping[str, Option]) -> None:
+        self._call = plugin.load(library).call
+        name, values = Text(topology), NamedValues(options)
+        self._topology = self._call(
+            "TopologyDescription_Create",
+            topology_name=name.address,
+            topology_name_size=name.size,
+            create_options=values.address,
+            num_options=values.count,
+        ).topology
+
+    @property
+    def device_count(self) -> int:
+        """Number of devices of the topology."""
+        found = self._call("TopologyDescription_GetDeviceDescriptions", topology=self._topology)
+        return int(found.num_descriptions)
+
+    def compile(self, hlo: bytes, options: bytes) -> Cost:
+        """Compile a program, and return what it needs.
+
+        Args:
+            hlo: a serialised HloModuleProto.
+            options: a serialised CompileOptionsProto.
+
+        Raises:
+            PjrtError: it cannot be compiled, or needs too much memory.
+        """
+        program, chosen = HloProgram(hlo), Text(options)
+        executable = self._call(
+            "Compile",
+            topology=self._topology,
+            program=program.address,
+            compile_options=chosen.address,
+            compile_options_size=chosen.size,
+        ).executable
+        try:
+            return self._cost(executable)
+        finally:
+            self._call("Executable_Destroy", executable=executable)
+
+    def _cost(self, executable: int) -> Cost:
+        memory = self._call("Executable_GetCompiledMemoryStats", executable=executable)
+        found = self._call("Executable_GetCostAnalysis", executable=executable)
+        properties = read_values(found.properties, found.num_properties)
+        return Cost(
+            argument_bytes=memory.argument_size_in_bytes,
+            output_bytes=memory.output_size_in_bytes,
+            alias_bytes=memory.alias_size_in_bytes,
+            temporary_bytes=memory.temp_size_in_bytes,
+            code_bytes=memory.generated_code_size_in_bytes,
+            # XLA leaves out a count that is 0.
+            flops=properties.get("flops", 0.0) if properties else None,
+            accessed_bytes=properties.get("bytes accessed"),
+        )
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +15,8 @@ from pathlib import Path
 from polyxla import PolyxlaError
 from polyxla.plugin import POLYXLA_DEVICES, POLYXLA_RUNTIME, tpu_env
 from polyxla_bridge.env import POLYXLA_DEVICE_MEMORY, POLYXLA_LIBTPU_PROGRAMS
-from polyxla_tools.fits.chips import Target
 from polyxla_tools.fits.collected import CollectedProgram, Logs, programs
-from polyxla_tools.fits.frameworks import Framework
-from polyxla_tools.fits.progress import Progress
+from polyxla_tools.fits.target import Framework, Target
 
 TICK_S = 0.5
 GRACE_S = 10.0
@@ -51,14 +49,14 @@ class EmulatedRun:
     timeout_s: float
 
     def collect(
-        self, directory: Path, environ: Mapping[str, str], progress: Progress
+        self, directory: Path, environ: Mapping[str, str], detail: Callable[[str], None]
     ) -> list[CollectedProgram]:
         """Run the script, and return its programs.
 
         Args:
             directory: an empty or new one, for programs and the script's output.
             environ: of this process.
-            progress: shows what the run is doing.
+            detail: shows how far the run is.
 
         Raises:
             ScriptFailedError: the script failed, did not end in time, or used no device.
@@ -87,9 +85,7 @@ class EmulatedRun:
                             f"the script has not ended, nor repeated its programs {self.steps} times, in "
                             f"{self.timeout_s:g} s (--timeout). {_tail(output)}"
                         )
-                    progress.detail(
-                        f"{len(logs.stacks)} programs, and {logs.repeats} steps without a new one"
-                    )
+                    detail(f"{len(logs.stacks)} programs, and {logs.repeats} steps without a new one")
                     time.sleep(TICK_S)
             finally:
                 end_group(process)

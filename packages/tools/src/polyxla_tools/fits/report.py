@@ -8,12 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polyxla_tools.fits.chips import Target
-from polyxla_tools.fits.collected import CollectedProgram
-from polyxla_tools.fits.compiling import Outcome
-from polyxla_tools.fits.memory import MemoryPeak
-from polyxla_tools.fits.plugin_api import Cost
-from polyxla_tools.fits.source_lines import operation_line
+from polyxla_tools.fits.collected import CollectedProgram, operation_line
+from polyxla_tools.fits.compile_process import Cost
+from polyxla_tools.fits.compiling import MemoryPeak, Outcome
+from polyxla_tools.fits.target import Target
 
 SMALL_BYTES = 1 << 20
 """Programs that need less HBM are counted, not listed."""
@@ -82,11 +80,11 @@ class Result:
     def is_too_large(self, target: Target) -> bool:
         """Return whether a program, or all that is in use while it runs, needs more HBM than a device has."""
         is_full = any(peak.total_bytes > target.memory_bytes for peak in self.peaks)
-        return is_full or any(one.outcome.is_too_large for one in self.programs)
+        return is_full or any(program.outcome.is_too_large for program in self.programs)
 
     def fits(self, target: Target) -> bool:
         """Return whether the script runs on the TPU."""
-        return not self.is_too_large(target) and all(one.outcome.fits for one in self.programs)
+        return not self.is_too_large(target) and all(program.outcome.fits for program in self.programs)
 
 
 def as_json(target: Target, version: str, result: Result) -> dict[str, Any]:
@@ -109,7 +107,7 @@ def as_json(target: Target, version: str, result: Result) -> dict[str, Any]:
         "libtpu": version,
         "fits": result.fits(target),
         "peaks": peaks,
-        "programs": [one.as_json(target) for one in result.programs],
+        "programs": [program.as_json(target) for program in result.programs],
     }
 
 
@@ -119,27 +117,29 @@ def as_text(target: Target, version: str, result: Result) -> Iterator[str]:
     devices = f"{kind.devices} device{'s' if kind.devices > 1 else ''}"
     memory = binary(target.memory_bytes)
     yield f"{kind.name}: {devices} with {memory} of HBM each (compiled by libtpu {version})"
-    compiled = [one for one in result.programs if one.outcome.cost is not None]
-    listed = {id(one) for one in sorted(compiled, key=_needed)[-LISTED:] if _needed(one) >= SMALL_BYTES}
+    compiled = [checked for checked in result.programs if checked.outcome.cost is not None]
+    listed = {
+        id(checked) for checked in sorted(compiled, key=_needed)[-LISTED:] if _needed(checked) >= SMALL_BYTES
+    }
     if listed:
         yield _row(COLUMNS)
-    for one in compiled:
-        if id(one) in listed:
-            times = "once" if one.program.executions == 1 else f"{one.program.executions} times"
-            yield f"{one.where}, executed {times}"
-            yield _row(_cells(one, target))
-    if smaller := [one for one in compiled if id(one) not in listed]:
-        seconds = sum(one.outcome.seconds for one in smaller)
+    for checked in compiled:
+        if id(checked) in listed:
+            times = "once" if checked.program.executions == 1 else f"{checked.program.executions} times"
+            yield f"{checked.where}, executed {times}"
+            yield _row(_cells(checked, target))
+    if smaller := [checked for checked in compiled if id(checked) not in listed]:
+        seconds = sum(checked.outcome.seconds for checked in smaller)
         yield f"{len(smaller)} smaller programs, compiled in {seconds:.1f} s"
-    for one in result.programs:
-        if problem := one.problem(target):
+    for checked in result.programs:
+        if problem := checked.problem(target):
             yield problem
     if result.peaks:
         yield from _peak(target, result)
 
 
-def _needed(one: Checked) -> int:
-    return one.outcome.cost.total_bytes if one.outcome.cost else 0
+def _needed(checked: Checked) -> int:
+    return checked.outcome.cost.total_bytes if checked.outcome.cost else 0
 
 
 def _peak(target: Target, result: Result) -> Iterator[str]:
@@ -167,8 +167,8 @@ def origin(program: CollectedProgram) -> str:
     return f"{program.line} ({program.operation})" if program.operation else program.line
 
 
-def _cells(one: Checked, target: Target) -> list[str]:
-    cost = one.outcome.cost
+def _cells(checked: Checked, target: Target) -> list[str]:
+    cost = checked.outcome.cost
     assert cost is not None
     estimate = target.estimate_s(cost)
     return [
@@ -180,7 +180,7 @@ def _cells(one: Checked, target: Target) -> list[str]:
         decimal(cost.flops),
         decimal(cost.accessed_bytes),
         "?" if estimate is None else _time(estimate),
-        f"{one.outcome.seconds:.1f}s",
+        f"{checked.outcome.seconds:.1f}s",
     ]
 
 

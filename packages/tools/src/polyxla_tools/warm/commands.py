@@ -40,7 +40,7 @@ def on(
 ) -> None:
     """Prepare a process for this environment, unless there is one."""
     from polyxla_tools.warm.client import misfits
-    from polyxla_tools.warm.starting import Options, start
+    from polyxla_tools.warm.preparation import Options, start
 
     with plain_errors(as_json):
         environ = env.snapshot()
@@ -64,13 +64,13 @@ def off(as_json: JsonFlag = False) -> None:
     with plain_errors(as_json):
         answers = ask_all("off")
     lines = [
-        f"warm: {one['problem']}"
-        if "problem" in one
-        else f"warm: process {one['pid']} ends{_after_jobs(one['jobs'])}"
-        for one in answers
+        f"warm: {answer['problem']}"
+        if "problem" in answer
+        else f"warm: process {answer['pid']} ends{_after_jobs(answer['jobs'])}"
+        for answer in answers
     ]
     _print("\n".join(lines) or "warm: there is no warm process", {"processes": answers}, as_json)
-    if any("problem" in one for one in answers):
+    if any("problem" in answer for answer in answers):
         raise typer.Exit(1)
 
 
@@ -98,16 +98,16 @@ def status(as_json: JsonFlag = False) -> None:
         typer.echo("warm: there is no warm process; `polyxla warm on` prepares one")
     else:
         names = ["pid", "age", "memory", "runtime", "jobs served", "running", "stale"]
-        print_table(names, [_row(one) for one in answers if "problem" not in one])
-        for one in answers:
-            if "problem" in one:
-                say(f"warm: {one['problem']}")
+        print_table(names, [_row(answer) for answer in answers if "problem" not in answer])
+        for answer in answers:
+            if "problem" in answer:
+                say(f"warm: {answer['problem']}")
 
 
-def _row(one: dict[str, Any]) -> list[Any]:
-    age, memory = f"{one['age_s']:.0f} s", f"{one['memory_bytes'] / 2**20:,.0f} MiB"
-    served, running = one["jobs_served"], one["jobs_running"]
-    return [one["pid"], age, memory, one["runtime"], served, running, one["stale"] or "no"]
+def _row(process: dict[str, Any]) -> list[Any]:
+    age, memory = f"{process['age_s']:.0f} s", f"{process['memory_bytes'] / 2**20:,.0f} MiB"
+    served, running = process["jobs_served"], process["jobs_running"]
+    return [process["pid"], age, memory, process["runtime"], served, running, process["stale"] or "no"]
 
 
 def _choose(environ: dict[str, str], runtime: str | None) -> tuple[str, dict[str, str], tuple[str, ...]]:

@@ -110,7 +110,7 @@ def own_state() -> dict[str, Any]:
         "umask": _umask(),
         "limits": {name: resource.getrlimit(getattr(resource, name)) for name in LIMITS},
         "priority": os.getpriority(os.PRIO_PROCESS, 0),
-        "ignored": [one for one in _signals() if signal.getsignal(one) is signal.SIG_IGN],
+        "ignored": [number for number in _signals() if signal.getsignal(number) is signal.SIG_IGN],
         "blocked": list(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
     }
 
@@ -133,17 +133,19 @@ def take_state(state: Mapping[str, Any]) -> None:
     for name, limits in state["limits"].items():
         resource.setrlimit(getattr(resource, name), tuple(limits))
     os.setpriority(os.PRIO_PROCESS, 0, state["priority"])
-    for one in _signals():
-        handler = signal.SIG_IGN if one in state["ignored"] else signal.SIG_DFL
+    for number in _signals():
+        handler = signal.SIG_IGN if number in state["ignored"] else signal.SIG_DFL
         # As Python does when it starts.
-        usual = signal.default_int_handler if one == signal.SIGINT and handler is signal.SIG_DFL else handler
-        signal.signal(one, usual)
+        usual = (
+            signal.default_int_handler if number == signal.SIGINT and handler is signal.SIG_DFL else handler
+        )
+        signal.signal(number, usual)
     signal.pthread_sigmask(signal.SIG_SETMASK, state["blocked"])
 
 
 def _signals() -> list[signal.Signals]:
     fixed = {signal.SIGKILL, signal.SIGSTOP, *_IGNORED_BY_PYTHON}
-    return [one for one in signal.Signals if one not in fixed]
+    return [number for number in signal.Signals if number not in fixed]
 
 
 def _umask() -> int:

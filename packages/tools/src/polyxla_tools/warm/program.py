@@ -97,12 +97,12 @@ def _first_free() -> int:
 
 def _place(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
     """Give received descriptors the numbers that they have in the client."""
-    aside = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, _first_free()) for one in descriptors]
-    for one in [*descriptors, *({0, 1, 2} - set(numbers))]:
-        os.close(one)
-    for one, number in zip(aside, numbers, strict=True):
-        os.dup2(one, number)
-        os.close(one)
+    aside = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _first_free()) for descriptor in descriptors]
+    for descriptor in [*descriptors, *({0, 1, 2} - set(numbers))]:
+        os.close(descriptor)
+    for descriptor, number in zip(aside, numbers, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
 
 
 def _open_standard_streams() -> None:

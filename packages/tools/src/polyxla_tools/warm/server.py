@@ -19,19 +19,103 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from polyxla import PolyxlaError
 from polyxla.plugin import env
-from polyxla_tools.warm import messages
-from polyxla_tools.warm.directory import new_socket, reachable
-from polyxla_tools.warm.jobs import Job, Jobs
-from polyxla_tools.warm.messages import Message
-from polyxla_tools.warm.preparation import Preparation, prepare
+from polyxla_tools.warm.preparation import Options, Preparation, prepare, spawn
 from polyxla_tools.warm.program import become_fork_server, become_program
-from polyxla_tools.warm.starting import Options, spawn
+from polyxla_tools.warm.sockets import (
+    Message,
+    new_socket,
+    peer_user,
+    reachable,
+    receive,
+    receive_descriptors,
+    send,
+)
+
+
+@dataclass(frozen=True)
+class Fork:
+    """A forked process.
+
+    Attributes:
+        connection: its client's; the end of the process is reported there.
+        is_program: whether it is a program, which ends with its client; fork servers see that themselves.
+    """
+
+    connection: socket.socket
+    is_program: bool
+
+
+class Forks:
+    """The running forks, by process id."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, Fork] = {}
+        self.served = 0
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def add(self, pid: int, fork: Fork) -> None:
+        """Add a process that has been forked, and report its process id."""
+        self._running[pid] = fork
+        self.served += 1
+        _report(fork, pid=pid)
+
+    def has(self, connection: socket.socket) -> bool:
+        """Return whether a running fork has this connection."""
+        return any(fork.connection is connection for fork in self._running.values())
+
+    def connections(self) -> list[socket.socket]:
+        """Return the connections on which clients may send signals, or end."""
+        return [fork.connection for fork in self._running.values() if fork.connection.fileno() >= 0]
+
+    def read(self, connection: socket.socket) -> None:
+        """Pass on a signal from a client, or end its program because the client has ended."""
+        pid, fork = next(item for item in self._running.items() if item[1].connection is connection)
+        try:
+            message = receive(connection)
+        except OSError:
+            message = None
+        number = (message or {}).get("signal")
+        # The process may just have ended, or be another user's.
+        with contextlib.suppress(OSError, OverflowError):
+            if message and isinstance(number, int):
+                (os.killpg if message.get("is_for_group") else os.kill)(pid, number)
+                return
+            connection.close()
+            if fork.is_program:
+                os.kill(pid, signal.SIGKILL)
+
+    def reap(self) -> None:
+        """Report the forks that have ended."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                # Another child is the successor of this process.
+                if fork := self._running.pop(pid, None):
+                    code = os.waitstatus_to_exitcode(status)
+                    _report(fork, exit=code, peak_bytes=usage.ru_maxrss * 1024)
+                    fork.connection.close()
+
+    def forget(self) -> None:
+        """Close all connections, in a fork, so that clients see when they close."""
+        for fork in self._running.values():
+            fork.connection.close()
+
+
+def _report(fork: Fork, **values: int) -> None:
+    # A client that is gone needs no report.
+    with contextlib.suppress(OSError):
+        send(fork.connection, **values)
+
 
 HANDSHAKE_S = 2.0
 """Longest wait for each part of a client's request, in seconds: others wait meanwhile."""
@@ -45,7 +129,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         preparation = prepare(options)
-        # A descriptor for each running job; programs have the limits of their clients.
+        # A descriptor for each running fork; programs have the limits of their clients.
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         path = new_socket(env.snapshot(), os.getpid())
@@ -84,7 +168,7 @@ class Server:
         self._directory = directory
         self._path = path
         self._started = self._busy = time.monotonic()
-        self._jobs = Jobs()
+        self._forks = Forks()
         self._listener: socket.socket | None = socket.socket(socket.AF_UNIX)
         with reachable(path) as name:
             self._listener.bind(name)
@@ -103,11 +187,11 @@ class Server:
 
     def serve(self) -> Work | None:
         """Serve until it is idle or retired; in a fork, return the fork's work."""
-        while self._listener or len(self._jobs):
+        while self._listener or len(self._forks):
             listening = [self._listener] if self._listener else []
-            waiting = [self._woken, *listening, *self._jobs.connections()]
-            for one in _ready(waiting, self._rest_s()):
-                if work := self._handle(one):
+            waiting = [self._woken, *listening, *self._forks.connections()]
+            for connection in _ready(waiting, self._rest_s()):
+                if work := self._handle(connection):
                     return work
             if self._rest_s() == 0:
                 self._retire()
@@ -116,19 +200,19 @@ class Server:
     def _handle(self, ready: socket.socket) -> Work | None:
         if ready is self._woken:
             self._woken.recv(4096)
-            self._jobs.reap()
+            self._forks.reap()
             self._busy = time.monotonic()
         elif ready is self._listener:
             # A client that breaks off, sends nonsense, or is not this user's, is no concern of the others.
             with contextlib.suppress(Exception), self._accept() as connection:
                 return self._answer(connection)
         elif ready.fileno() >= 0:
-            self._jobs.read(ready)
+            self._forks.read(ready)
         return None
 
     @contextlib.contextmanager
     def _accept(self) -> Iterator[socket.socket]:
-        """Accept a client, whose connection is closed again unless a job keeps it.
+        """Accept a client, whose connection is closed again unless a fork keeps it.
 
         Without a free descriptor the client is turned away, and starts cold: left in the queue, it would
         wait, and wake this process again and again.
@@ -142,7 +226,7 @@ class Server:
         try:
             yield connection
         finally:
-            if not self._jobs.has(connection):
+            if not self._forks.has(connection):
                 connection.close()
 
     def _turn_away(self, listener: socket.socket) -> None:
@@ -155,13 +239,13 @@ class Server:
             self._spare = os.open(os.devnull, os.O_RDONLY)
 
     def _rest_s(self) -> float | None:
-        """Return how long it may still be idle, in seconds; None while it has jobs."""
-        if len(self._jobs):
+        """Return how long it may still be idle, in seconds; None while it has forks."""
+        if len(self._forks):
             return None
         return max(0.0, self._busy + self._options.idle_s - time.monotonic())
 
     def _retire(self) -> None:
-        """Take no more requests, and end with the last job."""
+        """Take no more requests, and end with the last fork."""
         if self._listener:
             self._path.unlink(missing_ok=True)
             self._listener.close()
@@ -169,32 +253,32 @@ class Server:
 
     def _answer(self, connection: socket.socket) -> Work | None:
         connection.settimeout(HANDSHAKE_S)
-        if messages.peer_user(connection) != os.getuid():
+        if peer_user(connection) != os.getuid():
             return None
-        request = messages.receive(connection) or {}
+        request = receive(connection) or {}
         if request.get("kind") == "status":
-            messages.send(connection, **self._status())
+            send(connection, **self._status())
         elif request.get("kind") == "off":
             self._retire()
-            messages.send(connection, pid=os.getpid(), jobs=len(self._jobs))
+            send(connection, pid=os.getpid(), jobs=len(self._forks))
         elif self._accepts(request, connection) and request["kind"] != "check":
             return self._fork(request, connection)
         return None
 
     def _accepts(self, request: Message, connection: socket.socket) -> bool:
         if change := self._preparation.change():
-            messages.send(connection, refused=f"{change} since it was imported", is_stale=True)
+            send(connection, refused=f"{change} since it was imported", is_stale=True)
             self._retire()
-            # Reaped with the jobs.
+            # It is reaped with the forks.
             spawn(self._options, self._preparation.before, self._directory).returncode = 0
             return False
         misfit = self._preparation.misfit(request)
-        messages.send(connection, refused=misfit, is_stale=False)
+        send(connection, refused=misfit, is_stale=False)
         return misfit is None
 
     def _fork(self, request: Message, connection: socket.socket) -> Work | None:
         is_program = request["kind"] == "program"
-        descriptors = messages.receive_descriptors(connection)
+        descriptors = receive_descriptors(connection)
         try:
             # Of a full table of descriptors, the kernel leaves out what does not fit.
             if len(descriptors) != len(request["descriptors"]) + (not is_program):
@@ -204,11 +288,11 @@ class Server:
                 mine, descriptors = descriptors, []
                 # Outside of the loop, in which an exception is a client's.
                 return functools.partial(self._become, request, mine, connection)
-            self._jobs.add(pid, Job(connection, is_program))
+            self._forks.add(pid, Fork(connection, is_program))
             return None
         finally:
-            for one in descriptors:
-                os.close(one)
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     def _become(self, request: Message, descriptors: list[int], connection: socket.socket) -> None:
         self._leave(connection)
@@ -225,10 +309,10 @@ class Server:
         signal.set_wakeup_fd(-1)
         if self._spare >= 0:
             os.close(self._spare)
-        self._jobs.forget()
-        for one in (connection, self._woken, self._wakes, self._listener):
-            if one:
-                one.close()
+        self._forks.forget()
+        for opened in (connection, self._woken, self._wakes, self._listener):
+            if opened:
+                opened.close()
 
     def _status(self) -> Message:
         rollup = Path("/proc/self/smaps_rollup").read_text().split()
@@ -240,8 +324,8 @@ class Server:
             "modules": list(self._options.modules),
             "interpreter": sys.executable,
             "variables": self._preparation.variables(),
-            "jobs_running": len(self._jobs),
-            "jobs_served": self._jobs.served,
+            "jobs_running": len(self._forks),
+            "jobs_served": self._forks.served,
             "idle_end_s": self._options.idle_s,
             "stale": self._preparation.change(),
         }
@@ -249,7 +333,7 @@ class Server:
 
 def _ready(connections: Sequence[socket.socket], timeout_s: float | None) -> list[socket.socket]:
     """Return those with something to read, as `select.select` does up to descriptor 1023."""
-    by_number = {one.fileno(): one for one in connections}
+    by_number = {connection.fileno(): connection for connection in connections}
     poll = select.poll()
     for number in by_number:
         poll.register(number, select.POLLIN)

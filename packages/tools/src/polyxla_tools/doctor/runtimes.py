@@ -1,12 +1,84 @@
-"""The choice of the runtime, its devices, and what plugins report."""
+"""The installed runtimes, the choice and its devices by the core's own rules, and what is wrong with them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from polyxla import PolyxlaError
-from polyxla.plugin import Claim
-from polyxla_tools.doctor.facts.host import HostFacts
-from polyxla_tools.doctor.facts.runtimes import RuntimeFacts
+from polyxla.plugin import (
+    Candidate,
+    Claim,
+    LaunchSettings,
+    Selection,
+    child_environment,
+    discover_all,
+    load_plugins,
+    plugin_problems,
+    select,
+    select_devices,
+    unknown_variables,
+)
 from polyxla_tools.doctor.findings import Finding, counted, note, ok, problem
+from polyxla_tools.doctor.host import HostFacts
+
+
+@dataclass(frozen=True)
+class RuntimeFacts:
+    """The runtimes, and what a launch would do.
+
+    Attributes:
+        candidates: every installed runtime.
+        selection: the choice; None if there is none.
+        error: why there is no choice, or why its devices cannot be used.
+        devices: the indices that a launch would use; empty with an error.
+        broken: an error text for each broken plugin that is not a runtime.
+        misspelt: a warning for each variable of polyxla that does not exist.
+    """
+
+    candidates: tuple[Candidate, ...]
+    selection: Selection | None
+    error: PolyxlaError | None
+    devices: tuple[int, ...]
+    broken: tuple[str, ...]
+    misspelt: tuple[str, ...]
+
+
+def gather_runtimes(environ: Mapping[str, str], settings: LaunchSettings) -> RuntimeFacts:
+    """Ask every runtime for its devices, and select as a launch does. No device is opened.
+
+    Blocks for as long as the metadata server takes, at most about 2 s, and only if there are chips.
+
+    Args:
+        environ: the environment to examine.
+        settings: the requested runtime and devices.
+    """
+    selection, error = None, None
+    devices: tuple[int, ...] = ()
+    try:
+        selection = select(environ, settings.runtime)
+        devices = select_devices(settings.devices, selection)
+        check_environment(environ, selection, devices)
+    except PolyxlaError as caught:
+        # A worker that cannot be reached, too: what is wrong is what an examination is for.
+        error, devices = caught, ()
+    return RuntimeFacts(
+        candidates=discover_all(environ),
+        selection=selection,
+        error=error,
+        devices=devices,
+        broken=tuple(plugin_problems()),
+        misspelt=unknown_variables(environ),
+    )
+
+
+def check_environment(environ: Mapping[str, str], selection: Selection, devices: tuple[int, ...]) -> None:
+    """Check that a launch on these devices finds all that it needs.
+
+    Raises:
+        UsageError: it does not.
+    """
+    child_environment(load_plugins(selection.runtime), environ, selection, devices)
 
 
 def check_choice(facts: RuntimeFacts) -> list[Finding]:
@@ -28,13 +100,20 @@ def check_other_runtimes(facts: RuntimeFacts) -> list[Finding]:
     """List why the other runtimes cannot run here; a broken one is a problem."""
     chosen = facts.selection.runtime if facts.selection else None
     found = []
-    for one in facts.candidates:
-        if one.error:
-            found.append(problem("runtime", one.error.what, one.error.fix))
-        elif one.discovery and one.why_not and one.name != chosen and one.why_not not in str(facts.error):
-            text = f"{one.name} cannot run here: {one.why_not}"
-            is_asked_for = one.claim is not Claim.NONE
-            found.append(note("runtime", text, one.discovery.fix) if is_asked_for else ok("runtime", text))
+    for candidate in facts.candidates:
+        if candidate.error:
+            found.append(problem("runtime", candidate.error.what, candidate.error.fix))
+        elif (
+            candidate.discovery
+            and candidate.why_not
+            and candidate.name != chosen
+            and candidate.why_not not in str(facts.error)
+        ):
+            text = f"{candidate.name} cannot run here: {candidate.why_not}"
+            is_asked_for = candidate.claim is not Claim.NONE
+            found.append(
+                note("runtime", text, candidate.discovery.fix) if is_asked_for else ok("runtime", text)
+            )
     return found
 
 
@@ -50,7 +129,9 @@ def check_conflicts(facts: RuntimeFacts) -> list[Finding]:
     """Report variables that contradict each other, and those that the runtimes say have no effect."""
     if not facts.selection:
         return []
-    notes = [text for one in facts.candidates if one.discovery for text in one.discovery.notes]
+    notes = [
+        text for candidate in facts.candidates if candidate.discovery for text in candidate.discovery.notes
+    ]
     found = []
     for text in facts.selection.warnings:
         # These have checks of their own.

@@ -1,15 +1,19 @@
-"""The user's private directory of sockets. Nothing here listens on a network."""
+"""The sockets of warm processes: the user's private directory of them, and the messages between both ends."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
+import socket
 import stat
+import struct
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from polyxla import UsageError
 
@@ -27,7 +31,7 @@ def socket_directory(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("TMPDIR") or tempfile.gettempdir(), f"polyxla-warm-{os.getuid()}")
 
 
-def sockets(environ: Mapping[str, str]) -> list[Path]:
+def find_sockets(environ: Mapping[str, str]) -> list[Path]:
     """Return the sockets of this interpreter's warm processes, the newest first.
 
     Raises:
@@ -91,3 +95,71 @@ def _check_private(directory: Path) -> None:
 
 def _interpreter() -> str:
     return hashlib.sha256(f"{sys.executable}\0{sys.prefix}".encode()).hexdigest()[:12]
+
+
+_LENGTH = struct.Struct("!I")
+LONGEST_BYTES = 1 << 26
+"""Longest message: an environment has at most some megabytes."""
+DESCRIPTORS = 253
+"""Most descriptors that the kernel sends with one message.
+
+Source: SCM_MAX_FD of Linux's include/net/scm.h.
+"""
+
+Message = dict[str, Any]
+"""One message. Texts may hold lone surrogates, as those of `os.environ` do; JSON escapes them."""
+
+
+def send(connection: socket.socket, **message: Any) -> None:
+    """Send a message.
+
+    Raises:
+        OSError: the other end is gone, or did not read in time.
+    """
+    data = json.dumps(message).encode()
+    connection.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def receive(connection: socket.socket) -> Message | None:
+    """Return the next message; None if the other end has closed the connection, or sends something else.
+
+    Raises:
+        OSError: nothing arrived in time.
+    """
+    head = _read(connection, _LENGTH.size)
+    if not head or _LENGTH.unpack(head)[0] > LONGEST_BYTES:
+        return None
+    try:
+        message = json.loads(_read(connection, *_LENGTH.unpack(head)))
+    except (ValueError, RecursionError):
+        return None
+    return message if isinstance(message, dict) else None
+
+
+def send_descriptors(connection: socket.socket, descriptors: list[int]) -> None:
+    """Send descriptors, at most `DESCRIPTORS`, with one byte."""
+    socket.send_fds(connection, [b"\0"], descriptors)
+
+
+def receive_descriptors(connection: socket.socket) -> list[int]:
+    """Return what `send_descriptors` sent; empty if the other end has closed the connection."""
+    _, descriptors, _, _ = socket.recv_fds(connection, 1, DESCRIPTORS)
+    return descriptors
+
+
+def peer_user(connection: socket.socket) -> int:
+    """Return the user id of the other end, by the kernel."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", data)
+    return int(user)
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        with contextlib.suppress(ConnectionResetError):
+            if more := connection.recv(size - len(data)):
+                data += more
+                continue
+        return b""
+    return bytes(data)

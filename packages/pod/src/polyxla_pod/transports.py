@@ -1,4 +1,4 @@
-"""Engines: how a program is started on each host, through a program that the user has already set up."""
+"""Transports: how a program is started on each host, through a program that the user has already set up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Target:
         tpu: name of a TPU VM.
         zone: its zone.
         project: its project; None for gcloud's default.
-        options: further arguments for the engine's program.
+        options: further arguments for the transport's program.
     """
 
     hosts: tuple[str, ...] = ()
@@ -36,10 +36,10 @@ class Target:
     options: tuple[str, ...] = ()
 
 
-class Engine(ABC):
+class Transport(ABC):
     """Starts a program on each host.
 
-    An engine makes a local command for each host. That command's standard input, output and error are those
+    A transport makes a local command for each host. That command's standard input, output and error are those
     of the program on the host; it ends when the program does, and the program's input closes when it ends.
 
     Attributes:
@@ -62,7 +62,7 @@ class Engine(ABC):
         """Return the command by which a user sees whether the host can be reached, for errors."""
 
 
-class SshEngine(Engine):
+class SshTransport(Transport):
     """The user's own ``ssh``: keys, ProxyJump and ports are in their ``~/.ssh/config``.
 
     Raises:
@@ -95,7 +95,7 @@ class SshEngine(Engine):
         return shlex.join(["ssh", *self._options, self.hosts[host], "true"])
 
 
-class GcloudEngine(Engine):
+class GcloudTransport(Transport):
     """``gcloud compute tpus tpu-vm ssh``, with gcloud's keys, IAP and project.
 
     Making one asks gcloud how many workers the TPU has. Blocks for at most `DESCRIBE_S`.
@@ -107,7 +107,7 @@ class GcloudEngine(Engine):
     def __init__(self, target: Target) -> None:
         if not target.tpu or not target.zone:
             raise UsageError(
-                "the engine gcloud needs a TPU's name and its zone",
+                "the transport gcloud needs a TPU's name and its zone",
                 where="polyxla pod run",
                 fix="Write --tpu NAME --zone ZONE.",
             )

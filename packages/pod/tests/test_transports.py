@@ -1,16 +1,18 @@
-"""The engines' commands, with a recorded gcloud; and a third party's engine."""
+"""The transports' commands, with a recorded gcloud; and a third party's transport."""
 
 from __future__ import annotations
 
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from polyxla import UsageError
-from polyxla_pod.engines import GcloudEngine, SshEngine, Target
+from polyxla_pod.transports import GcloudTransport, SshTransport, Target
 
 if TYPE_CHECKING:
     from conftest import Pod
@@ -53,12 +55,12 @@ def write_gcloud(directory: Path, describe: str) -> None:
 
 
 def test_the_ssh_command_asks_no_question_and_quotes_the_program() -> None:
-    engine = SshEngine(Target(hosts=("a", "me@10.0.0.2"), options=("-J", "jump")))
-    command = engine.command(1, PROGRAM)
+    transport = SshTransport(Target(hosts=("a", "me@10.0.0.2"), options=("-J", "jump")))
+    command = transport.command(1, PROGRAM)
     assert command[:-1] == ["ssh", "-T", "-o", "BatchMode=yes", "-J", "jump", "me@10.0.0.2"]
     assert shlex.split(command[-1]) == PROGRAM
-    assert engine.check_by_hand(1) == "ssh -J jump me@10.0.0.2 true"
-    assert engine.addresses == ("a", "10.0.0.2")
+    assert transport.check_by_hand(1) == "ssh -J jump me@10.0.0.2 true"
+    assert transport.addresses == ("a", "10.0.0.2")
 
 
 @pytest.mark.parametrize(
@@ -72,17 +74,19 @@ def test_the_ssh_command_asks_no_question_and_quotes_the_program() -> None:
 )
 def test_wrong_hosts_are_an_error(hosts: tuple[str, ...], text: str) -> None:
     with pytest.raises(UsageError) as caught:
-        SshEngine(Target(hosts=hosts))
+        SshTransport(Target(hosts=hosts))
     assert text in str(caught.value)
 
 
 def test_gcloud_is_asked_for_the_workers_and_reaches_each(gcloud: Path) -> None:
-    engine = GcloudEngine(Target(tpu="my-tpu", zone="us-central2-b", project="p", options=("--internal-ip",)))
-    assert engine.hosts == ("my-tpu:0", "my-tpu:1")
-    assert engine.addresses == ("10.130.0.12", "10.130.0.13")
+    transport = GcloudTransport(
+        Target(tpu="my-tpu", zone="us-central2-b", project="p", options=("--internal-ip",))
+    )
+    assert transport.hosts == ("my-tpu:0", "my-tpu:1")
+    assert transport.addresses == ("10.130.0.12", "10.130.0.13")
     where = "my-tpu --zone us-central2-b --project p"
     assert gcloud.read_text() == f"compute tpus tpu-vm describe {where} --format=json\n"
-    assert engine.command(1, PROGRAM) == [
+    assert transport.command(1, PROGRAM) == [
         *f"gcloud compute tpus tpu-vm ssh {where} --quiet --worker=1".split(),
         "--command='/opt/my env/bin/python' -m polyxla_pod.host",
         "--internal-ip",
@@ -112,7 +116,7 @@ def test_a_command_runs_on_all_workers_through_gcloud(gcloud: Path, stand_in: Po
 def test_a_tpu_that_gcloud_does_not_know_is_an_error(gcloud: Path, describe: str, text: str) -> None:
     write_gcloud(gcloud.parent, describe)
     with pytest.raises(UsageError) as caught:
-        GcloudEngine(Target(tpu="my-tpu", zone="z"))
+        GcloudTransport(Target(tpu="my-tpu", zone="z"))
     assert text in str(caught.value)
 
 
@@ -120,18 +124,18 @@ def test_gcloud_needs_a_name_and_a_zone_and_to_be_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UsageError, match="needs a TPU's name and its zone"):
-        GcloudEngine(Target(tpu="my-tpu"))
+        GcloudTransport(Target(tpu="my-tpu"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match="there is no gcloud on this machine"):
-        GcloudEngine(Target(tpu="my-tpu", zone="z"))
+        GcloudTransport(Target(tpu="my-tpu", zone="z"))
 
 
 LOCAL_ENGINE = """
 import polyxla
-from polyxla_pod.engines import Engine
+from polyxla_pod.transports import Transport
 
 
-class Local(Engine):
+class Local(Transport):
     hosts = ("here", "there")
 
     def command(self, host, program):
@@ -142,8 +146,8 @@ class Local(Engine):
 
 
 @polyxla.hookimpl
-def polyxla_pod(engine, target):
-    return Local() if engine == "local" else None
+def polyxla_pod(transport, target):
+    return Local() if transport == "local" else None
 """
 
 
@@ -158,4 +162,21 @@ def test_a_third_partys_engine_is_found_by_its_name(install_plugin: PluginInstal
 def test_an_engine_that_nothing_provides_is_an_error(stand_in: Pod) -> None:
     done = stand_in.call("run", "--engine", "moon", "--hosts", "a", "--", "true")
     assert done.returncode == 2
-    assert "no installed plugin has an engine called 'moon' (from --engine moon)." in done.stderr
+    assert "no installed plugin has a transport called 'moon' (from --engine moon)." in done.stderr
+
+
+@pytest.mark.parametrize("missing", ["ray", "cloudpickle"])
+@pytest.mark.parametrize(
+    ("code", "where"),
+    [
+        ("from polyxla.__main__ import main; sys.exit(main())", "--engine ray"),
+        ("import polyxla; polyxla.launch(print, pod='ray')", 'pod="ray"'),
+    ],
+)
+def test_ray_that_is_not_installed_is_named_with_the_pip_line(code: str, where: str, missing: str) -> None:
+    hidden = f"import sys; sys.modules[{missing!r}] = None; {code}"
+    command = [sys.executable, "-c", hidden, "pod", "run", "--engine", "ray", "--", "true"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert f"found with Ray, and {missing} is not installed (from {where})" in done.stderr
+    assert "pip install './packages/pod[ray]'" in done.stderr
+    assert done.returncode == (2 if "main" in code else 1)

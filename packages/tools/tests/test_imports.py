@@ -8,8 +8,8 @@ import sys
 CODE = """
 import importlib, pkgutil, sys
 import polyxla_tools.doctor
-names = [one.name for one in pkgutil.walk_packages(polyxla_tools.doctor.__path__, "polyxla_tools.doctor.")]
-assert len(names) > 15
+names = [found.name for found in pkgutil.iter_modules(polyxla_tools.doctor.__path__, "polyxla_tools.doctor.")]
+assert len(names) > 10
 for name in names:
     importlib.import_module(name)
 found = {name.partition(".")[0] for name in sys.modules}
@@ -17,12 +17,12 @@ print(found & {"torch", "torch_xla", "torch_tpu", "jax", "polyxla_bridge", "poly
 """
 PLUGIN = """
 import sys
-import polyxla_tools.doctor.plugin
+import polyxla_tools.plugin
 print({"typer", "rich", "packaging", "yaml"} & set(sys.modules))
 """
 
 
-def test_no_module_imports_a_framework_or_a_runtime() -> None:
+def test_no_module_of_doctor_imports_a_framework_or_a_runtime() -> None:
     assert printed(CODE) == "set()\n"
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from polyxla.plugin import tpu_env as tpu
-from polyxla_tools.doctor.facts.runtimes import RuntimeFacts
 from polyxla_tools.doctor.findings import Finding, note, ok, problem
+from polyxla_tools.doctor.runtimes import RuntimeFacts
 
 PREFIXES = (
     "CLOUD_TPU_",
@@ -35,7 +35,7 @@ GIVEN = (
 """Variables that a launch gives to its processes, and that nobody sets by hand."""
 OF_TORCHRUN = (tpu.WORLD_SIZE, tpu.RANK, tpu.LOCAL_RANK, tpu.LOCAL_WORLD_SIZE)
 """Variables that torchrun gives to its processes, together with ``TORCHELASTIC_RUN_ID``."""
-_UNCHECKED = tuple(one for one in PREFIXES if one not in ("POLYXLA_", "XRT_"))
+_UNCHECKED = tuple(prefix for prefix in PREFIXES if prefix not in ("POLYXLA_", "XRT_"))
 """Prefixes of variables whose misspelt names neither the core nor a runtime reports."""
 _OFF = ("", "0", "false")
 _NEAR = 0.88
@@ -105,4 +105,11 @@ def _library(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _known(facts: RuntimeFacts) -> list[str]:
-    return sorted({name for one in facts.candidates if one.discovery for name in one.discovery.variables})
+    return sorted(
+        {
+            name
+            for candidate in facts.candidates
+            if candidate.discovery
+            for name in candidate.discovery.variables
+        }
+    )

@@ -23,7 +23,68 @@ from polyxla.plugin import (
     attached_chips,
     find_holders,
 )
-from polyxla_tools.doctor.facts.memory import Memory, read_memory
+
+CGROUPS = Path("/sys/fs/cgroup")
+"""Where Linux mounts control groups. Source: cgroups(7)."""
+PROC = Path("/proc")
+"""Where Linux lists processes."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory that processes of this host share, in bytes.
+
+    Attributes:
+        total: all of it.
+        available: what new processes can use without swapping.
+        is_limited: whether a control group, such as a container's, sets `total`.
+    """
+
+    total: int
+    available: int
+    is_limited: bool = False
+
+
+def read_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> Memory | None:
+    """Return this host's memory; None if the kernel does not list it.
+
+    Args:
+        proc: where the kernel lists processes.
+        cgroups: where control groups are mounted.
+    """
+    found = dict(re.findall(r"^(\w+):\s+(\d+) kB$", _text(proc / "meminfo"), re.MULTILINE))
+    if "MemTotal" not in found or "MemAvailable" not in found:
+        return None
+    memory = Memory(int(found["MemTotal"]) << 10, int(found["MemAvailable"]) << 10)
+    for group in _groups(proc, cgroups):
+        memory = _limited(memory, group)
+    return memory
+
+
+def _groups(proc: Path, cgroups: Path) -> list[Path]:
+    """Return the control group of this process and those around it; in a container, its own is the root."""
+    found = re.search(r"^0::/(.*)$", _text(proc / "self" / "cgroup"), re.MULTILINE)
+    own = cgroups / (found[1] if found else "")
+    return [own, *(group for group in own.parents if group.is_relative_to(cgroups))]
+
+
+def _limited(memory: Memory, group: Path) -> Memory:
+    limit, used = _text(group / "memory.max").strip(), _text(group / "memory.current").strip()
+    if not limit.isdecimal() or not used.isdecimal():
+        return memory
+    # The kernel drops cached files before it refuses memory.
+    cached = re.search(r"^inactive_file (\d+)$", _text(group / "memory.stat"), re.MULTILINE)
+    left = max(0, int(limit) - int(used) + (int(cached[1]) if cached else 0))
+    is_less = int(limit) < memory.total
+    return Memory(min(memory.total, int(limit)), min(memory.available, left), memory.is_limited or is_less)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+
 
 SHM = Path("/dev/shm")  # noqa: S108
 """Where the workers of a DataLoader put batches. Source: ``shm_open`` of glibc."""
@@ -187,7 +248,7 @@ def _system() -> str:
 def _device_files(dev: Path) -> tuple[Access, ...]:
     patterns = ("accel[0-9]*", "accel/accel[0-9]*", "vfio/*")
     paths: Sequence[Path] = [path for pattern in patterns for path in sorted(dev.glob(pattern))]
-    return tuple(one for path in paths if (one := _access(path)))
+    return tuple(file for path in paths if (file := _access(path)))
 
 
 def _found(pattern: str, path: Path) -> str:
@@ -212,12 +273,12 @@ def _access(path: Path) -> Access | None:
 
 def _disks(paths: Sequence[Path]) -> tuple[Space, ...]:
     """Return the file systems of directories, or of their nearest parents that exist."""
-    there = (next(one for one in (path, *path.parents, Path("/")) if one.exists()) for path in paths)
+    there = (next(parent for parent in (path, *path.parents, Path("/")) if parent.exists()) for path in paths)
     found: dict[int, list[Path]] = {}
     for path in dict.fromkeys(there):
         found.setdefault(path.stat().st_dev, []).append(path)
     spaces = ((_space(same[0]), same) for same in found.values())
-    return tuple(replace(one, paths=tuple(map(str, same))) for one, same in spaces if one)
+    return tuple(replace(space, paths=tuple(map(str, same))) for space, same in spaces if space)
 
 
 def _space(path: Path) -> Space | None:

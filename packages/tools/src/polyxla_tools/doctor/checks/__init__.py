@@ -1,1 +1,0 @@
-"""The checks: pure functions from facts to findings."""

@@ -1,1 +1,0 @@
-"""The facts of this machine. Nothing is judged, opened for writing, or changed here."""
