@@ -294,7 +294,7 @@ class PipedHost:
         """Return the texts of all lines until the end."""
         assert self.process.stdout
         messages = [decode(line) for line in self.process.stdout]
-        return [one.content["text"] for one in messages if one and one.kind == "line"]
+        return [message.content["text"] for message in messages if message and message.kind == "line"]
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ def test_a_dry_run_of_1024_hosts_takes_less_than_a_second_of_the_processor(stand
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = stand_in.run(hosts, "--dry-run", "--json", "--", "python", "train.py")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert [one["name"] for one in json.loads(done.stdout)["hosts"]] == hosts.split(",")
+    assert [host["name"] for host in json.loads(done.stdout)["hosts"]] == hosts.split(",")
     # The wall clock would also count what else this machine does.
     assert after.ru_utime - before.ru_utime < 1.0
 
@@ -45,7 +45,7 @@ def test_json_is_one_document_and_the_output_is_on_standard_error(stand_in: Pod)
     document = json.loads(done.stdout)
     assert (done.returncode, document["exit_code"], document["attempts"]) == (4, 4, 1)
     assert document["failures"][0].endswith("the command ended with exit code 4")
-    assert [one["name"] for one in document["hosts"]] == ["one", "two"]
+    assert [host["name"] for host in document["hosts"]] == ["one", "two"]
     assert "step 3 loss 0.5" in done.stderr
 
 
@@ -113,7 +113,7 @@ def test_a_log_has_every_hosts_lines_also_hidden_tracebacks(stand_in: Pod) -> No
     assert done.stderr.count("Traceback") == 1
     (first,) = re.findall(r"polyxla: error: w(\d)", done.stderr)[:1]
     lines = [json.loads(line) for line in stand_in.call("logs", "--json").stdout.splitlines()]
-    assert {"ValueError: boom", "hello"} <= {one["text"] for one in lines if int(first) in one["hosts"]}
+    assert {"ValueError: boom", "hello"} <= {line["text"] for line in lines if int(first) in line["hosts"]}
     only = stand_in.call("logs", "--host", first).stdout
     assert f"[w{first}] ValueError: boom\n" in only
     assert f"[w{1 - int(first)}]" not in only

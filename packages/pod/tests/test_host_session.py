@@ -44,12 +44,12 @@ def test_lines_have_host_stream_and_time(host: PipedHost) -> None:
     host.send("job", host=3, lost_after_s=10, grace_s=1)
     host.start("sh", "-c", "echo out; echo 'bar 1%\rbar 2%\r' >&2; printf end")
     messages = [host.receive("line").content for _ in range(3)]
-    assert {(one["host"], one["stream"], one["text"]) for one in messages} == {
+    assert {(message["host"], message["stream"], message["text"]) for message in messages} == {
         (3, "out", "out"),
         (3, "err", "bar 2%"),
         (3, "out", "end"),
     }
-    assert all(abs(one["time"] - time.time()) < 20 for one in messages)
+    assert all(abs(message["time"] - time.time()) < 20 for message in messages)
     assert host.receive("exit").content == {"code": 0}
     host.receive("end")
     assert host.process.wait(TIMEOUT_S) == 0
@@ -138,8 +138,8 @@ def test_what_it_cannot_do_is_answered(host: PipedHost) -> None:
 
 
 def test_prints_of_libraries_do_not_mix_with_messages() -> None:
-    code = "import sys, polyxla_pod.host.__main__ as m; real = m.Session.run; \
-m.Session.run = lambda self: (print('noise', flush=True), real(self)); m.main()"
+    code = "import sys, polyxla_pod.host.__main__ as m; real = m.HostSession.run; \
+m.HostSession.run = lambda self: (print('noise', flush=True), real(self)); m.main()"
     done = subprocess.run(
         [sys.executable, "-c", code],
         input=b"",

@@ -116,4 +116,4 @@ def test_a_workers_last_lines_come_before_its_exit(host: PipedHost) -> None:
     host.send("worker", command=command, environ={}, token=TOKEN, ready="ready")
     assert host.process.stdout
     messages = [decode(host.process.stdout.readline()) for _ in range(2)]
-    assert [one.kind for one in messages if one] == ["line", "worker_exit"]
+    assert [message.kind for message in messages if message] == ["line", "worker_exit"]

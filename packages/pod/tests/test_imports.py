@@ -8,7 +8,7 @@ import sys
 CODE = """
 import importlib, pkgutil, sys
 import polyxla_pod
-names = [one.name for one in pkgutil.walk_packages(polyxla_pod.__path__, "polyxla_pod.")]
+names = [found.name for found in pkgutil.walk_packages(polyxla_pod.__path__, "polyxla_pod.")]
 assert len(names) > 20
 for name in names:
     importlib.import_module(name)

@@ -27,7 +27,7 @@ def packed(directory: Path) -> list[str]:
     pack(directory, file)
     file.seek(0)
     with tarfile.open(fileobj=file) as archive:
-        return sorted(one.name for one in archive.getmembers() if one.isfile())
+        return sorted(member.name for member in archive.getmembers() if member.isfile())
 
 
 def test_everything_is_copied_but_what_is_made_again(directory: Path) -> None:

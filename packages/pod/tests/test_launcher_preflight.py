@@ -27,7 +27,7 @@ def hosts(count: int, *, chips: bool = True) -> list[dict[str, Any]]:
 
 def problems(facts: list[dict[str, Any]], clocks: list[float] | None = None) -> list[tuple[int | None, str]]:
     found = find_problems(facts, clocks or [0.0] * len(facts), "1.0")
-    return [(one.host, one.text) for one in found]
+    return [(problem.host, problem.text) for problem in found]
 
 
 @pytest.mark.parametrize("chips", [True, False])
@@ -139,7 +139,7 @@ def node_facts_of(**wrong: str | None) -> list[dict[str, Any]]:
     versions = {**GOOD["versions"], "polyxla-runtime-xrt": "1.0"}
     facts = hosts(2, chips=False)
     return [
-        {**one, "versions": versions, "node": {"address": None, "worker": None, **wrong}} for one in facts
+        {**host, "versions": versions, "node": {"address": None, "worker": None, **wrong}} for host in facts
     ]
 
 

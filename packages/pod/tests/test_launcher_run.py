@@ -124,7 +124,7 @@ def parent_of(pid: int) -> int:
 
 def children(pid: int) -> list[int]:
     with open(f"/proc/{pid}/task/{pid}/children") as file:  # noqa: PTH123
-        return [int(one) for one in file.read().split()]
+        return [int(number) for number in file.read().split()]
 
 
 def command_of(pid: int) -> bytes:

@@ -95,7 +95,7 @@ def test_what_the_user_chooses_is_in_the_manifest() -> None:
     assert found["spec"]["failurePolicy"] == {"maxRestarts": 2}
     pod = found["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] == 7
-    variables = {one["name"]: one["value"] for one in pod["containers"][0]["env"]}
+    variables = {variable["name"]: variable["value"] for variable in pod["containers"][0]["env"]}
     assert variables == {"PYTHONUNBUFFERED": "1", "POLYXLA_RUNTIME": "pjrt", "A": "1"}
 
 

@@ -57,7 +57,7 @@ def test_each_hosts_lines_stay_complete_and_in_order(lines: list[tuple[int, str,
         taken += folder.take(now)
     taken += folder.take(now, everything=True)
     for host in range(4):
-        printed = [text for one, text, _ in lines if one == host]
+        printed = [text for number, text, _ in lines if number == host]
         assert [line.text for line in taken if host in line.hosts] == printed
     assert all(len(set(line.hosts)) == len(line.hosts) for line in taken)
 

@@ -125,10 +125,10 @@ def _run(job: Job, transport: Transport, as_json: bool) -> int:
         raise
     finally:
         screen.close()
-    failures = [one.text for one in result.failures]
+    failures = [failure.text for failure in result.failures]
     recorder.close(result.exit_code, failures)
     if as_json:
-        hosts = [one.as_json() for one in states]
+        hosts = [state.as_json() for state in states]
         document = {"job": recorder.id, "exit_code": result.exit_code, "attempts": result.attempts}
         print_json({**document, "failures": failures, "hosts": hosts})
     return result.exit_code
@@ -264,9 +264,13 @@ def ps(job: JobArgument = None, as_json: JsonFlag = False) -> None:
         elif job:
             names = ["name", "state", "step", "loss", "steps_per_s", "last_line"]
             hosts = enumerate(found[0]["hosts"])
-            print_table(["", *names], [[f"w{n}", *(_cell(one[name]) for name in names)] for n, one in hosts])
+            print_table(
+                ["", *names], [[f"w{n}", *(_cell(host[name]) for name in names)] for n, host in hosts]
+            )
         else:
-            print_table(["job", "state", "started", "hosts", "command"], [_job_row(one) for one in found])
+            print_table(
+                ["job", "state", "started", "hosts", "command"], [_job_row(record) for record in found]
+            )
 
 
 def _job_row(job: dict[str, Any]) -> list[Any]:
@@ -300,8 +304,8 @@ def logs(
     with plain_errors(as_json):
         directory = records.root(env.snapshot())
         for line in records.log_lines(directory, records.find(directory, job), only, follow=follow):
-            one = {"time": line.since_s, "hosts": line.hosts, "stream": line.stream, "text": line.text}
-            typer.echo(json.dumps(one) if as_json else str(line))
+            document = {"time": line.since_s, "hosts": line.hosts, "stream": line.stream, "text": line.text}
+            typer.echo(json.dumps(document) if as_json else str(line))
 
 
 @app.command()

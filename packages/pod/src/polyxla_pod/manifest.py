@@ -65,7 +65,7 @@ def node_selector(accelerator: AcceleratorType) -> dict[str, str]:
         raise UsageError(
             f"GKE has no TPU {accelerator.generation}",
             where=f"--type {accelerator.name}",
-            fix=f"Use one of {', '.join(one for one in GENERATIONS if one in ACCELERATORS)}.",
+            fix=f"Use one of {', '.join(filter(ACCELERATORS.get, GENERATIONS))}.",
         )
     if accelerator.generation == "v3" and accelerator.hosts == 1:
         name = "tpu-v3-device"

@@ -106,7 +106,7 @@ def find_misfit(message: Message) -> str | None:
 
 def _fits(value: Any, shape: Any) -> bool:
     if isinstance(shape, tuple):
-        return any(_fits(value, one) for one in shape)
+        return any(_fits(value, choice) for choice in shape)
     if isinstance(shape, list):
         return isinstance(value, list) and all(_fits(item, shape[0]) for item in value)
     if isinstance(shape, dict):

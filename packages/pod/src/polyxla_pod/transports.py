@@ -174,4 +174,4 @@ class GcloudTransport(Transport):
             raise UsageError(
                 "gcloud describes the TPU without workers", where=where, fix="Wait until its state is READY."
             )
-        return tuple(str(one["ipAddress"]) for one in endpoints)
+        return tuple(str(endpoint["ipAddress"]) for endpoint in endpoints)

@@ -61,7 +61,9 @@ def test_a_cell_of_a_notebook_launches(drivers: Drivers) -> None:
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGKILL], ids=lambda one: one.name
+    "number",
+    [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGKILL],
+    ids=lambda sent: sent.name,
 )
 def test_nothing_is_left_when_the_driver_of_a_launch_ends(drivers: Drivers, number: signal.Signals) -> None:
     process = drivers.start(LAUNCHING, "sleep", str(drivers.directory))

@@ -38,7 +38,7 @@ def refusal(nodes: list[dict[str, Any]], name: str | None = None, kind: str | No
 
 def test_hosts_are_in_the_order_of_their_worker_ids() -> None:
     chosen = choose(find_slices([node(1), HEAD, node(0)]), None, None)
-    assert [(one.address, one.worker, one.chips) for one in chosen.hosts] == [
+    assert [(host.address, host.worker, host.chips) for host in chosen.hosts] == [
         ("10.0.0.0", 0, 4.0),
         ("10.0.0.1", 1, 4.0),
     ]
@@ -60,7 +60,7 @@ def test_a_cluster_without_chips_is_an_error() -> None:
     ],
 )
 def test_a_slice_that_is_not_whole_is_an_error(workers: list[int], problem: str) -> None:
-    assert f"host(s)) is not whole: {problem}" in refusal([node(one) for one in workers])
+    assert f"host(s)) is not whole: {problem}" in refusal([node(worker) for worker in workers])
 
 
 def test_a_whole_slice_is_chosen_before_one_that_is_not() -> None:
@@ -81,7 +81,7 @@ def test_one_of_several_slices_is_chosen_by_name_or_type() -> None:
 def test_a_node_without_a_slice_is_one_of_its_own() -> None:
     plain = {**HEAD, "Resources": {"TPU": 8.0}}
     chosen = choose(find_slices([plain]), None, None)
-    assert [one.labels for one in chosen.hosts] == [{"ray.io/node-id": "head"}]
+    assert [host.labels for host in chosen.hosts] == [{"ray.io/node-id": "head"}]
 
 
 def test_the_number_of_hosts_of_an_unknown_type_is_not_checked() -> None:

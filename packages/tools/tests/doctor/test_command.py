@@ -26,16 +26,16 @@ def test_a_machine_with_a_problem_has_exit_code_1(doctor: Doctor) -> None:
     done = doctor("--no-trial", POLYXLA_DEVICE="3", PJRT_DEVICE="CPU")
     assert done.returncode == 1, done.stderr
     assert re.search(r"^problem +variables +POLYXLA_DEVICE is not a variable", done.stdout, re.MULTILINE)
-    assert re.search(
-        r"^\d problems? and \d notes?: do what stands after the arrows\.$", done.stdout, re.MULTILINE
-    )
+    assert re.search(r"^\d problems? and \d notes?: do what follows the arrows\.$", done.stdout, re.MULTILINE)
 
 
 def test_the_runtime_can_be_named(doctor: Doctor) -> None:
     document = json.loads(doctor("--no-trial", "--json", "--runtime", "pjrt").stdout)
     assert document["runtime"] == {"name": "pjrt", "reason": "--runtime pjrt"}
     missing = json.loads(doctor("--json", "--runtime", "pjrtt").stdout)
-    (found,) = [one for one in missing["findings"] if one["subject"] == "runtime" and one["fix"]]
+    (found,) = [
+        finding for finding in missing["findings"] if finding["subject"] == "runtime" and finding["fix"]
+    ]
     assert found["found"].startswith("no runtime is called 'pjrtt'")
     assert found["fix"] == "Did you mean 'pjrt'?"
     assert missing["trial"] is None
@@ -53,7 +53,7 @@ def test_a_trial_that_fails_is_in_the_document(doctor: Doctor, install_plugin: P
     document = json.loads(done.stdout)
     assert done.returncode == 1
     assert document["ok"] is False
-    assert "torn" in " ".join(one["found"] for one in document["findings"])
+    assert "torn" in " ".join(finding["found"] for finding in document["findings"])
 
 
 def test_a_worker_that_cannot_be_reached_is_a_finding(doctor: Doctor) -> None:
@@ -63,7 +63,7 @@ def test_a_worker_that_cannot_be_reached_is_a_finding(doctor: Doctor) -> None:
     if "runtime 'xrt' is not installed" in done.stdout:
         pytest.skip("runtime xrt is not installed here")
     assert done.returncode == 1, done.stderr
-    (found,) = [one for one in json.loads(done.stdout)["findings"] if one["status"] == "problem"]
+    (found,) = [finding for finding in json.loads(done.stdout)["findings"] if finding["status"] == "problem"]
     assert found["subject"] == "devices"
     assert found["found"].startswith(f"there is no worker at {address}: Connection refused")
 
@@ -71,7 +71,7 @@ def test_a_worker_that_cannot_be_reached_is_a_finding(doctor: Doctor) -> None:
 def test_a_deleted_working_directory_is_a_finding(doctor: Doctor) -> None:
     go = ("sh", "-c", 'cd "$(mktemp -d)" && rmdir "$PWD" && exec "$@"', "")
     done = doctor("--no-trial", "--json", before=go, PJRT_DEVICE="CPU")
-    (found,) = [one for one in json.loads(done.stdout)["findings"] if one["status"] == "problem"]
+    (found,) = [finding for finding in json.loads(done.stdout)["findings"] if finding["status"] == "problem"]
     assert (found["subject"], found["fix"]) == ("working directory", "Change to a directory that exists.")
     assert done.stderr == ""
 
@@ -81,7 +81,7 @@ def test_a_temporary_directory_that_cannot_be_used_is_a_finding(doctor: Doctor) 
     done = doctor("--json", before=("prlimit", "--fsize=0"), PJRT_DEVICE="CPU")
     assert "Traceback" not in done.stderr
     assert done.returncode == 1
-    (found,) = [one for one in json.loads(done.stdout)["findings"] if one["subject"] == "trial"]
+    (found,) = [finding for finding in json.loads(done.stdout)["findings"] if finding["subject"] == "trial"]
     assert found["status"] == "problem"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from polyxla_tools.doctor.findings import Status
-from polyxla_tools.doctor.host import HostFacts, Memory, Places, Space, gather_host, read_memory
+from polyxla_tools.doctor.host import HostFacts, HostPaths, Memory, Space, gather_host, read_memory
 from polyxla_tools.doctor.host_checks import (
     check_chips,
     check_disks,
@@ -29,7 +29,7 @@ UNSHARED = ("unshare", "--mount", "--")
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> Places:
+def places(tmp_path: Path) -> HostPaths:
     """A host with two v4 chips, as the kernel lists them."""
     for number in range(2):
         device = tmp_path / "pci" / f"0000:00:0{number}.0"
@@ -37,7 +37,7 @@ def places(tmp_path: Path) -> Places:
         (device / "vendor").write_text("0x1ae0\n")
         (device / "device").write_text("0x005e\n")
     (tmp_path / "dev").mkdir()
-    return Places(
+    return HostPaths(
         pci_root=tmp_path / "pci",
         dev=tmp_path / "dev",
         lock_file=tmp_path / "libtpu_lockfile",
@@ -47,14 +47,14 @@ def places(tmp_path: Path) -> Places:
     )
 
 
-def gathered_as_nobody(places: Places, directory: Path) -> HostFacts:
+def gathered_as_nobody(places: HostPaths, directory: Path) -> HostFacts:
     """Gather as an ordinary user, if this process may become one; otherwise it is one already."""
     # Python imports codecs when they are first used, which that user may not be able to read.
     host = gather_host(places)
     if os.geteuid() != 0:
         return host
-    for one in (directory, *directory.parents[:-1]):
-        one.chmod(one.stat().st_mode | 0o011)
+    for path in (directory, *directory.parents[:-1]):
+        path.chmod(path.stat().st_mode | 0o011)
     os.seteuid(NOBODY)
     try:
         return gather_host(places)
@@ -62,13 +62,13 @@ def gathered_as_nobody(places: Places, directory: Path) -> HostFacts:
         os.seteuid(0)
 
 
-def test_chips_without_device_files_are_a_problem(places: Places) -> None:
+def test_chips_without_device_files_are_a_problem(places: HostPaths) -> None:
     (found,) = check_chips(gather_host(places))
     assert found.status is Status.PROBLEM
     assert found.found == "2 TPU chips attached (v4), and /dev has no file of one"
 
 
-def test_a_device_file_that_the_user_may_not_open_is_named(places: Places, tmp_path: Path) -> None:
+def test_a_device_file_that_the_user_may_not_open_is_named(places: HostPaths, tmp_path: Path) -> None:
     for number, mode in enumerate((0o666, 0o440)):
         (places.dev / f"accel{number}").touch()
         (places.dev / f"accel{number}").chmod(mode)
@@ -79,16 +79,16 @@ def test_a_device_file_that_the_user_may_not_open_is_named(places: Places, tmp_p
     assert "sudo usermod -aG " in found.fix
 
 
-def test_files_of_vfio_that_can_be_opened_are_fine(places: Places) -> None:
+def test_files_of_vfio_that_can_be_opened_are_fine(places: HostPaths) -> None:
     (places.dev / "vfio").mkdir()
     for name in ("vfio", "0"):
         (places.dev / "vfio" / name).touch()
     host = gather_host(places)
-    assert [Path(one.path).name for one in host.device_files] == ["0", "vfio"]
-    assert [one.status for one in check_chips(host)] == [Status.OK]
+    assert [Path(file.path).name for file in host.device_files] == ["0", "vfio"]
+    assert [finding.status for finding in check_chips(host)] == [Status.OK]
 
 
-def test_a_process_that_holds_a_chip_is_named_without_its_arguments(places: Places) -> None:
+def test_a_process_that_holds_a_chip_is_named_without_its_arguments(places: HostPaths) -> None:
     (places.dev / "accel0").touch()
     code = "import sys; file = open(sys.argv[1]); print(flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", code, str(places.dev / "accel0"), "--token=abc"]
@@ -105,7 +105,7 @@ def test_a_process_that_holds_a_chip_is_named_without_its_arguments(places: Plac
     assert check_holders(gather_host(places)) == []
 
 
-def test_files_of_another_user_are_named(places: Places, tmp_path: Path) -> None:
+def test_files_of_another_user_are_named(places: HostPaths, tmp_path: Path) -> None:
     places.lock_file.touch()
     places.lock_file.chmod(0o444)
     places.tpu_logs.mkdir(mode=0o555)
@@ -118,13 +118,13 @@ def test_files_of_another_user_are_named(places: Places, tmp_path: Path) -> None
     assert check_libtpu_files(without_chips)[0].status is Status.NOTE
 
 
-def test_a_directory_that_does_not_exist_has_its_parents_space(places: Places, tmp_path: Path) -> None:
+def test_a_directory_that_does_not_exist_has_its_parents_space(places: HostPaths, tmp_path: Path) -> None:
     (space,) = gather_host(places).disks
     assert space.paths == (str(tmp_path),)
     assert 0 < space.free <= space.total
 
 
-def test_a_full_disk_is_named(places: Places) -> None:
+def test_a_full_disk_is_named(places: HostPaths) -> None:
     host = replace(gather_host(places), disks=(Space(("/data",), 10 << 30, 100 << 20),))
     (found,) = check_disks(host)
     assert found.status is Status.PROBLEM
@@ -132,10 +132,10 @@ def test_a_full_disk_is_named(places: Places) -> None:
 
 
 def test_variables_name_the_cache_and_the_logs(tmp_path: Path) -> None:
-    places = Places.of({"POLYXLA_COMPILE_CACHE": str(tmp_path), "TPU_LOG_DIR": "/var/log/tpu"})
+    places = HostPaths.of({"POLYXLA_COMPILE_CACHE": str(tmp_path), "TPU_LOG_DIR": "/var/log/tpu"})
     assert places.disks[-1] == tmp_path
     assert places.tpu_logs == Path("/var/log/tpu")
-    assert len(Places.of({"POLYXLA_COMPILE_CACHE": "off"}).disks) == 2
+    assert len(HostPaths.of({"POLYXLA_COMPILE_CACHE": "off"}).disks) == 2
 
 
 class TestSharedMemory:
@@ -165,13 +165,13 @@ class TestSharedMemory:
         )
         document = json.loads(done.stdout)
         assert document["shared_memory"]["total"] == 32 << 20
-        (found,) = [one for one in document["findings"] if one["subject"] == "shared memory"]
+        (found,) = [finding for finding in document["findings"] if finding["subject"] == "shared memory"]
         assert found["status"] == "problem"
         assert done.returncode == 1
 
 
 def host_with_shared(space: Space | None) -> HostFacts:
-    return replace(gather_host(Places()), shared_memory=space)
+    return replace(gather_host(HostPaths()), shared_memory=space)
 
 
 class TestMemory:
@@ -197,11 +197,11 @@ class TestMemory:
 
     def test_a_kernel_that_lists_none_is_no_error(self, tmp_path: Path) -> None:
         assert read_memory(tmp_path, tmp_path) is None
-        host = replace(gather_host(Places()), memory=None)
-        assert [one.status for one in check_memory(host, 8, 4)] == [Status.NOTE]
+        host = replace(gather_host(HostPaths()), memory=None)
+        assert [finding.status for finding in check_memory(host, 8, 4)] == [Status.NOTE]
 
     def test_replicas_times_workers_decide(self) -> None:
-        host = replace(gather_host(Places()), memory=Memory(16 << 30, 8 << 30, is_limited=True))
+        host = replace(gather_host(HostPaths()), memory=Memory(16 << 30, 8 << 30, is_limited=True))
         (fits,) = check_memory(host, 4, 2, replica_bytes=1 << 30)
         assert fits.status is Status.OK
         assert fits.found == (
@@ -221,7 +221,7 @@ DRIVERS = [
 
 @pytest.mark.parametrize("text", DRIVERS)
 def test_gpus_are_named_with_their_driver(
-    places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+    places: HostPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     bridge = pytest.importorskip("polyxla_bridge.pjrt_plugin", reason="the bridge has the plugins' names")
     on_cuda = {"POLYXLA_PJRT_PLUGIN": "cuda"}
@@ -247,10 +247,15 @@ def test_gpus_are_named_with_their_driver(
     )
 
 
-def test_a_plugin_without_a_file_is_a_problem(places: Places) -> None:
+def test_a_plugin_without_a_file_is_a_problem(places: HostPaths) -> None:
     pytest.importorskip("polyxla_bridge", reason="the bridge has the plugins' names")
     host = gather_host(places)
     (finding,) = check_plugin({"POLYXLA_PJRT_PLUGIN": "/no/such.so"}, host)
-    assert (finding.status, finding.found) == (Status.PROBLEM, "POLYXLA_PJRT_PLUGIN=/no/such.so is no file")
+    assert (finding.status, finding.found) == (
+        Status.PROBLEM,
+        "POLYXLA_PJRT_PLUGIN=/no/such.so is not a file",
+    )
     assert check_plugin({}, host) == []
-    assert [one.status for one in check_plugin({"POLYXLA_PJRT_PLUGIN": __file__}, host)] == [Status.OK]
+    assert [finding.status for finding in check_plugin({"POLYXLA_PJRT_PLUGIN": __file__}, host)] == [
+        Status.OK
+    ]

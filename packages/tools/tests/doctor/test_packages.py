@@ -17,14 +17,14 @@ from polyxla_tools.doctor.packages import (
 
 
 def one_problem(findings: list[Finding]) -> Finding:
-    (found,) = [one for one in findings if one.status is Status.PROBLEM]
+    (found,) = [finding for finding in findings if finding.status is Status.PROBLEM]
     return found
 
 
 def test_the_installed_versions_fit(environ: dict[str, str]) -> None:
     facts = gather_packages(environ)
     findings = [*check_python(facts), *check_frameworks(facts), *check_requirements(facts)]
-    assert [one.status for one in findings] == [Status.OK] * 3
+    assert [finding.status for finding in findings] == [Status.OK] * 3
     assert "torch_xla 2.9.0" in findings[1].found
 
 
@@ -48,7 +48,7 @@ def test_a_missing_distribution_and_one_of_ours_are_named() -> None:
         },
         libtpu=None,
     )
-    assert [(one.found, one.fix) for one in check_requirements(facts)] == [
+    assert [(finding.found, finding.fix) for finding in check_requirements(facts)] == [
         (
             "polyxla-bridge 0.1.0: jaxlib==0.10.2 is required, and it is not installed",
             "Install it: pip install jaxlib==0.10.2",

@@ -31,7 +31,7 @@ def facts(environ: dict[str, str]) -> Facts:
 def test_problems_come_last(facts: Facts) -> None:
     holder = Holder(7, "python train.py --password=x", ("/dev/accel0",))
     findings = examine(replace(facts, host=replace(facts.host, holders=(holder,))), None, 0)
-    order = [one.status for one in findings]
+    order = [finding.status for finding in findings]
     assert order == sorted(order, key=[Status.OK, Status.NOTE, Status.PROBLEM].index)
     assert findings[-1].found == "the TPU is in use: process 7 (python train.py) has /dev/accel0 open"
 
@@ -45,7 +45,7 @@ def test_the_table_has_a_line_for_each_and_the_sum(capsys: pytest.CaptureFixture
         "                    → Unset it.",
         "problem  chips      the chips are gone",
         "                    → Find them.",
-        "1 problem and 1 note: do what stands after the arrows.",
+        "1 problem and 1 note: do what follows the arrows.",
     ]
 
 

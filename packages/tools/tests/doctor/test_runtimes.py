@@ -10,7 +10,7 @@ from polyxla.selection import choose
 from polyxla_testing import PluginInstaller
 from polyxla_tools.doctor import runtimes
 from polyxla_tools.doctor.findings import Finding, Status, problem
-from polyxla_tools.doctor.host import Places, gather_host
+from polyxla_tools.doctor.host import HostPaths, gather_host
 from polyxla_tools.doctor.runtimes import RuntimeFacts, gather_runtimes
 
 CPUS = tuple(Device(index, "CPU", f"CPU {index}") for index in range(2))
@@ -44,7 +44,7 @@ def test_a_missing_configuration_is_a_problem(
     assert found.status is Status.PROBLEM
     assert found.found == "no runtime can be chosen (none is installed)"
     assert "./packages/runtime-pjrt" in found.fix
-    host = gather_host(Places())
+    host = gather_host(HostPaths())
     assert runtimes.check_devices(facts, host, is_emulated=False) == []
 
 
@@ -65,8 +65,8 @@ def test_a_broken_runtime_and_a_broken_plugin_are_problems(
     install_plugin("bent", "import no_such_module", group=PLUGINS)
     facts = gathered(environ)
     found = [*runtimes.check_other_runtimes(facts), *runtimes.check_plugins(facts)]
-    problems = [one for one in found if one.status is Status.PROBLEM]
-    assert [one.subject for one in problems] == ["runtime", "plugins"]
+    problems = [finding for finding in found if finding.status is Status.PROBLEM]
+    assert [finding.subject for finding in problems] == ["runtime", "plugins"]
     assert "half of it is missing" in problems[0].found
     assert problems[0].fix == "Repair or remove it: pip install --force-reinstall broken"
     assert "no_such_module" in problems[1].found
@@ -106,19 +106,19 @@ def test_a_runtime_that_cannot_run_matters_only_if_it_is_asked_for() -> None:
 class TestDevices:
     def test_an_emulated_tpu_has_all_of_its_devices(self, environ: dict[str, str]) -> None:
         facts = gathered(environ | {"POLYXLA_EMULATE": "v4-16"})
-        (found,) = runtimes.check_devices(facts, gather_host(Places()), is_emulated=True)
+        (found,) = runtimes.check_devices(facts, gather_host(HostPaths()), is_emulated=True)
         assert found.found == "8 TPU devices of a v4-16, with 2 hosts; a launch uses 8"
 
     def test_more_devices_than_there_are_is_a_problem(self, environ: dict[str, str]) -> None:
         facts = gathered(environ | {"CPU_NUM_DEVICES": "2", "POLYXLA_DEVICES": "3", "PJRT_DEVICE": "CPU"})
-        (found,) = runtimes.check_devices(facts, gather_host(Places()), is_emulated=False)
+        (found,) = runtimes.check_devices(facts, gather_host(HostPaths()), is_emulated=False)
         assert found.status is Status.PROBLEM
         assert found.found.endswith("(from POLYXLA_DEVICES=3)")
         assert facts.devices == ()
 
     def test_a_tpu_beside_a_variable_for_the_cpu_is_noted(self, environ: dict[str, str]) -> None:
         facts = gathered(environ | {"PJRT_DEVICE": "CPU"})
-        host = replace(gather_host(Places()), chips=(AttachedChip("v4", "0000:00:05.0"),) * 4)
+        host = replace(gather_host(HostPaths()), chips=(AttachedChip("v4", "0000:00:05.0"),) * 4)
         _, found = runtimes.check_devices(facts, host, is_emulated=False)
         assert found.status is Status.NOTE
         assert found.found == "runtime pjrt does not use the TPU chips of this machine"
@@ -126,7 +126,7 @@ class TestDevices:
     def test_one_visible_chip_of_several_is_noted(self) -> None:
         one = (Device(0, "TPU", "v4 chip 0 core 0"),)
         facts = chosen(Discovery(Claim.ATTACHED, "4 TPU chips attached", "TPU", one))
-        host = replace(gather_host(Places()), chips=(AttachedChip("v4", "0000:00:05.0"),) * 4)
+        host = replace(gather_host(HostPaths()), chips=(AttachedChip("v4", "0000:00:05.0"),) * 4)
         _, found = runtimes.check_devices(facts, host, is_emulated=False)
         assert found.found == "4 TPU chips are attached, and programs see 1 device"
         assert "TPU_VISIBLE_CHIPS" in found.fix

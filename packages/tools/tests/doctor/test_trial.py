@@ -12,7 +12,7 @@ from polyxla_testing import PluginInstaller
 from polyxla_testing.processes import wait_until
 from polyxla_tools.doctor.findings import Status
 from polyxla_tools.doctor.runtimes import RuntimeFacts, gather_runtimes
-from polyxla_tools.doctor.trial import Outcome, Plan, check_trial, make_plan, run_trial
+from polyxla_tools.doctor.trial import TrialPlan, TrialResult, check_trial, plan_trial, run_trial
 from polyxla_tools.doctor.trial_process import Measured
 
 TIMEOUT_S = 100.0
@@ -38,8 +38,8 @@ def gathered(environ: dict[str, str]) -> RuntimeFacts:
     return gather_runtimes(environ, from_environ(environ))
 
 
-def plan_of(environ: dict[str, str]) -> Plan:
-    plan = make_plan(environ, gathered(environ), is_emulated="POLYXLA_EMULATE" in environ)
+def plan_of(environ: dict[str, str]) -> TrialPlan:
+    plan = plan_trial(environ, gathered(environ), is_emulated="POLYXLA_EMULATE" in environ)
     assert plan
     return plan
 
@@ -60,8 +60,8 @@ def test_two_replicas_on_the_cpu_add_up(cpu: dict[str, str]) -> None:
     (found,) = check_trial(outcome)
     assert found.status is Status.OK, found
     assert found.found.startswith("an all-reduce on 2 replicas of pjrt: first result after ")
-    assert [one["total"] for one in outcome.replicas] == [3.0, 3.0]
-    assert all(0 < one["step_s"] < one["first_s"] < TIMEOUT_S for one in outcome.replicas)
+    assert [replica["total"] for replica in outcome.replicas] == [3.0, 3.0]
+    assert all(0 < replica["step_s"] < replica["first_s"] < TIMEOUT_S for replica in outcome.replicas)
     assert outcome.replica_bytes
     assert outcome.replica_bytes > 100 << 20
 
@@ -77,9 +77,9 @@ def test_the_chips_of_an_emulated_tpu_add_up(environ: dict[str, str]) -> None:
 def test_a_runtime_with_one_device_is_tried_on_it(cpu: dict[str, str]) -> None:
     cpu |= {"CPU_NUM_DEVICES": "1"}
     plan = plan_of(cpu)
-    assert plan == Plan("pjrt", (0,), "the runtime has one")
-    one: Measured = {"total": 1.0, "first_s": 1.0, "step_s": 0.1, "process": 1, "peak_bytes": 1}
-    (found,) = check_trial(Outcome(plan, (one,)))
+    assert plan == TrialPlan("pjrt", (0,), "the runtime has one")
+    replica: Measured = {"total": 1.0, "first_s": 1.0, "step_s": 0.1, "process": 1, "peak_bytes": 1}
+    (found,) = check_trial(TrialResult(plan, (replica,)))
     assert found.found.startswith("an all-reduce on 1 replica of pjrt")
     assert found.found.endswith("; the runtime has one")
 
@@ -93,7 +93,7 @@ def test_where_two_replicas_cannot_run_one_is_tried(cpu: dict[str, str]) -> None
 
 def test_a_host_of_several_tries_a_device_of_its_own(environ: dict[str, str]) -> None:
     environ |= {"POLYXLA_EMULATE": "v4-16", "POLYXLA_EMULATE_HOST": "0"}
-    plan = make_plan(environ, gathered(environ), is_emulated=False)
+    plan = plan_trial(environ, gathered(environ), is_emulated=False)
     assert plan
     assert plan.devices == (0,)
     assert "polyxla pod run" in plan.why
@@ -106,7 +106,7 @@ def test_a_large_emulated_tpu_is_tried_in_part_or_on_one_device(environ: dict[st
 
 def test_without_a_runtime_there_is_no_trial(environ: dict[str, str]) -> None:
     environ |= {"PJRT_DEVICE": "GPU"}
-    assert make_plan(environ, gathered(environ), is_emulated=False) is None
+    assert plan_trial(environ, gathered(environ), is_emulated=False) is None
 
 
 def test_a_replica_that_fails_is_a_problem(cpu: dict[str, str], install_plugin: PluginInstaller) -> None:
@@ -132,21 +132,21 @@ def test_a_process_that_crashes_before_python_answers_is_a_problem(
     cpu: dict[str, str], install_plugin: PluginInstaller
 ) -> None:
     (install_plugin.directory / "polyxla_pjrt.py").write_text("import os; os.abort()")
-    outcome = run_trial(with_plugins(cpu, install_plugin), Plan("pjrt", (0, 1)), TIMEOUT_S)
+    outcome = run_trial(with_plugins(cpu, install_plugin), TrialPlan("pjrt", (0, 1)), TIMEOUT_S)
     assert outcome.error
     assert outcome.error.startswith("its process was ended by SIGABRT")
 
 
 def test_a_wrong_sum_is_a_problem() -> None:
-    one: Measured = {"total": 1.0, "first_s": 1.0, "step_s": 0.1, "process": 1, "peak_bytes": 1}
-    (found,) = check_trial(Outcome(Plan("pjrt", (0, 1)), (one, one)))
+    replica: Measured = {"total": 1.0, "first_s": 1.0, "step_s": 0.1, "process": 1, "peak_bytes": 1}
+    (found,) = check_trial(TrialResult(TrialPlan("pjrt", (0, 1)), (replica, replica)))
     assert found.status is Status.PROBLEM
     assert "resulted in [1.0, 1.0] instead of 3" in found.found
 
 
 def test_threads_of_one_process_share_its_memory() -> None:
-    one: Measured = {"total": 3.0, "first_s": 1.0, "step_s": 0.1, "process": 1, "peak_bytes": 100}
-    assert Outcome(Plan("pjrt", (0, 1)), (one, one)).replica_bytes == 50
+    replica: Measured = {"total": 3.0, "first_s": 1.0, "step_s": 0.1, "process": 1, "peak_bytes": 100}
+    assert TrialResult(TrialPlan("pjrt", (0, 1)), (replica, replica)).replica_bytes == 50
 
 
 def with_plugins(environ: dict[str, str], install_plugin: PluginInstaller) -> dict[str, str]:

@@ -15,7 +15,7 @@ def findings(environ: dict[str, str]) -> list[Finding]:
 
 
 def test_no_variables_are_fine(environ: dict[str, str]) -> None:
-    assert [one.status for one in findings(environ)] == [Status.OK]
+    assert [finding.status for finding in findings(environ)] == [Status.OK]
     (found,) = findings(environ | {"TPU_MIN_LOG_LEVEL": "0", "PJRT_DEVICE": "CPU", "XLA_FLAGS": "--xla"})
     assert found.found == "3 set, none of them misspelt or old"
 
@@ -75,7 +75,7 @@ def test_a_variable_is_named_with_its_remedy(
 
 
 def test_a_switch_that_is_off_is_fine(environ: dict[str, str]) -> None:
-    assert [one.status for one in findings(environ | {"XLA_USE_BF16": "0"})] == [Status.OK]
+    assert [finding.status for finding in findings(environ | {"XLA_USE_BF16": "0"})] == [Status.OK]
 
 
 def test_torchruns_variables_are_fine_under_torchrun(environ: dict[str, str]) -> None:

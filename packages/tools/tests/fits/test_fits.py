@@ -20,7 +20,7 @@ from polyxla_tools.fits import report
 from polyxla_tools.fits.collected import Alive, CollectedProgram, Logs, innermost_user_line, programs
 from polyxla_tools.fits.command import TOO_LARGE, Progress, Work, finish, largest_fitting, with_batch_size
 from polyxla_tools.fits.compile_process import Cost
-from polyxla_tools.fits.compiling import Outcome, fatal_line, memory_peaks
+from polyxla_tools.fits.compiling import Compilation, fatal_line, memory_peaks
 from polyxla_tools.fits.emulated_run import EmulatedRun, ScriptFailedError
 from polyxla_tools.fits.report import Checked, Result
 from polyxla_tools.fits.target import PEAKS, TORCH_TPU, TORCH_XLA, Framework, Target, installed_framework
@@ -46,16 +46,18 @@ for HLO temporaries (40.53G) exceeds available HBM (15.75G). HLO module: tt_jit_
 ONE_GIB, ONE_BYTE = ArrayType("uint8", (1 << 30,)), ArrayType("uint8", (1,))
 
 
-def checked(outcome: Outcome, tmp_path: Path) -> Checked:
+def checked(compilation: Compilation, tmp_path: Path) -> Checked:
     files = tmp_path / "program.hlo", tmp_path / "program.options"
     for file in files:
         file.touch()
-    return Checked(CollectedProgram("f", "SyncTensorsGraph.1", "train.py:7", None, 10, 1, *files), outcome)
+    return Checked(
+        CollectedProgram("f", "SyncTensorsGraph.1", "train.py:7", None, 10, 1, *files), compilation
+    )
 
 
 def alive(checked: Checked, **devices: Alive) -> Checked:
     """Return the program with what was alive on the devices, ``d0`` and so on."""
-    found = {int(name.removeprefix("d")): one for name, one in devices.items()}
+    found = {int(name.removeprefix("d")): arrays for name, arrays in devices.items()}
     return dataclasses.replace(checked, program=dataclasses.replace(checked.program, alive=found))
 
 
@@ -196,7 +198,7 @@ def test_the_json_has_the_numbers_of_each_program(tmp_path: Path) -> None:
 def one_program(tmp_path: Path) -> Result:
     """Return a result of one program, with which each of two devices holds 2 GiB of arrays."""
     held = Alive(2 << 30, {ONE_GIB: 2})
-    program = alive(checked(Outcome(12.3, COST), tmp_path), d0=held, d1=held)
+    program = alive(checked(Compilation(12.3, COST), tmp_path), d0=held, d1=held)
     return Result([program], memory_peaks([(program.program, COST)], lambda _: 1 << 30))
 
 
@@ -204,12 +206,12 @@ def test_the_peak_is_of_arrays_and_program_together(tmp_path: Path) -> None:
     small = dataclasses.replace(COST, temporary_bytes=0)
     large = dataclasses.replace(COST, temporary_bytes=1 << 30)
     few, many = Alive(1 << 30, {ONE_GIB: 1}), Alive(4 << 30, {ONE_GIB: 3, ONE_BYTE: 1 << 20})
-    first = alive(checked(Outcome(1.0, small), tmp_path), d0=many, d1=few)
-    second = alive(checked(Outcome(1.0, large), tmp_path), d0=few, d1=few)
+    first = alive(checked(Compilation(1.0, small), tmp_path), d0=many, d1=few)
+    second = alive(checked(Compilation(1.0, large), tmp_path), d0=few, d1=few)
     # A tile is the least that an array takes on a TPU.
     sizes = {ONE_GIB: 1 << 30, ONE_BYTE: 512}
     found = memory_peaks([(first.program, small), (second.program, large)], lambda type_: sizes[type_])
-    assert [(one.device, one.program, one.arrays_bytes) for one in found] == [
+    assert [(peak.device, peak.program, peak.arrays_bytes) for peak in found] == [
         (0, first.program, (3 << 30) + (512 << 20)),
         (1, second.program, 1 << 30),
     ]
@@ -218,7 +220,7 @@ def test_the_peak_is_of_arrays_and_program_together(tmp_path: Path) -> None:
 
 def test_arrays_and_program_may_be_too_large_together(tmp_path: Path) -> None:
     held = Alive(15 << 30, {ONE_GIB: 15})
-    program = alive(checked(Outcome(1.0, COST), tmp_path), d0=held)
+    program = alive(checked(Compilation(1.0, COST), tmp_path), d0=held)
     assert program.problem(V5E) is None
     result = Result([program], memory_peaks([(program.program, COST)], lambda _: 1 << 30))
     assert result.is_too_large(V5E)
@@ -234,21 +236,21 @@ def test_arrays_and_program_may_be_too_large_together(tmp_path: Path) -> None:
 
 def test_the_device_that_needs_most_is_named(tmp_path: Path) -> None:
     more, less = Alive(2 << 30, {ONE_GIB: 2}), Alive(1 << 30, {ONE_GIB: 1})
-    program = alive(checked(Outcome(1.0, COST), tmp_path), d0=less, d1=more)
+    program = alive(checked(Compilation(1.0, COST), tmp_path), d0=less, d1=more)
     result = Result([program], memory_peaks([(program.program, COST)], lambda _: 1 << 30))
     *_, line, _ = report.as_text(V5E, "0.0.21", result)
     assert line == "fits: at most 6GiB of 16GiB are needed on device 1, while train.py:7 runs:"
 
 
 def test_a_program_of_one_operation_is_named_after_it(tmp_path: Path) -> None:
-    program = dataclasses.replace(checked(Outcome(1.0, COST), tmp_path).program, operation="linear")
+    program = dataclasses.replace(checked(Compilation(1.0, COST), tmp_path).program, operation="linear")
     assert report.origin(program) == "train.py:7 (linear)"
     assert report.origin(dataclasses.replace(program, line=None)) == "linear (no line of the script)"
 
 
 def test_only_the_largest_programs_are_listed(tmp_path: Path) -> None:
     costs = [dataclasses.replace(COST, temporary_bytes=number << 20) for number in range(40)]
-    programs = [checked(Outcome(0.5, cost), tmp_path) for cost in costs]
+    programs = [checked(Compilation(0.5, cost), tmp_path) for cost in costs]
     lines = list(report.as_text(V5E, "0.0.52", Result(programs)))
     assert len([line for line in lines if line.startswith("train.py:7")]) == report.LISTED
     assert lines[-1] == f"{40 - report.LISTED} smaller programs, compiled in {(40 - report.LISTED) / 2:.1f} s"
@@ -277,14 +279,14 @@ def test_only_the_largest_programs_are_listed(tmp_path: Path) -> None:
 )
 def test_a_program_that_is_too_large_is_one_sentence(error: str, expected: str, tmp_path: Path) -> None:
     assert (
-        checked(Outcome(1.0, error=error, is_too_large=True), tmp_path).problem(V5E)
+        checked(Compilation(1.0, error=error, is_too_large=True), tmp_path).problem(V5E)
         == f"train.py:7: {expected}"
     )
 
 
 def test_a_program_that_compiles_may_be_too_large(tmp_path: Path) -> None:
     large = dataclasses.replace(COST, output_bytes=COST.alias_bytes + (20 << 30))
-    found = Result([checked(Outcome(1.0, large, is_too_large=True), tmp_path)])
+    found = Result([checked(Compilation(1.0, large, is_too_large=True), tmp_path)])
     *_, last = report.as_text(V5E, "0.0.21", found)
     needs = f"the program needs {report.binary(large.total_bytes)} of HBM, and a device has 16GiB"
     arguments = report.binary(COST.argument_bytes)
@@ -296,7 +298,7 @@ def test_an_operation_that_does_not_compile_is_named(tmp_path: Path) -> None:
     error = (
         "RET_CHECK failure (hlo_verifier.cc:623) shard_count == 8, %reduce-scatter.33 = f32[1]{0} reduce-s"
     )
-    problem = checked(Outcome(1.0, error=error), tmp_path).problem(V5E)
+    problem = checked(Compilation(1.0, error=error), tmp_path).problem(V5E)
     assert problem == f"train.py:7: libtpu does not compile the program (reduce-scatter.33): {error}"
 
 

@@ -18,7 +18,7 @@ from jaxlib._hlo import hlo_module_from_text  # type: ignore[import-not-found]
 from polyxla_bridge.programs import hlo
 from polyxla_bridge.programs.executable import ArrayType
 from polyxla_tools.fits.collected import CollectedProgram
-from polyxla_tools.fits.compiling import CompileFailedError, CompileProcess, Outcome
+from polyxla_tools.fits.compiling import Compilation, CompileFailedError, CompileProcess
 from polyxla_tools.fits.target import TORCH_TPU, TORCH_XLA, Target
 
 FOUND = importlib.util.find_spec("libtpu")
@@ -70,9 +70,9 @@ def module(text: str) -> bytes:
     """Return a serialised HloModuleProto with the 32-bit ids of libtpu's time."""
     data = hlo.parse_module(hlo_module_from_text(text).as_serialized_hlo_module_proto())
     for computation in data.computations:
-        for one in computation.instructions:
-            one.id = short(one.id)
-            one.operand_ids[:] = map(short, one.operand_ids)
+        for instruction in computation.instructions:
+            instruction.id = short(instruction.id)
+            instruction.operand_ids[:] = map(short, instruction.operand_ids)
         computation.root_id = short(computation.root_id)
     return data.SerializeToString()
 
@@ -82,7 +82,9 @@ def short(number: int) -> int:
     return (number >> 32) * 1000 + number % (1 << 32) + 1
 
 
-def compiled(kind: str, code: bytes, tmp_path: Path, replicas: int = 1, path: Path | None = None) -> Outcome:
+def compiled(
+    kind: str, code: bytes, tmp_path: Path, replicas: int = 1, path: Path | None = None
+) -> Compilation:
     options = xla_client.CompileOptions()
     options.num_replicas = replicas
     devices = np.arange(replicas, dtype=np.int32)[:, None]
@@ -98,7 +100,7 @@ def compiled(kind: str, code: bytes, tmp_path: Path, replicas: int = 1, path: Pa
 @pytest.mark.parametrize("kind", TYPES[FRAMEWORK.module])
 def test_a_program_compiles_for_each_generation(kind: str, tmp_path: Path) -> None:
     replicas = Target.parse(kind, FRAMEWORK).accelerator.devices
-    outcome = compiled(
+    compilation = compiled(
         kind,
         module(f"""HloModule sum, replica_count={replicas}
         add {{ a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }}
@@ -108,18 +110,18 @@ def test_a_program_compiles_for_each_generation(kind: str, tmp_path: Path) -> No
         tmp_path,
         replicas,
     )
-    assert outcome.cost is not None, outcome.error
-    assert outcome.cost.argument_bytes == outcome.cost.output_bytes == 1024 * 1024 * 4
-    assert outcome.cost.flops is not None
-    assert outcome.cost.flops >= 2 * 1024**3
-    assert outcome.cost.accessed_bytes is not None
+    assert compilation.cost is not None, compilation.error
+    assert compilation.cost.argument_bytes == compilation.cost.output_bytes == 1024 * 1024 * 4
+    assert compilation.cost.flops is not None
+    assert compilation.cost.flops >= 2 * 1024**3
+    assert compilation.cost.accessed_bytes is not None
 
 
 def test_an_array_larger_than_the_memory_is_too_large(tmp_path: Path) -> None:
     text = "HloModule one ENTRY main { x = f32[5000000000] parameter(0) ROOT r = f32[5000000000] negate(x) }"
-    outcome = compiled("v5e-1", module(text), tmp_path)
-    assert outcome.is_too_large, outcome.error
-    assert outcome.cost is None
+    compilation = compiled("v5e-1", module(text), tmp_path)
+    assert compilation.is_too_large, compilation.error
+    assert compilation.cost is None
 
 
 @pytest.mark.skipif(FRAMEWORK is TORCH_TPU, reason="its libtpu has compiled every program that was tried")
@@ -182,10 +184,10 @@ def test_a_batch_too_large_for_the_memory_is_found_and_named(tmp_path: Path) -> 
     code, document = fits(script, "10000000")
     assert code == 3
     assert document["fits"] is False
-    problems = [one["problem"] for one in document["programs"] if one["is_too_large"]]
+    problems = [program["problem"] for program in document["programs"] if program["is_too_large"]]
     assert problems
     expected = line_of(script, PRODUCT[FRAMEWORK.module]) + TOO_LARGE[FRAMEWORK.module]
-    assert any(one.startswith(expected) for one in problems), problems
+    assert any(problem.startswith(expected) for problem in problems), problems
 
 
 # Five runs, on TorchTPU twice as long as each needs for its programs.
@@ -203,7 +205,7 @@ def test_arrays_that_no_program_uses_count(tmp_path: Path) -> None:
     script.write_text(HEAD[FRAMEWORK.module] + ARRAYS_BESIDE)
     code, document = fits(script, "1")
     assert (code, document["fits"]) == (3, False)
-    assert all(one["fits"] for one in document["programs"])
+    assert all(program["fits"] for program in document["programs"])
     (peak,) = document["peaks"]
     # 15 GiB are held, and the sum is one more; the scalar and the program's code are small.
     assert 0 <= peak["hbm_bytes"] - (16 << 30) < 64 << 20
@@ -216,7 +218,7 @@ def test_a_batch_that_fits_has_its_numbers(tmp_path: Path) -> None:
     script.write_text(HEAD[FRAMEWORK.module] + STEP)
     code, document = fits(script, "1024")
     assert (code, document["fits"], document["devices"]) == (0, True, 1)
-    program = max(document["programs"], key=lambda one: one["flops"])
+    program = max(document["programs"], key=lambda program: program["flops"])
     assert program["line"] == line_of(script, PRODUCT[FRAMEWORK.module])
     assert program["hbm_bytes"] > 0
     (peak,) = document["peaks"]

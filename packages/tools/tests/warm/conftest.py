@@ -57,7 +57,7 @@ class Machine:
 
     def served(self) -> int:
         """Return how many jobs the warm processes have forked."""
-        return sum(one["jobs_served"] for one in self.processes())
+        return sum(process["jobs_served"] for process in self.processes())
 
 
 @pytest.fixture

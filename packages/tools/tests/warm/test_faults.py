@@ -97,7 +97,7 @@ def test_without_descriptors_a_start_is_cold_and_the_jobs_go_on(machine: Machine
 
 
 def test_a_stopped_process_is_named(warm: Machine) -> None:
-    (server,) = (one["pid"] for one in warm.processes())
+    (server,) = (process["pid"] for process in warm.processes())
     os.kill(server, signal.SIGSTOP)
     problem = f"process {server} is stopped (kill -CONT {server} continues it, kill -KILL {server} ends it)"
     assert warm.processes() == [{"pid": server, "problem": problem}]

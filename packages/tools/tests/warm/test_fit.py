@@ -65,11 +65,11 @@ def test_a_changed_variable_starts_cold(warm: Machine) -> None:
 
 def test_each_environment_has_a_process_of_its_own(machine: Machine) -> None:
     pids = {machine.prepare(), machine.prepare(OMP_NUM_THREADS="7")}
-    assert {one["pid"] for one in machine.processes()} == pids
+    assert {process["pid"] for process in machine.processes()} == pids
     for environ in ({}, {"OMP_NUM_THREADS": "7"}):
         done = machine.run("run", PROGRAMS / "ends.py", "exit", environ=environ)
         assert (done.returncode, done.stderr) == (3, "")
-    assert [one["jobs_served"] for one in machine.processes()] == [1, 1]
+    assert [process["jobs_served"] for process in machine.processes()] == [1, 1]
 
 
 def test_a_module_of_the_program_is_not_shadowed_by_one_of_the_process(
@@ -195,7 +195,7 @@ def test_an_upgraded_wheel_is_imported_afresh(machine: Machine, tmp_path: Path) 
         outputs.append(
             subprocess.run(run, env=machine.environ, capture_output=True, text=True, timeout=60, check=True)
         )
-    assert [one.stdout for one in outputs] == ["1\n", "2\n"]
+    assert [done.stdout for done in outputs] == ["1\n", "2\n"]
     assert outputs[0].stderr == ""
     assert "it renews itself; this start is cold" in outputs[1].stderr
 

@@ -55,11 +55,11 @@ def test_a_program_ends_as_after_a_cold_start(machine: Machine, how: str) -> Non
 
 def test_two_clients_run_at_once(warm: Machine) -> None:
     both = [warm.start("run", PROGRAMS / "waits.py") for _ in range(2)]
-    pids = {int(one.stdout.readline()) for one in both if one.stdout}
+    pids = {int(process.stdout.readline()) for process in both if process.stdout}
     assert len(pids) == 2
-    for one in both:
-        one.terminate()
-    assert [one.wait(60) for one in both] == [-15, -15]
+    for process in both:
+        process.terminate()
+    assert [process.wait(60) for process in both] == [-15, -15]
 
 
 def test_descriptors_of_the_shell_arrive(warm: Machine, tmp_path: Path) -> None:

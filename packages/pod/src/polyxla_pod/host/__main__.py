@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from polyxla_pod.host.session import Session
+from polyxla_pod.host.session import HostSession
 
 
 def main() -> None:
@@ -13,7 +13,7 @@ def main() -> None:
     # Nothing else may write between the messages.
     send = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    Session(sys.stdin.fileno(), send).run()
+    HostSession(sys.stdin.fileno(), send).run()
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def gather(
     """
     return {
         "versions": {name: found for name in DISTRIBUTIONS if (found := _version(name))},
-        "holders": [str(one) for one in find_holders()],
+        "holders": [str(holder) for holder in find_holders()],
         "worker": None if node else _worker(environ),
         "node": node_facts(**node) if node else None,
         "used_ports": sorted(_listening(_own_address(environ)) & set(ports)),
@@ -105,7 +105,7 @@ def _free_bytes(directories: Collection[str]) -> dict[str, int]:
     found = {}
     for directory in directories:
         path = Path(directory)
-        there = next(one for one in (path, *path.parents, Path("/")) if one.exists())
+        there = next(parent for parent in (path, *path.parents, Path("/")) if parent.exists())
         found[directory] = shutil.disk_usage(there).free
     return found
 

@@ -38,7 +38,7 @@ NOT_STARTED = 127
 _READ_BYTES = 1 << 16
 
 
-class Session:
+class HostSession:
     """The host's end of a connection. Everything happens in the thread that calls `run`, but `gather`.
 
     The thread waits for the selector only: a child that hangs must not keep it from answering heartbeats, nor

@@ -130,7 +130,7 @@ class Attempt:
 
     async def _phases(self) -> list[Failure]:
         if failures := await self._on_all("connecting", Connection.open):
-            return [self._with_remedy(one) for one in failures]
+            return [self._with_remedy(failure) for failure in failures]
         if self._job.preflight and (failures := await self._preflight()):
             return failures
         # A large directory takes its time, in which a host that is lost is not to be waited for.
@@ -161,9 +161,9 @@ class Attempt:
             act: what to do; raises `HostEndedError`.
             until: whether to wait for all hosts, or for the first that ends.
         """
-        for one in self._states:
-            one.state = state
-        tasks = [asyncio.create_task(act(one)) for one in self._connections]
+        for host in self._states:
+            host.state = state
+        tasks = [asyncio.create_task(act(connection)) for connection in self._connections]
         try:
             await asyncio.wait(tasks, return_when=until)
         finally:
@@ -173,7 +173,7 @@ class Attempt:
         for result in results:
             if isinstance(result, Exception) and not isinstance(result, HostEndedError):
                 raise result
-        return [self._failure(one) for one in self._connections if one.ended.done()]
+        return [self._failure(connection) for connection in self._connections if connection.ended.done()]
 
     async def _preflight(self) -> list[Failure]:
         facts: dict[int, dict[str, object]] = {}
@@ -185,17 +185,17 @@ class Attempt:
         if failures := await self._on_all("checking", ask):
             return failures
         problems = preflight.find_problems(
-            [facts[one.host] for one in self._connections],
-            [one.clock_difference_s for one in self._connections],
+            [facts[connection.host] for connection in self._connections],
+            [connection.clock_difference_s for connection in self._connections],
             version("polyxla-core"),
         )
         return [
             Failure(
-                one.text if one.host is None else f"{self._job.label(one.host)}: {one.text}",
+                problem.text if problem.host is None else f"{self._job.label(problem.host)}: {problem.text}",
                 REFUSED,
-                one.host,
+                problem.host,
             )
-            for one in problems
+            for problem in problems
         ]
 
     async def _start_workers(self) -> list[Failure]:
@@ -217,14 +217,14 @@ class Attempt:
 
     async def _wait(self) -> list[Failure]:
         """Wait until all hosts have ended, or one has failed."""
-        waiting = {one.ended: one for one in self._connections}
+        waiting = {connection.ended: connection for connection in self._connections}
         failures: list[Failure] = []
         while waiting:
             limit_s = SETTLE_S if failures else None
             done, _ = await asyncio.wait(waiting, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             # In the order of their numbers, so that the same run names the same host.
-            ended = sorted((waiting.pop(one) for one in done), key=lambda one: one.host)
-            failures += [self._failure(one) for one in ended if self._note(one)]
+            ended = sorted((waiting.pop(future) for future in done), key=lambda connection: connection.host)
+            failures += [self._failure(connection) for connection in ended if self._note(connection)]
             failures.sort(key=self._is_consequence)
             if failures and not (done and self._is_consequence(failures[0])):
                 break
@@ -261,8 +261,8 @@ class Attempt:
 
     async def _stop(self) -> None:
         """End all hosts at once, and report those that do not confirm it."""
-        ended = [one for one in self._connections if one.ended.done()]
-        await asyncio.gather(*(one.stop() for one in self._connections))
+        ended = [connection for connection in self._connections if connection.ended.done()]
+        await asyncio.gather(*(connection.stop() for connection in self._connections))
         for connection in self._connections:
             self._note(connection)
             if connection not in ended:

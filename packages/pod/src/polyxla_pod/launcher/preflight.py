@@ -87,19 +87,19 @@ def find_problems(
         *_full_disks(facts),
         *_wrong_clocks(clock_differences_s),
     ]
-    return sorted(found, key=lambda one: -1 if one.host is None else one.host)
+    return sorted(found, key=lambda problem: -1 if problem.host is None else problem.host)
 
 
 def _versions(facts: Sequence[Mapping[str, Any]], version: str) -> list[Problem]:
-    installed = [one["versions"] for one in facts]
+    installed = [host_facts["versions"] for host_facts in facts]
     found = []
-    for name in sorted({name for one in installed for name in one}):
-        versions = [one.get(name) for one in installed]
+    for name in sorted({name for versions in installed for name in versions}):
+        versions = [own.get(name) for own in installed]
         usual = version if name == "polyxla-core" else Counter(versions).most_common(1)[0][0]
         others = "this machine has" if name == "polyxla-core" else "most hosts have"
-        for host, one in enumerate(versions):
-            if one != usual:
-                has = f"has {name} {one}" if one else f"does not have {name}"
+        for host, own_version in enumerate(versions):
+            if own_version != usual:
+                has = f"has {name} {own_version}" if own_version else f"does not have {name}"
                 want = f"{others} {usual}" if usual else f"{others} none"
                 fix = f"Install {name}=={usual} on it" if usual else f"Uninstall {name} there"
                 found.append(Problem(host, f"{has}, {want}. {fix}."))
@@ -110,32 +110,33 @@ def _held_chips(facts: Sequence[Mapping[str, Any]]) -> list[Problem]:
     fix = "End it, or wait until it has ended."
     return [
         Problem(host, f"the chips are in use: {holder}. {fix}")
-        for host, one in enumerate(facts)
-        for holder in one["holders"]
+        for host, host_facts in enumerate(facts)
+        for holder in host_facts["holders"]
     ]
 
 
 def _workers(facts: Sequence[Mapping[str, Any]]) -> list[Problem]:
-    workers = [one["worker"] for one in facts]
+    workers = [host_facts["worker"] for host_facts in facts]
     if not any(workers):
         return []
+    without = "has no TPU chips, other hosts have. Leave it out of --hosts."
     found = [
-        Problem(
-            host, f"{one['error']}" if one else "has no TPU chips, other hosts have. Leave it out of --hosts."
-        )
-        for host, one in enumerate(workers)
-        if not one or "error" in one
+        Problem(host, worker["error"] if worker else without)
+        for host, worker in enumerate(workers)
+        if not worker or "error" in worker
     ]
     if found:
         return found
     count, kind = workers[0]["hosts"], workers[0]["type"]
     first: dict[int, int] = {}
-    for host, one in enumerate(workers):
-        if (one["hosts"], one["type"]) != (count, kind):
-            text = f"belongs to a {one['type']}, w0 to a {kind}. Name the hosts of one slice."
+    for host, worker in enumerate(workers):
+        if (worker["hosts"], worker["type"]) != (count, kind):
+            text = f"belongs to a {worker['type']}, w0 to a {kind}. Name the hosts of one slice."
             found.append(Problem(host, text))
-        elif (same := first.setdefault(one["id"], host)) != host:
-            text = f"is worker {one['id']} of its slice, and so is w{same}. Name each host of one slice once."
+        elif (same := first.setdefault(worker["id"], host)) != host:
+            text = (
+                f"is worker {worker['id']} of its slice, and so is w{same}. Name each host of one slice once."
+            )
             found.append(Problem(host, text))
     missing = sorted(set(range(count)) - first.keys())
     if missing and not found:
@@ -149,21 +150,21 @@ def _used_ports(facts: Sequence[Mapping[str, Any]]) -> list[Problem]:
     return [
         Problem(
             host,
-            f"port {', '.join(map(str, one['used_ports']))} is in use. End what listens there: "
+            f"port {', '.join(map(str, host_facts['used_ports']))} is in use. End what listens there: "
             f"`ss -ltnp` on the host lists it.",
         )
-        for host, one in enumerate(facts)
+        for host, host_facts in enumerate(facts)
         # Without chips nothing listens on those of chips.
-        if one["used_ports"] and (one["worker"] or one["node"])
+        if host_facts["used_ports"] and (host_facts["worker"] or host_facts["node"])
     ]
 
 
 def _nodes(facts: Sequence[Mapping[str, Any]]) -> list[Problem]:
     found = []
-    for host, one in enumerate(facts):
-        if not (node := one["node"]):
+    for host, host_facts in enumerate(facts):
+        if not (node := host_facts["node"]):
             continue
-        if tpu_nodes.DISTRIBUTION not in one["versions"]:
+        if tpu_nodes.DISTRIBUTION not in host_facts["versions"]:
             fix = f"Install {tpu_nodes.DISTRIBUTION} on it."
             found.append(Problem(host, f"does not have runtime {tpu_nodes.RUNTIME}. {fix}"))
         elif node["address"]:
@@ -179,8 +180,8 @@ def _full_disks(facts: Sequence[Mapping[str, Any]]) -> list[Problem]:
     need = f"{FREE_BYTES / 2**30:g} GiB"
     return [
         Problem(host, f"{free / 2**30:.2f} GiB are free in {directory}. Make {need} free.")
-        for host, one in enumerate(facts)
-        for directory, free in one["free_bytes"].items()
+        for host, host_facts in enumerate(facts)
+        for directory, free in host_facts["free_bytes"].items()
         if free < FREE_BYTES
     ]
 
@@ -188,8 +189,9 @@ def _full_disks(facts: Sequence[Mapping[str, Any]]) -> list[Problem]:
 def _wrong_clocks(differences_s: Sequence[float]) -> list[Problem]:
     median = statistics.median(differences_s)
     fix = "Synchronise it: `timedatectl set-ntp true` on the host."
-    wrong = {host: one - median for host, one in enumerate(differences_s) if abs(one - median) > CLOCK_S}
+    ahead_s = {host: difference_s - median for host, difference_s in enumerate(differences_s)}
     return [
         Problem(host, f"its clock is {abs(by):.1f} s {'ahead of' if by > 0 else 'behind'} the others. {fix}")
-        for host, by in wrong.items()
+        for host, by in ahead_s.items()
+        if abs(by) > CLOCK_S
     ]

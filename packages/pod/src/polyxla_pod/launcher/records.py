@@ -62,9 +62,9 @@ class Recorder:
 
     def add(self, line: FoldedLine) -> None:
         """Add a line to the job's log."""
-        one = {"time": time.time(), "hosts": line.hosts, "stream": line.stream, "text": line.text}
+        document = {"time": time.time(), "hosts": line.hosts, "stream": line.stream, "text": line.text}
         with self._losable():
-            self._log.write(json.dumps(one) + "\n")
+            self._log.write(json.dumps(document) + "\n")
 
     def tick(self) -> None:
         """Write the hosts' states and the end of the log, every `WRITE_S`."""
@@ -74,7 +74,7 @@ class Recorder:
     def write_states(self) -> None:
         """Write the job with its hosts' states."""
         self._written_s = time.monotonic()
-        text = json.dumps({**self._description, "hosts": [one.as_json() for one in self._states]})
+        text = json.dumps({**self._description, "hosts": [state.as_json() for state in self._states]})
         # Readers see the old or the new file, never a part.
         new = self._directory / "job.json.new"
         with self._losable():
@@ -129,7 +129,7 @@ def read_all(directory: Path) -> list[dict[str, Any]]:
         except (OSError, ValueError):
             continue
         found.append({**record, "running": is_running(path.parent)})
-    return sorted(found, key=lambda one: float(one["started"]))
+    return sorted(found, key=lambda record: float(record["started"]))
 
 
 def find(directory: Path, job: str | None) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def find(directory: Path, job: str | None) -> dict[str, Any]:
         UsageError: there is no such job, or several begin like this.
     """
     jobs = read_all(directory)
-    found = [one for one in jobs if one["id"].startswith(job)] if job else jobs[-1:]
+    found = [record for record in jobs if record["id"].startswith(job)] if job else jobs[-1:]
     if len(found) == 1:
         return found[0]
     what = (
@@ -165,9 +165,9 @@ def log_lines(
     with (path / "output.jsonl").open(encoding="utf-8") as file:
         while True:
             runs = follow and is_running(path)
-            for one in _whole_lines(file):
-                if host is None or host in one["hosts"]:
-                    yield FoldedLine(one["stream"], one["text"], one["time"], one["hosts"])
+            for line in _whole_lines(file):
+                if host is None or host in line["hosts"]:
+                    yield FoldedLine(line["stream"], line["text"], line["time"], line["hosts"])
             if not runs:
                 return
             time.sleep(0.2)

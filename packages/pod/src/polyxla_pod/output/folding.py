@@ -155,10 +155,10 @@ class Tracebacks:
     def release(self, now_s: float) -> list[HeldTraceback]:
         """Return the tracebacks of hosts that went on, to be shown like other lines."""
         # What a host prints all the time, such as its progress, must not hold its lines for ever.
-        due = [one for one in self._held.values() if now_s - one.since_s >= HOLD_S]
-        for one in due:
-            one.was_shown = True
-            self._released[one.host] = self._held.pop(one.host)
+        due = [held for held in self._held.values() if now_s - held.since_s >= HOLD_S]
+        for held in due:
+            held.was_shown = True
+            self._released[held.host] = self._held.pop(held.host)
         return due
 
     def end(self, host: int, now_s: float, *, failed: bool) -> HeldTraceback | None:
@@ -174,14 +174,14 @@ class Tracebacks:
 
     def is_consequence(self, host: int) -> bool:
         """Return whether another host's failure explains the traceback of a host that failed."""
-        return any(one.is_consequence for one in self._last if one.host == host)
+        return any(held.is_consequence for held in self._last if held.host == host)
 
     def first(self) -> tuple[HeldTraceback, list[int]] | None:
         """Return the first real traceback of the hosts that failed, and all hosts with the same.
 
         None if there is none, or if it was shown.
         """
-        ranked = sorted(self._last, key=lambda one: one.is_consequence)
+        ranked = sorted(self._last, key=lambda held: held.is_consequence)
         if not ranked or ranked[0].was_shown:
             return None
-        return ranked[0], [one.host for one in ranked if one.without_notes == ranked[0].without_notes]
+        return ranked[0], [held.host for held in ranked if held.without_notes == ranked[0].without_notes]

@@ -86,10 +86,10 @@ def host_table(states: Sequence[HostState], rows: int) -> Table:
     table.add_column("last line", no_wrap=True, overflow="ellipsis", ratio=1)
     shown, rest = chosen_rows(states, rows)
     for number in shown:
-        one, progress = states[number], states[number].progress
+        state, progress = states[number], states[number].progress
         step = "" if progress.step is None else str(progress.step)
         rate = "" if progress.steps_per_s is None else f"{progress.steps_per_s:.3g}"
-        cells = [f"w{number}", one.name, one.state, step, progress.loss or "", rate, progress.last_line]
+        cells = [f"w{number}", state.name, state.state, step, progress.loss or "", rate, progress.last_line]
         table.add_row(*(Text(cell) for cell in cells))
     if rest:
         counts = Counter(states[number].state for number in rest)
@@ -104,8 +104,8 @@ def chosen_rows(states: Sequence[HostState], rows: int) -> tuple[list[int], list
         return list(range(len(states))), []
 
     def rank(number: int) -> tuple[bool, int]:
-        one = states[number]
-        return one.state == "running", one.progress.step or 0
+        state = states[number]
+        return state.state == "running", state.progress.step or 0
 
     ranked = sorted(range(len(states)), key=rank)
     return sorted(ranked[: rows - 1]), sorted(ranked[rows - 1 :])

@@ -17,7 +17,7 @@ from polyxla_pod.ray import env
 
 
 @dataclass(frozen=True)
-class Call:
+class HostCall:
     """What to launch on each host.
 
     Attributes:
@@ -70,11 +70,11 @@ def _run(file: Path) -> Returned | Raised:
         return Raised(error, text)
 
 
-def _load(file: Path) -> Call:
+def _load(file: Path) -> HostCall:
     with file.open("rb") as opened:
         sys.path[:], data = pickle.load(opened)
     try:
-        call: Call = pickle.loads(data)
+        call: HostCall = pickle.loads(data)
     except ImportError as error:
         raise UsageError(
             f"the function cannot be loaded on this host: {error}",

@@ -59,8 +59,8 @@ class Slice:
 
     def problem(self) -> str | None:
         """Return what is missing or there twice; None for a whole slice."""
-        workers = [one.worker for one in self.hosts]
-        if twice := sorted({one for one in workers if workers.count(one) > 1}):
+        workers = [host.worker for host in self.hosts]
+        if twice := sorted({worker for worker in workers if workers.count(worker) > 1}):
             return f"several nodes say that they are worker {', '.join(map(str, twice))}"
         if missing := sorted(set(range(max(self._host_count(), max(workers) + 1))) - set(workers)):
             return f"no node is worker {', '.join(map(str, missing))}"
@@ -102,10 +102,10 @@ def choose(slices: Sequence[Slice], name: str | None, kind: str | None) -> Slice
             where=where,
             fix="Add the TPU hosts to the cluster: `ray status` must list the resource TPU.",
         )
-    fitting = [one for one in slices if name in (None, one.name) and kind in (None, one.type)]
+    fitting = [found for found in slices if name in (None, found.name) and kind in (None, found.type)]
     if not fitting:
         raise UsageError("the Ray cluster has no such TPU", where=where, fix=f"It has {there}.")
-    if whole := [one for one in fitting if not one.problem()]:
+    if whole := [found for found in fitting if not found.problem()]:
         fitting = whole
     if len(fitting) > 1:
         fix = f"Name one with --tpu NAME: {'; '.join(map(str, fitting))}."
@@ -120,7 +120,7 @@ def choose(slices: Sequence[Slice], name: str | None, kind: str | None) -> Slice
 
 
 def _slice(name: str, nodes: Sequence[Mapping[str, Any]]) -> Slice:
-    hosts = sorted(map(_host, nodes), key=lambda one: one.worker)
+    hosts = sorted(map(_host, nodes), key=lambda host: host.worker)
     return Slice(name, nodes[0]["Labels"].get(TYPE_LABEL, ""), tuple(hosts))
 
 

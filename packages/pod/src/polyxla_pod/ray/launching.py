@@ -17,7 +17,7 @@ from polyxla_pod.output.folding import FoldedLine
 from polyxla_pod.output.pipeline import HostState, Pipeline
 from polyxla_pod.output.screens import PlainScreen
 from polyxla_pod.ray import env
-from polyxla_pod.ray.call import Call
+from polyxla_pod.ray.call import HostCall
 from polyxla_pod.ray.transport import RayTransport
 from polyxla_pod.transports import Target
 
@@ -38,7 +38,7 @@ def launch(function: Callable[..., Any], options: Mapping[str, Any]) -> list[Any
         ReplicaLostError: a host ended without a result.
         Exception: what a replica raised.
     """
-    with closing(RayTransport(Target(), Call(function, options).pickled())) as transport:
+    with closing(RayTransport(Target(), HostCall(function, options).pickled())) as transport:
         job = Job(
             COMMAND,
             transport.hosts,
@@ -50,8 +50,8 @@ def launch(function: Callable[..., Any], options: Mapping[str, Any]) -> list[Any
         failures = _Attempt(job, transport).run()
         if failures:
             _raise(failures, job, transport)
-        numbered = [one for host in range(len(job.hosts)) for one in _results(host, job, transport)]
-    return [value for _, value in sorted(numbered, key=lambda one: one[0])]
+        numbered = [result for host in range(len(job.hosts)) for result in _results(host, job, transport)]
+    return [value for _, value in sorted(numbered, key=lambda result: result[0])]
 
 
 class _Attempt:
@@ -150,6 +150,6 @@ def _raise(failures: Sequence[Failure], job: Job, transport: RayTransport) -> No
             error.add_note(f"on {job.label(first.host)}")
             raise
     if first.exit_code == REFUSED:
-        what = "; ".join(one.text.rstrip(".") for one in failures)
+        what = "; ".join(failure.text.rstrip(".") for failure in failures)
         raise UsageError(what, where="the hosts' preflight", fix="Nothing was started.")
     raise ReplicaLostError(first.text)

@@ -126,5 +126,5 @@ def node_environment() -> dict[str, str]:
     In it Ray has since limited OpenMP to one thread and chosen chips, which is the command's to do.
     """
     entries = Path("/proc/self/environ").read_bytes().split(b"\0")
-    pairs = (os.fsdecode(one).partition("=") for one in entries if one)
+    pairs = (os.fsdecode(entry).partition("=") for entry in entries if entry)
     return {name: value for name, _, value in pairs}

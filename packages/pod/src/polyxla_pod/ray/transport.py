@@ -205,7 +205,7 @@ class RayTransport(Transport):
         options = _options(target)
         cluster.connect(options.get("address"), snapshot())
         self._slice = choose(find_slices(ray.nodes()), target.tpu, options.get("type"))
-        self.hosts = tuple(one.address for one in self._slice.hosts)
+        self.hosts = tuple(host.address for host in self._slice.hosts)
         self._group = cluster.reserve(self._slice)
         self._broker = Broker(self._place, call)
 

@@ -45,8 +45,8 @@ def main(how: str, directory: str) -> None:
     except OwnError as error:
         print("caught", error)
         raise
-    assert all(isinstance(one, Result) for one in results)
-    print([(one.ordinal, one.host) for one in results], "torch" in sys.modules)
+    assert all(isinstance(result, Result) for result in results)
+    print([(result.ordinal, result.host) for result in results], "torch" in sys.modules)
 
 
 if __name__ == "__main__":

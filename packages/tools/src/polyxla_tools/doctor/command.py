@@ -39,7 +39,7 @@ def doctor(
     from polyxla_tools.doctor.examination import attempt, examine, gather
     from polyxla_tools.doctor.findings import Status
 
-    # As after Ctrl-C, the trial's processes must not outlive this one.
+    # SystemExit unwinds the trial's context managers, as KeyboardInterrupt does, so no process is left.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with plain_errors(as_json):
         _check_format(paste=paste, as_json=as_json)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from polyxla.plugin import POLYXLA_EMULATE, LaunchSettings
 from polyxla_tools.doctor import host_checks, packages, runtimes, variables
 from polyxla_tools.doctor.findings import Finding, Status
-from polyxla_tools.doctor.host import HostFacts, Places, gather_host
+from polyxla_tools.doctor.host import HostFacts, HostPaths, gather_host
 from polyxla_tools.doctor.packages import PackageFacts, gather_packages
 from polyxla_tools.doctor.runtimes import RuntimeFacts, gather_runtimes
-from polyxla_tools.doctor.trial import Outcome, check_trial, make_plan, run_trial
+from polyxla_tools.doctor.trial import TrialResult, check_trial, plan_trial, run_trial
 
 _ORDER = (Status.OK, Status.NOTE, Status.PROBLEM)
 
@@ -48,28 +48,29 @@ def gather(environ: Mapping[str, str], settings: LaunchSettings) -> Facts:
     return Facts(
         environ=environ,
         packages=gather_packages(environ),
-        host=gather_host(Places.of(environ)),
+        host=gather_host(HostPaths.of(environ)),
         runtimes=gather_runtimes(environ, settings),
     )
 
 
-def attempt(facts: Facts, timeout_s: float) -> Outcome | None:
+def attempt(facts: Facts, timeout_s: float) -> TrialResult | None:
     """Run the trial; None if no runtime can be used.
 
     Args:
         facts: the facts.
         timeout_s: longest time, in seconds.
     """
-    plan = make_plan(facts.environ, facts.runtimes, is_emulated=facts.is_emulated)
+    plan = plan_trial(facts.environ, facts.runtimes, is_emulated=facts.is_emulated)
     if plan is None:
         return None
     try:
         return run_trial(facts.environ, plan, timeout_s)
+    # Such as no memory for a process, or no space for the log: the other findings still help.
     except OSError as error:
-        return Outcome(plan, error=f"it could not be started: {error}")
+        return TrialResult(plan, error=f"it could not be started: {error}")
 
 
-def examine(facts: Facts, outcome: Outcome | None, loader_workers: int) -> list[Finding]:
+def examine(facts: Facts, outcome: TrialResult | None, loader_workers: int) -> list[Finding]:
     """Run all checks.
 
     Args:
@@ -105,4 +106,5 @@ def examine(facts: Facts, outcome: Outcome | None, loader_workers: int) -> list[
         ),
         *(check_trial(outcome) if outcome else []),
     ]
+    # Problems last: they are what a terminal still shows. The sort keeps the order of the checks.
     return sorted(findings, key=lambda finding: _ORDER.index(finding.status))

@@ -62,7 +62,8 @@ def read_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> Memory | None:
 
 
 def _groups(proc: Path, cgroups: Path) -> list[Path]:
-    """Return the control group of this process and those around it; in a container, its own is the root."""
+    """Return the control group of this process and its parents: each of them may have a limit."""
+    # In a container, the mounted root is the process's own group.
     found = re.search(r"^0::/(.*)$", _text(proc / "self" / "cgroup"), re.MULTILINE)
     own = cgroups / (found[1] if found else "")
     return [own, *(group for group in own.parents if group.is_relative_to(cgroups))]
@@ -72,7 +73,7 @@ def _limited(memory: Memory, group: Path) -> Memory:
     limit, used = _text(group / "memory.max").strip(), _text(group / "memory.current").strip()
     if not limit.isdecimal() or not used.isdecimal():
         return memory
-    # The kernel drops cached files before it refuses memory.
+    # The kernel drops cached files before it refuses memory, so they count as free.
     cached = re.search(r"^inactive_file (\d+)$", _text(group / "memory.stat"), re.MULTILINE)
     left = max(0, int(limit) - int(used) + (int(cached[1]) if cached else 0))
     is_less = int(limit) < memory.total
@@ -97,7 +98,7 @@ NVIDIA = Path("/proc/driver/nvidia")
 
 
 @dataclass(frozen=True)
-class Places:
+class HostPaths:
     """Where to look.
 
     Attributes:
@@ -119,10 +120,11 @@ class Places:
     disks: tuple[Path, ...] = ()
 
     @classmethod
-    def of(cls, environ: Mapping[str, str]) -> Places:
+    def of(cls, environ: Mapping[str, str]) -> HostPaths:
         """Return the places of this machine; some are named by variables."""
         cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "polyxla"
         named = environ.get(POLYXLA_COMPILE_CACHE, "on")
+        # A training writes to the working directory, the temporary directory and the cache of programs.
         disks = [*_working_directory(), _temporary_directory(environ)]
         if named not in ("off", ""):
             disks.append(cache if named == "on" else Path(named))
@@ -199,7 +201,7 @@ class HostFacts:
     is_lost: bool = False
 
 
-def gather_host(places: Places) -> HostFacts:
+def gather_host(places: HostPaths) -> HostFacts:
     """Look at this machine; never raises for what is missing or forbidden."""
     return HostFacts(
         system=_system(),
@@ -233,7 +235,7 @@ def _temporary_directory(environ: Mapping[str, str]) -> Path:
     try:
         return Path(tempfile.gettempdir())
     except OSError:
-        # Python tries to write to it: it may be full.
+        # Python writes a file to each candidate, and raises if all file systems are full.
         return Path(environ.get("TMPDIR") or "/tmp")  # noqa: S108
 
 
@@ -266,14 +268,16 @@ def _access(path: Path) -> Access | None:
     except OSError:
         return None
     owner = f"{_user(status.st_uid)}:{_group(status.st_gid)}"
-    # A directory is used by who may also search it.
+    # Directories also need execute permission. Effective ids decide what the kernel allows.
     how = os.R_OK | os.W_OK | (os.X_OK if path.is_dir() else 0)
+    # `os.access` asks the kernel: ACLs and capabilities count, which the mode alone does not show.
     return Access(str(path), owner, oct(status.st_mode & 0o777), os.access(path, how, effective_ids=True))
 
 
 def _disks(paths: Sequence[Path]) -> tuple[Space, ...]:
     """Return the file systems of directories, or of their nearest parents that exist."""
     there = (next(parent for parent in (path, *path.parents, Path("/")) if parent.exists()) for path in paths)
+    # Directories on one file system share its space, so it is listed and checked once.
     found: dict[int, list[Path]] = {}
     for path in dict.fromkeys(there):
         found.setdefault(path.stat().st_dev, []).append(path)

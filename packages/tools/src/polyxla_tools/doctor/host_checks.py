@@ -17,6 +17,7 @@ def check_chips(host: HostFacts) -> list[Finding]:
         return [ok("chips", "no TPU chip is attached")]
     kinds = ", ".join(sorted({chip.generation or "unknown generation" for chip in host.chips}))
     found = f"{counted(len(host.chips), 'TPU chip')} attached ({kinds})"
+    # The kernel lists PCI devices in a container, too, but the device files must be passed to it.
     if not host.device_files:
         fix = "In a container, pass --privileged, or each chip with --device; else install the TPU's driver."
         return [problem("chips", f"{found}, and /dev has no file of one", fix)]
@@ -44,7 +45,7 @@ def check_holders(host: HostFacts) -> list[Finding]:
 
 
 def short(holder: Holder) -> str:
-    """Describe a holder by program and first argument: those after it may be secret."""
+    """Describe a holder by program and first argument; later arguments may be secret."""
     program = " ".join(holder.command.split()[:2])
     return f"process {holder.pid} ({program}) has {', '.join(holder.files)} open"
 
@@ -52,11 +53,12 @@ def short(holder: Holder) -> str:
 def check_libtpu_files(host: HostFacts) -> list[Finding]:
     """Check that this user may write libtpu's lock file and logs, which another user may have made."""
     found = []
+    # Without chips, libtpu only compiles, for `polyxla fits`, and needs neither file.
     make = problem if host.chips else note
     if host.lock_file and not host.lock_file.is_usable:
         text = f"{host.user} may not write {host.lock_file.path} (owner {host.lock_file.owner})"
         fix = f"If no program uses the TPU: sudo rm {host.lock_file.path}."
-        found.append(make("libtpu", f"{text}; libtpu takes the TPU for one in use", fix))
+        found.append(make("libtpu", f"{text}; libtpu then reports that the TPU is in use", fix))
     if host.tpu_logs and not host.tpu_logs.is_usable:
         text = f"{host.user} may not write {host.tpu_logs.path} (owner {host.tpu_logs.owner})"
         fix = "Set TPU_LOG_DIR to a directory of yours."
@@ -75,13 +77,14 @@ def check_plugin(environ: Mapping[str, str], host: HostFacts) -> list[Finding]:
     where = f"{POLYXLA_PJRT_PLUGIN}={named}"
     if not named:
         return []
+    # Loading a plugin takes the GPU or the TPU, so this only looks for its file.
     if importlib.util.find_spec("polyxla_bridge") is None:
         return [problem(_SUBJECT, f"{where} needs polyxla-bridge, which is not installed", "Install it.")]
     if named == CUDA:
         return [_check_gpus(where, host)]
     if named != LIBTPU and not Path(named).is_file():
         fix = f"Write the path of a PJRT plugin's library, {CUDA} or {LIBTPU}."
-        return [problem(_SUBJECT, f"{where} is no file", fix)]
+        return [problem(_SUBJECT, f"{where} is not a file", fix)]
     return [ok(_SUBJECT, where)]
 
 
@@ -168,6 +171,7 @@ def check_memory(
     """
     if host.memory is None:
         return [note("memory", "the kernel does not say how much memory there is")]
+    # A trial measures the replica; nothing can measure the workers of a DataLoader that does not exist yet.
     need = replicas * (replica_bytes + loader_workers * WORKER_BYTES)
     limit = ", the limit of this container" if host.memory.is_limited else ""
     found = f"{_size(host.memory.available)} of {_size(host.memory.total)} are available{limit}"

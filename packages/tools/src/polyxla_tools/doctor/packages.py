@@ -90,6 +90,7 @@ def _requires_python() -> str:
 
 
 def _unfit_libtpu(environ: Mapping[str, str], versions: Mapping[str, str]) -> Unfit | None:
+    # Each framework needs its own libtpu; the environment has one of them.
     for releases in (FOR_TORCH_XLA, FOR_TORCH_TPU):
         if normal(releases.framework) in versions and (reason := releases.problem(environ)):
             return Unfit(reason, releases.fix)
@@ -98,6 +99,7 @@ def _unfit_libtpu(environ: Mapping[str, str], versions: Mapping[str, str]) -> Un
 
 def check_python(facts: PackageFacts) -> list[Finding]:
     """Check that polyxla supports this Python."""
+    # pip has checked this when it installed polyxla; a copied or shared environment is not checked.
     if SpecifierSet(facts.requires_python).contains(facts.python, prereleases=True):
         return [ok("python", f"Python {facts.python}")]
     found = f"Python {facts.python} does not fit polyxla, which needs {facts.requires_python}"
@@ -122,9 +124,11 @@ def _is_unmet(facts: PackageFacts, text: str) -> bool:
         required = Requirement(text)
     except InvalidRequirement:
         return False
+    # Extras are optional: their requirements do not count as unmet.
     if required.marker and not required.marker.evaluate({"extra": ""}):
         return False
     version = facts.installed.get(normal(required.name))
+    # Prereleases count: nightly builds of torch_xla and libtpu are installed on purpose.
     return not version or not required.specifier.contains(version, prereleases=True)
 
 
@@ -164,7 +168,7 @@ def framework_versions(facts: PackageFacts) -> Iterator[str]:
 
 
 def check_frameworks(facts: PackageFacts) -> list[Finding]:
-    """List the frameworks; whether a runtime works with them is for the runtime to say."""
+    """List the frameworks; each runtime reports by itself whether it works with them."""
     if any(name in facts.installed for name in ("torch-xla", "torch-tpu")):
         return [ok("frameworks", ", ".join(framework_versions(facts)))]
     fix = f"Install a runtime, which brings them: {pip_install('polyxla-runtime-pjrt')}"

@@ -13,7 +13,7 @@ from polyxla_tools.doctor.findings import Finding, Status, counted
 from polyxla_tools.doctor.host_checks import short
 from polyxla_tools.doctor.packages import framework_versions
 from polyxla_tools.doctor.secrets import scrubbed, scrubbed_document, shown
-from polyxla_tools.doctor.trial import Outcome
+from polyxla_tools.doctor.trial import TrialResult
 from polyxla_tools.doctor.variables import relevant
 
 STYLES = {Status.OK: "", Status.NOTE: "yellow", Status.PROBLEM: "bold red"}
@@ -23,7 +23,7 @@ _WIDTH = 120
 
 
 def print_findings(findings: Sequence[Finding]) -> None:
-    """Print the table on standard output, and the sum of it."""
+    """Print the table on standard output, and its summary."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -45,11 +45,11 @@ def summary(findings: Sequence[Finding]) -> str:
     counts = Counter(finding.status for finding in findings)
     notes = counted(counts[Status.NOTE], "note")
     if problems := counts[Status.PROBLEM]:
-        return f"{counted(problems, 'problem')} and {notes}: do what stands after the arrows."
+        return f"{counted(problems, 'problem')} and {notes}: do what follows the arrows."
     return f"0 problems and {notes}: this machine can train."
 
 
-def as_json(facts: Facts, outcome: Outcome | None, findings: Sequence[Finding]) -> dict[str, Any]:
+def as_json(facts: Facts, outcome: TrialResult | None, findings: Sequence[Finding]) -> dict[str, Any]:
     """Return everything as JSON-compatible values, without secrets."""
     host, selection = facts.host, facts.runtimes.selection
     document = {
@@ -70,6 +70,7 @@ def as_json(facts: Facts, outcome: Outcome | None, findings: Sequence[Finding]) 
         "variables": _variables(facts),
         "trial": _trial(outcome),
     }
+    # Scrubbed as a whole: error texts and command lines may contain secrets in any field.
     return {name: scrubbed_document(value, facts.environ) for name, value in document.items()}
 
 
@@ -78,7 +79,7 @@ def _variables(facts: Facts) -> dict[str, str]:
     return {name: shown(name, value) for name, value in found.items()}
 
 
-def _trial(outcome: Outcome | None) -> dict[str, Any] | None:
+def _trial(outcome: TrialResult | None) -> dict[str, Any] | None:
     if outcome is None:
         return None
     return {

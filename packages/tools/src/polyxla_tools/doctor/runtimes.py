@@ -60,9 +60,10 @@ def gather_runtimes(environ: Mapping[str, str], settings: LaunchSettings) -> Run
         devices = select_devices(settings.devices, selection)
         check_environment(environ, selection, devices)
     except PolyxlaError as caught:
-        # A worker that cannot be reached, too: what is wrong is what an examination is for.
+        # Not only a UsageError: a worker that cannot be reached is a finding as well, not a failed command.
         error, devices = caught, ()
     return RuntimeFacts(
+        # After an error, too: the reasons of all runtimes are what the user needs then.
         candidates=discover_all(environ),
         selection=selection,
         error=error,
@@ -90,7 +91,7 @@ def check_choice(facts: RuntimeFacts) -> list[Finding]:
 
 
 def _of_error(subject: str, error: PolyxlaError) -> Finding:
-    """Return an error as a problem; one that is not the caller's, as of a lost process, may have no fix."""
+    """Return an error as a problem. Errors that no user caused, such as a lost process, have no fix."""
     origin = getattr(error, "where", None)
     where = f" (from {origin})" if origin else ""
     return problem(subject, f"{getattr(error, 'what', error)}{where}", getattr(error, "fix", ""))
@@ -134,9 +135,10 @@ def check_conflicts(facts: RuntimeFacts) -> list[Finding]:
     ]
     found = []
     for text in facts.selection.warnings:
-        # These have checks of their own.
+        # `check_variables` and `check_other_runtimes` report these.
         if text in facts.misspelt or text.startswith("left out: "):
             continue
+        # A warning is one sentence with the finding and one with the fix.
         what, _, fix = text.removesuffix(".").partition(". ")
         found.append(note("variables", text) if text in notes else problem("variables", what, f"{fix}."))
     return found
@@ -165,6 +167,7 @@ def check_devices(facts: RuntimeFacts, host: HostFacts, *, is_emulated: bool) ->
     if host.chips and not is_emulated and found.kind != "TPU":
         text = f"runtime {facts.selection.runtime} does not use the TPU chips of this machine"
         findings.append(note("devices", text, "Unset what asks for another device: `polyxla env` lists it."))
+    # Fewer may be wanted, such as in a job that shares the host. So this is not a problem.
     elif host.chips and not is_emulated and visible < len(host.chips):
         text = f"{len(host.chips)} TPU chips are attached, and programs see {counted(visible, 'device')}"
         fix = "Unset TPU_VISIBLE_CHIPS and the bounds of a process, if that is not meant."

@@ -1,7 +1,7 @@
 """Keeping secrets out of what is printed: an issue is public.
 
-A secret is recognised by its name, by what stands around it, and by what it looks like, because nobody knows
-the names of all variables. What is hidden without need costs a question; what is shown is lost.
+A secret is recognised by its name, by its context, and by its look, because no list has the names of all
+variables. Hiding too much costs a question; showing a secret cannot be undone.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _ISSUED = re.compile(
     r"(?P<secret>\b(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|xox[abeprs]-|AKIA|ASIA|ya29\.|eyJ|AIza|npm_|pypi-)"
     r"[\w.-]{6,})"
 )
-"""Tokens whose issuers mark them, so that they are found where they leak."""
+"""Tokens that their issuers mark, so that scanners recognise a leaked token."""
 _PRIVATE = re.compile(r"(?P<secret>-----BEGIN [^-]*PRIVATE KEY-----(?:.*?-----END [^-]*-----|.*))", re.DOTALL)
 _CONTEXTS = (_PRIVATE, _SCHEME, _LOGIN, _ARGUMENT, _ISSUED)
 _RUN = re.compile(r"(?<![\w./~-])[A-Za-z0-9+_=-]{20,}(?![\w./-])")
 _LEAST_CHANGES = 6
-"""A random text of twenty characters changes at least so often between letters, capitals and digits."""
+"""Fewest changes between letters, capitals and digits in a random text of twenty characters."""
 _SHORTEST = 6
 """Shorter values are parts of other words."""
 HIDDEN = "(hidden)"
@@ -59,6 +59,7 @@ def scrubbed(text: str, environ: Mapping[str, str]) -> str:
         text: any text.
         environ: the environment.
     """
+    # Longest first: a secret may contain another one, whose replacement would leave the rest visible.
     for secret in sorted(_secrets(environ), key=len, reverse=True):
         if len(secret) >= _SHORTEST:
             text = text.replace(secret, HIDDEN)
@@ -80,7 +81,7 @@ def scrubbed_document(document: Any, environ: Mapping[str, str]) -> Any:
 def _is_secret(name: str, value: str) -> bool:
     if not value or not _NAME.search(name) or _HARMLESS.match(name):
         return False
-    # A secret may begin with a slash as well.
+    # The name decides as well as the value, because a secret may begin with a slash.
     return not (_OF_FILE.search(name) and _PATH.match(value))
 
 
@@ -113,7 +114,7 @@ def _secrets(environ: Mapping[str, str]) -> set[str]:
 
 
 def _is_random(text: str) -> bool:
-    """Return whether a text looks drawn: hexadecimal digits only, or letters and digits in no order."""
+    """Return whether a text looks random: hexadecimal digits only, or letters and digits in no order."""
     plain = re.sub(r"[^A-Za-z0-9]", "", text)
     if not re.search(r"\d", plain) or not re.search(r"[A-Za-z]", plain):
         return False

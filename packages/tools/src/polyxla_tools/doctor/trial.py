@@ -30,7 +30,7 @@ STOP_GRACE_S = 10.0
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrialPlan:
     """What the trial runs on.
 
     Attributes:
@@ -45,7 +45,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialResult:
     """How the trial ended.
 
     Attributes:
@@ -54,18 +54,19 @@ class Outcome:
         error: why it failed; None if it did not.
     """
 
-    plan: Plan
+    plan: TrialPlan
     replicas: tuple[Measured, ...] = ()
     error: str | None = None
 
     @property
     def replica_bytes(self) -> int | None:
         """The peak memory of a replica, in bytes; None if the trial failed."""
+        # Replicas that are threads share one process, whose memory counts once.
         processes = {replica["process"]: replica["peak_bytes"] for replica in self.replicas}
         return math.ceil(sum(processes.values()) / len(self.replicas)) if self.replicas else None
 
 
-def make_plan(environ: Mapping[str, str], facts: RuntimeFacts, *, is_emulated: bool) -> Plan | None:
+def plan_trial(environ: Mapping[str, str], facts: RuntimeFacts, *, is_emulated: bool) -> TrialPlan | None:
     """Return what the trial runs on; None if no runtime can be used.
 
     Args:
@@ -76,9 +77,11 @@ def make_plan(environ: Mapping[str, str], facts: RuntimeFacts, *, is_emulated: b
     if not facts.selection or facts.error:
         return None
     runtime, found = facts.selection.runtime, facts.selection.discovery
+    # A collective of the whole slice would wait for the other hosts, on which nothing runs.
     if found.host_count > 1 and not is_emulated:
         why = "the other hosts are left out: `polyxla pod run -- polyxla doctor` asks each"
-        return Plan(runtime, facts.devices[:1], why)
+        return TrialPlan(runtime, facts.devices[:1], why)
+    # A TPU is tried as a whole, because some faults concern one chip only.
     if found.kind == "TPU":
         devices = facts.devices[:MOST_EMULATED] if is_emulated else facts.devices
     else:
@@ -87,11 +90,11 @@ def make_plan(environ: Mapping[str, str], facts: RuntimeFacts, *, is_emulated: b
     try:
         check_environment(environ, facts.selection, devices)
     except PolyxlaError as error:
-        return Plan(runtime, facts.devices[:1], f"several cannot be used: {error}")
-    return Plan(runtime, devices, why)
+        return TrialPlan(runtime, facts.devices[:1], f"several cannot be used: {error}")
+    return TrialPlan(runtime, devices, why)
 
 
-def run_trial(environ: Mapping[str, str], plan: Plan, timeout_s: float) -> Outcome:
+def run_trial(environ: Mapping[str, str], plan: TrialPlan, timeout_s: float) -> TrialResult:
     """Run the trial, and end all its processes.
 
     Args:
@@ -103,7 +106,7 @@ def run_trial(environ: Mapping[str, str], plan: Plan, timeout_s: float) -> Outco
         answer, log = Path(directory, "answer"), Path(directory, "log")
         arguments = [plan.runtime, json.dumps(plan.devices), repr(time.monotonic()), str(answer)]
         command = [sys.executable, "-m", "polyxla_tools.doctor.trial_process", *arguments]
-        # A program from the cache would be measured as a fast one.
+        # A cached program would hide how long its compilation takes.
         variables = {**environ, POLYXLA_COMPILE_CACHE: "off"}
         with log.open("wb") as output, _started(command, variables, output) as process:
             try:
@@ -111,7 +114,7 @@ def run_trial(environ: Mapping[str, str], plan: Plan, timeout_s: float) -> Outco
             except subprocess.TimeoutExpired:
                 last = _last_line(log)
                 after = f"; its last line was: {last}" if last else ""
-                return Outcome(plan, error=f"it did not end within {timeout_s:g} s{after}")
+                return TrialResult(plan, error=f"it did not end within {timeout_s:g} s{after}")
         return _outcome(plan, answer, log, code)
 
 
@@ -119,7 +122,7 @@ def run_trial(environ: Mapping[str, str], plan: Plan, timeout_s: float) -> Outco
 def _started(
     command: list[str], environ: Mapping[str, str], output: Any
 ) -> Iterator[subprocess.Popen[bytes]]:
-    # Ctrl-C in the terminal reaches this process only, which then ends the group.
+    # In a session of its own, so that Ctrl-C reaches this process only, which then ends the whole group.
     process = subprocess.Popen(
         command,
         env=environ,
@@ -139,19 +142,20 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_GRACE_S)
+    # The leader has ended, but replicas that hang may be left in its group.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
-def _outcome(plan: Plan, answer: Path, log: Path, code: int) -> Outcome:
+def _outcome(plan: TrialPlan, answer: Path, log: Path, code: int) -> TrialResult:
     found: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else {}
     if code == 0 and "replicas" in found:
-        return Outcome(plan, tuple(found["replicas"]))
+        return TrialResult(plan, tuple(found["replicas"]))
     if code < 0:
         ended = f"its process was ended by {signal_name(-code)}"
-        return Outcome(plan, error=f"{ended}: {_last_line(log)}".removesuffix(": "))
-    return Outcome(plan, error=found.get("error") or _last_line(log) or f"exit code {code}")
+        return TrialResult(plan, error=f"{ended}: {_last_line(log)}".removesuffix(": "))
+    return TrialResult(plan, error=found.get("error") or _last_line(log) or f"exit code {code}")
 
 
 def _last_line(log: Path) -> str:
@@ -159,7 +163,7 @@ def _last_line(log: Path) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
-def check_trial(outcome: Outcome) -> list[Finding]:
+def check_trial(outcome: TrialResult) -> list[Finding]:
     """Judge the trial: it must have ended, with the right sum in every replica."""
     count, runtime = len(outcome.plan.devices), outcome.plan.runtime
     what = f"an all-reduce on {counted(count, 'replica')} of {runtime}"
@@ -177,6 +181,7 @@ def check_trial(outcome: Outcome) -> list[Finding]:
     return [ok("trial", f"{what}: first result after {first_s:.1f} s, then {step_s * 1e3:.2f} ms each{why}")]
 
 
-def _by_hand(plan: Plan) -> str:
+def _by_hand(plan: TrialPlan) -> str:
     arguments = [plan.runtime, json.dumps(plan.devices), "0", "answer.json"]
+    # By hand the start time does not matter: the user wants to see the output.
     return shlex.join([sys.executable, "-m", "polyxla_tools.doctor.trial_process", *arguments])

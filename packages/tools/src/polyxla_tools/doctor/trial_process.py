@@ -53,7 +53,7 @@ def all_reduce(replica: Replica, started: float) -> Measured:
     return {
         "total": total,
         "first_s": first_s,
-        # The median: the first of them may compile once more.
+        # The median, because the first of these steps may compile once more.
         "step_s": statistics.median(times),
         "process": os.getpid(),
         # In KiB. Source: getrusage(2).
@@ -63,7 +63,7 @@ def all_reduce(replica: Replica, started: float) -> Measured:
 
 def _step(replica: Replica, value: torch.Tensor) -> float:
     total = replica.all_reduce(value)
-    # Without it torch_xla's trace keeps the reductions of all steps, and each step is a new program.
+    # Without this, torch_xla's trace keeps the reductions of all steps, and each step is a new program.
     replica.sync()
     result: float = total.mean().item()
     return result
@@ -78,6 +78,7 @@ def main(runtime: str, devices: str, started: str, answer: str) -> None:
         started: when the trial started, on the machine's monotonic clock.
         answer: the file to write.
     """
+    # `polyxla doctor` may be killed with SIGKILL, after which nothing else would end this process.
     end_with_parent()
     try:
         results = launch(all_reduce, [float(started)], runtime=runtime, devices=json.loads(devices))

@@ -25,14 +25,14 @@ PREFIXES = (
 BFLOAT16 = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")
 """Variables that torch_xla 2.9 still obeys. Source: its own warnings."""
 FLOAT16 = ("XLA_USE_F16", "XLA_USE_FP16", "XLA_DOWNCAST_FP16")
-"""Variables that torch_xla 2.9 only warns of. Source: its ``__init__.py``, and the names in its library."""
+"""Variables that torch_xla 2.9 only warns about. Source: ``__init__.py``, and the names in its library."""
 GIVEN = (
     tpu.TPU_PROCESS_ADDRESSES,
     tpu.TPU_PROCESS_PORT,
     "PJRT_LOCAL_PROCESS_RANK",
     "PJRT_LOCAL_PROCESS_COUNT",
 )
-"""Variables that a launch gives to its processes, and that nobody sets by hand."""
+"""Variables that a launch gives to its processes. No user sets them by hand."""
 OF_TORCHRUN = (tpu.WORLD_SIZE, tpu.RANK, tpu.LOCAL_RANK, tpu.LOCAL_WORLD_SIZE)
 """Variables that torchrun gives to its processes, together with ``TORCHELASTIC_RUN_ID``."""
 _UNCHECKED = tuple(prefix for prefix in PREFIXES if prefix not in ("POLYXLA_", "XRT_"))
@@ -52,7 +52,7 @@ def relevant(environ: Mapping[str, str], facts: RuntimeFacts) -> dict[str, str]:
 def check_variables(environ: Mapping[str, str], facts: RuntimeFacts) -> list[Finding]:
     """Check the variables that are set."""
     found = [
-        *(_misspelt_ours(facts)),
+        *_misspelt_ours(facts),
         *_misspelt_others(environ, facts),
         *_old(environ),
         *_left_over(environ),
@@ -72,6 +72,7 @@ def _misspelt_others(environ: Mapping[str, str], facts: RuntimeFacts) -> Iterato
     known = [*_known(facts), *GIVEN, *BFLOAT16, *FLOAT16]
     for name in sorted(environ):
         if name not in known and name.startswith(_UNCHECKED):
+            # An unknown name alone means nothing: libtpu reads hundreds of variables that no list has.
             near = difflib.get_close_matches(name, known, n=1, cutoff=_NEAR)
             if near:
                 yield note("variables", f"no runtime reads {name}", f"Did you mean {near[0]}?")
@@ -88,7 +89,8 @@ def _old(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _left_over(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Find what a shell inherits from a process of a launch: it makes every program a part of that launch."""
+    """Find variables that a shell inherited from a launch: with them, every program joins that launch."""
+    # With torchrun, its own variables are set on purpose.
     left = [name for name in GIVEN if name in environ]
     if tpu.TORCHELASTIC_RUN_ID not in environ:
         left += [name for name in OF_TORCHRUN if name in environ]

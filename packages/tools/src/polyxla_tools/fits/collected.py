@@ -27,7 +27,7 @@ def innermost_user_line(stack: Iterable[Frame]) -> str | None:
 def program_line(module: bytes) -> str | None:
     """Return ``file:line`` of the script from which most of a program's operations come.
 
-    Of the lines that call each other it is the outermost: the one of a training step, not of a layer.
+    Of a stack's lines in the script, it is the outermost: the line of a training step, not of a layer.
 
     Args:
         module: a serialised HloModuleProto, with stacks in its metadata (``XLA_IR_DEBUG=1``).
@@ -57,6 +57,7 @@ def is_users(file: str) -> bool:
 
 def _packages(file: str) -> Iterator[str]:
     """Yield the top-level package of a file, by the longest import path that contains it."""
+    # Longest first: site-packages is often below another entry.
     for entry in sorted(filter(None, sys.path), key=len, reverse=True):
         if Path(file).is_relative_to(entry):
             yield Path(file).relative_to(entry).parts[0].removesuffix(".py")
@@ -159,7 +160,7 @@ class Logs:
     def _executed(self, path: Path, line: Mapping[str, Any]) -> None:
         fingerprint, device = line["executed"], line["device"]
         self.executions[fingerprint, path.name, device] += 1
-        # Each list is of more bytes than the one before.
+        # The emulated libtpu records a list only if it has more bytes than the previous list.
         if "arrays" in line:
             counts = {ArrayType(dtype, tuple(dims)): count for dtype, dims, count in line["arrays"]}
             self.alive[fingerprint, device] = Alive(line["in_use"], counts)
@@ -168,7 +169,7 @@ class Logs:
         with path.open("rb") as file:
             file.seek(self._read.get(path, 0))
             text = file.read()
-        # The last line may not be complete yet.
+        # The process may be writing the last line: it is read again when it is complete.
         whole = text[: text.rfind(b"\n") + 1]
         self._read[path] = self._read.get(path, 0) + len(whole)
         return (json.loads(line) for line in whole.splitlines())
@@ -176,6 +177,7 @@ class Logs:
     @property
     def repeats(self) -> int:
         """How often a program was executed since the last new one, in the process that is furthest behind."""
+        # The slowest process decides: stopped earlier, its programs would be missing.
         return min((max(quiet.values(), default=0) for quiet in self._quiet.values()), default=0)
 
 
@@ -189,6 +191,8 @@ def programs(directory: Path, logs: Logs) -> list[CollectedProgram]:
         fingerprint: hlo.structure(_module(directory, fingerprint).read_bytes())
         for fingerprint in logs.stacks
     }
+    # Replicas compile programs that differ in constants, such as a replica's offset. They count as one
+    # program.
     kinds: dict[tuple[bytes, int], list[str]] = {}
     known: set[str] = set()
     for asked in logs.asked.values():
@@ -219,6 +223,8 @@ def _program(directory: Path, logs: Logs, alike: list[str]) -> CollectedProgram:
         fingerprint=first,
         name=name,
         line=(
+            # The stack at compilation is exact. Without one, the metadata of operations tell, then the main
+            # thread.
             innermost_user_line(logs.stacks[first])
             or program_line(module)
             or innermost_user_line(logs.mains[first])

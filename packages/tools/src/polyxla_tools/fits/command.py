@@ -61,7 +61,7 @@ def fits(
     Trains a few steps on an emulated TPU, and compiles each program for the real one with libtpu. Options
     that are not listed here are the script's; after --, all are. Exit code 3: it needs too much HBM.
     """
-    # As after Ctrl-C, the script's processes must not outlive this one.
+    # SystemExit unwinds the run's context managers, as KeyboardInterrupt does, so no process is left.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with plain_errors(as_json):
         with shown() as progress:
@@ -127,7 +127,7 @@ class Work:
                 where="polyxla fits",
                 fix=f"Install it: {pip_install('polyxla-bridge')}",
             )
-        # Only now: these modules import the bridge.
+        # These modules import the bridge, so its absence is reported before.
         from polyxla_tools.fits.target import Target, installed_framework
 
         framework = installed_framework()
@@ -144,6 +144,7 @@ class Work:
             raise UsageError(problem, where="polyxla fits", fix=framework.libtpu.fix)
         library = Path(found.origin).with_name("libtpu.so")
         version = importlib.metadata.version("libtpu")
+        # One deadline for everything: the search for a batch size runs the script several times.
         end = time.monotonic() + timeout_s
         return cls(framework, target, library, version, steps, end, environ, progress)
 
@@ -163,10 +164,13 @@ class Work:
                 for number, program in enumerate(programs, 1):
                     self.progress.detail(f"{number} of {len(programs)}, {program.line or program.name}")
                     checked.append(Checked(program, compiler.compile(program, self._left())))
-                    if stops_when_too_large and checked[-1].outcome.is_too_large:
+                    # The search needs no more than that: compiling the other programs takes minutes.
+                    if stops_when_too_large and checked[-1].compilation.is_too_large:
                         return Result(checked)
                 self.progress.detail("the arrays that are in use")
-                costs = [(found.program, found.outcome.cost) for found in checked if found.outcome.cost]
+                costs = [
+                    (found.program, found.compilation.cost) for found in checked if found.compilation.cost
+                ]
 
                 def size_of(type_: ArrayType) -> int:
                     return compiler.size_of(type_, programs[0].options, self._left())
@@ -197,10 +201,11 @@ class Work:
                 tried[size] = self.check(with_batch_size(command, size), stops_when_too_large=True)
             except (ScriptFailedError, TimeLimitError) as error:
                 fitted = max((size for size, result in tried.items() if result.fits(self.target)), default=0)
+                # The search may have taken an hour: its best result so far must not be lost.
                 known = f"batch size {fitted} fits; " if fitted else ""
                 raise type(error)(f"{known}batch size {size}: {error}") from error
             is_too_large = tried[size].is_too_large(self.target)
-            problems = [program for program in tried[size].programs if not program.outcome.fits]
+            problems = [program for program in tried[size].programs if not program.compilation.fits]
             if problems and not is_too_large:
                 raise CannotCompileError(f"batch size {size}: {problems[0].problem(self.target)}")
             self.progress.phase(f"batch size {size}: {'too large' if is_too_large else 'fits'}")
@@ -238,6 +243,7 @@ def largest_fitting(fits: Callable[[int], bool], first: int) -> int:
         first: the first size to try.
     """
     fitting, too_large = 0, 0
+    # The search counts in these numbers, so that it tries no size that a tile would round up anyway.
     number = _number(max(first, 1))
     while not too_large or too_large - fitting > 1:
         if fits(_size(number)):

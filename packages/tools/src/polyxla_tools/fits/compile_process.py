@@ -103,6 +103,7 @@ class Compiler:
             compile_options_size=chosen.size,
         ).executable
         try:
+            # The executable is needed only for its statistics: it cannot be loaded without a TPU.
             return self._cost(executable)
         finally:
             self._call("Executable_Destroy", executable=executable)
@@ -110,6 +111,7 @@ class Compiler:
     def _cost(self, executable: int) -> Cost:
         memory = self._call("Executable_GetCompiledMemoryStats", executable=executable)
         found = self._call("Executable_GetCostAnalysis", executable=executable)
+        # A library may offer no cost analysis; the memory statistics are required.
         properties = read_values(found.properties, found.num_properties)
         return Cost(
             argument_bytes=memory.argument_size_in_bytes,
@@ -126,7 +128,7 @@ class Compiler:
 def main() -> None:
     """Serve until the end of the input."""
     library, topology, options = sys.argv[1:]
-    # libtpu prints, too.
+    # libtpu also prints on standard output, which would break the lines of JSON.
     with os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1) as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         try:

@@ -30,7 +30,7 @@ START_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Compilation:
     """What libtpu made of a program.
 
     Attributes:
@@ -69,7 +69,7 @@ class CompileProcess:
         self._memory_bytes = target.memory_bytes
         arguments = [str(library), target.topology, json.dumps(target.options)]
         self._command = [sys.executable, "-m", compile_process.__name__, *arguments]
-        # libtpu would look for the TPU of this machine, and ask the metadata server.
+        # With these variables libtpu would look for this machine's TPU and ask the metadata server.
         others = {
             name: value for name, value in environ.items() if not name.startswith(("TPU_", "CLOUD_TPU_"))
         }
@@ -77,7 +77,7 @@ class CompileProcess:
             **others,
             tpu_env.TPU_SKIP_MDS_QUERY: "1",
             tpu_env.TPU_WORKER_HOSTNAMES: "localhost",
-            # Otherwise a second process with libtpu on this machine is refused, also one that only compiles.
+            # Otherwise libtpu's lock file refuses a second process on this machine, even to compile.
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         }
         self._process: subprocess.Popen[str] | None = None
@@ -92,7 +92,7 @@ class CompileProcess:
         self._end()
         self._errors.close()
 
-    def compile(self, program: CollectedProgram, timeout_s: float) -> Outcome:
+    def compile(self, program: CollectedProgram, timeout_s: float) -> Compilation:
         """Compile a program; wait at most `timeout_s` seconds.
 
         Raises:
@@ -102,18 +102,19 @@ class CompileProcess:
         answer = self._compile(program.hlo, program.options, timeout_s)
         seconds = time.monotonic() - started
         if answer is None:
+            # The timer has killed the process, or libtpu has ended it: only the time tells them apart.
             is_late = seconds >= timeout_s
             reason = f"libtpu took longer than {timeout_s:.0f} s" if is_late else self._end_of_process()
             self._end()
-            return Outcome(seconds, error=reason)
+            return Compilation(seconds, error=reason)
         if "error" in answer:
-            return Outcome(
+            return Compilation(
                 answer["seconds"],
                 error=answer["error"],
                 is_too_large=answer["code"] == Code.RESOURCE_EXHAUSTED,
             )
         cost = Cost(**answer["cost"])
-        return Outcome(answer["seconds"], cost, is_too_large=cost.total_bytes > self._memory_bytes)
+        return Compilation(answer["seconds"], cost, is_too_large=cost.total_bytes > self._memory_bytes)
 
     def size_of(self, type_: ArrayType, options: Path, timeout_s: float) -> int:
         """Return the memory that an array needs on the TPU, where it fills whole tiles.
@@ -126,6 +127,7 @@ class CompileProcess:
         Raises:
             CompileFailedError: libtpu does not load, or does not know the TPU.
         """
+        # A training has many arrays of few types, and each type takes a compilation.
         if type_ not in self._sizes:
             with tempfile.NamedTemporaryFile(suffix=".hlo") as file:
                 file.write(hlo.holder(type_.dtype, type_.dims))
@@ -133,7 +135,7 @@ class CompileProcess:
                 answer = self._compile(Path(file.name), options, timeout_s)
             if answer is None:
                 self._end()
-            # An array that is larger than the HBM is none of its arguments.
+            # libtpu does not compile a program whose argument is larger than the HBM: estimate it unpadded.
             is_known = answer is not None and "cost" in answer
             size = Cost(**answer["cost"]).argument_bytes if answer and is_known else _host_size(type_)
             self._sizes[type_] = size
@@ -145,6 +147,7 @@ class CompileProcess:
         return self._ask([str(module), str(options)], timeout_s)
 
     def _start(self) -> None:
+        # The log of an earlier process must not explain the end of this one.
         self._errors.truncate(0)
         self._process = subprocess.Popen(
             self._command,
@@ -166,7 +169,7 @@ class CompileProcess:
         assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
-        # A blocked read ends with the process.
+        # `readline` has no timeout, but it returns when the process has ended.
         timer = threading.Timer(timeout_s, process.kill)
         timer.start()
         try:
@@ -191,6 +194,7 @@ class CompileProcess:
     def _end(self) -> None:
         if self._process is not None:
             self._process.kill()
+            # This reads what is left in the pipes and closes them; the process is dead.
             self._process.communicate()
             self._process = None
 
@@ -244,6 +248,7 @@ def memory_peaks(
     found: dict[int, MemoryPeak] = {}
     for program, cost in programs:
         for device, alive in program.alive.items():
+            # Equal programs run with different arrays alive; the emulated libtpu has kept the largest set.
             arrays = sum(count * size_of(type_) for type_, count in alive.counts.items())
             peak = MemoryPeak(device, program, arrays, cost.total_bytes - cost.argument_bytes)
             if device not in found or peak.total_bytes > found[device].total_bytes:

@@ -71,6 +71,7 @@ class EmulatedRun:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
+                # In a group of its own: replicas and loader workers end with the script.
                 start_new_session=True,
             )
             try:
@@ -90,6 +91,7 @@ class EmulatedRun:
             finally:
                 end_group(process)
         logs.read()
+        # A script that was stopped on purpose ends with a signal, which is not a failure.
         self._check(0 if is_settled else process.returncode, logs, output)
         return programs(directory, logs)
 
@@ -98,12 +100,12 @@ class EmulatedRun:
 
         With an eager framework, the equal layers of a network repeat its programs within a step, as steps do.
         So as much time must have passed since the last new program as from the script's start to that
-        program: a first step, with all that is compiled in it, takes longer than one of its loops.
+        program: a first step, which compiles, takes longer than the equal layers in it.
 
         Args:
             repeats: how often a program was executed since the last new one.
             last_new_s: when that was, in seconds after the script's start.
-            now_s: the time, likewise.
+            now_s: seconds since the script's start.
         """
         if not self.steps or repeats < self.steps:
             return False
@@ -120,6 +122,7 @@ class EmulatedRun:
         kept = {
             name: value
             for name, value in environ.items()
+            # Variables of TPU nodes would contradict the runtime, which is set below.
             if name not in REPLACED and not name.startswith("XRT_")
         }
         return {

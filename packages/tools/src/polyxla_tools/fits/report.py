@@ -10,7 +10,7 @@ from typing import Any
 
 from polyxla_tools.fits.collected import CollectedProgram, operation_line
 from polyxla_tools.fits.compile_process import Cost
-from polyxla_tools.fits.compiling import MemoryPeak, Outcome
+from polyxla_tools.fits.compiling import Compilation, MemoryPeak
 from polyxla_tools.fits.target import Target
 
 SMALL_BYTES = 1 << 20
@@ -26,7 +26,7 @@ class Checked:
     """A program and what libtpu made of it."""
 
     program: CollectedProgram
-    outcome: Outcome
+    compilation: Compilation
 
     @property
     def where(self) -> str:
@@ -35,11 +35,11 @@ class Checked:
 
     def problem(self, target: Target) -> str | None:
         """Return why the program does not run on the TPU, in a sentence; None if it does."""
-        if self.outcome.fits:
+        if self.compilation.fits:
             return None
-        error = self.outcome.error
-        if self.outcome.is_too_large:
-            cost = self.outcome.cost
+        error = self.compilation.error
+        if self.compilation.is_too_large:
+            cost = self.compilation.cost
             return f"{self.where}: {exceeded(cost, target) if cost else too_large(error, target)}"
         operation = failed_operation(error)
         line = operation_line(self.program.hlo.read_bytes(), operation) if operation else None
@@ -48,20 +48,20 @@ class Checked:
 
     def as_json(self, target: Target) -> dict[str, Any]:
         """Return it as JSON-compatible values."""
-        cost = self.outcome.cost
+        cost = self.compilation.cost
         return {
             "line": self.program.line,
             "name": self.program.name,
             "operation": self.program.operation,
             "executions": self.program.executions,
             "variants": self.program.variants,
-            "fits": self.outcome.fits,
+            "fits": self.compilation.fits,
             "hbm_bytes": cost.total_bytes if cost else None,
             **(dataclasses.asdict(cost) if cost else {}),
             "estimate_s": target.estimate_s(cost) if cost else None,
-            "compile_s": round(self.outcome.seconds, 3),
+            "compile_s": round(self.compilation.seconds, 3),
             "problem": self.problem(target),
-            "is_too_large": self.outcome.is_too_large,
+            "is_too_large": self.compilation.is_too_large,
         }
 
 
@@ -80,11 +80,11 @@ class Result:
     def is_too_large(self, target: Target) -> bool:
         """Return whether a program, or all that is in use while it runs, needs more HBM than a device has."""
         is_full = any(peak.total_bytes > target.memory_bytes for peak in self.peaks)
-        return is_full or any(program.outcome.is_too_large for program in self.programs)
+        return is_full or any(program.compilation.is_too_large for program in self.programs)
 
     def fits(self, target: Target) -> bool:
         """Return whether the script runs on the TPU."""
-        return not self.is_too_large(target) and all(program.outcome.fits for program in self.programs)
+        return not self.is_too_large(target) and all(program.compilation.fits for program in self.programs)
 
 
 def as_json(target: Target, version: str, result: Result) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def as_text(target: Target, version: str, result: Result) -> Iterator[str]:
     devices = f"{kind.devices} device{'s' if kind.devices > 1 else ''}"
     memory = binary(target.memory_bytes)
     yield f"{kind.name}: {devices} with {memory} of HBM each (compiled by libtpu {version})"
-    compiled = [checked for checked in result.programs if checked.outcome.cost is not None]
+    compiled = [checked for checked in result.programs if checked.compilation.cost is not None]
     listed = {
         id(checked) for checked in sorted(compiled, key=_needed)[-LISTED:] if _needed(checked) >= SMALL_BYTES
     }
@@ -129,7 +129,7 @@ def as_text(target: Target, version: str, result: Result) -> Iterator[str]:
             yield f"{checked.where}, executed {times}"
             yield _row(_cells(checked, target))
     if smaller := [checked for checked in compiled if id(checked) not in listed]:
-        seconds = sum(checked.outcome.seconds for checked in smaller)
+        seconds = sum(checked.compilation.seconds for checked in smaller)
         yield f"{len(smaller)} smaller programs, compiled in {seconds:.1f} s"
     for checked in result.programs:
         if problem := checked.problem(target):
@@ -139,11 +139,12 @@ def as_text(target: Target, version: str, result: Result) -> Iterator[str]:
 
 
 def _needed(checked: Checked) -> int:
-    return checked.outcome.cost.total_bytes if checked.outcome.cost else 0
+    return checked.compilation.cost.total_bytes if checked.compilation.cost else 0
 
 
 def _peak(target: Target, result: Result) -> Iterator[str]:
     most = max(result.peaks, key=lambda peak: peak.total_bytes)
+    # Replicas usually need the same: then the text does not single out a device.
     is_equal = len({peak.total_bytes for peak in result.peaks}) == 1
     on = "" if len(result.peaks) == 1 else " on each device" if is_equal else f" on device {most.device}"
     total, memory = binary(most.total_bytes), binary(target.memory_bytes)
@@ -168,7 +169,7 @@ def origin(program: CollectedProgram) -> str:
 
 
 def _cells(checked: Checked, target: Target) -> list[str]:
-    cost = checked.outcome.cost
+    cost = checked.compilation.cost
     assert cost is not None
     estimate = target.estimate_s(cost)
     return [
@@ -180,7 +181,7 @@ def _cells(checked: Checked, target: Target) -> list[str]:
         decimal(cost.flops),
         decimal(cost.accessed_bytes),
         "?" if estimate is None else _time(estimate),
-        f"{checked.outcome.seconds:.1f}s",
+        f"{checked.compilation.seconds:.1f}s",
     ]
 
 
@@ -233,6 +234,7 @@ def too_large(error: str, target: Target) -> str:
             f"an array of the program, {match[2]}, needs {binary(int(match[1]))} of HBM, and a device has "
             f"{binary(target.memory_bytes)}"
         )
+    # libtpu 0.0.21 reports the use of HBM in the first form, 0.0.52 in the second.
     used = re.search(r"Used ([\d.]+[KMG]) of ([\d.]+[KMG]) hbm", error) or re.search(
         r"\(([\d.]+[KMG])\) exceeds available HBM \(([\d.]+[KMG])\)", error
     )

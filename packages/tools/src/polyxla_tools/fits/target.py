@@ -50,7 +50,7 @@ TORCH_TPU = Framework(
     FOR_TORCH_TPU,
     ("v4", "v5e", "v5p", "v6e", "v7x"),
     is_eager=True,
-    # Each operation waits until its program has run: then the line of the main thread is the program's.
+    # Each operation waits until its program has run, so that the main thread's line is the program's.
     # Source: tried with torch_tpu 0.2.0, which sends the same programs with and without it.
     variables={"TORCH_TPU_LAUNCH_BLOCKING": "1"},
 )
@@ -151,6 +151,7 @@ class Target:
         """The name that libtpu has for the arrangement of the chips, such as ``v5e:2x4``."""
         x, y, z = self.accelerator.bounds.chips
         generation = self.accelerator.generation
+        # The ICI of these generations has two dimensions, and libtpu takes no third.
         is_flat = generation in ("v5e", "v6e")
         return f"{_NAMES.get(generation, generation)}:{x}x{y}" + ("" if is_flat else f"x{z}")
 
@@ -176,5 +177,6 @@ class Target:
         if cost.flops is None or cost.accessed_bytes is None:
             return None
         peak = PEAKS[self.accelerator.generation]
+        # Where a device is one of a chip's cores, it has half of the chip's peak.
         share = self.accelerator.threads_per_process
         return max(cost.flops * share / peak.flops, cost.accessed_bytes * share / peak.bandwidth)

@@ -34,6 +34,7 @@ ANSWER_S = 5.0
 def run_program(command: Sequence[str], environ: Mapping[str, str]) -> None:
     """Run the program in a fork of a warm process and end as it ends; return if none fits."""
     first = _program_directory(command[3:])
+    # Python puts the program's directory first in the path, unless `-P` or PYTHONSAFEPATH forbids it.
     own_path = [] if sys.flags.safe_path else [first]
     if found := _fork(_request("program", environ, command=list(command), own_path=own_path), environ):
         follow(found[0])
@@ -101,7 +102,7 @@ def _fork(request: Message, environ: Mapping[str, str], *more: int) -> tuple[soc
         connection = _connect(path)
         answer = connection and ask(connection, request)
         if not connection or not answer:
-            # Killed processes leave their socket, which is gone by now.
+            # `_connect` has removed the socket of a process that was killed.
             reasons += [_silence(path)] if path.exists() else []
         elif answer["refused"]:
             renews = "; it renews itself" if answer["is_stale"] else ""
@@ -142,6 +143,7 @@ def _silence(path: Path) -> str:
 
 
 def _connect(path: Path) -> socket.socket | None:
+    # The kernel accepts connections for a stopped process, which never answers.
     if is_stopped(_pid(path)):
         return None
     connection = socket.socket(socket.AF_UNIX)
@@ -149,10 +151,11 @@ def _connect(path: Path) -> socket.socket | None:
     try:
         with reachable(path) as name:
             connection.connect(name)
+        # Checked again, beside the directory: the environment that is sent next may contain secrets.
         if peer_user(connection) == os.getuid():
             return connection
     except ConnectionRefusedError:
-        # Its process was killed.
+        # Its process was killed, which leaves the socket's file behind.
         path.unlink(missing_ok=True)
     except OSError:
         pass
@@ -173,7 +176,7 @@ def _inheritable() -> list[int]:
     numbers = [int(path.name) for path in Path("/proc/self/fd").iterdir()]
     found = []
     for number in numbers:
-        # The directory's own is closed again.
+        # The descriptor with which the directory was listed is closed by now.
         with contextlib.suppress(OSError):
             if os.get_inheritable(number):
                 found.append(number)
@@ -223,7 +226,7 @@ class WarmProcess(Process):
 def follow(connection: socket.socket) -> NoReturn:
     """Pass on signals to a program until it ends, then end this process in the same way."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED, signal.SIGIO})
-    # A message then comes as a signal, too: one call waits for everything, and says who sent a signal.
+    # A message then arrives as a signal, so that one call waits for both and reports who sent a signal.
     signal.signal(signal.SIGIO, lambda *_: None)
     fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) | os.O_ASYNC)
@@ -242,16 +245,17 @@ def _pass_on(connection: socket.socket, number: int, is_for_group: bool) -> None
     # A program in a process group that no shell knows is not stopped by SIGTSTP.
     is_stop = number == signal.SIGTSTP
     number = signal.SIGSTOP if is_stop else number
-    # If it has ended, so has the program, which is noticed next.
+    # If the warm process has ended, so has the program: the caller's loop notices it.
     with contextlib.suppress(OSError):
         send(connection, signal=number, is_for_group=is_for_group or is_stop)
     if is_stop:
+        # A shell sees its job stopped only if this process stops as well.
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _end_as(code: int) -> NoReturn:
     if code < 0:
-        # The program has written its core dump, if any.
+        # The program has written its core dump: this process must not write a second one.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -code not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(-code, signal.SIG_DFL)

@@ -92,6 +92,7 @@ def _status() -> dict[str, str]:
 
 
 def _by_calls() -> dict[str, Any]:
+    # Python has no functions for these.
     libc, machine = ctypes.CDLL(None), platform.machine()
     found: dict[str, Any] = {name: libc.prctl(number, 0, 0, 0, 0) for name, number in _PRCTL.items()}
     if number := _IOPRIO_GET.get(machine):
@@ -117,6 +118,7 @@ def own_state() -> dict[str, Any]:
 
 def unreachable(state: Mapping[str, Any]) -> str | None:
     """Describe what this process may not give to a fork; None if it may give all of `state`."""
+    # A process may lower its hard limits and raise its niceness, but never the reverse.
     for name, (_, hard) in state["limits"].items():
         own = resource.getrlimit(getattr(resource, name))[1]
         if own != resource.RLIM_INFINITY and (hard == resource.RLIM_INFINITY or hard > own):
@@ -135,7 +137,7 @@ def take_state(state: Mapping[str, Any]) -> None:
     os.setpriority(os.PRIO_PROCESS, 0, state["priority"])
     for number in _signals():
         handler = signal.SIG_IGN if number in state["ignored"] else signal.SIG_DFL
-        # As Python does when it starts.
+        # Python starts with its own handler of SIGINT, unless the signal is ignored.
         usual = (
             signal.default_int_handler if number == signal.SIGINT and handler is signal.SIG_DFL else handler
         )

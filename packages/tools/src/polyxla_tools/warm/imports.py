@@ -46,7 +46,8 @@ class _Recorder(os._Environ):  # type: ignore[type-arg]  # noqa: SLF001
     _listed: str | None
 
     def __getitem__(self, name: str) -> str:
-        # Copies of all variables read each by its name. In a fork, `polyxla_forked` acts on polyxla's.
+        # A copy of the environment reads each variable by name, but decides nothing. polyxla's own reads are
+        # made again in a fork, by the hook `polyxla_forked`.
         is_copy = sys._getframe(1).f_globals is vars(core) or sys._getframe(2).f_globals is vars(core)
         if name != self._listed and not is_copy:
             self.reads.values.add(name)
@@ -67,8 +68,9 @@ class _Recorder(os._Environ):  # type: ignore[type-arg]  # noqa: SLF001
 
 @contextlib.contextmanager
 def recorded_reads() -> Iterator[Reads]:
-    """Record which variables Python code reads from `os.environ` meanwhile."""
+    """Record which variables Python code reads from `os.environ` in the block."""
     environ: Any = os.environ  # noqa: TID251
+    # Modules have bound `os.environ` itself, so replacing the object would miss their reads.
     plain, environ.__class__ = environ.__class__, _Recorder
     environ.reads, environ._listed = Reads(), None  # noqa: SLF001
     try:
@@ -86,7 +88,7 @@ def difference(
     Args:
         before: the environment in which the warm process was started.
         after: the same after its imports, which set variables themselves.
-        reads: what Python code read meanwhile.
+        reads: what Python code read during the imports.
         wanted: the environment of the process to start.
     """
     for name in sorted(relevant(reads, {**before, **wanted})):
@@ -94,6 +96,7 @@ def difference(
         if value not in (before.get(name), after.get(name)):
             return f"{_setting(name, value)} here, {_setting(name, before.get(name))} there"
     for name in sorted(reads.presence):
+        # Imports may have set the variable themselves: both states are those of a warm process.
         if (name in wanted) not in (name in before, name in after):
             return f"{name} is set in one environment, and not in the warm process's"
     return None
@@ -125,7 +128,7 @@ class ImportedFiles:
 
     def __init__(self, path: Sequence[str]) -> None:
         found = {*_module_files(), *_mapped_files(), *_interpreter_files()}
-        # torch writes a module into a temporary directory, which the first program to end removes.
+        # torch imports a generated module from a temporary directory, which the first program to end removes.
         written = {entry for entry in sys.path if entry not in path}
         self._files = {name: _stamp(name) for name in found if os.path.dirname(name) not in written}
         self._directories = {name: (_stamp(name), _listing(name)) for name in path}
@@ -136,7 +139,7 @@ class ImportedFiles:
             if _stamp(name) != stamp:
                 return f"{name} has changed"
         for name, (stamp, listing) in self._directories.items():
-            # Its time also changes by files that are not modules.
+            # A directory's time also changes with files that are not modules.
             if _stamp(name) != stamp and _listing(name) != listing:
                 return f"what is installed in {name} has changed"
         return None
@@ -144,6 +147,7 @@ class ImportedFiles:
 
 def shadowed(directory: str) -> str | None:
     """Return a module that a program in `directory` would import from there, but was imported elsewhere."""
+    # sys.modules may have a link's path, and the program's directory another link's.
     here = os.path.realpath(directory)
     tops = {name: module for name, module in list(sys.modules.items()) if "." not in name}
     for found in _listing(here):

@@ -60,6 +60,7 @@ def spawn(options: Options, environ: Mapping[str, str], directory: str) -> subpr
         stdout=nothing,
         stderr=nothing,
         pass_fds=passed,
+        # It outlives the terminal, and must not receive its Ctrl-C.
         start_new_session=True,
     )
 
@@ -75,13 +76,14 @@ def start(options: Options, environ: Mapping[str, str]) -> int:
         options = Options(options.runtime, options.modules, options.idle_s, theirs)
         process = spawn(options, environ, str(env.working_directory()))
     finally:
+        # Only the child holds this end now: reading ends when the child does.
         os.close(theirs)
     with os.fdopen(ours, encoding="utf-8") as ready, _killed_unless_ready(process):
         if not select.select([ready], [], [], READY_TIMEOUT_S)[0]:
             raise NotReadyError(f"the warm process was not ready within {READY_TIMEOUT_S:g} s")
         answer: dict[str, Any] = json.loads(ready.read() or "{}")
         if "pid" in answer:
-            # It outlives this process, which must not warn that it has not waited for it.
+            # It outlives this process: with an exit code set, Popen does not warn about a running child.
             process.returncode = 0
             return process.pid
         problem = answer.get("problem", f"it ended while it imported {', '.join(options.modules)}")
@@ -134,13 +136,14 @@ class Preparation:
 
     def misfit(self, request: Message) -> str | None:
         """Describe why a process of `request` cannot be a fork of this one; None if it can."""
-        # They can be changed from outside: another control group, affinity or priority.
+        # Read again each time: others can change this process's control group, affinity or priority.
         for name, value in json.loads(json.dumps(surroundings())).items():
             if request["surroundings"].get(name) != value:
                 return f"not the same {name} as the warm process"
         runtime = request["environ"].get(env.POLYXLA_RUNTIME) or self.runtime
         if runtime != self.runtime:
             return f"it is for runtime {self.runtime!r}, not {runtime!r}"
+        # An import after the fork would start cold what the user expects to be warm.
         if missing := [name for name in request["preload"] if name not in sys.modules]:
             return f"it has not imported {', '.join(missing)}"
         return (
@@ -152,7 +155,7 @@ class Preparation:
     def _other_path(self, request: Message) -> str | None:
         directory = request["state"]["directory"]
         wanted = (os.path.join(directory, entry) for entry in request["path"])
-        # In this order, with others between.
+        # `in` consumes the generator: the entries must come in this order, with others between.
         if not all(entry in wanted for entry in self.path):
             return "the module search path is not that of the warm process"
         first, *others = request["own_path"] or [""]
@@ -170,7 +173,7 @@ def prepare(options: Options) -> Preparation:
         Exception: what an import raised.
     """
     if not sys.flags.safe_path:
-        # The directory in which it was started is not every program's.
+        # The first entry is the directory in which `polyxla warm on` ran; programs have their own there.
         del sys.path[0]
     before, path = env.snapshot(), tuple(dict.fromkeys(sys.path))
     with imports.recorded_reads() as reads:
@@ -189,7 +192,7 @@ def _refuse_threads() -> None:
     Raises:
         NotReadyError: something does.
     """
-    # Libraries such as OpenBLAS end their threads before a fork, and start them again when they need them.
+    # Fork first: libraries such as OpenBLAS end their threads before a fork, and start them again on demand.
     if (pid := os.fork()) == 0:
         os._exit(0)
     os.waitpid(pid, 0)

@@ -32,10 +32,11 @@ def become_program(request: Mapping[str, Any], descriptors: Sequence[int], path:
         descriptors: those that came with it.
         path: entries of `sys.path` that every program has.
     """
-    # Without the process that passes on its signals and its end, nobody could end it.
+    # The warm process passes on signals and reports the end. A program without it could not be ended.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _take(request, descriptors)
     command = request["command"]
+    # In place: other modules have imported these lists.
     sys.orig_argv[:] = command
     sys.argv[:] = [str(script.__file__), *command[3:]]
     by_imports = [entry for entry in sys.path if entry not in path]
@@ -66,26 +67,27 @@ def become_fork_server(
     number = fcntl.fcntl(control, fcntl.F_DUPFD_CLOEXEC, _first_free())
     os.close(control)
     _take(request, others)
-    # The launching process ends the replicas.
+    # Ctrl-C reaches the whole group, but the launching process ends the replicas, in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     fork_server.serve(socket.socket(fileno=number), adapt)
 
 
 def _take(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+    # Signals to the client's group must reach the program by the client only, once.
     os.setpgid(0, 0)
     _place(descriptors, request["descriptors"])
     take_state(request["state"])
     _open_standard_streams()
     env.replace_environ(request["environ"])
-    # What Python and NumPy drew or noted when they were imported. Python's own generators see a fork.
+    # Renew what Python and NumPy drew or noted at import. Python's `random` reseeds itself after a fork.
     process: Any = multiprocessing.process
     process.current_process().authkey = os.urandom(32)
     process.ORIGINAL_DIR = str(Path.cwd())
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     importlib.invalidate_caches()
-    # What was printed to nobody must be printed.
+    # The warm process has no terminal: what it printed once must be printed again.
     say_once.cache_clear()
     load_runtime(find_runtime(request["runtime"], "default")).hook.polyxla_forked()
 
@@ -97,6 +99,7 @@ def _first_free() -> int:
 
 def _place(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
     """Give received descriptors the numbers that they have in the client."""
+    # Two steps: a number that the client uses may be taken by another received descriptor.
     aside = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _first_free()) for descriptor in descriptors]
     for descriptor in [*descriptors, *({0, 1, 2} - set(numbers))]:
         os.close(descriptor)

@@ -83,7 +83,7 @@ class Forks:
         except OSError:
             message = None
         number = (message or {}).get("signal")
-        # The process may just have ended, or be another user's.
+        # The process may just have ended, or have changed its user.
         with contextlib.suppress(OSError, OverflowError):
             if message and isinstance(number, int):
                 (os.killpg if message.get("is_for_group") else os.kill)(pid, number)
@@ -96,10 +96,11 @@ class Forks:
         """Report the forks that have ended."""
         with contextlib.suppress(ChildProcessError):
             while True:
+                # SIGCHLD is not queued: one signal may stand for several ends.
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
                 if pid == 0:
                     return
-                # Another child is the successor of this process.
+                # A child that is not a fork is the successor of this process.
                 if fork := self._running.pop(pid, None):
                     code = os.waitstatus_to_exitcode(status)
                     _report(fork, exit=code, peak_bytes=usage.ru_maxrss * 1024)
@@ -112,13 +113,13 @@ class Forks:
 
 
 def _report(fork: Fork, **values: int) -> None:
-    # A client that is gone needs no report.
+    # A client that has ended does not read its report.
     with contextlib.suppress(OSError):
         send(fork.connection, **values)
 
 
 HANDSHAKE_S = 2.0
-"""Longest wait for each part of a client's request, in seconds: others wait meanwhile."""
+"""Longest wait for each part of a client's request, in seconds: other clients wait for it."""
 Work = Callable[[], None]
 
 
@@ -126,10 +127,11 @@ def main() -> None:
     """Prepare, by the options in the first argument, and serve; in a fork, be what the client asked for."""
     options = Options(**json.loads(sys.argv[1]))
     directory = str(Path.cwd())
+    # Ctrl-C in the terminal where it was started is meant for the commands there.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         preparation = prepare(options)
-        # A descriptor for each running fork; programs have the limits of their clients.
+        # Each running fork takes a descriptor here. Programs get the limits of their clients.
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         path = new_socket(env.snapshot(), os.getpid())
@@ -141,7 +143,7 @@ def main() -> None:
     _answer(options, pid=os.getpid())
     work = server.serve()
     if work is None:
-        # Nothing here needs an orderly exit, which would take time.
+        # An orderly exit would tear down torch, which takes time and changes nothing.
         os._exit(0)
     work()
 
@@ -176,12 +178,13 @@ class Server:
         # SIGCHLD writes to this socket, which wakes the thread from `select`.
         self._woken, self._wakes = socket.socketpair()
         self._wakes.setblocking(False)
-        # Given up for a moment when there is no other descriptor: see `_accept`.
+        # `_turn_away` gives this descriptor up for a moment when no other is free.
         self._spare = os.open(os.devnull, os.O_RDONLY)
         signal.set_wakeup_fd(self._wakes.fileno())
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        # It must not keep the file system of that directory busy.
         os.chdir("/")
-        # Collected objects would be copied in every fork.
+        # A collection in a fork would write to every object, and so copy the shared memory pages.
         gc.collect()
         gc.freeze()
 
@@ -203,7 +206,7 @@ class Server:
             self._forks.reap()
             self._busy = time.monotonic()
         elif ready is self._listener:
-            # A client that breaks off, sends nonsense, or is not this user's, is no concern of the others.
+            # A client that breaks off or sends nonsense must not affect the other clients.
             with contextlib.suppress(Exception), self._accept() as connection:
                 return self._answer(connection)
         elif ready.fileno() >= 0:
@@ -266,10 +269,11 @@ class Server:
         return None
 
     def _accepts(self, request: Message, connection: socket.socket) -> bool:
+        # After an upgrade, a fork would run old code with new files. The successor imports the new code.
         if change := self._preparation.change():
             send(connection, refused=f"{change} since it was imported", is_stale=True)
             self._retire()
-            # It is reaped with the forks.
+            # `Forks.reap` waits for it: with an exit code set, Popen does not warn about a running child.
             spawn(self._options, self._preparation.before, self._directory).returncode = 0
             return False
         misfit = self._preparation.misfit(request)
@@ -280,13 +284,13 @@ class Server:
         is_program = request["kind"] == "program"
         descriptors = receive_descriptors(connection)
         try:
-            # Of a full table of descriptors, the kernel leaves out what does not fit.
+            # With a full table of descriptors, the kernel drops those that do not fit.
             if len(descriptors) != len(request["descriptors"]) + (not is_program):
                 return None
             pid = os.fork()
             if pid == 0:
                 mine, descriptors = descriptors, []
-                # Outside of the loop, in which an exception is a client's.
+                # The work runs outside of the server's loop, which suppresses the exceptions of clients.
                 return functools.partial(self._become, request, mine, connection)
             self._forks.add(pid, Fork(connection, is_program))
             return None
@@ -305,7 +309,8 @@ class Server:
             become_fork_server(request, descriptors, adapt)
 
     def _leave(self, connection: socket.socket) -> None:
-        """Be no server any more, in a fork."""
+        """Give up all that belongs to the server, in a fork."""
+        # A signal of the fork must not wake the server, with which it shares the socket.
         signal.set_wakeup_fd(-1)
         if self._spare >= 0:
             os.close(self._spare)

@@ -68,6 +68,7 @@ def new_socket(environ: Mapping[str, str], pid: int) -> Path:
 @contextlib.contextmanager
 def reachable(path: Path) -> Iterator[str]:
     """Give a socket of any path a name that fits the 107 characters of a socket's address."""
+    # XDG_RUNTIME_DIR and TMPDIR may be arbitrarily deep.
     directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{directory}/{path.name}"
@@ -81,6 +82,8 @@ def _check_private(directory: Path) -> None:
     Raises:
         UsageError: it is not private.
     """
+    # Another user may have made the directory first, in /tmp, to serve processes with this user's
+    # environment.
     found = directory.lstat()
     mode = stat.S_IMODE(found.st_mode)
     if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and mode == 0o700:
@@ -94,6 +97,7 @@ def _check_private(directory: Path) -> None:
 
 
 def _interpreter() -> str:
+    # Processes of another environment's Python have other packages, and cannot serve its programs.
     return hashlib.sha256(f"{sys.executable}\0{sys.prefix}".encode()).hexdigest()[:12]
 
 
@@ -157,6 +161,7 @@ def peer_user(connection: socket.socket) -> int:
 def _read(connection: socket.socket, size: int) -> bytes:
     data = bytearray()
     while len(data) < size:
+        # A client that is killed resets the connection: the same as its end.
         with contextlib.suppress(ConnectionResetError):
             if more := connection.recv(size - len(data)):
                 data += more

@@ -21,18 +21,18 @@ import numpy as np
 main = sys.modules["__main__"]
 
 
-def stream(one: Any) -> list[Any]:
+def stream(opened: Any) -> list[Any]:
     """Describe a standard stream."""
-    buffering = [one.line_buffering, one.write_through]
+    buffering = [opened.line_buffering, opened.write_through]
     return [
-        one.name,
-        one.mode,
-        one.encoding,
-        one.errors,
-        one.isatty(),
+        opened.name,
+        opened.mode,
+        opened.encoding,
+        opened.errors,
+        opened.isatty(),
         *buffering,
-        one.fileno(),
-        one.newlines,
+        opened.fileno(),
+        opened.newlines,
     ]
 
 
@@ -47,12 +47,12 @@ facts = {
         name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if "RLIMIT" in name
     },
     "priority": os.getpriority(os.PRIO_PROCESS, 0),
-    "handlers": [str(signal.getsignal(one)).partition(" at ")[0] for one in signal.Signals],
+    "handlers": [str(signal.getsignal(number)).partition(" at ")[0] for number in signal.Signals],
     "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
     "wakeup": signal.set_wakeup_fd(-1),
-    "streams": [stream(one) for one in (sys.stdin, sys.stdout, sys.stderr)],
+    "streams": [stream(opened) for opened in (sys.stdin, sys.stdout, sys.stderr)],
     "originals": [sys.stdin is sys.__stdin__, sys.stdout is sys.__stdout__, sys.stderr is sys.__stderr__],
-    "descriptors": sorted(int(one.name) for one in Path("/proc/self/fd").iterdir() if one.exists()),
+    "descriptors": sorted(int(path.name) for path in Path("/proc/self/fd").iterdir() if path.exists()),
     "main": [
         main.__name__,
         main.__file__,
@@ -62,9 +62,9 @@ facts = {
     ],
     "flags": list(sys.flags),
     "locale": locale.setlocale(locale.LC_ALL),
-    "filters": [str(one) for one in warnings.filters],
+    "filters": [str(entry) for entry in warnings.filters],
     "faulthandler": faulthandler.is_enabled(),
-    "threads": [one.name for one in threading.enumerate()],
+    "threads": [thread.name for thread in threading.enumerate()],
     "is_main_thread": threading.current_thread() is threading.main_thread(),
     "thresholds": gc.get_threshold(),
     "original_directory": vars(multiprocessing.process)["ORIGINAL_DIR"],

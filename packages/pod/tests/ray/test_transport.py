@@ -42,7 +42,9 @@ def test_the_first_host_that_fails_is_named_and_its_traceback_shown_once(
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)], ids=lambda one: one.name
+    "number",
+    [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)],
+    ids=lambda sent: sent.name,
 )
 def test_nothing_is_left_when_the_driver_ends(drivers: Drivers, number: signal.Signals) -> None:
     process = drivers.start_run("--", sys.executable, SLEEPER)
