@@ -58,7 +58,7 @@ def run(
         str, typer.Option(metavar="PATH", help="Python on the hosts that has polyxla-pod installed.")
     ] = "python3",
     retry: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Start again after a failure, so often.")
+        int, typer.Option(metavar="N", min=0, help="Restart up to N times after a failure.")
     ] = 0,
     connect_timeout: Annotated[
         float, typer.Option(metavar="SECONDS", min=0.1, help="Longest wait for a host's first answer.")
@@ -106,13 +106,16 @@ def run(
 
 
 def _run(job: Job, transport: Transport, as_json: bool) -> int:
+    # Imported here, because the command line of every user loads this module.
     from polyxla_pod.launcher.records import Recorder, root
     from polyxla_pod.launcher.run import Run
     from polyxla_pod.output.pipeline import HostState
     from polyxla_pod.output.screens import LiveScreen, PlainScreen
 
     states = [HostState(name) for name in job.hosts]
+    # The record exists before anything starts, so that `polyxla pod kill` works at once.
     recorder = Recorder(root(env.snapshot()), {"command": list(job.command)}, states)
+    # With standard output in a file or a pipe, control sequences of the table would end up there.
     is_live = sys.stdout.isatty() and sys.stderr.isatty() and not as_json
     screen = LiveScreen(states) if is_live else PlainScreen(errors_only=as_json)
     say(
@@ -121,6 +124,7 @@ def _run(job: Job, transport: Transport, as_json: bool) -> int:
     try:
         result = Run(job, transport, states, screen, recorder).run()
     except UsageError as error:
+        # A job that was refused is still a job in `polyxla pod ps`, with its reason.
         recorder.close(error.exit_code, [str(error)])
         raise
     finally:
@@ -219,7 +223,7 @@ def manifest(
         int, typer.Option(metavar="SECONDS", min=0, help="Time for checkpoints at SIGTERM.")
     ] = 120,
     retry: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Start again after a failure, so often.")
+        int, typer.Option(metavar="N", min=0, help="Restart up to N times after a failure.")
     ] = 0,
     as_json: JsonFlag = False,
 ) -> None:

@@ -105,6 +105,7 @@ class Job:
 
 def _emulated(environ: Mapping[str, str], addresses: Sequence[str], host: int) -> dict[str, str]:
     """Return the variables by which a host emulates its part of an emulated slice of several hosts."""
+    # A single host emulates the whole slice by itself.
     if not environ.get(env.POLYXLA_EMULATE) or len(addresses) == 1:
         return {}
     return {env.POLYXLA_EMULATE_HOST: str(host), env.TPU_WORKER_HOSTNAMES: ",".join(addresses)}

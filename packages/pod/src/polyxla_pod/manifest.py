@@ -91,7 +91,7 @@ def jobset(
     metadata: dict[str, Any] = {"name": options.name}
     if options.namespace:
         metadata["namespace"] = options.namespace
-    # All pods on the nodes of one slice, and no other job's beside them.
+    # This puts all pods on the nodes of one slice, and keeps other jobs away from it.
     metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
     runtime = {POLYXLA_RUNTIME: options.runtime} if options.runtime else {}
     environ = {"PYTHONUNBUFFERED": "1", **runtime, **options.environ}
@@ -113,7 +113,7 @@ def jobset(
         "completionMode": "Indexed",
         "completions": accelerator.hosts,
         "parallelism": accelerator.hosts,
-        # One host that fails fails the job: the others could not go on without it.
+        # A host that fails must fail the job: the others cannot continue without it.
         "backoffLimit": 0,
         "template": {"spec": pod},
     }
@@ -130,7 +130,7 @@ def jobset(
 
 
 def _check_name(name: str, hosts: int) -> None:
-    # The pods' names, which are host names, add the job, its number and the pod's.
+    # A pod's name is a host name of at most 63 characters, and adds the job, its number and the pod's.
     longest = 63 - len(f"-{JOB}-0-{hosts - 1}")
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > longest:
         raise UsageError(

@@ -13,7 +13,7 @@ stop       none                                                        exit; end
 ========== =========================================================== ==============================
 
 A host sends hello before it reads anything, and error if it cannot do what it was asked for. Exit has the
-command's exit code; end follows when nothing is left of what the command started. Taken says that one more
+command's exit code; end follows when no process is left that the command started. Taken reports that another
 part of an archive has been written: the launcher sends no more than `UNTAKEN_PARTS` ahead, because heartbeats
 wait behind them. A worker serves the command until the launcher's stop, because the other hosts' commands may
 still need it; worker_exit has its exit code if it ends before.
@@ -33,7 +33,7 @@ UNTAKEN_PARTS = 64
 WORKER_STREAM = "worker"
 """The stream of a worker's lines; the command's are ``out`` and ``err``."""
 _FIRST = b'{"polyxla_pod":'
-"""How each message begins. Shells print other lines: greetings, and what their start-up files say."""
+"""How each message begins. Shells print other lines, such as greetings and the output of start-up files."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Message:
 
 def decode(line: bytes) -> Message | None:
     """Return the message in a line; None if the line is not a message."""
+    # This runs for every line of every host, so it avoids parsing what cannot be a message.
     if not line.startswith(_FIRST):
         return None
     try:
@@ -95,7 +96,7 @@ _FROM_HOST: dict[str, dict[str, Any]] = {
 def find_misfit(message: Message) -> str | None:
     """Describe what is wrong with a message from a host; None if the launcher can read it.
 
-    A host may have another version of this package, or another program in its place.
+    A host may run another version of this package, or another program.
     """
     if message.kind not in _FROM_HOST:
         return f"an unknown message {message.kind[:20]!r}"
@@ -121,6 +122,7 @@ def _items_fit(values: dict[str, Any], shape: dict[Any, Any]) -> bool:
 
 
 def _is(value: Any, shape: Any) -> bool:
+    # A bool is an int for Python, and would pass for a number.
     if value is None or shape is None or isinstance(value, bool):
         return value is shape
     if isinstance(shape, range):

@@ -52,7 +52,7 @@ def variables(environ: Mapping[str, str], addresses: Sequence[str], port: int, h
     if describes_workers(environ):
         return {}
     entries = (f"{_WORKER};{task};{join(address, port)}" for task, address in enumerate(addresses))
-    # On every host, so that each checks its worker before it imports anything.
+    # Set even on a single host, so that the launch checks its worker before it imports anything.
     found = {XRT_TPU_CONFIG: "|".join(entries), XRT_LOCAL_WORKER: f"{_WORKER}:{host}"}
     if len(addresses) > 1:
         found[XRT_MESH_SERVICE_ADDRESS] = join(addresses[0], MESH_PORT)
@@ -99,6 +99,7 @@ def check_workers(runtime: str | None, environ: Mapping[str, str]) -> None:
             where="--workers",
             fix=f"Write --runtime {RUNTIME} --workers, or omit --workers.",
         )
+    # A token of the user's would not match the one that the started workers require.
     if own := [name for name in (*_TOGETHER, *CREDENTIALS) if environ.get(name)]:
         raise UsageError(
             f"the hosts' own workers are started, with a token made for this job, but {own[0]} is set",

@@ -78,6 +78,7 @@ class SshTransport(Transport):
         if twice := [name for name, count in Counter(self.hosts).items() if count > 1]:
             raise UsageError(f"host {twice[0]} is named twice", where=where, fix="Name each host once.")
         for name in self.hosts:
+            # A name that begins with a dash would be an option, such as -oProxyCommand, which runs a program.
             if not re.fullmatch(r"[\w.:@\[\]%][\w.:@\[\]%-]*", name, re.ASCII):
                 raise UsageError(
                     f"{name!r} is not the name of a host",
@@ -87,6 +88,7 @@ class SshTransport(Transport):
 
     def command(self, host: int, program: Sequence[str]) -> list[str]:
         """Return an ssh command that asks no question: it would be asked once for each host."""
+        # With -T there is no terminal, which would mix both streams and change line ends.
         options = ["-T", "-o", "BatchMode=yes", *self._options]
         return ["ssh", *options, self.hosts[host], shlex.join(program)]
 

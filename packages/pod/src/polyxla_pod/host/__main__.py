@@ -10,7 +10,7 @@ from polyxla_pod.host.session import HostSession
 
 def main() -> None:
     """Serve the connection until it ends."""
-    # Nothing else may write between the messages.
+    # The messages get a descriptor of their own; whatever else prints goes to standard error.
     send = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     HostSession(sys.stdin.fileno(), send).run()

@@ -65,7 +65,7 @@ def _worker(environ: Mapping[str, str]) -> dict[str, Any] | None:
     try:
         emulated = EmulatedTpu.read(environ)
         if emulated and emulated.host is None:
-            # One launch emulates all hosts of the slice, whatever machine it is on.
+            # Without a host's number, one launch emulates all hosts of the slice on this machine.
             return None
         found = this_slice(environ)
     except UsageError as error:
@@ -93,7 +93,8 @@ def _listening(address: IPv4Address | None) -> set[int]:
             continue
         cells = [row.split() for row in rows]
         for at, port in (cell[1].split(":") for cell in cells if cell[3] == _LISTENS):
-            # An address is written as words of 32 bits in the machine's order; IPv4's is the last of them.
+            # The kernel writes an address as words of 32 bits in the machine's byte order. The last word is
+            # the IPv4 address, also in an IPv6 address that maps one.
             own = IPv4Address(int.from_bytes(bytes.fromhex(at[-8:]), sys.byteorder))
             if address is None or own in (address, _ANY):
                 found.add(int(port, 16))
@@ -141,6 +142,7 @@ def _unbindable(address: str, *, is_alone: bool) -> str | None:
     """Return why this host cannot listen where the others look for it."""
     if problem := _unknown(address):
         return problem
+    # Binding is the test: only the kernel knows which addresses are this host's.
     family, kind, number, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
     try:
         with socket.socket(family, kind, number) as trial:

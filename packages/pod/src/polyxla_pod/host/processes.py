@@ -57,7 +57,7 @@ class CommandGroup:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            # If this process is killed, nothing else could end the command.
+            # If this process is killed with SIGKILL, only the kernel can end the command.
             preexec_fn=end_with_parent,  # noqa: PLW1509  it takes no lock
         )
         assert self._process.stdout
@@ -70,7 +70,7 @@ class CommandGroup:
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to all processes that are left."""
-        # Before the command is reaped its group cannot belong to others, nor afterwards while a member lives.
+        # The kernel does not reuse the group's number before the command is reaped and the last member ends.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
         for pid in self._orphans():
@@ -84,7 +84,7 @@ class CommandGroup:
     def kill(self) -> None:
         """End all processes with SIGKILL. Blocks for at most `KILLED_WITHIN_S`."""
         deadline = time.monotonic() + KILLED_WITHIN_S
-        # Each process that dies may leave further orphans.
+        # Repeat, because each process that dies may leave further orphans.
         while self.is_alive() and time.monotonic() < deadline:
             self.signal(signal.SIGKILL)
             time.sleep(0.01)
@@ -107,6 +107,7 @@ class CommandGroup:
 
 def end_with_parent() -> None:
     """Have this process killed when its parent ends: for `preexec_fn`."""
+    # Loading a library between fork and exec could deadlock, so `_LIBC` is loaded with this module.
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -117,8 +118,8 @@ END_S = 1.0
 class Worker:
     """A running worker.
 
-    The token is in memory that only this process's user can open, by a name that is gone with this process.
-    No command line has it, and no file is left, however this process ends.
+    The token is in memory that only this user can open, by a name that disappears with this process. It is on
+    no command line, and leaves no file behind, however this process ends.
 
     Args:
         command: the program and its arguments, with `TOKEN_FILE` where the file's name belongs.
@@ -137,6 +138,7 @@ class Worker:
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], token: str) -> None:
         self._token = os.memfd_create("polyxla-token")
         os.fchmod(self._token, 0o600)
+        # Each reader opens it by name, and so has a position of its own in the file.
         os.write(self._token, token.encode())
         self.token_file = f"/proc/{os.getpid()}/fd/{self._token}"
         self._process = subprocess.Popen(
@@ -146,7 +148,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            # If this process is killed, nothing else could end the worker.
+            # If this process is killed with SIGKILL, only the kernel can end the worker.
             preexec_fn=end_with_parent,  # noqa: PLW1509  it takes no lock
         )
         assert self._process.stdout
@@ -173,6 +175,6 @@ class Worker:
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
-            # A process in the kernel, such as at a disk that does not answer, dies later.
+            # A process that waits in the kernel, such as for a disk that does not answer, dies later.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(KILLED_WITHIN_S)

@@ -39,7 +39,7 @@ _READ_BYTES = 1 << 16
 
 
 class HostSession:
-    """The host's end of a connection. Everything happens in the thread that calls `run`, but `gather`.
+    """The host's end of a connection. Everything except `gather` happens in the thread that calls `run`.
 
     The thread waits for the selector only: a child that hangs must not keep it from answering heartbeats, nor
     from noticing that the launcher is gone.
@@ -58,17 +58,17 @@ class HostSession:
         self._unread = b""
         self._unsent = bytearray()
         self._heard_s = time.monotonic()
-        # Until the launcher says otherwise.
+        # Defaults until the launcher's message `job`.
         self._host, self._lost_after_s, self._grace_s = 0, 15.0, 5.0
         self._group: CommandGroup | None = None
         self._worker: Worker | None = None
         self._worker_is_ready_after = ""
-        # Of each stream that is open: its file descriptor, and what was read of a line.
+        # For each open stream, its file descriptor and the beginning of an incomplete line.
         self._streams: dict[str, int] = {}
         self._lines: dict[str, bytes] = {}
         self._unpacking: Unpacking | None = None
         self._is_unpacked = False
-        # What other threads leave to this one.
+        # Calls that other threads leave to this thread, which alone may write to the connection.
         self._outcomes: list[Callable[[], None]] = []
         self._kill_at_s: float | None = None
         self._drained_by_s: float | None = None
@@ -82,6 +82,7 @@ class HostSession:
         adopt_orphans()
         os.set_blocking(self._send_to, False)
         self._selector.register(self._receive, selectors.EVENT_READ, self._read_messages)
+        # A host that shuts down sends SIGTERM, and a terminal that closes sends SIGHUP.
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda *_: self._stop())
         hello = {"name": socket.gethostname(), "pid": os.getpid(), "python": sys.executable}
@@ -108,6 +109,7 @@ class HostSession:
     def _flush(self) -> None:
         try:
             while self._unsent:
+                # The descriptor does not block: a launcher that stops reading must not stop this thread.
                 sent = os.write(self._send_to, self._unsent[:_READ_BYTES])
                 del self._unsent[:sent]
         except BlockingIOError:
@@ -125,6 +127,7 @@ class HostSession:
 
     def _apply_backpressure(self) -> None:
         """Read output only while the connection takes it."""
+        # While the command is being ended, its output is read anyway, so that it cannot block its end.
         is_full = len(self._unsent) > UNSENT_BYTES and self._kill_at_s is None
         for stream, fd in self._streams.items():
             self._set_watched(
@@ -144,8 +147,9 @@ class HostSession:
         if now - self._heard_s > self._lost_after_s:
             self._stop()
         if self._worker and self._worker.poll() is not None and not self._has_worker_exited:
-            # Before the command's exit, which may be its consequence.
+            # The worker's exit is reported before the command's, which may be its consequence.
             self._report_worker(self._worker)
+        # `list.append` and `pop` are atomic, so no lock is needed.
         while self._outcomes:
             self._outcomes.pop()()
         if self._unpacking:
@@ -178,7 +182,7 @@ class HostSession:
             left = _waiting_bytes(self._streams[stream]) if stream in self._streams else 0
             while left > 0:
                 left -= self._read_output(stream)
-            # Its end, with a last line that has none.
+            # Read the end of the stream as well, for a last line without a newline.
             if stream in self._streams and select.select([self._streams[stream]], [], [], 0)[0]:
                 self._read_output(stream)
 
@@ -189,8 +193,9 @@ class HostSession:
     def _finish(self, now: float) -> None:
         """Send the end once all output is read."""
         self._drained_by_s = self._drained_by_s or now + DRAIN_S
-        # A process that could not be killed may hold a pipe open.
+        # The wait is limited, because a process that could not be killed may hold a pipe open.
         if not self._streams or now > self._drained_by_s:
+            # The launcher closes the connection only after this message.
             self._send("end")
             self._is_over = True
 
@@ -331,13 +336,13 @@ class HostSession:
             rest = self._lines.pop(stream)
             lines = [rest] if rest else []
         for line in lines:
-            # At the same places on all hosts, whatever one read has returned.
+            # Split at fixed places, not where a read ended, so that equal lines of all hosts fold.
             for begin in range(0, max(len(line), 1), LONGEST_LINE_BYTES):
                 self._send_line(stream, line[begin : begin + LONGEST_LINE_BYTES])
         return len(data)
 
     def _send_line(self, stream: str, line: bytes) -> None:
-        # A progress bar overwrites its line, and only its last state is of use.
+        # A progress bar overwrites its line with carriage returns: send only the last state.
         text = line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
         self._send("line", host=self._host, stream=stream, time=time.time(), text=text)
         if stream == WORKER_STREAM and self._worker_is_ready_after in text:
@@ -353,6 +358,8 @@ def _waiting_bytes(fd: int) -> int:
 def _environ(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the whole environment of a program, in which `python` is the one that runs this."""
     own = snapshot()
+    # A command such as `python train.py` then finds the Python with polyxla, without an activated
+    # environment.
     path = f"{Path(sys.executable).parent}{os.pathsep}{own.get('PATH', os.defpath)}"
     return {**own, "PATH": path, "PYTHONUNBUFFERED": "1", **environ}
 

@@ -37,13 +37,14 @@ class Unpacking:
             ["tar", "-xzf", "-", "-C", str(directory)],  # noqa: S607  found by the PATH of the host
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # The tool that decompresses is in the group as well.
+            # The group also contains the decompressor that tar starts.
             start_new_session=True,
             preexec_fn=end_with_parent,  # noqa: PLW1509  it takes no lock
         )
         assert self._process.stdin
         assert self._process.stderr
         self.input, self.errors = self._process.stdin.fileno(), self._process.stderr.fileno()
+        # A full disk or a slow one blocks tar, which then takes no data; heartbeats must go on.
         os.set_blocking(self.input, False)
         self._parts: deque[bytes] = deque()
         self.is_complete = False
@@ -72,7 +73,7 @@ class Unpacking:
         except BlockingIOError:
             return count
         except BrokenPipeError:
-            # Its exit code says why it has ended; what still arrives is of no use.
+            # tar has ended, and its exit code explains why. Discard what still arrives.
             count += len(self._parts)
             self._parts.clear()
         return count
@@ -80,7 +81,7 @@ class Unpacking:
     def close(self) -> None:
         """End tar's input."""
         assert self._process.stdin
-        # Nothing is buffered in it.
+        # Nothing is buffered in this file object: `feed` writes to its descriptor.
         self._process.stdin.close()
 
     def listen(self) -> bool:

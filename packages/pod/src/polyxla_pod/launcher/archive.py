@@ -27,8 +27,8 @@ _LEFT_OUT = {".git", ".venv", "__pycache__"}
 def pack(directory: Path, file: IO[bytes]) -> None:
     """Write the files of a directory as a compressed tar file.
 
-    Of a git repository: the files that git knows or does not ignore. Otherwise all but ``.git``, ``.venv``
-    and ``__pycache__``.
+    In a git repository, these are the files that git does not ignore; elsewhere all files except those in
+    ``.git``, ``.venv`` and ``__pycache__``.
 
     Raises:
         UsageError: there is no such directory.
@@ -37,6 +37,7 @@ def pack(directory: Path, file: IO[bytes]) -> None:
         raise UsageError(
             f"there is no directory {directory}", where=f"--sync {directory}", fix="Name an existing one."
         )
+    # Level 1, because the network is often faster than a better compression.
     with tarfile.open(fileobj=file, mode="w:gz", compresslevel=1) as archive:
         for name in sorted(_names(directory)):
             archive.add(directory / name, arcname=name, recursive=False)
@@ -52,7 +53,7 @@ def _names(directory: Path) -> Iterator[str]:
             if not _LEFT_OUT.intersection(name.parts):
                 yield str(name)
         return
-    # A file that was removed and not yet committed is still listed.
+    # git lists a file that was removed, until the removal is committed.
     yield from {name for name in done.stdout.split("\0") if name and (directory / name).exists()}
 
 
@@ -66,6 +67,7 @@ async def send(connection: Connection, file: Path, directory: str) -> None:
         is_last, count = False, 0
         while not is_last:
             data = source.read(CHUNK_BYTES)
+            # A file of a multiple of this size ends with an empty part.
             is_last = len(data) < CHUNK_BYTES
             text = base64.b64encode(data).decode()
             connection.send("archive", directory=directory, data=text, last=is_last)

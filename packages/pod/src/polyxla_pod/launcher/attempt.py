@@ -92,15 +92,16 @@ class Attempt:
             command = self._transport.command(host, self._job.program)
             self._connections.append(Connection(host, self._job, command, self._pipeline.add))
         work = asyncio.create_task(self._work())
-        # These end only with an error.
+        # These two run until they are cancelled, and end earlier only with an error.
         shows = [asyncio.create_task(self._tick()), asyncio.create_task(self._show())]
         tasks: list[asyncio.Task[Any]] = [work, *shows]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            # This also runs if the task is cancelled, because no host may keep running.
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
-            # What the hosts print while they end is shown as well.
+            # The output is shown until all hosts have ended: their last lines explain most failures.
             await self._stop()
             for task in shows:
                 task.cancel()
@@ -126,6 +127,7 @@ class Attempt:
 
     async def _tell(self, failures: Sequence[Failure]) -> None:
         await asyncio.to_thread(self._pipeline.show)
+        # The report follows the output, so that the user reads the failure last.
         await asyncio.to_thread(self._report, failures)
 
     async def _phases(self) -> list[Failure]:
@@ -133,13 +135,14 @@ class Attempt:
             return [self._with_remedy(failure) for failure in failures]
         if self._job.preflight and (failures := await self._preflight()):
             return failures
-        # A large directory takes its time, in which a host that is lost is not to be waited for.
+        # Keep watching for lost hosts while copying, because a large directory takes minutes.
         if self._file and (failures := await self._on_all("copying", self._copy, asyncio.FIRST_EXCEPTION)):
             return failures
         if self._job.starts_workers and (failures := await self._start_workers()):
             return failures
         self._has_started = True
-        # By which the launches on the hosts know each other: of this start, unless the user sets another.
+        # The launches on the hosts recognise each other by this secret. It is new for each start, so that
+        # processes left from an earlier start cannot join; the user's own secret wins.
         secret = {POLYXLA_SECRET: secrets.token_hex(TOKEN_BYTES)}
         for connection in self._connections:
             self._states[connection.host].state = "running"
@@ -157,7 +160,7 @@ class Attempt:
         """Do something on all hosts at once; return the failures of those that ended.
 
         Args:
-            state: what the hosts are in meanwhile.
+            state: the hosts' state while they do it.
             act: what to do; raises `HostEndedError`.
             until: whether to wait for all hosts, or for the first that ends.
         """
@@ -171,6 +174,7 @@ class Attempt:
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
         for result in results:
+            # A host's end is a result; any other exception is a defect, and must not pass for one.
             if isinstance(result, Exception) and not isinstance(result, HostEndedError):
                 raise result
         return [self._failure(connection) for connection in self._connections if connection.ended.done()]
@@ -199,7 +203,7 @@ class Attempt:
         ]
 
     async def _start_workers(self) -> list[Failure]:
-        # Of this start of the job only. It leaves this process by the connections, and is written nowhere.
+        # A new token for each start, sent over the connections only, and never written to a disk.
         token = secrets.token_hex(TOKEN_BYTES)
 
         async def start(connection: Connection) -> None:
@@ -220,11 +224,13 @@ class Attempt:
         waiting = {connection.ended: connection for connection in self._connections}
         failures: list[Failure] = []
         while waiting:
+            # The first failure to arrive may be a consequence: its cause on another host may arrive later.
             limit_s = SETTLE_S if failures else None
             done, _ = await asyncio.wait(waiting, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-            # In the order of their numbers, so that the same run names the same host.
+            # Sorted by number, so that equal runs name the same host.
             ended = sorted((waiting.pop(future) for future in done), key=lambda connection: connection.host)
             failures += [self._failure(connection) for connection in ended if self._note(connection)]
+            # The sort is stable: causes first, otherwise in the order of arrival.
             failures.sort(key=self._is_consequence)
             if failures and not (done and self._is_consequence(failures[0])):
                 break
@@ -261,12 +267,13 @@ class Attempt:
 
     async def _stop(self) -> None:
         """End all hosts at once, and report those that do not confirm it."""
+        # Take note before stopping, which ends the other hosts as well.
         ended = [connection for connection in self._connections if connection.ended.done()]
         await asyncio.gather(*(connection.stop() for connection in self._connections))
         for connection in self._connections:
             self._note(connection)
             if connection not in ended:
-                # It was stopped, and has not failed.
+                # This host was stopped because of another one, and has not failed.
                 self._states[connection.host].state = "ended"
                 if self._has_started and (end := connection.ended.result()).exit_code == LOST:
                     limit_s = self._job.lost_after_s + self._job.grace_s

@@ -49,13 +49,14 @@ class LocalProcess(asyncio.SubprocessProtocol):
         Raises:
             OSError: it cannot be started.
         """
-        # Ctrl-C reaches the launcher only, which ends the hosts in an orderly way.
+        # The session of its own keeps Ctrl-C from it: the launcher ends the hosts in order.
         loop = asyncio.get_running_loop()
         await loop.subprocess_exec(lambda: self, *command, start_new_session=True)
 
     def write(self, data: bytes) -> None:
         """Queue data for the input; an input that has ended ignores it."""
         if (pipe := self._input()) and not pipe.is_closing():
+            # asyncio buffers what the pipe does not take. Archives are limited by `UNTAKEN_PARTS`.
             pipe.write(data)
 
     def end_input(self) -> None:
@@ -87,6 +88,7 @@ class LocalProcess(asyncio.SubprocessProtocol):
         *lines, rest = (self._rest[fd] + data).split(b"\n")
         for line in lines:
             self._pass_on(fd, line)
+        # Without a limit, a program that prints no newline would fill the memory.
         if len(rest) > LINE_BYTES:
             self._pass_on(fd, rest)
             rest = b""
@@ -276,10 +278,11 @@ class Connection:
         """End the command and the connection. Takes at most the grace and `CONFIRM_S`."""
         self.send("stop")
         if not self._has_answered:
-            # Nothing has been started, and what may still be connecting reads no message.
+            # Nothing has been started, and a local process that still connects reads no message.
             self.kill()
         if self._tasks:
             await asyncio.wait({self._is_over}, timeout=self._job.grace_s + CONFIRM_S)
+        # This has no effect if the host has confirmed, since the first end counts.
         self._end(End(None, "did not confirm its end"))
         if self._process:
             await self._process.close(EXIT_S)
@@ -302,7 +305,8 @@ class Connection:
         """Wait until the host has closed its output, and report that if it is how the host ends."""
         either: set[asyncio.Future[Any]] = {process.closed, process.exited}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        # What it says last may come later; another process may hold the pipes of one that has ended.
+        # Its last error may arrive later. The wait is limited, because another process, such as the master
+        # of ssh's shared connections, may hold the pipes open.
         await asyncio.wait({*either, process.errors_closed}, timeout=EXIT_S)
         if not self.ended.done():
             self._end(End(None, self._closed(process)))
@@ -317,6 +321,7 @@ class Connection:
             else:
                 self._receive(message)
         elif self._has_answered and len(line) > LINE_BYTES:
+            # Before the first answer, ssh and shells may print what they like.
             self.fail("sent more than 1 MiB without the end of a line")
         elif text := line.decode(errors="replace").strip():
             self._said.append(text[:_SAID_CHARACTERS])
@@ -325,10 +330,11 @@ class Connection:
         content = message.content
         if message.kind == "line":
             if content["stream"] == WORKER_STREAM:
+                # Keep these lines for the error: a worker that fails prints the reason before it ends.
                 self._worker_said.append(content["text"])
             self._on_line(self.host, content["stream"], content["text"])
         elif message.kind == "worker_exit":
-            # Also if it ended without an error, the command cannot go on.
+            # Even a worker that ended without an error leaves its command without devices.
             code = content["code"]
             self._end(End(code or 1, self._of_worker(_ended(code)), is_worker=True))
         elif message.kind == "exit":
@@ -340,6 +346,7 @@ class Connection:
             self.kill()
         elif message.kind == "beat":
             if (sent := self._beats.pop(content["number"], None)) is not None:
+                # The host read its clock about halfway between the sending and the answer.
                 self.clock_difference_s = content["time"] - (sent + time.time()) / 2
         else:
             self._take_answer(message)
@@ -363,12 +370,12 @@ class Connection:
 
     async def _send_heartbeats(self) -> None:
         number, limit_s = 0, self._job.lost_after_s
-        # Also after the command's end: the host's worker serves until all commands have ended.
+        # Heartbeats go on after the command's end, because the host's worker serves until all have ended.
         while not self._is_over.done():
             self._beats[number] = time.time()
             self.send("beat", number=number)
             number += 1
-            # Not later than the limit, so that the host is named in time.
+            # Wake up at the limit at the latest, so that a lost host is reported on time.
             left_s = self._heard_s + limit_s - time.monotonic()
             await asyncio.sleep(max(min(limit_s / SILENCES, left_s), 0))
             if time.monotonic() - self._heard_s >= limit_s:

@@ -58,7 +58,7 @@ def _node_ports(job: Job, host: int) -> list[int]:
 
 def _node(job: Job, host: int) -> dict[str, Any] | None:
     if tpu_nodes.describes_workers(job.environ):
-        # By addresses that are the user's to check.
+        # The user's variables have addresses of other machines, which this host cannot check.
         return None
     return {
         "address": job.addresses[host],
@@ -95,6 +95,7 @@ def _versions(facts: Sequence[Mapping[str, Any]], version: str) -> list[Problem]
     found = []
     for name in sorted({name for versions in installed for name in versions}):
         versions = [own.get(name) for own in installed]
+        # A host must speak with this machine's polyxla; for the others, the majority is most likely right.
         usual = version if name == "polyxla-core" else Counter(versions).most_common(1)[0][0]
         others = "this machine has" if name == "polyxla-core" else "most hosts have"
         for host, own_version in enumerate(versions):
@@ -127,6 +128,7 @@ def _workers(facts: Sequence[Mapping[str, Any]]) -> list[Problem]:
     ]
     if found:
         return found
+    # Only complete facts can be compared.
     count, kind = workers[0]["hosts"], workers[0]["type"]
     first: dict[int, int] = {}
     for host, worker in enumerate(workers):
@@ -154,7 +156,7 @@ def _used_ports(facts: Sequence[Mapping[str, Any]]) -> list[Problem]:
             f"`ss -ltnp` on the host lists it.",
         )
         for host, host_facts in enumerate(facts)
-        # Without chips nothing listens on those of chips.
+        # On a host without chips, these ports are free for others.
         if host_facts["used_ports"] and (host_facts["worker"] or host_facts["node"])
     ]
 
@@ -187,6 +189,7 @@ def _full_disks(facts: Sequence[Mapping[str, Any]]) -> list[Problem]:
 
 
 def _wrong_clocks(differences_s: Sequence[float]) -> list[Problem]:
+    # This machine's clock does not matter: only the hosts compare times with each other.
     median = statistics.median(differences_s)
     fix = "Synchronise it: `timedatectl set-ntp true` on the host."
     ahead_s = {host: difference_s - median for host, difference_s in enumerate(differences_s)}

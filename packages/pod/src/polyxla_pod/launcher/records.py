@@ -1,7 +1,7 @@
 """Records of jobs on the launching machine, for ``polyxla pod ps``, ``logs`` and ``kill``.
 
-A job lives as long as its launcher, which holds a lock in the job's directory. So what runs is known without
-asking a host, also after a launcher was killed.
+A job lives as long as its launcher, which holds a lock in the job's directory. The lock tells what runs
+without a question to a host, even after a launcher was killed.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Recorder:
         self._directory.mkdir(parents=True, mode=0o700)
         _remove_old(directory)
         self._lock = (self._directory / "lock").open("w")
+        # The lock ends with this process, however it ends, so no stale state is possible.
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._log = (self._directory / "output.jsonl").open("w", encoding="utf-8")
         self._states = states
@@ -75,7 +76,7 @@ class Recorder:
         """Write the job with its hosts' states."""
         self._written_s = time.monotonic()
         text = json.dumps({**self._description, "hosts": [state.as_json() for state in self._states]})
-        # Readers see the old or the new file, never a part.
+        # Renaming is atomic: readers see the old or the new file, never a part.
         new = self._directory / "job.json.new"
         with self._losable():
             self._log.flush()
@@ -102,6 +103,7 @@ class Recorder:
 
 
 def _remove_old(directory: Path) -> None:
+    # An id begins with the date, so the order of names is that of time.
     ids = sorted(path.name for path in directory.iterdir() if path.is_dir())
     for name in ids[:-KEPT]:
         if not is_running(directory / name):
@@ -164,6 +166,7 @@ def log_lines(
     path = directory / job["id"]
     with (path / "output.jsonl").open(encoding="utf-8") as file:
         while True:
+            # Ask before reading, so that the lines that the launcher wrote last are read after its end.
             runs = follow and is_running(path)
             for line in _whole_lines(file):
                 if host is None or host in line["hosts"]:
@@ -178,6 +181,7 @@ def _whole_lines(file: TextIO) -> Iterator[dict[str, Any]]:
         position = file.tell()
         line = file.readline()
         if not line.endswith("\n"):
+            # The launcher has written a part of this line: read it again when it is complete.
             file.seek(position)
             return
         yield json.loads(line)
@@ -188,7 +192,7 @@ def end(directory: Path, job: Mapping[str, Any]) -> bool:
     path = directory / job["id"]
     deadline = time.monotonic() + END_S
     if is_running(path):
-        # The lock is held, so the number belongs to the launcher.
+        # The kernel releases the lock with the process: while it is held, the pid belongs to the launcher.
         os.kill(job["pid"], signal.SIGTERM)
     while is_running(path) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -24,7 +24,7 @@ from polyxla_pod.transports import Transport
 PAUSE_S = 1.0
 """Pause before a retry, in seconds. After a lost connection its host needs longer to end the command."""
 SHOWN_FAILURES = 20
-"""How many failures are printed; if no host can be reached, hundreds say the same."""
+"""How many failures are printed: if no host can be reached, hundreds of lines would be the same."""
 _FILES_PER_HOST = 4
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -73,6 +73,7 @@ class Run:
     def run(self) -> Result:
         """Run the job; return when it and all hosts have ended."""
         _allow_open_files(len(self._job.hosts) * _FILES_PER_HOST)
+        # Pack once: all attempts and hosts get the same files, whatever changes on the disk.
         with contextlib.ExitStack() as stack:
             file = None
             if self._job.sync:
@@ -93,7 +94,7 @@ class Run:
             assert self._signal
             return Result(128 + self._signal, (), self._count)
         except OSError:
-            # What showed the output is gone, such as a terminal. Python would write the rest at its exit.
+            # The terminal or the pipe is gone. At its exit, Python would fail to flush the rest to it.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return Result(128 + signal.SIGPIPE, (), self._count)
 
@@ -101,9 +102,10 @@ class Run:
         if self._signal is None:
             self._signal = number
             task.cancel()
-            # Without a terminal, this raises.
+            # This line is last, because it raises when the terminal is gone.
             say(f"{number.name}: ending the command on all hosts; once more closes the connections at once")
         elif self._attempt:
+            # After a second signal the user does not want to wait for the grace time.
             self._attempt.kill()
 
     async def _try(self, file: Path | None) -> Result:
@@ -113,10 +115,11 @@ class Run:
             self._attempt = Attempt(self._job, self._transport, self._states, pipeline, file, self._report)
             failures = await self._attempt.run()
             result = Result(failures[0].exit_code if failures else 0, tuple(failures), self._count)
-            # The same input would be refused again; before the first start, so would the same hosts.
+            # The preflight would refuse the same hosts again.
             if not failures or result.exit_code == REFUSED or self._count > self._job.retry:
                 return result
             pause_s = PAUSE_S
+            # The host must notice the loss and end the command, or it would still hold the chips.
             if result.exit_code == LOST:
                 pause_s += self._job.lost_after_s + self._job.grace_s
             say(f"starting again in {pause_s:g} s, retry {self._count} of {self._job.retry}")
@@ -131,6 +134,7 @@ class Run:
 
 def _allow_open_files(count: int) -> None:
     """Raise this process's limit of open files as far as it may."""
+    # Each host takes three pipes and a file of its process; 1024 is a usual limit.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + 256
     if soft < wanted:

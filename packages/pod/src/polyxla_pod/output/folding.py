@@ -46,14 +46,14 @@ class Folder:
         self._host_count, self._window_s = host_count, window_s
         self._waiting: deque[FoldedLine] = deque()
         self._first = 0
-        # The numbers of the waiting lines with the same text, ascending, and of each host's last line.
+        # The ascending numbers of the waiting lines with a text, and the number of each host's last line.
         self._same: dict[tuple[str, str], list[int]] = {}
         self._last: dict[tuple[int, str], int] = {}
 
     def add(self, host: int, stream: str, text: str, now_s: float) -> None:
         """Add a line that a host printed."""
         same = self._same.setdefault((stream, text), [])
-        # Only after the host's last line, or its lines would change places.
+        # A host's lines keep their order, so its line joins only a line after its previous one.
         last = self._last.get((host, stream), -1)
         if (place := bisect.bisect_right(same, last)) < len(same):
             number = same[place]
@@ -70,6 +70,7 @@ class Folder:
         while self._waiting and (everything or self._is_due(self._waiting[0], now_s)):
             line = self._waiting.popleft()
             same = self._same[line.stream, line.text]
+            # The first waiting line has the lowest number, so this removes the first element.
             same.remove(self._first)
             if not same:
                 del self._same[line.stream, line.text]
@@ -146,7 +147,7 @@ class Tracebacks:
         """Keep a line if it belongs to a traceback; otherwise return False, and the line is to be shown."""
         if stream != "err":
             return False
-        # The second and later lines of a traceback may be indented by the process that passes it on.
+        # A process that passes a traceback on may indent it or put a bar before it.
         if host not in self._held and not text.lstrip(" |").startswith(_BEGINS):
             return False
         self._held.setdefault(host, HeldTraceback(host, now_s)).lines.append(text)
@@ -154,7 +155,7 @@ class Tracebacks:
 
     def release(self, now_s: float) -> list[HeldTraceback]:
         """Return the tracebacks of hosts that went on, to be shown like other lines."""
-        # What a host prints all the time, such as its progress, must not hold its lines for ever.
+        # A host that survives its traceback prints on, and must not have its lines held for ever.
         due = [held for held in self._held.values() if now_s - held.since_s >= HOLD_S]
         for held in due:
             held.was_shown = True
@@ -166,6 +167,7 @@ class Tracebacks:
         held, released = self._held.pop(host, None), self._released.pop(host, None)
         if not failed:
             return held
+        # A program may print its traceback, and take seconds to end, such as in an atexit function.
         if held is None and released and now_s - released.since_s < HOLD_S + EXPLAINS_S:
             held = released
         if held:
@@ -182,6 +184,7 @@ class Tracebacks:
         None if there is none, or if it was shown.
         """
         ranked = sorted(self._last, key=lambda held: held.is_consequence)
+        # If it was shown when it arrived, a second copy would hide the failure.
         if not ranked or ranked[0].was_shown:
             return None
         return ranked[0], [held.host for held in ranked if held.without_notes == ranked[0].without_notes]

@@ -103,13 +103,13 @@ class Log(Protocol):
 class Pipeline:
     """The output of one start of a job.
 
-    `show` may be called in other threads than the rest. A terminal that is paused, or a pager, blocks it, and
-    must not block what else the launcher does: hosts without heartbeats end the command.
+    `show` may run in another thread than the rest. A paused terminal or a pager blocks it, and must not block
+    the launcher's event loop: hosts without heartbeats end the command.
 
     Args:
         states: the hosts; their progress is read from their lines.
         screen: shows the lines.
-        log: keeps every line that a host printed, also those that are not shown.
+        log: keeps every line that a host printed, including those that are not shown.
     """
 
     def __init__(self, states: Sequence[HostState], screen: Screen, log: Log) -> None:
@@ -163,6 +163,7 @@ class Pipeline:
         Raises:
             OSError: the screen is gone.
         """
+        # The launcher's event loop and `_tell` may both have a thread here: lines must not change places.
         with self._showing:
             while self._due:
                 if self._lost_count:
@@ -176,12 +177,13 @@ class Pipeline:
         self._add_due(line)
 
     def _add_due(self, line: FoldedLine) -> None:
+        # The oldest lines go first, because the newest explain a failure.
         if len(self._due) >= UNSHOWN_LINES:
             self._due.popleft()
             self._lost_count += 1
         self._due.append(line)
 
     def _pass_on(self, held: HeldTraceback, hosts: list[int]) -> None:
-        # The log has them since they were printed.
+        # The log already has these lines: `add` has logged each when the host printed it.
         for text in held.lines:
             self._add_due(FoldedLine("err", text, held.since_s, hosts))

@@ -31,6 +31,7 @@ class PlainScreen:
 
     def show(self, line: FoldedLine) -> None:
         """Print one line."""
+        # Flush, so that a pipe's reader, such as tee, sees each line when it is printed.
         print(line, file=sys.stderr if self._errors_only or line.stream == "err" else sys.stdout, flush=True)
 
     def close(self) -> None:

@@ -63,7 +63,7 @@ def _run(file: Path) -> Returned | Raised:
         options = {**call.options, "args": (call.function, *call.options["args"])}
         return Returned(polyxla.launch(numbered, **options))
     except Exception as error:
-        # By it, the launcher finds the host whose failure explains the others'.
+        # The launcher reads the traceback to find the host whose failure explains the others.
         traceback.print_exception(error, chain=False)
         cause = error.__cause__
         text = cause.args[0] if isinstance(cause, RemoteTraceback) else traceback.format_exc()
@@ -72,6 +72,8 @@ def _run(file: Path) -> Returned | Raised:
 
 def _load(file: Path) -> HostCall:
     with file.open("rb") as opened:
+        # The function's modules are found by the driver's path, so the path is set before the call is
+        # unpickled.
         sys.path[:], data = pickle.load(opened)
     try:
         call: HostCall = pickle.loads(data)

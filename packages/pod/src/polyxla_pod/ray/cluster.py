@@ -70,7 +70,7 @@ class Slice:
         try:
             return AcceleratorType.parse(self.type, TYPE_LABEL).hosts
         except UsageError:
-            # A type that is newer than this release, or none.
+            # The nodes name no type, or one that is newer than this release.
             return 1
 
 
@@ -127,7 +127,7 @@ def _slice(name: str, nodes: Sequence[Mapping[str, Any]]) -> Slice:
 def _host(node: Mapping[str, Any]) -> Host:
     labels = node["Labels"]
     own = {label: labels[label] for label in (SLICE_LABEL, WORKER_LABEL) if label in labels}
-    # A node that replaces one of a slice has its labels; one without labels cannot be replaced.
+    # A replacement in a slice gets the same labels, so they are preferred to the node's id.
     chosen = own if len(own) == 2 else {NODE_LABEL: node["NodeID"]}
     address, chips = node["NodeManagerAddress"], node["Resources"][CHIPS]
     return Host(address, chips, int(labels.get(WORKER_LABEL, 0)), chosen)
@@ -175,9 +175,11 @@ def reserve(slice_: Slice) -> Any:
 
     group = placement_group(
         [{CHIPS: host.chips} for host in slice_.hosts],
+        # STRICT_SPREAD puts each bundle on a node of its own: a host is a node.
         strategy="STRICT_SPREAD",
         bundle_label_selector=[dict(host.labels) for host in slice_.hosts],
     )
+    # A group that waits would take the chips later, so it is removed.
     if not group.wait(RESERVE_S):
         remove_placement_group(group)
         raise UsageError(
@@ -213,6 +215,7 @@ def _init(address: str) -> str | None:
         except Exception as error:
             problems.append(str(error).partition("\n")[0])
 
+    # `ray.init` has no deadline of its own, and waits for minutes.
     thread = threading.Thread(target=init, name="polyxla-ray-init", daemon=True)
     thread.start()
     thread.join(CONNECT_S)

@@ -68,7 +68,7 @@ class _Attempt:
         self._error: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
-        # Not the thread's end: in Python 3.11, one whose `join` was interrupted counts as ended.
+        # An event and not `join`: in Python 3.11, a thread whose `join` was interrupted counts as ended.
         self._is_over = threading.Event()
 
     def run(self) -> Sequence[Failure]:
@@ -126,6 +126,7 @@ class _NoLog:
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of the driver that a launch on its own host would read."""
+    # A launch inside of a host's function must not take this launch's files for its own.
     own = (env.POLYXLA_RAY_CALL, env.POLYXLA_RAY_OUTCOME)
     return {name: value for name, value in environ.items() if name.startswith("POLYXLA_") and name not in own}
 
@@ -147,6 +148,7 @@ def _raise(failures: Sequence[Failure], job: Job, transport: RayTransport) -> No
             unpack(outcome)
         except Exception as error:
             assert first.host is not None
+            # The exception is the replica's own, so the host is added as a note.
             error.add_note(f"on {job.label(first.host)}")
             raise
     if first.exit_code == REFUSED:

@@ -16,8 +16,10 @@ from polyxla_pod.ray import env
 READ_BYTES = 1 << 20
 """Most bytes of one message."""
 OUT_OF_REACH = ("setsid", "--fork", "--wait")
-"""Makes the program a grandchild, in a session of its own, and exits as it does. With an actor, Ray kills its
-process group and its children, and the program still has to end its command. Source: ``man setsid``."""
+"""Makes the program a grandchild in a session of its own, and exits with its code. Source: ``man setsid``.
+
+Ray kills an actor together with its process group and its children, but the program has to end its command.
+"""
 _TAIL_BYTES = 4096
 
 
@@ -60,6 +62,7 @@ class Node:
             OSError: the program does not exist.
         """
         environ = node_environment()
+        # This process may run in a virtual environment that Ray has made for the job.
         environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ.get('PATH', os.defpath)}"
         if call is not None:
             environ |= self._make_files(call)
@@ -101,17 +104,18 @@ class Node:
         assert self._process
         assert self._process.stderr
         while data := await self._process.stderr.read(READ_BYTES):
+            # Keep reading, or the program would block on a full pipe.
             self._said = (self._said + data)[-_TAIL_BYTES:]
 
     def _make_files(self, call: bytes) -> dict[str, str]:
         """Make the files of the call; return the variables that name them.
 
-        They are in memory, and go with this process, also when it is killed.
+        They are in memory and disappear with this process, even when it is killed.
         """
         for name in (env.POLYXLA_RAY_CALL, env.POLYXLA_RAY_OUTCOME):
             self._files[name] = os.memfd_create(name)
         with open(self._files[env.POLYXLA_RAY_CALL], "wb", closefd=False) as file:
-            # Ray has added the driver's directory, and what a runtime environment brings.
+            # Ray has added the driver's directory and the runtime environment's packages to the path here.
             pickle.dump((sys.path, call), file)
         return {name: f"/proc/{os.getpid()}/fd/{number}" for name, number in self._files.items()}
 
@@ -123,7 +127,7 @@ class Node:
 def node_environment() -> dict[str, str]:
     """Return the environment in which Ray started this process.
 
-    In it Ray has since limited OpenMP to one thread and chosen chips, which is the command's to do.
+    Since then Ray has limited OpenMP to one thread and chosen chips here, which the command does by itself.
     """
     entries = Path("/proc/self/environ").read_bytes().split(b"\0")
     pairs = (os.fsdecode(entry).partition("=") for entry in entries if entry)

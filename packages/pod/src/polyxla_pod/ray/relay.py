@@ -18,7 +18,7 @@ READ_BYTES = 1 << 16
 def main(path: str, host: str, *program: str) -> None:
     """Relay until the other end closes."""
     with socket.socket(socket.AF_UNIX) as connection:
-        # A path may be longer than a socket's address.
+        # A path may be longer than the 107 characters of a socket's address.
         os.chdir(os.path.dirname(path))  # noqa: PTH120  pathlib takes long to import
         connection.connect(os.path.basename(path))  # noqa: PTH119
         connection.sendall(json.dumps({"host": int(host), "program": program}).encode() + b"\n")

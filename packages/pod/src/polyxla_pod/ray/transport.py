@@ -47,10 +47,11 @@ class Broker:
 
     def __init__(self, place: Callable[[int], Any], call: bytes | None) -> None:
         self._place, self._call = place, call
-        # Only this user may enter it.
+        # mkdtemp makes the directory for this user only, which protects the socket.
         self._directory = tempfile.TemporaryDirectory(prefix="polyxla-ray-")
         self.path = str(Path(self._directory.name, "socket"))
         self._outcomes: dict[int, Future[bytes]] = {}
+        # The loop is this object's own, because it outlives the launcher's loop.
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="polyxla-ray", daemon=True)
         self._thread.start()
@@ -100,7 +101,7 @@ class Broker:
             if ending.code:
                 _report(writer, _explain(header["program"], ending))
         except asyncio.CancelledError:
-            # By `close`: nobody waits for this task's error, which asyncio would print.
+            # `close` cancels the task. Its error has no reader, and asyncio would print it.
             pass
         except RayActorError as error:
             _report(writer, f"its Ray node was lost, or the actor on it: {_first_line(error)}")
@@ -123,7 +124,7 @@ class Broker:
             try:
                 await actor.start.remote(program, self._call)
             except RayActorError:
-                # Ray does not know yet that the node is lost. Later it places actors on one that replaces it.
+                # Ray has not yet noticed that the node is lost. Later it places actors on the replacement.
                 await asyncio.sleep(RETRY_S)
             except BaseException:
                 ray.kill(actor)
@@ -143,7 +144,7 @@ async def _relay(actor: Any, reader: asyncio.StreamReader, writer: asyncio.Strea
 
     async def outward() -> None:
         while data := await actor.read.remote():
-            # A relay that is gone has closed the input: the program ends, and its last output is of no use.
+            # A relay that has ended has closed the input, so the program ends. Its last output has no reader.
             with contextlib.suppress(OSError):
                 writer.write(data)
                 await writer.drain()
@@ -152,7 +153,7 @@ async def _relay(actor: Any, reader: asyncio.StreamReader, writer: asyncio.Strea
     inner, outer = map(asyncio.create_task, passing)
     try:
         await asyncio.wait((inner, outer), return_when=asyncio.FIRST_COMPLETED)
-        # Either the program has closed its output, or its input is closed, and it ends.
+        # The program has closed its output, or its input is closed, which makes it end.
         await asyncio.wait_for(outer, END_S)
         ending: Ending = await asyncio.wait_for(_finish(actor), END_S)
     finally:
@@ -211,6 +212,7 @@ class RayTransport(Transport):
 
     def command(self, host: int, program: Sequence[str]) -> list[str]:
         """Return the command of a relay, which has neither Ray nor an environment's packages to import."""
+        # -I and -S skip site-packages: there is a relay per host, and each starts in milliseconds.
         return [sys.executable, "-I", "-S", relay.__file__, self._broker.path, str(host), *program]
 
     def check_by_hand(self, host: int) -> str:
@@ -234,6 +236,7 @@ class RayTransport(Transport):
 
         where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=host)
         chips = {CHIPS: self._slice.hosts[host].chips}
+        # The actor asks for no CPUs, because other actors may hold all of them.
         return ray.remote(Node).options(num_cpus=0, resources=chips, scheduling_strategy=where).remote()
 
 

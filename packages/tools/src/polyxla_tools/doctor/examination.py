@@ -65,7 +65,7 @@ def attempt(facts: Facts, timeout_s: float) -> TrialResult | None:
         return None
     try:
         return run_trial(facts.environ, plan, timeout_s)
-    # Such as no memory for a process, or no space for the log: the other findings still help.
+    # The machine may have no memory for a process or no space for the log. The other findings still help.
     except OSError as error:
         return TrialResult(plan, error=f"it could not be started: {error}")
 
@@ -106,5 +106,5 @@ def examine(facts: Facts, outcome: TrialResult | None, loader_workers: int) -> l
         ),
         *(check_trial(outcome) if outcome else []),
     ]
-    # Problems last: they are what a terminal still shows. The sort keeps the order of the checks.
+    # Problems come last, where a terminal still shows them. The sort keeps the order of the checks.
     return sorted(findings, key=lambda finding: _ORDER.index(finding.status))

@@ -70,7 +70,7 @@ def as_json(facts: Facts, outcome: TrialResult | None, findings: Sequence[Findin
         "variables": _variables(facts),
         "trial": _trial(outcome),
     }
-    # Scrubbed as a whole: error texts and command lines may contain secrets in any field.
+    # Scrub all of it: error texts and command lines may contain secrets in any field.
     return {name: scrubbed_document(value, facts.environ) for name, value in document.items()}
 
 

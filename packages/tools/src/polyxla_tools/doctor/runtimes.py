@@ -60,10 +60,10 @@ def gather_runtimes(environ: Mapping[str, str], settings: LaunchSettings) -> Run
         devices = select_devices(settings.devices, selection)
         check_environment(environ, selection, devices)
     except PolyxlaError as caught:
-        # Not only a UsageError: a worker that cannot be reached is a finding as well, not a failed command.
+        # This catches more than UsageError: a worker that cannot be reached is a finding, too.
         error, devices = caught, ()
     return RuntimeFacts(
-        # After an error, too: the reasons of all runtimes are what the user needs then.
+        # Ask all runtimes even after an error: their reasons are what the user needs then.
         candidates=discover_all(environ),
         selection=selection,
         error=error,

@@ -59,7 +59,7 @@ def scrubbed(text: str, environ: Mapping[str, str]) -> str:
         text: any text.
         environ: the environment.
     """
-    # Longest first: a secret may contain another one, whose replacement would leave the rest visible.
+    # Start with the longest, because replacing a secret inside of another would leave the rest visible.
     for secret in sorted(_secrets(environ), key=len, reverse=True):
         if len(secret) >= _SHORTEST:
             text = text.replace(secret, HIDDEN)

@@ -122,7 +122,7 @@ def run_trial(environ: Mapping[str, str], plan: TrialPlan, timeout_s: float) -> 
 def _started(
     command: list[str], environ: Mapping[str, str], output: Any
 ) -> Iterator[subprocess.Popen[bytes]]:
-    # In a session of its own, so that Ctrl-C reaches this process only, which then ends the whole group.
+    # The session of its own keeps Ctrl-C from the trial: this process then ends the whole group.
     process = subprocess.Popen(
         command,
         env=environ,

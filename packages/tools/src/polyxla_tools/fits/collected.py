@@ -57,7 +57,7 @@ def is_users(file: str) -> bool:
 
 def _packages(file: str) -> Iterator[str]:
     """Yield the top-level package of a file, by the longest import path that contains it."""
-    # Longest first: site-packages is often below another entry.
+    # Start with the longest entry, because site-packages is often below another one.
     for entry in sorted(filter(None, sys.path), key=len, reverse=True):
         if Path(file).is_relative_to(entry):
             yield Path(file).relative_to(entry).parts[0].removesuffix(".py")

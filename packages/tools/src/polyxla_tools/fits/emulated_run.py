@@ -71,7 +71,7 @@ class EmulatedRun:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                # In a group of its own: replicas and loader workers end with the script.
+                # The group of its own lets replicas and loader workers end with the script.
                 start_new_session=True,
             )
             try:

@@ -151,7 +151,7 @@ def _connect(path: Path) -> socket.socket | None:
     try:
         with reachable(path) as name:
             connection.connect(name)
-        # Checked again, beside the directory: the environment that is sent next may contain secrets.
+        # Check again, beside the directory: the environment that is sent next may contain secrets.
         if peer_user(connection) == os.getuid():
             return connection
     except ConnectionRefusedError:

@@ -36,7 +36,7 @@ def become_program(request: Mapping[str, Any], descriptors: Sequence[int], path:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _take(request, descriptors)
     command = request["command"]
-    # In place: other modules have imported these lists.
+    # Change the lists in place, because other modules have imported them.
     sys.orig_argv[:] = command
     sys.argv[:] = [str(script.__file__), *command[3:]]
     by_imports = [entry for entry in sys.path if entry not in path]
@@ -99,7 +99,7 @@ def _first_free() -> int:
 
 def _place(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
     """Give received descriptors the numbers that they have in the client."""
-    # Two steps: a number that the client uses may be taken by another received descriptor.
+    # Move them away first: a number that the client uses may belong to another received descriptor.
     aside = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _first_free()) for descriptor in descriptors]
     for descriptor in [*descriptors, *({0, 1, 2} - set(numbers))]:
         os.close(descriptor)
