@@ -437,11 +437,11 @@ def test_the_numbers_on_the_pages_are_those_of_the_code() -> None:
     from polyxla.xla import program_checks
     from polyxla_bridge.engine import clients, stall_watchdog
     from polyxla_bridge.programs import cache_directory
-    from polyxla_training.checkpoint import background_writer, safetensors_header
-    from polyxla_training.listeners import checkpointing, layer_table
-    from polyxla_training.observe.own_loop import step_watch, trained_parameters
-    from polyxla_training.observe.tracing import trace_schedule
-    from polyxla_training.storage import directory_upload, remote_path
+    from polyxla_training import storage
+    from polyxla_training.checkpoint import api, safetensors_header
+    from polyxla_training.listeners import checkpointing, log_upload, progress
+    from polyxla_training.observe import step_counters
+    from polyxla_training.observe.own_loop import step_watch, trained
     from polyxla_xrt import local_service
     from polyxla_xrt.client import engine
     from polyxla_xrt.config import configuration, credential_files, timeouts
@@ -449,7 +449,7 @@ def test_the_numbers_on_the_pages_are_those_of_the_code() -> None:
 
     words: dict[float, str] = {0.5: "half a", 1: "a", 2: "two", 3: "three", 9: "nine", 10: "ten"}
     words |= {30: "half an hour", 60: "minute"}
-    traced = words[trace_schedule.MAX_TRACED_STEPS - trace_schedule.FIRST_STEPS]
+    traced = words[step_counters.MAX_TRACED_STEPS - step_counters.FIRST_STEPS]
     ahead = {
         "loader_prefetch_size": "{} batches on the host",
         "device_prefetch_size": "{} on the device",
@@ -465,7 +465,7 @@ def test_the_numbers_on_the_pages_are_those_of_the_code() -> None:
                 for option, text in ahead.items()
             ),
             f"by default every {LOG_EVERY_N_STEPS}, or {words[LEAST_READS]} times in {short}",
-            f"the top level of one with more than {layer_table.MOST_LAYERS} layers",
+            f"the top level of one with more than {progress.MOST_LAYERS} layers",
         ],
         "architecture.md": [
             f"SIGTERM, and SIGKILL after {failures.STOP_GRACE_S:g} s",
@@ -477,10 +477,10 @@ def test_the_numbers_on_the_pages_are_those_of_the_code() -> None:
             f"At most {engine.MAX_IN_FLIGHT} executions are in flight",
         ],
         "checkpoints.md": [
-            f"up to {words[background_writer.WAIT_TIMEOUT_S / 60]} by default",
+            f"up to {words[api.WAIT_TIMEOUT_S / 60]} by default",
             f"About every {words[checkpointing.AGREE_EVERY_S]} seconds",
-            f"in parts of {remote_path.PART_BYTES >> 20} MiB",
-            f"uploaded every {words[directory_upload.EVERY_S]} and at the end",
+            f"in parts of {storage.PART_BYTES >> 20} MiB",
+            f"uploaded every {words[log_upload.EVERY_S]} and at the end",
             f"more than {safetensors_header.MAX_HEADER_BYTES // 10**6} MB of data",
         ],
         "compile-cache.md": [
@@ -488,11 +488,11 @@ def test_the_numbers_on_the_pages_are_those_of_the_code() -> None:
             f"again after every {cache_directory.SWEEP_BYTES >> 20} MiB",
         ],
         "logging-and-profiling.md": [
-            f"in the first {words[trace_schedule.FIRST_STEPS]} steps, and in at most {traced} later ones",
+            f"in the first {words[step_counters.FIRST_STEPS]} steps, and in at most {traced} later ones",
             f"after {words[step_watch.MAX_LINES]} such steps, a last line",
             f"every {step_watch.READ_EVERY}th step and the last one",
             f"read {words[step_watch.READ_AFTER]} steps later",
-            f"at most {words[trained_parameters.MAX_ELEMENTS * 4 >> 20]} megabyte per optimizer",
+            f"at most {words[trained.MAX_ELEMENTS * 4 >> 20]} megabyte per optimizer",
             f"where {words[program_checks.STEPS]} optimizer steps or more were made",
             f"submitted for {program_checks.SECONDS:g} s",
             f"where a loop reads {words[program_checks.READS]} collectives of a replica without it",

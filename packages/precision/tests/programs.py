@@ -18,7 +18,7 @@ from torch_xla import _XLAC  # type: ignore[attr-defined]
 from torch_xla.utils.checkpoint import checkpoint
 
 from polyxla_precision import BF16Mixed, BF16True, Full32
-from polyxla_precision.policy import Policy
+from polyxla_precision.policies import Policy
 
 POLICIES: dict[str, Policy] = {
     "32-true": Full32(),

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from polyxla_precision import BF16Mixed, BF16True
-from polyxla_precision.bf16 import Precision16
+from polyxla_precision.policies import Precision16
 
 BF16, F32 = torch.bfloat16, torch.float32
 

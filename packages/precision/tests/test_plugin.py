@@ -9,7 +9,7 @@ import pluggy
 import pytest
 
 from polyxla_precision import BF16Mixed, BF16True, Full32, plugin
-from polyxla_precision.policy import Policy
+from polyxla_precision.policies import Policy
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from polyxla_precision import BF16Mixed, BF16True, Full32
-from polyxla_precision.bf16 import Precision16
-from polyxla_precision.policy import Policy
+from polyxla_precision.policies import Policy, Precision16
 
 MAKERS: list[Callable[[], Policy]] = [Full32, BF16Mixed, BF16True, Precision16]
 KEEPERS = [BF16Mixed, BF16True]

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
-from polyxla_sampler.divided import Divided, divided_by
-from polyxla_sampler.loader import shard
+from polyxla_sampler.loader import Divided, divided_by, shard
 
 
 class Stream(IterableDataset[int]):

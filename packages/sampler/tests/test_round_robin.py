@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler, TensorDataset
 
-from polyxla_sampler.round_robin import Division, Remainder, resolve_rank, round_robin
+from polyxla_sampler.epochs import Division, Remainder, resolve_rank, round_robin
 
 counts, groups = st.integers(0, 40), st.integers(1, 9)
 remainders = st.sampled_from(["repeat", "drop", "keep"])

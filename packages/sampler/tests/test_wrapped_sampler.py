@@ -20,7 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from polyxla_sampler.wrapped_sampler import RoundRobinSampler
+from polyxla_sampler.sampler import RoundRobinSampler
 
 
 class Backwards(Sampler[int]):

@@ -24,13 +24,13 @@ import torch
 from polyxla_training.checkpoint import (
     CheckpointError,
     Format,
-    atomic_file,
-    file_writer,
+    atomic,
     load,
     safetensors_header,
     save,
+    state_file,
 )
-from polyxla_training.checkpoint.atomic_file import SUFFIX
+from polyxla_training.checkpoint.atomic import SUFFIX
 
 TIMEOUT_S = 60.0
 PROGRAMS = Path(__file__).parent / "programs"
@@ -96,9 +96,9 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(
 
 
 def test_the_file_of_a_living_writer_is_not_removed(tmp_path: Path) -> None:
-    with atomic_file.replacing(tmp_path / "state", 3) as file:
+    with atomic.replacing(tmp_path / "state", 3) as file:
         file.write(b"one")
-        atomic_file.sweep(tmp_path)
+        atomic.sweep(tmp_path)
         save({}, tmp_path / "other")
         assert len(_parts(tmp_path)) == 1
     assert (tmp_path / "state").read_bytes() == b"one"
@@ -205,7 +205,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(file_writer, "on_host", interrupt)
+    monkeypatch.setattr(state_file, "on_host", interrupt)
     with pytest.raises(KeyboardInterrupt):
         save({"step": torch.ones(1)}, tmp_path / "state")
     assert load(tmp_path / "state") == {"step": 1}

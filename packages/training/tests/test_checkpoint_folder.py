@@ -17,7 +17,7 @@ from polyxla_training.checkpoint import (
     folder,
     load,
 )
-from polyxla_training.storage.location import Location
+from polyxla_training.storage import Location
 
 
 def _names(path: Path) -> list[str]:

@@ -26,7 +26,7 @@ from polyxla import Replica, launch
 from polyxla_testing.processes import wait_until
 from polyxla_training import CheckpointError, CheckpointFolder, load, load_into, plugin, save
 from polyxla_training.checkpoint import DamagedCheckpointError, fingerprint
-from polyxla_training.checkpoint.shards.reader import ShardedCheckpoint
+from polyxla_training.checkpoint.shard_reader import ShardedCheckpoint
 from polyxla_training.resume import load_same
 from polyxla_training.sharding.sharded_state import divide_into
 

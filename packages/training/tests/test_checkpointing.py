@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from polyxla import UsageError
 from polyxla_testing import PluginInstaller
 from polyxla_training import CheckpointError, CheckpointFolder, Trainer, load, save
+from polyxla_training.checkpoint.stop_signal import stop_file
 from polyxla_training.listeners import checkpointing
-from polyxla_training.stop_request import stop_file
 
 PROGRAMS = Path(__file__).parent / "programs"
 

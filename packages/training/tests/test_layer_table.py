@@ -9,7 +9,7 @@ import torch
 
 from polyxla import UsageError
 from polyxla_training import Trainer
-from polyxla_training.listeners.layer_table import MOST_LAYERS, print_layers
+from polyxla_training.listeners.progress import MOST_LAYERS, print_layers
 
 
 class _Net(torch.nn.Module):

@@ -21,11 +21,11 @@ from polyxla_testing import PluginInstaller
 from polyxla_training import Trainer
 from polyxla_training.lightning.callbacks import LightningCallbacks
 from polyxla_training.lightning.data import resolve_loader
+from polyxla_training.lightning.hooks import check_module
 from polyxla_training.lightning.schedulers import Schedulers, configure_optimizers
 from polyxla_training.lightning.trainer_view import TrainerView
 from polyxla_training.metrics import MetricAccumulator
 from polyxla_training.module_adapter import ModuleAdapter
-from polyxla_training.module_checks import check_module
 
 
 def _halving(optimizer: Optimizer) -> ExponentialLR:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from polyxla_training.observe.chip_peaks import CHIP_PEAKS, chip_peak, utilization
+from polyxla_training.observe.performance import CHIP_PEAKS, chip_peak, utilization
 
 
 def test_utilization_is_of_one_devices_share_of_a_chip() -> None:

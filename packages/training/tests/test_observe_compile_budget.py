@@ -6,7 +6,7 @@ import pytest
 
 from polyxla import UsageError
 from polyxla_training.observe import CompileBudgetError
-from polyxla_training.observe.compile_budget import CompileBudget
+from polyxla_training.observe.compilations import CompileBudget
 
 
 def test_a_budget_is_spent_before_it_warns_and_warns_once(capsys: pytest.CaptureFixture[str]) -> None:

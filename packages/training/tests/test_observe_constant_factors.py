@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from polyxla_training.observe.constant_factors import constant_factors
+from polyxla_training.observe.compilations import constant_factors
 
 
 @pytest.mark.parametrize(("rate", "is_one"), [(1e-3, False), (3.1e-6, False), (2.9e-6, True), (0.0, False)])

@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from polyxla.plugin import Counters, Counts
-from polyxla_training.observe.tracing.flops import WITH_BACKWARD, flops
-from polyxla_training.observe.tracing.tracer import Tracer
+from polyxla_training.observe.tracer import WITH_BACKWARD, Tracer, flops
 
 
 class NoCounters(Counters):

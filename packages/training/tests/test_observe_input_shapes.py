@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyxla_training.observe.input_shapes import describe_changes, signatures
+from polyxla_training.observe.compilations import describe_changes, signatures
 
 
 @pytest.mark.parametrize(

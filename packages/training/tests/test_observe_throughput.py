@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from polyxla_training.observe.throughput import ThroughputMeter
+from polyxla_training.observe.performance import ThroughputMeter
 
 
 def test_a_window_holds_the_steps_time_without_evaluations() -> None:

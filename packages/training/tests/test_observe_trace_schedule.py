@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from polyxla_training.observe.tracing.findings import Finding
-from polyxla_training.observe.tracing.trace_schedule import (
+from polyxla_training.observe.findings import Finding
+from polyxla_training.observe.step_counters import (
     FIRST_STEPS,
     MAX_TRACED_STEPS,
     TraceSchedule,

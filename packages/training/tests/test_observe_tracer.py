@@ -14,11 +14,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 import polyxla
 import polyxla_training
-from polyxla_training.observe.compilations import warm_up_steps
-from polyxla_training.observe.tracing.trace_schedule import (
-    is_torch_compiled,
-)
-from polyxla_training.observe.tracing.tracer import Tracer
+from polyxla_training.observe.compilations import is_torch_compiled, warm_up_steps
+from polyxla_training.observe.tracer import Tracer
 
 TIMEOUT_S = 60.0
 

@@ -18,8 +18,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from polyxla import Replica, UsageError, launch
 from polyxla_testing import PluginInstaller
 from polyxla_training.observe import Observer
-from polyxla_training.observe.own_loop import torch_events
-from polyxla_training.observe.own_loop.trained_parameters import TrainedParameters
+from polyxla_training.observe.own_loop import loop_watch
+from polyxla_training.observe.own_loop.trained import TrainedParameters
 
 HERE = Path(__file__).name
 NEXT = _BaseDataLoaderIter.__next__
@@ -410,7 +410,7 @@ def test_a_defect_of_the_watch_does_not_end_the_training(
 
 def test_torch_is_left_as_it_was_after_an_error() -> None:
     def fail(replica: Replica) -> None:
-        assert torch_events._receivers
+        assert loop_watch._receivers
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from polyxla_training.listeners.progress import ProgressListener
-from polyxla_training.observe.logged_values import LoggedValues
+from polyxla_training.observe.step_counters import LoggedValues
 
 TIMEOUT_S = 60.0
 PROGRAMS = Path(__file__).parent / "programs"

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from polyxla_training.observe import provenance as module
-from polyxla_training.observe.provenance import git_state, hyper_parameters, provenance
+from polyxla_training.observe import run_log
+from polyxla_training.observe.run_log import git_state, hyper_parameters, provenance
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -60,7 +60,7 @@ def test_a_git_that_hangs_or_is_missing_delays_nothing(
     slow = tmp_path / "git"
     slow.write_text(f"#!{sys.executable}\nimport time\ntime.sleep(600)\n")
     slow.chmod(0o755)
-    monkeypatch.setattr(module, "GIT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(run_log, "GIT_TIMEOUT_S", 0.2)
     assert git_state(tmp_path) is None
 
 

@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from polyxla import UsageError
 from polyxla_training import CheckpointFolder, Trainer, commands
+from polyxla_training.checkpoint.stop_signal import stop_file
+from polyxla_training.listeners import log_upload
+from polyxla_training.listeners.log_upload import DirectoryUpload
 from polyxla_training.observe import read_run
-from polyxla_training.stop_request import stop_file
-from polyxla_training.storage import directory_upload
-from polyxla_training.storage.directory_upload import DirectoryUpload
-from polyxla_training.storage.remote_path import RemotePath
+from polyxla_training.storage import RemotePath
 
 if TYPE_CHECKING:
     from conftest import S3Server
@@ -193,4 +193,4 @@ def test_an_upload_that_fails_once_is_repeated(
     wait_for(lambda: _names("s3://bucket/logs") == ["log"])
     upload.close()
     assert "s3://bucket/logs/log cannot be written" in capsys.readouterr().err
-    assert directory_upload.EVERY_S == 60
+    assert log_upload.EVERY_S == 60

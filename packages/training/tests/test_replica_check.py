@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from polyxla import UsageError
 from polyxla_testing import PluginInstaller
 from polyxla_training import ReplicaCheck, check_replicas, plugin
-from polyxla_training.replica_check.check import load_factory
-from polyxla_training.replica_check.runs import compare, prepare
+from polyxla_training.replica_check import load_factory
+from polyxla_training.replica_runs import compare, prepare
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -185,7 +185,7 @@ class TestBatches:
         assert torch.equal(torch.rand(1), wanted)
 
     def test_are_divided_by_ordinal_except_tensors_without_records(self) -> None:
-        from polyxla_training.replica_check.runs import _share
+        from polyxla_training.replica_runs import _share
 
         batch = {"x": torch.arange(8), "mask": torch.ones(3), "scale": torch.tensor(2.0), "name": "kept"}
         share = _share(batch, 1, 4)

@@ -22,10 +22,9 @@ from plotly.offline import get_plotlyjs
 from polyxla import UsageError
 from polyxla_training.observe import RunLog, read_run
 from polyxla_training.observe.report import text
-from polyxla_training.observe.report.comparison import Comparison, short_names
-from polyxla_training.observe.report.page import render
-from polyxla_training.observe.report.plots import compared_figures, figures, plots
+from polyxla_training.observe.report.page import compared_figures, figures, plots, render
 from polyxla_training.observe.report.run import Run, position_at
+from polyxla_training.observe.report.text import Comparison, short_names
 from polyxla_training.observe.run_log import newest_run
 
 TIMEOUT_S = 60.0

@@ -11,10 +11,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from polyxla import UsageError
 from polyxla_training import Trainer
-from polyxla_training.sharding.blocks import find_blocks
-from polyxla_training.sharding.initialisation import check_can_initialise, initialise
 from polyxla_training.sharding.mesh_shape import complete
-from polyxla_training.sharding.tensor_plan import find_styles
+from polyxla_training.sharding.sharded_module import (
+    check_can_initialise,
+    find_blocks,
+    find_styles,
+    initialise,
+)
 
 
 @pytest.mark.parametrize(

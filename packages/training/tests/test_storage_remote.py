@@ -17,18 +17,18 @@ import pytest
 import torch
 
 from polyxla import UsageError
+from polyxla_training import storage
 from polyxla_training.checkpoint import (
     BackgroundWriter,
     CheckpointError,
     CheckpointFolder,
     Format,
     check_state,
-    file_writer,
     load,
     save,
+    state_file,
 )
-from polyxla_training.storage import remote_path
-from polyxla_training.storage.location import check_location, locate
+from polyxla_training.storage import RemotePath, check_location, locate
 
 if TYPE_CHECKING:
     from conftest import S3Server
@@ -64,7 +64,7 @@ def _state() -> dict[str, Any]:
 def test_an_uploaded_file_has_the_bytes_of_a_local_one(
     remote: str, tmp_path: Path, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_path, "PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(storage, "PART_BYTES", PART_BYTES)
     state = _state() | {"large": torch.randn(parts * PART_BYTES // 4)} if parts > 1 else _state()
     save(state, tmp_path / "state")
     save(state, f"{remote}/state")
@@ -163,7 +163,7 @@ def test_a_writer_killed_while_it_uploads_leaves_the_checkpoint_before(
 
 
 def test_a_store_that_is_busy_is_asked_again(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_path, "PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(storage, "PART_BYTES", PART_BYTES)
     s3.fail("PUT", 503, count=2, after=1)
     save({"large": torch.ones(3 * PART_BYTES // 4)}, "s3://bucket/run/state")
     s3.fail("GET", 503, count=1)
@@ -174,7 +174,7 @@ def test_a_store_that_is_busy_is_asked_again(s3: S3Server, monkeypatch: pytest.M
 def test_a_refused_upload_is_an_error_with_the_url(
     s3: S3Server, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_path, "PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(storage, "PART_BYTES", PART_BYTES)
     save({"step": 1}, "s3://bucket/run/state")
     s3.fail("PUT", 403, after=after)
     with pytest.raises(
@@ -224,7 +224,7 @@ def test_uploads_of_several_threads_do_not_disturb_each_other(remote: str) -> No
     starts = threading.Barrier(4)
 
     def upload(number: int) -> None:
-        with remote_path.RemotePath(f"{remote}/{number}").uploading() as file:
+        with RemotePath(f"{remote}/{number}").uploading() as file:
             starts.wait(TIMEOUT_S)
             file.write(b"%d" % number)
             if number == 2:
@@ -248,7 +248,7 @@ def test_a_tensor_that_changes_meanwhile_cancels_the_upload(
         one += 1
         return held
 
-    monkeypatch.setattr(file_writer, "on_host", changing)
+    monkeypatch.setattr(state_file, "on_host", changing)
     with pytest.raises(
         CheckpointError, match=r"a tensor was changed while it was uploaded to .*BackgroundWriter"
     ):

@@ -14,10 +14,9 @@ import torch
 
 import polyxla
 from polyxla import UsageError
-from polyxla_training import Trainer
-from polyxla_training.storage import shared_directory
-from polyxla_training.storage.location import locate
-from polyxla_training.storage.shared_directory import check_shared
+from polyxla_training import Trainer, shared_directory
+from polyxla_training.shared_directory import check_shared
+from polyxla_training.storage import locate
 
 HOST = re.escape(socket.gethostname())
 TWO_HOSTS = "0,1;2,3"

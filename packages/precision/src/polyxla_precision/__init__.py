@@ -1,7 +1,7 @@
 """Precision policies. Importing this package does not import torch."""
 
-from polyxla_precision.bf16 import BF16Mixed as BF16Mixed
-from polyxla_precision.bf16 import BF16True as BF16True
-from polyxla_precision.full import Full32 as Full32
+from polyxla_precision.policies import BF16Mixed as BF16Mixed
+from polyxla_precision.policies import BF16True as BF16True
+from polyxla_precision.policies import Full32 as Full32
 
 __all__ = ["BF16Mixed", "BF16True", "Full32"]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pluggy
 
-from polyxla_precision.bf16 import BF16Mixed, BF16True, Precision16
-from polyxla_precision.full import Full32
-from polyxla_precision.policy import Policy
+from polyxla_precision.policies import BF16Mixed, BF16True, Full32, Policy, Precision16
 
 # Made from the project's name, so that this package depends on pluggy and not on polyxla.
 hookimpl = pluggy.HookimplMarker("polyxla")

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from polyxla_sampler.loader import ShardedLoader as ShardedLoader
     from polyxla_sampler.loader import shard as shard
     from polyxla_sampler.permutation import Permutation as Permutation
+    from polyxla_sampler.sampler import RoundRobinSampler as RoundRobinSampler
     from polyxla_sampler.sampler import ShardedSampler as ShardedSampler
     from polyxla_sampler.sampler import UnrepeatedSampler as UnrepeatedSampler
-    from polyxla_sampler.wrapped_sampler import RoundRobinSampler as RoundRobinSampler
 
 __all__ = [
     "BucketBatchSampler",
@@ -35,7 +35,7 @@ _MODULES = {
     "BucketBatchSampler": "buckets",
     "BucketCollate": "buckets",
     "Permutation": "permutation",
-    "RoundRobinSampler": "wrapped_sampler",
+    "RoundRobinSampler": "sampler",
     "ShardedIterable": "iterable",
     "ShardedLoader": "loader",
     "ShardedSampler": "sampler",

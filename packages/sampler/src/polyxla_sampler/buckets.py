@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler, default_collate
 
+from polyxla_sampler.epochs import Division, Remainder, ResumableEpochs, State, resolve_rank
 from polyxla_sampler.permutation import make_order, wrap_around
-from polyxla_sampler.resume import ResumableEpochs, State
-from polyxla_sampler.round_robin import Division, Remainder, resolve_rank
 from polyxla_sampler.seeded_rng import derive_seed
 
 

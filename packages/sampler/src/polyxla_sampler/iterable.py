@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from polyxla_sampler.resume import ResumableEpochs, State
-from polyxla_sampler.round_robin import Division, Remainder, resolve_rank, round_robin
+from polyxla_sampler.epochs import Division, Remainder, ResumableEpochs, State, resolve_rank, round_robin
 from polyxla_sampler.seeded_rng import derive_seed, iterate_seeded, seed_generators
 
 

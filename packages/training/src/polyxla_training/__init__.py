@@ -5,8 +5,8 @@ Importing this imports no torch.
 
 from polyxla_training.checkpoint import CheckpointError, CheckpointFolder, DamagedCheckpointError, load, save
 from polyxla_training.listeners.early_stopping import EarlyStopping
-from polyxla_training.replica_check.check import ReplicaCheck, check_replicas
-from polyxla_training.sharding.load_into import load_into
+from polyxla_training.replica_check import ReplicaCheck, check_replicas
+from polyxla_training.resume import load_into
 from polyxla_training.trainer import Trainer
 
 __all__ = [

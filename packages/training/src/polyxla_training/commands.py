@@ -12,7 +12,7 @@ from polyxla import UsageError
 from polyxla.plugin import JsonFlag, RuntimeOption, plain_errors, print_json, say
 
 if TYPE_CHECKING:
-    from polyxla_training.storage.remote_path import RemotePath
+    from polyxla_training.storage import RemotePath
 
 RUNS = "runs"
 """Directory in which `polyxla_training.Trainer` makes a directory for each run."""
@@ -40,11 +40,10 @@ def report(
 
     The page is one HTML file with plots. It needs no network.
     """
-    from polyxla_training.observe.report.comparison import Comparison
     from polyxla_training.observe.report.run import Run
-    from polyxla_training.observe.report.text import as_lines
+    from polyxla_training.observe.report.text import Comparison, as_lines
     from polyxla_training.observe.run_log import newest_run, read_run
-    from polyxla_training.storage.location import locate
+    from polyxla_training.storage import locate
 
     with plain_errors(as_json):
         if runs and len(runs) > 1 and not compare:
@@ -91,13 +90,13 @@ def consolidate(
 
     The file is a safetensors file with the module's tensors. Needs no TPU.
     """
-    from polyxla_training.storage.location import check_location, locate
+    from polyxla_training.storage import check_location, locate
 
     with plain_errors(as_json):
         for path in (directory, out):
             if path is not None:
                 check_location(path, "polyxla consolidate")
-        from polyxla_training.checkpoint.shards.consolidation import consolidate as put_together
+        from polyxla_training.checkpoint.shard_reader import consolidate as put_together
 
         found = put_together(locate(directory), None if out is None else locate(out), key=key)
     if as_json:
@@ -122,8 +121,8 @@ def check_replicas(
     Trains a torch module both ways and compares the parameters. Exits with 1 if they differ by more than the
     tolerance.
     """
-    from polyxla_training.replica_check.check import check_replicas as check
-    from polyxla_training.replica_check.check import load_factory
+    from polyxla_training.replica_check import check_replicas as check
+    from polyxla_training.replica_check import load_factory
 
     with plain_errors(as_json):
         made = load_factory(factory)

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from polyxla import UsageError
 from polyxla.plugin import StartMethod
-from polyxla_training.monitor import check_mode
 from polyxla_training.sharding.mesh_shape import DDP, DIMENSIONS, read_strategy
-from polyxla_training.storage.location import check_location
+from polyxla_training.storage import check_location
 
 if TYPE_CHECKING:
     import torch
@@ -347,6 +346,16 @@ def _check_batches(name: str, value: Any) -> None:
         where="Trainer",
         fix=f"Write {name}=10 for ten batches, or {name}=0.1 for a tenth of them.",
     )
+
+
+def check_mode(mode: str, where: str) -> None:
+    """Raise an error if `mode` is neither ``min`` nor ``max``.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if mode not in ("min", "max"):
+        raise UsageError(f"mode={mode!r} is neither min nor max", where=where, fix="Write mode='min'.")
 
 
 def _check_limit(name: str, value: Any) -> None:

@@ -14,7 +14,7 @@ from polyxla import UsageError, hookimpl
 from polyxla.plugin import constants, say, say_once, snapshot
 from polyxla_training import env
 from polyxla_training.options import FILE_LOGGERS
-from polyxla_training.storage.location import is_url
+from polyxla_training.storage import is_url
 
 if TYPE_CHECKING:
     import torch
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from polyxla import Replica
     from polyxla.plugin import Sharding
-    from polyxla_training.listeners.scalars import Logger
-    from polyxla_training.observe.logged_values import LoggedValues
+    from polyxla_training.listeners.loggers import Logger
     from polyxla_training.observe.run_log import RunLog
+    from polyxla_training.observe.step_counters import LoggedValues
     from polyxla_training.options import Fit, FitOptions
 
 
@@ -108,8 +108,8 @@ def _every_replicas(replica: Replica, fit: Fit) -> Iterator[object]:
 
 
 def _first_replicas(replica: Replica, fit: Fit) -> Iterator[object]:
-    from polyxla_training.observe.logged_values import LoggedValues
     from polyxla_training.observe.observer import AfterListeners, Observer
+    from polyxla_training.observe.step_counters import LoggedValues
 
     options, logged_values = fit.options, LoggedValues(replica.counters(), fit.log_every_n_steps)
     directory: str | Path | None = options.log_dir
@@ -120,7 +120,7 @@ def _first_replicas(replica: Replica, fit: Fit) -> Iterator[object]:
         directory = upload.path
         yield upload
     if options.progress and options.summary:
-        from polyxla_training.listeners.layer_table import print_layers
+        from polyxla_training.listeners.progress import print_layers
 
         print_layers(fit.module, options.summary)
     if options.progress:
@@ -148,7 +148,7 @@ def _first_replicas(replica: Replica, fit: Fit) -> Iterator[object]:
 
 
 def _loggers(fit: Fit, directory: str | Path | None, logged_values: LoggedValues) -> Iterator[object]:
-    from polyxla_training.listeners.scalars import ScalarListener
+    from polyxla_training.listeners.loggers import ScalarListener
 
     arguments = fit.options.logger_arguments
     if fit.options.log_dir is not None:
@@ -177,25 +177,18 @@ def _in_log_dir(options: FitOptions, make: Callable[[], Made]) -> Made | None:
 
 
 def _logger(name: str, given: Mapping[str, Any], fit: Fit, directory: str | Path | None) -> Logger:
-    log_dir = None if directory is None else str(directory)
-    # What TensorBoard and CSV need is checked: they have a directory.
-    if name == "tensorboard":
-        from polyxla_training.listeners.loggers.tensorboard import TensorBoardLogger
+    from polyxla_training.listeners.loggers import CsvLogger, MlflowLogger, TensorBoardLogger, WandbLogger
+    from polyxla_training.observe.run_log import hyper_parameters
 
+    log_dir = None if directory is None else str(directory)
+    # The options have refused TensorBoard and CSV without a directory.
+    if name == "tensorboard":
         return TensorBoardLogger(str(log_dir), **given)
     if name == "csv":
-        from polyxla_training.listeners.loggers.csv_file import CsvLogger
-
         return CsvLogger(str(log_dir), **given)
-    from polyxla_training.observe.provenance import hyper_parameters
-
     settings = {**_settings(fit.options), **hyper_parameters(fit.module)}
     if name == "wandb":
-        from polyxla_training.listeners.loggers.weights_and_biases import WandbLogger
-
         return WandbLogger(log_dir, settings, **given)
-    from polyxla_training.listeners.loggers.mlflow_run import MlflowLogger
-
     return MlflowLogger(settings, **given)
 
 
@@ -211,8 +204,7 @@ def _settings(options: FitOptions) -> dict[str, Any]:
 
 
 def _run_log(replica: Replica, fit: Fit, directory: str | Path) -> RunLog:
-    from polyxla_training.observe.provenance import hyper_parameters
-    from polyxla_training.observe.run_log import RunLog
+    from polyxla_training.observe.run_log import RunLog, hyper_parameters
 
     log = RunLog(directory)
     log.start(

@@ -12,15 +12,15 @@ import torch
 
 from polyxla import Replica, UsageError
 from polyxla.plugin import Loader, random_state, say
-from polyxla_training.callbacks import states_of
 from polyxla_training.checkpoint import CheckpointError, check_state
+from polyxla_training.lightning.callbacks import states_of
 from polyxla_training.lightning.schedulers import Schedulers
 from polyxla_training.lightning.trainer_view import TrainerView
 from polyxla_training.metrics import MetricAccumulator, Total, combine_totals
 from polyxla_training.resume import load_same
 
 if TYPE_CHECKING:
-    from polyxla_training.checkpoint.shards.reader import ShardedCheckpoint
+    from polyxla_training.checkpoint.shard_reader import ShardedCheckpoint
 
 FORMAT = 4
 """Version of `TrainingState.state_dict`; checkpoints of other versions are refused."""

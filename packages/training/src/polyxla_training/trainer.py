@@ -7,21 +7,27 @@ import inspect
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyxla import launch
+from polyxla import UsageError, launch
 from polyxla.plugin import pip_install, say, say_once
-from polyxla_training.callbacks import check_callbacks
-from polyxla_training.lightning.hooks import DataModule, is_data_module
+from polyxla_training.checkpoint.stop_signal import SIGNALLED, forward_signals
+from polyxla_training.lightning.callbacks import check_callbacks
+from polyxla_training.lightning.hooks import (
+    DataModule,
+    check_datamodule,
+    check_module,
+    find_hook,
+    is_data_module,
+    is_module,
+)
 from polyxla_training.lightning.trainer_arguments import FIXES, METHOD_FIXES, check_names
 from polyxla_training.loop.call import Call, Outcome, Stage, merge_predictions
-from polyxla_training.module_checks import check_datamodule, check_module, take_state
 from polyxla_training.options import FitOptions, LaunchOptions, TrainerOptions
-from polyxla_training.stop_request import SIGNALLED, forward_signals
 
 EVALUATION_NAMES = ("module", "data", "datamodule")
 """Arguments of `Trainer.validate`, `Trainer.test` and `Trainer.predict`."""
@@ -173,7 +179,7 @@ class Trainer(TrainerOptions):
         # Metrics are the same in all; the parameters come from one of them.
         outcome = next((one for one in outcomes if one.state is not None), outcomes[0])
         if outcome.state is not None:
-            take_state(module, outcome.state)
+            _take_state(module, outcome.state)
         self.metrics = outcome.metrics
         self.outcome = replace(outcome, predictions=merge_predictions(outcomes))
         if outcome.stopped == SIGNALLED:
@@ -196,6 +202,26 @@ class Trainer(TrainerOptions):
             )
             return None
         return str(Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+
+
+def _take_state(module: Any, state: Mapping[str, Any]) -> None:
+    """Load parameters that were trained in another process into the caller's module.
+
+    Raises:
+        UsageError: the module was given other layers there.
+    """
+    hook = find_hook(module, "configure_model") if is_module(module) else None
+    if hook and set(state) != set(module.state_dict()):
+        # The replicas have called it on their copies.
+        hook()
+    if other := sorted(set(state) ^ set(module.state_dict())):
+        raise UsageError(
+            f"the replicas' modules and the caller's differ in {', '.join(other[:3])}",
+            where=f"{type(module).__name__}.setup",
+            fix="Make all layers in __init__ or in configure_model.",
+        )
+    # A module on the meta device has nothing to copy into.
+    module.load_state_dict(state, assign=any(one.is_meta for one in module.state_dict().values()))
 
 
 # help(Trainer) includes the descriptions of the options, which are written once, in options.py.

@@ -10,7 +10,7 @@ import sys
 import torch
 
 from polyxla_training.listeners.progress import ProgressListener
-from polyxla_training.observe.logged_values import LoggedValues
+from polyxla_training.observe.step_counters import LoggedValues
 
 steps_per_epoch = int(sys.argv[1]) if len(sys.argv) > 1 else None
 first, second = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))

@@ -22,11 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from polyxla_training import load_into
+from polyxla_training import load_into, shared_directory
 from polyxla_training.checkpoint import BackgroundWriter, CheckpointError, CheckpointFolder, load, save
-from polyxla_training.checkpoint.shards.reader import ShardedCheckpoint
+from polyxla_training.checkpoint.shard_reader import ShardedCheckpoint
 from polyxla_training.sharding.sharded_state import gathered
-from polyxla_training.storage import shared_directory
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "even": ((8, 4), torch.float32),

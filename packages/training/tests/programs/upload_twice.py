@@ -6,13 +6,12 @@ import sys
 
 import torch
 
-from polyxla_training import CheckpointFolder
-from polyxla_training.storage import remote_path
+from polyxla_training import CheckpointFolder, storage
 
 PART_BYTES = 5 * 2**20
 
 if __name__ == "__main__":
-    remote_path.PART_BYTES = PART_BYTES
+    storage.PART_BYTES = PART_BYTES
     folder = CheckpointFolder(sys.argv[1], keep=1)
     folder.save(1, {"weight": torch.ones(4)})
     print("saved 1", flush=True)

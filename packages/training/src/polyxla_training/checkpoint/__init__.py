@@ -3,11 +3,9 @@
 Nothing here is a collective: one replica may call it, or all. Importing this imports no torch.
 """
 
-from polyxla_training.checkpoint.api import Format, fingerprint, load, save
-from polyxla_training.checkpoint.background_writer import BackgroundWriter
-from polyxla_training.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from polyxla_training.checkpoint.api import BackgroundWriter, Format, fingerprint, load, save
+from polyxla_training.checkpoint.errors import CheckpointError, DamagedCheckpointError, check_state
 from polyxla_training.checkpoint.folder import CheckpointEntry, CheckpointFolder
-from polyxla_training.checkpoint.state_check import check_state
 from polyxla_training.checkpoint.stop_signal import StopSignal
 
 __all__ = [

@@ -1,13 +1,17 @@
-"""`save` and `load`: one state in one file."""
+"""`save`, `load`, and `BackgroundWriter`, which saves while the training goes on."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Literal
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
 
+from polyxla_training.checkpoint.atomic import STATE, is_sharded
 from polyxla_training.checkpoint.errors import CheckpointError
-from polyxla_training.checkpoint.shards.layout import STATE, is_sharded
-from polyxla_training.storage.location import check_location, locate
+from polyxla_training.storage import check_location, locate
 
 if TYPE_CHECKING:
     import torch
@@ -42,15 +46,15 @@ def save(state: Any, path: str | os.PathLike[str], *, format: Format = "safetens
             cannot be written, and an existing one is unchanged.
         UsageError: a package that the URL needs is not installed.
     """
-    from polyxla_training.checkpoint.file_writer import write_safetensors, write_torch
     from polyxla_training.checkpoint.state_codec import EncodedState, encode_state
+    from polyxla_training.checkpoint.state_file import write_safetensors, write_torch
 
     _check_format(format, "save")
     check_location(path, "save")
     encoded = state if isinstance(state, EncodedState) else encode_state(state)
     if encoded.is_divided:
         _check_divisible(format)
-        from polyxla_training.checkpoint.shards.writer import write_shards
+        from polyxla_training.checkpoint.shard_writer import write_shards
 
         write_shards(encoded, locate(path))
         return
@@ -85,25 +89,25 @@ def load(
     """
     import torch
 
-    from polyxla_training.checkpoint import file_reader
+    from polyxla_training.checkpoint import state_file
 
     _check_format(format, "load")
     check_location(path, "load")
     place, device = locate(path), torch.device(device)
     if is_sharded(place):
-        from polyxla_training.checkpoint.shards.reader import ShardedCheckpoint
+        from polyxla_training.checkpoint.shard_reader import ShardedCheckpoint
 
         return ShardedCheckpoint(place, verify=verify).state(device=device)
-    with file_reader.opened(place) as file:
+    with state_file.opened(place) as file:
         if format == "torch":
-            return file_reader.read_torch(file, str(place), device)
-        if file_reader.is_torch(file):
+            return state_file.read_torch(file, str(place), device)
+        if state_file.is_torch(file):
             raise CheckpointError(
                 f"{str(place)!r} is a file of torch.save",
                 where="load",
                 fix='Write load(path, format="torch"); only tensors and plain values are read from it.',
             )
-        return file_reader.read_safetensors(file, place.stat().st_size, device, verify)
+        return state_file.read_safetensors(file, place.stat().st_size, device, verify)
 
 
 def fingerprint(path: str | os.PathLike[str]) -> str:
@@ -112,11 +116,11 @@ def fingerprint(path: str | os.PathLike[str]) -> str:
     Raises:
         CheckpointError: the file cannot be read.
     """
-    from polyxla_training.checkpoint import file_reader
+    from polyxla_training.checkpoint import state_file
 
     place = locate(path)
-    with file_reader.opened(place / STATE if is_sharded(place) else place) as file:
-        return file_reader.header_checksum(file)
+    with state_file.opened(place / STATE if is_sharded(place) else place) as file:
+        return state_file.header_checksum(file)
 
 
 def _check_divisible(format: str) -> None:
@@ -133,3 +137,94 @@ def _check_format(format: str, where: str) -> None:
         raise CheckpointError(
             f"{format!r} is not a checkpoint format", where=where, fix='Write "safetensors" or "torch".'
         )
+
+
+WAIT_TIMEOUT_S = 1800.0
+"""Maximum wait for the previous checkpoint, in seconds: in half an hour a disk writes 180 GB at 100 MB/s."""
+
+
+class BackgroundWriter:
+    """Saves in the background, one state at a time.
+
+    A context manager; leaving it waits for the last write. Use each writer from one thread. The next `submit`
+    or `close` raises the errors of the background. The process does not end before its writes do.
+
+    Args:
+        timeout_s: maximum wait for the previous write, in seconds.
+    """
+
+    def __init__(self, timeout_s: float = WAIT_TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
+        self._thread: threading.Thread | None = None
+        self._started = 0.0
+        self._failure: BaseException | None = None
+
+    def submit(self, save: Callable[[Any], object], state: Any) -> None:
+        """Copy a state to host memory, and call ``save(copy)`` in a thread.
+
+        Waits for the previous write, then for the copy, so host memory holds at most one copy. The state may
+        change as soon as this returns.
+
+        Args:
+            save: `polyxla_training.save` or `CheckpointFolder.save` with its other arguments, such as
+                ``functools.partial(folder.save, step)``.
+            state: as for `polyxla_training.save`.
+
+        Raises:
+            CheckpointError: the state has a value of an unsupported type, or the previous write did not end
+                in time.
+            Exception: what the previous write raised.
+        """
+        from polyxla_training.checkpoint.state_codec import snapshot
+
+        self._wait()
+        copied = snapshot(state)
+        self._started = time.monotonic()
+        # A new thread each time: a process that is forked in between does not inherit a dead one.
+        self._thread = threading.Thread(
+            target=self._write, args=(save, copied), name="polyxla-checkpoint-writer"
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Wait for the last write.
+
+        Raises:
+            CheckpointError: the write did not end in time.
+            Exception: what the write raised.
+        """
+        self._wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            # The error that ended the block is the one to raise.
+            error.add_note(f"the last checkpoint was not written either: {failure}")
+
+    def _write(self, save: Callable[[Any], object], copied: Any) -> None:
+        try:
+            save(copied)
+        except BaseException as error:
+            self._failure = error
+
+    def _wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join(max(0.0, self._started + self._timeout_s - time.monotonic()))
+            if self._thread.is_alive():
+                raise CheckpointError(
+                    f"writing a checkpoint has taken longer than {self._timeout_s:g} s and is not finished",
+                    where="BackgroundWriter(timeout_s=...)",
+                    fix="Save less often, use a faster disk, or pass a longer timeout_s.",
+                )
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from polyxla.plugin import say
 from polyxla_training.checkpoint.api import load, save
+from polyxla_training.checkpoint.atomic import STATE
 from polyxla_training.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from polyxla_training.checkpoint.safetensors_header import is_ours
-from polyxla_training.checkpoint.shards.layout import STATE
-from polyxla_training.storage.location import (
+from polyxla_training.storage import (
     FileInfo,
     Location,
     check_location,
@@ -203,7 +203,7 @@ def _write(state: EncodedState, path: Location) -> bool:
     if not state.is_divided:
         save(state, path)
         return True
-    from polyxla_training.checkpoint.shards.writer import write_shards
+    from polyxla_training.checkpoint.shard_writer import write_shards
 
     return write_shards(state, path)
 
@@ -230,7 +230,7 @@ def _entry(file: FileInfo) -> CheckpointEntry | None:
 def _delete(path: Location) -> None:
     try:
         if path.name.endswith(".shards"):
-            from polyxla_training.checkpoint.shards.new_directory import delete
+            from polyxla_training.checkpoint.atomic import delete
 
             delete(path)
         else:

@@ -18,10 +18,16 @@ from typing import Any
 
 import torch
 
-from polyxla_training.checkpoint.divided_tensor import checkpoint_group, is_divided, map_shard
 from polyxla_training.checkpoint.errors import CheckpointError
-from polyxla_training.checkpoint.safetensors_dtypes import stored
-from polyxla_training.checkpoint.tensor_aliasing import StoredTensor, TensorNode, stored_tensors
+from polyxla_training.checkpoint.tensors import (
+    StoredTensor,
+    TensorNode,
+    checkpoint_group,
+    is_divided,
+    map_shard,
+    stored,
+    stored_tensors,
+)
 
 MAX_DEPTH = 100
 """Maximum depth of nested containers: one that contains itself has no end."""

@@ -1,12 +1,13 @@
 """The hooks of LightningModules and data modules: which the Trainer calls, and which it refuses.
 
-The sets are checked against the installed Lightning by a test, and an overridden hook in none of them is
-refused: no hook of a newer Lightning is dropped silently.
+A test checks the sets against the installed Lightning. An overridden hook in none of them is refused: no hook
+of a newer Lightning is dropped silently.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from polyxla import UsageError
@@ -206,3 +207,62 @@ def _hooks_of(value: Any) -> set[str]:
         for name, member in vars(base).items()
         if not name.startswith("_") and callable(getattr(base, name)) and not isinstance(member, property)
     }
+
+
+def check_module(module: Any, methods: Iterable[str]) -> None:
+    """Raise an error early if the module cannot be trained.
+
+    Raises:
+        UsageError: a method is missing, or the module does what the Trainer does not support.
+    """
+    missing = [name for name in methods if not callable(getattr(module, name, None))]
+    if missing:
+        raise UsageError(
+            f"{type(module).__name__} has no {' and no '.join(missing)}",
+            where="the module passed to Trainer",
+            fix="Write the method, or use polyxla.launch with your own loop.",
+        )
+    if getattr(module, "automatic_optimization", True) is False:
+        raise UsageError(
+            f"{type(module).__name__} sets automatic_optimization=False, which Trainer does not support",
+            where="the module passed to Trainer",
+            fix="Use polyxla.launch with your own loop and replica.step.",
+        )
+    if not is_module(module):
+        return
+    check_hooks(module)
+    for name in ("training_step", "validation_step", "test_step", "predict_step"):
+        if "dataloader_iter" in inspect.signature(getattr(module, name)).parameters:
+            raise UsageError(
+                f"{name} takes dataloader_iter, and the Trainer passes batches",
+                where=f"{type(module).__name__}.{name}",
+                fix=f"Write {name}(self, batch, batch_idx).",
+            )
+
+
+def check_datamodule(datamodule: Any, loaders: Iterable[Any]) -> None:
+    """Raise an error early if the data module cannot be used.
+
+    Raises:
+        UsageError: loaders were passed too, it makes none, or overrides what would not be called.
+    """
+    if datamodule is None:
+        return
+    name = type(datamodule).__name__
+    if any(loader is not None for loader in loaders):
+        raise UsageError(
+            f"loaders were passed beside {name}",
+            where="the arguments of the Trainer's method",
+            fix="Pass either loaders or a data module.",
+        )
+    if not any(
+        callable(getattr(datamodule, f"{kind}_dataloader", None))
+        for kind in ("train", "val", "test", "predict")
+    ):
+        raise UsageError(
+            f"{name} has no train_dataloader, val_dataloader, test_dataloader or predict_dataloader",
+            where="datamodule=",
+            fix="Write the method, or pass a loader in place of the data module.",
+        )
+    if is_data_module(datamodule):
+        check_hooks(datamodule)

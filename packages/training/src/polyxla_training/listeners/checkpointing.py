@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from polyxla import hookimpl
 from polyxla.plugin import say, tensors_in
-from polyxla_training.checkpoint.background_writer import BackgroundWriter
-from polyxla_training.checkpoint.divided_tensor import is_divided
+from polyxla_training.checkpoint.api import BackgroundWriter
 from polyxla_training.checkpoint.folder import CheckpointFolder
-from polyxla_training.checkpoint.stop_signal import StopSignal
-from polyxla_training.monitor import Monitor
-from polyxla_training.stop_request import SIGNALLED, stop_file
+from polyxla_training.checkpoint.stop_signal import SIGNALLED, StopSignal, stop_file
+from polyxla_training.checkpoint.tensors import is_divided
+from polyxla_training.listeners.early_stopping import BestValue
 
 if TYPE_CHECKING:
     from polyxla import Replica
@@ -39,7 +38,7 @@ class CheckpointListener:
         self._fit = fit
         self._every = fit.options.save_every_n_steps
         name, mode = fit.options.monitor, fit.options.mode
-        self._monitor = None if name is None else Monitor(name, mode, "Trainer(monitor=...)")
+        self._monitor = None if name is None else BestValue(name, mode, "Trainer(monitor=...)")
         self._is_best = False
         self._folder = CheckpointFolder(directory, fit.options.keep)
         self._writer = BackgroundWriter()

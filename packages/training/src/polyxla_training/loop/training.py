@@ -13,8 +13,7 @@ import torch
 
 from polyxla import Replica, UsageError
 from polyxla.plugin import Loader, move_module
-from polyxla_training.callbacks import is_listener, load_states
-from polyxla_training.lightning.callbacks import LightningCallbacks, is_callback
+from polyxla_training.lightning.callbacks import LightningCallbacks, is_callback, is_listener, load_states
 from polyxla_training.lightning.data import Data, divisible_by_batches
 from polyxla_training.lightning.schedulers import configure_optimizers
 from polyxla_training.lightning.trainer_view import LoggerListener, LoggerView, TrainerView
@@ -25,8 +24,8 @@ from polyxla_training.loop.optimization import Optimization
 from polyxla_training.metrics import MetricAccumulator
 from polyxla_training.module_adapter import ModuleAdapter
 from polyxla_training.options import Fit
+from polyxla_training.shared_directory import check_shared
 from polyxla_training.state import Checkpoint, TrainingState, find_checkpoint
-from polyxla_training.storage.shared_directory import check_shared
 
 
 def run(replica: Replica, call: Call) -> Outcome:

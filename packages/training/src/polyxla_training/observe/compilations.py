@@ -1,22 +1,156 @@
-"""Explains why programs were compiled."""
+"""Explains why programs were compiled, by their inputs and their constants, and limits their number."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from polyxla.plugin import location, say, user_line
-from polyxla_training.observe.compile_budget import CompileBudget
-from polyxla_training.observe.constant_factors import constant_factors
-from polyxla_training.observe.input_shapes import Signature, describe_changes, signatures
-from polyxla_training.observe.summary import in_seconds
-from polyxla_training.observe.tracing.trace_schedule import is_torch_compiled
+from polyxla import PolyxlaError, UsageError
+from polyxla.plugin import is_tensor, leaves_with_paths, location, say, user_line
+from polyxla_training.observe.performance import in_seconds
 
 if TYPE_CHECKING:
     import torch
 
     from polyxla.plugin import Counters, Counts, Loader
+
+
+class CompileBudgetError(PolyxlaError):
+    """A training compiled more programs than its budget allows."""
+
+
+class CompileBudget:
+    """Counts unexpected compilations.
+
+    Args:
+        allowed: number of programs; None for no limit.
+        on_budget: ``warn`` or ``raise`` when more are compiled.
+
+    Attributes:
+        spent: number of programs so far.
+
+    Raises:
+        UsageError: `on_budget` is neither, or `allowed` is negative.
+    """
+
+    def __init__(self, allowed: int | None, on_budget: str) -> None:
+        if on_budget not in {"warn", "raise"}:
+            raise UsageError(
+                "on_budget is neither 'warn' nor 'raise'",
+                where=f"on_budget={on_budget!r}",
+                fix="Write on_budget='warn' or 'raise'.",
+            )
+        if allowed is not None and allowed < 0:
+            raise UsageError(
+                "compile_budget is negative",
+                where=f"compile_budget={allowed}",
+                fix="Write compile_budget=0 to allow no compilations.",
+            )
+        self.allowed = allowed
+        self.spent = 0
+        self._is_strict = on_budget == "raise"
+        self._has_warned = False
+
+    def spend(self, compiles: int, why: str) -> None:
+        """Count compilations.
+
+        Args:
+            compiles: number of programs.
+            why: the cause, for the message.
+
+        Raises:
+            CompileBudgetError: the budget is exceeded, and `on_budget` is ``raise``.
+        """
+        self.spent += compiles
+        if self.allowed is None or self.spent <= self.allowed:
+            return
+        text = (
+            f"{self.spent} programs were compiled after the first steps, but compile_budget={self.allowed} "
+            f"allows fewer; the last: {why}. Give every batch the same shape (drop_last, pad), or raise the "
+            "budget."
+        )
+        if self._is_strict:
+            raise CompileBudgetError(text)
+        if not self._has_warned:
+            say(text)
+        self._has_warned = True
+
+
+Signature = tuple[Any, Any]
+"""A tensor's shape and dtype; of anything else, its type and None."""
+MAX_CHANGES = 4
+"""Number of changed inputs that a message names; with more, it would be too long to read."""
+
+
+def signatures(batch: Any) -> tuple[Signature, ...]:
+    """Return the signature of each leaf of `batch`, in a fixed order. Called every step."""
+    # The most common batches, without the cost of walking them as a pytree.
+    if type(batch) in {list, tuple} and all(map(is_tensor, batch)):
+        return tuple([(tensor.shape, tensor.dtype) for tensor in batch])
+    return tuple([_signature(leaf) for _, leaf in leaves_with_paths(batch)])
+
+
+def _signature(leaf: Any) -> Signature:
+    return (leaf.shape, leaf.dtype) if is_tensor(leaf) else (type(leaf), None)
+
+
+def describe_changes(
+    batch: Any, before: tuple[Signature, ...], after: tuple[Signature, ...] | None = None
+) -> str | None:
+    """Describe the inputs that changed, such as ``batch['x'] [32, 64] float32 -> [7, 64] float32``.
+
+    Args:
+        batch: the current inputs.
+        before: the earlier inputs, as `signatures` returned them.
+        after: the later ones; default: those of `batch`, which otherwise gives their names only.
+
+    Returns:
+        The changes, or None if the signatures are the same.
+    """
+    now = {path: _signature(leaf) for path, leaf in leaves_with_paths(batch)}
+    if after is not None and len(after) == len(now):
+        now = dict(zip(now, after, strict=True))
+    if len(now) != len(before):
+        return f"batch of {len(before)} parts -> {len(now)}: {', '.join(now)}"
+    pairs = zip(now.items(), before, strict=True)
+    changes = [f"{path} {_text(old)} -> {_text(new)}" for (path, new), old in pairs if new != old]
+    more = f", and {len(changes) - MAX_CHANGES} more" if len(changes) > MAX_CHANGES else ""
+    return ", ".join(changes[:MAX_CHANGES]) + more if changes else None
+
+
+def _text(signature: Signature) -> str:
+    shape, dtype = signature
+    if dtype is None:
+        return str(shape.__name__)
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
+
+
+_DECOUPLED = ("AdamW", "Adafactor", "Muon")
+
+
+def constant_factors(optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
+    """Yield a sentence for each factor that is 1 in float32, which torch_xla makes a constant.
+
+    `polyxla.Replica.step` keeps them inputs; a loop that calls ``optimizer.step()`` itself does not.
+    """
+    if optimizer is None:
+        return
+    # Here, because it imports torch, which `polyxla report` does not need.
+    from polyxla.plugin import HALF_STEP, correction_is_one
+
+    name = type(optimizer).__name__
+    advice = "now 1 in float32, and so a constant of the program; replica.step(optimizer) keeps it an input"
+    for group in optimizer.param_groups:
+        rate, decay = group.get("lr"), group.get("weight_decay")
+        is_decoupled = group.get("decoupled_weight_decay") or name in _DECOUPLED
+        product = rate * decay if isinstance(rate, float) and isinstance(decay, float) else 0.0
+        if is_decoupled and 0 < product <= HALF_STEP:
+            yield f"{name}'s factor 1 - lr * weight_decay is {advice}"
+        if correction_is_one(optimizer, group):
+            yield f"{name}'s factor sqrt(1 - beta2 ** step) is {advice}"
+
 
 SAME_INPUTS = "the same inputs: another Python path or a changed constant"
 UNKNOWN_INPUTS = (
@@ -227,6 +361,16 @@ _WARM_UP = (
 def warm_up_steps() -> int:
     """Return how many steps compile in every training: two, and under torch.compile three."""
     return len(_WARM_UP) if is_torch_compiled() else len(_WARM_UP) - 1
+
+
+def is_torch_compiled() -> bool:
+    """Return whether torch.compile has compiled a function in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is None:
+        return False
+    # With fullgraph=True, only the second counter grows.
+    counters = dynamo.counters
+    return bool(counters["frames"]["total"] or counters["stats"]["unique_graphs"])
 
 
 def _line_of_training_step(module: Any) -> str | None:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from polyxla import hookimpl
 from polyxla.plugin import say
-from polyxla_training.observe.chip_peaks import utilization
-from polyxla_training.observe.compilations import Compilation, CompilationTracker, warm_up_steps
-from polyxla_training.observe.compile_budget import CompileBudget
-from polyxla_training.observe.logged_values import LoggedValues
-from polyxla_training.observe.step_counters import StepCounters
-from polyxla_training.observe.summary import Summary
-from polyxla_training.observe.throughput import ThroughputMeter, ThroughputWindow
+from polyxla_training.observe.compilations import (
+    Compilation,
+    CompilationTracker,
+    CompileBudget,
+    warm_up_steps,
+)
+from polyxla_training.observe.performance import Summary, ThroughputMeter, ThroughputWindow, utilization
+from polyxla_training.observe.step_counters import LoggedValues, StepCounters
 
 if TYPE_CHECKING:
     from polyxla import Replica

@@ -1,19 +1,143 @@
-"""One replica's counters from step to step: compilations, host reads, fallbacks."""
+"""One replica's counters and logged values from step to step, and the choice of the steps that are traced."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from polyxla.plugin import say
-from polyxla_training.observe.compilations import StepFacts
-from polyxla_training.observe.tracing.trace_schedule import TraceSchedule
+from polyxla_training.observe.compilations import StepFacts, is_torch_compiled
+from polyxla_training.observe.findings import Finding, Findings
 
 if TYPE_CHECKING:
     from polyxla.plugin import Counters, Counts, Loader, Memory
     from polyxla_training.observe.compilations import Compilation, CompilationTracker
-    from polyxla_training.observe.logged_values import LoggedValues
-    from polyxla_training.observe.summary import Summary
+    from polyxla_training.observe.performance import Summary
+
+
+class LoggedValues:
+    """The values that steps log, as numbers; the listeners of one replica share it.
+
+    Args:
+        counters: counts the reads, which are polyxla's and not the user's; None if the runtime has none.
+        every_n_steps: interval at which they are read, which waits for the device.
+
+    Attributes:
+        host_reads: number of reads of the device so far, as the counters count them.
+        not_finite: names whose value was NaN or infinite, each with the first such step.
+    """
+
+    def __init__(self, counters: Counters | None = None, every_n_steps: int = 50) -> None:
+        self._counters, self._every = counters, every_n_steps
+        self._first: int | None = None
+        self._step = -1
+        self._values: dict[str, float] = {}
+        self.host_reads = 0
+        self.not_finite: dict[str, int] = {}
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the values of a step are read: those of the run's first step, and every n-th."""
+        if self._first is None:
+            self._first = step
+        return step == self._first or step % self._every == 0
+
+    def read(self, step: int, logged: Mapping[str, Any]) -> dict[str, float]:
+        """Return `logged` as numbers. Only the first call in a step waits for the device."""
+        if step != self._step:
+            before = self._count()
+            self._step, self._values = step, {name: float(value) for name, value in logged.items()}
+            self.host_reads += self._count() - before
+            self.check(step, self._values)
+        return self._values
+
+    def _count(self) -> int:
+        return self._counters.counts().host_reads if self._counters else 0
+
+    def check(self, step: int, values: Mapping[str, float]) -> None:
+        """Print the values that are not finite, once for each name."""
+        for name, value in values.items():
+            if not math.isfinite(value) and name not in self.not_finite:
+                self.not_finite[name] = step
+                say(f"{name} is {value} at step {step}")
+
+
+FIRST_STEPS = 3
+"""Number of steps that are always traced; the first of them compile, which takes far longer than tracing."""
+MAX_TRACED_STEPS = 12
+"""Maximum number of traced steps in a run."""
+
+
+class TraceSchedule:
+    """Traces the first steps, and later those in which another read is likely.
+
+    A step with a read that tracing has not explained is suspect, and so that the read is traced when it
+    comes again, the schedule guesses its period: first it traces the next step; after a second suspect step
+    it traces the one as far ahead as those two were apart. Reads every n steps are found so for any n.
+
+    Args:
+        counters: counts the reads.
+        is_shared: whether other replicas are threads of this process, whose reads are counted too.
+        on_tpu: whether the device is a TPU, also an emulated one.
+
+    Attributes:
+        findings: the findings so far.
+        flops_per_step: floating-point operations in the last step that was traced as a whole.
+        cut_at: the line that cut the last step, so that a program was compiled inside it; None if none did.
+    """
+
+    def __init__(self, counters: Counters, *, is_shared: bool = False, on_tpu: bool = False) -> None:
+        # Imported here, in a replica, because it imports torch.
+        from polyxla_training.observe.tracer import Tracer
+
+        self._tracer = Tracer(counters, is_shared=is_shared, on_tpu=on_tpu)
+        self._steps = 0
+        self._traced_steps = 0
+        self._explained_reads = 0
+        # Numbers of steps: the latest suspect one, and the next to trace; 0 for none.
+        self._suspect = 0
+        self._next_traced = 0
+        self.findings = Findings()
+        self.flops_per_step: int | None = None
+        self.cut_at: str | None = None
+        self._start_tracer()
+
+    def _start_tracer(self) -> None:
+        # torch.compile would compile other programs while it is traced.
+        if self._traced_steps < MAX_TRACED_STEPS and not is_torch_compiled():
+            self._traced_steps += 1
+            self._tracer.start()
+
+    def finish_step(self) -> list[tuple[Finding, int]]:
+        """Stop tracing the step that has ended; return its new findings. Called every step."""
+        self._steps += 1
+        self.cut_at = None
+        if not self._tracer.is_on or not self._tracer.stop():
+            return []
+        self.cut_at = self._tracer.compiled_at
+        self.flops_per_step = self._tracer.flops
+        found = self._tracer.found
+        # No counter counts the other kinds.
+        explained = (count for one, count in found.items() if one.kind in ("read", "fallback"))
+        self._explained_reads = sum(explained)
+        return self.findings.add(found)
+
+    def begin_step(self, reads: int, *, is_cut: bool) -> None:
+        """Trace the coming step if it is due. Called every step, after `finish_step`.
+
+        Args:
+            reads: number of times the host read the device in the last step, other than for polyxla.
+            is_cut: whether something else cut the last step in pieces.
+        """
+        if reads > self._explained_reads or is_cut:
+            period = self._steps - self._suspect if self._suspect else 1
+            self._suspect, self._next_traced = self._steps, self._steps + period
+        if self._steps < FIRST_STEPS or self._next_traced == self._steps + 1:
+            self._start_tracer()
+
+    def close(self) -> None:
+        """Stop tracing."""
+        self._tracer.stop()
 
 
 MAX_IDLE_WAITS = 16

@@ -1,21 +1,160 @@
-"""Moving a module to the device in shards, and its parameters back in one piece."""
+"""Moving a module to the device in shards: its blocks, their first values, and its tensor plan."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import fnmatch
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from polyxla import Replica, UsageError
 from polyxla.plugin import broadcast, hand_over, optimizer_parameters, parameters_of, random_state
-from polyxla_training.sharding.blocks import find_blocks
-from polyxla_training.sharding.initialisation import check_can_initialise, initialise
 from polyxla_training.sharding.mesh_shape import FSDP, TENSOR
-from polyxla_training.sharding.tensor_plan import find_styles
 from polyxla_training.sharding.torch_sharding import TorchSharding
+
+_LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
+
+
+def find_blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the elements of the outermost lists in `module` that have parameters, such as its layers.
+
+    A block that shares a parameter with another part is left to the rest, which is gathered as a whole: two
+    parts would each have their own copy of it.
+    """
+    found = list(dict.fromkeys(_elements(module)))
+    uses = _uses(module)
+    return [block for block in found if all(uses[one] == count for one, count in _uses(block).items())]
+
+
+def _elements(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    for part in module.children():
+        if isinstance(module, _LISTS) and not isinstance(part, _LISTS):
+            if any(True for _ in part.parameters()):
+                yield part
+        else:
+            yield from _elements(part)
+
+
+def _uses(module: torch.nn.Module) -> Counter[int]:
+    return Counter(id(parameter) for _, _, parameter in parameters_of(module))
+
+
+def check_can_initialise(module: torch.nn.Module) -> None:
+    """Refuse a module with tensors on the meta device that it cannot give values.
+
+    Raises:
+        UsageError: a part with such tensors has no ``reset_parameters``.
+    """
+    stuck = [
+        f"{name or 'the module itself'} ({type(part).__name__})"
+        for name, part in module.named_modules()
+        if _own_meta(part) and not callable(getattr(part, "reset_parameters", None))
+    ]
+    if stuck:
+        raise UsageError(
+            f"parts with tensors on the meta device have no reset_parameters: {', '.join(stuck[:3])}",
+            where=type(module).__name__,
+            fix="Write reset_parameters(self) in them, which gives their own parameters and buffers values, "
+            "as torch's layers have.",
+        )
+
+
+def initialise(parts: Sequence[torch.nn.Module], seed: int) -> None:
+    """Replace the meta tensors of `parts` by tensors on the host with first values; tied ones stay tied.
+
+    Args:
+        parts: modules, each of which stands for its own tensors, not for those of its parts.
+        seed: makes the same values in every replica; torch's generator is as before afterwards.
+    """
+    parts = [part for part in parts if _own_meta(part)]
+    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    for part in parts:
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    places.setdefault(id(tensor), []).append((tensors, name))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for part in parts:
+            part.to_empty(device="cpu", recurse=False)
+            part.reset_parameters()  # type: ignore[operator]
+    for (first, first_name), *others in places.values():
+        for tensors, name in others:
+            tensors[name] = first[first_name]
+
+
+def _own_meta(part: torch.nn.Module) -> bool:
+    own = (*part._parameters.values(), *part._buffers.values())
+    return any(tensor is not None and tensor.is_meta for tensor in own)
+
+
+_STYLES: dict[str, type[ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "sequence_parallel": SequenceParallel,
+}
+"""Styles by their names in the plans of transformers. Source: its ``integrations/tensor_parallel.py``."""
+_GATHERING = ("colwise_rep", "colwise_gather_output")
+"""Their names, in two versions, of a layer whose output every replica has whole."""
+
+
+def find_styles(module: torch.nn.Module) -> dict[torch.nn.Module, ParallelStyle]:
+    """Return how each part of `module` is divided that its attribute ``tp_plan`` names.
+
+    Raises:
+        UsageError: there is no plan, or it names a part or a style that does not exist.
+    """
+    plan = getattr(module, "tp_plan", None)
+    if not isinstance(plan, Mapping) or not plan:
+        raise UsageError(
+            f"{type(module).__name__} has no tp_plan: {plan!r}",
+            where="the dimension tp-plan of the mesh",
+            fix='Give the module an attribute such as tp_plan = {"layers.*.up": "colwise", '
+            '"layers.*.down": "rowwise"}, or leave tp-plan out.',
+        )
+    found: dict[torch.nn.Module, ParallelStyle] = {}
+    for pattern, style in plan.items():
+        parts = [part for name, part in module.named_modules() if _matches(name, pattern)]
+        if not parts:
+            raise UsageError(
+                f"no part of {type(module).__name__} is called {pattern!r}",
+                where=f"{type(module).__name__}.tp_plan",
+                fix="Write the names that named_modules() gives, with * for one name between dots.",
+            )
+        made = _style(style, pattern, type(module).__name__)
+        found |= dict.fromkeys(parts, made)
+    return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    names, patterns = name.split("."), pattern.split(".")
+    return len(names) == len(patterns) and all(map(fnmatch.fnmatchcase, names, patterns))
+
+
+def _style(style: Any, pattern: str, owner: str) -> ParallelStyle:
+    if isinstance(style, ParallelStyle):
+        return style
+    if style in _GATHERING:
+        return ColwiseParallel(output_layouts=Replicate())
+    if style not in _STYLES:
+        raise UsageError(
+            f"{style!r} is not a style of a part: {', '.join((*_STYLES, _GATHERING[0]))} are",
+            where=f"{owner}.tp_plan[{pattern!r}]",
+            fix="Write one of them, or a ParallelStyle of torch.distributed.tensor.parallel.",
+        )
+    return _STYLES[style]()
+
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 """Methods that compute with the parameters, beside ``forward``."""

@@ -13,7 +13,7 @@ from polyxla.plugin import map_tensors, optimizer_parameters
 from polyxla_training.checkpoint import CheckpointError
 
 if TYPE_CHECKING:
-    from polyxla_training.checkpoint.shards.reader import ShardedCheckpoint
+    from polyxla_training.checkpoint.shard_reader import ShardedCheckpoint
 
 
 def gathered(state: Any, *, keep: bool) -> Any:

@@ -6,24 +6,92 @@ compilation to one. Where it finds nothing, it prints nothing.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from polyxla import hookimpl
 from polyxla.plugin import say, user_line
 from polyxla_training.env import POLYXLA_OBSERVE
 from polyxla_training.observe.observer import Observer
-from polyxla_training.observe.own_loop import torch_events
 from polyxla_training.observe.own_loop.loop_summary import LoopSummary
-from polyxla_training.observe.own_loop.read_datasets import ReadDatasets
 from polyxla_training.observe.own_loop.step_watch import StepWatch
-from polyxla_training.observe.own_loop.trained_parameters import TrainedParameters
+from polyxla_training.observe.own_loop.trained import ReadDatasets, TrainedParameters
 
 if TYPE_CHECKING:
     from polyxla import Replica
+
+
+class Receiver(Protocol):
+    """Receives the events of one replica."""
+
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has updated its parameters."""
+
+    def batch_read(self, iterator: Any) -> None:
+        """A DataLoader's iterator is about to read a batch, in a thread of this process."""
+
+
+_lock = threading.Lock()
+_receivers: dict[int, Receiver] = {}
+_installed: list[Any] = []
+
+
+def attach(receiver: Receiver) -> None:
+    """Send the events of the calling thread to `receiver`, until `detach`."""
+    with _lock:
+        if not _receivers:
+            _install()
+        _receivers[threading.get_ident()] = receiver
+
+
+def detach() -> None:
+    """Send the calling thread's events to nobody; after the last one, leave torch as it was."""
+    with _lock:
+        if _receivers.pop(threading.get_ident(), None) is not None and not _receivers:
+            _uninstall()
+
+
+def _install() -> None:
+    _installed.append(register_optimizer_step_post_hook(_after_step))
+    plain = _BaseDataLoaderIter.__next__
+
+    def read_next(self: _BaseDataLoaderIter) -> Any:
+        if receiver := _reader():
+            receiver.batch_read(self)
+        return plain(self)
+
+    _BaseDataLoaderIter.__next__ = read_next  # type: ignore[method-assign]
+    _installed.extend([plain, read_next])
+
+
+def _uninstall() -> None:
+    hook, plain, ours = _installed
+    _installed.clear()
+    hook.remove()
+    # Somebody else may have replaced it meanwhile, and calls ours.
+    if _BaseDataLoaderIter.__next__ is ours:
+        _BaseDataLoaderIter.__next__ = plain  # type: ignore[method-assign]
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    # torch.compile, which may compile an optimizer's step, sees a constant here and nothing else.
+    if torch.compiler.is_compiling():
+        return
+    if receiver := _receivers.get(threading.get_ident()):
+        receiver.optimizer_stepped(optimizer)
+
+
+def _reader() -> Receiver | None:
+    """Return the receiver for this thread; where there is one only, other threads read for it."""
+    if receiver := _receivers.get(threading.get_ident()):
+        return receiver
+    return next(iter(_receivers.values()), None) if len(_receivers) == 1 else None
 
 
 class LoopWatch:
@@ -46,7 +114,7 @@ class LoopWatch:
         self._line: str | None = None
         self._makes_steps = False
         self._is_broken = False
-        torch_events.attach(self)
+        attach(self)
 
     def batch_read(self, iterator: Any) -> None:
         """Record which dataset is read."""
@@ -122,6 +190,6 @@ class LoopWatch:
     @hookimpl
     def polyxla_replica_stopped(self) -> None:
         """Leave torch as it was, also after an error."""
-        torch_events.detach()
+        detach()
         if self._steps:
             self._steps.close()

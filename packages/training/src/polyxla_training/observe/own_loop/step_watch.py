@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from polyxla.plugin import say
-from polyxla_training.observe.compilations import Compilation, CompilationTracker, StepFacts
-from polyxla_training.observe.compile_budget import CompileBudget
-from polyxla_training.observe.logged_values import LoggedValues
+from polyxla_training.observe.compilations import Compilation, CompilationTracker, CompileBudget, StepFacts
 from polyxla_training.observe.observer import TPU
-from polyxla_training.observe.step_counters import StepCounters
+from polyxla_training.observe.step_counters import LoggedValues, StepCounters
 
 if TYPE_CHECKING:
     from polyxla import Replica

@@ -1,14 +1,17 @@
-"""The report's text, for the terminal and for the page."""
+"""The report's text, for the terminal and for the page: one run, or several side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
+from polyxla import UsageError
 from polyxla_training.checkpoint.errors import size_text
+from polyxla_training.observe.findings import Finding
+from polyxla_training.observe.performance import in_seconds
 from polyxla_training.observe.report.run import Run
-from polyxla_training.observe.summary import in_seconds
-from polyxla_training.observe.tracing.findings import Finding
 
 MAX_COMPILES = 20
 """Number of compilations that the terminal shows; the page shows them all."""
@@ -90,3 +93,137 @@ def compilation(one: Mapping[str, Any]) -> str:
     at = f" ({one['line']})" if one["line"] else ""
     took = in_seconds(one["seconds"], ".2g")
     return f"step {one['step']}: {one['compiles']}{took}, {one['cause']}{at}"
+
+
+MAX_RUNS = 6
+"""The plots have so many colours: one run more would have the colour of another."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a comparison.
+
+    Attributes:
+        name: what is compared.
+        values: one for each run; empty where a run has none.
+    """
+
+    name: str
+    values: tuple[str, ...]
+
+    @property
+    def differs(self) -> bool:
+        """Whether the runs do not all agree."""
+        return len(set(self.values)) > 1
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs, by short names that tell them apart.
+
+    Raises:
+        UsageError: fewer than two runs, or more than `MAX_RUNS`.
+    """
+
+    runs: Mapping[str, Run]
+
+    @classmethod
+    def of(cls, runs: Sequence[Run]) -> Comparison:
+        """Name the runs by the parts of their paths that differ."""
+        if not 2 <= len(runs) <= MAX_RUNS:
+            raise UsageError(
+                f"a comparison is of 2 to {MAX_RUNS} runs, not {len(runs)}",
+                where="polyxla report --compare",
+                fix="Name the runs by their log_dirs: polyxla report --compare runs/a runs/b.",
+            )
+        return cls(dict(zip(short_names([run.folder for run in runs]), runs, strict=True)))
+
+    def results(self) -> list[Row]:
+        """Return the figures of the runs, and the last value of each metric."""
+        return self._rows(_results)
+
+    def settings(self) -> list[Row]:
+        """Return the settings, hyper-parameters, releases and sources of the runs."""
+        return self._rows(origin)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the runs, and the settings in which they differ."""
+        return {
+            "runs": {name: run.as_json() for name, run in self.runs.items()},
+            "differences": {
+                row.name: dict(zip(self.runs, row.values, strict=True))
+                for row in self.settings()
+                if row.differs
+            },
+        }
+
+    def as_lines(self) -> Iterator[str]:
+        """Return the results and the differing settings as a table for a terminal."""
+        rows = [Row("", tuple(self.runs)), *self.results(), *(one for one in self.settings() if one.differs)]
+        widths = [
+            max(map(len, column)) for column in zip(*((row.name, *row.values) for row in rows), strict=True)
+        ]
+        for row in rows:
+            cells = zip((row.name, *row.values), widths, strict=True)
+            yield "  ".join(f"{cell:<{width}}" for cell, width in cells).rstrip()
+
+    def _rows(self, of: Callable[[Run], dict[str, str]]) -> list[Row]:
+        columns = [of(run) for run in self.runs.values()]
+        names = dict.fromkeys(name for column in columns for name in column)
+        return [Row(name, tuple(column.get(name, "") for column in columns)) for name in names]
+
+
+def _results(run: Run) -> dict[str, str]:
+    last = {name: f"{curve[-1][1]:.4g}" for name, curve in run.all_values().items()}
+    return {"outcome": run.outcome, **facts(run), **last}
+
+
+def origin(run: Run) -> dict[str, str]:
+    """Return a run's settings, hyper-parameters, releases and source, by name."""
+    start = run.start
+    found = {
+        "module": start.get("module"),
+        "replicas": start["world_size"],
+        "device": start["device"],
+        "runtime": start["runtime"],
+        **(start.get("settings") or {}),
+        **{f"hparams.{name}": value for name, value in (start.get("hyper_parameters") or {}).items()},
+        **{name: start.get(name) for name in ("command", "directory", "host", "system")},
+        "git commit": git_text(start.get("git")),
+        **(start.get("versions") or {"polyxla_core": start["polyxla"]}),
+    }
+    return {name: str(value) for name, value in found.items() if value not in (None, "")}
+
+
+def git_text(git: Mapping[str, Any] | None) -> str:
+    """Return a commit in a few words, such as ``1a2b3c4d5e on main, 2 files changed``."""
+    if not git:
+        return ""
+    changed = git["changed_files"]
+    ending = f", {changed} file{'s' * (changed > 1)} changed" if changed else ""
+    return f"{git['commit'][:10]} on {git['branch']}{ending}"
+
+
+def short_names(folders: Iterable[str]) -> list[str]:
+    """Return each path without the parts that all share; the same path twice is numbered."""
+    parts = [PurePath(folder).parts for folder in folders]
+    shared_start = _shared(parts)
+    parts = [one[shared_start:] for one in parts]
+    shared_end = _shared([one[::-1] for one in parts])
+    names = ["/".join(one[: len(one) - shared_end]) or "/".join(one) or "." for one in parts]
+    counts: dict[str, int] = {}
+    for index, name in enumerate(names):
+        counts[name] = counts.get(name, 0) + 1
+        if counts[name] > 1:
+            names[index] = f"{name} ({counts[name]})"
+    return names
+
+
+def _shared(paths: Sequence[Sequence[str]]) -> int:
+    """Return how many first parts all paths have in common."""
+    count = 0
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        count += 1
+    return count

@@ -1,18 +1,23 @@
-"""Files in an object store, through fsspec: the methods of `pathlib.Path` that polyxla uses.
+"""Files and directories, on this machine or in an object store: the places that a user names.
 
-An object appears whole or not at all: its upload is completed by one request, after the last byte. Every
-failure is an OSError, also where the package that fsspec uses raises something else.
+`RemotePath` has the methods of `pathlib.Path` that polyxla uses, through fsspec. An object appears whole or
+not at all: its upload is completed by one request, after the last byte. Every failure is an OSError, also
+where the package that fsspec uses raises something else. Imports nothing heavy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any, BinaryIO
+from urllib.parse import unquote, urlsplit
 
 from polyxla import UsageError
 from polyxla.plugin import pip_install
@@ -257,3 +262,75 @@ def _status(found: dict[str, Any]) -> RemoteStatus:
     if isinstance(time, str):
         time = datetime.fromisoformat(time)
     return RemoteStatus(int(found["size"]), time.timestamp() if isinstance(time, datetime) else float(time))
+
+
+Location = Path | RemotePath
+"""`RemotePath` has those methods of `Path` that are used here."""
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]+)://")
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """A file in a directory.
+
+    Attributes:
+        path: its place.
+        size_bytes: its size.
+        time_s: time of its last change, in seconds since 1970.
+    """
+
+    path: Location
+    size_bytes: int
+    time_s: float
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Return whether the user named a place in an object store."""
+    return isinstance(locate(path), RemotePath)
+
+
+def locate(path: str | os.PathLike[str]) -> Location:
+    """Return the place that the user named; it is not looked at."""
+    if isinstance(path, RemotePath):
+        return path
+    text = os.fspath(path)
+    match = _URL.match(text)
+    if match is None:
+        return Path(path)
+    if match[1].lower() == "file":
+        return Path(unquote(urlsplit(text).path))
+    return RemotePath(text.rstrip("/"))
+
+
+def check_location(path: str | os.PathLike[str], where: str) -> None:
+    """Check that a place can be used: that what a URL needs is installed.
+
+    Args:
+        path: what the user wrote.
+        where: the function or option, named in the error.
+
+    Raises:
+        UsageError: no installed package knows the URL's scheme.
+    """
+    place = locate(path)
+    if isinstance(place, RemotePath):
+        check_scheme(place.url, where)
+
+
+def directories_in(directory: Location, prefix: str) -> Iterator[Location]:
+    """Yield the directories in a directory whose names begin with `prefix`."""
+    found = directory.directories() if isinstance(directory, RemotePath) else directory.glob(f"{prefix}*/")
+    yield from (one for one in found if one.name.startswith(prefix))
+
+
+def files_in(directory: Location, prefix: str) -> Iterator[FileInfo]:
+    """Yield the files in a directory whose names begin with `prefix`; none if there is no directory."""
+    if isinstance(directory, RemotePath):
+        yield from (FileInfo(*found) for found in directory.files() if found[0].name.startswith(prefix))
+        return
+    for path in directory.glob(f"{prefix}*"):
+        # Another process may delete it meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            status = path.stat()
+            if path.is_file():
+                yield FileInfo(path, status.st_size, status.st_mtime)

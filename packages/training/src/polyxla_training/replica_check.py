@@ -112,7 +112,7 @@ def check_replicas(
             fix=f"Name a function without arguments: def make(): return {name}(...).",
         )
     # Imports torch, which `import polyxla_training` must not.
-    from polyxla_training.replica_check.runs import compare, prepare, train
+    from polyxla_training.replica_runs import compare, prepare, train
 
     workload = prepare(make_module, batches, steps, devices, batch_size)
     # Not in this process: a device that is opened here would block the launch of several replicas.

@@ -21,15 +21,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from polyxla_training.checkpoint.divided_tensor import checkpoint_group
+from polyxla_training.checkpoint.atomic import SHARD, NewDirectory
 from polyxla_training.checkpoint.errors import CheckpointError
-from polyxla_training.checkpoint.file_writer import write_safetensors
-from polyxla_training.checkpoint.shards.layout import SHARD
-from polyxla_training.checkpoint.shards.manifest import Chunk, DividedTensor, Manifest, file_checksum
-from polyxla_training.checkpoint.shards.new_directory import NewDirectory
+from polyxla_training.checkpoint.shard_reader import Chunk, DividedTensor, Manifest, file_checksum
 from polyxla_training.checkpoint.state_codec import EncodedState, encode_state
-from polyxla_training.storage.location import Location
-from polyxla_training.storage.shared_directory import appears
+from polyxla_training.checkpoint.state_file import write_safetensors
+from polyxla_training.checkpoint.tensors import checkpoint_group
+from polyxla_training.shared_directory import appears
+from polyxla_training.storage import Location
 
 
 def write_shards(state: EncodedState, path: Location) -> bool:

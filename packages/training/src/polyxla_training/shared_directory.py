@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from polyxla import UsageError
-from polyxla_training.storage.location import Location, locate
+from polyxla_training.storage import Location, locate
 
 if TYPE_CHECKING:
     from polyxla.plugin import Collectives

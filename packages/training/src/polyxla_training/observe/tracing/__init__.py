@@ -1,1 +1,0 @@
-"""Tracing of single steps: lines that wait for the device, and floating-point operations."""

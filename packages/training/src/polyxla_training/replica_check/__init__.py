@@ -1,1 +1,0 @@
-"""``polyxla check-replicas``: whether several replicas train as one does."""

@@ -1,1 +1,0 @@
-"""Files and directories, on this machine or in an object store. Imports nothing heavy."""
