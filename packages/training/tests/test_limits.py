@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from polyxla import UsageError
 from polyxla_testing import PluginInstaller
 from polyxla_training import Trainer
-from polyxla_training.loop.limits import ValidationSchedule, count_batches
 from polyxla_training.options import FitOptions
+from polyxla_training.progress import ValidationSchedule, count_batches
 
 RECORDS = 8
 REPLICAS = pytest.mark.parametrize("devices", [1, 4], ids=["1-replica", "4-replicas"])

@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 from polyxla import UsageError
+from polyxla.plugin import World
 from polyxla_testing import PluginInstaller
 from polyxla_training import Trainer
 from polyxla_training.lightning.callbacks import LightningCallbacks
@@ -26,6 +27,8 @@ from polyxla_training.lightning.schedulers import Schedulers, configure_optimize
 from polyxla_training.lightning.trainer_view import TrainerView
 from polyxla_training.metrics import MetricAccumulator
 from polyxla_training.module_adapter import ModuleAdapter
+from polyxla_training.options import FitOptions
+from polyxla_training.progress import Progress
 
 
 def _halving(optimizer: Optimizer) -> ExponentialLR:
@@ -198,7 +201,7 @@ def test_any_other_number_of_optimizers_is_refused(configure: Callable[[Optimize
 
 
 def _steps(module: Any) -> ModuleAdapter:
-    view = TrainerView(0, 0, 1, 1, is_global_zero=True)
+    view = TrainerView(World(), FitOptions(), Progress())
     return ModuleAdapter(module, MetricAccumulator(), view, LightningCallbacks((), view))
 
 

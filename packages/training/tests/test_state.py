@@ -14,9 +14,10 @@ from polyxla import UsageError
 from polyxla.plugin import Loader
 from polyxla_training import CheckpointError, CheckpointFolder, load, save
 from polyxla_training.lightning.schedulers import Schedulers
-from polyxla_training.lightning.trainer_view import TrainerView
+from polyxla_training.loop.state import TrainingState
 from polyxla_training.metrics import MetricAccumulator, Total
-from polyxla_training.state import FORMAT, Checkpoint, TrainingState, find_checkpoint
+from polyxla_training.progress import Progress
+from polyxla_training.resume import FORMAT, Checkpoint, find_checkpoint
 
 
 class FakeReplica:
@@ -62,8 +63,16 @@ def _state(replica: Any, module: torch.nn.Module | None = None) -> TrainingState
     schedulers = Schedulers([torch.optim.lr_scheduler.StepLR(optimizer, 1)])
     loader: Any = FakeLoader()
     assert not isinstance(loader, Loader)
-    view = TrainerView(0, 0, max_epochs=5, world_size=replica.world_size, is_global_zero=replica.is_first)
-    return TrainingState(replica, module, optimizer, schedulers, loader, MetricAccumulator(), view, seed=4)
+    return TrainingState(
+        replica=replica,
+        module=module,
+        optimizer=optimizer,
+        schedulers=schedulers,
+        loader=loader,
+        metrics=MetricAccumulator(),
+        progress=Progress(),
+        seed=4,
+    )
 
 
 def _trained(world_size: int = 1) -> TrainingState:
@@ -73,7 +82,7 @@ def _trained(world_size: int = 1) -> TrainingState:
     state.schedulers.epoch_finished()
     state.metrics.start_batch(torch.zeros(4, 2), is_training=True)
     state.metrics.log("loss", 2.0, on_epoch=True)
-    state.view.current_epoch, state.replica.steps = 2, 11
+    state.progress.epoch, state.replica.steps = 2, 11
     return state
 
 
@@ -92,7 +101,7 @@ def test_a_state_that_was_loaded_is_the_state_that_was_saved() -> None:
     momentum = [one.optimizer.state_dict()["state"][0]["momentum_buffer"] for one in (trained, other)]
     assert torch.equal(*momentum)
     assert other.optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
-    assert (other.view.current_epoch, other.view.global_step, other.replica.steps) == (2, 11, 11)
+    assert (other.progress.epoch, other.progress.step, other.replica.steps) == (2, 11, 11)
     assert other.loader.position == {"epoch": 2, "batches": 3}  # type: ignore[attr-defined]
     assert _totals(other) == {"loss": (8.0, 4.0, "mean")}
     assert other.replica.restored == {"device": 7}  # type: ignore[attr-defined]
@@ -138,7 +147,7 @@ def test_auto_resumes_from_the_newest_checkpoint(tmp_path: Path, capsys: pytest.
     found = find_checkpoint(state.replica, "auto", tmp_path)
     assert found is not None
     state.resume(found)
-    assert state.view.global_step == load(path)["step"] == 11
+    assert state.progress.step == load(path)["step"] == 11
     assert capsys.readouterr().err == f"polyxla: resumed from {path}: epoch 2, step 11\n"
 
 

@@ -123,7 +123,7 @@ def test_a_trainer_checks_before_it_trains(monkeypatch: pytest.MonkeyPatch) -> N
         asked.append(replica.ordinal)
         check_shared(replica, f"{directory}{replica.world.host_index}", where)
 
-    monkeypatch.setattr("polyxla_training.loop.training.check_shared", check)
+    monkeypatch.setattr("polyxla_training.loop.workspace.check_shared", check)
     data = [torch.ones(2, 3)] * 8
     options: dict[str, Any] = {"runtime": "fake", "devices": 4, "progress": False, "log_dir": None}
     with pytest.raises(UsageError, match=r"share the directory \(from checkpoint_dir='saved'\)"):

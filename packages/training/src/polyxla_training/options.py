@@ -249,6 +249,13 @@ class FitOptions:
             )
 
     @property
+    def gradient_limit(self) -> tuple[float | None, str | None]:
+        """The limit of the gradients, and what it limits: ``norm`` or ``value``; None without a limit."""
+        if self.clip_norm is not None:
+            return self.clip_norm, "norm"
+        return self.clip_value, None if self.clip_value is None else "value"
+
+    @property
     def mesh(self) -> Mapping[str, int] | None:
         """The mesh over which the module is divided; None if every replica has all of it."""
         return self.strategy if isinstance(self.strategy, Mapping) else None

@@ -23,6 +23,7 @@ from polyxla_training.lightning.trainer_view import TrainerView
 from polyxla_training.metrics import MetricAccumulator
 from polyxla_training.module_adapter import ModuleAdapter
 from polyxla_training.options import FitOptions
+from polyxla_training.progress import Progress
 
 SEED = 0
 """Seed of the weights and of random batches."""
@@ -168,7 +169,7 @@ def train(replica: Replica, workload: Workload) -> tuple[int, dict[str, Tensor]]
     # A copy, because replicas that are threads all receive the same module.
     module = replica.setup(copy.deepcopy(workload.module)).train()
     accumulator = MetricAccumulator(replica)
-    view = TrainerView.at_start(replica, FitOptions())
+    view = TrainerView(replica.world, FitOptions(), Progress())
     adapter = ModuleAdapter(module, accumulator, view, LightningCallbacks((), view))
     try:
         adapter.call("setup", "fit")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from polyxla.plugin import Collectives
+from polyxla import UsageError
 from polyxla_training.checkpoint import CheckpointError, CheckpointFolder, check_state, fingerprint, load
 from polyxla_training.checkpoint.atomic import is_sharded
 from polyxla_training.storage import Location, check_location, locate
@@ -17,15 +17,42 @@ from polyxla_training.storage import Location, check_location, locate
 if TYPE_CHECKING:
     import torch
 
+    from polyxla.plugin import Collectives
     from polyxla_training.checkpoint.shard_reader import ShardedCheckpoint
 
 MAX_NAMES = 3
 """Number of hosts that an error names for each outcome."""
-
-
 UNREAD = ("module.", "optimizer.")
 """Beginnings of the names of those tensors that each replica reads its shards of, once it has divided the
 module."""
+FORMAT = 4
+"""Version of `TrainingState.state_dict`; checkpoints of other versions are refused."""
+OWN_KEYS = ("epoch", "global_step", "state_dict")
+"""What a LightningModule finds in its checkpoint, under Lightning's names; it may add other keys."""
+
+
+@dataclass
+class Checkpoint:
+    """A state that was read from a file, on the host.
+
+    Attributes:
+        path: the file's path, for errors.
+        state: as `TrainingState.state_dict` returned it.
+        shards: where the tensors are of which `state` has only the shapes, on the meta device.
+    """
+
+    path: str
+    state: dict[str, Any]
+    shards: ShardedCheckpoint | None = None
+
+    def pass_to(self, hook: Callable[[dict[str, Any]], None] | None) -> None:
+        """Call a LightningModule's ``on_load_checkpoint``, which may change the parameters."""
+        if hook is not None:
+            state = self.state
+            values = (state["epoch"], state["step"], dict(state["module"]))
+            seen = dict(zip(OWN_KEYS, values, strict=True)) | state["module_extra"]
+            hook(seen)
+            state["module"] = seen["state_dict"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +82,7 @@ class _Choice:
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class _Attempt:
     """What one replica loaded.
 
     Attributes:
@@ -69,6 +96,40 @@ class _Outcome:
     content: str = ""
     step: Any = None
     error: CheckpointError | None = None
+
+
+def find_checkpoint(
+    replica: Collectives,
+    source: str | os.PathLike[str],
+    checkpoint_dir: str | os.PathLike[str] | None,
+    *,
+    in_shards: bool = False,
+) -> Checkpoint | None:
+    """Read the checkpoint to resume from; None if there is none yet. A collective.
+
+    Args:
+        replica: ordinal 0 chooses the file, and every replica reads it.
+        source: path or URL of the checkpoint, or ``auto`` for the newest intact one in `checkpoint_dir`, if
+            there is one.
+        checkpoint_dir: directory of the checkpoints.
+        in_shards: read the module's and the optimizer's tensors later, in shards, if they were saved so.
+
+    Raises:
+        UsageError: it does not exist, is not a Trainer's, or replicas found different ones.
+    """
+    source = os.fspath(source)
+    found = load_same(replica, source, checkpoint_dir, in_shards=in_shards)
+    if found is None:
+        return None
+    path, loaded = found
+    state = loaded.state
+    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+        raise UsageError(
+            f"{path} is not a checkpoint of a Trainer of this version",
+            where=f"resume={source!r}",
+            fix="Name one that a Trainer saved; polyxla_training.load reads any other.",
+        )
+    return Checkpoint(str(path), dict(state), loaded.shards)
 
 
 def load_same(
@@ -102,13 +163,13 @@ def load_same(
             _check_none(choices, replica.all_gather(socket.gethostname()), where)
             return None
         place = choices[0].place
-    outcome = _Outcome(socket.gethostname())
+    outcome = _Attempt(socket.gethostname())
     try:
         loaded = _read(replica, in_shards, place) if loaded is None else loaded
         step = loaded.state.get("step") if isinstance(loaded.state, Mapping) else None
-        outcome = _Outcome(outcome.host, fingerprint(place), step)
+        outcome = _Attempt(outcome.host, fingerprint(place), step)
     except CheckpointError as error:
-        outcome = _Outcome(outcome.host, error=error)
+        outcome = _Attempt(outcome.host, error=error)
     _check_same(outcome, replica.all_gather(outcome), str(place), where)
     assert loaded is not None
     return place, loaded
@@ -156,7 +217,7 @@ def _check_none(choices: Sequence[_Choice], hosts: Sequence[str], where: str) ->
         )
 
 
-def _check_same(own: _Outcome, outcomes: Sequence[_Outcome], place: str, where: str) -> None:
+def _check_same(own: _Attempt, outcomes: Sequence[_Attempt], place: str, where: str) -> None:
     if all(one.error is not None for one in outcomes):
         raise own.error or CheckpointError(f"{place!r} cannot be loaded", where=where, fix=_FIX)
     groups: dict[tuple[str, str], list[int]] = {}

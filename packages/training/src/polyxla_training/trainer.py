@@ -26,7 +26,7 @@ from polyxla_training.lightning.hooks import (
     is_module,
 )
 from polyxla_training.lightning.trainer_arguments import FIXES, METHOD_FIXES, check_names
-from polyxla_training.loop.call import Call, Outcome, Stage, merge_predictions
+from polyxla_training.loop.call import Stage, TrainerCall, TrainerOutcome, merge_predictions
 from polyxla_training.options import FitOptions, LaunchOptions, TrainerOptions
 
 EVALUATION_NAMES = ("module", "data", "datamodule")
@@ -46,7 +46,7 @@ class Trainer(TrainerOptions):
     """
 
     metrics: dict[str, float]
-    outcome: Outcome | None
+    outcome: TrainerOutcome | None
 
     # Type checkers see the dataclass's own, with the options.
     if not TYPE_CHECKING:
@@ -173,9 +173,9 @@ class Trainer(TrainerOptions):
             datamodule, loaders = loaders[0], (None, *loaders[1:])
         check_datamodule(datamodule, loaders)
         options = self.fit_options(self._new_log_dir() if stage == "fit" else None)
-        call = Call(stage, module, loaders, datamodule, options, os.getpid())
+        call = TrainerCall(stage, module, loaders, datamodule, options, os.getpid())
         with forward_signals(options.checkpoint_dir if stage == "fit" else None) as asked:
-            outcomes: list[Outcome] = launch(run, (call,), **self.launch_options())
+            outcomes: list[TrainerOutcome] = launch(run, (call,), **self.launch_options())
         # Metrics are the same in all; the parameters come from one of them.
         outcome = next((one for one in outcomes if one.state is not None), outcomes[0])
         if outcome.state is not None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, runtime_checkable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
+
+from polyxla_training.options import FitOptions
+from polyxla_training.progress import Progress
 
 if TYPE_CHECKING:
-    from polyxla import Replica
-    from polyxla_training.options import FitOptions
+    from polyxla.plugin import World
 
 
 @runtime_checkable
@@ -61,110 +62,119 @@ class LoggerView:
         return LoggerView, (self.name, self.log_dir)
 
 
-@dataclass
 class TrainerView:
-    """The progress of training, under Lightning's names. What keeps it, such as a callback, can be copied.
+    """The training, under Lightning's names. What keeps it, such as a callback, can be copied.
+
+    Args:
+        world: the replica's numbers.
+        options: the Trainer's options.
+        progress: the loop's own, of which this shows the current values.
+        datamodule: the data module, if there is one.
 
     Attributes:
-        current_epoch: number of finished epochs.
-        global_step: number of optimizer updates so far.
         max_epochs: number of passes over the training data.
+        max_steps: number of updates after which training ends; -1 for no limit.
         world_size: number of replicas.
         is_global_zero: whether this is ordinal 0.
         global_rank: the ordinal.
         local_rank: the local ordinal.
         node_rank: number of this host.
         num_nodes: number of hosts.
-        max_steps: number of updates after which training ends; -1 for no limit.
         accumulate_grad_batches: number of batches whose gradients make one update.
         gradient_clip_val: the limit of the gradients' norm, or else of their elements; None for no limit.
         gradient_clip_algorithm: ``norm`` or ``value``; None without a limit.
-        should_stop: set it to True to end training: with one replica after the current update and a
-            validation, with several at the end of the epoch in which any of them has set it.
-        estimated_stepping_batches: optimizer updates that training will make; inf if unknown.
-        num_training_batches: batches of one epoch; inf if unknown.
-        validated_batches: batches of this epoch before the last validation in it; 0 if there was none.
         fast_dev_run: the Trainer's option.
         callbacks: the Callback objects.
         optimizers: the optimizer, in a list; empty before ``configure_optimizers``.
-        callback_metrics: the metrics so far, by name, as tensors on the host.
-        model: the module.
-        datamodule: the data module, if there is one.
-        training: whether a training batch is being processed, or an epoch of them.
-        validating: likewise a validation.
-        testing: likewise a test.
-        sanity_checking: False; there is no sanity check.
-        predicting: likewise a prediction.
-        logger: the first of `loggers`; None if there is none.
         loggers: those of a `fit`, once its optimizer is made.
+        model: the module.
+        datamodule: as given.
+        sanity_checking: False; there is no sanity check.
         progress_bar_callback: None; ``self.print`` of a LightningModule prints plainly.
     """
 
-    current_epoch: int
-    global_step: int
-    max_epochs: int
-    world_size: int
-    is_global_zero: bool
-    global_rank: int = 0
-    local_rank: int = 0
-    node_rank: int = 0
-    num_nodes: int = 1
-    max_steps: int = -1
-    accumulate_grad_batches: int = 1
-    gradient_clip_val: float | None = None
-    gradient_clip_algorithm: str | None = None
-    should_stop: bool = False
-    estimated_stepping_batches: float = float("inf")
-    num_training_batches: float = float("inf")
-    validated_batches: int = 0
-    fast_dev_run: bool | int = False
-    callbacks: list[Any] = field(default_factory=list)
-    optimizers: list[Any] = field(default_factory=list)
-    callback_metrics: dict[str, Any] = field(default_factory=dict)
-    model: Any = None
-    datamodule: Any = None
-    training: bool = False
-    validating: bool = False
-    testing: bool = False
-    sanity_checking: bool = False
-    predicting: bool = False
-    logger: LoggerView | None = None
-    loggers: list[LoggerView] = field(default_factory=list)
-    progress_bar_callback: None = None
+    def __init__(self, world: World, options: FitOptions, progress: Progress, datamodule: Any = None) -> None:
+        self._progress = progress
+        self.max_epochs = options.max_epochs
+        self.max_steps = -1 if options.max_steps is None else options.max_steps
+        self.world_size, self.global_rank = world.world_size, world.ordinal
+        self.is_global_zero, self.local_rank = world.ordinal == 0, world.local_ordinal
+        self.node_rank, self.num_nodes = world.host_index, world.host_count
+        self.accumulate_grad_batches, self.fast_dev_run = options.accumulate, options.fast_dev_run
+        self.gradient_clip_val, self.gradient_clip_algorithm = options.gradient_limit
+        self.callbacks: list[Any] = []
+        self.optimizers: list[Any] = []
+        self.loggers: list[LoggerView] = []
+        self.model: Any = None
+        self.datamodule = datamodule
+        self.sanity_checking = False
+        self.progress_bar_callback = None
 
-    @classmethod
-    def at_start(cls, replica: Replica, options: FitOptions, datamodule: Any = None) -> Self:
-        """Return the view of a training that begins in `replica`."""
-        world = replica.world
-        limit = options.clip_value if options.clip_norm is None else options.clip_norm
-        algorithm = "value" if options.clip_norm is None else "norm"
-        return cls(
-            current_epoch=0,
-            global_step=0,
-            max_epochs=options.max_epochs,
-            world_size=world.world_size,
-            is_global_zero=replica.is_first,
-            global_rank=world.ordinal,
-            local_rank=world.local_ordinal,
-            node_rank=world.host_index,
-            num_nodes=world.host_count,
-            max_steps=-1 if options.max_steps is None else options.max_steps,
-            accumulate_grad_batches=options.accumulate,
-            fast_dev_run=options.fast_dev_run,
-            gradient_clip_val=limit,
-            gradient_clip_algorithm=None if limit is None else algorithm,
-            datamodule=datamodule,
-        )
+    @property
+    def current_epoch(self) -> int:
+        """Number of finished epochs."""
+        return self._progress.epoch
 
-    @contextmanager
-    def evaluating(self, kind: str) -> Iterator[None]:
-        """Set the flags of an evaluation for the block; `kind` is ``validation``, ``test`` or ``predict``."""
-        before, self.training = self.training, False
-        self.validating, self.testing, self.predicting = (
-            kind == one for one in ("validation", "test", "predict")
-        )
-        yield
-        self.training, self.validating, self.testing, self.predicting = before, False, False, False
+    @property
+    def global_step(self) -> int:
+        """Number of optimizer updates so far."""
+        return self._progress.step
+
+    @property
+    def num_training_batches(self) -> float:
+        """Batches of one epoch; inf if unknown."""
+        batches = self._progress.batches_per_epoch
+        return float("inf") if batches is None else batches
+
+    @property
+    def estimated_stepping_batches(self) -> float:
+        """Optimizer updates that training will make; inf if unknown."""
+        return self._progress.expected_steps
+
+    @property
+    def callback_metrics(self) -> dict[str, Any]:
+        """The metrics so far, by name, as tensors on the host."""
+        import torch
+
+        return {name: torch.tensor(value) for name, value in self._progress.means.items()}
+
+    @property
+    def should_stop(self) -> bool:
+        """Set it to True to end training.
+
+        One replica ends after the current update and a validation, several at the end of the epoch in which
+        any of them has set it.
+        """
+        return self._progress.should_stop
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        self._progress.should_stop = value
+
+    @property
+    def training(self) -> bool:
+        """Whether a training batch is being processed, or an epoch of them."""
+        return self._progress.phase == "training"
+
+    @property
+    def validating(self) -> bool:
+        """Whether a validation runs."""
+        return self._progress.phase == "validation"
+
+    @property
+    def testing(self) -> bool:
+        """Whether a test runs."""
+        return self._progress.phase == "test"
+
+    @property
+    def predicting(self) -> bool:
+        """Whether a prediction runs."""
+        return self._progress.phase == "predict"
+
+    @property
+    def logger(self) -> LoggerView | None:
+        """The first of `loggers`; None if there is none."""
+        return next(iter(self.loggers), None)
 
     @property
     def lightning_module(self) -> Any:
@@ -172,8 +182,8 @@ class TrainerView:
         return self.model
 
     def __getattr__(self, name: str) -> NoReturn:
-        # An AttributeError, so that hasattr() works.
-        if name.startswith("__"):
+        # An AttributeError, so that hasattr() works. A view that is being copied has no attributes yet.
+        if name.startswith("__") or name == "_progress":
             raise AttributeError(name)
-        known = ", ".join(one.name for one in fields(self))
+        known = ", ".join(known for known in dir(self) if not known.startswith("_"))
         raise AttributeError(f"polyxla's Trainer has no {name!r} in self.trainer; it has {known}")

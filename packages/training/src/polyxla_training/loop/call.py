@@ -18,7 +18,7 @@ Stage = Literal["fit", "validate", "test", "predict"]
 
 
 @dataclass(frozen=True)
-class Call:
+class TrainerCall:
     """One call of a method of the Trainer.
 
     Attributes:
@@ -57,7 +57,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainerOutcome:
     """The result of a run, as a replica returns it.
 
     Attributes:
@@ -87,12 +87,12 @@ class Outcome:
     data_ordinal: int = 0
 
 
-def merge_predictions(outcomes: Iterable[Outcome]) -> list[Any]:
+def merge_predictions(outcomes: Iterable[TrainerOutcome]) -> list[Any]:
     """Return all predictions in order; the batches were divided round-robin."""
     # Replicas that divide a module among them compute the same predictions.
-    parts = {one.data_ordinal: one.predictions for one in outcomes}
+    parts = {outcome.data_ordinal: outcome.predictions for outcome in outcomes}
     rounds = zip_longest(*(parts[ordinal] for ordinal in sorted(parts)), fillvalue=_NONE)
-    return [batch for one in rounds for batch in one if batch is not _NONE]
+    return [batch for batches in rounds for batch in batches if batch is not _NONE]
 
 
 _NONE = object()

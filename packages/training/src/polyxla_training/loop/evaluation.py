@@ -2,65 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from polyxla import Replica, UsageError
 from polyxla.plugin import Loader, map_tensors
-from polyxla_training.lightning.data import Data
-from polyxla_training.lightning.trainer_view import TrainerView
+from polyxla_training.lightning.data import divisible_by_batches
+from polyxla_training.loop.workspace import Workspace, no_batch
 from polyxla_training.metrics import MetricAccumulator
-from polyxla_training.module_adapter import ModuleAdapter
+from polyxla_training.progress import Progress
+
+Kind = Literal["validation", "test", "predict"]
+_KINDS: dict[str, tuple[Kind, str]] = {
+    "validate": ("validation", "val"),
+    "test": ("test", "test"),
+    "predict": ("predict", "predict"),
+}
+"""The Trainer's methods: the kind of their steps, and of their loaders."""
+
+
+def evaluate_call(work: Workspace, data: Iterable[Any] | None) -> None:
+    """Carry out ``Trainer.validate``, ``Trainer.test`` or ``Trainer.predict``."""
+    kind, short = _KINDS[work.call.stage]
+    found = work.data.find(data, f"{short}_dataloader")
+    if kind == "predict" and work.replica.world_size > 1:
+        found = divisible_by_batches(found)
+    loader = work.load(found, kind)
+    work.adapter.require(kind)
+    evaluate(work, loader, kind)
 
 
 @torch.no_grad()
-def evaluate(
-    loader: Loader,
-    kind: str,
-    replica: Replica,
-    adapter: ModuleAdapter,
-    accumulator: MetricAccumulator,
-    data: Data,
-    view: TrainerView,
-    publish: Callable[[], None],
-    batches: int | None,
-    predictions: list[Any],
-) -> None:
+def evaluate(work: Workspace, loader: Loader, kind: Kind) -> None:
     """Run a step over a loader, with the hooks around it in Lightning's order.
 
     Args:
+        work: the replica's module and metrics.
         loader: the batches, on the device.
-        kind: ``validation``, ``test`` or ``predict``.
-        replica: its precision policy converts the batches.
-        adapter: the module.
-        accumulator: receives the logged values.
-        data: has the hook after the batches' transfer.
-        view: what the module sees as ``self.trainer``.
-        publish: computes and publishes the metrics.
-        batches: number of batches to read; None for all.
-        predictions: receives what ``predict_step`` returns, on the host and without padding.
+        kind: which step.
 
     Raises:
         UsageError: there was no batch to validate or test on.
     """
-    precision = replica.precision
+    replica, adapter, metrics = work.replica, work.adapter, work.metrics
+    precision, after_transfer = replica.precision, work.data.after_transfer
     on_batch_start = adapter.hook(f"on_{kind}_batch_start")
     on_batch_end = adapter.hook(f"on_{kind}_batch_end")
     read = 0
-    with view.evaluating(kind), adapter.evaluating(kind):
-        accumulator.outside_batches()
+    with _in_phase(work.progress, kind), adapter.evaluating(kind):
+        metrics.outside_batches()
         adapter.call(f"on_{kind}_start")
         adapter.call(f"on_{kind}_epoch_start")
         # Closing ends the runtime's threads, which read ahead of the limit.
         with closing(iter(loader)) as arriving:
-            for index, arrived in enumerate(islice(arriving, batches)):
+            for index, arrived in enumerate(islice(arriving, work.batches_of(loader, kind))):
                 read += 1
-                batch = data.after_transfer(arrived, 0) if data.after_transfer else arrived
-                accumulator.start_batch(batch, is_training=False, real=loader.real, valid=loader.valid)
+                batch = after_transfer(arrived, 0) if after_transfer else arrived
+                metrics.start_batch(batch, is_training=False, real=loader.real, valid=loader.valid)
                 if on_batch_start:
                     on_batch_start(batch, index)
                 with precision.forward_context():
@@ -70,30 +71,28 @@ def evaluate(
                 if on_batch_end:
                     on_batch_end(outputs, batch, index)
                 if kind == "predict":
-                    predictions.append(_on_host(outputs, accumulator))
+                    work.predictions.append(_on_host(outputs, metrics))
         # A limit may have left batches unread.
         loader.finish_epoch()
-        # The means of nothing: of a replica alone, the others may have read the few batches that there are.
+        # All replicas decide together: with few batches, some replicas may have read none, and that is fine.
         if kind != "predict" and not any(replica.all_gather(read)):
             raise no_batch(kind)
-        accumulator.outside_batches()
+        metrics.outside_batches()
         adapter.call(f"on_{kind}_epoch_end")
-        publish()
+        work.publish()
         adapter.call_last(f"on_{kind}_end")
 
 
-def no_batch(kind: str) -> UsageError:
-    """Return the error of a loader without batches; `kind` as for `evaluate`, or ``training``."""
-    skip = "; to train without validation, leave it out" if kind == "validation" else ""
-    return UsageError(
-        f"the {kind} loader gave no batch",
-        where="Trainer.fit" if kind == "training" else "Trainer",
-        fix=f"Check its dataset's length, and drop_last if the batch is larger than the dataset{skip}.",
-    )
+@contextmanager
+def _in_phase(progress: Progress, kind: Kind) -> Iterator[None]:
+    before, progress.phase = progress.phase, kind
+    yield
+    progress.phase = before
 
 
-def _on_host(outputs: Any, accumulator: MetricAccumulator) -> Any:
-    real, padded = accumulator.batch_size, accumulator.valid
+def _on_host(outputs: Any, metrics: MetricAccumulator) -> Any:
+    """Return copies on the host, without the rows of padding records."""
+    real, padded = metrics.batch_size, metrics.valid
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.detach().cpu()

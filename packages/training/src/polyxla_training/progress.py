@@ -1,13 +1,44 @@
-"""How much of the data is read, and when it is validated. Imports nothing heavy."""
+"""How far a training has come, how much of its data it reads, and when it validates."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from polyxla import UsageError
 from polyxla_training.options import FitOptions
+
+Phase = Literal["", "training", "validation", "test", "predict"]
+
+
+@dataclass
+class Progress:
+    """How far one replica has come. The loop writes it; `TrainerView` and checkpoints read it.
+
+    It is plain data, because callbacks keep the view, and are copied and pickled with it.
+
+    Attributes:
+        epoch: number of finished epochs.
+        step: number of optimizer updates so far.
+        validated_batches: batches of this epoch before the last validation in it; 0 if there was none.
+        batches_per_epoch: batches of one epoch; None if unknown.
+        expected_steps: optimizer updates that training will make; inf if unknown.
+        phase: what the module is used for at the moment; empty between epochs and outside of `fit`.
+        means: the latest metrics: means over all replicas' records, by name.
+        should_stop: whether this replica's module or a callback asks to end training.
+        stopped: why training ends early; empty if it does not.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    validated_batches: int = 0
+    batches_per_epoch: int | None = None
+    expected_steps: float = float("inf")
+    phase: Phase = ""
+    means: dict[str, float] = field(default_factory=dict)
+    should_stop: bool = False
+    stopped: str = ""
 
 
 def length_of(loader: Iterable[Any]) -> int | None:

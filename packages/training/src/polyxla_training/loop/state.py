@@ -1,96 +1,27 @@
-"""The whole state of a training: what a checkpoint holds, and how a run resumes from one."""
+"""The whole state of a training: what the loop works on, a checkpoint holds, and a run resumes from."""
 
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from polyxla import Replica, UsageError
+from polyxla import Replica
 from polyxla.plugin import Loader, random_state, say
 from polyxla_training.checkpoint import CheckpointError, check_state
 from polyxla_training.lightning.callbacks import states_of
 from polyxla_training.lightning.schedulers import Schedulers
-from polyxla_training.lightning.trainer_view import TrainerView
 from polyxla_training.metrics import MetricAccumulator, Total, combine_totals
-from polyxla_training.resume import load_same
-
-if TYPE_CHECKING:
-    from polyxla_training.checkpoint.shard_reader import ShardedCheckpoint
-
-FORMAT = 4
-"""Version of `TrainingState.state_dict`; checkpoints of other versions are refused."""
+from polyxla_training.progress import Progress
+from polyxla_training.resume import FORMAT, OWN_KEYS, Checkpoint
 
 
-OWN_KEYS = ("epoch", "global_step", "state_dict")
-"""What a LightningModule finds in its checkpoint, under Lightning's names; it may add other keys."""
-
-
-@dataclass
-class Checkpoint:
-    """A state that was read from a file, on the host.
-
-    Attributes:
-        path: the file's path, for errors.
-        state: as `TrainingState.state_dict` returned it.
-        shards: where the tensors are of which `state` has only the shapes, on the meta device.
-    """
-
-    path: str
-    state: dict[str, Any]
-    shards: ShardedCheckpoint | None = None
-
-    def pass_to(self, hook: Callable[[dict[str, Any]], None] | None) -> None:
-        """Call a LightningModule's ``on_load_checkpoint``, which may change the parameters."""
-        if hook is not None:
-            state = self.state
-            values = (state["epoch"], state["step"], dict(state["module"]))
-            seen = dict(zip(OWN_KEYS, values, strict=True)) | state["module_extra"]
-            hook(seen)
-            state["module"] = seen["state_dict"]
-
-
-def find_checkpoint(
-    replica: Replica,
-    source: str | os.PathLike[str],
-    checkpoint_dir: str | os.PathLike[str] | None,
-    *,
-    in_shards: bool = False,
-) -> Checkpoint | None:
-    """Read the checkpoint to resume from; None if there is none yet. A collective.
-
-    Args:
-        replica: ordinal 0 chooses the file, and every replica reads it.
-        source: path or URL of the checkpoint, or ``auto`` for the newest intact one in `checkpoint_dir`, if
-            there is one.
-        checkpoint_dir: directory of the checkpoints.
-        in_shards: read the module's and the optimizer's tensors later, in shards, if they were saved so.
-
-    Raises:
-        UsageError: it does not exist, is not a Trainer's, or replicas found different ones.
-    """
-    source = os.fspath(source)
-    found = load_same(replica, source, checkpoint_dir, in_shards=in_shards)
-    if found is None:
-        return None
-    path, loaded = found
-    state = loaded.state
-    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
-        raise UsageError(
-            f"{path} is not a checkpoint of a Trainer of this version",
-            where=f"resume={source!r}",
-            fix="Name one that a Trainer saved; polyxla_training.load reads any other.",
-        )
-    return Checkpoint(str(path), dict(state), loaded.shards)
-
-
-@dataclass(frozen=True)
+@dataclass(kw_only=True)
 class TrainingState:
-    """Everything that the rest of one replica's training depends on.
+    """Everything that the rest of one replica's training depends on. The loop trains with it.
 
     Attributes:
         replica: its update count and random numbers.
@@ -98,14 +29,13 @@ class TrainingState:
         optimizer: as ``configure_optimizers`` returned it.
         schedulers: the learning-rate schedules.
         loader: the position in the training data.
-        metrics: the means over the current epoch.
-        view: the number of finished epochs.
+        validation: the position in the validation data, whose order may differ in each epoch; None without.
+        metrics: what was logged in the current epoch.
+        progress: the number of finished epochs, and the latest metrics, which a schedule may monitor.
         seed: the seed that the Trainer was given.
+        callbacks: the callbacks and listeners; a checkpoint holds those of ordinal 0 that have states.
         on_save: the module's ``on_save_checkpoint``, if it has one.
         data_state: returns the data module's state.
-        callbacks: the callbacks and listeners; of those that have states, ordinal 0's is saved.
-        validation: the position in the validation data, whose order may differ in each epoch; None without.
-        means: the latest metrics, which a schedule may monitor in an epoch without a validation.
     """
 
     replica: Replica
@@ -113,14 +43,13 @@ class TrainingState:
     optimizer: torch.optim.Optimizer
     schedulers: Schedulers
     loader: Loader
+    validation: Loader | None = None
     metrics: MetricAccumulator
-    view: TrainerView
+    progress: Progress
     seed: int | None
+    callbacks: list[Any] = field(default_factory=list)
     on_save: Callable[[dict[str, Any]], None] | None = None
     data_state: Callable[[], dict[str, Any]] = dict
-    callbacks: Sequence[Any] = ()
-    validation: Loader | None = None
-    means: dict[str, float] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, the same in every replica but for the shards of divided tensors.
@@ -139,13 +68,13 @@ class TrainingState:
             "format": FORMAT,
             "world_size": self.replica.world_size,
             "precision": self.replica.precision.name,
-            "epoch": self.view.current_epoch,
-            "validated_batches": self.view.validated_batches,
+            "epoch": self.progress.epoch,
+            "validated_batches": self.progress.validated_batches,
             "step": self.replica.steps,
             "seed": self.seed,
             "data": self.loader.state_dict(),
             "validation": None if self.validation is None else self.validation.state_dict(),
-            "metrics": dict(self.means),
+            "metrics": dict(self.progress.means),
             "datamodule": self.data_state(),
             "module": module,
             "module_extra": module_extra,
@@ -158,8 +87,11 @@ class TrainingState:
 
     def _groups(self) -> list[list[str | None]]:
         """Return the names of the parameters in each of the optimizer's groups."""
-        names = {id(one): name for name, one in self.module.named_parameters()}
-        return [[names.get(id(one)) for one in group["params"]] for group in self.optimizer.param_groups]
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        return [
+            [names.get(id(parameter)) for parameter in group["params"]]
+            for group in self.optimizer.param_groups
+        ]
 
     def _add_groups(self, groups: Sequence[Sequence[str | None]]) -> None:
         """Add the groups that a hook had added to the optimizer while it trained."""
@@ -173,7 +105,7 @@ class TrainingState:
         module = dict(self.module.state_dict())
         if self.on_save is None:
             return module, {}
-        values = (self.view.current_epoch, self.replica.steps, module)
+        values = (self.progress.epoch, self.replica.steps, module)
         seen: dict[str, Any] = dict(zip(OWN_KEYS, values, strict=True))
         self.on_save(seen)
         return seen["state_dict"], {key: value for key, value in seen.items() if key not in OWN_KEYS}
@@ -209,11 +141,10 @@ class TrainingState:
         now = self.replica.precision.name
         if now != state["precision"] and self.replica.is_first:
             say(f"{where} was saved with precision {state['precision']}; training continues with {now}")
-        self.view.current_epoch = state["epoch"]
-        self.view.validated_batches = state["validated_batches"]
-        self.view.global_step = self.replica.steps = state["step"]
-        self.means.update(state["metrics"])
-        self.view.callback_metrics |= {name: torch.tensor(value) for name, value in self.means.items()}
+        self.progress.epoch, self.progress.step = state["epoch"], state["step"]
+        self.progress.validated_batches = state["validated_batches"]
+        self.progress.means |= state["metrics"]
+        self.replica.steps = state["step"]
         self.loader.load_state_dict(state["data"])
         if self.validation is not None and state["validation"] is not None:
             self.validation.load_state_dict(state["validation"])
@@ -229,7 +160,7 @@ class TrainingState:
             divide_into(self.module, self.optimizer, *states, is_strict, checkpoint.shards)
         except CheckpointError as found:
             error = found
-        errors = [one for one in self.replica.all_gather(error) if one is not None]
+        errors = [found for found in self.replica.all_gather(error) if found is not None]
         if errors:
             raise error or errors[0]
 
@@ -237,7 +168,7 @@ class TrainingState:
         """Continue the random numbers and the epoch's means, just before the first step."""
         state = checkpoint.state
         ordinal, saved = self.replica.ordinal, state["replicas"]
-        self.metrics.hidden.update(*(one["hidden"] for one in saved))
+        self.metrics.hidden.update(*(replica["hidden"] for replica in saved))
         if self.replica.is_first and (names := saved[0]["objects"]):
             say(f"metric objects begin anew, and their values of this epoch are those from here on: {names}")
         if len(saved) == self.replica.world_size:
@@ -248,11 +179,11 @@ class TrainingState:
         self.replica.seed_everything(random_state.derive(state["seed"] or 0, "resumed", state["step"]))
         # Only one replica takes the totals of all, so that the epoch's mean counts them once.
         if ordinal == 0:
-            self.metrics.load_state_dict(_combine_totals(one["meter"] for one in saved))
+            self.metrics.load_state_dict(_combine_totals(replica["meter"] for replica in saved))
 
 
 def _combine_totals(saved: Iterable[Mapping[str, Total]]) -> dict[str, Total]:
     parts: dict[str, list[Total]] = {}
-    for name, total in itertools.chain.from_iterable(one.items() for one in saved):
+    for name, total in itertools.chain.from_iterable(totals.items() for totals in saved):
         parts.setdefault(name, []).append(total)
     return {name: combine_totals(totals) for name, totals in parts.items()}
