@@ -69,7 +69,7 @@ class DefaultDtype(TorchFunctionMode):
 
 def _is_inferred(args: Any, kwargs: Mapping[str, Any]) -> bool:
     values = [*args, *kwargs.values()]
-    return not any(isinstance(one, torch.Tensor) for one in values) and any(map(_has_float, values))
+    return not any(isinstance(value, torch.Tensor) for value in values) and any(map(_has_float, values))
 
 
 def _has_float(value: Any) -> bool:

@@ -29,7 +29,9 @@ class CastInputs:
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments, cast."""
         # Read at each call: the user may convert the module by hand later.
-        dtype = self.dtype or next(one.dtype for one in module._parameters.values() if one is not None)
+        dtype = self.dtype or next(
+            parameter.dtype for parameter in module._parameters.values() if parameter is not None
+        )
         return cast_floats(args, dtype), cast_floats(kwargs, dtype) if kwargs else kwargs
 
 
@@ -55,16 +57,24 @@ def find_modules(module: torch.nn.Module, names: Iterable[str]) -> list[torch.nn
     Raises:
         ValueError: a name or pattern matches no submodule.
     """
-    known = {name: one for name, one in module.named_modules(remove_duplicate=False) if name}
-    matches = (one for name in names for one in _matching(known, name))
-    return list(dict.fromkeys(inner for one in matches for inner in one.modules()))
+    known = {name: part for name, part in module.named_modules(remove_duplicate=False) if name}
+    matches = (part for name in names for part in _matching(known, name))
+    return list(dict.fromkeys(inner for part in matches for inner in part.modules()))
 
 
 def _matching(known: dict[str, torch.nn.Module], name: str) -> list[torch.nn.Module]:
-    found = [known[one] for one in known if one == name or fnmatch.fnmatchcase(one, name)]
+    found = [
+        known[known_name]
+        for known_name in known
+        if known_name == name or fnmatch.fnmatchcase(known_name, name)
+    ]
     if not found:
-        near = [one for one in known if one.rpartition(".")[2] == name.rpartition(".")[2]]
-        near += [one for one in difflib.get_close_matches(name, known, n=5) if one not in near]
+        near = [
+            known_name for known_name in known if known_name.rpartition(".")[2] == name.rpartition(".")[2]
+        ]
+        near += [
+            known_name for known_name in difflib.get_close_matches(name, known, n=5) if known_name not in near
+        ]
         hint = (
             f"did you mean {', '.join(near[:5])}?"
             if near
@@ -88,27 +98,27 @@ def attach_casts(module: torch.nn.Module, kept: Iterable[torch.nn.Module], *, ca
     """
     remove_casts(module)
     kept = set(kept)
-    for one in module.modules():
-        if one in kept:
-            _hook(one, CastInputs(torch.float32))
-            one.forward = Float32Forward(one.forward)
-        elif cast_others and any(True for _ in one.parameters(recurse=False)):
+    for part in module.modules():
+        if part in kept:
+            _hook(part, CastInputs(torch.float32))
+            part.forward = Float32Forward(part.forward)
+        elif cast_others and any(True for _ in part.parameters(recurse=False)):
             # On XLA a float32 input would silently turn a bfloat16 product into a float32 one.
-            _hook(one, CastInputs())
+            _hook(part, CastInputs())
 
 
 def remove_casts(module: torch.nn.Module) -> None:
     """Remove from the module, and from the modules inside it, everything that `attach_casts` added."""
-    for one in module.modules():
-        handle = one.__dict__.pop(_HANDLE, None)
+    for part in module.modules():
+        handle = part.__dict__.pop(_HANDLE, None)
         if handle is not None:
             handle.remove()
-        wrapped = one.__dict__.get("forward")
+        wrapped = part.__dict__.get("forward")
         if isinstance(wrapped, Float32Forward):
-            one.forward = wrapped.forward
+            part.forward = wrapped.forward
             # The class's own forward needs no attribute on the instance.
-            if getattr(wrapped.forward, "__func__", None) is type(one).forward:
-                del one.forward
+            if getattr(wrapped.forward, "__func__", None) is type(part).forward:
+                del part.forward
 
 
 def _hook(module: torch.nn.Module, hook: CastInputs) -> None:
@@ -128,7 +138,7 @@ def convert_tensors(module: torch.nn.Module, dtype: torch.dtype, kept: Iterable[
     kept = set(kept)
     if dtype != torch.float32:
         _refuse_sharing(module, kept)
-    float32 = [tensor for one in kept for tensor in own_tensors(one)]
+    float32 = [tensor for part in kept for tensor in own_tensors(part)]
     # module._apply calls `change` for a gradient too, as a tensor like any other.
     float32 += [tensor.grad for tensor in float32 if tensor.grad is not None]
     float32_ids = {id(tensor) for tensor in float32}
@@ -148,9 +158,9 @@ def convert_tensors(module: torch.nn.Module, dtype: torch.dtype, kept: Iterable[
 
 
 def _refuse_sharing(module: torch.nn.Module, kept: set[torch.nn.Module]) -> None:
-    inside = {id(tensor) for one in kept for tensor in own_tensors(one)}
-    for name, one in module.named_modules():
-        if one not in kept and any(id(tensor) in inside for tensor in own_tensors(one)):
+    inside = {id(tensor) for part in kept for tensor in own_tensors(part)}
+    for name, part in module.named_modules():
+        if part not in kept and any(id(tensor) in inside for tensor in own_tensors(part)):
             raise ValueError(
                 f"a module in keep_float32 shares a parameter with {name or 'the module itself'!r}, which is "
                 "not in keep_float32. Name both, or neither."
@@ -159,5 +169,5 @@ def _refuse_sharing(module: torch.nn.Module, kept: set[torch.nn.Module]) -> None
 
 def own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Iterate over the floating-point parameters and buffers of the module, without its submodules'."""
-    yield from (one for one in module.parameters(recurse=False) if one.is_floating_point())
-    yield from (one for one in module.buffers(recurse=False) if one.is_floating_point())
+    yield from (parameter for parameter in module.parameters(recurse=False) if parameter.is_floating_point())
+    yield from (buffer for buffer in module.buffers(recurse=False) if buffer.is_floating_point())

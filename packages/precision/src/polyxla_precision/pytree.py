@@ -21,13 +21,14 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Return `value` with every floating-point tensor in `dtype`; see `map_tensors`."""
     # Compared first: to() takes ten times as long to find out that there is nothing to do.
     return map_tensors(
-        value, lambda one: one.to(dtype) if one.dtype != dtype and one.is_floating_point() else one
+        value,
+        lambda tensor: tensor.to(dtype) if tensor.dtype != dtype and tensor.is_floating_point() else tensor,
     )
 
 
 def upcast_half(value: Any) -> Any:
     """Return `value` with 16-bit floating-point tensors in float32; others stay; see `map_tensors`."""
-    return map_tensors(value, lambda one: one.float() if one.dtype in HALF else one)
+    return map_tensors(value, lambda tensor: tensor.float() if tensor.dtype in HALF else tensor)
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -77,7 +78,7 @@ def _mapping(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def _dataclass(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    fields = ((one.name, getattr(value, one.name, None)) for one in dataclasses.fields(value))
+    fields = ((field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value))
     changed = _changed(fields, change)
     if not changed:
         return value

@@ -61,16 +61,16 @@ def divided_by(source: Any, replicas: int) -> Divided | None:
 
     What was made for one replica divides nothing, where there are several.
     """
-    for one in _within(source, _DEPTH):
-        parts = _webdataset_parts() if _splits_by_node(one) else _parts(one)
+    for part in _within(source, _DEPTH):
+        parts = _webdataset_parts() if _splits_by_node(part) else _parts(part)
         if parts is not None and (parts > 1 or replicas == 1):
-            return Divided(getattr(one, "__name__", type(one).__name__), parts)
+            return Divided(getattr(part, "__name__", type(part).__name__), parts)
     return None
 
 
-def _parts(one: Any) -> int | None:
+def _parts(source: Any) -> int | None:
     """Return among how many replicas an object with its attributes divides."""
-    for holder in (one, *(getattr(one, name, None) for name in _WORLDS)):
+    for holder in (source, *(getattr(source, name, None) for name in _WORLDS)):
         for count, rank in _NUMBERS:
             found = getattr(holder, count, None), getattr(holder, rank, None)
             if all(type(number) is int for number in found):
@@ -78,9 +78,9 @@ def _parts(one: Any) -> int | None:
     return None
 
 
-def _splits_by_node(one: Any) -> bool:
-    module = getattr(one, "__module__", None) or ""
-    return getattr(one, "__name__", "") == "split_by_node" and module.partition(".")[0] == "webdataset"
+def _splits_by_node(source: Any) -> bool:
+    module = getattr(source, "__module__", None) or ""
+    return getattr(source, "__name__", "") == "split_by_node" and module.partition(".")[0] == "webdataset"
 
 
 def _webdataset_parts() -> int:

@@ -334,8 +334,10 @@ class MetricAccumulator:
         totals = self.state_dict()
         self._running = {}
         gathered = replica.all_gather(totals)
-        names = {name for one in gathered for name in one}
-        means = {name: _result(one[name] for one in gathered if name in one) for name in sorted(names)}
+        names = {name for totals in gathered for name in totals}
+        means = {
+            name: _result(totals[name] for totals in gathered if name in totals) for name in sorted(names)
+        }
         return means | computed
 
     @contextmanager
@@ -352,7 +354,10 @@ class MetricAccumulator:
 
     def state_dict(self) -> dict[str, Total]:
         """Return the epoch's totals, weights and kinds so far, by name. Waits for the device."""
-        return {name: (float(one.total), one.weight, one.kind) for name, one in self._running.items()}
+        return {
+            name: (float(running.total), running.weight, running.kind)
+            for name, running in self._running.items()
+        }
 
     def load_state_dict(self, state: Mapping[str, Total]) -> None:
         """Continue from `state_dict`."""
@@ -386,11 +391,11 @@ def _result(parts: Iterable[Total]) -> float:
 def _reduce(values: tuple[Any, ...], kind: Reduction) -> Any:
     if kind in ("mean", "sum"):
         return sum(values[1:], start=values[0])
-    tensors = [one for one in values if isinstance(one, torch.Tensor)]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if not tensors:
         return min(values) if kind == "min" else max(values)
     pick: Callable[..., torch.Tensor] = torch.minimum if kind == "min" else torch.maximum
-    return pick(*(torch.as_tensor(one, device=tensors[0].device) for one in values))
+    return pick(*(torch.as_tensor(value, device=tensors[0].device) for value in values))
 
 
 def _at_least_float32(value: torch.Tensor) -> torch.Tensor:

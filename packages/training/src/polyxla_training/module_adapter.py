@@ -59,7 +59,7 @@ class ModuleAdapter:
             self._lend(module, "trainer", view)
 
     def _lend(self, module: Any, slot: str, value: Any) -> None:
-        if not any(one is module for one, _, _ in self._before):
+        if not any(owner is module for owner, _, _ in self._before):
             # Copies of the module, such as an average of its weights, are made without what is lent.
             self._put(module, "__reduce_ex__", partial(self._reduced, module))
         self._put(module, slot, value)
@@ -95,10 +95,10 @@ class ModuleAdapter:
         """Make ``self.device`` and ``self.all_gather`` of a LightningModule those of the replica."""
         if not self.is_lightning:
             return
-        for one in self._module.modules():
+        for part in self._module.modules():
             # As in Lightning: hooks before the move may make tensors on the device.
-            if "_device" in vars(one):
-                vars(one)["_device"] = replica.device
+            if "_device" in vars(part):
+                vars(part)["_device"] = replica.device
 
         def all_gather(data: Any, group: None = None, sync_grads: bool = False) -> Any:
             if group is not None or sync_grads:
@@ -161,7 +161,7 @@ class ModuleAdapter:
         """Put the module into training mode; a LightningModule's parts keep the mode that they are in."""
         if not self.is_lightning:
             self._module.train()
-        elif replica.is_first and (frozen := sum(not one.training for one in self._module.modules())):
+        elif replica.is_first and (frozen := sum(not part.training for part in self._module.modules())):
             say(f"modules in eval mode: {frozen}; they stay so: call train() on those to be trained")
 
     def hook(self, name: str) -> Callable[..., Any] | None:
@@ -201,9 +201,9 @@ class ModuleAdapter:
             if isinstance(value, torch.optim.Optimizer):
                 found.append(value)
             elif isinstance(value, list | tuple):
-                values.extend(one for one in value if isinstance(one, torch.optim.Optimizer))
+                values.extend(item for item in value if isinstance(item, torch.optim.Optimizer))
             elif isinstance(value, dict):
-                values.extend(one for one in value.values() if isinstance(one, torch.optim.Optimizer))
+                values.extend(item for item in value.values() if isinstance(item, torch.optim.Optimizer))
         return found
 
     def accepts_mask(self, kind: str) -> bool:
@@ -271,7 +271,7 @@ def _accepted_arguments(method: Callable[..., Any]) -> tuple[bool, bool]:
     """Return whether a step takes the batch's number, and whether the mask of real records."""
     parameters = inspect.signature(method).parameters
     takes_mask = "valid" in parameters
-    is_variadic = any(one.kind is one.VAR_POSITIONAL for one in parameters.values())
+    is_variadic = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())
     return is_variadic or len(parameters) - takes_mask > 1, takes_mask
 
 

@@ -278,7 +278,7 @@ class TrainerOptions(FitOptions, LaunchOptions):
 
     def launch_options(self) -> dict[str, Any]:
         """Return the keyword arguments of `polyxla.launch`."""
-        return {one.name: getattr(self, one.name) for one in fields(LaunchOptions)}
+        return {option.name: getattr(self, option.name) for option in fields(LaunchOptions)}
 
     def fit_options(self, log_dir: str | None) -> FitOptions:
         """Return what travels to the replicas.
@@ -286,7 +286,7 @@ class TrainerOptions(FitOptions, LaunchOptions):
         Args:
             log_dir: replaces the option, which may be ``"auto"``.
         """
-        values = {one.name: getattr(self, one.name) for one in fields(FitOptions)}
+        values = {option.name: getattr(self, option.name) for option in fields(FitOptions)}
         if self.fast_dev_run:
             limits = dict.fromkeys(BATCH_LIMITS, int(self.fast_dev_run))
             return FitOptions(**values | limits | dict(NOT_IN_FAST_DEV_RUN))

@@ -87,7 +87,10 @@ def polyxla_launch_finished(summaries: Mapping[int, Sequence[Any]]) -> None:
     from polyxla_training.observe.own_loop.loop_summary import LoopSummary, problems
 
     replicas = {
-        ordinal: one for ordinal, found in summaries.items() for one in found if isinstance(one, LoopSummary)
+        ordinal: summary
+        for ordinal, found in summaries.items()
+        for summary in found
+        if isinstance(summary, LoopSummary)
     }
     if len(replicas) > 1:
         for problem in problems(replicas):
@@ -194,8 +197,8 @@ def _logger(name: str, given: Mapping[str, Any], fit: Fit, directory: str | Path
 
 def _settings(options: FitOptions) -> dict[str, Any]:
     """Return the options, as JSON has them."""
-    values = {one.name: getattr(options, one.name) for one in fields(options)}
-    values["callbacks"] = [type(one).__name__ for one in options.callbacks]
+    values = {option.name: getattr(options, option.name) for option in fields(options)}
+    values["callbacks"] = [type(callback).__name__ for callback in options.callbacks]
     # Arguments of loggers may hold keys to their services.
     values["loggers"] = list(options.logger_arguments)
     return {

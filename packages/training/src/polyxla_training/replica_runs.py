@@ -84,7 +84,7 @@ def _random_batches(module: nn.Module, batch_size: int) -> Iterable[Any]:
             fix="Write train_dataloader in the module, or set its example_input_array to a tensor with the "
             "shape of a batch, or pass batches= in Python.",
         )
-    return [map_tensors(lambda one: torch.randn(batch_size, *one.shape[1:]), example) for _ in range(8)]
+    return [map_tensors(lambda tensor: torch.randn(batch_size, *tensor.shape[1:]), example) for _ in range(8)]
 
 
 def _in_order(source: Iterable[Any], batch_size: int) -> Iterable[Any]:
@@ -114,7 +114,7 @@ def _as_float32(tensor: Tensor) -> Tensor:
 def _records(batch: Any) -> int:
     """Return the size of the first dimension of the batch's first tensor."""
     sizes: list[int] = []
-    map_tensors(lambda one: sizes.extend(one.shape[:1]), batch)
+    map_tensors(lambda tensor: sizes.extend(tensor.shape[:1]), batch)
     return sizes[0] if sizes else 0
 
 
@@ -224,10 +224,10 @@ def compare(alone: Mapping[str, Tensor], together: Sequence[Mapping[str, Tensor]
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def _relative(one: Tensor, other: Tensor) -> float:
-    distance = (one.double() - other.double()).abs().max().item()
+def _relative(alone: Tensor, other: Tensor) -> float:
+    distance = (alone.double() - other.double()).abs().max().item()
     if distance == 0:
         return 0.0
-    scale = one.double().abs().max().item()
+    scale = alone.double().abs().max().item()
     # Infinity for NaN too, because every comparison with NaN is false.
     return distance / scale if scale and distance < float("inf") else float("inf")

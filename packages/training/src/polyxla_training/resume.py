@@ -157,7 +157,7 @@ def load_same(
     else:
         choice, loaded = _choose(replica, directory, in_shards)
         choices = replica.all_gather(choice)
-        if errors := [one.error for one in choices if one.error is not None]:
+        if errors := [choice.error for choice in choices if choice.error is not None]:
             raise choice.error or errors[0]
         if choices[0].place is None:
             _check_none(choices, replica.all_gather(socket.gethostname()), where)
@@ -206,7 +206,7 @@ def _choose(
 
 def _check_none(choices: Sequence[_Choice], hosts: Sequence[str], where: str) -> None:
     """Raise if only ordinal 0 has no checkpoint: the run would start again from the beginning."""
-    others = [(ordinal, one.place) for ordinal, one in enumerate(choices) if one.place is not None]
+    others = [(ordinal, choice.place) for ordinal, choice in enumerate(choices) if choice.place is not None]
     if others:
         ordinal, place = others[0]
         raise CheckpointError(
@@ -217,18 +217,18 @@ def _check_none(choices: Sequence[_Choice], hosts: Sequence[str], where: str) ->
         )
 
 
-def _check_same(own: _Attempt, outcomes: Sequence[_Attempt], place: str, where: str) -> None:
-    if all(one.error is not None for one in outcomes):
+def _check_same(own: _Attempt, attempts: Sequence[_Attempt], place: str, where: str) -> None:
+    if all(attempt.error is not None for attempt in attempts):
         raise own.error or CheckpointError(f"{place!r} cannot be loaded", where=where, fix=_FIX)
     groups: dict[tuple[str, str], list[int]] = {}
-    for ordinal, one in enumerate(outcomes):
-        groups.setdefault((one.content, one.error.what if one.error else ""), []).append(ordinal)
+    for ordinal, attempt in enumerate(attempts):
+        groups.setdefault((attempt.content, attempt.error.what if attempt.error else ""), []).append(ordinal)
     if len(groups) == 1:
         return
     found = []
     for (content, problem), ordinals in groups.items():
-        who = _who(ordinals, [outcomes[ordinal].host for ordinal in ordinals])
-        found.append(f"{who}: {problem or f'step {outcomes[ordinals[0]].step}, checksum {content}'}")
+        who = _who(ordinals, [attempts[ordinal].host for ordinal in ordinals])
+        found.append(f"{who}: {problem or f'step {attempts[ordinals[0]].step}, checksum {content}'}")
     raise CheckpointError(
         f"replicas cannot resume from the same {place!r}: {'; '.join(found)}", where=where, fix=_FIX
     )

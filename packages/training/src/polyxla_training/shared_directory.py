@@ -73,8 +73,8 @@ def check_shared(replica: Collectives, directory: str | os.PathLike[str], where:
         looks = replica.world.local_ordinal == 0 and replica.world.host_index != offer.host_index
         misses = looks and not appears(place / offer.name)
         found = replica.all_gather((replica.world.host_index, socket.gethostname()) if misses else None)
-    if missing := sorted(one for one in found if one is not None):
-        raise _not_shared(directory, where, offer, [_label(*one) for one in missing])
+    if missing := sorted(host for host in found if host is not None):
+        raise _not_shared(directory, where, offer, [_label(*host) for host in missing])
 
 
 @contextmanager

@@ -147,9 +147,9 @@ class RemotePath(os.PathLike[str]):
         Raises:
             OSError: the store cannot be asked.
         """
-        for one in self._listed("file"):
-            status = _status(one)
-            yield self / one["name"].rpartition("/")[2], status.st_size, status.st_mtime
+        for file in self._listed("file"):
+            status = _status(file)
+            yield self / file["name"].rpartition("/")[2], status.st_size, status.st_mtime
 
     def directories(self) -> Iterator[RemotePath]:
         """Yield the directories in the directory: the prefixes of objects that end with a slash.
@@ -157,8 +157,8 @@ class RemotePath(os.PathLike[str]):
         Raises:
             OSError: the store cannot be asked.
         """
-        for one in self._listed("directory"):
-            yield self / one["name"].rstrip("/").rpartition("/")[2]
+        for directory in self._listed("directory"):
+            yield self / directory["name"].rstrip("/").rpartition("/")[2]
 
     def _listed(self, kind: str) -> Iterator[dict[str, Any]]:
         try:
@@ -166,7 +166,7 @@ class RemotePath(os.PathLike[str]):
                 found = store.ls(path, detail=True)
         except FileNotFoundError:
             return
-        yield from (one for one in found if one["type"] == kind)
+        yield from (entry for entry in found if entry["type"] == kind)
 
 
 class _Reader(io.RawIOBase):
@@ -320,7 +320,7 @@ def check_location(path: str | os.PathLike[str], where: str) -> None:
 def directories_in(directory: Location, prefix: str) -> Iterator[Location]:
     """Yield the directories in a directory whose names begin with `prefix`."""
     found = directory.directories() if isinstance(directory, RemotePath) else directory.glob(f"{prefix}*/")
-    yield from (one for one in found if one.name.startswith(prefix))
+    yield from (path for path in found if path.name.startswith(prefix))
 
 
 def files_in(directory: Location, prefix: str) -> Iterator[FileInfo]:

@@ -53,7 +53,7 @@ class Trainer(TrainerOptions):
 
         @wraps(TrainerOptions.__init__)
         def __init__(self, *values: Any, **options: Any) -> None:
-            known = [one.name for one in fields(TrainerOptions) if one.init]
+            known = [field.name for field in fields(TrainerOptions) if field.init]
             check_names("Trainer", options, known, FIXES)
             super().__init__(*values, **options)
 
@@ -177,7 +177,7 @@ class Trainer(TrainerOptions):
         with forward_signals(options.checkpoint_dir if stage == "fit" else None) as asked:
             outcomes: list[TrainerOutcome] = launch(run, (call,), **self.launch_options())
         # Metrics are the same in all; the parameters come from one of them.
-        outcome = next((one for one in outcomes if one.state is not None), outcomes[0])
+        outcome = next((outcome for outcome in outcomes if outcome.state is not None), outcomes[0])
         if outcome.state is not None:
             _take_state(module, outcome.state)
         self.metrics = outcome.metrics
@@ -221,10 +221,10 @@ def _take_state(module: Any, state: Mapping[str, Any]) -> None:
             fix="Make all layers in __init__ or in configure_model.",
         )
     # A module on the meta device has nothing to copy into.
-    module.load_state_dict(state, assign=any(one.is_meta for one in module.state_dict().values()))
+    module.load_state_dict(state, assign=any(tensor.is_meta for tensor in module.state_dict().values()))
 
 
 # help(Trainer) includes the descriptions of the options, which are written once, in options.py.
 Trainer.__doc__ = "\n\n".join(
-    inspect.cleandoc(one.__doc__ or "") for one in (Trainer, LaunchOptions, FitOptions)
+    inspect.cleandoc(described.__doc__ or "") for described in (Trainer, LaunchOptions, FitOptions)
 )

@@ -120,7 +120,9 @@ def _file_error(path: Path, size_bytes: int, error: OSError) -> CheckpointError:
     if error.errno not in _FULL:
         fix = "Name a file in a directory that this process may write to."
         return CheckpointError(f"{what}{kept}", where="save", fix=fix)
-    free = size_text(shutil.disk_usage(next(one for one in path.absolute().parents if one.exists())).free)
+    free = size_text(
+        shutil.disk_usage(next(parent for parent in path.absolute().parents if parent.exists())).free
+    )
     what += f": it needs {size_text(size_bytes)} and {free} are free"
     fix = "Free some space, keep fewer checkpoints, or name another directory."
     return CheckpointError(f"{what}{kept}", where="save", fix=fix)
@@ -221,8 +223,8 @@ def delete(directory: Location) -> None:
     """
     if isinstance(directory, RemotePath):
         (directory / STATE).unlink(missing_ok=True)
-        for one in list(files_in(directory, SHARD)):
-            one.path.unlink(missing_ok=True)
+        for file in list(files_in(directory, SHARD)):
+            file.path.unlink(missing_ok=True)
     else:
         with _aside(directory):
             pass

@@ -81,4 +81,4 @@ def _prefix(short: Mapping[str, Any], long: Mapping[str, Any]) -> str | None:
     if first is None or len(short) != len(long):
         return None
     guesses = {name.removesuffix(first) for name in long if name.endswith(first)} - {""}
-    return next((one for one in sorted(guesses) if all(one + name in long for name in short)), None)
+    return next((prefix for prefix in sorted(guesses) if all(prefix + name in long for name in short)), None)

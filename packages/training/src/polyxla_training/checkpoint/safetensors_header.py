@@ -97,7 +97,7 @@ def encode(slots: Sequence[TensorSlot], tree: str) -> bytes:
 
 def checksums(start: bytes, tensors: Sequence[int]) -> bytes:
     """Return the bytes for `CRC_OFFSET`: the checksums of `encode`'s bytes and of the tensors."""
-    return b"".join(b"%08x" % one for one in (zlib.crc32(start), *tensors))
+    return b"".join(b"%08x" % checksum for checksum in (zlib.crc32(start), *tensors))
 
 
 def is_ours(start: bytes) -> bool:
@@ -138,7 +138,10 @@ def _slot(name: str, dtype: str, shape: list[int], data_offsets: list[int]) -> T
         raise ValueError(f"tensor {name!r} is of dtype {dtype!r}, which is unknown")
     sizes = (*shape, start, stop)
     # Computed with 1 for 0, because a dimension of 0 would hide others that overflow.
-    if any(type(one) is not int or one < 0 for one in sizes) or math.prod(one or 1 for one in shape) >= 2**60:
+    if (
+        any(type(size) is not int or size < 0 for size in sizes)
+        or math.prod(size or 1 for size in shape) >= 2**60
+    ):
         raise ValueError(f"tensor {name!r} has an invalid shape or offsets")
     if stop - start != math.prod(shape) * ITEM_BYTES[dtype]:
         raise ValueError(f"tensor {name!r} has a size that does not fit its shape")

@@ -86,8 +86,12 @@ class Manifest:
             CheckpointError: it cannot be written.
         """
         tensors = {
-            name: [dtype_name(one.dtype), one.shape, [(at.offsets, at.shape, at.file) for at in one.chunks]]
-            for name, one in self.tensors.items()
+            name: [
+                dtype_name(tensor.dtype),
+                tensor.shape,
+                [(chunk.offsets, chunk.shape, chunk.file) for chunk in tensor.chunks],
+            ]
+            for name, tensor in self.tensors.items()
         }
         text = json.dumps([VERSION, self.tree, tensors, dict(self.files)], separators=(",", ":")).encode()
         # A tensor, because the metadata of the format has a limit, which thousands of shards could reach.
@@ -158,11 +162,13 @@ class ShardedCheckpoint:
         self.place = place
         self._verify = verify
         self._manifest = Manifest.read(place)
-        self._metadata = Metadata({name: _metadata(one) for name, one in self._manifest.tensors.items()})
+        self._metadata = Metadata(
+            {name: _metadata(tensor) for name, tensor in self._manifest.tensors.items()}
+        )
         self._files = {
             (name, chunk.offsets): chunk.file
-            for name, one in self._manifest.tensors.items()
-            for chunk in one.chunks
+            for name, tensor in self._manifest.tensors.items()
+            for chunk in tensor.chunks
         }
         self._headers: dict[str, safetensors_header.Header] = {}
         self._unread: dict[int, tuple[str, torch.Tensor]] = {}
@@ -200,8 +206,8 @@ class ShardedCheckpoint:
         return decode_state(self._manifest.tree, tensor)
 
     def _left_out(self, name: str) -> torch.Tensor:
-        one = self._manifest.tensors[name]
-        tensor = torch.empty(one.shape, dtype=one.dtype, device="meta")
+        divided = self._manifest.tensors[name]
+        tensor = torch.empty(divided.shape, dtype=divided.dtype, device="meta")
         # With the tensor: another could have its id once it is freed.
         self._unread[id(tensor)] = (name, tensor)
         return tensor
@@ -216,8 +222,8 @@ class ShardedCheckpoint:
         Raises:
             DamagedCheckpointError: as for `state`.
         """
-        one = self._manifest.tensors[name]
-        tensor = torch.empty(one.shape, dtype=one.dtype)
+        divided = self._manifest.tensors[name]
+        tensor = torch.empty(divided.shape, dtype=divided.dtype)
         self.read({name: tensor})
         return tensor
 
@@ -280,9 +286,11 @@ class ShardedCheckpoint:
             raise safetensors_header.DamageError("it is not the file that was written with this checkpoint")
 
 
-def _metadata(one: Any) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(at.offsets), torch.Size(at.shape)) for at in one.chunks]
-    return TensorStorageMetadata(TensorProperties(one.dtype), torch.Size(one.shape), chunks)
+def _metadata(tensor: Any) -> TensorStorageMetadata:
+    chunks = [
+        ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape)) for chunk in tensor.chunks
+    ]
+    return TensorStorageMetadata(TensorProperties(tensor.dtype), torch.Size(tensor.shape), chunks)
 
 
 @dataclass(frozen=True)
@@ -345,7 +353,7 @@ def consolidate(place: Location, out: Location | None = None, *, key: str = "mod
 
 
 def _check_sharded(place: Location) -> None:
-    newest = max((one.name for one in directories_in(place, "step-")), default=None)
+    newest = max((directory.name for directory in directories_in(place, "step-")), default=None)
     if is_sharded(place) and newest is None:
         return
     what = "a directory of checkpoints" if newest else "not a checkpoint in shards"

@@ -48,7 +48,7 @@ def write_shards(state: EncodedState, path: Location) -> bool:
     )
     try:
         save(
-            {one.name: one.tensor for one in state.tensors},
+            {stored.name: stored.tensor for stored in state.tensors},
             storage_writer=_ShardWriter(state.tree, directory),
             planner=planner,
             process_group=group,
@@ -120,24 +120,24 @@ class _ShardWriter(StorageWriter):
             return done
         path: Location = plan.storage_data
         _check_directory(path)
-        tensors = {one.index.fqn: planner.resolve_data(one) for one in plan.items}
+        tensors = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
         write_safetensors(encode_state(tensors), path)
         stored = (path.name, file_checksum(path))
         size_bytes = path.stat().st_size
-        done.set_result([WriteResult(one.index, size_bytes, stored) for one in plan.items])
+        done.set_result([WriteResult(item.index, size_bytes, stored) for item in plan.items])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the manifest, and let the checkpoint appear. Called in ordinal 0, after all have written."""
         assert self._place is not None
-        written = [one for of_replica in results for one in of_replica]
-        files = {(one.index.fqn, one.index.offset): one.storage_data[0] for one in written}
+        written = [result for of_replica in results for result in of_replica]
+        files = {(result.index.fqn, result.index.offset): result.storage_data[0] for result in written}
         tensors = {
-            name: _described(name, one, files)
-            for name, one in metadata.state_dict_metadata.items()
-            if isinstance(one, TensorStorageMetadata)
+            name: _described(name, tensor, files)
+            for name, tensor in metadata.state_dict_metadata.items()
+            if isinstance(tensor, TensorStorageMetadata)
         }
-        Manifest(self._tree, tensors, dict(one.storage_data for one in written)).write(self._place)
+        Manifest(self._tree, tensors, dict(result.storage_data for result in written)).write(self._place)
         self._directory.commit()
 
     @classmethod
@@ -161,5 +161,7 @@ def _check_directory(file: Location) -> None:
 def _described(
     name: str, tensor: TensorStorageMetadata, files: dict[tuple[str, torch.Size | None], str]
 ) -> DividedTensor:
-    chunks = [Chunk(tuple(one.offsets), tuple(one.sizes), files[name, one.offsets]) for one in tensor.chunks]
+    chunks = [
+        Chunk(tuple(chunk.offsets), tuple(chunk.sizes), files[name, chunk.offsets]) for chunk in tensor.chunks
+    ]
     return DividedTensor(tensor.properties.dtype, tuple(tensor.size), tuple(chunks))

@@ -53,7 +53,7 @@ class EncodedState:
     @property
     def is_divided(self) -> bool:
         """Whether tensors are divided among replicas, each of which has encoded its shards."""
-        return any(is_divided(one.tensor) for one in self.tensors)
+        return any(is_divided(stored.tensor) for stored in self.tensors)
 
 
 def encode_state(state: Any) -> EncodedState:
@@ -64,7 +64,7 @@ def encode_state(state: Any) -> EncodedState:
     """
     encoder = Encoder()
     tree = encoder.encode(state)
-    tensors = sorted(stored_tensors(encoder.tensors), key=lambda one: -one.tensor.itemsize)
+    tensors = sorted(stored_tensors(encoder.tensors), key=lambda stored: -stored.tensor.itemsize)
     encoded = EncodedState(json.dumps(tree, separators=(",", ":")), tensors)
     if encoded.is_divided:
         # Here, because a background thread may not make a process group.
@@ -191,7 +191,7 @@ def decode(node: Any, tensor: Callable[[str, torch.dtype], torch.Tensor]) -> Any
         return _READ[kind](node["value"])
     if kind in _DICTS.values():
         return _read_dict(node, tensor)
-    make = {name: one for one, name in _SEQUENCES.items()}[kind]
+    make = {name: sequence for sequence, name in _SEQUENCES.items()}[kind]
     return make([decode(item, tensor) for item in node["items"]])
 
 

@@ -47,13 +47,13 @@ class StopSignal:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for one in self._signals:
-                self._before[one] = signal.signal(one, self._receive)
+            for number in self._signals:
+                self._before[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for one in list(self._before):
-            self._restore(one)
+        for number in list(self._before):
+            self._restore(number)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         # Takes no lock: this interrupts the main thread, which may hold it.
@@ -62,11 +62,11 @@ class StopSignal:
         if self._then is not None:
             self._then()
 
-    def _restore(self, one: signal.Signals) -> None:
-        before = self._before.pop(one)
+    def _restore(self, number: signal.Signals) -> None:
+        before = self._before.pop(number)
         # A handler that was installed since then stays. None is one that was not set from Python.
-        if signal.getsignal(one) == self._receive and before is not None:
-            signal.signal(one, before)
+        if signal.getsignal(number) == self._receive and before is not None:
+            signal.signal(number, before)
 
 
 SIGNALLED = "a signal"

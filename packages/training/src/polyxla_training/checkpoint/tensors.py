@@ -144,22 +144,22 @@ def stored_tensors(nodes: Iterable[TensorNode]) -> list[StoredTensor]:
         whole = _whole(group)
         name = _free_name(whole.name, taken)
         tensors.append(StoredTensor(name, whole.tensor))
-        for one in group:
-            one.node["name"] = name
-            offset, shape, stride = _place(one.tensor)
+        for member in group:
+            member.node["name"] = name
+            offset, shape, stride = _place(member.tensor)
             if (offset, shape, stride) != _place(whole.tensor):
-                one.node["view"] = [shape, stride, offset - whole.tensor.storage_offset()]
+                member.node["view"] = [shape, stride, offset - whole.tensor.storage_offset()]
     return tensors
 
 
 def _whole(group: list[TensorNode]) -> TensorNode:
     """Return the tensor that contains all others, or the memory from the first to the last as one."""
-    places = {_place(one.tensor) for one in group}
-    starts, stops = zip(*(_range(one.tensor) for one in group), strict=True)
+    places = {_place(member.tensor) for member in group}
+    starts, stops = zip(*(_range(member.tensor) for member in group), strict=True)
     start, stop = min(starts), max(stops)
-    for one in group:
-        if len(places) == 1 or (_range(one.tensor) == (start, stop) and one.tensor.is_contiguous()):
-            return one
+    for member in group:
+        if len(places) == 1 or (_range(member.tensor) == (start, stop) and member.tensor.is_contiguous()):
+            return member
     first = group[0]
     return TensorNode(first.node, first.name, first.tensor.detach().as_strided((stop - start,), (1,), start))
 
@@ -167,9 +167,9 @@ def _whole(group: list[TensorNode]) -> TensorNode:
 def _overlapping(nodes: Iterable[TensorNode]) -> Iterator[list[TensorNode]]:
     """Group the tensors whose memory overlaps; the others are groups of one. Keeps the order."""
     storages: dict[Any, list[TensorNode]] = {}
-    for one in nodes:
-        kind = (one.tensor.dtype, one.tensor.is_conj(), one.tensor.is_neg())
-        storages.setdefault((_memory(one.tensor), *kind), []).append(one)
+    for node in nodes:
+        kind = (node.tensor.dtype, node.tensor.is_conj(), node.tensor.is_neg())
+        storages.setdefault((_memory(node.tensor), *kind), []).append(node)
     for group in storages.values():
         if len(group) == 1:
             yield group
@@ -192,21 +192,21 @@ def _equals(group: list[TensorNode]) -> Iterator[list[TensorNode]]:
     """Group tensors of one storage on a device by their values: one may be a transposed view of another."""
     while group:
         first = group[0].tensor
-        same = [one for one in group if one.tensor is first or torch.equal(one.tensor, first)]
+        same = [node for node in group if node.tensor is first or torch.equal(node.tensor, first)]
         yield same
-        group = [one for one in group if one not in same]
+        group = [node for node in group if node not in same]
 
 
 def _clusters(group: list[TensorNode]) -> Iterator[list[TensorNode]]:
     cluster: list[TensorNode] = []
     end = 0
-    for one in sorted(group, key=lambda one: _range(one.tensor)):
-        start, stop = _range(one.tensor)
-        is_same = bool(cluster) and _place(cluster[-1].tensor) == _place(one.tensor)
+    for node in sorted(group, key=lambda node: _range(node.tensor)):
+        start, stop = _range(node.tensor)
+        is_same = bool(cluster) and _place(cluster[-1].tensor) == _place(node.tensor)
         if cluster and start >= end and not is_same:
             yield cluster
             cluster = []
-        cluster.append(one)
+        cluster.append(node)
         end = max(end, stop)
     yield cluster
 
@@ -228,6 +228,6 @@ def _free_name(name: str, taken: set[str]) -> str:
     # Text that is not valid Unicode would make the file unreadable for others.
     name = name.encode(errors="replace").decode()
     names = itertools.chain([name], (f"{name}~{count}" for count in itertools.count(2)))
-    free = next(one for one in names if one not in taken)
+    free = next(name for name in names if name not in taken)
     taken.add(free)
     return free

@@ -93,7 +93,7 @@ def check_callback(callback: Any) -> None:
     own = [base for base in type(callback).__mro__ if is_lightnings(base)]
     for base in own:
         if base.__name__ not in ACCEPTED:
-            nearest = next((REFUSED[one.__name__] for one in own if one.__name__ in REFUSED), _OTHER)
+            nearest = next((REFUSED[base.__name__] for base in own if base.__name__ in REFUSED), _OTHER)
             raise UsageError(
                 f"{name} needs Lightning's own Trainer", where="Trainer(callbacks=...)", fix=nearest
             )
@@ -129,14 +129,17 @@ class LightningCallbacks:
     def add(self, callbacks: Iterable[Any]) -> None:
         """Add those that the module's ``configure_callbacks`` returned; they replace others of their type."""
         added = list(callbacks)
-        for one in added:
-            check_callback(one)
-        types = {type(one) for one in added}
-        self.callbacks[:] = [*(one for one in self.callbacks if type(one) not in types), *added]
+        for callback in added:
+            check_callback(callback)
+        types = {type(callback) for callback in added}
+        self.callbacks[:] = [
+            *(callback for callback in self.callbacks if type(callback) not in types),
+            *added,
+        ]
 
     def hook(self, name: str) -> Callable[..., None] | None:
         """Return what calls the hook `name` of those that override it; None if none does."""
-        methods = [method for one in self.callbacks if (method := find_hook(one, name)) is not None]
+        methods = [method for callback in self.callbacks if (method := find_hook(callback, name)) is not None]
         if not methods:
             return None
 
@@ -175,12 +178,12 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
         raise UsageError(
             f"callbacks={callbacks!r} is not a list", where="Trainer", fix="Write callbacks=[...]."
         )
-    for one in callbacks:
-        if is_callback(one):
-            check_callback(one)
-        elif isinstance(one, type) or not is_listener(one):
+    for callback in callbacks:
+        if is_callback(callback):
+            check_callback(callback)
+        elif isinstance(callback, type) or not is_listener(callback):
             raise UsageError(
-                f"{one!r} has no hook implementations",
+                f"{callback!r} has no hook implementations",
                 where="Trainer(callbacks=...)",
                 fix="Pass an object whose methods are marked with @polyxla.hookimpl, as in docs/plugins.md.",
             )
@@ -193,23 +196,23 @@ def _stateful(callbacks: Iterable[Any]) -> dict[str, Any]:
         UsageError: two have one name.
     """
     found: dict[str, Any] = {}
-    for one in callbacks:
-        if not all(callable(getattr(one, name, None)) for name in ("state_dict", "load_state_dict")):
+    for callback in callbacks:
+        if not all(callable(getattr(callback, name, None)) for name in ("state_dict", "load_state_dict")):
             continue
-        key = getattr(one, "state_key", None) or type(one).__qualname__
+        key = getattr(callback, "state_key", None) or type(callback).__qualname__
         if key in found:
             raise UsageError(
                 f"two callbacks have the name {key!r} in checkpoints",
                 where="Trainer(callbacks=...)",
                 fix="Give one of them an attribute state_key.",
             )
-        found[key] = one
+        found[key] = callback
     return found
 
 
 def states_of(callbacks: Iterable[Any]) -> dict[str, Any]:
     """Return the states of those callbacks that have any."""
-    states = {key: one.state_dict() for key, one in _stateful(callbacks).items()}
+    states = {key: callback.state_dict() for key, callback in _stateful(callbacks).items()}
     return {key: state for key, state in states.items() if state}
 
 
@@ -222,8 +225,8 @@ def load_states(callbacks: Iterable[Any], states: Mapping[str, Any], *, is_first
         is_first: whether to print the names of states that belong to no callback.
     """
     found = _stateful(callbacks)
-    for key, one in found.items():
+    for key, callback in found.items():
         if key in states:
-            one.load_state_dict(states[key])
+            callback.load_state_dict(states[key])
     if is_first and (others := sorted(set(states) - set(found))):
         say(f"the checkpoint has states of callbacks that are not here: {', '.join(others)}")

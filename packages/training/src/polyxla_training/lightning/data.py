@@ -51,7 +51,9 @@ class Data:
         self._datamodule = datamodule
         self._stage = stage
         # In Lightning's order. A module that is not Lightning's may use the names for anything.
-        self._owners = [one for one in (datamodule, module if is_module(module) else None) if one is not None]
+        self._owners = [
+            owner for owner in (datamodule, module if is_module(module) else None) if owner is not None
+        ]
         self.after_transfer = self._transfer_hook("on_after_batch_transfer")
         if datamodule is not None:
             self._trainer_before = getattr(datamodule, "trainer", None)
@@ -206,7 +208,7 @@ def resolve_loader(source: Any, loader: Any, method: str) -> Iterable[Any] | Non
     several = (
         loader.values() if isinstance(loader, dict) else loader if isinstance(loader, list | tuple) else ()
     )
-    if any(isinstance(one, DataLoader) for one in several):
+    if any(isinstance(item, DataLoader) for item in several):
         raise UsageError(
             f"there are {len(several)} loaders",
             where=f"the argument in place of {method}",

@@ -80,8 +80,8 @@ class Schedulers:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`."""
         self._steps, self._epochs = state["steps"], state["epochs"]
-        for config, one in zip(self.configs, state["schedulers"], strict=True):
-            config["scheduler"].load_state_dict(one)
+        for config, saved in zip(self.configs, state["schedulers"], strict=True):
+            config["scheduler"].load_state_dict(saved)
 
     def _due(self, interval: str, count: int) -> list[Mapping[str, Any]]:
         return [

@@ -68,9 +68,9 @@ def _layers(module: torch.nn.Module, depth: int) -> Iterator[tuple[str, torch.nn
 
 def _sizes(layer: torch.nn.Module) -> tuple[str, str, str]:
     parameters = list(layer.parameters())
-    trained = sum(one.numel() for one in parameters if one.requires_grad)
-    size_bytes = sum(one.numel() * one.element_size() for one in parameters)
-    return f"{sum(one.numel() for one in parameters):,}", f"{trained:,}", size_text(size_bytes)
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    return f"{sum(parameter.numel() for parameter in parameters):,}", f"{trained:,}", size_text(size_bytes)
 
 
 UPDATE_S = 0.2
@@ -195,9 +195,9 @@ def _learning_rate(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Return the learning rate, or the least and the greatest of several; nothing if one is a tensor."""
     rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
     # Reading a tensor would wait for the device.
-    if not rates or not all(isinstance(one, int | float) for one in rates):
+    if not rates or not all(isinstance(rate, int | float) for rate in rates):
         return {}
-    return {"lr": " to ".join(f"{one:.3g}" for one in sorted({min(rates), max(rates)}))}
+    return {"lr": " to ".join(f"{rate:.3g}" for rate in sorted({min(rates), max(rates)}))}
 
 
 def _numbers(values: Mapping[str, float | str]) -> str:

@@ -167,9 +167,9 @@ class ThroughputMeter:
         return loader.records - before[0], loader.waited_s - before[1]
 
 
-def _sum(one: Any, other: Any) -> Any:
+def _sum(first: Any, other: Any) -> Any:
     # None in one window is None in all of them, except in the empty one that a sum begins with.
-    return other if one is None else one if other is None else one + other
+    return other if first is None else first if other is None else first + other
 
 
 def in_seconds(seconds: float, form: str) -> str:

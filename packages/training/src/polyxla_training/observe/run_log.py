@@ -45,7 +45,11 @@ def provenance() -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Return the releases of Python, of `PACKAGES` and of polyxla's packages; of those that are installed."""
     # Of a distribution that is found twice on the path, the first is imported.
-    releases = {_normal(one.name): one.version for one in reversed([*distributions()]) if one.name}
+    releases = {
+        _normal(distribution.name): distribution.version
+        for distribution in reversed([*distributions()])
+        if distribution.name
+    }
     ours = sorted(name for name in releases if name.startswith("polyxla"))
     return {
         "python": platform.python_version(),
@@ -213,7 +217,7 @@ def read_run(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
     if not starts:
         raise UsageError("the file contains no run", where=str(path), fix="Train with log_dir set.")
     # The last that began at step 0; all after it have resumed.
-    first = next((one for one in reversed(starts) if not events[one].get("step")), starts[0])
+    first = next((start for start in reversed(starts) if not events[start].get("step")), starts[0])
     return events[first:]
 
 

@@ -118,7 +118,7 @@ class TraceSchedule:
         self.flops_per_step = self._tracer.flops
         found = self._tracer.found
         # No counter counts the other kinds.
-        explained = (count for one, count in found.items() if one.kind in ("read", "fallback"))
+        explained = (count for finding, count in found.items() if finding.kind in ("read", "fallback"))
         self._explained_reads = sum(explained)
         return self.findings.add(found)
 

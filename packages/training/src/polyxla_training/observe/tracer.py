@@ -106,8 +106,8 @@ def _multi_head_attention(values: Sequence[Any], _: torch.Tensor) -> int:
 def _recurrence(values: Sequence[Any], _: torch.Tensor) -> int:
     # The input's last dimension is the features, packed or not; the matrices are the weights of all layers.
     inputs = _tensors(values)[0]
-    matrices = [one for value in values if isinstance(value, list | tuple) for one in _tensors(value)]
-    weights = sum(one.numel() for one in matrices if one.dim() == 2)
+    matrices = [tensor for value in values if isinstance(value, list | tuple) for tensor in _tensors(value)]
+    weights = sum(matrix.numel() for matrix in matrices if matrix.dim() == 2)
     return 2 * inputs.numel() // max(1, inputs.shape[-1]) * weights
 
 

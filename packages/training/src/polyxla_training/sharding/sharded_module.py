@@ -34,7 +34,9 @@ def find_blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
     """
     found = list(dict.fromkeys(_elements(module)))
     uses = _uses(module)
-    return [block for block in found if all(uses[one] == count for one, count in _uses(block).items())]
+    return [
+        block for block in found if all(uses[parameter] == count for parameter, count in _uses(block).items())
+    ]
 
 
 def _elements(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -185,8 +187,12 @@ def shard_module(
             where=f"replica.setup(mesh={dict(mesh)})",
             fix="Give all modules the same mesh.",
         )
-    held = {id(one) for optimizer in optimizers for one in optimizer_parameters(optimizer)}
-    places = [(owner, name, id(one)) for owner, name, one in parameters_of(module) if id(one) in held]
+    held = {id(parameter) for optimizer in optimizers for parameter in optimizer_parameters(optimizer)}
+    places = [
+        (owner, name, id(parameter))
+        for owner, name, parameter in parameters_of(module)
+        if id(parameter) in held
+    ]
     division = _Division(replica, sharding, find_styles(module) if TENSOR in sharding.mesh else {})
     blocks = find_blocks(module) if sharding.sharder else []
     for block in blocks:

@@ -160,14 +160,22 @@ class TorchSharding(Sharding):
         """
         for order in self._orders:
             order.compare()
-        for one in optimizer_parameters(optimizer):
-            grad = one.grad
-            if isinstance(one, DTensor) and isinstance(grad, DTensor) and grad.placements != one.placements:
+        for parameter in optimizer_parameters(optimizer):
+            grad = parameter.grad
+            if (
+                isinstance(parameter, DTensor)
+                and isinstance(grad, DTensor)
+                and grad.placements != parameter.placements
+            ):
                 # A sum over the tensor dimension is pending.
-                one.grad = grad.redistribute(placements=one.placements)
+                parameter.grad = grad.redistribute(placements=parameter.placements)
         if self._data_group is None or self.data_world.world_size == 1:
             return 0
-        whole = [one for one in optimizer_parameters(optimizer) if self.sharder not in _dimensions(one)]
+        whole = [
+            parameter
+            for parameter in optimizer_parameters(optimizer)
+            if self.sharder not in _dimensions(parameter)
+        ]
         return average_gradients(whole, self._average, self._replica.sync)
 
     def _average(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -176,21 +184,23 @@ class TorchSharding(Sharding):
 
     def clip(self, optimizer: torch.optim.Optimizer, norm: float | None, value: float | None) -> None:
         """Limit the norm of all gradients together, over all shards, and the size of their elements."""
-        gradients = [one.grad for one in optimizer_parameters(optimizer) if one.grad is not None]
-        shards = [local for one in gradients if (local := _local(one)).numel()]
+        gradients = [
+            parameter.grad for parameter in optimizer_parameters(optimizer) if parameter.grad is not None
+        ]
+        shards = [local for gradient in gradients if (local := _local(gradient)).numel()]
         if norm is not None:
             factor = (norm / (self._norm(gradients) + _EPSILON)).clamp(max=1.0)
-            for one in shards:
-                one.mul_(factor.to(one.dtype))
+            for shard in shards:
+                shard.mul_(factor.to(shard.dtype))
         if value is not None:
-            for one in shards:
-                one.clamp_(-value, value)
+            for shard in shards:
+                shard.clamp_(-value, value)
 
     def _norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the norm of all gradients. A collective."""
         by_placement: dict[tuple[str, ...], list[torch.Tensor]] = {}
-        for one in gradients:
-            by_placement.setdefault(_divided_by(one), []).append(_local(one))
+        for gradient in gradients:
+            by_placement.setdefault(_divided_by(gradient), []).append(_local(gradient))
         total = torch.zeros((), device=self._replica.device)
         # Sorted: every replica sums over the same dimensions in the same order.
         for names, shards in sorted(by_placement.items(), key=lambda pair: pair[0]):
@@ -203,7 +213,7 @@ class TorchSharding(Sharding):
 
 
 def _square(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    parts = [one.detach().float().square().sum() for one in tensors if one.numel()]
+    parts = [tensor.detach().float().square().sum() for tensor in tensors if tensor.numel()]
     return torch.stack(parts).sum() if parts else torch.zeros((), device=device)
 
 

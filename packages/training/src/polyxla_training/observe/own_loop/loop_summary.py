@@ -74,7 +74,9 @@ def problems(replicas: Mapping[int, LoopSummary]) -> Iterator[str]:
     """
     first = replicas[min(replicas)]
     at = f"{first.line}: " if first.line else ""
-    if difference := _describe_difference({ordinal: one.parameters for ordinal, one in replicas.items()}):
+    if difference := _describe_difference(
+        {ordinal: summary.parameters for ordinal, summary in replicas.items()}
+    ):
         yield (
             f"{at}replicas trained different parameters: {difference}. Either the gradients are not averaged "
             "(optimizer.step() does not): call replica.step(optimizer), or torch_xla's xm.optimizer_step. "
@@ -82,7 +84,7 @@ def problems(replicas: Mapping[int, LoopSummary]) -> Iterator[str]:
             "replica.setup(module); if on purpose, replica.setup(module, same=False)"
         )
     dataset = first.dataset
-    if dataset and all(one.dataset == dataset for one in replicas.values()):
+    if dataset and all(summary.dataset == dataset for summary in replicas.values()):
         yield (
             f"{at}each of {len(replicas)} replicas trained on all {dataset.records:,} records of "
             f"{dataset.name}: nobody divided them. Write: for batch in replica.loader(loader)"
@@ -98,18 +100,18 @@ def _describe_difference(replicas: Mapping[int, Sequence[SampledParameter]]) -> 
     (first, mine), *others = sorted(replicas.items())
     for ordinal, its in others:
         # With other names, the replicas train different modules.
-        if [one.name for one in its] != [one.name for one in mine]:
+        if [sample.name for sample in its] != [sample.name for sample in mine]:
             continue
-        for one, other in zip(mine, its, strict=True):
-            if one.differs(other):
-                at = max(range(len(one.values)), key=lambda i: _gap(one.values[i], other.values[i]))
+        for own, other in zip(mine, its, strict=True):
+            if own.differs(other):
+                at = max(range(len(own.values)), key=lambda i: _gap(own.values[i], other.values[i]))
                 return (
-                    f"{one.name} holds {one.values[at]:.6g} in replica {first} and "
+                    f"{own.name} holds {own.values[at]:.6g} in replica {first} and "
                     f"{other.values[at]:.6g} in replica {ordinal}"
                 )
     return None
 
 
-def _gap(one: float, other: float) -> float:
-    gap = abs(one - other)
+def _gap(own: float, other: float) -> float:
+    gap = abs(own - other)
     return math.inf if math.isnan(gap) else gap

@@ -153,7 +153,7 @@ class LoopWatch:
         self._first_optimizer = weakref.ref(optimizer)
         # The Trainer's, or the user's own.
         hooks = self._replica.hook.polyxla_step_finished.get_hookimpls()
-        if self._replica.is_first and not any(isinstance(one.plugin, Observer) for one in hooks):
+        if self._replica.is_first and not any(isinstance(hook.plugin, Observer) for hook in hooks):
             self._steps = StepWatch(self._replica)
 
     def _is_first(self, optimizer: torch.optim.Optimizer) -> bool:

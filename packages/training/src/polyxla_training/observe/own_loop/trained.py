@@ -50,25 +50,25 @@ class TrainedParameters:
     def _choose(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
         names, own = self._names()
         trained = [
-            (names.get(id(one), f"parameter {number} of {type(optimizer).__name__}"), one)
-            for number, one in enumerate(optimizer_parameters(optimizer))
-            if one.grad is not None and id(one) not in own and _is_whole(one)
+            (names.get(id(parameter), f"parameter {number} of {type(optimizer).__name__}"), parameter)
+            for number, parameter in enumerate(optimizer_parameters(optimizer))
+            if parameter.grad is not None and id(parameter) not in own and _is_whole(parameter)
         ]
         elements = 0
-        for name, one in sorted(trained, key=lambda pair: pair[1].numel())[:MAX_TENSORS]:
-            elements += one.numel()
-            if elements > max(MAX_ELEMENTS, one.numel()):
+        for name, parameter in sorted(trained, key=lambda pair: pair[1].numel())[:MAX_TENSORS]:
+            elements += parameter.numel()
+            if elements > max(MAX_ELEMENTS, parameter.numel()):
                 return
-            yield f"{name} {list(one.shape)}", one
+            yield f"{name} {list(parameter.shape)}", parameter
 
     def _names(self) -> tuple[dict[int, str], set[int]]:
         """Return the names of the parameters that were set up, and the ids of those that may differ."""
         names, own = {}, set()
         for module, is_same in self._replica.modules.items():
-            for name, one in module.named_parameters():
-                names[id(one)] = name
+            for name, parameter in module.named_parameters():
+                names[id(parameter)] = name
                 if not is_same:
-                    own.add(id(one))
+                    own.add(id(parameter))
         return names, own
 
     def read(self, counters: Counters | None, steps: int) -> tuple[SampledParameter, ...]:
@@ -78,9 +78,11 @@ class TrainedParameters:
             counters: tell what was submitted; None if the runtime has no programs.
             steps: number of updates, each of which may have rounded.
         """
-        chosen = [pair for one in self._chosen.values() for pair in one.items()]
+        chosen = [pair for parameters in self._chosen.values() for pair in parameters.items()]
         return tuple(
-            _sample(name, one, steps) for name, one in chosen if not counters or counters.is_submitted(one)
+            _sample(name, parameter, steps)
+            for name, parameter in chosen
+            if not counters or counters.is_submitted(parameter)
         )
 
 
@@ -189,11 +191,11 @@ def _digest(value: Any, depth: int = 0) -> int:
         parts += [value.shape, value.dtype, value.reshape(-1)[:: _stride(value.size)].tolist()]
     elif depth < MAX_DEPTH:
         if isinstance(value, list | tuple):
-            parts += [len(value), *(_digest(one, depth + 1) for one in value[:: _stride(len(value))])]
+            parts += [len(value), *(_digest(item, depth + 1) for item in value[:: _stride(len(value))])]
         else:
             items = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
             chosen = list(items.items())[:MAX_ITEMS]
-            parts += [len(items), *((str(name), _digest(one, depth + 1)) for name, one in chosen)]
+            parts += [len(items), *((str(name), _digest(item, depth + 1)) for name, item in chosen)]
     return zlib.crc32(repr(parts).encode())
 
 

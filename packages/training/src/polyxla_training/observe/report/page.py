@@ -58,7 +58,7 @@ def plots(run: Run) -> list[Plot]:
 
 
 def _candidates(run: Run) -> Iterator[Plot]:
-    marks = [one["step"] for one in run.compiles if not one["expected"]]
+    marks = [compilation["step"] for compilation in run.compiles if not compilation["expected"]]
     for name, curves in _by_topic(run.all_values()).items():
         yield Plot(name, "value", curves)
     yield Plot("Learning rate", "rate", run.learning_rates())
@@ -81,14 +81,16 @@ def _by_topic(curves: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
     for name, curve in curves.items():
         topic = _STAGES.sub("", name).strip("/_. -") or name
         topics.setdefault(topic, {})[name] = curve
-    return dict(sorted(topics.items(), key=lambda one: "loss" not in one[0].lower()))
+    return dict(sorted(topics.items(), key=lambda topic: "loss" not in topic[0].lower()))
 
 
 def _compilations(run: Run) -> dict[str, Curve]:
     names = {True: "expected", False: "unexpected"}
     curves: dict[str, Curve] = {}
-    for one in run.compiles:
-        curves.setdefault(names[one["expected"]], []).append((one["step"], one["seconds"]))
+    for compilation in run.compiles:
+        curves.setdefault(names[compilation["expected"]], []).append(
+            (compilation["step"], compilation["seconds"])
+        )
     return curves
 
 

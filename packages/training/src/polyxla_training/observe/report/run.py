@@ -63,17 +63,17 @@ class Run:
         parts = _parts(events)
         if not parts:
             raise UsageError("these events have no start event", where=folder, fix="Read them with read_run.")
-        ends = [one["end"][-1] if "end" in one else None for one in parts]
+        ends = [part["end"][-1] if "end" in part else None for part in parts]
         return cls(
             folder=folder,
-            starts=[one["start"][0] for one in parts],
+            starts=[part["start"][0] for part in parts],
             steps=_kept(parts, "step"),
-            compiles=[event for one in parts for event in one.get("compile", [])],
+            compiles=[event for part in parts for event in part.get("compile", [])],
             findings=_findings(parts),
             metrics=_kept(parts, "metrics"),
             not_finite=_kept(parts, "not_finite"),
             end=ends[-1],
-            summary=_total(parts, [_summary(one, end) for one, end in zip(parts, ends, strict=True)]),
+            summary=_total(parts, [_summary(part, end) for part, end in zip(parts, ends, strict=True)]),
             positions=_positions(parts),
         )
 
@@ -86,7 +86,7 @@ class Run:
     def started(self) -> str:
         """When it was started, and at which steps it was resumed."""
         text = f"started {self.starts[0]['started']}"
-        if steps := [str(one["step"]) for one in self.starts[1:]]:
+        if steps := [str(start["step"]) for start in self.starts[1:]]:
             text += f", resumed at step{'s' * (len(steps) > 1)} {', '.join(steps)}"
         return text
 
@@ -100,11 +100,11 @@ class Run:
 
     def rate(self, name: str, scale: float = 1.0) -> Curve:
         """Return one of the rates of every n-th step; steps without it are left out."""
-        return [(one["step"], one[name] * scale) for one in self.steps if one.get(name) is not None]
+        return [(step["step"], step[name] * scale) for step in self.steps if step.get(name) is not None]
 
     def learning_rates(self) -> dict[str, Curve]:
         """Return the learning rate, or those of the groups of parameters if they differ."""
-        found = [(one["step"], one["lr"]) for one in self.steps if one.get("lr")]
+        found = [(step["step"], step["lr"]) for step in self.steps if step.get("lr")]
         if all(len(set(rates)) == 1 for _, rates in found):
             return {"learning rate": [(step, rates[0]) for step, rates in found]}
         groups = range(max(len(rates) for _, rates in found))
@@ -115,7 +115,7 @@ class Run:
 
     def memory(self) -> Curve:
         """Return the device memory in use, in bytes."""
-        return [(one["step"], one["memory"]["used_bytes"]) for one in self.steps if one.get("memory")]
+        return [(step["step"], step["memory"]["used_bytes"]) for step in self.steps if step.get("memory")]
 
     def values(self) -> dict[str, Curve]:
         """Return the values that steps logged, by name."""
@@ -137,7 +137,7 @@ class Run:
             "folder": self.folder,
             "outcome": self.outcome,
             "start": dict(self.start),
-            "resumed_at": [one["step"] for one in self.starts[1:]],
+            "resumed_at": [start["step"] for start in self.starts[1:]],
             "summary": dict(self.summary),
             "compiles": self.compiles,
             "findings": self.findings,
@@ -182,23 +182,23 @@ def _summary(part: _Part, end: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return {
         **elapsed,
         "steps": last.get("step", begin) - begin,
-        "compiles": sum(one["compiles"] for one in compiles),
-        "compile_s": sum(one["seconds"] for one in compiles),
-        "unexpected": sum(one["compiles"] for one in compiles if not one["expected"]),
+        "compiles": sum(event["compiles"] for event in compiles),
+        "compile_s": sum(event["seconds"] for event in compiles),
+        "unexpected": sum(event["compiles"] for event in compiles if not event["expected"]),
         **{name: last.get(name) for name in ("step_s", "records_per_s", "wait_share", "mfu")},
     }
 
 
 def _findings(parts: list[_Part]) -> list[dict[str, Any]]:
     found = (event for part in parts for event in part.get("finding", []))
-    return list({(one["kind"], one["op"], one["line"]): one for one in found}.values())
+    return list({(finding["kind"], finding["op"], finding["line"]): finding for finding in found}.values())
 
 
 def _total(parts: list[_Part], summaries: list[Mapping[str, Any]]) -> Mapping[str, Any]:
     sums = {
-        name: sum(one[name] for one in summaries if one.get(name) is not None)
+        name: sum(summary[name] for summary in summaries if summary.get(name) is not None)
         for name in _SUMS
-        if any(one.get(name) is not None for one in summaries)
+        if any(summary.get(name) is not None for summary in summaries)
     }
     # Not a sum: steps that were repeated count once.
     return {**summaries[-1], **sums, "steps": _begin(parts[-1]) + summaries[-1].get("steps", 0)}
@@ -215,7 +215,7 @@ def _positions(parts: list[_Part]) -> list[Position]:
     for part in parts:
         begin = _begin(part)
         seconds, records = position_at(found, begin)
-        found = [one for one in found if one.step < begin]
+        found = [position for position in found if position.step < begin]
         found.append(Position(begin, seconds, records))
         started = part["start"][0].get("time", 0.0)
         for event in part.get("step", []):

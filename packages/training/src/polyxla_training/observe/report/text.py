@@ -65,8 +65,13 @@ def title(run: Run) -> str:
 
 def findings(run: Run) -> list[str]:
     """Return a sentence for each line that makes the host wait, and for each value that is not finite."""
-    sentences = [Finding(one["kind"], one["op"], one["line"]).describe(one["count"]) for one in run.findings]
-    return sentences + [f"{one['name']} is not finite from step {one['step']} on" for one in run.not_finite]
+    sentences = [
+        Finding(finding["kind"], finding["op"], finding["line"]).describe(finding["count"])
+        for finding in run.findings
+    ]
+    return sentences + [
+        f"{event['name']} is not finite from step {event['step']} on" for event in run.not_finite
+    ]
 
 
 def as_lines(run: Run) -> Iterator[str]:
@@ -83,16 +88,16 @@ def as_lines(run: Run) -> Iterator[str]:
         yield from (f"  {text}" for text in found)
     if run.compiles:
         yield "compilations:"
-        yield from (f"  {compilation(one)}" for one in run.compiles[:MAX_COMPILES])
+        yield from (f"  {compilation(event)}" for event in run.compiles[:MAX_COMPILES])
     if len(run.compiles) > MAX_COMPILES:
         yield f"  and {len(run.compiles) - MAX_COMPILES} more"
 
 
-def compilation(one: Mapping[str, Any]) -> str:
+def compilation(event: Mapping[str, Any]) -> str:
     """Return a line about one compilation."""
-    at = f" ({one['line']})" if one["line"] else ""
-    took = in_seconds(one["seconds"], ".2g")
-    return f"step {one['step']}: {one['compiles']}{took}, {one['cause']}{at}"
+    at = f" ({event['line']})" if event["line"] else ""
+    took = in_seconds(event["seconds"], ".2g")
+    return f"step {event['step']}: {event['compiles']}{took}, {event['cause']}{at}"
 
 
 MAX_RUNS = 6
@@ -159,7 +164,7 @@ class Comparison:
 
     def as_lines(self) -> Iterator[str]:
         """Return the results and the differing settings as a table for a terminal."""
-        rows = [Row("", tuple(self.runs)), *self.results(), *(one for one in self.settings() if one.differs)]
+        rows = [Row("", tuple(self.runs)), *self.results(), *(row for row in self.settings() if row.differs)]
         widths = [
             max(map(len, column)) for column in zip(*((row.name, *row.values) for row in rows), strict=True)
         ]
@@ -208,9 +213,9 @@ def short_names(folders: Iterable[str]) -> list[str]:
     """Return each path without the parts that all share; the same path twice is numbered."""
     parts = [PurePath(folder).parts for folder in folders]
     shared_start = _shared(parts)
-    parts = [one[shared_start:] for one in parts]
-    shared_end = _shared([one[::-1] for one in parts])
-    names = ["/".join(one[: len(one) - shared_end]) or "/".join(one) or "." for one in parts]
+    parts = [path[shared_start:] for path in parts]
+    shared_end = _shared([path[::-1] for path in parts])
+    names = ["/".join(path[: len(path) - shared_end]) or "/".join(path) or "." for path in parts]
     counts: dict[str, int] = {}
     for index, name in enumerate(names):
         counts[name] = counts.get(name, 0) + 1
