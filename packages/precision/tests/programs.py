@@ -63,12 +63,14 @@ def compiled(
     with policy.forward_context():
         loss = policy.convert_output(nn.functional.cross_entropy(call(net, x.to(device)), target.to(device)))
     loss.backward()
-    gradients = {name: one.grad for name, one in net.named_parameters() if one.grad is not None}
+    gradients = {
+        name: parameter.grad for name, parameter in net.named_parameters() if parameter.grad is not None
+    }
     return {
         "hlo": _XLAC._get_xla_tensors_hlo([loss, *gradients.values()]),
         "loss": str(loss.dtype),
-        "parameters": {name: str(one.dtype) for name, one in net.named_parameters()},
-        "gradients": {name: str(one.dtype) for name, one in gradients.items()},
+        "parameters": {name: str(parameter.dtype) for name, parameter in net.named_parameters()},
+        "gradients": {name: str(gradient.dtype) for name, gradient in gradients.items()},
     }
 
 

@@ -30,7 +30,7 @@ class Recurrent(nn.Module):
 def _dtypes(policy: BF16Mixed | BF16True, net: nn.Module) -> list[torch.dtype]:
     x = policy.convert_input(torch.randn(5, 3))
     with policy.forward_context():
-        return [one.dtype for one in policy.convert_module(net)(x)]
+        return [tensor.dtype for tensor in policy.convert_module(net)(x)]
 
 
 def test_mixed_keeps_weights_and_inputs_in_float32() -> None:

@@ -130,11 +130,11 @@ def test_overlapping_contexts_of_two_threads_do_not_affect_each_other() -> None:
             assert first_out.wait(10)
             seen["second"] = _made(), torch.is_autocast_enabled("xla")
 
-    threads = [threading.Thread(target=one) for one in (first, second)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join(20)
+    threads = [threading.Thread(target=target) for target in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
     nothing = (torch.float32, False)
     assert seen == {
         "first": (BF16, True),

@@ -119,7 +119,11 @@ def test_gradients_are_converted_with_their_parameters(net: Net) -> None:
     _keep(net, "head")
     assert net.head.weight.grad is not None
     assert torch.equal(net.head.weight.grad, before)
-    assert {one.grad.dtype == one.dtype for one in net.parameters() if one.grad is not None} == {True}
+    assert {
+        parameter.grad.dtype == parameter.dtype
+        for parameter in net.parameters()
+        if parameter.grad is not None
+    } == {True}
 
 
 def test_shared_tensors_stay_shared() -> None:
@@ -213,19 +217,22 @@ def test_the_casts_move_copy_and_pickle_with_the_module(net: Net, travel: Callab
     "travel", [lambda net: net, copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))]
 )
 def test_remove_casts_restores_the_module(net: Net, travel: Callable[[Net], Net]) -> None:
-    plain = {name: set(vars(one)) for name, one in net.named_modules()}
+    plain = {name: set(vars(part)) for name, part in net.named_modules()}
     _keep(net, "*norm")
     other = travel(net)
     keep_float32.remove_casts(other)
-    assert {name: set(vars(one)) for name, one in other.named_modules()} == plain
-    assert not any(one._forward_pre_hooks for one in other.modules())
-    assert not any(one._forward_pre_hooks_with_kwargs for one in other.modules())
+    assert {name: set(vars(part)) for name, part in other.named_modules()} == plain
+    assert not any(part._forward_pre_hooks for part in other.modules())
+    assert not any(part._forward_pre_hooks_with_kwargs for part in other.modules())
 
 
 def test_attaching_again_replaces_the_first_casts(net: Net) -> None:
     for _ in range(2):
         _keep(net, "head")
-    assert [len(one._forward_pre_hooks) for one in (net.head, net.get_submodule("blocks.0.linear"))] == [1, 1]
+    assert [len(part._forward_pre_hooks) for part in (net.head, net.get_submodule("blocks.0.linear"))] == [
+        1,
+        1,
+    ]
     assert not isinstance(net.head.forward.forward, keep_float32.Float32Forward)  # type: ignore[attr-defined]
 
 
@@ -240,10 +247,10 @@ def test_a_forward_that_the_user_replaced_is_restored(net: Net) -> None:
 
 def test_only_modules_with_parameters_get_a_hook(net: Net) -> None:
     _keep(net, "head")
-    hooked = {name for name, one in net.named_modules() if one._forward_pre_hooks}
+    hooked = {name for name, part in net.named_modules() if part._forward_pre_hooks}
     assert hooked == {"head", *(f"blocks.{i}.{part}" for i in (0, 1) for part in ("linear", "norm"))}
     keep_float32.attach_casts(net, [], cast_others=False)
-    assert not any(one._forward_pre_hooks for one in net.modules())
+    assert not any(part._forward_pre_hooks for part in net.modules())
 
 
 def test_a_module_converted_by_hand_gets_inputs_in_its_new_dtype(net: Net) -> None:

@@ -50,7 +50,7 @@ def test_the_module_init_context_overrides_the_processes_default_dtype() -> None
 
 def test_float64_modules_and_inputs_are_converted(policy: Policy) -> None:
     net = policy.convert_module(_net().double())
-    weights = {one.dtype for one in net.parameters()}
+    weights = {parameter.dtype for parameter in net.parameters()}
     assert weights == {torch.bfloat16 if isinstance(policy, BF16True) else torch.float32}
     batch = {"x": torch.randn(4, 3, dtype=torch.float64), "y": torch.tensor([0, 1, 1, 0])}
     batch = policy.convert_input(batch)
@@ -66,7 +66,7 @@ def test_a_loss_is_float32_and_gradients_have_their_parameters_dtype(policy: Pol
         loss = policy.convert_output(nn.functional.cross_entropy(net(batch), target))
     loss.backward()
     assert loss.dtype == torch.float32
-    gradients = [(one.grad, one.dtype) for one in net.parameters()]
+    gradients = [(parameter.grad, parameter.dtype) for parameter in net.parameters()]
     assert all(grad is not None and grad.any() and grad.dtype == dtype for grad, dtype in gradients)
 
 
@@ -86,14 +86,14 @@ def test_two_threads_can_be_in_the_forward_context_at_once(policy: Policy) -> No
         seen.append(torch.zeros(1).dtype == torch.float32 and not torch.is_autocast_enabled("cpu"))
 
     threads = [threading.Thread(target=enter) for _ in range(2)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join(20)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
     assert seen == [True, True]
 
 
-@pytest.mark.parametrize("travel", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize("travel", [copy.deepcopy, lambda policy: pickle.loads(pickle.dumps(policy))])
 @pytest.mark.parametrize("policy", [Full32(), Precision16(), BF16True(keep_float32=["head", "*norm*"])])
 def test_policies_can_be_copied_and_pickled(policy: Policy, travel: Callable[[Policy], Policy]) -> None:
     other = travel(policy)
@@ -117,20 +117,20 @@ def test_keep_float32_refuses_a_single_string(make: Callable[..., Policy]) -> No
 @pytest.mark.parametrize("make", KEEPERS)
 def test_converting_twice_and_back_restores_the_module(make: Callable[..., Policy]) -> None:
     net = _net()
-    plain = [set(vars(one)) for one in net.modules()]
+    plain = [set(vars(part)) for part in net.modules()]
     policy = make(keep_float32=("1",))
     policy.convert_module(policy.convert_module(net))
     assert len(net[1]._forward_pre_hooks) == 1
     Full32().convert_module(net)
-    assert [set(vars(one)) for one in net.modules()] == plain
-    assert not any(one._forward_pre_hooks for one in net.modules())
+    assert [set(vars(part)) for part in net.modules()] == plain
+    assert not any(part._forward_pre_hooks for part in net.modules())
 
 
 def test_a_name_that_matches_nothing_leaves_the_module_unchanged() -> None:
     net = _net()
     with pytest.raises(ValueError, match="keep_float32: 'head' matches no submodule"):
         BF16True(keep_float32=("head",)).convert_module(net)
-    assert {one.dtype for one in net.parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in net.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -142,6 +142,6 @@ def test_weights_saved_under_another_policy_can_be_loaded(
 ) -> None:
     written, net = writer().convert_module(_net()), _net()
     reader().convert_module(net).load_state_dict(written.state_dict())
-    assert {one.dtype for one in net.parameters()} == {getattr(torch, dtype)}
-    for one, other in zip(net.parameters(), written.parameters(), strict=True):
-        assert torch.equal(one.to(torch.bfloat16), other.to(torch.bfloat16))
+    assert {parameter.dtype for parameter in net.parameters()} == {getattr(torch, dtype)}
+    for parameter, other in zip(net.parameters(), written.parameters(), strict=True):
+        assert torch.equal(parameter.to(torch.bfloat16), other.to(torch.bfloat16))

@@ -100,7 +100,7 @@ def test_parameters_gradients_and_loss_have_the_policys_dtypes(
 @pytest.mark.parametrize(("name", "dtype"), [(FULL, "f32"), (MIXED, "f32"), (TRUE, "bf16")])
 def test_uploaded_tensors_have_the_policys_dtype(seen: dict[str, Any], name: str, dtype: str) -> None:
     entry = seen["policies"][name]["hlo"].split("entry_computation_layout={(", 1)[1].split(")->", 1)[0]
-    assert {one for one in re.findall(r"(\w+)\[", entry) if one != "s64"} == {dtype}
+    assert {name for name in re.findall(r"(\w+)\[", entry) if name != "s64"} == {dtype}
 
 
 def test_a_conversion_on_the_device_keeps_tied_weights_tied(seen: dict[str, Any]) -> None:

@@ -77,8 +77,8 @@ def _same_but_floats(old: Any, new: Any, dtype: torch.dtype) -> None:
         for key in old:
             _same_but_floats(old[key], new[key], dtype)
     elif isinstance(old, list | tuple):
-        for one, other in zip(old, new, strict=True):
-            _same_but_floats(one, other, dtype)
+        for before, other in zip(old, new, strict=True):
+            _same_but_floats(before, other, dtype)
     elif isinstance(old, Frozen):
         _same_but_floats(old.x, new.x, dtype)
     else:

@@ -78,7 +78,9 @@ def test_resumed_runs_of_any_sizes_read_every_record(
     counts = Counter(read)
     assert set(counts) == set(range(len(lengths)))
     for bucket, size in enumerate(SIZES):
-        repeats = sum(counts[record] - 1 for record, one in enumerate(lengths) if bucket_of(one) == bucket)
+        repeats = sum(
+            counts[record] - 1 for record, length in enumerate(lengths) if bucket_of(length) == bucket
+        )
         # A bucket's last step is filled up only in the run that finished the bucket.
         assert repeats < size * max(1, *(world for world, _ in runs))
 

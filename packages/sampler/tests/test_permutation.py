@@ -136,6 +136,6 @@ def test_positions_are_not_on_torchs_default_device() -> None:
 @given(length=st.integers(1, 40), start=st.integers(0, 100), count=st.integers(0, 90), step=st.integers(1, 7))
 def test_positions_beyond_the_end_wrap_around(length: int, start: int, count: int, step: int) -> None:
     positions = range(start, start + count, step)
-    for one in (range(length), Permutation(length, 3)):
-        whole = list(one)
-        assert list(wrap_around(one, positions)) == [whole[position % length] for position in positions]
+    for order in (range(length), Permutation(length, 3)):
+        whole = list(order)
+        assert list(wrap_around(order, positions)) == [whole[position % length] for position in positions]

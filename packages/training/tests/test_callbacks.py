@@ -53,7 +53,7 @@ class _EachEpoch(_Net):
         self.log("val_loss", self.values[self.trainer.current_epoch] + batch[0, 0])
 
 
-VALIDATION = [torch.full((1, 1), float(one)) for one in (-3, -1, 1, 3)]
+VALIDATION = [torch.full((1, 1), float(number)) for number in (-3, -1, 1, 3)]
 
 
 def _trainer(devices: int = 1, **options: Any) -> Trainer:
@@ -223,7 +223,7 @@ def test_a_callback_hears_the_events_of_each_replica_and_its_state_is_saved(devi
     expected = ["started at 0", f"stopped at {per_epoch}", f"started at {per_epoch}"]
     expected.append(f"stopped at {3 * per_epoch}")
     for ordinal in range(devices):
-        assert [event for one, event in Recorder.events if one == ordinal] == expected
+        assert [event for where, event in Recorder.events if where == ordinal] == expected
 
 
 def test_states_of_callbacks_that_are_gone_are_reported(capsys: pytest.CaptureFixture[str]) -> None:

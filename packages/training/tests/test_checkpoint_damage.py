@@ -292,8 +292,8 @@ def test_a_header_length_like_the_start_of_a_pickle_is_not_mistaken_for_one(tmp_
 
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
     for call in (
-        lambda one: save({}, tmp_path / "state", format=one),
-        lambda one: load(tmp_path, format=one),
+        lambda name: save({}, tmp_path / "state", format=name),
+        lambda name: load(tmp_path, format=name),
     ):
         with pytest.raises(CheckpointError, match="'pickle' is not a checkpoint format"):
             call("pickle")

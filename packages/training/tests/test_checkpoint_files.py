@@ -271,13 +271,13 @@ def _high_water_bytes() -> int:
 def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path) -> None:
     # Each takes four bytes until it is copied; what is freed of this size the allocator gives back.
     state = [torch.full((1,), float(at)).expand(10 * MEBIBYTE) for at in range(4)]
-    save([one[:1000] for one in state], tmp_path / "state")
+    save([tensor[:1000] for tensor in state], tmp_path / "state")
     Path("/proc/self/clear_refs").write_text("5")
     before = _high_water_bytes()
     save(state, tmp_path / "state")
     assert _high_water_bytes() - before < 60 * MEBIBYTE, "it needs 40 MiB for one of them"
     assert (tmp_path / "state").stat().st_size > 160 * MEBIBYTE
-    assert [one[-1].item() for one in load(tmp_path / "state")] == list(range(4))
+    assert [tensor[-1].item() for tensor in load(tmp_path / "state")] == list(range(4))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is read from /proc")

@@ -21,7 +21,7 @@ from polyxla_training.storage import Location
 
 
 def _names(path: Path) -> list[str]:
-    return sorted(one.name for one in path.iterdir())
+    return sorted(entry.name for entry in path.iterdir())
 
 
 def _damage(path: Location) -> None:

@@ -109,7 +109,7 @@ def copied(saved_by_four: Path, tmp_path: Path) -> Path:
 
 
 def _names(directory: Path) -> list[str]:
-    return sorted(one.name for one in directory.iterdir())
+    return sorted(path.name for path in directory.iterdir())
 
 
 def test_each_replica_writes_a_file_that_safetensors_reads(saved_by_four: Path) -> None:
@@ -136,8 +136,8 @@ def test_hosts_that_share_no_directory_lose_no_shards_in_silence(tmp_path: Path)
 
 def test_one_process_loads_the_whole_state(saved_by_four: Path, values: dict[str, torch.Tensor]) -> None:
     found = load(saved_by_four)
-    assert {name: (one.dtype, one.tolist()) for name, one in found["module"].items()} == {
-        name: (one.dtype, one.tolist()) for name, one in values.items()
+    assert {name: (tensor.dtype, tensor.tolist()) for name, tensor in found["module"].items()} == {
+        name: (tensor.dtype, tensor.tolist()) for name, tensor in values.items()
     }
     assert (found["step"], found["own"].item(), found["list"]) == (1, 0, [1, (2.5, "three")])
 
@@ -188,9 +188,11 @@ def test_replicas_resume_without_the_values_that_others_need(
         assert loaded is not None
         assert (loaded.state["step"], loaded.state["own"].item()) == (1, 0)
         assert (loaded.shards is not None) == in_shards
-        return {name: (tuple(one.shape), one.is_meta) for name, one in loaded.state["module"].items()}
+        return {
+            name: (tuple(tensor.shape), tensor.is_meta) for name, tensor in loaded.state["module"].items()
+        }
 
-    expected = {name: (tuple(one.shape), in_shards) for name, one in values.items()}
+    expected = {name: (tuple(tensor.shape), in_shards) for name, tensor in values.items()}
     assert launch(load_one, runtime="fake", devices=4) == [expected] * 4
     (copied / "shard-00003.safetensors").unlink()
     with pytest.raises(DamagedCheckpointError, match=r"every checkpoint in .* is damaged"):
@@ -232,7 +234,7 @@ def test_a_folder_keeps_the_newest_directories(tmp_path: Path) -> None:
     assert _names(tmp_path) == [entry.path.name for entry in entries]
     assert [(entry.step, entry.is_kept) for entry in entries] == [(1, True), (3, False), (4, False)]
     files = list(Path(str(entries[2].path)).iterdir())
-    assert entries[2].size_bytes == sum(one.stat().st_size for one in files)
+    assert entries[2].size_bytes == sum(file.stat().st_size for file in files)
     folder.save(4, {"step": 4})
     newest = folder.latest()
     assert newest is not None
@@ -373,8 +375,8 @@ def test_the_module_is_put_together_in_one_file(copied: Path, values: dict[str, 
     assert done.exit_code == 0, done.output
     path = copied.with_name("step-00000001-module.safetensors")
     assert json.loads(done.stdout) == {"path": str(path), "tensors": 4, "size_bytes": path.stat().st_size}
-    assert {name: (one.dtype, one.tolist()) for name, one in load(path).items()} == {
-        name: (one.dtype, one.tolist()) for name, one in values.items()
+    assert {name: (tensor.dtype, tensor.tolist()) for name, tensor in load(path).items()} == {
+        name: (tensor.dtype, tensor.tolist()) for name, tensor in values.items()
     }
     assert torch.equal(load_file(path)["uneven"], values["uneven"])
     assert [entry.path for entry in CheckpointFolder(copied.parent).entries()] == [copied]
@@ -402,7 +404,7 @@ def test_it_is_put_together_where_the_user_says(copied: Path, tmp_path: Path) ->
     ],
 )
 def test_what_cannot_be_put_together_is_refused(arguments: list[str], text: str, copied: Path) -> None:
-    done = _consolidate(*(one.format(copied=copied) for one in arguments))
+    done = _consolidate(*(argument.format(copied=copied) for argument in arguments))
     assert done.exit_code == 2
     assert text in done.output.replace("\n", " ")
 

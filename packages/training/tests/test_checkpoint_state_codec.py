@@ -26,7 +26,11 @@ from polyxla_training.checkpoint.state_codec import encode_state, snapshot
 pytestmark = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support:UserWarning")
 DTYPES = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
 STORABLE = sorted(
-    {one for one in DTYPES if not str(one).startswith(("torch.q", "torch.int", "torch.uint", "torch.bits"))}
+    {
+        dtype
+        for dtype in DTYPES
+        if not str(dtype).startswith(("torch.q", "torch.int", "torch.uint", "torch.bits"))
+    }
     # Which torch itself can neither copy nor print.
     - {torch.float4_e2m1fn_x2}
     | {
@@ -214,8 +218,8 @@ def test_any_slices_of_a_buffer_keep_values_and_sharing(
     loaded = load(path)
     assert _is_same(loaded, state)
     buffer.add_(100)
-    for one in {one.untyped_storage().data_ptr(): one for one in loaded}.values():
-        one.as_strided((one.untyped_storage().nbytes() // 4,), (1,), 0).add_(100)
+    for tensor in {tensor.untyped_storage().data_ptr(): tensor for tensor in loaded}.values():
+        tensor.as_strided((tensor.untyped_storage().nbytes() // 4,), (1,), 0).add_(100)
     assert _is_same(loaded, state), "exactly those that shared memory share it"
 
 
@@ -233,8 +237,8 @@ def test_strided_conjugated_and_expanded_tensors_come_back(again: Again) -> None
 
 def test_a_parameter_comes_back_as_a_tensor_without_gradients(again: Again) -> None:
     loaded = again([torch.nn.Parameter(torch.ones(2)), torch.ones(1, requires_grad=True)])
-    assert [type(one) for one in loaded] == [torch.Tensor, torch.Tensor]
-    assert not any(one.requires_grad for one in loaded)
+    assert [type(tensor) for tensor in loaded] == [torch.Tensor, torch.Tensor]
+    assert not any(tensor.requires_grad for tensor in loaded)
 
 
 def test_state_dicts_of_torch_come_back(again: Again) -> None:
@@ -389,9 +393,9 @@ def test_a_snapshot_is_a_copy_that_can_be_saved(tmp_path: Path, device: str) -> 
     for tensor in tensors.values():
         tensor.zero_()
     formats: tuple[Format, ...] = ("safetensors", "torch")
-    for one in formats:
-        save(taken, tmp_path / one, format=one)
-        loaded = load(tmp_path / one, format=one)
+    for format in formats:
+        save(taken, tmp_path / format, format=format)
+        loaded = load(tmp_path / format, format=format)
         assert {name: value.sum().item() for name, value in loaded.items()} == {
             "host": 3,
             "gaps": 4,

@@ -19,7 +19,7 @@ def received_before() -> Iterator[list[int]]:
     """The signals that the old handlers received."""
     received_before: list[int] = []
     numbers = (signal.SIGTERM, signal.SIGUSR1)
-    before = [signal.signal(one, lambda number, _: received_before.append(number)) for one in numbers]
+    before = [signal.signal(number, lambda number, _: received_before.append(number)) for number in numbers]
     yield received_before
     for number, handler in zip(numbers, before, strict=True):
         signal.signal(number, handler)
@@ -49,8 +49,8 @@ def test_the_old_handlers_are_restored(received_before: list[int]) -> None:
 def test_several_signals_one_flag(received_before: list[int]) -> None:
     with StopSignal(signal.SIGTERM, signal.SIGUSR1) as stop:
         received = []
-        for one in (signal.SIGUSR1, signal.SIGTERM):
-            signal.raise_signal(one)
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            signal.raise_signal(number)
             received.append(stop.received)
     assert received == [signal.SIGUSR1, signal.SIGTERM]
     assert received_before == []

@@ -297,8 +297,8 @@ def test_parameters_that_a_hook_has_added_to_the_optimizer_resume() -> None:
     _fit(resumed)
     assert len(resumed.optimizer.param_groups) == 2
     assert not torch.equal(whole.body.weight, Thaws().body.weight)
-    for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(one, other)
+    for parameter, other in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(parameter, other)
 
 
 def test_an_optimizer_that_does_not_fit_is_refused() -> None:

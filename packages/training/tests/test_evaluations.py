@@ -59,9 +59,9 @@ def test_predictions_have_the_loaders_batches_and_order(devices: int) -> None:
     found = _trainer(devices).predict(_Doubles(), _loader())
     batches = torch.arange(19.0).split(2)
     assert len(found) == len(batches)
-    for one, batch in zip(found, batches, strict=True):
-        assert torch.equal(one["doubled"], 2 * batch)
-    assert [one["index"] for one in found] == [index // devices for index in range(10)]
+    for prediction, batch in zip(found, batches, strict=True):
+        assert torch.equal(prediction["doubled"], 2 * batch)
+    assert [prediction["index"] for prediction in found] == [index // devices for index in range(10)]
 
 
 @REPLICAS
@@ -84,7 +84,7 @@ def test_predictions_for_padding_are_left_out() -> None:
     module.shapes = []
     found = _trainer().predict(module, _loader(5))
     assert module.shapes == [2, 2, 2]
-    assert [one.tolist() for one in found] == [[1.0, 2.0], [3.0, 4.0], [5.0]]
+    assert [prediction.tolist() for prediction in found] == [[1.0, 2.0], [3.0, 4.0], [5.0]]
 
 
 class _Stream(IterableDataset[Any]):
@@ -94,7 +94,7 @@ class _Stream(IterableDataset[Any]):
 
 def test_records_of_a_stream_are_divided_one_by_one() -> None:
     found = _trainer(2).predict(_Doubles(), DataLoader(_Stream(), batch_size=2))
-    values = [one["doubled"].tolist() for one in found]
+    values = [prediction["doubled"].tolist() for prediction in found]
     assert values == [[0.0, 4.0], [2.0, 6.0], [8.0, 12.0], [10.0, 14.0]]
 
 
@@ -156,4 +156,4 @@ class _Bfloat16:
 
 def test_predictions_are_float32_though_the_policy_computes_in_less() -> None:
     found = _trainer(precision=_Bfloat16()).predict(_Lit(), _loader(4))
-    assert {one.dtype for one in found} == {torch.float32}
+    assert {prediction.dtype for prediction in found} == {torch.float32}

@@ -184,7 +184,7 @@ threads: set[int] = set()
 
 class _Transfers(_Data):
     def train_dataloader(self) -> Any:
-        return [_Wrapped(one) for one in super().train_dataloader()]
+        return [_Wrapped(batch) for batch in super().train_dataloader()]
 
     def val_dataloader(self) -> Any:
         return None

@@ -31,9 +31,9 @@ def _methods(*classes: type) -> set[str]:
     """Return the public methods that the classes define."""
     return {
         name
-        for one in classes
-        for name, member in vars(one).items()
-        if not name.startswith("_") and not isinstance(member, property) and callable(getattr(one, name))
+        for base in classes
+        for name, member in vars(base).items()
+        if not name.startswith("_") and not isinstance(member, property) and callable(getattr(base, name))
     }
 
 

@@ -16,7 +16,7 @@ from polyxla_training import Trainer
 from polyxla_training.lightning.trainer_arguments import FIXES, METHOD_FIXES
 from polyxla_training.options import TrainerOptions
 
-OPTIONS = {one.name for one in fields(TrainerOptions) if one.init}
+OPTIONS = {option.name for option in fields(TrainerOptions) if option.init}
 
 
 def test_every_argument_of_the_installed_lightning_is_an_option_or_is_answered() -> None:

@@ -143,7 +143,7 @@ def test_fast_dev_run_runs_every_step_once_and_writes_nothing(devices: int) -> N
     options: Any = {"max_epochs": 9, "checkpoint_dir": "saved", "log_dir": "logs", "val_every_n_epochs": 3}
     trainer = _trainer(devices, fast_dev_run=True, **options)
     assert trainer.fit(_Net(), _data(), _data()) == {"batches": devices, "val_batches": devices}
-    assert not {"saved", "logs"} & {one.name for one in Path().iterdir()}
+    assert not {"saved", "logs"} & {path.name for path in Path().iterdir()}
     two = _trainer(devices, fast_dev_run=2, **options)
     assert two.fit(_Net(), _data(), _data()) == {"batches": 2 * devices, "val_batches": 2 * devices}
 

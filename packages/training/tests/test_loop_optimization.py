@@ -142,7 +142,7 @@ def test_hooks_before_the_step_see_the_mean_gradient_of_all_replicas() -> None:
     gradients.clear()
     _trainer(4).fit(_Gradients(), _data(4))
     assert len(gradients) == 4
-    assert all(torch.equal(one, gradients[0]) for one in gradients)
+    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
     net, batches = _Net(), _data(4)
     sum(net.training_step(batch) / 4 for batch in batches).backward()
     assert torch.allclose(gradients[0], net.layer.weight.grad, atol=1e-6)  # type: ignore[arg-type]

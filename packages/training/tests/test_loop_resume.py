@@ -77,7 +77,7 @@ class Plan:
 def plans(draw: st.DrawFn) -> Plan:
     batches, accumulate = draw(st.integers(1, 7)), draw(st.integers(1, 3))
     has_length = draw(st.booleans())
-    intervals = [one for one in range(accumulate, batches + 1) if one % accumulate == 0]
+    intervals = [interval for interval in range(accumulate, batches + 1) if interval % accumulate == 0]
     schedule = draw(st.sampled_from(sorted(SCHEDULES)))
     options = {
         "max_epochs": draw(st.integers(1, 4)),
@@ -152,7 +152,7 @@ class _Net(lightning.LightningModule):
         self.log("val_loss", (self.layer(batch[0]) + torch.rand(())).square().mean())
 
     def on_validation_end(self) -> None:
-        self.saw("validated", {name: float(one) for name, one in self.trainer.callback_metrics.items()})
+        self.saw("validated", {name: float(value) for name, value in self.trainer.callback_metrics.items()})
 
     def on_train_epoch_end(self) -> None:
         self.saw("epoch end")

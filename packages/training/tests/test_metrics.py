@@ -22,7 +22,7 @@ class _Everyone:
         self._others = others
 
     def all_gather(self, value: Any) -> list[Any]:
-        return [value, *({name: (*one, "mean") for name, one in other.items()} for other in self._others)]
+        return [value, *({name: (*total, "mean") for name, total in other.items()} for other in self._others)]
 
 
 def _take(meter: MetricAccumulator, *others: dict[str, tuple[float, float]]) -> dict[str, float]:
@@ -236,7 +236,7 @@ def test_every_argument_of_lightnings_log_is_known_in_its_order() -> None:
         ours = list(inspect.signature(MetricAccumulator.log).parameters)[1:]
         if name == "log_dict":
             assert list(inspect.signature(MetricAccumulator.log_dict).parameters)[1] == theirs[0]
-            assert [one for one in ours if one in theirs[1:]] == theirs[1:]
+            assert [name for name in ours if name in theirs[1:]] == theirs[1:]
         else:
             assert ours == [*theirs, "unknown"]
 

@@ -72,13 +72,13 @@ def _stepped(schedulers: Schedulers, optimizer: Optimizer, steps: int, epochs: i
 @pytest.mark.parametrize(
     "configure",
     [
-        pytest.param(lambda one: one, id="optimizer"),
-        pytest.param(lambda one: [one], id="list"),
-        pytest.param(lambda one: (one,), id="tuple"),
-        pytest.param(lambda one: ([one], []), id="lists"),
-        pytest.param(lambda one: {"optimizer": one}, id="dict"),
-        pytest.param(lambda one: [{"optimizer": one}], id="list-of-dict"),
-        pytest.param(lambda one: {"optimizer": one, "lr_scheduler": None}, id="dict-with-none"),
+        pytest.param(lambda optimizer: optimizer, id="optimizer"),
+        pytest.param(lambda optimizer: [optimizer], id="list"),
+        pytest.param(lambda optimizer: (optimizer,), id="tuple"),
+        pytest.param(lambda optimizer: ([optimizer], []), id="lists"),
+        pytest.param(lambda optimizer: {"optimizer": optimizer}, id="dict"),
+        pytest.param(lambda optimizer: [{"optimizer": optimizer}], id="list-of-dict"),
+        pytest.param(lambda optimizer: {"optimizer": optimizer, "lr_scheduler": None}, id="dict-with-none"),
     ],
 )
 def test_an_optimizer_without_schedules(configure: Callable[[Optimizer], Any]) -> None:
@@ -90,15 +90,23 @@ def test_an_optimizer_without_schedules(configure: Callable[[Optimizer], Any]) -
 @pytest.mark.parametrize(
     "configure",
     [
-        pytest.param(lambda one: ([one], [_halving(one)]), id="lists"),
-        pytest.param(lambda one: [[one], [_halving(one)]], id="list-of-lists"),
-        pytest.param(lambda one: ([one], _halving(one)), id="bare-schedule"),
-        pytest.param(lambda one: ([one], [{"scheduler": _halving(one)}]), id="lists-with-dict"),
-        pytest.param(lambda one: {"optimizer": one, "lr_scheduler": _halving(one)}, id="dict"),
+        pytest.param(lambda optimizer: ([optimizer], [_halving(optimizer)]), id="lists"),
+        pytest.param(lambda optimizer: [[optimizer], [_halving(optimizer)]], id="list-of-lists"),
+        pytest.param(lambda optimizer: ([optimizer], _halving(optimizer)), id="bare-schedule"),
         pytest.param(
-            lambda one: {"optimizer": one, "lr_scheduler": {"scheduler": _halving(one)}}, id="dicts"
+            lambda optimizer: ([optimizer], [{"scheduler": _halving(optimizer)}]), id="lists-with-dict"
         ),
-        pytest.param(lambda one: ({"optimizer": one, "lr_scheduler": _halving(one)},), id="tuple-of-dict"),
+        pytest.param(
+            lambda optimizer: {"optimizer": optimizer, "lr_scheduler": _halving(optimizer)}, id="dict"
+        ),
+        pytest.param(
+            lambda optimizer: {"optimizer": optimizer, "lr_scheduler": {"scheduler": _halving(optimizer)}},
+            id="dicts",
+        ),
+        pytest.param(
+            lambda optimizer: ({"optimizer": optimizer, "lr_scheduler": _halving(optimizer)},),
+            id="tuple-of-dict",
+        ),
     ],
 )
 def test_a_schedule_counts_epochs_by_default(configure: Callable[[Optimizer], Any]) -> None:
@@ -118,14 +126,24 @@ def test_a_schedule_counts_epochs_by_default(configure: Callable[[Optimizer], An
 )
 def test_intervals_and_frequencies(config: dict[str, Any], steps: int, epochs: int, rate: float) -> None:
     optimizer, schedulers = configure_optimizers(
-        _Net(lambda one: {"optimizer": one, "lr_scheduler": {"scheduler": _halving(one), **config}})
+        _Net(
+            lambda optimizer: {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": _halving(optimizer), **config},
+            }
+        )
     )
     assert _stepped(schedulers, optimizer, steps, epochs) == rate
 
 
 def test_several_schedules_each_count_for_themselves() -> None:
     optimizer, schedulers = configure_optimizers(
-        _Net(lambda one: ([one], [{"scheduler": _halving(one), "interval": "step"}, ExponentialLR(one, 0.1)]))
+        _Net(
+            lambda optimizer: (
+                [optimizer],
+                [{"scheduler": _halving(optimizer), "interval": "step"}, ExponentialLR(optimizer, 0.1)],
+            )
+        )
     )
     assert _stepped(schedulers, optimizer, 2, 1) == pytest.approx(0.025)
 
@@ -138,14 +156,18 @@ def _plateau(optimizer: Optimizer) -> ReduceLROnPlateau:
     "configure",
     [
         pytest.param(
-            lambda one: {
-                "optimizer": one,
-                "lr_scheduler": {"scheduler": _plateau(one), "monitor": "val_loss"},
+            lambda optimizer: {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": _plateau(optimizer), "monitor": "val_loss"},
             },
             id="in-the-schedule",
         ),
         pytest.param(
-            lambda one: {"optimizer": one, "lr_scheduler": _plateau(one), "monitor": "val_loss"},
+            lambda optimizer: {
+                "optimizer": optimizer,
+                "lr_scheduler": _plateau(optimizer),
+                "monitor": "val_loss",
+            },
             id="beside-the-schedule",
         ),
     ],
@@ -161,7 +183,9 @@ def test_a_plateau_schedule_receives_its_monitored_metric(configure: Callable[[O
 @pytest.mark.parametrize("monitor", ["val_acc", None])
 def test_a_plateau_schedule_whose_metric_was_not_logged_is_refused(monitor: str | None) -> None:
     config = {"monitor": monitor} if monitor else {}
-    _, schedulers = configure_optimizers(_Net(lambda one: ([one], [{"scheduler": _plateau(one), **config}])))
+    _, schedulers = configure_optimizers(
+        _Net(lambda optimizer: ([optimizer], [{"scheduler": _plateau(optimizer), **config}]))
+    )
     schedulers.epoch_finished()
     with pytest.raises(UsageError) as caught:
         schedulers.metrics_ready({"val_loss": 1.0, "a": 2.0})
@@ -173,7 +197,7 @@ def test_a_plateau_schedule_whose_metric_was_not_logged_is_refused(monitor: str 
 
 def test_a_schedule_with_a_monitor_that_needs_none_is_stepped() -> None:
     optimizer, schedulers = configure_optimizers(
-        _Net(lambda one: ([one], [{"scheduler": _halving(one), "monitor": "never logged"}]))
+        _Net(lambda optimizer: ([optimizer], [{"scheduler": _halving(optimizer), "monitor": "never logged"}]))
     )
     assert _stepped(schedulers, optimizer, 0, 1) == 0.5
 
@@ -183,11 +207,13 @@ def test_a_schedule_with_a_monitor_that_needs_none_is_stepped() -> None:
     [
         pytest.param(lambda _: None, 0, id="none"),
         pytest.param(lambda _: [], 0, id="empty"),
-        pytest.param(lambda one: [one, Adam(one.param_groups)], 2, id="two"),
-        pytest.param(lambda one: ([one, one], []), 2, id="two-in-lists"),
-        pytest.param(lambda one: ({"optimizer": one}, {"optimizer": one}), 2, id="two-dicts"),
+        pytest.param(lambda optimizer: [optimizer, Adam(optimizer.param_groups)], 2, id="two"),
+        pytest.param(lambda optimizer: ([optimizer, optimizer], []), 2, id="two-in-lists"),
+        pytest.param(
+            lambda optimizer: ({"optimizer": optimizer}, {"optimizer": optimizer}), 2, id="two-dicts"
+        ),
         pytest.param(lambda _: "adam", 1, id="name"),
-        pytest.param(lambda one: {"optimiser": one}, 1, id="misspelt-key"),
+        pytest.param(lambda optimizer: {"optimiser": optimizer}, 1, id="misspelt-key"),
     ],
 )
 def test_any_other_number_of_optimizers_is_refused(configure: Callable[[Optimizer], Any], count: int) -> None:

@@ -28,7 +28,7 @@ def test_compilations_are_explained(
         counters.compiles += run.replica.steps in {0, 1, 3, 5}
         run.step(records=records)
     found = kinds(run.stop(), "compile")
-    assert [(one["step"], one["expected"]) for one in found] == [
+    assert [(event["step"], event["expected"]) for event in found] == [
         (1, True),
         (2, True),
         (4, False),
@@ -39,7 +39,7 @@ def test_compilations_are_explained(
         == "batch['x'] [32, 4] float32 -> [7, 4] float32, batch['y'] [32] int64 -> [7] int64"
     )
     assert found[3]["cause"] == "the same inputs: another Python path or a changed constant"
-    assert all("conftest.py" in one["line"] and one["seconds"] == 0.5 for one in found)
+    assert all("conftest.py" in event["line"] and event["seconds"] == 0.5 for event in found)
     said = [line for line in capsys.readouterr().err.splitlines() if " compiled a program" in line]
     assert len(said) == 4
     assert ", as expected: the first step" in said[0]
@@ -67,7 +67,7 @@ def test_a_compilation_in_the_second_step_is_unexpected_if_its_inputs_changed(
     for records in (32, 7):
         counters.compiles += 1
         run.step(records=records)
-    assert [one["expected"] for one in kinds(run.stop(), "compile")] == [True, False]
+    assert [event["expected"] for event in kinds(run.stop(), "compile")] == [True, False]
 
 
 def test_the_number_of_pieces_of_a_cut_step_is_reported(
@@ -105,12 +105,12 @@ def test_compilations_of_evaluations_are_explained_separately(
         run.evaluation(records)
         run.step()
     found = kinds(run.stop(), "compile")
-    assert [one["cause"].partition(",")[0] for one in found] == ["the first evaluation"] + [
+    assert [event["cause"].partition(",")[0] for event in found] == ["the first evaluation"] + [
         "in an evaluation"
     ] * 2
     assert "the same inputs" in found[1]["cause"]
     assert "[50, 4] float32 -> [9, 4] float32" in found[2]["cause"]
-    assert [one["expected"] for one in found] == [True, False, False]
+    assert [event["expected"] for event in found] == [True, False, False]
 
 
 def test_metrics_without_an_evaluation_are_those_of_the_steps(
@@ -136,7 +136,7 @@ def test_what_the_end_of_an_epoch_compiles_is_not_the_next_steps(
         counters.compiles += run.replica.steps == 2
         run.observer.polyxla_epoch_finished()
     found = kinds(run.stop(), "compile")
-    assert [(one["step"], one["expected"]) for one in found] == [(1, True), (2, True), (2, True)]
+    assert [(event["step"], event["expected"]) for event in found] == [(1, True), (2, True), (2, True)]
     assert found[-1]["cause"] == "an exchange of metrics or of a checkpoint"
 
 

@@ -59,9 +59,9 @@ def test_rates_and_memory_are_logged(
         run.step()
     events = run.stop()
     steps = kinds(events, "step")
-    assert [one["step"] for one in steps] == [1, 2, 4, 6]
-    assert [one["step_s"] for one in steps[:2]] == [None, None], "the first two steps compile"
-    assert all(one["records_per_s"] == pytest.approx(2 * 32 / one["step_s"]) for one in steps[2:])
+    assert [step["step"] for step in steps] == [1, 2, 4, 6]
+    assert [step["step_s"] for step in steps[:2]] == [None, None], "the first two steps compile"
+    assert all(step["records_per_s"] == pytest.approx(2 * 32 / step["step_s"]) for step in steps[2:])
     assert steps[0]["memory"] == {"used_bytes": 100, "limit_bytes": 1000, "peak_bytes": 300}
     summary = events[-1]["summary"]
     assert (summary["peak_bytes"], summary["cache_hits"], summary["steps"]) == (300, 3, 6)
@@ -102,7 +102,7 @@ def test_nan_and_infinity_leave_the_log_valid_json(
         run.step(loss=loss)
     run.evaluation(5, loss=math.inf)
     events = run.stop()
-    assert [(one["name"], one["step"]) for one in kinds(events, "not_finite")] == [
+    assert [(event["name"], event["step"]) for event in kinds(events, "not_finite")] == [
         ("loss", 4),
         ("val_loss", 4),
     ]
@@ -156,8 +156,8 @@ def test_a_trainer_writes_a_run_log(on_fake: None, tmp_path: Path) -> None:
     events = read_run(tmp_path)
     assert events[0]["module"] == "Small"
     assert events[0]["settings"]["max_epochs"] == 2
-    assert [one["step"] for one in kinds(events, "step")] == [1, 2, 4, 6, 8, 10]
-    assert all(set(one["values"]) == {"loss"} for one in kinds(events, "step"))
+    assert [event["step"] for event in kinds(events, "step")] == [1, 2, 4, 6, 8, 10]
+    assert all(set(event["values"]) == {"loss"} for event in kinds(events, "step"))
     assert events[-1]["summary"]["steps"] == 10
     assert list(tmp_path.glob("events.*")), "TensorBoard's file is there as well"
 
@@ -166,8 +166,8 @@ def test_the_last_step_of_a_training_is_in_the_run_log(on_fake: None, tmp_path: 
     options: Any = {"log_dir": str(tmp_path), "progress": False}
     Trainer(runtime="fake", devices=1, **options).fit(Small(), [torch.ones(8, 4)] * 23)
     events = kinds(read_run(tmp_path), "step")
-    assert [one["step"] for one in events] == [1, *range(2, 23, 2), 23]
-    assert [one["steps"] for one in events][-2:] == [2, 1], "the windows of the throughput"
+    assert [event["step"] for event in events] == [1, *range(2, 23, 2), 23]
+    assert [event["steps"] for event in events][-2:] == [2, 1], "the windows of the throughput"
 
 
 def documented() -> dict[str, set[str]]:

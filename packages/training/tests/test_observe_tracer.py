@@ -164,7 +164,7 @@ def test_tracing_ends_before_torch_compile_compiles(counters: Any) -> None:
 def test_no_dispatch_mode_is_ever_entered() -> None:
     # Under one, torch_xla's collectives return other values than without.
     directories = [*polyxla.__path__, *polyxla_training.__path__]
-    sources = {path: path.read_text() for one in directories for path in Path(one).rglob("*.py")}
+    sources = {path: path.read_text() for directory in directories for path in Path(directory).rglob("*.py")}
     assert len(sources) > 100
     assert not [
         path for path, text in sources.items() if "TorchDispatchMode" in text or "FlopCounter" in text

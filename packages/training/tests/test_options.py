@@ -63,7 +63,7 @@ def test_an_invalid_option_is_refused_at_once(option: str, value: Any, said: str
     assert said in str(caught.value)
 
 
-OPTIONS = [one for one in fields(TrainerOptions) if one.init]
+OPTIONS = [option for option in fields(TrainerOptions) if option.init]
 
 
 def test_every_option_is_described_once_and_help_shows_it() -> None:
@@ -72,14 +72,18 @@ def test_every_option_is_described_once_and_help_shows_it() -> None:
         assert len(re.findall(rf"^ [ |]+{option.name}: ", text, re.MULTILINE)) >= 1, option.name
     described = (LaunchOptions.__doc__ or "") + (FitOptions.__doc__ or "")
     assert re.findall(r"^        (\w+): ", inspect.cleandoc(described), re.MULTILINE) == []
-    assert all(len(re.findall(rf"^ +{one.name}: ", described, re.MULTILINE)) == 1 for one in OPTIONS)
+    assert all(len(re.findall(rf"^ +{option.name}: ", described, re.MULTILINE)) == 1 for option in OPTIONS)
 
 
 def test_the_first_five_options_may_be_positional_and_the_others_have_names() -> None:
     parameters = inspect.signature(Trainer).parameters
-    positional = [one.name for one in parameters.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    positional = [
+        parameter.name
+        for parameter in parameters.values()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
     assert positional == ["accelerator", "devices", "precision", "strategy", "max_epochs"]
-    assert set(parameters) == {one.name for one in OPTIONS}
+    assert set(parameters) == {option.name for option in OPTIONS}
     trainer = Trainer("cpu", 2, "bf16", "debug", 3)
     assert (trainer.accelerator, trainer.devices, trainer.precision) == ("cpu", 2, "bf16")
     assert (trainer.strategy, trainer.max_epochs) == ("debug", 3)
@@ -113,6 +117,6 @@ def test_each_option_goes_to_launch_or_to_the_replicas() -> None:
     trainer = Trainer(devices=2, runtime="fake", seed=5, log_dir="auto")
     launch, fit = trainer.launch_options(), asdict(trainer.fit_options("runs/one"))
     assert not set(launch) & set(fit)
-    assert set(launch) | set(fit) == {one.name for one in OPTIONS}
+    assert set(launch) | set(fit) == {option.name for option in OPTIONS}
     assert (launch["devices"], launch["runtime"], fit["seed"]) == (2, "fake", 5)
     assert fit["log_dir"] == "runs/one"

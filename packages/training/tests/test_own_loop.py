@@ -102,8 +102,8 @@ def test_parameters_that_agree_or_need_not_are_not_reported(
         monkeypatch.setenv("POLYXLA_OBSERVE", "off")
 
     def average(replica: Replica, optimizer: torch.optim.Optimizer) -> None:
-        for one in optimizer.param_groups[0]["params"]:
-            one.grad = replica.all_reduce(one.grad, "mean")
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = replica.all_reduce(parameter.grad, "mean")
         optimizer.step()
 
     def train(replica: Replica) -> None:
@@ -132,8 +132,8 @@ def test_differences_of_rounding_are_not_reported(capsys: pytest.CaptureFixture[
 def test_shards_of_parameters_may_differ(capsys: pytest.CaptureFixture[str]) -> None:
     def train(replica: Replica) -> None:
         module = shared(replica)
-        for one in module.parameters():
-            one._is_sharded = True  # type: ignore[attr-defined]
+        for parameter in module.parameters():
+            parameter._is_sharded = True  # type: ignore[attr-defined]
         alone(replica, module=module)
 
     assert said(capsys, train) == ""
@@ -281,7 +281,7 @@ def test_late_compilations_are_reported_with_their_line_and_the_others_are_not(
 
 def test_many_late_compilations_are_summed_up(counters: Any, capsys: pytest.CaptureFixture[str]) -> None:
     lines = said(capsys, compiling(counters, set(range(1, 13))), devices=1).splitlines()
-    assert [one.partition(" compiled")[0] for one in lines[:3]] == [f"polyxla: step {n}" for n in (3, 4, 5)]
+    assert [line.partition(" compiled")[0] for line in lines[:3]] == [f"polyxla: step {n}" for n in (3, 4, 5)]
     assert lines[3].startswith("polyxla: 3 steps have compiled late; further ones are not reported.")
     assert len(lines) == 4
 
@@ -356,7 +356,7 @@ def test_the_first_two_steps_of_each_optimizer_may_compile(
             replica.step(optimizers[step % 2])
 
     lines = said(capsys, train, devices=1).splitlines()
-    assert [one.partition(" compiled")[0] for one in lines] == ["polyxla: step 6"]
+    assert [line.partition(" compiled")[0] for line in lines] == ["polyxla: step 6"]
 
 
 def test_of_an_updates_batches_the_last_are_compared(
@@ -392,7 +392,7 @@ def test_only_the_smallest_parameters_are_read_at_the_end(sizes: list[int], comp
     trained = TrainedParameters(replica)
     trained.see(torch.optim.SGD(weights))
     samples = trained.read(None, 1)
-    assert [one.name.partition("[")[2] for one in samples] == [f"{size}]" for size in compared]
+    assert [sample.name.partition("[")[2] for sample in samples] == [f"{size}]" for size in compared]
 
 
 def test_a_defect_of_the_watch_does_not_end_the_training(

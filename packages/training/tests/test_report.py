@@ -184,10 +184,10 @@ def test_a_new_run_in_the_same_directory_is_another(tmp_path: Path) -> None:
 
 def test_a_log_of_an_older_release_has_no_records_and_no_time() -> None:
     old = [
-        {name: value for name, value in one.items() if name not in ("time", "records", "lr")}
-        for one in EVENTS
+        {name: value for name, value in event.items() if name not in ("time", "records", "lr")}
+        for event in EVENTS
     ]
-    assert [one["name"] for one in figures(run_of(*old))] == [
+    assert [figure["name"] for figure in figures(run_of(*old))] == [
         name for name in NAMES if name != "Learning rate"
     ]
 
@@ -201,14 +201,14 @@ def test_all_metrics_are_drawn_by_what_they_measure() -> None:
     names = ["acc", "val_acc", "train/loss", "val/loss", "test-acc", "step_count", "lr_value", *"abcdefghij"]
     events = {"event": "metrics", "step": 5, "values": dict.fromkeys(names, 1.0)}
     run = run_of(START, step(5, values={"many": 1.0, **{f"many_{stage}": 1.0 for stage in STAGES}}), events)
-    drawn = {one["name"]: [trace["name"] for trace in one["data"]] for one in figures(run)}
+    drawn = {figure["name"]: [trace["name"] for trace in figure["data"]] for figure in figures(run)}
     assert next(iter(drawn)) == "loss"
     assert drawn["loss"] == ["train/loss", "val/loss"]
     assert drawn["acc"] == ["acc", "val_acc", "test-acc"]
     assert {"count", "lr_value", *"abcdefghij"} <= set(drawn)
-    many = next(one for one in figures(run) if one["name"] == "many")
-    assert len({(one["line"]["color"], one["line"]["dash"]) for one in many["data"]}) == 1 + len(STAGES)
-    assert all(one["layout"]["showlegend"] for one in figures(run)), "also that of a single curve"
+    many = next(figure for figure in figures(run) if figure["name"] == "many")
+    assert len({(trace["line"]["color"], trace["line"]["dash"]) for trace in many["data"]}) == 1 + len(STAGES)
+    assert all(figure["layout"]["showlegend"] for figure in figures(run)), "also that of a single curve"
 
 
 def test_groups_with_different_learning_rates_have_a_curve_each() -> None:
@@ -321,18 +321,18 @@ def test_the_page_has_its_plots_and_loads_nothing() -> None:
     html = render(run_of(*EVENTS))
     page = _Page(html)
     assert [name for name in NAMES if name in page.texts] == NAMES
-    assert [one["name"] for one in embedded(html)] == NAMES
+    assert [figure["name"] for figure in embedded(html)] == NAMES
     assert page.loads == []
     own = html.replace(get_plotlyjs(), "")
     assert len(own) < len(html), "Plotly is in the page"
     assert not re.search(r"https?://|@import", own)
-    units = {one["layout"]["yaxis"]["title"]["text"] for one in embedded(html)}
+    units = {figure["layout"]["yaxis"]["title"]["text"] for figure in embedded(html)}
     assert {"ms", "records/s", "% of the time"} <= units
 
 
 def test_plotly_accepts_the_figures() -> None:
-    for one in figures(run_of(*EVENTS)) + compared_figures({"a": run_of(*EVENTS), "b": run_of(*EVENTS)}):
-        Figure(data=one["data"], layout=one["layout"])
+    for figure in figures(run_of(*EVENTS)) + compared_figures({"a": run_of(*EVENTS), "b": run_of(*EVENTS)}):
+        Figure(data=figure["data"], layout=figure["layout"])
 
 
 CONTROL = """<script>
@@ -363,7 +363,7 @@ Plotly.relayout(places[0], { "xaxis.range[0]": 5, "xaxis.range[1]": 15 }).then((
 
 @pytest.mark.long
 def test_the_controls_work_in_a_browser(tmp_path: Path) -> None:
-    browser = next((one for one in map(shutil.which, ("chromium", "google-chrome")) if one), None)
+    browser = next((path for path in map(shutil.which, ("chromium", "google-chrome")) if path), None)
     if browser is None:
         pytest.skip("no Chromium on this machine")
     page = tmp_path / "page.html"
@@ -387,7 +387,7 @@ def test_the_page_reads_in_light_and_dark() -> None:
     html = render(run_of(*EVENTS))
     assert "prefers-color-scheme: dark" in html
     backgrounds = {
-        one["layout"][name] for one in embedded(html) for name in ("paper_bgcolor", "plot_bgcolor")
+        figure["layout"][name] for figure in embedded(html) for name in ("paper_bgcolor", "plot_bgcolor")
     }
     assert backgrounds == {"rgba(0, 0, 0, 0)"}, "the page's own shows through"
 
@@ -414,7 +414,7 @@ def test_unexpected_compilations_are_marked_in_the_step_times() -> None:
     drawn = {plot.name: plot for plot in plots(run_of(*EVENTS))}
     assert drawn["Step time"].marks == [17]
     assert drawn["Compilations"].curves == {"expected": [(1, 0.5)], "unexpected": [(17, 0.5)]}
-    times = next(one for one in figures(run_of(*EVENTS)) if one["name"] == "Step time")
+    times = next(figure for figure in figures(run_of(*EVENTS)) if figure["name"] == "Step time")
     assert [shape["x0"] for shape in times["layout"]["shapes"]] == [17]
 
 
@@ -460,7 +460,7 @@ def test_json_is_one_document_and_writes_nothing(tmp_path: Path) -> None:
     folder = write(tmp_path / "one", EVENTS)
     document = json.loads(report(str(folder), "--json", cwd=tmp_path).stdout)
     assert document["summary"]["steps"] == 20
-    assert [one["step"] for one in document["compiles"]] == [1, 17]
+    assert [event["step"] for event in document["compiles"]] == [1, 17]
     assert [path.name for path in folder.iterdir()] == ["run.jsonl"]
 
 
@@ -501,7 +501,7 @@ def test_a_comparison_says_what_differs() -> None:
 
 def test_a_comparison_has_one_colour_a_run_and_one_dash_a_curve() -> None:
     losses = compared_figures({"a": run_of(*EVENTS), "b": run_of(*EVENTS)})[0]
-    drawn = {one["name"]: (one["line"]["color"], one["line"]["dash"]) for one in losses["data"]}
+    drawn = {trace["name"]: (trace["line"]["color"], trace["line"]["dash"]) for trace in losses["data"]}
     colours = {name: colour for name, (colour, _) in drawn.items()}
     assert set(drawn) == {"a: loss", "a: val_loss", "b: loss", "b: val_loss"}
     assert colours["a: loss"] == colours["a: val_loss"] != colours["b: loss"]

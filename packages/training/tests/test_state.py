@@ -98,7 +98,7 @@ def test_a_state_that_was_loaded_is_the_state_that_was_saved() -> None:
     other.resume(checkpoint)
     other.resume_streams(checkpoint)
     assert torch.equal(other.module.weight, trained.module.weight)  # type: ignore[arg-type]
-    momentum = [one.optimizer.state_dict()["state"][0]["momentum_buffer"] for one in (trained, other)]
+    momentum = [state.optimizer.state_dict()["state"][0]["momentum_buffer"] for state in (trained, other)]
     assert torch.equal(*momentum)
     assert other.optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
     assert (other.progress.epoch, other.progress.step, other.replica.steps) == (2, 11, 11)

@@ -82,7 +82,10 @@ MEAN, FIRST = 24 / 8, (8 + 0 * 3 + 4 * 2 + 0 * 2) / 8
 def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     events = EventAccumulator(str(folder))
     events.Reload()
-    return {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return {
+        tag: [(scalar.step, scalar.value) for scalar in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
 
 
 @REPLICAS
@@ -194,7 +197,7 @@ class _Drawing(lightning.LightningModule):
         copied.experiment.add_scalar("own", 0.0, self.global_step)
         logger.experiment.add_scalar("own", 2.5, self.global_step)
         logger.log_metrics({"other": 1.5}, self.global_step)
-        assert [one.name for one in self.loggers] == ["tensorboard", "csv"]
+        assert [logger.name for logger in self.loggers] == ["tensorboard", "csv"]
         return F.mse_loss(self.layer(batch[0]), batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -72,7 +72,7 @@ def test_it_trains_and_the_module_returns_to_the_host(devices: int) -> None:
     module, untrained = _Net(), _Net()
     trainer = _trainer(devices, max_epochs=10)
     assert trainer.fit(module, _data(8)) == {}
-    losses = [one.training_step(_data(1, seed=1)[0]).item() for one in (module, untrained)]
+    losses = [net.training_step(_data(1, seed=1)[0]).item() for net in (module, untrained)]
     assert losses[0] < losses[1] / 10
     assert module.layer.weight.device.type == "cpu"
     assert type(module.layer.weight) is torch.nn.Parameter

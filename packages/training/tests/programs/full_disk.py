@@ -19,4 +19,4 @@ for file_format in FORMATS:
     except CheckpointError as error:
         print(error)
     assert load(path) == {"step": 1}
-    assert [one.name for one in Path(sys.argv[1]).iterdir()] == ["state"]
+    assert [path.name for path in Path(sys.argv[1]).iterdir()] == ["state"]

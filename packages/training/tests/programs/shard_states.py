@@ -83,8 +83,8 @@ def save_in_background(mesh: DeviceMesh, path: str) -> None:
     saved = state(mesh)
     with BackgroundWriter() as writer:
         writer.submit(partial(save, path=path), saved)
-        for one in saved["module"].values():
-            one.to_local().zero_()
+        for tensor in saved["module"].values():
+            tensor.to_local().zero_()
 
 
 def save_until_killed(mesh: DeviceMesh, path: str, first: str) -> None:
@@ -145,7 +145,7 @@ def read_in_shards(mesh: DeviceMesh, path: str) -> None:
     shards = ShardedCheckpoint(Path(path))
     found = shards.state(unread=("module.",))
     assert found["step"] == 1
-    assert all(one.is_meta for one in found["module"].values())
+    assert all(tensor.is_meta for tensor in found["module"].values())
     expected = values(1)
     targets: dict[str, DTensor] = {}
     for unread in found["module"].values():
