@@ -251,7 +251,7 @@ def test_frozen_parts_of_a_lightning_module_stay_in_eval_mode(capsys: pytest.Cap
     assert module.seen == [(False, True), (False, False)] * 2
     assert (module.norm.training, module.training) == (False, True)
     assert capsys.readouterr().err == (
-        "polyxla: modules in eval mode: 1; they stay so: call train() on those to be trained\n"
+        "polyxla: modules that stay in eval mode: 1; call train() on those to be trained\n"
     )
 
 

@@ -57,7 +57,9 @@ class MaskedModel(nn.Module):
 
     def loss(self, visible: torch.Tensor, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Return the mean cross-entropy of the hidden bytes, in nats."""
+        # In float32, because a softmax over 256 classes loses too much in bfloat16.
         each = F.cross_entropy(self(visible).float().transpose(1, 2), tokens, reduction="none")
+        # At least 1: a batch without hidden bytes has a loss of 0 instead of NaN.
         return (each * hidden).sum() / hidden.sum().clamp(min=1)
 
     def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
@@ -95,6 +97,7 @@ def records(files: list[Path]) -> tuple[TensorDataset, TensorDataset]:
             f"{len(text)} bytes are too few; at least {10 * LENGTH} are needed", param_hint="--text"
         )
     blocks = torch.tensor(list(text[: count * LENGTH])).view(count, LENGTH)
+    # Spread over the text, so that both parts have the same topics.
     held_out = torch.arange(count) % 10 == 0
     return TensorDataset(blocks[~held_out]), TensorDataset(blocks[held_out])
 

@@ -68,6 +68,7 @@ def main(
         log_dir=None,
         checkpoint_dir=checkpoint_dir,
         save_every_n_steps=save_every,
+        # From the newest intact checkpoint in the directory, or from the beginning if there is none.
         resume="auto",
     )
     trainer.fit(module, DataLoader(data, 40, shuffle=True))

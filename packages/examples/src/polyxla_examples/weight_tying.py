@@ -32,6 +32,7 @@ class NextWord(nn.Module):
         self.embed = nn.Embedding(WORDS, WIDTH)
         self.hidden = nn.Linear(WIDTH, WIDTH)
         self.output = nn.Linear(WIDTH, WORDS, bias=False)
+        # Tied: the same Parameter under two names.
         self.output.weight = self.embed.weight
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:

@@ -96,6 +96,7 @@ def attach_casts(module: torch.nn.Module, kept: Iterable[torch.nn.Module], *, ca
         cast_others: also cast the inputs of every other module with parameters to their dtype; needed
             unless autocast does it.
     """
+    # The module may have been converted by another policy before.
     remove_casts(module)
     kept = set(kept)
     for part in module.modules():
@@ -136,6 +137,7 @@ def convert_tensors(module: torch.nn.Module, dtype: torch.dtype, kept: Iterable[
         ValueError: a kept module shares a parameter with one that is not kept.
     """
     kept = set(kept)
+    # In float32 both dtypes are the same, so a shared parameter is no conflict.
     if dtype != torch.float32:
         _refuse_sharing(module, kept)
     float32 = [tensor for part in kept for tensor in own_tensors(part)]

@@ -45,6 +45,8 @@ class Policy:
         """
         from polyxla_precision.contexts import DefaultDtype
 
+        # A mode of this thread: torch.set_default_dtype would change the dtype in the threads of other
+        # replicas.
         return DefaultDtype(self._dtype())
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
@@ -89,6 +91,7 @@ class Policy:
     def _dtype(self) -> torch.dtype:
         import torch
 
+        # By name, so that a policy can be made, described and pickled without torch.
         dtype: torch.dtype = getattr(torch, self.dtype_name)
         return dtype
 

@@ -49,6 +49,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 
 def _sequence(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    # Compared by identity below, so that a batch without changes is returned as it is, and costs no copies.
     items = [map_tensors(item, change) for item in value]
     if all(new is old for new, old in zip(items, value, strict=True)):
         return value

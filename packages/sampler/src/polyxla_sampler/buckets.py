@@ -80,12 +80,14 @@ class BucketBatchSampler(ResumableEpochs, Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         state = self.started()
         position = self._current_plan(state)
+        # A stream per bucket: the plan says which bucket is next, and its stream has the records.
         streams = [
             self._stream(state["epoch"], bucket, gone, steps)
             for bucket, (gone, steps) in enumerate(zip(position["gone"], self._steps(position), strict=True))
         ]
         plan = self._plan(state["epoch"], position)
         batches = (list(islice(streams[bucket], self.batch_sizes[bucket])) for bucket in plan)
+        # The steps before are drawn and dropped, which reads indices only, no records.
         return islice(batches, position["steps"], None)
 
     def state_after(self, state: State, consumed: int) -> State:
@@ -234,6 +236,7 @@ def _bucket_indices(lengths: Iterable[int], boundaries: tuple[int, ...]) -> list
     known = torch.as_tensor(lengths if isinstance(lengths, torch.Tensor) else list(lengths), device="cpu")
     if len(known) and int(known.max()) > boundaries[-1]:
         raise ValueError(_too_long(int(known.max()), boundaries))
+    # As many comparisons as bits in the number of buckets, for millions of records at once.
     buckets = torch.bucketize(known, torch.tensor(boundaries, device="cpu"))
     return [(buckets == bucket).nonzero().squeeze(1) for bucket in range(len(boundaries))]
 

@@ -51,6 +51,7 @@ def round_robin(
     over if there are fewer of them than are missing.
     """
     stream = iter(items)
+    # Kept for repeats at the end of the stream, which cannot be rewound.
     first = list(islice(stream, replicas))
     rest = islice(chain(first, stream), start, None)
     while len(group := list(islice(rest, replicas))) == replicas:
@@ -110,6 +111,8 @@ class ResumableEpochs(ABC):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch. A loaded state is dropped if it is of another epoch."""
+        # A loader sets the epoch before each iteration; only another epoch makes the loaded position
+        # invalid.
         if epoch != self.epoch:
             self._position = self._start_position()
         self.epoch = epoch
@@ -129,6 +132,7 @@ class ResumableEpochs(ABC):
         Raises:
             ValueError: `state` belongs to other data, another order or another kind of sampler.
         """
+        # A position means nothing in another order, and would silently skip and repeat records.
         for name, value in self.identity().items():
             if name not in state or state[name] != value:
                 raise ValueError(
@@ -155,6 +159,7 @@ class ResumableEpochs(ABC):
 
     def started(self) -> State:
         """Return the state of the iteration to make an iterator for; begin one if none is pending."""
+        # A sampler that is iterated over without a loader begins by itself.
         state = self._pending or self.begin()
         self._pending = None
         return state
@@ -208,6 +213,7 @@ class RoundRobinEpochs(ResumableEpochs):
 
     def state_after(self, state: State, consumed: int) -> State:
         """Return the state after every replica has used `consumed` items, starting from `state`."""
+        # All replicas have used the same number of items, so one number is the position of all.
         position = state["position"] + consumed * self.num_replicas
         total, count = self.total(), self.count(state)
         if total is not None and count is not None:

@@ -55,6 +55,7 @@ class ShardedIterable(IterableDataset[Any]):
         remainder: Remainder = "drop" if drop_last else "repeat"
         # In shared memory: persistent workers read the start of the next epoch from it.
         start = torch.zeros(1 + max(workers, 1), dtype=torch.int64, device="cpu").share_memory_()
+        # Written to __dict__, because __setattr__ writes to the wrapped dataset.
         own = {"dataset": dataset, "num_replicas": num_replicas, "rank": rank, "seed": seed}
         self.__dict__.update(own, remainder=remainder, _start=start)
 
@@ -81,11 +82,13 @@ class ShardedIterable(IterableDataset[Any]):
 
     def division(self, skipped: int = 0) -> Division:
         """Return how the records after the first `skipped` are divided."""
+        # Never negative: a dataset may tell a length that is too small.
         return Division(max(len(self.dataset) - skipped, 0), self.num_replicas, self.remainder)
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         stream = info.id if info else 0
+        # Without this check, records would be read twice or never, and nobody would notice.
         if stream >= self.stream_count:
             raise ValueError(
                 f"worker {stream} has no stream: ShardedIterable was made with workers={self.stream_count}. "
@@ -168,6 +171,8 @@ class StreamEpochs(ResumableEpochs):
         """Iterate over the batches of a `WorkerIdCollate`, and record which worker each came from."""
         workers = self._workers
         for worker, batch in numbered:
+            # Workers that are slow or have shorter streams deliver out of turn, so their order is recorded
+            # and not computed.
             workers.append(worker)
             yield batch
 

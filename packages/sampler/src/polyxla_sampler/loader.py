@@ -85,6 +85,7 @@ def _splits_by_node(source: Any) -> bool:
 
 def _webdataset_parts() -> int:
     """Return among how many replicas WebDataset divides: by the environment, or by torch.distributed."""
+    # WebDataset is loaded, because one of its functions was found.
     parts: int = sys.modules["webdataset.utils"].pytorch_worker_info()[1]
     return parts
 
@@ -94,6 +95,7 @@ def _within(source: Any, depth: int) -> Iterator[Any]:
     yield source
     if depth == 0:
         return
+    # Pipelines and wrappers keep their source under many names, so all attributes are searched.
     for value in vars(source).values() if hasattr(source, "__dict__") else ():
         for part in value if isinstance(value, list | tuple) else [value]:
             if isinstance(part, IterableDataset):
@@ -102,7 +104,8 @@ def _within(source: Any, depth: int) -> Iterator[Any]:
                 yield part
 
 
-# Arguments that a rebuilt loader gets anew; a DataLoader has all others as attributes of the same name.
+# A rebuilt loader gets new values for these arguments. A DataLoader has all others as attributes of the same
+# name, so subclasses and new releases of torch need no list here.
 _REPLACED = {"self", "dataset", "shuffle", "sampler", "batch_sampler", "batch_size", "drop_last"}
 
 
@@ -156,6 +159,7 @@ class ShardedLoader:
         try:
             yield from self._epochs.batches(batches) if isinstance(self._epochs, StreamEpochs) else batches
         finally:
+            # A loop may begin the next epoch before the iterator of this one is closed.
             if self._running is state:
                 self._running = None
 
@@ -199,6 +203,7 @@ class ShardedLoader:
         count, valid = self._epochs.count(state), self._epochs.valid(state)
         if count is None or valid is None:
             return None
+        # Batches may differ in size, so those that are not repeats are drawn again to count their records.
         if isinstance(self._epochs, RoundRobinSampler) and _has_batches(self.loader):
             return sum(len(batch) for batch in islice(self._epochs.items(state), valid))
         return min(valid, self._batches(count) * (self.loader.batch_size or 1))
@@ -267,6 +272,7 @@ def shard(
     """
     if not isinstance(loader, DataLoader):
         return None
+    # An evaluation must see every record, whatever the loader says.
     drop_last = repeat and bool(getattr(loader.batch_sampler, "drop_last", False))
     if isinstance(loader.dataset, IterableDataset):
         return _stream_loader(loader, shard_index, shard_count, seed, drop_last)
@@ -308,6 +314,7 @@ def _stream_loader(
 def _self_sharded_loader(loader: DataLoader[Any], divided: Divided, count: int) -> ShardedLoader:
     note = divided.note(count)
     drawn: Any = loader.batch_sampler if _has_batches(loader) else loader.sampler
+    # One of this package's samplers, which the user has divided already, has states of its own.
     if isinstance(drawn, ResumableEpochs):
         return ShardedLoader(loader, drawn, _batch_size(loader), note)
     sampler = SelfShardedSampler(drawn, divided.parts)

@@ -57,6 +57,7 @@ class Permutation:
         self._integers = _INT32 if length <= INT32_LENGTH else _INT64
         width, scalar = self._integers.bits, self._integers.scalar
         self._bits = max(length - 1, 0).bit_length() // 2
+        # About as many rows as columns, so that both halves of a cell are mixed equally.
         rows = -(-length // (1 << self._bits))
         # How many bits of a hash can be multiplied by `rows` without reaching the sign bit.
         scaled = width - 1 - rows.bit_length()
@@ -77,6 +78,7 @@ class Permutation:
         Raises:
             IndexError: there is no such position.
         """
+        # range checks the bounds, and counts negative positions from the end.
         return self._block(range(self.length)[position], 1, 1)[0]
 
     def __iter__(self) -> Iterator[int]:

@@ -56,6 +56,7 @@ class ShardedSampler(RoundRobinEpochs, Sampler[int]):
 
     def identity(self) -> State:
         """Return the length and everything that determines the order."""
+        # Without a shuffle the seed changes nothing, so a state may be loaded with another seed.
         seed = self.seed if self.shuffle else None
         return {"length": self.total(), "shuffle": self.shuffle, "seed": seed}
 
@@ -152,6 +153,8 @@ class RoundRobinSampler(RoundRobinEpochs, Sampler[Any]):
 
     def items(self, state: State) -> Iterator[Any]:
         """Iterate over this replica's items, starting from `state`."""
+        # All items are drawn again up to the position: the order of any other sampler is only known by
+        # drawing it.
         drawn = _seeded_items(self.sampler, self.seed, state["epoch"])
         return round_robin(drawn, state["position"], self.num_replicas, self.rank, self.remainder)
 
@@ -166,6 +169,7 @@ def _seeded_items(sampler: Iterable[Any], seed: int | None, epoch: int) -> Itera
 
 def _set_epoch(sampler: Any, epoch: int) -> None:
     """Call `set_epoch` of the sampler and of the samplers inside it, if they have it."""
+    # A batch sampler holds the sampler whose order depends on the epoch.
     while sampler is not None:
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)

@@ -72,6 +72,7 @@ def with_generator(sampler: Any, seed: int) -> Any:
         if inner is not sampler.sampler:
             sampler = copy.copy(sampler)
             sampler.sampler = inner
+    # A copy: the user's sampler keeps its generator, which it may share with other code.
     if hasattr(sampler, "generator"):
         sampler = copy.copy(sampler)
         sampler.generator = torch.Generator().manual_seed(seed)
@@ -83,6 +84,7 @@ def seed_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
+        # numpy accepts seeds of 32 bits.
         numpy.random.seed(seed % 2**32)
 
 

@@ -52,6 +52,7 @@ def report(
                 where="polyxla report",
                 fix=f"To compare them: polyxla report --compare {' '.join(runs)}",
             )
+        # Only a report has a default run; a comparison needs names.
         places = [locate(run) for run in runs or ()] or ([] if compare else [newest_run(RUNS)])
         found = [Run.of(str(place), read_run(place)) for place in places]
         comparison = Comparison.of(found) if compare else None
@@ -59,6 +60,7 @@ def report(
             print_json((comparison or found[0]).as_json())
             return
         typer.echo("\n".join(comparison.as_lines() if comparison else as_lines(found[0])))
+        # Before the import below: the page needs plotly and jinja2, and the text needs neither.
         if as_text:
             return
         from polyxla_training.observe.report.page import render, render_comparison
@@ -93,6 +95,7 @@ def consolidate(
     from polyxla_training.storage import check_location, locate
 
     with plain_errors(as_json):
+        # Checked before torch is imported, which takes seconds.
         for path in (directory, out):
             if path is not None:
                 check_location(path, "polyxla consolidate")

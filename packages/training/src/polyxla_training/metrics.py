@@ -151,6 +151,7 @@ class MetricAccumulator:
     def __init__(self, replica: Replica | None = None) -> None:
         self._replica = replica
         self.latest: dict[str, Any] = {}
+        # Names stay hidden for the whole training: an epoch's mean has no logger= argument of its own.
         self.hidden: set[str] = set()
         self.valid: torch.Tensor | None
         self._objects: dict[str, Any] = {}
@@ -236,6 +237,7 @@ class MetricAccumulator:
         running = self._running.get(name)
         kind = find_reduction(name, reduce_fx, running.kind if running else None)
         on_step, on_epoch = find_levels(name, self.is_training, on_step, on_epoch)
+        # Checked after the arguments, so that a mistake in them is an error in every replica.
         if rank_zero_only and self._replica is not None and not self._replica.is_first:
             return
         if logger is False and not prog_bar:
@@ -261,6 +263,7 @@ class MetricAccumulator:
         check_others(name, unknown, MetricAccumulator.log.__annotations__, unsupported)
 
     def _log_object(self, name: str, metric: Any, on_step: bool) -> None:
+        # Only the latest object is kept: it accumulates by itself, and is logged again at each step.
         self._objects[name] = metric
         # torchmetrics keeps the value of the latest batch here.
         latest = getattr(metric, "_forward_cache", None)
@@ -331,8 +334,11 @@ class MetricAccumulator:
             UsageError: metric objects were logged on several replicas: their results cannot be averaged.
         """
         computed = self._computed(replica)
+        # One exchange for all names: replicas may have logged different names, so no collective may depend on
+        # them.
         totals = self.state_dict()
         self._running = {}
+        # A replica whose share of the records was only padding has a total of weight 0, or none at all.
         gathered = replica.all_gather(totals)
         names = {name for totals in gathered for name in totals}
         means = {
@@ -389,6 +395,7 @@ def _result(parts: Iterable[Total]) -> float:
 
 
 def _reduce(values: tuple[Any, ...], kind: Reduction) -> Any:
+    # Not torch.stack: the values may be Python's numbers, tensors on the device, or both.
     if kind in ("mean", "sum"):
         return sum(values[1:], start=values[0])
     tensors = [value for value in values if isinstance(value, torch.Tensor)]

@@ -48,11 +48,12 @@ class ModuleAdapter:
         self._keeps_extra = self.hook("on_train_batch_end") is not None
         view.model = module
         for name, value in {"log": accumulator.log, "log_dict": accumulator.log_dict}.items():
-            # A plain module keeps attributes of its own.
+            # A plain module may use these names for attributes of its own, and keeps them.
             if self.is_lightning or not hasattr(module, name):
                 self._lend(module, name, value)
         for part in module.modules():
-            # LightningModules, also within the module, keep their trainer behind a property.
+            # LightningModules, also those inside the module, keep their trainer behind a property that
+            # refuses other classes than Lightning's, so the attribute below it is set.
             if is_module(part):
                 self._lend(part, "_trainer", view)
         if not self.is_lightning and not hasattr(module, "trainer"):
@@ -60,12 +61,14 @@ class ModuleAdapter:
 
     def _lend(self, module: Any, slot: str, value: Any) -> None:
         if not any(owner is module for owner, _, _ in self._before):
-            # Copies of the module, such as an average of its weights, are made without what is lent.
+            # A module may copy itself while it trains, for instance to average its weights. The copy must not
+            # take the trainer, the loop and the replica with it.
             self._put(module, "__reduce_ex__", partial(self._reduced, module))
         self._put(module, slot, value)
 
     def _put(self, module: Any, slot: str, value: Any) -> None:
-        # Into __dict__, past nn.Module.__setattr__ and LightningModule's setters.
+        # Written to __dict__, because nn.Module.__setattr__ would register a module that is lent, and the
+        # setters of a LightningModule refuse objects that are not Lightning's.
         self._before.append((module, slot, vars(module).get(slot, _UNSET)))
         vars(module)[slot] = value
 
@@ -79,6 +82,7 @@ class ModuleAdapter:
         return (made, arguments, *rest)
 
     def _take_back(self, lent_to: Any, attributes: dict[str, Any]) -> None:
+        # Reversed: if a slot was lent twice, what was there first is what is put back last.
         for module, slot, value in reversed(self._before):
             if module is lent_to:
                 attributes.pop(slot, None)
@@ -96,7 +100,7 @@ class ModuleAdapter:
         if not self.is_lightning:
             return
         for part in self._module.modules():
-            # As in Lightning: hooks before the move may make tensors on the device.
+            # Lightning sets it before the move too, and hooks that run before it may make tensors there.
             if "_device" in vars(part):
                 vars(part)["_device"] = replica.device
 
@@ -162,7 +166,7 @@ class ModuleAdapter:
         if not self.is_lightning:
             self._module.train()
         elif replica.is_first and (frozen := sum(not part.training for part in self._module.modules())):
-            say(f"modules in eval mode: {frozen}; they stay so: call train() on those to be trained")
+            say(f"modules that stay in eval mode: {frozen}; call train() on those to be trained")
 
     def hook(self, name: str) -> Callable[..., Any] | None:
         """Return the hook `name` if the module or a callback overrides it.
@@ -185,7 +189,10 @@ class ModuleAdapter:
     @contextmanager
     def evaluating(self, kind: str) -> Iterator[None]:
         """Put the module into eval mode for the block, and every part of it back into its mode afterwards."""
+        # Modes are saved by part: a module may keep some of its parts, such as a frozen encoder, in eval
+        # mode.
         before = {part: part.training for part in self._module.modules()}
+        # A LightningModule may replace both changes of mode, for instance to keep dropout on.
         (self.hook(f"on_{kind}_model_eval") or self._module.eval)()
         yield
         if restore := self.hook(f"on_{kind}_model_train"):
@@ -231,7 +238,8 @@ class ModuleAdapter:
                 fix="Return the loss: a tensor of one element computed from the parameters, "
                 "or a dict with it under 'loss'.",
             )
-        # Kept only if somebody reads it: it may hold the graph.
+        # Kept only for a hook that reads it: the values may hold the autograd graph, and with it the step's
+        # activations.
         self.extra = dict(result) if self._keeps_extra and isinstance(result, Mapping) else {}
         return loss
 
@@ -241,6 +249,7 @@ class ModuleAdapter:
 
     def _call_step(self, kind: str, batch: Any, index: int, valid: Any) -> Any:
         method = getattr(self._module, f"{kind}_step")
+        # The signature is read once: this runs for every batch.
         if kind not in self._takes:
             self._takes[kind] = _accepted_arguments(method)
         takes_index, takes_mask = self._takes[kind]

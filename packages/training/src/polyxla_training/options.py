@@ -92,9 +92,9 @@ class FitOptions:
             current seed, and the order of seed 0.
         limit_train_batches: number of batches of an epoch that each replica trains on, or their fraction of
             the loader: ``100``, or ``0.1``. None for all.
-        limit_val_batches: likewise of a validation; 0 for no validation.
-        limit_test_batches: likewise of a test.
-        limit_predict_batches: likewise of a prediction.
+        limit_val_batches: the same for a validation; 0 for no validation.
+        limit_test_batches: the same for a test.
+        limit_predict_batches: the same for a prediction.
         val_check_interval: number of batches after which to validate within an epoch, or their fraction of
             it, such as ``0.25``; a multiple of `accumulate`. None: after the epoch.
         val_every_n_epochs: interval of the epochs that are validated.
@@ -157,6 +157,7 @@ class FitOptions:
 
     def __post_init__(self) -> None:
         mesh = read_strategy(self.strategy, "Trainer(strategy=...)")
+        # The class is frozen, and the normalised value replaces what the user wrote.
         object.__setattr__(self, "strategy", mesh or _find_strategy(self.strategy))
         self._check_counts()
         for name in BATCH_LIMITS:
@@ -220,6 +221,7 @@ class FitOptions:
     def logger_arguments(self) -> Mapping[str, Mapping[str, Any]]:
         """The names of the loggers, each with the arguments for it."""
         if self.loggers is None:
+            # TensorBoard is the default only where there is a directory to write to.
             return {"tensorboard": {}} if self.log_dir is not None else {}
         return self.loggers if isinstance(self.loggers, Mapping) else {name: {} for name in self.loggers}
 
@@ -241,6 +243,8 @@ class FitOptions:
     def _check_interval(self) -> None:
         given: Any = self.val_check_interval
         _check_batches("val_check_interval", given)
+        # A validation between the batches of one update would be followed by a checkpoint without their
+        # gradients.
         if isinstance(given, int) and given % self.accumulate:
             raise UsageError(
                 f"val_check_interval={given} is not a multiple of accumulate={self.accumulate}",
@@ -288,6 +292,7 @@ class TrainerOptions(FitOptions, LaunchOptions):
         """
         values = {option.name: getattr(self, option.name) for option in fields(FitOptions)}
         if self.fast_dev_run:
+            # The user's own limits give way too: a fast run must stay fast whatever the script asks for.
             limits = dict.fromkeys(BATCH_LIMITS, int(self.fast_dev_run))
             return FitOptions(**values | limits | dict(NOT_IN_FAST_DEV_RUN))
         return FitOptions(**values | {"log_dir": log_dir})
@@ -333,6 +338,7 @@ def _find_strategy(name: Any) -> str:
 
 
 def _is_count(value: Any) -> bool:
+    # bool is an int to isinstance: max_epochs=True would mean one epoch.
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
@@ -344,6 +350,7 @@ def _check_count(name: str, value: Any) -> None:
 
 
 def _check_batches(name: str, value: Any) -> None:
+    # Only a validation may be left out; a training without batches is a mistake.
     least = 0 if name == "limit_val_batches" else 1
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is None or (is_number and (value >= least if isinstance(value, int) else 0 < value <= 1)):

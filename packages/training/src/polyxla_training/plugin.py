@@ -92,6 +92,7 @@ def polyxla_launch_finished(summaries: Mapping[int, Sequence[Any]]) -> None:
         for summary in found
         if isinstance(summary, LoopSummary)
     }
+    # A single replica has nothing to be compared with.
     if len(replicas) > 1:
         for problem in problems(replicas):
             say(problem)
@@ -121,6 +122,8 @@ def _first_replicas(replica: Replica, fit: Fit) -> Iterator[object]:
 
         upload = LogUploadListener(directory)
         directory = upload.path
+        # First, and so called last when the replica stops: the other listeners have closed their files by
+        # then.
         yield upload
     if options.progress and options.summary:
         from polyxla_training.listeners.progress import print_layers
@@ -142,6 +145,8 @@ def _first_replicas(replica: Replica, fit: Fit) -> Iterator[object]:
         prints_summary=options.progress,
     )
     yield observer
+    # Checkpoints and the agreement on a stop are collectives, which compile programs of their own between
+    # steps.
     if options.checkpoint_dir is not None and replica.world_size > 1:
         yield AfterListeners(observer)
     if options.profile_steps is not None:
@@ -169,6 +174,7 @@ def _in_log_dir(options: FitOptions, make: Callable[[], Made]) -> Made | None:
     try:
         return make()
     except OSError as error:
+        # A full disk may be no fault of the script, and logs are not worth a training; other errors are.
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise UsageError(
                 f"{options.log_dir!r} cannot be written: {error}",
@@ -198,6 +204,7 @@ def _logger(name: str, given: Mapping[str, Any], fit: Fit, directory: str | Path
 def _settings(options: FitOptions) -> dict[str, Any]:
     """Return the options, as JSON has them."""
     values = {option.name: getattr(options, option.name) for option in fields(options)}
+    # Callbacks are objects, so only the names of their classes are recorded.
     values["callbacks"] = [type(callback).__name__ for callback in options.callbacks]
     # Arguments of loggers may hold keys to their services.
     values["loggers"] = list(options.logger_arguments)

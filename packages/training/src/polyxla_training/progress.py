@@ -44,6 +44,7 @@ class Progress:
 def length_of(loader: Iterable[Any]) -> int | None:
     """Return the number of batches of a loader; None if it does not know."""
     try:
+        # A DataLoader over an IterableDataset has __len__, and raises TypeError when it is called.
         return len(loader)  # type: ignore[arg-type]
     except TypeError:
         return None
@@ -63,6 +64,7 @@ def count_batches(length: int | None, options: FitOptions, option: str) -> int |
     limit: float | None = getattr(options, option)
     if limit is None:
         return length
+    # An int is a number of batches and a float a fraction, as in Lightning: 1 is one batch, 1.0 all of them.
     if isinstance(limit, int):
         return limit if length is None else min(length, limit)
     return _fraction(length, limit, option)

@@ -111,11 +111,11 @@ def check_replicas(
             where="check_replicas",
             fix=f"Name a function without arguments: def make(): return {name}(...).",
         )
-    # Imports torch, which `import polyxla_training` must not.
+    # Imported here: it imports torch, which `import polyxla_training` must not.
     from polyxla_training.replica_runs import compare, prepare, train
 
     workload = prepare(make_module, batches, steps, devices, batch_size)
-    # Not in this process: a device that is opened here would block the launch of several replicas.
+    # In a process of its own: a device that is opened in this one would block the launch of several replicas.
     [(_, alone)] = launch(train, (workload,), devices=1, runtime=runtime, start_method="forkserver")
     sizes, together = zip(*launch(train, (workload,), devices=devices, runtime=runtime), strict=True)
     return ReplicaCheck(sizes[0], steps, tolerance, compare(alone, together), workload.warnings)
@@ -131,7 +131,7 @@ def load_factory(name: str) -> Callable[[], torch.nn.Module]:
     fix = "Write module:attribute, such as train:Net for the class Net in train.py."
     if not module or not attribute:
         raise UsageError(f"{name!r} does not name a module and an attribute", where=_COMMAND, fix=fix)
-    # `python -m` looks in the working directory too.
+    # As `python -m` does: the user's module is usually in the working directory.
     sys.path.insert(0, str(working_directory()))
     try:
         found = importlib.import_module(module)

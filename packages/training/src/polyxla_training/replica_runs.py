@@ -72,6 +72,7 @@ def prepare(
     shared = [map_tensors(_as_float32, batch) for batch in taken]
     for batch in shared:
         _check_divides(batch, devices)
+    # In float32: rounding in bfloat16 would hide what the check looks for.
     return Workload(module.float(), shared, tuple(_differ_by_design(module)))
 
 
@@ -90,6 +91,7 @@ def _random_batches(module: nn.Module, batch_size: int) -> Iterable[Any]:
 def _in_order(source: Iterable[Any], batch_size: int) -> Iterable[Any]:
     if not isinstance(source, DataLoader):
         return source
+    # In the dataset's order: a shuffle would draw another order in each of the two runs.
     return DataLoader(source.dataset, batch_size, collate_fn=source.collate_fn, drop_last=True)
 
 
@@ -133,7 +135,7 @@ def _share(batch: Any, ordinal: int, devices: int) -> Any:
     count = _records(batch)
 
     def mine(tensor: Tensor) -> Tensor:
-        # Other tensors, such as a mask or a weight per class, do not hold records: all replicas get them.
+        # A tensor of another length, such as a weight per class, holds no records, so all replicas get it.
         has_records = tensor.dim() > 0 and tensor.shape[0] == count
         return tensor.chunk(devices)[ordinal] if has_records else tensor
 
@@ -141,6 +143,7 @@ def _share(batch: Any, ordinal: int, devices: int) -> Any:
 
 
 def _differ_by_design(module: nn.Module) -> Iterator[str]:
+    # These make the runs differ although nothing is wrong, so they are named beside the result.
     norms, dropouts = [], []
     for name, part in module.named_modules():
         label = f"{name or 'the module'} ({type(part).__name__})"
@@ -166,7 +169,7 @@ def train(replica: Replica, workload: Workload) -> tuple[int, dict[str, Tensor]]
     """
     for batch in workload.batches:
         _check_divides(batch, replica.world_size)
-    # A copy, because replicas that are threads all receive the same module.
+    # Copied, because replicas that are threads of one process all receive the same module.
     module = replica.setup(copy.deepcopy(workload.module)).train()
     accumulator = MetricAccumulator(replica)
     view = TrainerView(replica.world, FitOptions(), Progress())

@@ -156,6 +156,7 @@ def load_same(
         place, loaded = locate(source), None
     else:
         choice, loaded = _choose(replica, directory, in_shards)
+        # Gathered even after an error: a replica that raised here alone would leave the others waiting.
         choices = replica.all_gather(choice)
         if errors := [choice.error for choice in choices if choice.error is not None]:
             raise choice.error or errors[0]
@@ -170,6 +171,7 @@ def load_same(
         outcome = _Attempt(outcome.host, fingerprint(place), step)
     except CheckpointError as error:
         outcome = _Attempt(outcome.host, error=error)
+    # Errors are raised here and not above, so that all replicas take part and all of them raise.
     _check_same(outcome, replica.all_gather(outcome), str(place), where)
     assert loaded is not None
     return place, loaded
@@ -182,7 +184,7 @@ def _read(replica: Collectives, in_shards: bool, place: Location) -> Loaded:
 
     shards = ShardedCheckpoint(place)
     if replica.is_first:
-        # One for all: there may be a file from each of many replicas.
+        # One replica checks for all: there may be a file from each of many replicas.
         shards.check()
     return Loaded(shards.state(unread=UNREAD), shards)
 
@@ -197,7 +199,7 @@ def _choose(
         if replica.is_first:
             entry, loaded = folder.newest_intact(partial(_read, replica, in_shards)) or (None, None)
             return _Choice(entry.path if entry else None), loaded
-        # One replica of a process looks: its others see the same files.
+        # One replica of a process looks, because the others in it see the same files.
         entry = folder.latest() if replica.world.owns_process else None
         return _Choice(entry.path if entry else None), None
     except CheckpointError as error:
@@ -223,6 +225,7 @@ def _check_same(own: _Attempt, attempts: Sequence[_Attempt], place: str, where: 
     groups: dict[tuple[str, str], list[int]] = {}
     for ordinal, attempt in enumerate(attempts):
         groups.setdefault((attempt.content, attempt.error.what if attempt.error else ""), []).append(ordinal)
+    # Equal checksums of the header mean equal files, because the header holds the tensors' checksums.
     if len(groups) == 1:
         return
     found = []
@@ -282,6 +285,7 @@ def load_into(
 
     check_location(path, "load_into")
     place = locate(path)
+    # A file has all tensors whole; each replica reads it and keeps its shards.
     shards = ShardedCheckpoint(place) if is_sharded(place) else None
     state = load(place) if shards is None else shards.state(unread=tuple(f"{key}." for key in KEYS))
     if not isinstance(state, dict) or not all(isinstance(state.get(key), dict) for key in KEYS):

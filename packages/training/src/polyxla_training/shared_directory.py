@@ -71,6 +71,7 @@ def check_shared(replica: Collectives, directory: str | os.PathLike[str], where:
                 "gs://bucket/run.",
             )
         looks = replica.world.local_ordinal == 0 and replica.world.host_index != offer.host_index
+        # One replica of each other host looks; more would only ask the file system the same question.
         misses = looks and not appears(place / offer.name)
         found = replica.all_gather((replica.world.host_index, socket.gethostname()) if misses else None)
     if missing := sorted(host for host in found if host is not None):
@@ -80,6 +81,7 @@ def check_shared(replica: Collectives, directory: str | os.PathLike[str], where:
 @contextmanager
 def _offered(replica: Collectives, place: Location) -> Iterator[_Offer]:
     """Write ordinal 0's file, and remove it after the block; the other replicas write none."""
+    # A random name: two jobs that start at the same time must not take each other's file for their own.
     offer = _Offer(replica.world.host_index, socket.gethostname(), f".polyxla-shared-{secrets.token_hex(8)}")
     if not replica.is_first:
         yield offer
@@ -108,6 +110,7 @@ def appears(place: Location) -> bool:
         except OSError:
             if time.monotonic() > deadline:
                 return False
+            # Polled: network file systems report no changes that other hosts make.
             time.sleep(_POLL_S)
         else:
             return True

@@ -98,6 +98,7 @@ class RemotePath(os.PathLike[str]):
         """
         if mode != "rb":
             raise ValueError(f"mode {mode!r} is not 'rb'")
+        # Asked first: reading beyond the end is an error in some stores.
         size = self.stat().st_size
         return io.BufferedReader(_Reader(self, size), max(1, min(buffering, size)))
 
@@ -110,8 +111,8 @@ class RemotePath(os.PathLike[str]):
         Raises:
             OSError: the upload failed.
         """
-        # Without a transaction, closing the file would complete the upload, also after an error. Transactions
-        # belong to the file system's object, which threads share unless it is a new one.
+        # Without a transaction, closing the file would complete the upload even after an error. A transaction
+        # belongs to the object of the file system, which threads share unless a new one is made.
         with (
             _file_system(self.url, skip_instance_cache=True) as (store, path),
             store.transaction,
@@ -196,6 +197,7 @@ class _Reader(io.RawIOBase):
         if stop <= self._position:
             return 0
         with _file_system(self._remote.url) as (store, path):
+            # A request per range, so there is no connection that could be lost between two reads.
             data = store.cat_file(path, start=self._position, end=stop)
         buffer[: len(data)] = data
         self._position += len(data)
@@ -248,7 +250,7 @@ def _file_system(url: str, **options: bool) -> Iterator[tuple[Any, str]]:
         import fsspec
 
         store, path = fsspec.url_to_fs(url, **options)
-        # It remembers what it has listed, and other processes write too.
+        # fsspec remembers what it has listed, and other processes write to the store too.
         store.invalidate_cache()
         yield store, path
     except (OSError, UsageError):
@@ -261,6 +263,7 @@ def _status(found: dict[str, Any]) -> RemoteStatus:
     time = next((found[name] for name in _TIMES if found.get(name) is not None), 0.0)
     if isinstance(time, str):
         time = datetime.fromisoformat(time)
+    # Stores report the time as a number, as text or as a datetime.
     return RemoteStatus(int(found["size"]), time.timestamp() if isinstance(time, datetime) else float(time))
 
 
@@ -297,6 +300,7 @@ def locate(path: str | os.PathLike[str]) -> Location:
     match = _URL.match(text)
     if match is None:
         return Path(path)
+    # A file: URL is a local path, and works without fsspec.
     if match[1].lower() == "file":
         return Path(unquote(urlsplit(text).path))
     return RemotePath(text.rstrip("/"))
@@ -329,7 +333,7 @@ def files_in(directory: Location, prefix: str) -> Iterator[FileInfo]:
         yield from (FileInfo(*found) for found in directory.files() if found[0].name.startswith(prefix))
         return
     for path in directory.glob(f"{prefix}*"):
-        # Another process may delete it meanwhile.
+        # Another process may delete the file between the listing and this call.
         with contextlib.suppress(FileNotFoundError):
             status = path.stat()
             if path.is_file():

@@ -165,25 +165,29 @@ class Trainer(TrainerOptions):
         datamodule: Any,
         required: list[str],
     ) -> dict[str, float]:
-        # It imports torch, which `import polyxla_training` must not.
+        # Imported here: it imports torch, which `import polyxla_training` must not.
         from polyxla_training.loop.training import run
 
         check_module(module, required)
         if is_data_module(loaders[0]):
+            # As in Lightning, a data module may be passed in the place of the first loader.
             datamodule, loaders = loaders[0], (None, *loaders[1:])
         check_datamodule(datamodule, loaders)
         options = self.fit_options(self._new_log_dir() if stage == "fit" else None)
+        # The process id tells replicas whether they run in this process, and so train the caller's own
+        # module.
         call = TrainerCall(stage, module, loaders, datamodule, options, os.getpid())
+        # Only a fit saves on a signal; an evaluation has nothing to save, and ends at once.
         with forward_signals(options.checkpoint_dir if stage == "fit" else None) as asked:
             outcomes: list[TrainerOutcome] = launch(run, (call,), **self.launch_options())
-        # Metrics are the same in all; the parameters come from one of them.
+        # Metrics are the same in all outcomes; one of them has the parameters.
         outcome = next((outcome for outcome in outcomes if outcome.state is not None), outcomes[0])
         if outcome.state is not None:
             _take_state(module, outcome.state)
         self.metrics = outcome.metrics
         self.outcome = replace(outcome, predictions=merge_predictions(outcomes))
         if outcome.stopped == SIGNALLED:
-            # Without one of its own, another host has received it.
+            # If this process has received none, another host's launcher has.
             number = asked.received or signal.SIGTERM
             say(f"ended by {number.name} after step {outcome.steps}, which is saved")
             # The state is safe: now act on the signal that was held back.
@@ -210,6 +214,7 @@ def _take_state(module: Any, state: Mapping[str, Any]) -> None:
     Raises:
         UsageError: the module was given other layers there.
     """
+    # Layers that configure_model makes exist only in the replicas' copies so far.
     hook = find_hook(module, "configure_model") if is_module(module) else None
     if hook and set(state) != set(module.state_dict()):
         # The replicas have called it on their copies.

@@ -51,6 +51,7 @@ def save(state: Any, path: str | os.PathLike[str], *, format: Format = "safetens
 
     _check_format(format, "save")
     check_location(path, "save")
+    # A BackgroundWriter has encoded the state already, in the thread that trains.
     encoded = state if isinstance(state, EncodedState) else encode_state(state)
     if encoded.is_divided:
         _check_divisible(format)
@@ -101,6 +102,7 @@ def load(
     with state_file.opened(place) as file:
         if format == "torch":
             return state_file.read_torch(file, str(place), device)
+        # Reported by name: such a file would otherwise look like a damaged safetensors file.
         if state_file.is_torch(file):
             raise CheckpointError(
                 f"{str(place)!r} is a file of torch.save",
@@ -180,7 +182,8 @@ class BackgroundWriter:
         self._wait()
         copied = snapshot(state)
         self._started = time.monotonic()
-        # A new thread each time: a process that is forked in between does not inherit a dead one.
+        # A new thread for each write: threads do not survive a fork, so a process that is forked between two
+        # writes would inherit a dead one. Not a daemon: Python waits for it before it exits.
         self._thread = threading.Thread(
             target=self._write, args=(save, copied), name="polyxla-checkpoint-writer"
         )
@@ -217,6 +220,7 @@ class BackgroundWriter:
 
     def _wait(self) -> None:
         if self._thread is not None:
+            # The limit is one for the whole write, so it counts from the write's start.
             self._thread.join(max(0.0, self._started + self._timeout_s - time.monotonic()))
             if self._thread.is_alive():
                 raise CheckpointError(
@@ -225,6 +229,7 @@ class BackgroundWriter:
                     fix="Save less often, use a faster disk, or pass a longer timeout_s.",
                 )
             self._thread = None
+        # Raised once: the caller may go on to save later states with this writer.
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure

@@ -51,6 +51,8 @@ def replacing(path: Path, size_bytes: int) -> Iterator[BinaryIO]:
             try:
                 yield file
                 file.flush()
+                # Before the rename: after a crash of the machine, the new name must not lead to a file
+                # without its data.
                 os.fsync(file.fileno())
                 part.replace(path)
             except BaseException:
@@ -64,7 +66,8 @@ def replacing(path: Path, size_bytes: int) -> Iterator[BinaryIO]:
 def sweep(directory: Path) -> None:
     """Remove the files and directories that killed writers left in a directory."""
     for part in directory.glob(f".*{SUFFIX}"):
-        # A living writer has the lock. On a file system without locks, nothing is removed.
+        # A living writer has the lock, so taking it fails and the part stays. On a file system without locks,
+        # nothing is removed: leftovers are better than another writer's file deleted.
         with contextlib.suppress(OSError), part.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(directory_of(part), ignore_errors=True)
@@ -83,7 +86,7 @@ def create_part(path: Path) -> tuple[Path, BinaryIO]:
         OSError: it cannot be created.
     """
     while True:
-        # Cut, because a name may have at most 255 bytes.
+        # The name is cut, because it may have at most 255 bytes.
         part = path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}{SUFFIX}")
         file = part.open("xb")
         if _is_locked(part, file):
@@ -98,14 +101,16 @@ def _is_locked(part: Path, file: BinaryIO) -> bool:
     except BlockingIOError:
         return False
     except OSError:
-        return True  # The file system has no locks, so no sweep removes the file.
+        # The file system has no locks, so no sweep removes the file.
+        return True
     # A sweep between open and flock has removed the file; the lock is then on a file without a name.
     return part.exists()
 
 
 def sync_directory(directory: Path) -> None:
     """Make the names in a directory durable, where the file system can."""
-    # The rename is durable after this. Some network file systems cannot sync a directory: not an error.
+    # A rename is durable only once its directory is synced. Some network file systems cannot sync one; the
+    # checkpoint is complete there all the same.
     with contextlib.suppress(OSError):
         descriptor = os.open(directory, os.O_RDONLY)
         try:
@@ -120,6 +125,7 @@ def _file_error(path: Path, size_bytes: int, error: OSError) -> CheckpointError:
     if error.errno not in _FULL:
         fix = "Name a file in a directory that this process may write to."
         return CheckpointError(f"{what}{kept}", where="save", fix=fix)
+    # The nearest directory that exists: the missing ones would have been made on the same disk.
     free = size_text(
         shutil.disk_usage(next(parent for parent in path.absolute().parents if parent.exists())).free
     )
@@ -132,7 +138,8 @@ def _is_there(path: Path) -> bool:
     try:
         return path.is_file()
     except OSError:
-        return False  # Its directory is not readable.
+        # Its directory is not readable.
+        return False
 
 
 STATE = "state.safetensors"
@@ -145,7 +152,7 @@ def is_sharded(place: Location) -> bool:
     """Return whether a checkpoint is a directory, not a file."""
     if not isinstance(place, RemotePath):
         return place.is_dir()
-    # An object store has no directories of its own.
+    # An object store has no directories, only names with slashes: the manifest tells a checkpoint.
     try:
         (place / STATE).stat()
     except OSError:
@@ -195,6 +202,7 @@ class NewDirectory:
         assert isinstance(self._path, Path)
         try:
             directory = directory_of(self._part)
+            # Its files are durable already: each writer has synced its own.
             sync_directory(directory)
             with _aside(self._path):
                 directory.rename(self._path)
@@ -221,6 +229,7 @@ def delete(directory: Location) -> None:
     Raises:
         OSError: it cannot be deleted.
     """
+    # The manifest goes first: without it, what is left is no checkpoint, whatever happens now.
     if isinstance(directory, RemotePath):
         (directory / STATE).unlink(missing_ok=True)
         for file in list(files_in(directory, SHARD)):
@@ -236,7 +245,8 @@ def _aside(directory: Path) -> Iterator[None]:
     if not directory.exists():
         yield
         return
-    # A name that a later writer sweeps, should this process end here.
+    # The old directory gets the name of a part: if this process ends before it has deleted it, a later writer
+    # sweeps it.
     part, lock = create_part(directory)
     with lock:
         try:

@@ -78,7 +78,9 @@ def _fix(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str:
 def _prefix(short: Mapping[str, Any], long: Mapping[str, Any]) -> str | None:
     """Return the prefix, such as ``module.``, that turns all names of `short` into those of `long`."""
     first = next(iter(short), None)
+    # Compared only if both have as many names: a prefix explains nothing else.
     if first is None or len(short) != len(long):
         return None
+    # Any name that ends like the first one gives a candidate; a candidate that fits all names is the prefix.
     guesses = {name.removesuffix(first) for name in long if name.endswith(first)} - {""}
     return next((prefix for prefix in sorted(guesses) if all(prefix + name in long for name in short)), None)

@@ -129,7 +129,7 @@ class CheckpointFolder:
                 where="CheckpointFolder",
                 fix="Name a directory that this process may read; for a URL, check credentials and network.",
             ) from error
-        # By time last: a step may be there as a file and in shards.
+        # By time last: a step may be there as a file and as shards, and the newer one counts.
         return sorted(found, key=lambda entry: (entry.step, entry.is_kept, entry.time_s))
 
     def latest(self) -> CheckpointEntry | None:
@@ -173,6 +173,8 @@ class CheckpointFolder:
         for entry in reversed(self.entries()):
             try:
                 state = read(entry.path)
+            # Only damage leads to an older checkpoint. A file that cannot be read now may be intact, and
+            # resuming before it would repeat and overwrite work.
             except DamagedCheckpointError as error:
                 damaged.append(entry.path.name)
                 say(f"{error.what}; loading the checkpoint before it")
@@ -193,7 +195,8 @@ class CheckpointFolder:
         others = (entry for entry in self.entries() if best is None or entry.path != best.path)
         deletable = [entry.path for entry in others if not entry.is_kept]
         for path in deletable[: -self._keep]:
-            # After resuming from an earlier checkpoint, the file just written may have a lower step.
+            # After resuming from an earlier checkpoint, the file just written may have the lowest step. Files
+            # that polyxla has not written are never deleted, whatever their names.
             if path != written and _is_ours(path):
                 _delete(path)
 
@@ -212,6 +215,7 @@ def _shards_in(directory: Location) -> Iterator[FileInfo]:
     """Yield the directories of shards, each with the size of its files and the time of its manifest."""
     for path in directories_in(directory, "step-"):
         files = list(files_in(path, ""))
+        # A directory without a manifest is not complete: its writer was killed, or still writes.
         times = [file.time_s for file in files if file.path.name == STATE]
         if times:
             yield FileInfo(path, sum(file.size_bytes for file in files), times[0])
@@ -236,7 +240,7 @@ def _delete(path: Location) -> None:
         else:
             path.unlink(missing_ok=True)
     except OSError as error:
-        # The new checkpoint is written: no reason to end a training.
+        # The new checkpoint is safe, so a training need not end for this.
         say(f"the old checkpoint {path} cannot be deleted: {error}")
 
 

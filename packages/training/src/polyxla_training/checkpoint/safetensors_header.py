@@ -81,6 +81,7 @@ def lay_out(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> list[TensorS
 
 def encode(slots: Sequence[TensorSlot], tree: str) -> bytes:
     """Return the file's bytes before the tensors, with zeros in place of the checksums."""
+    # Fixed width: the checksums are filled in later, and must not move the tensors.
     zeros = "0" * _CRC_DIGITS * (1 + len(slots))
     texts = {"polyxla.crc32": zeros, "polyxla.version": VERSION, "polyxla.nest": tree}
     content: dict[str, Any] = {"__metadata__": texts}
@@ -91,6 +92,7 @@ def encode(slots: Sequence[TensorSlot], tree: str) -> bytes:
             "data_offsets": (slot.start, slot.stop),
         }
     text = json.dumps(content, separators=(",", ":")).encode("ascii")
+    # JSON allows trailing spaces, which move the first tensor to an aligned offset.
     text += b" " * (-len(text) % ALIGNMENT_BYTES)
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
@@ -113,6 +115,7 @@ def read(file: BinaryIO, size_bytes: int) -> Header:
     """
     length = file.read(LENGTH_BYTES)
     text_bytes = int.from_bytes(length, "little")
+    # Checked before reading: the length of a damaged file may be any number, and would be allocated.
     if text_bytes > MAX_HEADER_BYTES:
         raise DamageError(
             f"its header would be {size_text(text_bytes)} long, more than a checkpoint may have"
@@ -149,6 +152,7 @@ def _slot(name: str, dtype: str, shape: list[int], data_offsets: list[int]) -> T
 
 
 def _check_places(slots: Mapping[str, TensorSlot], data_bytes: int) -> dict[str, TensorSlot]:
+    # Gaps and overlaps are refused as the format's own readers do: bytes outside of tensors could hide data.
     ordered = sorted(slots.values(), key=lambda slot: (slot.start, slot.stop))
     end = 0
     for slot in ordered:

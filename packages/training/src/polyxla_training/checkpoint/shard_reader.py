@@ -94,7 +94,8 @@ class Manifest:
             for name, tensor in self.tensors.items()
         }
         text = json.dumps([VERSION, self.tree, tensors, dict(self.files)], separators=(",", ":")).encode()
-        # A tensor, because the metadata of the format has a limit, which thousands of shards could reach.
+        # Stored as a tensor, because the format limits the size of metadata, and the list of thousands of
+        # shards could exceed it.
         manifest = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         write_safetensors(encode_state({"manifest": manifest}), directory / STATE)
 
@@ -208,7 +209,7 @@ class ShardedCheckpoint:
     def _left_out(self, name: str) -> torch.Tensor:
         divided = self._manifest.tensors[name]
         tensor = torch.empty(divided.shape, dtype=divided.dtype, device="meta")
-        # With the tensor: another could have its id once it is freed.
+        # The tensor is kept with its name: once it were freed, another could have its id.
         self._unread[id(tensor)] = (name, tensor)
         return tensor
 
@@ -244,6 +245,8 @@ class ShardedCheckpoint:
             name, offset = item.storage_index.fqn, item.storage_index.offset
             assert offset is not None
             requests.setdefault(self._files[name, tuple(offset)], {}).setdefault(name, []).append(item)
+        # By file, then by tensor: each file is opened once, and each chunk read once for all parts that need
+        # it.
         for file_name, by_tensor in requests.items():
             with self._opened(file_name) as file:
                 for name, items in by_tensor.items():
@@ -253,6 +256,7 @@ class ShardedCheckpoint:
         self, file: BufferedReader, file_name: str, name: str, items: list[ReadItem], planner: LoadPlanner
     ) -> None:
         dtype, header = self._manifest.tensors[name].dtype, self._headers[file_name]
+        # The whole chunk, although a new division may need a part of it: its checksum covers all of it.
         chunk = read_tensor(file, header, name, dtype, self._verify)
         for item in items:
             part = chunk
@@ -275,6 +279,8 @@ class ShardedCheckpoint:
                 fix="Load another checkpoint.",
             ) from error
         with opened(path) as file:
+            # A file of an earlier checkpoint of the same step would have valid checksums of its own; the
+            # manifest knows the header that belongs to this one.
             if name not in self._headers:
                 self._check_header(name, header_checksum(file))
                 file.seek(0)
@@ -322,7 +328,7 @@ def consolidate(place: Location, out: Location | None = None, *, key: str = "mod
     """
     _check_sharded(place)
     checkpoint = ShardedCheckpoint(place)
-    # Before a file is begun, which may take long.
+    # Checked before the file is begun: writing it may take long.
     checkpoint.check()
     state = checkpoint.state(unread=("",))
     if not isinstance(state, Mapping) or key not in state:
@@ -340,7 +346,7 @@ def consolidate(place: Location, out: Location | None = None, *, key: str = "mod
     names: dict[int, str] = {}
 
     def stand_in(unread: torch.Tensor) -> torch.Tensor:
-        # One element that stands for all: its shape and dtype are encoded, and it needs no memory.
+        # One element, expanded: the encoder needs the shape and the dtype, and this takes no memory.
         tensor = torch.empty((), dtype=unread.dtype).expand(unread.shape)
         name = checkpoint.name_of(unread)
         assert name is not None
@@ -354,6 +360,7 @@ def consolidate(place: Location, out: Location | None = None, *, key: str = "mod
 
 def _check_sharded(place: Location) -> None:
     newest = max((directory.name for directory in directories_in(place, "step-")), default=None)
+    # The likely mistake is to name the directory of all checkpoints.
     if is_sharded(place) and newest is None:
         return
     what = "a directory of checkpoints" if newest else "not a checkpoint in shards"
@@ -367,7 +374,7 @@ def _check_sharded(place: Location) -> None:
 
 
 def _beside(place: Location, key: str) -> Location:
-    # A name that CheckpointFolder does not take for a checkpoint.
+    # CheckpointFolder does not take this name for a checkpoint, and so neither counts nor deletes the file.
     name = f"{place.name.removesuffix('.shards')}-{key}.safetensors"
     if isinstance(place, RemotePath):
         return RemotePath(place.url.rpartition("/")[0]) / name

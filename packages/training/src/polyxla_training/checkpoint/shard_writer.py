@@ -43,6 +43,7 @@ def write_shards(state: EncodedState, path: Location) -> bool:
         CheckpointError: in every replica, if one of them cannot write.
     """
     directory, group = NewDirectory(path), checkpoint_group()
+    # The state is encoded already, so it is flat. Tensors that all replicas hold are written once.
     planner = DefaultSavePlanner(
         flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
     )
@@ -56,6 +57,7 @@ def write_shards(state: EncodedState, path: Location) -> bool:
     except CheckpointException as error:
         ordinal, (cause, _) = min(error.failures.items())
         raise _failed(path, ordinal, cause) from error
+    # gloo raises it when a process of the group has ended, or when the group's timeout is over.
     except RuntimeError as error:
         raise CheckpointError(
             f"{str(path)!r} cannot be written, because another replica was lost: "
@@ -115,6 +117,7 @@ class _ShardWriter(StorageWriter):
             CheckpointError: it cannot be written, or this host does not share the directory.
         """
         done: Future[list[WriteResult]] = Future()
+        # A replica may have nothing to write, for example if the others hold the same tensors.
         if not plan.items:
             done.set_result([])
             return done
@@ -138,6 +141,7 @@ class _ShardWriter(StorageWriter):
             if isinstance(tensor, TensorStorageMetadata)
         }
         Manifest(self._tree, tensors, dict(result.storage_data for result in written)).write(self._place)
+        # All shards are durable: torch's planner calls this after every replica has written.
         self._directory.commit()
 
     @classmethod

@@ -64,10 +64,12 @@ def encode_state(state: Any) -> EncodedState:
     """
     encoder = Encoder()
     tree = encoder.encode(state)
+    # Largest items first: the format has no padding between tensors, so this keeps each of them aligned.
     tensors = sorted(stored_tensors(encoder.tensors), key=lambda stored: -stored.tensor.itemsize)
     encoded = EncodedState(json.dumps(tree, separators=(",", ":")), tensors)
     if encoded.is_divided:
-        # Here, because a background thread may not make a process group.
+        # Made here, because a background thread may not make a process group: making one is a collective of
+        # the threads that train.
         checkpoint_group()
     return encoded
 
@@ -95,6 +97,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     if is_divided(tensor):
         return map_shard(_copied, tensor)
     copied = on_host(tensor)
+    # `on_host` returns a contiguous host tensor itself, and training would go on to change it.
     is_same = tensor.device.type == "cpu" and copied.data_ptr() == tensor.data_ptr()
     return copied.clone() if is_same else copied
 
@@ -128,6 +131,8 @@ class Encoder:
         """
         if depth > MAX_DEPTH:
             raise _error(f"{where[:60]}... is nested more than {MAX_DEPTH} deep, or contains itself")
+        # Exact types from here on: a subclass could not be restored, and saving it as its base would lose it
+        # silently.
         value = _plain(value)
         kind = type(value)
         if kind in _SCALARS:
@@ -153,7 +158,8 @@ class Encoder:
             for key, item in value.items()
         ]
         node = {"type": _DICTS[type(value)], "items": items}
-        # The modules' versions that torch.nn.Module.state_dict() attaches, and load_state_dict() reads.
+        # torch.nn.Module.state_dict() attaches the versions of its modules; load_state_dict() reads them to
+        # convert old states.
         versions = getattr(value, "_metadata", None)
         if versions is not None:
             node["_metadata"] = self.encode(versions, f"{where}._metadata", _dotted(name, "_metadata"), depth)
@@ -212,13 +218,13 @@ def _text(value: str) -> Any:
     try:
         value.encode()
     except UnicodeEncodeError:
-        # Unpaired surrogates: JSON would join two that meet.
+        # It has unpaired surrogates, and JSON readers join two of them that meet.
         return {"type": "text", "value": value.encode("utf-8", "surrogatepass").hex()}
     return value
 
 
 def _integer(value: int) -> Any:
-    # In hexadecimal, because Python limits the number of digits of a decimal integer.
+    # In hexadecimal, because Python limits the number of digits that it converts in decimal.
     return value if value in _JSON_INTEGERS else {"type": "int", "value": hex(value)}
 
 
@@ -239,6 +245,7 @@ def read_dtype(name: str) -> torch.dtype:
         AttributeError: torch has nothing of this name.
         TypeError: it is not a dtype.
     """
+    # The name comes from a file: only dtypes may be looked up by it.
     found = getattr(torch, name)
     if not isinstance(found, torch.dtype):
         raise TypeError(f"{name} is not a dtype")

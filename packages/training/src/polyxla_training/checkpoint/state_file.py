@@ -56,12 +56,15 @@ def write_safetensors(state: EncodedState, path: Location, read: Read | None = N
     with replacing(path, len(start) + (slots[-1].stop if slots else 0)) as file:
         file.write(start)
         sums = [_write_tensor(read(tensor), file) for tensor in tensors]
+        # The checksums come before the tensors in the file, but are known only after them; their place was
+        # kept free.
         file.seek(safetensors_header.CRC_OFFSET)
         file.write(safetensors_header.checksums(start, sums))
 
 
 def _upload(start: bytes, tensors: list[torch.Tensor], path: RemotePath, read: Read) -> None:
-    # What was sent cannot be changed: the checksums, which come first, are computed before anything is sent.
+    # Bytes that were sent cannot be changed, and the checksums come first: all tensors are read once to
+    # compute them, and again to send them.
     sums = [_write_tensor(read(tensor), None) for tensor in tensors]
     digits = safetensors_header.checksums(start, sums)
     offset = safetensors_header.CRC_OFFSET
@@ -101,7 +104,7 @@ def write_torch(state: EncodedState, path: Location) -> None:
         try:
             torch.save(decoded, file)
         except RuntimeError as error:
-            # torch hides the error of the file system.
+            # torch raises a RuntimeError of its own in place of the file system's error.
             cause = error.__context__
             raise cause if isinstance(cause, OSError) else error from None
 
@@ -110,7 +113,7 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the host; the tensor must outlive it."""
     if not tensor.nbytes:
         return memoryview(b"")
-    # Not through numpy, which has fewer dtypes and need not be installed.
+    # ctypes instead of numpy, which has fewer dtypes and need not be installed.
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
@@ -135,6 +138,7 @@ def _write_tensor(held: torch.Tensor, file: BinaryIO | None) -> int:
 def _write_back(file: BinaryIO, size_bytes: int) -> None:
     # Start writing to the disk now, while the next piece is prepared, instead of all at once in fsync.
     # Source: mm/fadvise.c of Linux: POSIX_FADV_DONTNEED starts the write-back of dirty pages.
+    # Only whole pieces: small tensors are left to the kernel.
     if size_bytes == PIECE_BYTES and hasattr(os, "posix_fadvise") and isinstance(file, io.BufferedWriter):
         os.posix_fadvise(file.fileno(), file.tell() - size_bytes, size_bytes, os.POSIX_FADV_DONTNEED)
 
@@ -198,7 +202,8 @@ def read_safetensors(file: BufferedReader, size_bytes: int, device: torch.device
     except (OSError, MemoryError, safetensors_header.DamageError):
         raise
     except Exception as error:
-        # The checksum is right, so a program other than polyxla wrote this, and any error may come of it.
+        # The checksum is right, so the file is not damaged: another program has written metadata under
+        # polyxla's keys, and decoding it may raise anything.
         raise safetensors_header.DamageError(f"polyxla did not write its metadata: {error!r}") from error
 
 
@@ -239,6 +244,7 @@ class _Tensors:
         self._read: dict[str, torch.Tensor] = {}
 
     def __call__(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        # Tied tensors refer to one tensor of the file, and share it again once they are loaded.
         if name not in self._read:
             tensor = read_tensor(self._file, self.header, name, dtype, self._verify)
             self._read[name] = tensor.to(self._device)

@@ -46,6 +46,8 @@ class StopSignal:
         return self.received is not None
 
     def __enter__(self) -> Self:
+        # Python allows only the main thread to install handlers; replicas in other threads learn of the
+        # signal by the file.
         if threading.current_thread() is threading.main_thread():
             for number in self._signals:
                 self._before[number] = signal.signal(number, self._receive)
@@ -56,15 +58,17 @@ class StopSignal:
             self._restore(number)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        # Takes no lock: this interrupts the main thread, which may hold it.
+        # This must not take a lock: it interrupts the main thread, which may hold it.
         self.received = signal.Signals(number)
+        # Restored at once, so that a second signal ends a program that does not react to the first.
         self._restore(self.received)
         if self._then is not None:
             self._then()
 
     def _restore(self, number: signal.Signals) -> None:
         before = self._before.pop(number)
-        # A handler that was installed since then stays. None is one that was not set from Python.
+        # A handler that was installed since then stays. None stands for a handler that was not installed from
+        # Python, and which Python cannot restore.
         if signal.getsignal(number) == self._receive and before is not None:
             signal.signal(number, before)
 
@@ -102,6 +106,7 @@ def forward_signals(checkpoint_dir: str | os.PathLike[str] | None) -> Iterator[S
     if checkpoint_dir is None:
         yield StopSignal()
         return
+    # A file of a run that was killed would stop this one after its first step.
     file = stop_file(checkpoint_dir)
     file.unlink(missing_ok=True)
     with StopSignal(signal.SIGTERM, signal.SIGINT, then=lambda: _request_stop(file, stop)) as stop:
@@ -115,5 +120,5 @@ def _request_stop(file: Path, stop: StopSignal) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.touch()
     if stop.received is signal.SIGINT:
-        # Not print(): this may have interrupted one.
+        # os.write instead of print(): this may have interrupted a print(), whose lock it would wait for.
         os.write(2, INTERRUPTED)

@@ -45,7 +45,7 @@ STORED_AS = {
 """Dtypes that the format has no name for, or one that not all readers know: the same bytes are stored under
 another dtype. A complex number becomes two real ones, in an additional last dimension of 2."""
 if isinstance(bcomplex32 := getattr(torch, "bcomplex32", None), torch.dtype):
-    # Two bfloat16, in newer releases of torch.
+    # A pair of bfloat16, which newer releases of torch have.
     STORED_AS[bcomplex32] = torch.bfloat16
 _NAMES = {dtype: name for name, dtype in NAMED.items()}
 
@@ -66,7 +66,7 @@ def restored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     if tensor.dtype is not STORED_AS.get(dtype, dtype):
         raise ValueError(f"{dtype} is not stored as {tensor.dtype}")
-    # Not view_as_complex, which knows no pairs of bfloat16.
+    # Not torch.view_as_complex, which accepts no pairs of bfloat16.
     return tensor.view(dtype).squeeze(-1) if dtype.is_complex else tensor.view(dtype)
 
 
@@ -84,7 +84,7 @@ def map_shard(function: Callable[[torch.Tensor], torch.Tensor], tensor: Any) -> 
     """Return a divided tensor whose shard in this replica is ``function(shard)``, also on another device."""
     from torch.distributed.tensor import DTensor
 
-    # The constructor, because DTensor.from_local moves the shard to the device of the mesh.
+    # DTensor's constructor, because DTensor.from_local would move the shard to the device of the mesh.
     divided: torch.Tensor = DTensor(function(tensor._local_tensor), tensor._spec, requires_grad=False)
     return divided
 
@@ -96,6 +96,7 @@ def checkpoint_group() -> dist.ProcessGroup:
     """
     import torch.distributed as dist
 
+    # The group is kept per world: a second launch in this process has another default group.
     return _new_group(dist.distributed_c10d._get_default_group())
 
 
@@ -103,7 +104,8 @@ def checkpoint_group() -> dist.ProcessGroup:
 def _new_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
     import torch.distributed as dist
 
-    # On the host: in a thread, the device's collectives could meet those of the step.
+    # On the host: replicas also agree in a background thread, whose collectives on the device could meet
+    # those of the training step in another order on each replica.
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=AGREE_TIMEOUT_S))
     return cast("dist.ProcessGroup", group)
 
@@ -170,6 +172,7 @@ def _overlapping(nodes: Iterable[TensorNode]) -> Iterator[list[TensorNode]]:
     for node in nodes:
         kind = (node.tensor.dtype, node.tensor.is_conj(), node.tensor.is_neg())
         storages.setdefault((_memory(node.tensor), *kind), []).append(node)
+    # Only tensors of one storage and one dtype can be views of each other.
     for group in storages.values():
         if len(group) == 1:
             yield group
@@ -182,7 +185,8 @@ def _memory(tensor: torch.Tensor) -> int:
     if is_divided(tensor):
         return id(tensor)
     storage = tensor.untyped_storage()
-    # An XLA tensor shares the storage with its views, but does not report which view it is.
+    # An XLA tensor shares its storage with its views, but does not report which part of it a view shows. A
+    # tensor that does not fill its storage may be such a view, so it is stored by itself.
     if tensor.device.type != "cpu" and tensor.nbytes != storage.nbytes():
         return id(tensor)
     return int(storage._cdata)
@@ -192,6 +196,7 @@ def _equals(group: list[TensorNode]) -> Iterator[list[TensorNode]]:
     """Group tensors of one storage on a device by their values: one may be a transposed view of another."""
     while group:
         first = group[0].tensor
+        # Equal values in one storage are stored once. Reloading them as one tensor changes no value.
         same = [node for node in group if node.tensor is first or torch.equal(node.tensor, first)]
         yield same
         group = [node for node in group if node not in same]
@@ -203,6 +208,7 @@ def _clusters(group: list[TensorNode]) -> Iterator[list[TensorNode]]:
     for node in sorted(group, key=lambda node: _range(node.tensor)):
         start, stop = _range(node.tensor)
         is_same = bool(cluster) and _place(cluster[-1].tensor) == _place(node.tensor)
+        # Tensors without elements overlap nothing, but two at the same place are still tied.
         if cluster and start >= end and not is_same:
             yield cluster
             cluster = []

@@ -90,6 +90,7 @@ def check_callback(callback: Any) -> None:
         UsageError: it is of one of Lightning's own classes, or overrides a hook that is not called.
     """
     name = type(callback).__name__
+    # A subclass of one of Lightning's own callbacks inherits its calls into Lightning's Trainer.
     own = [base for base in type(callback).__mro__ if is_lightnings(base)]
     for base in own:
         if base.__name__ not in ACCEPTED:
@@ -131,6 +132,7 @@ class LightningCallbacks:
         added = list(callbacks)
         for callback in added:
             check_callback(callback)
+        # In place: `TrainerView.callbacks` is this list.
         types = {type(callback) for callback in added}
         self.callbacks[:] = [
             *(callback for callback in self.callbacks if type(callback) not in types),
@@ -164,6 +166,7 @@ class LightningCallbacks:
 
 def is_listener(callback: object) -> bool:
     """Return whether an object has hook implementations, which `polyxla.hookimpl` has marked."""
+    # Looked up on the class: reading a property of the object could run the user's code.
     methods = (getattr(type(callback), name, None) for name in dir(type(callback)))
     return any(getattr(method, f"{PROJECT}_impl", None) is not None for method in methods)
 
@@ -199,6 +202,7 @@ def _stateful(callbacks: Iterable[Any]) -> dict[str, Any]:
     for callback in callbacks:
         if not all(callable(getattr(callback, name, None)) for name in ("state_dict", "load_state_dict")):
             continue
+        # Lightning's callbacks have a state_key; it distinguishes two of one class.
         key = getattr(callback, "state_key", None) or type(callback).__qualname__
         if key in found:
             raise UsageError(
@@ -212,6 +216,7 @@ def _stateful(callbacks: Iterable[Any]) -> dict[str, Any]:
 
 def states_of(callbacks: Iterable[Any]) -> dict[str, Any]:
     """Return the states of those callbacks that have any."""
+    # An empty state is left out, so that a callback which has nothing to save need not be there on resuming.
     states = {key: callback.state_dict() for key, callback in _stateful(callbacks).items()}
     return {key: state for key, state in states.items() if state}
 

@@ -50,7 +50,7 @@ class Data:
         self._module = module
         self._datamodule = datamodule
         self._stage = stage
-        # In Lightning's order. A module that is not Lightning's may use the names for anything.
+        # In Lightning's order. A module that is not a LightningModule may use the hooks' names for anything.
         self._owners = [
             owner for owner in (datamodule, module if is_module(module) else None) if owner is not None
         ]
@@ -134,7 +134,7 @@ class Data:
             hook(state)
 
     def _transfer_hook(self, name: str) -> Callable[..., Any] | None:
-        # The data module's wins, as in Lightning.
+        # The data module's hook takes precedence over the module's, as in Lightning.
         return next((hook for owner in self._owners if (hook := find_hook(owner, name))), None)
 
 
@@ -160,6 +160,7 @@ def divisible_by_batches(loader: Any) -> Any:
         "pin_memory_device",
         "in_order",
     )
+    # The batch sampler goes in as it is. polyxla-sampler then divides its batches, not the records in them.
     arguments = {name: getattr(loader, name) for name in names}
     return DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, **arguments)
 
@@ -175,13 +176,16 @@ def _run_while_others_wait(replica: Replica, function: Callable[[], None] | None
         except BaseException as error:
             errors.append(error)
 
-    # In a thread, so that this replica can meet the others meanwhile.
+    # In a thread, so that this replica can take part in collectives while the data is prepared.
     thread = threading.Thread(target=run, name="polyxla-prepare-data", daemon=True)
     thread.start()
     wait_s = FIRST_WAIT_S
     while True:
+        # All replicas run this loop in step, because each round ends with a collective, however long the hook
+        # takes.
         thread.join(wait_s)
         is_running = thread.is_alive()
+        # Raised at once, although the others still wait: the launcher ends them when this replica fails.
         if errors:
             raise errors[0]
         if not any(replica.all_gather(is_running)):
@@ -198,7 +202,7 @@ def resolve_loader(source: Any, loader: Any, method: str) -> Iterable[Any] | Non
     if loader is None:
         made = getattr(source, method, None)
         loader = made() if callable(made) and is_overridden(source, method) else None
-    # An IterableDataset may well yield batches.
+    # An IterableDataset is accepted: it may yield batches.
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         raise UsageError(
             f"{type(loader).__name__} is a dataset, not a loader of batches",

@@ -172,6 +172,7 @@ def is_overridden(value: Any, name: str) -> bool:
     """Return whether `value` has a method `name` of its own, not Lightning's."""
     if name in vars(value):
         return True
+    # The first class that defines the name decides: a mixin's method before Lightning's overrides it.
     owner = next((base for base in type(value).__mro__ if name in vars(base)), None)
     return owner is not None and not is_lightnings(owner)
 
@@ -200,6 +201,7 @@ def check_hooks(value: Any) -> None:
 
 def _hooks_of(value: Any) -> set[str]:
     """Return the public methods that Lightning's base classes give `value`."""
+    # Names are collected from the installed Lightning, so a hook of a newer release is found too.
     bases = [base for base in type(value).__mro__ if base.__name__ in _BASES and is_lightnings(base)]
     return {
         name
@@ -231,6 +233,7 @@ def check_module(module: Any, methods: Iterable[str]) -> None:
     if not is_module(module):
         return
     check_hooks(module)
+    # Lightning passes an iterator to a step with this parameter, and the step fetches its own batches.
     for name in ("training_step", "validation_step", "test_step", "predict_step"):
         if "dataloader_iter" in inspect.signature(getattr(module, name)).parameters:
             raise UsageError(

@@ -64,6 +64,7 @@ class Schedulers:
             monitor = config.get("monitor")
             if isinstance(monitor, str) and monitor in metrics:
                 self._advance(config["scheduler"], metrics[monitor])
+            # Lightning's key: a schedule that is not strict skips epochs without its metric.
             elif config.get("strict", True):
                 raise UsageError(
                     f"{type(config['scheduler']).__name__} monitors {monitor!r}, which was not logged "
@@ -74,6 +75,7 @@ class Schedulers:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the schedules, as `polyxla_training.save` takes it."""
+        # The counts are saved too: a schedule with a frequency depends on how many steps came before.
         states = [config["scheduler"].state_dict() for config in self.configs]
         return {"steps": self._steps, "epochs": self._epochs, "schedulers": states}
 
@@ -119,6 +121,7 @@ def _check(config: Mapping[str, Any]) -> None:
             where="configure_optimizers",
             fix="Write 'interval': 'step' or 'epoch'.",
         )
+    # Refused instead of slow: each step would wait for the device, and none of the speed would be left.
     if interval == "step" and _needs_metric(config):
         raise UsageError(
             f"{type(config['scheduler']).__name__} would read its metric from the device at every step",
@@ -148,6 +151,7 @@ def configure_optimizers(
             fix="Return one torch optimizer; for several, write the loop with polyxla.launch.",
         )
     name = type(optimizers[0]).__name__
+    # LBFGS and similar optimizers call the closure several times in a step, each time with other parameters.
     closure = inspect.signature(optimizers[0].step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise UsageError(

@@ -185,5 +185,5 @@ class TrainerView:
         # An AttributeError, so that hasattr() works. A view that is being copied has no attributes yet.
         if name.startswith("__") or name == "_progress":
             raise AttributeError(name)
-        known = ", ".join(known for known in dir(self) if not known.startswith("_"))
+        known = ", ".join(name for name in (*vars(type(self)), *vars(self)) if not name.startswith("_"))
         raise AttributeError(f"polyxla's Trainer has no {name!r} in self.trainer; it has {known}")

@@ -44,7 +44,9 @@ class CheckpointListener:
         self._writer = BackgroundWriter()
         self._stop_file = stop_file(directory)
         self._stop = StopSignal()
+        # Not a with block: the listener's life is the replica's, and polyxla_replica_stopped ends it.
         self._stop.__enter__()
+        # A run that resumes and makes no step has nothing to save.
         self._saved_step: int | None = replica.steps
         self._agree_at = replica.steps
         self._agreed_s = time.monotonic()
@@ -74,7 +76,8 @@ class CheckpointListener:
     @hookimpl
     def polyxla_validation_finished(self, replica: Replica) -> None:
         """Save the state that a validation within an epoch has found to be the best."""
-        # What was saved at this step is the state before: a run that ended here would validate again.
+        # A checkpoint that was saved at this step holds the state before the validation. A run that resumed
+        # from it would validate again.
         self._saved_step = None
         if self._is_best:
             self._save(replica)
@@ -91,8 +94,9 @@ class CheckpointListener:
         is_requested = bool(self._stop) or self._stop_file.exists()
         if replica.world_size == 1:
             return is_requested
-        # All replicas must agree at the same step, so the interval is a number of steps: as many as ordinal 0
-        # makes in AGREE_EVERY_S, by its speed since the last agreement.
+        # All replicas must agree at the same step, or they would wait for each other in different
+        # collectives. So the interval is a number of steps: as many as ordinal 0 makes in AGREE_EVERY_S, at
+        # its speed since the last agreement.
         now = time.monotonic()
         steps_per_s = max(step - self._agree_at, 1) / max(now - self._agreed_s, 1e-3)
         answers = replica.all_gather((is_requested, max(1, int(steps_per_s * AGREE_EVERY_S))))
@@ -115,9 +119,10 @@ class CheckpointListener:
         self._writer.close()
 
     def _save(self, replica: Replica) -> None:
-        # A collective, in every replica: the state has the random numbers of all.
+        # A collective in every replica, because the state has the random numbers of all.
         state = self._fit.state_dict()
         self._saved_step = replica.steps
+        # Divided tensors are written by all replicas, each its shards; otherwise ordinal 0 writes the file.
         if replica.is_first or any(map(is_divided, tensors_in(state))):
             save = functools.partial(self._folder.save, replica.steps, is_best=self._is_best)
             self._writer.submit(save, state)
@@ -129,6 +134,7 @@ class CheckpointListener:
         self._stop.__exit__()
         try:
             self._writer.close()
+        # The error that ended the replica is the one to raise.
         except Exception as failure:
             if error is None:
                 raise

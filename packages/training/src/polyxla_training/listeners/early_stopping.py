@@ -45,6 +45,7 @@ class BestValue:
     def improves(self, value: float) -> bool:
         """Return whether `value` is the best so far, and remember it then; NaN never is."""
         self.is_seen = True
+        # NaN compares false with everything, so it must not become the best value.
         if math.isnan(value):
             return False
         gain = math.inf if self.best is None else self.best - value
@@ -122,10 +123,11 @@ class EarlyStopping:
     def polyxla_fit_started(self, replica: Replica, fit: Fit) -> None:
         """Begin anew, unless the training resumes."""
         self._fit = fit
+        # Checked here, because the same object may be used in a second fit, which starts from the beginning.
         if replica.steps == 0:
             self._monitor.best, self.waited = None, 0
         elif self.waited >= self._patience:
-            # It had ended already.
+            # The earlier run ended for this reason; one that resumes it must not train on.
             self._stop()
 
     @hookimpl
@@ -135,6 +137,7 @@ class EarlyStopping:
         if value is None:
             return
         self.waited = 0 if self._monitor.improves(value) else self.waited + 1
+        # A training does not recover from NaN or infinity, so more patience would only waste time.
         if not math.isfinite(value):
             self._fit.stop(f"EarlyStopping: {self._monitor.name} is {value}")
         elif self.waited >= self._patience:

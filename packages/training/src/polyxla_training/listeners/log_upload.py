@@ -42,10 +42,13 @@ class DirectoryUpload:
         self._every_s = every_s
         self._uploaded: dict[Path, tuple[int, int]] = {}
         self.path = Path(tempfile.mkdtemp(prefix="polyxla-log-"))
+        # Objects cannot be appended to: a resumed run downloads what it continues, and uploads the whole
+        # again.
         for name in continues:
             with contextlib.suppress(FileNotFoundError):
                 (self.path / name).write_bytes((remote / name).read_bytes())
         self._is_closed = threading.Event()
+        # A daemon: a process that ends without `close` must not be kept alive by its uploads.
         self._thread = threading.Thread(target=self._run, name="polyxla-log-upload", daemon=True)
         self._thread.start()
 
@@ -71,6 +74,7 @@ class DirectoryUpload:
         """Upload changed files; return what failed, or an empty text."""
         for path in sorted(self.path.rglob("*")):
             status = path.stat()
+            # Both, because a file system may give two writes the same time.
             version = (status.st_mtime_ns, status.st_size)
             if not path.is_file() or self._uploaded.get(path) == version:
                 continue

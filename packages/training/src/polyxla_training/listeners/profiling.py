@@ -40,7 +40,7 @@ class ProfileListener:
     def polyxla_step_finished(self, replica: Replica, step: int) -> None:
         """Start after the step before the first; stop after the last."""
         if step == self._last and self._begin_step:
-            # Steps that the device has not finished belong to the profile too.
+            # Steps that the device has not finished yet belong to the profile too.
             replica.sync(wait=True)
             self._end()
         if step == self._first - 1:
@@ -49,7 +49,7 @@ class ProfileListener:
             self._begin_step(step + 1)
 
     def _begin(self, replica: Replica) -> None:
-        # Wait for earlier steps, which do not belong to it.
+        # Earlier steps do not belong to the profile, so the device must have finished them.
         replica.sync(wait=True)
         with self._log.attempt():
             self._begin_step = self._profile.enter_context(replica.profile(self._directory))

@@ -50,7 +50,8 @@ def print_layers(module: torch.nn.Module, summary: bool | int) -> None:
     table.add_row("all", type(module).__name__, *_sizes(module), style="bold")
     on_terminal = sys.stderr.isatty()
     width = None if on_terminal else WIDTH
-    # In a notebook too it is plain text, as the other lines are: forks of a kernel cannot display.
+    # Plain text in a notebook too, as all other lines are: replicas are forks of the kernel, which cannot
+    # display.
     console = Console(stderr=True, force_terminal=on_terminal, force_jupyter=False, width=width)
     console.print(table, highlight=False, markup=False)
 
@@ -105,6 +106,8 @@ class ProgressListener:
     @hookimpl
     def polyxla_step_finished(self, step: int, logged: Mapping[str, Any]) -> None:
         """Advance the bar; without one, print a line at the end of an epoch."""
+        # Read at the end of an epoch too, so that its line shows the last values and not those of n steps
+        # ago.
         ends_epoch = self._steps_per_epoch is not None and step % self._steps_per_epoch == 0
         if self._logged_values.is_due(step) or ends_epoch:
             self._latest |= self._logged_values.read(step, logged)
@@ -174,6 +177,7 @@ class _Bar:
         rate = f"{speed:.3g} it/s  " if speed else ""
         numbers = _numbers({**_learning_rate(self._optimizer), **values})
         self._progress.update(self._task, completed=step, description=epoch, rate=rate, numbers=numbers)
+        # Each update replaces the whole output in the browser, so they are limited in number.
         if self._output and time.monotonic() >= self._next_update:
             self._next_update = time.monotonic() + UPDATE_S
             self._output.update(self._progress)
@@ -194,7 +198,7 @@ def _is_in_notebook() -> bool:
 def _learning_rate(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Return the learning rate, or the least and the greatest of several; nothing if one is a tensor."""
     rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
-    # Reading a tensor would wait for the device.
+    # Reading a tensor would wait for the device, at every update of the bar.
     if not rates or not all(isinstance(rate, int | float) for rate in rates):
         return {}
     return {"lr": " to ".join(f"{rate:.3g}" for rate in sorted({min(rates), max(rates)}))}

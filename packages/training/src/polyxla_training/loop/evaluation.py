@@ -73,6 +73,7 @@ def evaluate(work: Workspace, loader: Loader, kind: Kind) -> None:
                 if kind == "predict":
                     work.predictions.append(_on_host(outputs, metrics))
         # A limit may have left batches unread.
+        # The next iteration must begin at the first batch again.
         loader.finish_epoch()
         # All replicas decide together: with few batches, some replicas may have read none, and that is fine.
         if kind != "predict" and not any(replica.all_gather(read)):

@@ -82,6 +82,7 @@ class TrainingState:
             "groups": self._groups(),
             "schedules": self.schedulers.state_dict(),
             "callbacks": states_of(self.callbacks),
+            # What differs between replicas; all else is the same in each of them, so ordinal 0's is saved.
             "replicas": self.replica.all_gather(own),
         }
 
@@ -96,6 +97,8 @@ class TrainingState:
     def _add_groups(self, groups: Sequence[Sequence[str | None]]) -> None:
         """Add the groups that a hook had added to the optimizer while it trained."""
         found: dict[str | None, torch.nn.Parameter] = dict(self.module.named_parameters())
+        # Groups are only ever appended, so those that are missing come after those that configure_optimizers
+        # makes.
         for names in groups[len(self.optimizer.param_groups) :]:
             if all(name in found for name in names):
                 self.optimizer.add_param_group({"params": [found[name] for name in names]})

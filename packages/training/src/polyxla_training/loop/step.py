@@ -109,11 +109,13 @@ class TrainingStep:
     def _compute(self, batch: Any, index: int, valid: torch.Tensor | None) -> torch.Tensor:
         """Add the batch's gradients to those of the update; return the loss, detached."""
         precision = self._replica.precision
+        # The backward pass runs outside: autocast would apply to it too, and torch advises against that.
         with precision.forward_context():
             converted = precision.convert_input(batch)
             loss = precision.convert_output(self._adapter.loss(converted, index, valid))
         if self._pending == 0:
             self._clear_gradients(index)
+        # Detached before the division: listeners and progress show the loss of the batch.
         self._loss = loss.detach()
         if self._accumulate > 1:
             loss = loss / self._accumulate
@@ -141,6 +143,7 @@ class TrainingStep:
             self._replica.update(self._optimizer, **self._update_options)
         finally:
             self._is_stepping = False
+        # Hooks after the update see its number as trainer.global_step.
         self._progress.step = self._replica.steps
         self._is_updated = True
 

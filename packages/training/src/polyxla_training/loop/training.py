@@ -27,6 +27,8 @@ def run(replica: Replica, call: TrainerCall) -> TrainerOutcome:
     with Workspace(replica, call) as work:
         try:
             work.set_up()
+            # Errors of the whole run go to on_exception, as in Lightning: those of the data and of the setup
+            # too.
             if call.stage == "fit":
                 TrainingLoop(work, *call.loaders).fit()
             else:
@@ -123,6 +125,7 @@ class TrainingLoop:
         for listener in listeners:
             self._replica.add_listener(listener)
         self._show_loggers(listeners)
+        # A callback of Lightning's that is also a listener is there already.
         state.callbacks += [listener for listener in listeners if listener not in state.callbacks]
         saved = {} if checkpoint is None else checkpoint.state["callbacks"]
         load_states(state.callbacks, saved, is_first=self._replica.is_first)
@@ -153,6 +156,7 @@ class TrainingLoop:
             self._state.resume_streams(self._work.checkpoint)
             self._work.checkpoint = None
         is_over = True
+        # An epoch that is not over ends the training; the run that resumes finishes it.
         while is_over and self._progress.epoch < self._options.max_epochs and not self._is_all_done():
             is_over = self._epoch()
         self._is_finished = True
@@ -177,6 +181,7 @@ class TrainingLoop:
         if progress.stopped or not is_over:
             return False
         self._work.metrics.outside_batches()
+        # Schedules come before the validation, as in Lightning, except those that need its metrics.
         self._state.schedulers.epoch_finished()
         self._finish_metrics(is_skipped)
         self._state.schedulers.metrics_ready(progress.means)
@@ -186,6 +191,7 @@ class TrainingLoop:
             progress.should_stop = any(replica.all_gather(progress.should_stop))
         progress.validated_batches = 0
         progress.epoch += 1
+        # Before the listeners: their checkpoint must begin with the next epoch, not at the end of this one.
         self._loader.finish_epoch()
         replica.hook.polyxla_epoch_finished(replica=replica, epoch=progress.epoch)
         return not progress.stopped
@@ -208,6 +214,7 @@ class TrainingLoop:
                 self._validate_within(index + 1)
                 if self._is_done():
                     return self._batches_so_far == whole, False
+        # An iterable dataset tells only now that it has nothing.
         if self._batches_so_far == 0:
             raise no_batch("training")
         self._step.finish_epoch(self._batches_so_far - 1)

@@ -46,6 +46,7 @@ class Workspace:
 
     def __init__(self, replica: Replica, call: TrainerCall) -> None:
         self.replica, self.call, self.options = replica, call, call.options
+        # Seeded before anything is made: copies, workers and layers may draw random numbers.
         if self.options.seed is not None:
             replica.seed_everything(self.options.seed)
         self.module, datamodule, self.callbacks = _own_objects(replica, call)
@@ -77,6 +78,7 @@ class Workspace:
         if is_fit and directory is not None:
             # Checked first: preparing the data may take long.
             check_shared(self.replica, directory, f"checkpoint_dir={os.fspath(directory)!r}")
+        # Hooks of the setup may use self.device and self.all_gather.
         self.adapter.lend_replica(self.replica)
         self.adapter.configure_callbacks()
         self.data.prepare()
@@ -89,7 +91,9 @@ class Workspace:
                 self.replica, self.options.resume, directory, in_shards=in_shards
             )
         if self.checkpoint is not None:
+            # Before the loaders are made, which may depend on it.
             self.data.load_state_dict(self.checkpoint.state["datamodule"])
+            # Before the move, so that the hook sees and changes tensors on the host.
             self.checkpoint.pass_to(self.adapter.hook("on_load_checkpoint"))
         # Optimizers that the module made before the move hold its parameters, which move with it.
         self._own_optimizers = self.adapter.own_optimizers()
@@ -119,6 +123,8 @@ class Workspace:
             )
         if kind != "predict" and length_of(data) == 0:
             raise no_batch(kind)
+        # A step that takes the mask gets whole batches, which share one program; others get the last batch
+        # as it is.
         pad, is_training = self.adapter.accepts_mask(kind), kind == "training"
         return self.data.load(data, pad=pad, repeat=is_training, prefetch=self.options.prefetch)
 
@@ -142,6 +148,7 @@ class Workspace:
         if self.options.strategy == "debug":
             replica.print(replica.report())
         if self.options.mesh is None:
+            # In place: the caller's own module may be this one, and its optimizers hold its parameters.
             move_module(self.module, torch.device("cpu"), self._own_optimizers)
         if self.call.stage == "fit":
             self.adapter.call_last("on_fit_end")

@@ -75,6 +75,7 @@ class CompileBudget:
             raise CompileBudgetError(text)
         if not self._has_warned:
             say(text)
+        # Warned once: further compilations are in the run log and in the report.
         self._has_warned = True
 
 
@@ -86,7 +87,7 @@ MAX_CHANGES = 4
 
 def signatures(batch: Any) -> tuple[Signature, ...]:
     """Return the signature of each leaf of `batch`, in a fixed order. Called every step."""
-    # The most common batches, without the cost of walking them as a pytree.
+    # Lists of tensors are the most common batches; this runs in every step, and walking a pytree costs more.
     if type(batch) in {list, tuple} and all(map(is_tensor, batch)):
         return tuple([(tensor.shape, tensor.dtype) for tensor in batch])
     return tuple([_signature(leaf) for _, leaf in leaves_with_paths(batch)])
@@ -137,7 +138,7 @@ def constant_factors(optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
     """
     if optimizer is None:
         return
-    # Here, because it imports torch, which `polyxla report` does not need.
+    # Imported here, because it imports torch, which `polyxla report` does not need.
     from polyxla.plugin import HALF_STEP, correction_is_one
 
     name = type(optimizer).__name__
@@ -264,12 +265,14 @@ class CompilationTracker:
             facts: the rest.
         """
         self._steps += 1
-        # Remembered after every step, compiled or not: the next one is compared with it.
+        # Recorded after every step, whether it compiled or not: the next step is compared with it.
         before, self._step_loader = self._step_inputs, loader
         inputs, self._arrived_inputs = (
             self._arrived_inputs,
             None if loader is None else signatures(loader.batch),
         )
+        # In a loop that submits a step with the next one, the counters show the program of the step before,
+        # which had the inputs before.
         self._step_inputs = inputs if facts.is_lagging else self._arrived_inputs
         if not delta.compiles:
             return None
@@ -277,7 +280,7 @@ class CompilationTracker:
         if loader is not None and before is not None and self._step_inputs is not None:
             change = describe_changes(loader.batch, before, self._step_inputs)
         factor = self._new_constant_factor(facts.optimizer)
-        # New inputs explain a compilation better than the warm-up does, and are the user's to avoid.
+        # New inputs explain a compilation better than the warm-up does, and the user can avoid them.
         expected = self._steps <= warm_up_steps() * facts.optimizers and change is None
         if expected:
             cause = _WARM_UP[min(self._steps, len(_WARM_UP)) - 1]
@@ -301,6 +304,8 @@ class CompilationTracker:
 
     def _new_constant_factor(self, optimizer: torch.optim.Optimizer | None) -> str | None:
         """Return what has become a constant of the optimizer's program since the last compilation."""
+        # A factor is reported once: when it becomes 1, the program is compiled again, and then stays as it
+        # is.
         known, self._constant_factors = self._constant_factors, set(constant_factors(optimizer))
         return next(iter(sorted(self._constant_factors - known)), None)
 
@@ -316,7 +321,8 @@ class CompilationTracker:
             delta: the counts since that step.
             loader: gave the last batch: the evaluation's loader, if there was an evaluation.
         """
-        # What follows the metrics of an evaluation, at the end of an epoch, is not the evaluation's.
+        # Only the first exchange after an evaluation is the evaluation's. Those that follow at the end of an
+        # epoch, such as a checkpoint's, are not.
         if loader is None or not self.is_evaluation(loader) or self._evaluated_at == self._steps:
             return self._record(
                 step, delta.compiles, "an exchange of metrics or of a checkpoint", None, expected=True
@@ -365,6 +371,7 @@ def warm_up_steps() -> int:
 
 def is_torch_compiled() -> bool:
     """Return whether torch.compile has compiled a function in this process."""
+    # Check sys.modules; importing torch._dynamo takes seconds.
     dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is None:
         return False

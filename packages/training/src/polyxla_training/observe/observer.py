@@ -110,9 +110,11 @@ class Observer:
         """Compare the counters; every n-th step, and in the first, read the logged values, end a window."""
         self._throughput.step()
         self._steps += 1
+        # Taken in each step: a loop may make a new loader for every epoch.
         self._loader = self._replica.current_loader
         if self._step_counters:
             self._report(self._step_counters.step(step, self._loader, self._write))
+        # The first steps compile, so they are a window of their own, which no rate includes.
         if self._steps == warm_up_steps():
             self._warm_up_s = self._count(self._throughput.next_window(self._loader)).seconds
         self._unread = (step, logged)
@@ -129,8 +131,10 @@ class Observer:
             return
         step, logged = self._unread
         self._unread = None
-        # A read waits for the device: none if nobody would see the values.
+        # A read waits for the device, so values that nobody would see are not read.
         values = self._logged_values.read(step, logged) if self._prints_summary or self._log else {}
+        # The read has waited for the device until the step was finished, so the step ends here and not at
+        # its submission.
         self._throughput.extend_step()
         # The first steps are excluded from the windows, all together.
         is_warm = self._steps >= warm_up_steps()
@@ -162,7 +166,7 @@ class Observer:
 
     def _report(self, compilation: Compilation | None) -> None:
         if compilation and self._step_counters:
-            # Before the budget is spent, which may raise: the log says what was one too many.
+            # Log first: spending the budget may raise.
             self._write("compile", **compilation.as_json())
             self._step_counters.compilations.spend(compilation)
 
@@ -176,6 +180,7 @@ class Observer:
         """Report what an evaluation compiled, and exclude it from the time of the steps."""
         if self._step_counters:
             self._report(self._step_counters.between_steps(step, self._replica.current_loader))
+        # An evaluation has no steps; its time would make them look slow.
         self._throughput.exclude()
         self._logged_values.check(step, metrics)
         self._write("metrics", step=step, values=dict(metrics))

@@ -153,6 +153,7 @@ class ThroughputMeter:
         Args:
             loader: the `polyxla.replica.loader.Loader` of the steps, or None.
         """
+        # Evaluations took a part of this time, up to the last step; rounding must not make it negative.
         seconds = max(0.0, self._last_step_at - self._window_since - self._excluded_s)
         window = ThroughputWindow(self._steps, seconds, *self._input(loader))
         self._window_since, self._steps, self._excluded_s = self._last_step_at, 0, 0.0
@@ -161,14 +162,14 @@ class ThroughputMeter:
     def _input(self, loader: Any) -> tuple[int | None, float | None]:
         if loader is None:
             return None, None
-        # The totals of another loader began at 0.
+        # A loader's totals are its own, so those of another loader begin at 0.
         before = (self._records, self._waited_s) if loader is self._loader else (0, 0.0)
         self._loader, self._records, self._waited_s = loader, loader.records, loader.waited_s
         return loader.records - before[0], loader.waited_s - before[1]
 
 
 def _sum(first: Any, other: Any) -> Any:
-    # None in one window is None in all of them, except in the empty one that a sum begins with.
+    # A value that is None in a window is None in all windows, except in the empty one that a sum begins with.
     return other if first is None else first if other is None else first + other
 
 

@@ -44,7 +44,8 @@ def provenance() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the releases of Python, of `PACKAGES` and of polyxla's packages; of those that are installed."""
-    # Of a distribution that is found twice on the path, the first is imported.
+    # Reversed, so that of a distribution that is found twice on the path the first one remains: that one is
+    # imported.
     releases = {
         _normal(distribution.name): distribution.version
         for distribution in reversed([*distributions()])
@@ -122,7 +123,7 @@ class Expendable:
             yield
         except UsageError:
             raise
-        # Servers' clients have exceptions of their own.
+        # Any exception: the clients of wandb's and MLflow's servers raise types of their own.
         except Exception as error:
             if not self.is_lost:
                 self.is_lost = True
@@ -146,7 +147,7 @@ class RunLog:
         is_torn = path.exists() and not path.read_bytes().endswith(b"\n")
         self._file = path.open("a", encoding="utf-8")
         if is_torn:
-            # The run before was killed while it wrote a line.
+            # The run before was killed while it wrote a line; its torn end must not swallow the next line.
             self._file.write("\n")
 
     def start(self, replica: Replica, **fields: Any) -> None:
@@ -174,6 +175,7 @@ class RunLog:
         line = json.dumps(_finite(document), allow_nan=False, default=str)
         with self._log.attempt():
             self._file.write(line + "\n")
+            # Flushed per line: a run that is killed keeps all events but the one that it was writing.
             self._file.flush()
 
     def close(self) -> None:
@@ -207,6 +209,7 @@ def read_run(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
     path = place / RUN_LOG if is_directory else place
     fix = "Pass the log_dir of a training, or the file itself."
     try:
+        # A line may be cut within a character.
         text = path.read_bytes().decode("utf-8", "replace")
     except FileNotFoundError as error:
         raise UsageError(f"there is no {RUN_LOG}", where=str(run), fix=fix) from error
@@ -216,7 +219,7 @@ def read_run(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
     starts = [index for index, event in enumerate(events) if event.get("event") == "start"]
     if not starts:
         raise UsageError("the file contains no run", where=str(path), fix="Train with log_dir set.")
-    # The last that began at step 0; all after it have resumed.
+    # The last part that began at step 0; all parts after it have resumed it.
     first = next((start for start in reversed(starts) if not events[start].get("step")), starts[0])
     return events[first:]
 

@@ -45,6 +45,7 @@ class LoggedValues:
     def read(self, step: int, logged: Mapping[str, Any]) -> dict[str, float]:
         """Return `logged` as numbers. Only the first call in a step waits for the device."""
         if step != self._step:
+            # The reads here are polyxla's, so they are left out of what is reported.
             before = self._count()
             self._step, self._values = step, {name: float(value) for name, value in logged.items()}
             self.host_reads += self._count() - before
@@ -103,7 +104,7 @@ class TraceSchedule:
         self._start_tracer()
 
     def _start_tracer(self) -> None:
-        # torch.compile would compile other programs while it is traced.
+        # Not with torch.compile, which would compile other programs while a function mode is active.
         if self._traced_steps < MAX_TRACED_STEPS and not is_torch_compiled():
             self._traced_steps += 1
             self._tracer.start()
@@ -117,7 +118,7 @@ class TraceSchedule:
         self.cut_at = self._tracer.compiled_at
         self.flops_per_step = self._tracer.flops
         found = self._tracer.found
-        # No counter counts the other kinds.
+        # Reads and fallbacks increase the counter of reads; the other kinds are in no counter.
         explained = (count for finding, count in found.items() if finding.kind in ("read", "fallback"))
         self._explained_reads = sum(explained)
         return self.findings.add(found)
@@ -193,7 +194,7 @@ class StepCounters:
         facts: StepFacts = StepFacts(),  # noqa: B008
     ) -> Compilation | None:
         """Record a finished step: print and `write` findings, return what it compiled. Called every step."""
-        # Tracing ends first and begins again last, so it never sees the work in between.
+        # Tracing ends first and begins again last, so it never sees the work of this method.
         new = self._tracing.finish_step()
         is_eager = self._counters.is_eager
         delta = self._delta(may_compile=is_eager and self.compilations.may_compile(loader))
@@ -218,13 +219,14 @@ class StepCounters:
     def between_steps(self, step: int, loader: Loader | None) -> Compilation | None:
         """Record metrics between two steps; return what was compiled since the last step."""
         delta = self._delta(may_compile=self.compilations.is_evaluation(loader))
-        # Counted off here: the reads of an evaluation are not those of the next step.
+        # Taken out of the counts here, so that the reads of an evaluation do not count for the next step.
         self._reads_of_user(delta)
         return self.compilations.between_steps(step, delta, loader)
 
     def _delta(self, *, may_compile: bool) -> Counts:
         last, counts = self._last, self._counters.counts()
         if counts.compiles > last.compiles or (may_compile and self._idle_waits < MAX_IDLE_WAITS):
+            # Programs are compiled in the background, so counts may lag: wait until this step's are in them.
             self._counters.settle()
             counts = self._counters.counts()
             self._idle_waits += counts.compiles == last.compiles
@@ -233,6 +235,7 @@ class StepCounters:
 
     def _reads_of_user(self, delta: Counts) -> int:
         own, self._own_reads = self._own_reads, self._logged_values.host_reads
+        # At least 0: with several replicas as threads, another one's reads may be counted in between.
         return max(0, delta.host_reads - (self._own_reads - own))
 
     def _is_cut(self, pieces: int) -> bool:

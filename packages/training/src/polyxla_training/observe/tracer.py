@@ -202,6 +202,7 @@ class Tracer(TorchFunctionMode):
     def stop(self) -> bool:
         """Stop watching; return whether everything since `start` was seen."""
         _remove(self)
+        # A fork or torch.compile may have ended the tracer; what it saw is then only a part of the step.
         was_on, self.is_on = self.is_on, False
         if was_on:
             self._find_padding()
@@ -219,7 +220,8 @@ class Tracer(TorchFunctionMode):
     ) -> Any:
         """Make the call, and record what it made the host do."""
         kwargs = kwargs or {}
-        # Attribute reads, such as a shape, are the most frequent calls, and none of them waits.
+        # Attribute reads, such as a shape, are the most frequent calls, and none of them waits for the
+        # device.
         if not self.is_on or getattr(func, "__name__", "") == "__get__":
             return func(*args, **kwargs)
         if func is _T.backward and not types and not self._is_backward:
@@ -231,7 +233,7 @@ class Tracer(TorchFunctionMode):
             count = flops(func, args, kwargs, result)
             self.flops += count
             if self._on_tpu and count and (number := rows(func, result)) % TILE_ROWS:
-                # Of each tile of rows, the part that is padding.
+                # The share of the product's work that falls on the rows which fill up the last tile.
                 self._padded[number, caller(__name__) or ""] += count * (-number % TILE_ROWS) // number
         return result
 
@@ -291,7 +293,7 @@ def _copy(func: Any, args: tuple[Any, ...], result: Any) -> str | None:
 
 
 def _is_on_device(value: Any) -> bool:
-    # Subclasses, such as those that torch.compile traces with, have no memory on the device.
+    # Exact types: subclasses, such as those that torch.compile traces with, have no memory on the device.
     return type(value) in {torch.Tensor, torch.nn.Parameter} and value.device.type not in {"cpu", "meta"}
 
 
@@ -325,6 +327,7 @@ def _replace_stack(modes: list[TorchFunctionMode]) -> None:
 @functools.cache
 def _end_in_forks_and_compilers() -> None:
     """End tracing in forked processes, such as a DataLoader's workers, and before torch.compile compiles."""
+    # A forked worker inherits the stack of modes, and would trace its own work with the parent's counters.
     os.register_at_fork(after_in_child=_end_here)
     register: Callable[[Callable[[object], None]], Any] = on_compile_start
     register(_end_here)

@@ -58,6 +58,7 @@ def complete(shape: Mapping[str, int], world_size: int, where: str) -> dict[str,
     Raises:
         UsageError: they do not make a mesh of all replicas.
     """
+    # A size of -1 takes all replicas that the other sizes leave.
     known = math.prod(size for size in shape.values() if size != REST)
     open_ones = [name for name, size in shape.items() if size == REST]
     whole = {name: world_size // known if size == REST else size for name, size in shape.items()}
@@ -67,4 +68,5 @@ def complete(shape: Mapping[str, int], world_size: int, where: str) -> dict[str,
             where=where,
             fix=f"Write sizes whose product is {world_size}, or {REST} for one of them.",
         )
+    # In the order of DIMENSIONS, whatever order the user wrote: neighbours exchange most.
     return {name: whole[name] for name in DIMENSIONS if name in whole}

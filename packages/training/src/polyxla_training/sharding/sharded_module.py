@@ -86,11 +86,13 @@ def initialise(parts: Sequence[torch.nn.Module], seed: int) -> None:
             for name, tensor in tensors.items():
                 if tensor is not None:
                     places.setdefault(id(tensor), []).append((tensors, name))
+    # The user's own draws must not depend on whether the module was on the meta device.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for part in parts:
             part.to_empty(device="cpu", recurse=False)
             part.reset_parameters()  # type: ignore[operator]
+    # `to_empty` makes a tensor for each place, so tied parameters are tied again here.
     for (first, first_name), *others in places.values():
         for tensors, name in others:
             tensors[name] = first[first_name]
@@ -197,10 +199,12 @@ def shard_module(
     blocks = find_blocks(module) if sharding.sharder else []
     for block in blocks:
         division.add(block, take_first)
+    # Last, what is in no block: it is gathered as one, around all blocks.
     division.add(module, take_first)
     if sharding.sharder and sharding.devices:
         sharding.watch({name: part for name, part in module.named_modules() if part in blocks})
-        # Otherwise replicas that use different parameters of a block would add up their gradients.
+        # Parameters that a replica has not used take part in the sum of gradients too. Otherwise replicas
+        # that use different parameters of a block would add up gradients of different parameters.
         cast("Any", module).set_reduce_scatter_unused_params(True)
         for name in _STEPS:
             if callable(getattr(module, name, None)):
@@ -208,6 +212,7 @@ def shard_module(
     hook = getattr(module, "on_post_move_to_device", None)
     if hook is not None:
         hook()
+    # `fully_shard` makes new parameters, so the optimizers get those that are now in the old ones' places.
     moved = {old: getattr(owner, name) for owner, name, old in places}
     for optimizer in optimizers:
         hand_over(optimizer, moved, replica.device)
@@ -243,6 +248,8 @@ class _Division:
         """Move what is left of `block` to the device, and divide it."""
         replica, devices = self._replica, self._sharding.devices
         parts = [part for part in block.modules() if part not in self._done]
+        # The same seed in all replicas, and another one for each block, so that equal blocks begin with
+        # different values.
         seed = random_state.derive(replica.data_seed, "parameters", len(self._done))
         initialise(parts, seed)
         moved = _move(parts, replica.device)
@@ -251,6 +258,7 @@ class _Division:
             return
         if take_first:
             broadcast(replica, moved)
+        # Whole tensors: with this reference, they would stay on the device beside the shards.
         del moved
         for part in parts:
             if part in self._styles:
@@ -273,7 +281,7 @@ def _move(parts: Iterable[torch.nn.Module], device: torch.device) -> list[torch.
                 if old is None:
                     continue
                 if id(old) not in moved:
-                    # With the old one: another could have its id once it is freed.
+                    # The old tensor is kept with the new one: once it were freed, another could have its id.
                     moved[id(old)] = old, _on_device(old, device)
                 tensors[name] = moved[id(old)][1]
     return [new for _, new in moved.values()]

@@ -29,6 +29,7 @@ def gathered(state: Any, *, keep: bool) -> Any:
     def whole(tensor: torch.Tensor) -> torch.Tensor | None:
         if not isinstance(tensor, DTensor):
             return tensor
+        # A collective, so replicas that do not keep the result take part too.
         found = tensor.full_tensor().detach()
         return found.cpu() if keep else None
 
@@ -65,7 +66,7 @@ def divide_into(
         }
         division.read()
         module.load_state_dict(module_shards, strict=is_strict)
-        # Before the optimizer's, so that the device does not hold both twice.
+        # Freed before the optimizer's state is read, so that the device never holds both twice.
         del module_shards
         parameters = optimizer_parameters(optimizer)
         states = {
@@ -76,6 +77,7 @@ def divide_into(
             if number < len(parameters)
         }
         others = {key: value for key, value in optimizer_state.items() if key != "state"}
+        # The rest, such as step counts and learning rates, is whole in every replica.
         others = map_tensors(lambda tensor: division.add(None, tensor), others)
         division.read()
         optimizer.load_state_dict({**others, "state": states})
@@ -108,6 +110,7 @@ class _Division:
                 )
             return _as(like, value)
         empty = torch.empty_like(like) if isinstance(like, DTensor) else _empty_on_host(value)
+        # Tied tensors have one name, and stay one tensor.
         return self._unread.setdefault(name, empty)
 
     def read(self) -> None:
@@ -131,6 +134,7 @@ def _as(like: Any, value: Any) -> Any:
     """Return `value` divided as `like` is."""
     if not isinstance(like, DTensor):
         return value
+    # torch's own function, so that the shards are those that `fully_shard` and `parallelize_module` make.
     shape, offset = compute_local_shape_and_global_offset(value.shape, like.device_mesh, like.placements)
     part = value[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
     return DTensor.from_local(

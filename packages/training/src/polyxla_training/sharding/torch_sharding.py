@@ -48,8 +48,9 @@ class LayerOrder:
 
     def _add(self, name: str) -> None:
         if torch.compiler.is_compiling():
-            # Recorded values would be guards, which compile anew at each step.
+            # torch.compile would guard on the recorded values, and compile anew at each step.
             return
+        # A running digest costs the same for any number of layers; names are kept for the error only.
         self._digest = zlib.crc32(name.encode(), self._digest)
         if len(self._names) < _NAMED:
             self._names.append(name)
@@ -62,6 +63,7 @@ class LayerOrder:
         """
         digest, names = self._digest, self._names
         self._digest, self._names = 0, []
+        # Orders repeat: a comparison, which is a collective, is made once for each.
         if digest in self._compared:
             return
         every: list[tuple[int, list[str]]] = self._replica.all_gather((digest, names))
@@ -129,12 +131,14 @@ class TorchSharding(Sharding):
             size, number = math.prod(self.mesh[name] for name in names), 0
             for name in names:
                 number = number * self.mesh[name] + own[name]
+            # Replicas along the tensor dimension compute parts of the same products, so they receive the
+            # same records.
             self.data_world = World(size, number, number, size, number, size)
         if names == list(self.mesh):
             self._data_group = dist.group.WORLD
         elif names:
             data = devices[tuple(names)]
-            # torch has no public way to one group of two dimensions.
+            # torch has no public way to make one group of two dimensions.
             self._data_group = (data if data.ndim == 1 else data._flatten("data")).get_group()
 
     @property
@@ -169,6 +173,7 @@ class TorchSharding(Sharding):
             ):
                 # A sum over the tensor dimension is pending.
                 parameter.grad = grad.redistribute(placements=parameter.placements)
+        # Without other replicas of the data, or with `fully_shard` alone, there is nothing to average.
         if self._data_group is None or self.data_world.world_size == 1:
             return 0
         whole = [
@@ -187,6 +192,7 @@ class TorchSharding(Sharding):
         gradients = [
             parameter.grad for parameter in optimizer_parameters(optimizer) if parameter.grad is not None
         ]
+        # A replica may hold nothing of a small tensor.
         shards = [local for gradient in gradients if (local := _local(gradient)).numel()]
         if norm is not None:
             factor = (norm / (self._norm(gradients) + _EPSILON)).clamp(max=1.0)
@@ -202,11 +208,13 @@ class TorchSharding(Sharding):
         for gradient in gradients:
             by_placement.setdefault(_divided_by(gradient), []).append(_local(gradient))
         total = torch.zeros((), device=self._replica.device)
-        # Sorted: every replica sums over the same dimensions in the same order.
+        # Sorted, so that every replica calls the same collectives in the same order.
         for names, shards in sorted(by_placement.items(), key=lambda pair: pair[0]):
             square = _square(shards, self._replica.device)
             for name in names:
                 assert self.devices is not None
+                # The squares add up over the dimensions that divide a tensor; over the others, every replica
+                # has the same sum already.
                 dist.all_reduce(square, group=self.devices[name].get_group())
             total = total + square
         return total.sqrt()

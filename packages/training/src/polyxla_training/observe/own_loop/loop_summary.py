@@ -83,6 +83,7 @@ def problems(replicas: Mapping[int, LoopSummary]) -> Iterator[str]:
             "Or the parameters began with other values: seed before you make the module, or call "
             "replica.setup(module); if on purpose, replica.setup(module, same=False)"
         )
+    # The same digest everywhere: replicas that read different parts of a dataset have divided it.
     dataset = first.dataset
     if dataset and all(summary.dataset == dataset for summary in replicas.values()):
         yield (
@@ -97,6 +98,7 @@ def _describe_difference(replicas: Mapping[int, Sequence[SampledParameter]]) -> 
     Args:
         replicas: the samples of each replica, by ordinal.
     """
+    # Compared with the first replica: if any two differ, one of them differs from it.
     (first, mine), *others = sorted(replicas.items())
     for ordinal, its in others:
         # With other names, the replicas train different modules.

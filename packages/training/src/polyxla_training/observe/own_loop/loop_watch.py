@@ -37,6 +37,8 @@ class Receiver(Protocol):
         """A DataLoader's iterator is about to read a batch, in a thread of this process."""
 
 
+# Replicas may be threads of one process: the first that attaches installs the hooks for all, and the last
+# that detaches removes them.
 _lock = threading.Lock()
 _receivers: dict[int, Receiver] = {}
 _installed: list[Any] = []
@@ -74,7 +76,7 @@ def _uninstall() -> None:
     hook, plain, ours = _installed
     _installed.clear()
     hook.remove()
-    # Somebody else may have replaced it meanwhile, and calls ours.
+    # If another library has replaced the method since, its version calls ours, which then only passes on.
     if _BaseDataLoaderIter.__next__ is ours:
         _BaseDataLoaderIter.__next__ = plain  # type: ignore[method-assign]
 
@@ -132,6 +134,7 @@ class LoopWatch:
         try:
             watch(*arguments)
         except Exception as error:
+            # Not tried again: the same defect would be reported at every step.
             self._is_broken = True
             what = f"{type(error).__name__}: {error}"
             say(f"the loop is no longer watched: {what}; {POLYXLA_OBSERVE}=off avoids it")
@@ -146,12 +149,13 @@ class LoopWatch:
         elif self._steps and not self._makes_steps and self._is_first(optimizer):
             # `Replica.step` would have ended the first step: the loop calls the optimizer itself.
             self._steps.optimizer_stepped(self._optimizer_steps, optimizer)
+        # Weak references: the watch must not keep an optimizer, and with it a model, alive.
         self._latest_optimizer = weakref.ref(optimizer)
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         self._line = user_line()
         self._first_optimizer = weakref.ref(optimizer)
-        # The Trainer's, or the user's own.
+        # A Trainer adds an Observer, and so may the user: then the steps are observed already.
         hooks = self._replica.hook.polyxla_step_finished.get_hookimpls()
         if self._replica.is_first and not any(isinstance(hook.plugin, Observer) for hook in hooks):
             self._steps = StepWatch(self._replica)

@@ -55,6 +55,7 @@ class StepWatch:
         self._late += 1
         if self._late <= MAX_LINES:
             say(str(compilation))
+        # A loop whose batches differ in every step would print a line per step.
         if self._late == MAX_LINES:
             say(
                 f"{MAX_LINES} steps have compiled late; further ones are not reported. Batches of one shape "
@@ -72,9 +73,10 @@ class StepWatch:
         self._optimizers.add(optimizer)
         changes, self._loader_changes = self._loader_changes, self._replica.loader_changes
         if self._step_counters:
-            # From one loader to another and back.
+            # Two changes: from the training's loader to another one, and back.
             has_evaluated = self._loader_changes - changes > 1
-            # `Replica.step` keeps an optimizer's factors inputs.
+            # Only a loop of its own can make an optimizer's factors constants; `Replica.step` keeps them
+            # inputs.
             own = optimizer if is_lagging else None
             facts = StepFacts(own, len(self._optimizers), is_lagging, has_evaluated)
             self._step_counters.step(step, self._replica.current_loader, _write_nothing, facts)
@@ -86,7 +88,7 @@ class StepWatch:
             step: its number.
             optimizer: made it.
         """
-        # The loop submits the step later, if it is one program.
+        # A lazy loop submits a step together with the next one, so the counters lag by a step.
         is_lagging = not (self._counters and self._counters.is_eager)
         self.step(step - is_lagging, optimizer, is_lagging=is_lagging)
 
@@ -102,7 +104,7 @@ class StepWatch:
     def _scalars(self, logged: Mapping[str, Any]) -> dict[str, Any]:
         """Return the numbers, and the tensors of one element that can be read without a program."""
         values = {
-            # Detached, so that no autograd graph is kept.
+            # Detached: the values are kept for some steps, and must not keep the autograd graph.
             name: value.detach() if isinstance(value, torch.Tensor) else value
             for name, value in logged.items()
         }

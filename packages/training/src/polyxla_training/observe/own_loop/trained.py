@@ -55,6 +55,7 @@ class TrainedParameters:
             if parameter.grad is not None and id(parameter) not in own and _is_whole(parameter)
         ]
         elements = 0
+        # The smallest first: they are read back at the end, and any parameter shows a missing average.
         for name, parameter in sorted(trained, key=lambda pair: pair[1].numel())[:MAX_TENSORS]:
             elements += parameter.numel()
             if elements > max(MAX_ELEMENTS, parameter.numel()):
@@ -119,13 +120,15 @@ class ReadDatasets:
     """
 
     def __init__(self) -> None:
-        # By sampler, which the function may drop; what it was used for counts until the end.
+        # Weak keys: the user's function may drop a sampler. Its use stays in the list, and counts at the end.
         self._by_sampler: MutableMapping[Any, _Use] = weakref.WeakKeyDictionary()
         self._uses: list[_Use] = []
         self._latest: _Use | None = None
 
     def batch_read(self, iterator: Any) -> None:
         """Record that a DataLoader's iterator reads a batch. Called for every batch."""
+        # Evaluations read with gradients disabled, and often read a whole dataset in every replica on
+        # purpose.
         if not torch.is_grad_enabled():
             return
         sampler = iterator._index_sampler
@@ -149,7 +152,7 @@ class ReadDatasets:
         """
         if any(use.batches * 2 >= steps for use in self._uses if use.dataset is None):
             return None
-        # A loop may make a loader for each epoch.
+        # Summed by dataset, because a loop may make a new loader for each epoch.
         found: Counter[WholeDataset] = Counter()
         for use in self._uses:
             if use.dataset is not None:
@@ -184,7 +187,7 @@ def _digest(value: Any, depth: int = 0) -> int:
     if isinstance(value, str | bytes | int | float | range | None):
         parts.append(repr(value))
     elif isinstance(value, torch.Tensor):
-        # Elements on a device are not read: that would wait for it.
+        # Elements on a device are left out: reading them would wait for it.
         on_host = value.reshape(-1) if value.device.type == "cpu" else value.new_empty(0, device="cpu")
         parts += [value.shape, value.dtype, on_host[:: _stride(on_host.numel())].tolist()]
     elif type(value).__module__ == "numpy" and hasattr(value, "reshape"):

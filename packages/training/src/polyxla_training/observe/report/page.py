@@ -136,7 +136,7 @@ def _compared_figure(parts: list[tuple[str, str, Run, Plot]]) -> dict[str, Any]:
             label = run_name if len(names) == 1 else f"{run_name}: {name}"
             dash = DASHES[names.index(name) % len(DASHES)]
             traces.append(_trace(run, plot, curve, label, colour=colour, dash=dash))
-    # No marks: nobody could tell whose compilations they were.
+    # Omit marks: ambiguous across runs.
     return _figure(parts[0][-1], traces, {})
 
 
@@ -160,7 +160,7 @@ def _trace(run: Run, plot: Plot, curve: Curve, name: str, *, colour: str, dash: 
         "name": name,
         "x": steps,
         "y": [value for _, value in curve],
-        # What the page can put on the horizontal axis.
+        # Each point's place on the axes that the reader can choose; the page's script swaps them in.
         "meta": {axis: _along(run, axis, steps) for axis in AXES},
         "customdata": steps,
         "marker": {"color": colour, "size": 5},
@@ -186,12 +186,12 @@ def _figure(plot: Plot, traces: list[dict[str, Any]], marks: Mapping[str, list[f
         "xaxis": axis | {"title": {"text": "step"}, "tickformat": ",d"},
         "yaxis": vertical | ({"rangemode": "tozero"} if plot.starts_at_zero else {}),
         "hovermode": "closest",
-        # Even that of a single curve: on paper, no mouse shows its name.
+        # A single curve has a legend too: on paper, no mouse shows its name.
         "showlegend": True,
         "legend": {"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0},
         "shapes": [_mark(step) for step in marks.get("step", [])],
         "modebar": {"bgcolor": "rgba(0, 0, 0, 0)", "color": INK},
-        # What is hidden stays hidden when the page draws again.
+        # Curves that the reader has hidden stay hidden when the page draws again.
         "uirevision": "kept",
     }
     return {"name": plot.name, "kind": plot.kind, "data": traces, "layout": layout, "marks": dict(marks)}
@@ -238,6 +238,6 @@ def _page(template: str, **values: Any) -> str:
         ) from error
     loader = PackageLoader("polyxla_training.observe.report", "templates")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=loader)
-    # Plotly's own code, inline: it is what makes the page work without a network.
+    # Plotly's code is part of the page, which therefore works without a network.
     plotly = get_plotlyjs() if values["figures"] else ""
     return environment.get_template(template).render(plotly=plotly, axes=AXES, **values)

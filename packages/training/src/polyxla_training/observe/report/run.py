@@ -167,6 +167,7 @@ def _kept(parts: list[_Part], kind: str) -> list[dict[str, Any]]:
     kept: list[dict[str, Any]] = []
     for part in parts:
         begin = _begin(part)
+        # A run that crashed after its checkpoint had logged steps that the resumed part makes again.
         kept = [event for event in kept if event["step"] <= begin] + part.get(kind, [])
     return kept
 
@@ -190,6 +191,7 @@ def _summary(part: _Part, end: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def _findings(parts: list[_Part]) -> list[dict[str, Any]]:
+    # By line: a resumed part finds the same lines again.
     found = (event for part in parts for event in part.get("finding", []))
     return list({(finding["kind"], finding["op"], finding["line"]): finding for finding in found}.values())
 
@@ -200,7 +202,7 @@ def _total(parts: list[_Part], summaries: list[Mapping[str, Any]]) -> Mapping[st
         for name in _SUMS
         if any(summary.get(name) is not None for summary in summaries)
     }
-    # Not a sum: steps that were repeated count once.
+    # The steps are not summed, because those that a resumed part has repeated count once.
     return {**summaries[-1], **sums, "steps": _begin(parts[-1]) + summaries[-1].get("steps", 0)}
 
 
@@ -228,7 +230,7 @@ def position_at(positions: list[Position], step: float) -> tuple[float, float]:
     """Return the seconds and the records at a step, on the line between the two positions around it."""
     if len(positions) < 2:
         return (positions[0].seconds, positions[0].records) if positions else (0.0, 0.0)
-    # After the last one, as fast as before it.
+    # Beyond the last position, the run is taken to be as fast as just before it.
     index = min(max(bisect_right(positions, step, key=attrgetter("step")), 1), len(positions) - 1)
     first, last = positions[index - 1], positions[index]
     share = (step - first.step) / (last.step - first.step)
