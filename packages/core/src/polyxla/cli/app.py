@@ -274,7 +274,7 @@ def run(
     else:
         announce(plan.selection)
     if plan.each:
-        from polyxla.cli.each import run_each
+        from polyxla.cli.run import run_each
 
         run_each(plan, environ)
     replace_process(plan, environ)
