@@ -139,9 +139,9 @@ def _load_torch_tpu() -> None:
     with temporary_environ(plan_cpu(1).process_environments(os.environ, 1)[0]):
         import torch
 
-        from polyxla_torchtpu.replicas import load
+        from polyxla_torchtpu.framework import load_in_replica
 
-        load()
+        load_in_replica()
         torch.zeros((), device="tpu").cpu()
 
 

@@ -13,7 +13,8 @@ import pytest
 from polyxla import UsageError
 from polyxla.plugin import Claim, Discovery, Layout, tpu_env
 from polyxla_pjrt import env
-from polyxla_pjrt.discovery import discover, plan_for, replica_environment, requested
+from polyxla_pjrt.discovery import discover, requested
+from polyxla_pjrt.plan import plan_for, replica_environment
 
 V4, V3 = "0x005e", "0x0027"
 DESCRIBED = {tpu_env.TPU_SKIP_MDS_QUERY: "1", tpu_env.TPU_LIBRARY_PATH: "libtpu.so"}

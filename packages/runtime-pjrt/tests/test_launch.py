@@ -13,7 +13,8 @@ from polyxla import launch
 from polyxla.launcher.launch import run_replica
 from polyxla.plugin import Job, Setting
 from polyxla_pjrt import env, plugin
-from polyxla_pjrt.discovery import discover, replica_environment
+from polyxla_pjrt.discovery import discover
+from polyxla_pjrt.plan import replica_environment
 
 TIMEOUT_S = 120
 
@@ -103,7 +104,7 @@ def test_a_process_that_called_backward_before_it_had_the_device_is_refused() ->
 def test_a_process_that_runs_on_another_device_type_is_refused() -> None:
     done = python(
         "import torch_xla; torch_xla.device()\n"
-        "from polyxla_pjrt.single_replica import SingleReplication\n"
+        "from polyxla_pjrt.replication import SingleReplication\n"
         "try: SingleReplication('TPU', 0, {})\n"
         "except Exception as error: print(error)\n",
         PJRT_DEVICE="CPU",

@@ -14,7 +14,7 @@ from packaging.markers import Marker
 
 from polyxla import UsageError
 from polyxla.plugin import FOR_TORCH_XLA, AttachedChip, Claim, Discovery, import_problem
-from polyxla_pjrt.cores import with_devices
+from polyxla_pjrt.discovery import with_chips
 from polyxla_testing import PluginInstaller
 
 
@@ -37,7 +37,7 @@ def test_a_tpu_with_another_libtpu_is_refused(install_plugin: PluginInstaller) -
     (install_plugin.directory / "libtpu.py").touch()
     bare = Discovery(Claim.ATTACHED, "4 TPU chip(s) attached", "TPU")
     with pytest.raises(UsageError, match=r"libtpu 0\.0\.52 does not fit torch_xla") as caught:
-        with_devices(bare, {}, (AttachedChip("v4", "0000:00:05.0"),))
+        with_chips(bare, {}, (AttachedChip("v4", "0000:00:05.0"),))
     assert caught.value.fix == FOR_TORCH_XLA.fix
 
 

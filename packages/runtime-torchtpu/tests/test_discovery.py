@@ -9,7 +9,8 @@ import pytest
 from polyxla import UsageError
 from polyxla.plugin import POLYXLA_EMULATE, Claim
 from polyxla_torchtpu import env
-from polyxla_torchtpu.discovery import PJRT_DEVICE, discover, plan_for
+from polyxla_torchtpu.discovery import PJRT_DEVICE, discover
+from polyxla_torchtpu.plan import plan_for
 
 
 @pytest.fixture

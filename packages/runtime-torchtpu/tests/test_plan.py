@@ -13,7 +13,8 @@ import pytest
 from polyxla.plugin import POLYXLA_EMULATE
 from polyxla.plugin import tpu_env as tpu
 from polyxla_torchtpu import env
-from polyxla_torchtpu.discovery import plan_for, requested_plan
+from polyxla_torchtpu.discovery import requested_plan
+from polyxla_torchtpu.plan import plan_for
 
 OWN_LAUNCH = """
 import json, os, torch

@@ -14,8 +14,8 @@ import pytest
 ADD = "import torch; print((torch.ones(2, device='tpu') + 1).cpu().tolist())"
 OTHER_ORDER = """
 import torch, torch_tpu
-from polyxla_torchtpu import autoload
-autoload.load()
+from polyxla_torchtpu import framework
+framework.load()
 print((torch.ones(2, device="tpu") + 1).cpu().tolist())
 """
 # Each tensor is part of a cycle, which only a collection ends. TorchTPU ends the process if it runs in one of
@@ -98,6 +98,7 @@ def check(replica):
     x = torch.ones(64, 64, device=replica.device, requires_grad=True)
     y = checkpoint(torch.nn.functional.dropout, x, use_reentrant=False)
     y.sum().backward()
+    same_masks = torch.equal(x.grad, y.detach())
     norm, expected = torch.nn.BatchNorm2d(2).to(replica.device), torch.nn.BatchNorm2d(2)
     for step in range(3):
         images = torch.arange(24.0).reshape(3, 2, 2, 2) * (step + 1)
@@ -109,7 +110,10 @@ def check(replica):
     )
     command = [sys.executable, "-c", "import torch; print(torch.device('tpu'))"]
     child = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    return torch.equal(x.grad, y.detach()), moved, child.stdout.splitlines()[-1:], child.stderr[-500:]
+    means = torch.nn.functional.avg_pool1d(x, 2)
+    means.sum().backward()
+    has_gradient = means.requires_grad and torch.allclose(x.grad.cpu(), y.detach().cpu() + 0.5)
+    return same_masks, moved, has_gradient, child.stdout.splitlines()[-1:], child.stderr[-500:]
 
 if __name__ == "__main__":
     print(*polyxla.launch(check, devices=2), sep="\\n")
@@ -358,12 +362,12 @@ def test_a_replica_after_it_is_not_launched_in_the_same_process(tmp_path: Path) 
 
 
 def test_replicas_and_their_programs_lack_nothing_that_torch_promises(tmp_path: Path) -> None:
-    """Dropout in a checkpoint, running statistics, and the name of the device in a program of a replica."""
+    """Masks of dropout, running statistics, gradients, and the device's name in a replica's program."""
     program = tmp_path / "program.py"
     program.write_text(MENDED)
     done = run_python(str(program), POLYXLA_EMULATE="")
     found = [ast.literal_eval(line) for line in done.stdout.splitlines() if line.startswith("(")]
-    assert [one[:3] for one in found] == [(True, True, ["tpu"])] * 2, (found, done.stderr[-2000:])
+    assert [values[:4] for values in found] == [(True, True, True, ["tpu"])] * 2, (found, done.stderr[-2000:])
 
 
 def test_seeds_before_a_launch_are_the_replicas_own(tmp_path: Path) -> None:

@@ -45,10 +45,14 @@ from polyxla.contracts.replication import (
     Counters as Counters,
     Counts as Counts,
     Memory as Memory,
+    OnlyReplica as OnlyReplica,
     ReduceOp as ReduceOp,
     Replication as Replication,
     Sharding as Sharding,
     World as World,
+    padded as padded,
+    rendezvous_alone as rendezvous_alone,
+    require_all as require_all,
 )
 from polyxla.contracts.precision import (
     Precision as Precision,
@@ -83,6 +87,7 @@ from polyxla.launcher import (
 )
 from polyxla.launcher.processes import (
     ProcessWork as ProcessWork,
+    refuse_inline as refuse_inline,
     run_inline as run_inline,
     run_processes as run_processes,
 )
@@ -206,6 +211,8 @@ from polyxla.tpu.parts import (
 from polyxla.tpu.layout import (
     ChipPlan as ChipPlan,
     Layout as Layout,
+    Place as Place,
+    Plan as Plan,
     plan_chips as plan_chips,
 )
 from polyxla.tpu.chips import (
@@ -227,10 +234,11 @@ from polyxla.tpu.env import (
     POLYXLA_EMULATE as POLYXLA_EMULATE,
     TPU_LIBRARY_PATH as TPU_LIBRARY_PATH,
 )
-from polyxla.tpu.monitor.server import (
-    monitored as monitored,
+from polyxla.tpu.launching import (
+    run_plan as run_plan,
 )
 from polyxla.tpu.monitor.replica_watch import (
+    report_stalls as report_stalls,
     watch_replicas as watch_replicas,
 )
 from polyxla.tpu.chip_processes import (

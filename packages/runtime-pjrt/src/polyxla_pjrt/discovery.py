@@ -6,21 +6,24 @@ not asked, because its first answer starts the runtime.
 
 from __future__ import annotations
 
-import os
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from polyxla import UsageError
 from polyxla.plugin import (
+    FOR_TORCH_XLA,
     PCI_ROOT,
     POLYXLA_DEVICES,
+    AttachedChip,
     Claim,
     Device,
     Discovery,
+    EmulatedTpu,
     Setting,
     attached_chips,
-    check_device_memory,
+    cores,
     from_environ,
     host_chips,
     import_problem,
@@ -28,8 +31,8 @@ from polyxla.plugin import (
     torchrun,
     tpu_env,
 )
-from polyxla_pjrt import cores, env, tpu_plan
-from polyxla_pjrt.layout import BRIDGED_CPU, Plan, cpu_layout, require_bridge
+from polyxla_pjrt import env
+from polyxla_pjrt.plan import BRIDGED_CPU, PjrtPlan, plan_for, this_slice
 
 KINDS = ("CPU", "TPU")
 """The device types this runtime drives."""
@@ -48,45 +51,11 @@ def discover(environ: Mapping[str, str], accelerator: str, pci_root: Path = PCI_
     try:
         _check_request(environ, accelerator, kind)
         if kind == "TPU":
-            return cores.with_devices(bare, environ, host_chips(environ, pci_root))
+            return with_chips(bare, environ, host_chips(environ, pci_root))
         # Without a fixed number, a launch gets as many devices as it requests.
         return replace(bare, devices=_cpus(environ), growable=not environ.get(env.CPU_NUM_DEVICES))
     except UsageError as error:
         return replace(bare, kind="", unavailable=error.what, fix=error.fix)
-
-
-def replica_environment(
-    environ: Mapping[str, str], discovery: Discovery, devices: tuple[int, ...]
-) -> dict[str, str]:
-    """Return the variables of a job; `Plan.process_environments` adds those of each process.
-
-    Raises:
-        UsageError: these TPU cores cannot be used together, or the bridge is missing.
-    """
-    if plan := plan_for(environ, discovery.kind, devices):
-        return plan.program_environment(environ, os.cpu_count() or 1)
-    if discovery.kind == "TPU":
-        return cores.core_environment(environ, devices[0])
-    return {env.PJRT_DEVICE: "CPU", env.POLYXLA_PJRT_LOCAL_DEVICE: str(devices[0])}
-
-
-def plan_for(environ: Mapping[str, str], kind: str, devices: tuple[int, ...]) -> Plan | None:
-    """Return where several replicas will run; None for one replica.
-
-    Raises:
-        UsageError: these devices cannot be used together, or the bridge is not installed.
-    """
-    started = torchrun.process_count(environ)
-    if len(devices) == 1 and (kind == "TPU" or started in (None, 1)):
-        return None
-    if kind == "TPU":
-        plan: Plan = tpu_plan.plan_cores(environ, devices)
-    else:
-        require_bridge(len(devices))
-        check_device_memory(environ)
-        plan = Plan(cpu_layout(len(devices), environ, started))
-    torchrun.check(plan, environ)
-    return plan
 
 
 def requested_devices(environ: Mapping[str, str]) -> tuple[int, ...]:
@@ -98,7 +67,7 @@ def requested_devices(environ: Mapping[str, str]) -> tuple[int, ...]:
     return requested(environ)[1]
 
 
-def requested_plan(environ: Mapping[str, str]) -> Plan | None:
+def requested_plan(environ: Mapping[str, str]) -> PjrtPlan | None:
     """Return the plan that the environment requests; None as in `plan_for`.
 
     Raises:
@@ -165,6 +134,60 @@ def _check_request(environ: Mapping[str, str], accelerator: str, kind: str) -> N
         raise UsageError(problem.what, fix=problem.fix)
 
 
+def with_chips(bare: Discovery, environ: Mapping[str, str], chips: tuple[AttachedChip, ...]) -> Discovery:
+    """Complete a discovery with the chips of this host.
+
+    Raises:
+        UsageError: no TPU is attached, libtpu is missing or does not fit torch_xla, or the slice's topology
+            cannot be read.
+    """
+    if not chips:
+        raise no_chip()
+    emulated = EmulatedTpu.read(environ)
+    if emulated:
+        emulated.require_library(environ)
+    else:
+        _check_libtpu(environ)
+    tpu_slice = this_slice(environ)
+    prepared = environ.get(env.POLYXLA_PJRT_DEVICE)
+    variables = {
+        **bare.variables,
+        tpu_env.TPU_ACCELERATOR_TYPE: Setting(tpu_slice.accelerator.name, tpu_slice.origin),
+    }
+    return replace(
+        bare,
+        devices=tuple(
+            device for device in cores(tpu_slice, chips, emulated) if prepared in (None, str(device.index))
+        ),
+        host_count=tpu_slice.accelerator.hosts,
+        topology=tpu_slice.accelerator.name,
+        variables=variables,
+        notes=tuple(f"{name} has no effect: the metadata server is asked" for name in tpu_slice.ignored),
+    )
+
+
+def no_chip(where: str | None = None) -> UsageError:
+    """Return the error for a TPU that is asked for on a machine without chips."""
+    return UsageError(
+        "no TPU chip is attached to this machine",
+        where=where,
+        fix=f"Run on a TPU VM, set {tpu_env.POLYXLA_EMULATE}=v5e-8 to emulate a TPU, or set "
+        f"{env.PJRT_DEVICE}=CPU to train on this machine's CPU.",
+    )
+
+
+def _check_libtpu(environ: Mapping[str, str]) -> None:
+    if not _has_libtpu(environ):
+        raise UsageError("TPU chips are attached, but libtpu is not installed", fix=FOR_TORCH_XLA.fix)
+    if problem := FOR_TORCH_XLA.problem(environ):
+        raise UsageError(problem, fix=FOR_TORCH_XLA.fix)
+
+
+def _has_libtpu(environ: Mapping[str, str]) -> bool:
+    # torch_xla itself looks in these two places. Source: torch_xla/__init__.py, v2.9.0.
+    return bool(environ.get(tpu_env.TPU_LIBRARY_PATH)) or importlib.util.find_spec("libtpu") is not None
+
+
 def _cpus(environ: Mapping[str, str]) -> tuple[Device, ...]:
     text = environ.get(env.CPU_NUM_DEVICES, str(torchrun.process_count(environ) or 1))
     # torch_xla silently reads an invalid number as zero devices.
@@ -184,7 +207,7 @@ def _variables(environ: Mapping[str, str]) -> dict[str, Setting]:
     }
 
 
-def prepared_plan(environ: Mapping[str, str], nprocs: int | None = None) -> Plan | None:
+def prepared_plan(environ: Mapping[str, str], nprocs: int | None = None) -> PjrtPlan | None:
     """Return the plan of a plain torch_xla program in this environment; None where torch_xla decides.
 
     Args:
@@ -201,7 +224,7 @@ def prepared_plan(environ: Mapping[str, str], nprocs: int | None = None) -> Plan
     return requested_plan(environ) if nprocs is None else _plan_of(environ, nprocs)
 
 
-def _plan_of(environ: Mapping[str, str], nprocs: int) -> Plan | None:
+def _plan_of(environ: Mapping[str, str], nprocs: int) -> PjrtPlan | None:
     """Return the plan of a program that asks for a number of processes, one for each replica."""
     count = len(requested_devices(environ))
     is_free = discover(environ, "auto").growable and environ.get(POLYXLA_DEVICES, "auto") == "auto"

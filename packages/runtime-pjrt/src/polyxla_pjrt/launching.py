@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from polyxla import UsageError
 from polyxla.plugin import (
     POLYXLA_COMPILE_CACHE,
     Job,
     ProcessMethod,
     ProcessWork,
-    monitored,
     refuse_if_device_in_use,
-    run_processes,
+    refuse_inline,
+    run_plan,
     say_once,
-    torchrun,
-    with_secret,
 )
-from polyxla_pjrt.layout import Place, Plan
+from polyxla_pjrt.plan import PjrtPlace, PjrtPlan
 
-_REPLICAS, _BRIDGE = "polyxla_pjrt.replicas", "polyxla_bridge.engine.jax_engine"
+if TYPE_CHECKING:
+    from polyxla.plugin import TorchXlaLaunch
+
+_REPLICAS, _BRIDGE = "polyxla_pjrt.replication", "polyxla_bridge.engine.jax_engine"
 
 
 def preload(on_chips: bool) -> tuple[str, ...]:
@@ -37,24 +36,18 @@ def preload(on_chips: bool) -> tuple[str, ...]:
     return (_REPLICAS, _BRIDGE) if has_bridge and not on_chips else (_REPLICAS,)
 
 
-def run_job(job: Job, plan: Plan) -> list[Any]:
+def run_job(job: Job, plan: PjrtPlan) -> list[Any]:
     """Run every replica of `job` and return their results, in the order of processes and threads.
 
     Raises:
         UsageError: they are requested to run in this process.
     """
-    if job.start_method == "inline":
-        raise UsageError(
-            f"{plan.layout.replicas} replicas cannot run inline: one that fails could not be stopped",
-            where="start_method='inline'",
-            fix="Leave start_method out.",
-        )
+    refuse_inline(job.start_method, plan.layout.replicas)
     method = job.process_method or "forkserver"
     if method == "fork" or (plan.kind == "TPU" and _holds_chips()):
         # A fork inherits this process's devices. A TPU's chips belong to one process at a time.
         refuse_if_device_in_use("launch")
-    main = functools.partial(run_process, job.run, plan)
-    return run_plan(plan, ProcessWork(main, job.function, job.args, job.environ), method)
+    return launch(plan, job.run, job, job.environ, method)
 
 
 def _holds_chips() -> bool:
@@ -70,28 +63,32 @@ def _holds_chips() -> bool:
     return first_device_use.is_in_use() and xla_model.xla_real_devices([device])[0].startswith("TPU")
 
 
-def run_process(replica: Callable[[Place], Any], plan: Plan, process: int) -> list[Any]:
-    """Run this process's replicas: what each process of a launch does, as the `main` of its `ProcessWork`."""
-    from polyxla_pjrt.replicas import run_replicas
-
-    return run_replicas(replica, plan, process)
-
-
-def run_plan(plan: Plan, work: ProcessWork, method: ProcessMethod) -> list[Any]:
+def launch(
+    plan: PjrtPlan,
+    replica: Callable[[PjrtPlace], Any],
+    launched: Job | TorchXlaLaunch,
+    environ: Mapping[str, str],
+    method: ProcessMethod,
+) -> list[Any]:
     """Run every replica of a plan and return their results, in the order of processes and threads.
 
-    In a process that torchrun started, run the replicas of this process and return theirs.
+    Args:
+        plan: where the replicas run.
+        replica: what each of them runs.
+        launched: the user's function and its arguments, named in errors.
+        environ: the environment of the launch.
+        method: how the processes are made.
     """
-    plan.say()
-    if torchrun.process_count(work.environ) is not None:
-        return torchrun.run_here(work.run, plan, work.environ)
-    modules = preload(on_chips=not plan.is_bridged)
-    environ = with_secret(work.environ, len(plan.launching_hosts) or 1)
-    with monitored(plan.launching_hosts, plan.own_host, environ) as variables:
-        own = plan.process_environments(environ, os.cpu_count() or 1)
-        environs = [of_process | variables for of_process in own]
-        results = run_processes(work, plan.processes_here, environs, method=method, preload=modules)
-    return [result for of_process in results for result in of_process]
+    main = functools.partial(_run_process, replica, plan)
+    work = ProcessWork(main, launched.function, launched.args, environ)
+    return run_plan(plan, work, method=method, preload=preload(on_chips=not plan.is_bridged))
+
+
+def _run_process(replica: Callable[[PjrtPlace], Any], plan: PjrtPlan, process: int) -> list[Any]:
+    """Run the replicas of one process of a launch, in that process."""
+    from polyxla_pjrt.replication import run_replicas
+
+    return run_replicas(replica, plan, process)
 
 
 def say_uncached(environ: Mapping[str, str]) -> None:

@@ -18,12 +18,12 @@ from polyxla.plugin import (
     run_processes,
     running_fork_server,
     torchrun,
+    tpu_env,
 )
-from polyxla.plugin import tpu_env as tpu
 from polyxla_pjrt import discovery as pjrt
 from polyxla_pjrt import env
 from polyxla_pjrt.launching import preload, run_job, say_uncached
-from polyxla_pjrt.layout import Place
+from polyxla_pjrt.plan import PjrtPlace, plan_for, replica_environment
 
 
 @hookimpl
@@ -36,10 +36,10 @@ def polyxla_discover_devices(environ: Mapping[str, str], accelerator: str) -> Di
 def polyxla_variables() -> frozenset[str]:
     """Name this runtime's variables, and the bridge's."""
     if importlib.util.find_spec("polyxla_bridge") is None:
-        return constants(env, tpu)
+        return constants(env, tpu_env)
     from polyxla_bridge import env as bridge
 
-    return constants(env, tpu, bridge)
+    return constants(env, tpu_env, bridge)
 
 
 @hookimpl
@@ -47,7 +47,7 @@ def polyxla_environment(
     environ: Mapping[str, str], discovery: Discovery, devices: tuple[int, ...]
 ) -> dict[str, str]:
     """Choose torch_xla's device type, and the chip when a job uses one of several."""
-    return pjrt.replica_environment(environ, discovery, devices)
+    return replica_environment(environ, discovery, devices)
 
 
 @hookimpl
@@ -68,15 +68,15 @@ def polyxla_preload(environ: Mapping[str, str]) -> tuple[str, ...]:
 def polyxla_forked() -> None:
     """Do what torch_xla's import of this runtime would have done in this environment."""
     # Only torch_xla imports it. If it has not yet, it will act on the right environment by itself.
-    if torch_plugin := sys.modules.get("polyxla_pjrt.torch_plugin"):
-        torch_plugin.apply_environment()
+    if framework := sys.modules.get("polyxla_pjrt.framework"):
+        framework.apply_environment()
 
 
 @hookimpl
 def polyxla_launch(job: Job) -> list[Any]:
     """Run one replica in this process, or in a fresh one on request; run several in fresh processes."""
     kind = pjrt.requested_kind(job.environ)
-    plan = pjrt.plan_for(job.environ, kind, job.devices)
+    plan = plan_for(job.environ, kind, job.devices)
     if plan is not None:
         if not plan.is_bridged:
             say_uncached(job.environ)
@@ -93,13 +93,13 @@ def polyxla_launch(job: Job) -> list[Any]:
 
 
 @hookimpl
-def polyxla_replication(job: Job, place: Place | None) -> Replication:
+def polyxla_replication(job: Job, place: PjrtPlace | None) -> Replication:
     """Open the device, for the first time in this process or thread."""
     if place is not None:
-        from polyxla_pjrt.replicas import MultiReplication
+        from polyxla_pjrt.replication import MultiReplication
 
         return MultiReplication(place, job.environ)
-    from polyxla_pjrt.single_replica import SingleReplication
+    from polyxla_pjrt.replication import SingleReplication
 
     local_device = int(job.environ[env.POLYXLA_PJRT_LOCAL_DEVICE])
     return SingleReplication(job.environ[env.PJRT_DEVICE], local_device, job.environ)

@@ -23,10 +23,10 @@ from polyxla.plugin import (
     pick_devices,
     pip_install,
     torchrun,
+    tpu_env,
 )
-from polyxla.plugin import tpu_env as tpu
 from polyxla_torchtpu import env
-from polyxla_torchtpu.plan import TorchTpuPlan, host_slice, plan_cpu, plan_tpu
+from polyxla_torchtpu.plan import TorchTpuPlan, host_slice, plan_for
 
 PJRT_DEVICE = "PJRT_DEVICE"
 """torch_xla's variable, which TorchTPU does not read."""
@@ -51,17 +51,6 @@ def discover(environ: Mapping[str, str], accelerator: str, pci_root: Path = PCI_
         return replace(bare, kind="", unavailable=error.what, fix=error.fix)
 
 
-def plan_for(environ: Mapping[str, str], kind: str, devices: tuple[int, ...]) -> TorchTpuPlan:
-    """Return where the replicas of a job on these devices run.
-
-    Raises:
-        UsageError: the devices cannot be used together.
-    """
-    plan = plan_tpu(environ, devices) if kind == "TPU" else plan_cpu(len(devices))
-    torchrun.check(plan, environ)
-    return plan
-
-
 def requested_plan(environ: Mapping[str, str]) -> TorchTpuPlan:
     """Return the plan that the environment requests.
 
@@ -75,8 +64,8 @@ def requested_plan(environ: Mapping[str, str]) -> TorchTpuPlan:
 
 
 def _claim(environ: Mapping[str, str], accelerator: str, pci_root: Path) -> tuple[Claim, str, str]:
-    if text := environ.get(tpu.POLYXLA_EMULATE):
-        return Claim.EXPLICIT, f"{tpu.POLYXLA_EMULATE}={text}", "TPU"
+    if text := environ.get(tpu_env.POLYXLA_EMULATE):
+        return Claim.EXPLICIT, f"{tpu_env.POLYXLA_EMULATE}={text}", "TPU"
     chips = attached_chips(pci_root)
     described = next((name for name in env.READ[:2] if environ.get(name)), None)
     if described and chips and accelerator in ("auto", "tpu"):
@@ -86,7 +75,7 @@ def _claim(environ: Mapping[str, str], accelerator: str, pci_root: Path) -> tupl
     if described:
         return Claim.CONFIGURED, f"{described}={environ[described]}", "CPU"
     if accelerator == "auto":
-        why = f"no TPU is attached and {tpu.POLYXLA_EMULATE} is not set"
+        why = f"no TPU is attached and {tpu_env.POLYXLA_EMULATE} is not set"
         return Claim.FALLBACK, f"emulated devices on the CPU, because {why}", "CPU"
     return Claim.FALLBACK, f"accelerator={accelerator!r}", accelerator.upper()
 
@@ -111,7 +100,7 @@ def _with_chips(bare: Discovery, environ: Mapping[str, str], pci_root: Path) -> 
     if not chips:
         raise UsageError(
             "no TPU chip is attached to this machine",
-            fix=f"Run on a TPU VM, or set {tpu.POLYXLA_EMULATE}=v5e-8 to emulate one.",
+            fix=f"Run on a TPU VM, or set {tpu_env.POLYXLA_EMULATE}=v5e-8 to emulate one.",
         )
     if emulated:
         emulated.require_library(environ)
@@ -142,7 +131,7 @@ def _with_cpu(bare: Discovery, environ: Mapping[str, str], kind: str) -> Discove
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, Setting]:
-    names = (*env.READ, tpu.POLYXLA_EMULATE, tpu.POLYXLA_EMULATE_HOST)
+    names = (*env.READ, tpu_env.POLYXLA_EMULATE, tpu_env.POLYXLA_EMULATE_HOST)
     return {
         name: Setting(environ.get(name), "environment" if name in environ else "default") for name in names
     }

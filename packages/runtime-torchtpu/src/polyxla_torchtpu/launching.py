@@ -13,18 +13,17 @@ from polyxla import UsageError
 from polyxla.plugin import (
     POLYXLA_LIBTPU_HOST,
     Job,
+    Place,
     ProcessWork,
-    monitored,
-    run_processes,
+    refuse_inline,
+    run_plan,
     snapshot,
     temporary_environ,
     torchrun,
-    with_secret,
+    tpu_env,
 )
-from polyxla.plugin import tpu_env as tpu
 from polyxla_torchtpu import env
-from polyxla_torchtpu.discovery import plan_for
-from polyxla_torchtpu.plan import Place, TorchTpuPlan
+from polyxla_torchtpu.plan import TorchTpuPlace, TorchTpuPlan, plan_for
 
 
 def preload(on_chips: bool) -> tuple[str, ...]:
@@ -36,7 +35,7 @@ def preload(on_chips: bool) -> tuple[str, ...]:
     """
     if on_chips:
         return ()
-    return ("polyxla_torchtpu.replicas", "polyxla_bridge.engine.jax_engine")
+    return ("polyxla_torchtpu.replication", "polyxla_bridge.engine.jax_engine")
 
 
 def run_job(job: Job) -> list[Any]:
@@ -47,42 +46,36 @@ def run_job(job: Job) -> list[Any]:
     """
     plan = plan_for(job.environ, _kind(job.environ), job.devices)
     plan.say()
+    main = functools.partial(_run_process, job.run, plan)
+    work = ProcessWork(main, job.function, job.args, job.environ)
     if torchrun.process_count(job.environ) is not None:
-        return torchrun.run_here(functools.partial(run_process, job.run, plan), plan, job.environ)
+        return torchrun.run_here(work.run, plan, job.environ)
     if plan.layout.replicas == 1 and job.process_method is None and _can_run_here(plan, job.start_method):
         return _run_inline(job, plan)
-    if job.start_method == "inline":
-        raise UsageError(
-            f"{plan.layout.replicas} replicas cannot run inline: one that fails could not be stopped",
-            where="start_method='inline'",
-            fix="Leave start_method out.",
-        )
+    refuse_inline(job.start_method, plan.layout.replicas)
     method = job.process_method or "forkserver"
     if method == "fork":
         _refuse_fork()
     if not plan.is_cpu:
         refuse_if_device_in_use(is_emulated=plan.emulated is not None)
-    main = functools.partial(run_process, job.run, plan)
-    work = ProcessWork(main, job.function, job.args, job.environ)
-    modules = preload(on_chips=plan.emulated is None)
-    environ = with_secret(job.environ, len(plan.launching_hosts) or 1)
-    with monitored(plan.launching_hosts, plan.own_host, environ) as variables:
-        added = {env.TORCH_DEVICE_BACKEND_AUTOLOAD: "0", **variables}
-        own = plan.process_environments(environ, os.cpu_count() or 1)
-        environs = [of_process | added for of_process in own]
-        results = run_processes(work, plan.processes_here, environs, method=method, preload=modules)
-    return [result for of_process in results for result in of_process]
+    return run_plan(
+        plan,
+        work,
+        method=method,
+        preload=preload(on_chips=plan.emulated is None),
+        variables={env.TORCH_DEVICE_BACKEND_AUTOLOAD: "0"},
+    )
 
 
-def run_process(replica: Callable[[Place], Any], plan: TorchTpuPlan, process: int) -> list[Any]:
-    """Run this process's replica: what each process of a launch does, as the `main` of its `ProcessWork`."""
-    from polyxla_torchtpu.replicas import prepare
+def _run_process(replica: Callable[[TorchTpuPlace], Any], plan: TorchTpuPlan, process: int) -> list[Any]:
+    """Run the replica of one process of a launch, in that process."""
+    from polyxla_torchtpu.replication import prepare
 
     prepare(plan)
     return _run_replica(replica, Place(plan, process))
 
 
-def _run_replica(replica: Callable[[Place], Any], place: Place) -> list[Any]:
+def _run_replica(replica: Callable[[TorchTpuPlace], Any], place: TorchTpuPlace) -> list[Any]:
     """Run a replica. If it fails, say which program was the first to fail: TorchTPU may not say it."""
     try:
         return [replica(place)]
@@ -115,7 +108,7 @@ def _can_run_here(plan: TorchTpuPlan, start_method: str) -> bool:
         raise UsageError(
             "torch was imported here without an emulated TPU, and may have counted the devices already",
             where="start_method='inline'",
-            fix=f"Set {tpu.POLYXLA_EMULATE}=v5e-1 before the program starts, or leave start_method out.",
+            fix=f"Set {tpu_env.POLYXLA_EMULATE}=v5e-1 before the program starts, or leave start_method out.",
         )
     return is_emulated
 
@@ -128,7 +121,7 @@ def _run_inline(job: Job, plan: TorchTpuPlan) -> list[Any]:
 
 def _kind(environ: Mapping[str, str]) -> str:
     """Return the kind of the job's devices; `polyxla_environment` has prepared it."""
-    return "CPU" if POLYXLA_LIBTPU_HOST in environ and not environ.get(tpu.POLYXLA_EMULATE) else "TPU"
+    return "CPU" if POLYXLA_LIBTPU_HOST in environ and not environ.get(tpu_env.POLYXLA_EMULATE) else "TPU"
 
 
 def _refuse_fork() -> None:

@@ -16,14 +16,16 @@ from polyxla.plugin import (
     ChipPlan,
     EmulatedTpu,
     Layout,
+    Place,
     TpuSlice,
     free_ports,
     join,
     plan_chips,
     say_once,
     this_slice,
+    torchrun,
+    tpu_env,
 )
-from polyxla.plugin import tpu_env as tpu
 from polyxla_torchtpu import env
 
 BASE_PORT = 8070
@@ -34,7 +36,7 @@ STORE_PORT = 29500
 """The port of torch.distributed's store in such a slice. Source: as for `BASE_PORT`."""
 CPU_GENERATION = "v5e"
 """What the chips are called that this machine's CPU emulates where no TPU was asked for."""
-_EMULATED = {tpu.TPU_SKIP_MDS_QUERY: "1", env.TF_CPP_MIN_LOG_LEVEL: "1"}
+_EMULATED = {tpu_env.TPU_SKIP_MDS_QUERY: "1", env.TF_CPP_MIN_LOG_LEVEL: "1"}
 NEVER_OVERWRITTEN = (
     env.TORCH_TPU_TOPOLOGY,
     env.TORCH_TPU_SLICEBUILDER_ADDRESSES,
@@ -86,42 +88,28 @@ class TorchTpuPlan(ChipPlan):
         if has_others:
             first = int(environ.get(env.TORCH_TPU_BASE_PORT) or BASE_PORT)
             store = {
-                tpu.MASTER_ADDR: environ.get(tpu.MASTER_ADDR) or self.tpu_slice.hostnames[0],
-                tpu.MASTER_PORT: environ.get(tpu.MASTER_PORT) or str(STORE_PORT),
+                tpu_env.MASTER_ADDR: environ.get(tpu_env.MASTER_ADDR) or self.tpu_slice.hostnames[0],
+                tpu_env.MASTER_PORT: environ.get(tpu_env.MASTER_PORT) or str(STORE_PORT),
             }
             ports = [str(first + local) for local in range(self.layout.processes)]
         else:
             *free, own = (str(port) for port in free_ports(self.layout.processes + 1))
-            store, ports = {tpu.MASTER_ADDR: LOCALHOST, tpu.MASTER_PORT: own}, free
+            store, ports = {tpu_env.MASTER_ADDR: LOCALHOST, tpu_env.MASTER_PORT: own}, free
         shared |= self.emulated_meeting(environ) | store
         shared[env.TORCH_TPU_SLICEBUILDER_ADDRESSES] = self.addresses(ports)
         if self.emulated and not has_others:
             shared[env.TORCH_TPU_INTERNAL_HANDSHAKE_PORT] = str(free_ports(1)[0])
         return shared | {name: environ[name] for name in NEVER_OVERWRITTEN if environ.get(name)}
 
-    def process_environments(self, environ: Mapping[str, str], cpu_count: int) -> list[dict[str, str]]:
-        """Return the complete environment of each process that this host starts, over `environ`."""
-        meeting = self.meeting(environ)
-        return [
-            {**environ, **self.process_environment(process, cpu_count, meeting)}
-            for process in self.processes_here
-        ]
-
     def process_environment(self, process: int, cpu_count: int, meeting: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables of one process.
-
-        Args:
-            process: its number among all processes: its rank.
-            cpu_count: cores of this machine, which the processes share.
-            meeting: what `meeting` has returned in one of the processes.
-        """
+        """Return the variables of one process; its number is its rank."""
         host, local = divmod(process, self.layout.processes)
         ranks = {
-            tpu.RANK: process,
+            tpu_env.RANK: process,
             # TorchTPU opens the device with this number, whatever chips are visible.
-            tpu.LOCAL_RANK: self.chips[local],
-            tpu.WORLD_SIZE: self.layout.process_count,
-            tpu.LOCAL_WORLD_SIZE: self.layout.processes,
+            tpu_env.LOCAL_RANK: self.chips[local],
+            tpu_env.WORLD_SIZE: self.layout.process_count,
+            tpu_env.LOCAL_WORLD_SIZE: self.layout.processes,
             env.NNODES: self.layout.hosts,
             env.NODE_RANK: host,
         }
@@ -138,7 +126,7 @@ class TorchTpuPlan(ChipPlan):
         if self.emulated is None:
             return {}
         # More threads than cores only slow each other down.
-        pools = {tpu.NPROC: str(max(1, cpu_count // self.layout.replicas))}
+        pools = {tpu_env.NPROC: str(max(1, cpu_count // self.layout.replicas))}
         return {**_EMULATED, **pools, **self.emulated_host(host, meeting)}
 
     def program_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
@@ -149,12 +137,19 @@ class TorchTpuPlan(ChipPlan):
         return {**_EMULATED, **self.emulated.library_environment(devices)}
 
 
-@dataclass(frozen=True)
-class Place:
-    """The place of one replica: the plan of the job, and the number of its process, its rank."""
+TorchTpuPlace = Place[TorchTpuPlan]
+"""The place of a replica of this runtime."""
 
-    plan: TorchTpuPlan
-    process: int
+
+def plan_for(environ: Mapping[str, str], kind: str, devices: tuple[int, ...]) -> TorchTpuPlan:
+    """Return where the replicas of a job on these devices run.
+
+    Raises:
+        UsageError: the devices cannot be used together.
+    """
+    plan = plan_tpu(environ, devices) if kind == "TPU" else plan_cpu(len(devices))
+    torchrun.check(plan, environ)
+    return plan
 
 
 def plan_tpu(environ: Mapping[str, str], devices: tuple[int, ...]) -> TorchTpuPlan:

@@ -8,12 +8,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from polyxla import hookimpl
-from polyxla.plugin import Discovery, Job, Replication, constants, running_fork_server, torchrun
-from polyxla.plugin import tpu_env as tpu
+from polyxla.plugin import (
+    Discovery,
+    Job,
+    Replication,
+    constants,
+    running_fork_server,
+    torchrun,
+    tpu_env,
+)
 from polyxla_torchtpu import discovery as torchtpu
 from polyxla_torchtpu import env
 from polyxla_torchtpu.launching import preload, run_job
-from polyxla_torchtpu.plan import Place
+from polyxla_torchtpu.plan import TorchTpuPlace, plan_for
 
 
 @hookimpl
@@ -26,10 +33,10 @@ def polyxla_discover_devices(environ: Mapping[str, str], accelerator: str) -> Di
 def polyxla_variables() -> frozenset[str]:
     """Name this runtime's variables, and the bridge's."""
     if importlib.util.find_spec("polyxla_bridge") is None:
-        return constants(env, tpu)
+        return constants(env, tpu_env)
     from polyxla_bridge import env as bridge
 
-    return constants(env, tpu, bridge)
+    return constants(env, tpu_env, bridge)
 
 
 @hookimpl
@@ -37,7 +44,7 @@ def polyxla_environment(
     environ: Mapping[str, str], discovery: Discovery, devices: tuple[int, ...]
 ) -> dict[str, str]:
     """Point the program at the emulated libtpu, if the TPU is emulated."""
-    return torchtpu.plan_for(environ, discovery.kind, devices).program_environment(environ)
+    return plan_for(environ, discovery.kind, devices).program_environment(environ)
 
 
 @hookimpl
@@ -56,8 +63,8 @@ def polyxla_launch(job: Job) -> list[Any]:
 
 
 @hookimpl
-def polyxla_replication(job: Job, place: Place) -> Replication:
+def polyxla_replication(job: Job, place: TorchTpuPlace) -> Replication:
     """Open the device, for the first time in this process."""
-    from polyxla_torchtpu.replicas import open_replication
+    from polyxla_torchtpu.replication import open_replication
 
     return open_replication(place, job.environ, is_program=job.own_processes)

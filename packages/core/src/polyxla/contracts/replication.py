@@ -287,3 +287,57 @@ class Replication(ABC):
     @abstractmethod
     def close(self) -> None:
         """Finish pending work and disconnect. Called once, also after an error."""
+
+
+class OnlyReplica(Replication):
+    """The only replica of its job: every collective is the identity."""
+
+    world = World()
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        """Return the one replica's tensor."""
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the one replica's tensor."""
+        return [tensor]
+
+    def average(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Leave the tensors as they are: the mean over one replica."""
+
+    def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int] = ()) -> list[bytes]:
+        """Return the only payload."""
+        return rendezvous_alone(tag, payload, replicas)
+
+
+def rendezvous_alone(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
+    """Return the payload of the only replica; also what ``xm.rendezvous`` is in its process.
+
+    Raises:
+        ValueError: `replicas` names another one.
+    """
+    if any(ordinal != 0 for ordinal in replicas):
+        raise ValueError(f"rendezvous {tag!r}: replicas={list(replicas)}, but there is only ordinal 0")
+    return [payload]
+
+
+def require_all(tag: str, replicas: Sequence[int], world_size: int) -> None:
+    """Check that all replicas take part in a rendezvous, for runtimes whose rendezvous is a collective.
+
+    Raises:
+        UsageError: `replicas` names only some of them.
+    """
+    if replicas and sorted(replicas) != list(range(world_size)):
+        raise UsageError(
+            f"rendezvous {tag!r} of replicas {list(replicas)} out of {world_size}",
+            where="replicas",
+            fix="Leave replicas out: all of them must take part.",
+        )
+
+
+def padded(payload: bytes, size: int) -> bytes:
+    """Return `payload` with zeros up to a power of two that is at least `size`.
+
+    XLA compiles a program for each new size, so payloads that are gathered have few sizes.
+    """
+    return payload.ljust(1 << (size - 1).bit_length(), b"\0")

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from polyxla import env
-from polyxla.contracts.job import Job, ProcessMethod
+from polyxla.contracts.job import Job, ProcessMethod, StartMethod
 from polyxla.errors import ReplicaLostError, UsageError
 from polyxla.launcher import failures
 from polyxla.launcher.child import remove_remote_modules, serve_forked
@@ -82,6 +82,20 @@ def run_inline(job: Job, place: Any = None) -> list[Any]:
     """Run a job of one replica in this process, with the job's environment for that time."""
     with env.temporary_environ(job.environ):
         return [job.run(place)]
+
+
+def refuse_inline(start_method: StartMethod, replicas: int) -> None:
+    """Check that several replicas are not requested to run in this process.
+
+    Raises:
+        UsageError: they are.
+    """
+    if start_method == "inline" and replicas > 1:
+        raise UsageError(
+            f"{replicas} replicas cannot run inline: one that fails could not be stopped",
+            where="start_method='inline'",
+            fix="Leave start_method out.",
+        )
 
 
 def run_processes(

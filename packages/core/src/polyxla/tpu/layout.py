@@ -1,9 +1,11 @@
-"""How a job's replicas are spread over hosts, processes and threads; each TPU chip has its process."""
+"""Where the replicas of a job run: in hosts, processes and threads. Each TPU chip has its process."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 from polyxla.contracts.replication import World
 from polyxla.errors import UsageError
@@ -14,6 +16,8 @@ from polyxla.tpu.emulated import POLYXLA_LIBTPU_DEV, EmulatedTpu, free_addresses
 from polyxla.tpu.parts import box
 from polyxla.tpu.slices import TpuSlice, host_core
 from polyxla.tpu.topology import join
+
+PlanT = TypeVar("PlanT", bound="Plan")
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,82 @@ class Layout:
         )
 
 
+class Plan(ABC):
+    """Where the replicas of a job run; a runtime derives its own.
+
+    Attributes:
+        layout: how all replicas are spread over processes.
+    """
+
+    layout: Layout
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """The name of the devices."""
+
+    @property
+    @abstractmethod
+    def processes_here(self) -> range:
+        """The numbers of the processes that this launch starts."""
+
+    @property
+    @abstractmethod
+    def launching_hosts(self) -> tuple[str, ...]:
+        """The hosts whose launches monitor each other; none if the devices themselves report a stall."""
+
+    @property
+    @abstractmethod
+    def own_host(self) -> int:
+        """The number of this host among them."""
+
+    @abstractmethod
+    def say(self) -> None:
+        """Print what the user should know before the replicas start."""
+
+    @abstractmethod
+    def meeting(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Choose what all processes share, such as where they meet: variables over `environ`.
+
+        Called in one process only: it chooses ports and names at random.
+        """
+
+    @abstractmethod
+    def process_environment(self, process: int, cpu_count: int, meeting: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables of one process.
+
+        Args:
+            process: its number among all processes.
+            cpu_count: cores of this machine, which the processes share.
+            meeting: what `meeting` has returned in one of the processes.
+        """
+
+    def process_environments(self, environ: Mapping[str, str], cpu_count: int) -> list[dict[str, str]]:
+        """Return the complete environment of each process that this host starts, over `environ`."""
+        meeting = self.meeting(environ)
+        return [
+            {**environ, **self.process_environment(process, cpu_count, meeting)}
+            for process in self.processes_here
+        ]
+
+
 @dataclass(frozen=True)
-class ChipPlan:
+class Place(Generic[PlanT]):
+    """The place of one replica in a plan.
+
+    Attributes:
+        plan: where all replicas run.
+        process: number of its process.
+        thread: number of its thread within the process.
+    """
+
+    plan: PlanT
+    process: int
+    thread: int = 0
+
+
+@dataclass(frozen=True)
+class ChipPlan(Plan):
     """Where the replicas of a job run; the slice's other hosts launch their own.
 
     Attributes:

@@ -15,14 +15,14 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import polyxla.env
 from polyxla.env import POLYXLA_SECRET
 from polyxla.errors import UsageError
 from polyxla.tpu import env
-from polyxla.tpu.layout import Layout
+from polyxla.tpu.layout import Plan
 from polyxla.tpu.monitor.server import monitored
 from polyxla.tpu.secret import sealed, shared_secret, unsealed
 
@@ -37,43 +37,6 @@ _meetings: dict[str, dict[str, str]] = {}
 the same devices."""
 _launches = itertools.count()
 """Numbers this process's launches: the same number in all processes, which launch together."""
-
-
-class Plan(Protocol):
-    """What this module needs to know of a runtime's plan."""
-
-    @property
-    def kind(self) -> str:
-        """The name of the devices."""
-        ...
-
-    @property
-    def layout(self) -> Layout:
-        """How all replicas are spread over processes."""
-        ...
-
-    @property
-    def processes_here(self) -> range:
-        """The numbers of this host's processes."""
-        ...
-
-    @property
-    def launching_hosts(self) -> Sequence[str]:
-        """The hosts whose replicas a monitor watches; none if their devices tell when they wait."""
-        ...
-
-    @property
-    def own_host(self) -> int:
-        """The number of this host among them."""
-        ...
-
-    def meeting(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Choose what all processes share; called in one of them."""
-        ...
-
-    def process_environment(self, process: int, cpu_count: int, meeting: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables of one process."""
-        ...
 
 
 def process_count(environ: Mapping[str, str]) -> int | None:
@@ -125,7 +88,7 @@ def _process(plan: Plan, environ: Mapping[str, str]) -> int:
     return plan.processes_here[int(environ.get(env.LOCAL_RANK, environ[env.RANK]))]
 
 
-def run_here(run: Any, plan: Plan, environ: Mapping[str, str]) -> list[Any]:
+def run_here(run: Callable[[int], list[Any]], plan: Plan, environ: Mapping[str, str]) -> list[Any]:
     """Run the replicas of this process, which torchrun has started, and return their results.
 
     Args:
@@ -136,8 +99,7 @@ def run_here(run: Any, plan: Plan, environ: Mapping[str, str]) -> list[Any]:
     own = environment(plan, environ, os.cpu_count() or 1)
     whole, secret = {**environ, **own}, {POLYXLA_SECRET: own[POLYXLA_SECRET]}
     with _watched(plan, {**environ, **secret}) as variables, polyxla.env.temporary_environ(whole | variables):
-        results: list[Any] = run(_process(plan, environ))
-    return results
+        return run(_process(plan, environ))
 
 
 @contextlib.contextmanager

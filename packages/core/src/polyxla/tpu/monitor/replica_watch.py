@@ -41,6 +41,28 @@ class DeviceProbe(Protocol):
         """Wait until the device has finished its work."""
 
 
+class StallWatchdog(Protocol):
+    """The watchdog of the devices that polyxla-bridge emulates: its module ``engine.stall_watchdog``."""
+
+    def on_stall(self, handler: Callable[[str, frozenset[int]], None]) -> None:
+        """Call `handler` with a text once replicas wait too long, and with those that have returned."""
+
+    def describe_here(self) -> str:
+        """Describe what the replicas of this process do."""
+
+
+def report_stalls(watchdog: StallWatchdog, retire: Callable[[Position], None]) -> None:
+    """Let the launch know of a stall of emulated devices, and of where this process's replicas are.
+
+    Args:
+        watchdog: of the devices of this process.
+        retire: tells the watchdog that a replica has returned, which others then must not wait for.
+    """
+    watchdog.on_stall(failures.report_stall)
+    failures.describe_with(watchdog.describe_here)
+    presence.listen(lambda position: retire(position) if position.has_returned else None)
+
+
 def watch_replicas(environ: Mapping[str, str], probe: Callable[[], DeviceProbe]) -> None:
     """Watch all replicas that this process will run, if a monitor is there.
 

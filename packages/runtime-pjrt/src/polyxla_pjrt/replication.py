@@ -1,4 +1,4 @@
-"""The replicas of one process of a job with several replicas, on TPU cores or on the bridge.
+"""The replicas of one process: their replication, and the process around them.
 
 Heavy: imported in the replicas' processes, or in the fork server that forks them. The model is torch_xla's
 own: a process has one device per replica, and each replica is a thread with its device as the default; a
@@ -27,19 +27,24 @@ from polyxla import UsageError
 from polyxla.plugin import (
     REPLICA_THREAD,
     CollectiveReplication,
+    EmulatedTpu,
+    OnlyReplica,
+    Place,
     World,
+    XlaReplication,
     end_with_parent,
-    failures,
     naming_holders,
+    padded,
     prepare_process,
-    presence,
+    report_stalls,
+    require_all,
     sigterm_ends_quietly,
     snapshot,
     torchrun,
     use_device,
     watch_replicas,
 )
-from polyxla_pjrt.layout import Place, Plan
+from polyxla_pjrt.plan import PjrtPlace, PjrtPlan
 
 _LENGTH_BYTES = 8
 _ENDED = ("ExecuteTime", "CompileTime")
@@ -49,10 +54,40 @@ Source: torch_xla 2.9.0, ``runtime/pjrt_computation_client.cpp``.
 _native: Any = torch_xla._XLAC  # type: ignore[attr-defined]
 
 
+class SingleReplication(OnlyReplica, XlaReplication):
+    """The replication of a job's only replica, on the CPU, a TPU or an emulated one."""
+
+    def __init__(self, kind: str, local_index: int, environ: Mapping[str, str]) -> None:
+        with naming_holders():
+            super().__init__(kind, local_index, environ)
+        if EmulatedTpu.read(environ):
+            from polyxla_bridge.torch_xla_plugin import CACHE_COUNTERS
+
+            self.cache_counters = CACHE_COUNTERS
+        self._check_autograd()
+
+    def _check_autograd(self) -> None:
+        """Refuse a process whose autograd engine was created before the device.
+
+        torch creates a queue for each device at a process's first ``backward()``, and never again. With a
+        device that was opened later, every ``backward()`` fails with an internal assertion.
+        """
+        try:
+            torch.zeros((), device=self.device, requires_grad=True).backward()
+        except RuntimeError as error:
+            raise UsageError(
+                f"this process called backward() before it had {self.device}, so torch's autograd cannot use "
+                "that device",
+                where="start_method",
+                fix="Launch with start_method='forkserver', which starts a fresh process, or call backward() "
+                "after the launch.",
+            ) from error
+
+
 class MultiReplication(CollectiveReplication):
     """The replication of one of several replicas; all of them take part in every collective."""
 
-    def __init__(self, place: Place, environ: Mapping[str, str]) -> None:
+    def __init__(self, place: PjrtPlace, environ: Mapping[str, str]) -> None:
         super().__init__(place.plan.kind, place.thread, environ)
         self.world = _world(place)
         if place.plan.is_bridged:
@@ -66,30 +101,25 @@ class MultiReplication(CollectiveReplication):
         Raises:
             UsageError: `replicas` names only some of the replicas.
         """
-        if replicas and sorted(replicas) != list(range(self.world.world_size)):
-            raise UsageError(
-                f"rendezvous {tag!r} of replicas {list(replicas)} out of {self.world.world_size}",
-                where="replicas",
-                fix="Leave replicas out: all of them must take part.",
-            )
-        return [_without_padding(one) for one in xm.rendezvous(tag, _padded(payload))]
+        require_all(tag, replicas, self.world.world_size)
+        return [_without_padding(other) for other in xm.rendezvous(tag, _padded(payload))]
 
 
 def _padded(payload: bytes) -> bytes:
-    """Return a payload with its length, padded to a power of two: each new size compiles a program."""
+    """Return a payload with its length in front, so that the padding can be removed."""
     if not payload:
-        # A barrier's; torch_xla exchanges nothing but the sizes.
+        # A barrier has no payload. torch_xla then exchanges the sizes only, which costs no second program.
         return payload
     sized = len(payload).to_bytes(_LENGTH_BYTES, "big") + payload
-    return sized.ljust(1 << (len(sized) - 1).bit_length(), b"\0")
+    return padded(sized, len(sized))
 
 
-def _without_padding(padded: bytes) -> bytes:
-    end = _LENGTH_BYTES + int.from_bytes(padded[:_LENGTH_BYTES], "big")
-    return padded[_LENGTH_BYTES:end]
+def _without_padding(received: bytes) -> bytes:
+    end = _LENGTH_BYTES + int.from_bytes(received[:_LENGTH_BYTES], "big")
+    return received[_LENGTH_BYTES:end]
 
 
-def _world(place: Place) -> World:
+def _world(place: PjrtPlace) -> World:
     """Return this replica's place in the world, by which data and devices are divided among replicas."""
     world = place.plan.layout.world(place.process, place.thread)
     if place.plan.kind == "TPU":
@@ -117,7 +147,7 @@ class TorchXlaProbe:
         _native._xla_wait_device_ops(devices=self._devices)
 
 
-def run_replicas(replica: Callable[[Place], Any], plan: Plan, process: int) -> list[Any]:
+def run_replicas(replica: Callable[[PjrtPlace], Any], plan: PjrtPlan, process: int) -> list[Any]:
     """Run every replica of this process and return their results, in the order of the threads.
 
     Raises the first exception of a replica at once: the other replicas may wait for that one in a collective
@@ -126,7 +156,9 @@ def run_replicas(replica: Callable[[Place], Any], plan: Plan, process: int) -> l
     if torchrun.process_count(snapshot()) is None:
         end_with_parent()
     if plan.is_bridged:
-        _watch(plan)
+        from polyxla_bridge.engine import stall_watchdog
+
+        report_stalls(stall_watchdog, lambda position: stall_watchdog.retire(position.ordinal))
     watch_replicas(snapshot(), TorchXlaProbe)
     prepare_process(shares_gil=plan.layout.threads > 1)
     with naming_holders(), sigterm_ends_quietly():
@@ -149,17 +181,7 @@ def run_replicas(replica: Callable[[Place], Any], plan: Plan, process: int) -> l
     )
 
 
-def _watch(plan: Plan) -> None:
-    from polyxla_bridge.engine import stall_watchdog
-
-    stall_watchdog.on_stall(failures.report_stall)
-    failures.describe_with(stall_watchdog.describe_here)
-    presence.listen(
-        lambda position: stall_watchdog.retire(position.ordinal) if position.has_returned else None
-    )
-
-
-def _on_own_device(replica: Callable[[Place], Any], place: Place) -> Any:
+def _on_own_device(replica: Callable[[PjrtPlace], Any], place: PjrtPlace) -> Any:
     use_device(place.thread, place.plan.layout.threads)
     return replica(place)
 

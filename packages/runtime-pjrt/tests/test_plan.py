@@ -11,15 +11,8 @@ from polyxla import UsageError
 from polyxla.plugin import POLYXLA_DEVICES, Layout, tpu_env
 from polyxla_bridge.env import POLYXLA_LIBTPU_DEV, POLYXLA_LIBTPU_HOST, from_environ
 from polyxla_pjrt import env
-from polyxla_pjrt.discovery import (
-    discover,
-    plan_for,
-    prepared_plan,
-    replica_environment,
-    requested_devices,
-)
-from polyxla_pjrt.layout import Plan, cpu_layout
-from polyxla_pjrt.tpu_plan import TpuPlan, plan_cores
+from polyxla_pjrt.discovery import discover, prepared_plan, requested_devices
+from polyxla_pjrt.plan import PjrtPlan, TpuPlan, cpu_layout, plan_cores, plan_for, replica_environment
 
 TORCHRUN = {
     tpu_env.TORCHELASTIC_RUN_ID: "a",
@@ -147,12 +140,12 @@ def test_a_number_of_replicas_that_is_not_available_is_refused(
 @pytest.mark.parametrize(
     ("plan", "layout"),
     [
-        (Plan(Layout(processes=2)), Layout(processes=2)),
-        (Plan(Layout(2, 3)), Layout(1, 6)),
+        (PjrtPlan(Layout(processes=2)), Layout(processes=2)),
+        (PjrtPlan(Layout(2, 3)), Layout(1, 6)),
         (tpu_plan("v4-8"), Layout(1, 4)),
     ],
 )
-def test_each_replica_can_have_a_process_of_its_own(plan: Plan, layout: Layout) -> None:
+def test_each_replica_can_have_a_process_of_its_own(plan: PjrtPlan, layout: Layout) -> None:
     assert plan.with_own_processes().layout == layout
 
 
@@ -163,7 +156,7 @@ def test_the_cores_of_a_chip_cannot_have_a_process_each() -> None:
 
 def test_each_process_gets_its_share_and_one_coordinator() -> None:
     job = {"KEPT": "yes", "POLYXLA_SECRET": "of one job"}
-    environs = Plan(Layout(threads=2, processes=2)).process_environments(job, cpu_count=2)
+    environs = PjrtPlan(Layout(threads=2, processes=2)).process_environments(job, cpu_count=2)
     shares = [from_environ(one) for one in environs]
     assert [share.local for share in shares] == [(0, 1), (2, 3)]
     assert (
@@ -232,7 +225,7 @@ def test_hosts_that_meet_have_their_own_chips() -> None:
 
 
 def test_two_launches_use_different_ports() -> None:
-    plan = Plan(Layout(processes=2))
+    plan = PjrtPlan(Layout(processes=2))
     (one, _), (other, _) = plan.process_environments({}, 2), plan.process_environments({}, 2)
     assert one["POLYXLA_BRIDGE_COORDINATOR"] != other["POLYXLA_BRIDGE_COORDINATOR"]
 
@@ -244,7 +237,7 @@ def test_two_launches_use_different_ports() -> None:
 def test_thread_pools_hold_every_waiting_replica_and_share_the_cores(
     layout: Layout, waiting: int, compute: int
 ) -> None:
-    environs = Plan(layout).process_environments({}, cpu_count=3)[0]
+    environs = PjrtPlan(layout).process_environments({}, cpu_count=3)[0]
     assert int(environs[env.XLA_THREAD_POOL_SIZE]) >= waiting
     assert int(environs[tpu_env.NPROC]) == compute
 
@@ -279,7 +272,7 @@ def test_a_program_for_several_cpu_devices_keeps_the_client_of_torch_xla(
     prepared = environ | replica_environment(environ, found, (0, 1, 2, 3))
     assert prepared == {env.PJRT_DEVICE: "CPU", env.CPU_NUM_DEVICES: count}
     # The launch in the program reads what `polyxla run` has prepared.
-    assert plan_for(prepared, "CPU", (0, 1, 2, 3)) == Plan(Layout(processes=4))
+    assert plan_for(prepared, "CPU", (0, 1, 2, 3)) == PjrtPlan(Layout(processes=4))
 
 
 @pytest.mark.parametrize(
@@ -301,9 +294,9 @@ def test_an_emulation_of_an_unknown_type_or_beside_the_cpu_is_refused(
 
 def test_processes_of_torchrun_are_the_replicas() -> None:
     assert requested_devices(TORCHRUN) == (0, 1, 2, 3)
-    assert plan_for(TORCHRUN, "CPU", (0, 1, 2, 3)) == Plan(Layout(processes=4))
+    assert plan_for(TORCHRUN, "CPU", (0, 1, 2, 3)) == PjrtPlan(Layout(processes=4))
     # Two threads in each of its four.
-    assert plan_for(TORCHRUN, "CPU", tuple(range(8))) == Plan(Layout(threads=2, processes=4))
+    assert plan_for(TORCHRUN, "CPU", tuple(range(8))) == PjrtPlan(Layout(threads=2, processes=4))
 
 
 @pytest.mark.parametrize(

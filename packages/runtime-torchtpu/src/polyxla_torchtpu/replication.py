@@ -1,45 +1,48 @@
-"""The replica of a process. Heavy: imported in the replicas' processes, or in their fork server."""
+"""The replica of a process: its replication, and the process around it.
+
+Heavy: imported in the replicas' processes, or in the fork server that forks them.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime as dt
 import functools
-import io
-import sys
-import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch_tpu  # noqa: F401 -- what takes long to import is imported here, in the fork server
-from torch.nn import functional as F
+from torch_tpu._internal.profiler import _impl, _profiler_backend
 
-from polyxla import UsageError
 from polyxla.plugin import (
     POLYXLA_INPUT_TIMEOUT_S,
     POLYXLA_START_TIMEOUT_S,
+    STEP_EVENT,
+    OnlyReplica,
     ReduceOp,
     Replication,
     World,
     average_in_place,
     end_with_parent,
-    failures,
-    presence,
+    padded,
+    report_stalls,
+    require_all,
     sigterm_ends_quietly,
     snapshot,
     timeout_s,
     torchrun,
+    tpu_env,
     update_environ,
     watch_replicas,
 )
-from polyxla.plugin import tpu_env as tpu
-from polyxla_torchtpu import env, host_answers
+from polyxla_torchtpu import env
 from polyxla_torchtpu.counters import TorchTpuCounters, TorchTpuProbe
-from polyxla_torchtpu.plan import Place, TorchTpuPlan
-from polyxla_torchtpu.profiling import profile
+from polyxla_torchtpu.framework import load_in_replica
+from polyxla_torchtpu.plan import TorchTpuPlace, TorchTpuPlan
 from polyxla_torchtpu.upload import upload_batches
 
 _RNG_STATE_BYTES = 16
@@ -51,8 +54,8 @@ _OPS = {
     "max": dist.ReduceOp.MAX,
     "mul": dist.ReduceOp.PRODUCT,
 }
-_EXPERIMENTAL = r"<TorchTpu/ApiStage/ExperimentalApi/> (the TORCH_TPU_|'default_generators')"
-"""How TorchTPU warns of what may change in later versions."""
+_SHOW_OPERATIONS = "_ZN9torch_tpu20XProfCallbackHandler8RegisterEv"
+"""Source: torch_tpu 0.2.0, whose torch.profiler calls it too, and then records every event twice."""
 BACKEND = "tpu_dist"
 """TorchTPU's name of its process groups."""
 
@@ -63,71 +66,16 @@ def prepare(plan: TorchTpuPlan) -> None:
     if torchrun.process_count(environ) is None:
         end_with_parent()
     if plan.emulated:
-        _watch()
+        from polyxla_bridge.engine import stall_watchdog
+
+        # A TPU numbers its devices by coordinates, TorchTPU its replicas by process: one in each.
+        report_stalls(stall_watchdog, lambda _: stall_watchdog.retire_here())
     watch_replicas(environ, TorchTpuProbe)
 
 
-def _watch() -> None:
-    from polyxla_bridge.engine import stall_watchdog
-
-    stall_watchdog.on_stall(failures.report_stall)
-    failures.describe_with(stall_watchdog.describe_here)
-    # A TPU numbers its devices by coordinates, TorchTPU its replicas by process: one in each.
-    presence.listen(lambda position: stall_watchdog.retire_here() if position.has_returned else None)
-
-
-def load() -> None:
-    """Load TorchTPU in this process without what it prints when all is well."""
-    # Of variables and functions that this runtime uses itself.
-    warnings.filterwarnings("ignore", message=_EXPERIMENTAL)
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            host_answers.load(snapshot())
-            _mend()
-    except BaseException:
-        sys.stderr.write(said.getvalue())
-        raise
-
-
-def _mend() -> None:
-    """Do what TorchTPU 0.2.0 leaves undone, as docs/torchtpu.md lists it. A second call does nothing."""
-    any_torch: Any = torch
-    # torch.utils.checkpoint keeps a device's random numbers only if this says that it is in use. Otherwise
-    # the backward pass draws other masks of dropout than the forward pass.
-    any_torch.tpu._initialized = True
-    if F.batch_norm is not _batch_norm:
-        F.batch_norm = _batch_norm
-
-
-_torchs_batch_norm = F.batch_norm
-
-
-def _batch_norm(
-    input: torch.Tensor,  # noqa: A002  (torch's name)
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> torch.Tensor:
-    """Normalise as torch does, and move the running statistics, which TorchTPU leaves as they are."""
-    moves = training and input.device.type == "tpu" and running_mean is not None and running_var is not None
-    if not moves:
-        return _torchs_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    result = _torchs_batch_norm(input, None, None, weight, bias, training, momentum, eps)
-    with torch.no_grad():
-        others = [dimension for dimension in range(input.dim()) if dimension != 1]
-        variance, mean = torch.var_mean(input.detach().float(), others)
-        for running, current in ((running_mean, mean), (running_var, variance)):
-            assert running is not None
-            running.mul_(1 - momentum).add_(current.to(running.dtype), alpha=momentum)
-    return result
-
-
-def open_replication(place: Place, environ: Mapping[str, str], is_program: bool = False) -> Replication:
+def open_replication(
+    place: TorchTpuPlace, environ: Mapping[str, str], is_program: bool = False
+) -> Replication:
     """Open this process's device, and meet the other replicas.
 
     Args:
@@ -135,47 +83,34 @@ def open_replication(place: Place, environ: Mapping[str, str], is_program: bool 
         environ: the job's environment, with the timeouts.
         is_program: whether the replica runs a whole program, which may make the process group itself.
     """
-    load()
+    load_in_replica()
     # The launch has switched it off for this process, not for the programs that this process starts.
     own = {env.TORCH_DEVICE_BACKEND_AUTOLOAD: environ.get(env.TORCH_DEVICE_BACKEND_AUTOLOAD, "1")}
     update_environ(own)
     if place.plan.layout.replicas == 1:
-        return TorchTpuReplication(World(), place.plan.kind, environ)
+        return SingleReplication(place.plan.kind, environ)
     world = place.plan.layout.world(place.process, 0)
     with sigterm_ends_quietly():
-        replication = SeveralReplication(world, place.plan.kind, environ)
+        replication = MultiReplication(world, place.plan.kind, environ)
     if not is_program:
         replication.join_group()
     return replication
 
 
 class TorchTpuReplication(Replication):
-    """The only replica of its job: every collective is the identity."""
+    """What the only replica of a job and one of several share; subclasses add the collectives.
 
-    def __init__(self, world: World, kind: str, environ: Mapping[str, str]) -> None:
-        self.world = world
+    Args:
+        kind: the name of the devices.
+        environ: the job's environment, with the timeouts.
+    """
+
+    def __init__(self, kind: str, environ: Mapping[str, str]) -> None:
         self.kind = kind
         self._input_timeout_s = timeout_s(environ, POLYXLA_INPUT_TIMEOUT_S)
         self.device = torch.device("tpu", 0)
         # The device is opened here, not at the first step.
         torch.zeros((), device=self.device).cpu()
-
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        """Return the one replica's tensor."""
-        return tensor
-
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the one replica's tensor."""
-        return [tensor]
-
-    def average(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Leave the tensors as they are: the mean over one replica."""
-
-    def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int] = ()) -> list[bytes]:
-        """Return the only payload."""
-        if any(ordinal != 0 for ordinal in replicas):
-            raise ValueError(f"rendezvous {tag!r}: replicas={list(replicas)}, but there is only ordinal 0")
-        return [payload]
 
     def sync(self, wait: bool = False) -> None:
         """Work is submitted at once; with `wait`, block until it is done."""
@@ -206,7 +141,7 @@ class TorchTpuReplication(Replication):
 
     def profile(self, folder: str) -> AbstractContextManager[Callable[[int], None]]:
         """Trace torch's operations and the device's work into files for TensorBoard and Perfetto."""
-        return profile(folder)
+        return _profile(folder)
 
     def report(self) -> str:
         """Return the counts of programs and reads."""
@@ -218,7 +153,32 @@ class TorchTpuReplication(Replication):
         torch.accelerator.synchronize()
 
 
-class SeveralReplication(TorchTpuReplication):
+@contextlib.contextmanager
+def _profile(folder: str) -> Iterator[Callable[[int], None]]:
+    """Trace torch's operations and the device's work."""
+    # TorchTPU's own trace is without torch's operations, and so without the marks of the steps.
+    getattr(ctypes.PyDLL(_profiler_backend.__file__), _SHOW_OPERATIONS)()
+    _impl.start_trace(folder)
+    step = contextlib.ExitStack()
+
+    def begin_step(number: int) -> None:
+        step.close()
+        # The stats are part of the name. Source: TraceMeEncode in tsl/profiler/lib/traceme_encode.h.
+        name = f"{STEP_EVENT}#step_num={number},_r=1#"
+        step.enter_context(torch.profiler.record_function(name))
+
+    try:
+        yield begin_step
+    finally:
+        step.close()
+        _impl.stop_trace()
+
+
+class SingleReplication(OnlyReplica, TorchTpuReplication):
+    """The replication of a job's only replica."""
+
+
+class MultiReplication(TorchTpuReplication):
     """One of several replicas, in a process group of TorchTPU.
 
     Args:
@@ -230,7 +190,8 @@ class SeveralReplication(TorchTpuReplication):
     def __init__(self, world: World, kind: str, environ: Mapping[str, str]) -> None:
         self._start_timeout_s = timeout_s(environ, POLYXLA_START_TIMEOUT_S)
         self._owns_group = False
-        super().__init__(world, kind, environ)
+        self.world = world
+        super().__init__(kind, environ)
 
     def join_group(self) -> None:
         """Make the process group of all replicas, unless the program has made it, as under torchrun."""
@@ -240,7 +201,7 @@ class SeveralReplication(TorchTpuReplication):
         start = dt.timedelta(seconds=self._start_timeout_s)
         own, world = snapshot(), self.world
         is_host = world.ordinal == 0 and torchrun.process_count(own) is None
-        address, port = own[tpu.MASTER_ADDR], int(own[tpu.MASTER_PORT])
+        address, port = own[tpu_env.MASTER_ADDR], int(own[tpu_env.MASTER_PORT])
         store: Any = dist.TCPStore(  # type: ignore[attr-defined]
             address, port, world.world_size, is_host, start
         )
@@ -281,20 +242,13 @@ class SeveralReplication(TorchTpuReplication):
         Raises:
             UsageError: `replicas` names only some of the replicas.
         """
-        if replicas and sorted(replicas) != list(range(self.world.world_size)):
-            raise UsageError(
-                f"rendezvous {tag!r} of replicas {list(replicas)} out of {self.world.world_size}",
-                where="replicas",
-                fix="Leave replicas out: all of them must take part.",
-            )
+        require_all(tag, replicas, self.world.world_size)
         sizes = [int(size) for size in self.all_gather(torch.tensor(len(payload)).to(self.device))]
         if not any(sizes):
             return [b""] * len(sizes)
-        # Each new size compiles a program.
-        padded = payload.ljust(1 << (max(sizes) - 1).bit_length(), b"\0")
-        data = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(self.device)
-        gathered = (bytes(one.cpu().numpy().tobytes()) for one in self.all_gather(data))
-        return [one[:size] for one, size in zip(gathered, sizes, strict=True)]
+        data = torch.frombuffer(bytearray(padded(payload, max(sizes))), dtype=torch.uint8).to(self.device)
+        gathered = (tensor.cpu().numpy().tobytes() for tensor in self.all_gather(data))
+        return [received[:size] for received, size in zip(gathered, sizes, strict=True)]
 
     def close(self) -> None:
         """Wait until the device has finished the submitted work, and leave the group."""
