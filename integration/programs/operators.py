@@ -90,11 +90,11 @@ def on_host(numbers: Numbers) -> Numbers:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that can be stored: torch_xla leaves a wrapper on the host for some operators."""
-    if not torch._is_functional_tensor(tensor):
-        return tensor
-    torch._sync(tensor)  # type: ignore[attr-defined,no-untyped-call]
-    return torch._from_functional_tensor(tensor)
+    """Return a tensor that can be stored: some operators leave a wrapper, or zeros without memory."""
+    if torch._is_functional_tensor(tensor):
+        torch._sync(tensor)  # type: ignore[attr-defined,no-untyped-call]
+        tensor = torch._from_functional_tensor(tensor)
+    return tensor.clone()
 
 
 def on_device(operator: Any, given: list[Any], device: str, finish: Callable[[], None]) -> list[Numbers]:
@@ -153,7 +153,7 @@ def outcome(
         given = list(samples(operator))
         if is_random(operator, given):
             return "is random"
-        expected = [computed(operator, sample, "cpu") for sample in given]
+        expected = [on_host(computed(operator, sample, "cpu")) for sample in given]
         return on_device(operator, given, device, finish), expected
     except Exception as error:
         return f"has no samples: {error}"
