@@ -186,8 +186,8 @@ def _starting(directory: Path) -> Iterator[Callable[..., Worker]]:
         return worker
 
     yield start
-    for one in workers:
-        one.end()
+    for worker in workers:
+        worker.end()
 
 
 @pytest.fixture
@@ -244,5 +244,5 @@ def client() -> Iterator[Callable[..., Client]]:
         return clients[-1]
 
     yield start
-    for one in clients:
-        one.kill()
+    for client in clients:
+        client.kill()

@@ -74,18 +74,21 @@ def test_a_single_process_has_no_mesh_address() -> None:
 def test_a_process_finds_its_core_no_attached_tpu_and_the_jobs_store() -> None:
     plan = plan_for(configuration(NODE), range(8))
     environs = plan.process_environments({"KEPT": "1"}, "10.0.0.2:8470", "the job", "10.0.0.9:8477")
-    for index, one in enumerate(environs):
-        assert (one["KEPT"], one[env.PJRT_DEVICE]) == ("1", "TPU_XRT")
-        assert one[env.XRT_MESH_SERVICE_ADDRESS] == "10.0.0.9:8477"
-        assignment = read_assignment(one)
+    for index, process in enumerate(environs):
+        assert (process["KEPT"], process[env.PJRT_DEVICE]) == ("1", "TPU_XRT")
+        assert process[env.XRT_MESH_SERVICE_ADDRESS] == "10.0.0.9:8477"
+        assignment = read_assignment(process)
         assert assignment is not None
         assert (assignment.address, assignment.job) == ("10.0.0.2:8470", "the job")
         assert (assignment.cores, assignment.ordinal, assignment.world_size) == ((index,), index, 8)
-        assert int(one[env.XLA_THREAD_POOL_SIZE]) >= 4
-        assert (one[env.TPU_SKIP_MDS_QUERY], one[env.TPU_ACCELERATOR_TYPE]) == ("1", "v3-8")
-        assert (one[env.TPU_PROCESS_BOUNDS], one[env.TPU_CHIPS_PER_PROCESS_BOUNDS]) == ("1,1,1", "2,2,1")
-        assert (one[env.TPU_WORKER_ID], one[env.TPU_WORKER_HOSTNAMES]) == ("0", "localhost")
-    stores = {(one[env.MASTER_ADDR], one[env.MASTER_PORT]) for one in environs}
+        assert int(process[env.XLA_THREAD_POOL_SIZE]) >= 4
+        assert (process[env.TPU_SKIP_MDS_QUERY], process[env.TPU_ACCELERATOR_TYPE]) == ("1", "v3-8")
+        assert (process[env.TPU_PROCESS_BOUNDS], process[env.TPU_CHIPS_PER_PROCESS_BOUNDS]) == (
+            "1,1,1",
+            "2,2,1",
+        )
+        assert (process[env.TPU_WORKER_ID], process[env.TPU_WORKER_HOSTNAMES]) == ("0", "localhost")
+    stores = {(process[env.MASTER_ADDR], process[env.MASTER_PORT]) for process in environs}
     assert len(stores) == 1
     assert stores.pop()[0] == "127.0.0.1"
 
@@ -97,8 +100,10 @@ def test_a_store_that_the_user_may_choose_is_not_chosen(
     described: dict[str, str], environ: dict[str, str]
 ) -> None:
     plan = plan_for(configuration(described), range(8 * configuration(described).hosts))
-    for one in plan.process_environments(environ, "a:1", "the job", "b:2"):
-        assert {name: one[name] for name in (env.MASTER_ADDR, env.MASTER_PORT) if name in one} == environ
+    for process in plan.process_environments(environ, "a:1", "the job", "b:2"):
+        assert {
+            name: process[name] for name in (env.MASTER_ADDR, env.MASTER_PORT) if name in process
+        } == environ
 
 
 @pytest.mark.parametrize(

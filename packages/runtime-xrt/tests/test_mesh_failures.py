@@ -34,9 +34,9 @@ BOUND_S = 20.0
 
 def test_threads_of_one_participant_meet_under_different_tags(server: MeshServer) -> None:
     tags = [f"tag {number}" for number in range(40)]
-    one, other = MeshClient(server.address, 0, 2, SECRET), MeshClient(server.address, 1, 2, SECRET)
-    with one, other, ThreadPoolExecutor(80) as pool:
-        found = [pool.submit(one.rendezvous, tag, b"0") for tag in tags]
+    first_client, other = MeshClient(server.address, 0, 2, SECRET), MeshClient(server.address, 1, 2, SECRET)
+    with first_client, other, ThreadPoolExecutor(80) as pool:
+        found = [pool.submit(first_client.rendezvous, tag, b"0") for tag in tags]
         found += [pool.submit(other.rendezvous, tag, b"1") for tag in tags[::-1]]
         assert {future.result(30) for future in found} == {(b"0", b"1")}
 
@@ -52,9 +52,9 @@ def test_a_tag_may_be_used_once_at_a_time(server: MeshServer) -> None:
 @pytest.mark.parametrize("size", [0, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 32 << 20])
 def test_payloads_of_every_size_arrive_whole(server: MeshServer, size: int) -> None:
     payload = random.Random(size).randbytes(size)
-    one, other = MeshClient(server.address, 0, 2, SECRET), MeshClient(server.address, 1, 2, SECRET)
-    with one, other, ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(one.rendezvous, "large", payload)
+    first_client, other = MeshClient(server.address, 0, 2, SECRET), MeshClient(server.address, 1, 2, SECRET)
+    with first_client, other, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(first_client.rendezvous, "large", payload)
         assert other.rendezvous("large", b"small") == (payload, b"small")
         assert waiting.result(30) == (payload, b"small")
 

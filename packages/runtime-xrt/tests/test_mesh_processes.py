@@ -37,14 +37,14 @@ def test_a_tag_can_be_reused(crew: Any) -> None:
             crew.meet(ordinal, "again")
     for ordinal in ALL:
         for _ in range(50):
-            assert crew.read(ordinal) == {"payloads": [f"again{one}" for one in ALL]}
+            assert crew.read(ordinal) == {"payloads": [f"again{number}" for number in ALL]}
 
 
 def test_subsets_meet_at_the_same_time_under_different_tags(crew: Any) -> None:
     for ordinal in ALL:
         crew.meet(ordinal, "odd" if ordinal % 2 else "even", (1, 3, 5, 7) if ordinal % 2 else (6, 4, 2, 0))
     for ordinal in ALL:
-        same = [f"{'odd' if one % 2 else 'even'}{one}" for one in ALL if one % 2 == ordinal % 2]
+        same = [f"{'odd' if number % 2 else 'even'}{number}" for number in ALL if number % 2 == ordinal % 2]
         assert crew.read(ordinal) == {"payloads": same}
 
 
@@ -54,9 +54,9 @@ def test_mismatching_replicas_are_reported_to_all_including_late_ones(crew: Any)
     found = [crew.read(0), crew.read(1)]
     crew.meet(2, "mismatch", (0, 1, 2))
     found.append(crew.read(2))
-    for one in found:
-        assert one["error"] == "MismatchError"
-        assert "'mismatch' failed: Mismatching replicas: (" in one["text"]
+    for outcome in found:
+        assert outcome["error"] == "MismatchError"
+        assert "'mismatch' failed: Mismatching replicas: (" in outcome["text"]
     assert len(crew.meet_all("mismatch", (0, 1, 2), (0, 1, 2))[0]["payloads"]) == 3
 
 
@@ -112,9 +112,9 @@ def test_a_killed_participant_is_named_to_waiting_and_late_ones(crew: Any) -> No
     found = [crew.read(ordinal) for ordinal in (0, 1, 2, 4, 5, 6)]
     assert time.monotonic() - begin < BOUND_S
     found += crew.meet_all("killed", (7,)) + crew.meet_all("another", (0, 7))
-    for one in found:
-        assert one["error"] == "ParticipantLostError"
-        assert "Ordinal 3 died or lost its connection" in one["text"]
+    for outcome in found:
+        assert outcome["error"] == "ParticipantLostError"
+        assert "Ordinal 3 died or lost its connection" in outcome["text"]
     assert crew.meet_all("without", (0, 1), (0, 1)) == [{"payloads": ["without0", "without1"]}] * 2
     begin = time.monotonic()
     for ordinal in (1, 2):
@@ -122,7 +122,7 @@ def test_a_killed_participant_is_named_to_waiting_and_late_ones(crew: Any) -> No
     time.sleep(0.2)
     crew.processes[0].send_signal(signal.SIGKILL)
     for ordinal in (1, 2):
-        one = crew.read(ordinal)
-        assert one["error"] == "MeshServiceLostError"
-        assert crew.address in one["text"]
+        outcome = crew.read(ordinal)
+        assert outcome["error"] == "MeshServiceLostError"
+        assert crew.address in outcome["text"]
     assert time.monotonic() - begin < BOUND_S

@@ -194,7 +194,7 @@ def test_every_call_is_answered_once_and_no_state_remains(actions: list[tuple[ob
         ((), ""),
         ((3,), "3"),
         ((0, 1, 2, 5), "0-2, 5"),
-        (tuple(range(0, 60, 2)), ", ".join(str(one) for one in range(0, 40, 2)) + ", and 10 more"),
+        (tuple(range(0, 60, 2)), ", ".join(str(ordinal) for ordinal in range(0, 40, 2)) + ", and 10 more"),
     ],
 )
 def test_ordinals_are_formatted_as_ranges(ordinals: tuple[int, ...], text: str) -> None:

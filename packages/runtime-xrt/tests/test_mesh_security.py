@@ -28,9 +28,9 @@ WRONG = (("authorization", f"Bearer {'0' * 64}"),)
 
 
 def test_a_stranger_who_comes_before_a_replica_does_not_take_its_place(server: MeshServer) -> None:
-    one, other = MeshClient(server.address, 0, 2, SECRET), MeshClient(server.address, 1, 2, SECRET)
-    with one, other, grpc.insecure_channel(server.address) as channel, ThreadPoolExecutor(1) as pool:
-        first = pool.submit(one.rendezvous, TAG, b"first", timeout_s=BOUND_S)
+    first_client, other = MeshClient(server.address, 0, 2, SECRET), MeshClient(server.address, 1, 2, SECRET)
+    with first_client, other, grpc.insecure_channel(server.address) as channel, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(first_client.rendezvous, TAG, b"first", timeout_s=BOUND_S)
         stub = mesh_pb2_grpc.MeshStub(channel)
         request = pb.RendezvousRequest(tag=TAG, ordinal=1, payload=PAYLOAD, timeout_s=BOUND_S)
         for metadata in (NO_TOKEN, WRONG):

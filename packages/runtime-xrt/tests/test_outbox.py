@@ -53,15 +53,15 @@ def test_a_batch_ends_before_it_is_too_large(sizes: list[int], packed: list[int]
     for size in sizes:
         outbox.put(size, size)
     together = drained(outbox)
-    assert [len(one) for one in together] == packed
-    assert [size for one in together for size in one] == sizes
+    assert [len(message) for message in together] == packed
+    assert [size for message in together for size in message] == sizes
 
 
 def test_messages_without_data_count_towards_the_limit() -> None:
     outbox = Outbox()
     for number in range(100_000):
         outbox.put(number)
-    assert max(len(one) for one in drained(outbox)) < 50_000
+    assert max(len(message) for message in drained(outbox)) < 50_000
 
 
 def test_put_blocks_while_the_outbox_is_full() -> None:
@@ -153,12 +153,12 @@ def test_a_deferred_message_never_overtakes_messages_queued_before_it() -> None:
     used: set[int] = set()
     freed: list[int] = []
     while (together := outbox.take()) is not None:
-        for one in together:
-            if isinstance(one, list):
-                assert used.issuperset(one)
-                freed += one
+        for message in together:
+            if isinstance(message, list):
+                assert used.issuperset(message)
+                freed += message
             else:
-                used.add(one)
+                used.add(message)
     user.join(SOON_S)
     assert used == set(range(count))
     assert freed == list(range(count))
@@ -178,8 +178,8 @@ def test_concurrent_puts_lose_nothing_and_keep_each_threads_order() -> None:
             together = outbox.take()
             assert together
             found += together
-        for one in puts:
-            one.result(SOON_S)
+        for done in puts:
+            done.result(SOON_S)
     for thread in range(4):
         assert [number for who, number in found if who == thread] == list(range(2000))
     assert drained(outbox) == []

@@ -84,8 +84,8 @@ def test_many_jobs_do_not_grow_the_workers_memory(start_worker: Callable[..., An
         for _ in range(JOBS):
             with closing(Lease(worker.address, 2, snapshot(), wait_s=TIMEOUT_S)) as lease:
                 sums = [pool.submit(compute, worker.address, lease.job, core) for core in range(2)]
-                assert [one.result(TIMEOUT_S) for one in sums] == [3.0, 3.0]
+                assert [total.result(TIMEOUT_S) for total in sums] == [3.0, 3.0]
             worker.wait_until_free()
             resident.append(worker.resident_bytes)
     warm, last = median(resident[WARM : WARM + WINDOW]), median(resident[-WINDOW:])
-    assert last < GROWTH * warm, [one >> 20 for one in resident]
+    assert last < GROWTH * warm, [size >> 20 for size in resident]

@@ -78,8 +78,8 @@ def test_waiting_jobs_are_served_in_order(pool: ThreadPoolExecutor) -> None:
     with pytest.raises(HeldError):
         acquired(cores, "impatient")
     cores.give_back(first)
-    for one in waiting:
-        one.result(SOON_S)
+    for answer in waiting:
+        answer.result(SOON_S)
     assert order == list(range(8))
     assert cores.job is None
 
@@ -141,7 +141,7 @@ def test_a_full_queue_refuses_further_jobs(pool: ThreadPoolExecutor) -> None:
     with pytest.raises(QueueFullError):
         acquired(cores)
     is_gone.set()
-    assert {one.result(SOON_S) for one in crowd} == {None}
+    assert {answer.result(SOON_S) for answer in crowd} == {None}
 
 
 def test_a_draining_worker_refuses_new_and_waiting_jobs(pool: ThreadPoolExecutor) -> None:
@@ -193,8 +193,8 @@ def test_a_memory_budget_names_its_job_and_counts_returned_memory() -> None:
 
 
 def test_a_job_keeps_its_first_reason_and_cannot_close_without_an_engine() -> None:
-    one = job()
-    one.end(ENDED)
-    one.end(PjrtError(Code.INTERNAL, "later"))
-    assert one.why == pb.Failure(code=Code.ABORTED, message="it is over")
-    assert not one.close()
+    ended = job()
+    ended.end(ENDED)
+    ended.end(PjrtError(Code.INTERNAL, "later"))
+    assert ended.why == pb.Failure(code=Code.ABORTED, message="it is over")
+    assert not ended.close()

@@ -115,7 +115,7 @@ def compute(address: str, job: str, core: int, cores: int) -> float:
 def sums(worker: Any, pool: ThreadPoolExecutor, cores: int = 2) -> list[float]:
     with closing(Lease(worker.address, cores, snapshot(), wait_s=TIMEOUT_S)) as lease:
         parts = [pool.submit(compute, worker.address, lease.job, core, cores) for core in range(cores)]
-        found = [one.result(TIMEOUT_S) for one in parts]
+        found = [part.result(TIMEOUT_S) for part in parts]
     worker.wait_until_free()
     return found
 
@@ -155,8 +155,8 @@ def test_a_wedged_device_is_replaced_with_its_process(platform_worker: Any, clie
     assert sessions[0].order("stall") == "sent"
     time.sleep(0.5)
     sessions[1].kill()
-    for one in (sessions[0], lease):
-        assert "ordinal 1 died" in one.order("wait")
+    for connected in (sessions[0], lease):
+        assert "ordinal 1 died" in connected.order("wait")
     platform_worker.wait_until_replaced(serving)
     serves_a_job(platform_worker, client)
     assert "replacing this process" in platform_worker.log
@@ -221,7 +221,7 @@ def test_jobs_leave_no_memory_behind(start_worker: Start, platform: str, cores: 
             assert sums(worker, pool, cores) == [cores * (cores + 1) / 2] * cores
             resident.append(worker.resident_bytes)
     warm, last = median(resident[jobs // 2 - WINDOW : jobs // 2]), median(resident[-WINDOW:])
-    assert last < GROWTH * warm, [one >> 20 for one in resident]
+    assert last < GROWTH * warm, [size >> 20 for size in resident]
 
 
 def refusal(*options: str, variables: dict[str, str] | None = None) -> str:

@@ -176,8 +176,8 @@ def test_a_killed_replica_is_named_to_the_others_and_the_worker_continues(worker
     serving = worker.serving_pid
     lease, sessions = job_of_two(worker, client)
     sessions[1].kill()
-    for one in (sessions[0], lease):
-        assert "ordinal 1 died" in one.order("wait")
+    for connected in (sessions[0], lease):
+        assert "ordinal 1 died" in connected.order("wait")
     status = worker.wait_until(lambda status: not status["job"])
     assert status["memory_bytes"] == 0
     assert worker.serving_pid == serving
@@ -190,8 +190,8 @@ def test_a_program_that_waits_for_a_dead_replica_ends_with_its_process(worker: A
     assert sessions[0].order("stall") == "sent"
     time.sleep(0.5)
     sessions[1].kill()
-    for one in (sessions[0], lease):
-        assert "ordinal 1 died" in one.order("wait")
+    for connected in (sessions[0], lease):
+        assert "ordinal 1 died" in connected.order("wait")
     worker.wait_until_replaced(serving)
     serves_a_job(worker, client)
     assert "a program of the job cannot be stopped: replacing this process" in worker.log
@@ -319,12 +319,12 @@ def test_two_processes_cannot_drive_one_core(worker: Any, client: Start) -> None
     assert [session.order("leave") for session in sessions] == ["left", "left"]
     lease.order("close")
     with closing(Lease(worker.address, 2, snapshot(), wait_s=SOON_S)) as again:
-        one = client("session", worker.address, again.job, "0")
-        assert one.read() == "attached"
+        session = client("session", worker.address, again.job, "0")
+        assert session.read() == "attached"
         code, details = refusal(worker.address, pb.Attach(protocol=PROTOCOL, job=again.job, cores=[0]))
         assert code is grpc.StatusCode.FAILED_PRECONDITION
         assert details == "another process of this job already drives cores [0]"
-        assert one.order("leave") == "left"
+        assert session.order("leave") == "left"
         # Its core is free again for another process of the job.
         assert client("session", worker.address, again.job, "0").read() == "attached"
     worker.wait_until_free()
@@ -398,7 +398,7 @@ def test_a_protocol_violation_is_reported_to_the_client(worker: Any) -> None:
     ):
         attach = pb.Attach(protocol=PROTOCOL, job=lease.job, cores=[0], ordinal=7)
         wrong = pb.Command(upload=pb.Upload(array=1, type=pb.ArrayType(dtype="thing")))
-        commands = [pb.Commands(commands=[one]) for one in (pb.Command(attach=attach), wrong)]
+        commands = [pb.Commands(commands=[command]) for command in (pb.Command(attach=attach), wrong)]
         answers = list(worker_pb2_grpc.WorkerStub(channel).Session(iter(commands), timeout=60))
     says = "ordinal 7 violated the protocol: 'thing' is not a dtype of arrays"
     assert answers[-1].answers[0].ended.failure.message == says
@@ -412,8 +412,8 @@ def test_a_stopped_worker_notifies_its_clients(
     worker = start_worker()
     lease, sessions = job_of_two(worker, client)
     worker.process.send_signal(number)
-    for one in (*sessions, lease):
-        assert f"the worker at {worker.address} was stopped" in one.order("wait")
+    for connected in (*sessions, lease):
+        assert f"the worker at {worker.address} was stopped" in connected.order("wait")
     assert worker.process.wait(SOON_S) == 0
 
 
@@ -435,9 +435,9 @@ def test_an_early_signal_ends_the_worker_and_no_other_process(after_s: float) ->
         assert worker.wait(SOON_S) == 0
         assert beside.poll() is None
     finally:
-        for one in (worker, beside):
-            one.kill()
-            one.communicate()
+        for process in (worker, beside):
+            process.kill()
+            process.communicate()
 
 
 def catches(status: Path, number: int) -> bool:
@@ -457,8 +457,8 @@ def test_the_serving_process_ends_with_its_supervisor_and_frees_the_port(
     while Path(f"/proc/{serving}").exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    for one in (*sessions, lease):
-        assert "is gone" in one.order("wait")
+    for connected in (*sessions, lease):
+        assert "is gone" in connected.order("wait")
     serves_a_job(start_worker("--address", worker.address), client)
 
 
@@ -467,8 +467,8 @@ def test_a_killed_serving_process_is_replaced(start_worker: Start, client: Start
     lease, sessions = job_of_two(worker, client)
     killed = worker.serving_pid
     os.kill(killed, signal.SIGKILL)
-    for one in (*sessions, lease):
-        assert "is gone" in one.order("wait")
+    for connected in (*sessions, lease):
+        assert "is gone" in connected.order("wait")
     worker.wait_until_replaced(killed)
     serves_a_job(worker, client)
     assert '"event": "replacing the serving process", "code": -9' in worker.log
@@ -613,7 +613,7 @@ def test_a_job_cannot_exceed_its_memory_limit(start_worker: Start) -> None:
         ]
         stub = worker_pb2_grpc.WorkerStub(channel)
         messages = (pb.Commands(commands=[command]) for command in commands)
-        answers = [one for some in stub.Session(messages, timeout=60) for one in some.answers]
+        answers = [answer for some in stub.Session(messages, timeout=60) for answer in some.answers]
         failure = answers[-1].part.failure
         assert failure.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
         who = f"the job of {getpass.getuser()}@{socket.gethostname()} (pid {os.getpid()}, "

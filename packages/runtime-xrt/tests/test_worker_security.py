@@ -250,7 +250,7 @@ PAIR = ["--tls-cert", "{keys}/worker.pem", "--tls-key", "{keys}/worker.key"]
 def test_an_unsafe_worker_does_not_start(tmp_path: Path, keys: Keys, options: list[str], says: str) -> None:
     (tmp_path / "short").write_text("0123456789abcde\n")
     (tmp_path / "script").write_text("ünsäfe" * 10)
-    filled = [one.format(directory=tmp_path, keys=Path(keys["x"]).parent) for one in options]
+    filled = [option.format(directory=tmp_path, keys=Path(keys["x"]).parent) for option in options]
     command = [sys.executable, "-m", "polyxla", "worker", "--devices", "1", *filled]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2

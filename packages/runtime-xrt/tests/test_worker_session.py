@@ -73,7 +73,7 @@ class Peer:
         with self._changed:
             parts = self._parts.setdefault(request, [])
             assert self._changed.wait_for(lambda: bool(parts and parts[-1].ends), TIMEOUT_S)
-        return b"".join(one.data for one in parts), parts[-1].failure
+        return b"".join(part.data for part in parts), parts[-1].failure
 
     def do(self, **command: Any) -> None:
         self.session.handle(pb.Command(**command))
@@ -161,7 +161,10 @@ def test_arrays_of_unusual_types_and_shapes(peer: Peer, dtype: str, dims: tuple[
 def test_a_program_runs_and_its_results_are_numbered(peer: Peer) -> None:
     program = peer.compiled(5, SPLIT)
     assert (program.program, program.name, program.replicas) == (5, "splitting", 1)
-    assert [(one.dtype, list(one.dims)) for one in program.results] == [("float32", [4]), ("int32", [])]
+    assert [(result.dtype, list(result.dims)) for result in program.results] == [
+        ("float32", [4]),
+        ("int32", []),
+    ]
     peer.upload(1, np.array([1, 2, 3, 4], np.float32).tobytes(), dims=(4,))
     assert peer.ran(peer.execute(5, [1], first=20)) == pb.Failure()
     assert np.frombuffer(peer.download(20)[0], np.float32).tolist() == [-1, -2, -3, -4]

@@ -130,7 +130,7 @@ def job_on(pod: list[Any], stall_timeout_s: float = 0.0) -> Iterator[Job]:
 def computes(pod: list[Any]) -> None:
     with job_on(pod) as job:
         sums = [job.add(ordinal) for ordinal in range(CORES)]
-        found = [struct.unpack("<f", one.result(TIMEOUT_S))[0] for one in sums]
+        found = [struct.unpack("<f", total.result(TIMEOUT_S))[0] for total in sums]
         job.close()
     assert found == CORES * [TOTAL]
     for worker in pod:
@@ -226,9 +226,9 @@ def test_missing_workers_are_named_to_those_who_wait(link: Join) -> None:
     workers = workers_of(*free_addresses(3))
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(link, SliceMembers(workers, own), 1.0) for own in (0, 2)]
-        for one in waiting:
+        for answer in waiting:
             with pytest.raises(UsageError) as error:
-                one.result(TIMEOUT_S)
+                answer.result(TIMEOUT_S)
             assert f"worker 1 of the slice, at {workers[1].address} did not join within 1 s" in str(
                 error.value
             )
@@ -285,7 +285,7 @@ def test_heartbeats_and_returned_replicas_reach_the_other_workers_of_the_same_jo
     workers = workers_of(*free_addresses(2))
     with ThreadPoolExecutor(2) as pool:
         links = list(pool.map(lambda own: link(SliceMembers(workers, own)), range(2)))
-    first, second = (one.progress("host:1") for one in links)
+    first, second = (link.progress("host:1") for link in links)
     second.beat()
     second.retire(5)
     assert second.retired() == {5}
@@ -308,7 +308,7 @@ def test_progress_is_taken_from_workers_of_the_slice_only(link: Join) -> None:
         with pytest.raises(grpc.RpcError, match=f"there is no worker {worker}"):
             other.exchange(pb.Account(worker=worker), TIMEOUT_S)
     other.close()
-    assert not any(one.lost.done() for one in links)
+    assert not any(link.lost.done() for link in links)
 
 
 def test_a_worker_that_comes_again_has_lost_its_first_process(link: Join) -> None:
@@ -321,8 +321,8 @@ def test_a_worker_that_comes_again_has_lost_its_first_process(link: Join) -> Non
         list(again.join(pb.JoinRequest(protocol=PROTOCOL, workers=listed, worker=1)))
     again.close()
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-    for one in links:
-        assert one.lost.result(TIMEOUT_S).startswith(f"worker 1 of the slice, at {workers[1].address}")
+    for cut in links:
+        assert cut.lost.result(TIMEOUT_S).startswith(f"worker 1 of the slice, at {workers[1].address}")
 
 
 def test_certificates_need_an_authority() -> None:

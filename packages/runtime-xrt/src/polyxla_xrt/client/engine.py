@@ -220,8 +220,8 @@ class RemoteEngine(Engine):
             in_flight, self._in_flight = list(self._in_flight.values()), {}
             self._changed.notify_all()
         # Outside of the lock: callbacks of the futures may call this engine.
-        for one in in_flight:
-            one.done.set_exception(self._error)
+        for answer in in_flight:
+            answer.done.set_exception(self._error)
         for request in list(self._requests.values()):
             request.fail(self._error)
         for _ in range(MAX_IN_FLIGHT):
@@ -249,7 +249,7 @@ class RemoteEngine(Engine):
         message = pb.Program.FromString(bytes(self._wait(answer)))
         executable = Executable(
             name=message.name,
-            outputs=tuple(ArrayType(one.dtype, tuple(one.dims)) for one in message.results),
+            outputs=tuple(ArrayType(result.dtype, tuple(result.dims)) for result in message.results),
             num_replicas=message.replicas,
             optimized_hlo=message.optimized_hlo,
             code_size_bytes=message.code_size_bytes,
@@ -291,10 +291,10 @@ class RemoteEngine(Engine):
         rows: Sequence[Sequence[Buffer]],
         keep: frozenset[int],
     ) -> list[list[Buffer]]:
-        for number, argument in (one for row in rows for one in enumerate(row)):
+        for number, argument in (place for row in rows for place in enumerate(row)):
             if argument.is_deleted:
                 raise PjrtError(Code.INVALID_ARGUMENT, f"argument {number} was given up: {argument.type}")
-        if lost := [one for row in rows for one in row if not isinstance(one, RemoteBuffer)]:
+        if lost := [argument for row in rows for argument in row if not isinstance(argument, RemoteBuffer)]:
             return [
                 [Buffer(type_, device, lost[0].value) for type_ in executable.outputs] for device in devices
             ]
@@ -470,7 +470,7 @@ def _place(index: int, size: int) -> Coordinates:
     """
     cores = 2 if size % 2 == 0 else 1
     chips = size // cores
-    across = max(one for one in range(1, math.isqrt(chips) + 1) if chips % one == 0)
+    across = max(side for side in range(1, math.isqrt(chips) + 1) if chips % side == 0)
     chip, core = divmod(index, cores)
     return chip % across, chip // across, core, core
 

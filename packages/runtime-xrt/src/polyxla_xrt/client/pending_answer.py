@@ -53,8 +53,8 @@ class PendingAnswer:
     def _complete(self) -> None:
         if self._into is None:
             # An answer of one chunk is not copied.
-            one = self._parts[0] if len(self._parts) == 1 else memoryview(b"".join(self._parts))
-            self.done.set_result(one)
+            content = self._parts[0] if len(self._parts) == 1 else memoryview(b"".join(self._parts))
+            self.done.set_result(content)
         elif self._filled == len(self._into):
             self.done.set_result(self._into)
         else:

@@ -61,7 +61,9 @@ def read_map(variable: Variable, workers: Sequence[Worker]) -> MappedDevices:
                 f"{', '.join(map(str, known))}",
                 f"Add {device.worker};HOST:8470 to {env.XRT_WORKERS}, or correct the name.",
             )
-    kind: DeviceKind = next(kind for kind in get_args(DeviceKind) if any(one.kind == kind for one in devices))
+    kind: DeviceKind = next(
+        kind for kind in get_args(DeviceKind) if any(device.kind == kind for device in devices)
+    )
     _check_numbers(variable, kind, devices, known)
     return MappedDevices(kind, sum(device.kind == kind for device in devices) // len(known))
 

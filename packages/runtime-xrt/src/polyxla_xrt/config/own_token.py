@@ -85,7 +85,7 @@ def loopback_addresses(host: str) -> list[str]:
     except (OSError, UnicodeError):
         return []
     addresses = [str(where[0]) for *_, where in found]
-    return addresses if all(ipaddress.ip_address(one).is_loopback for one in addresses) else []
+    return addresses if all(ipaddress.ip_address(address).is_loopback for address in addresses) else []
 
 
 def _files(address: str, environ: Mapping[str, str]) -> list[Path]:
@@ -93,7 +93,9 @@ def _files(address: str, environ: Mapping[str, str]) -> list[Path]:
     if not (found := loopback_addresses(host)):
         return []
     # With the machine's name: several may share the user's home directory.
-    return [private_directory(environ) / f"worker-{socket.gethostname()}-{one}-{port}" for one in found]
+    return [
+        private_directory(environ) / f"worker-{socket.gethostname()}-{address}-{port}" for address in found
+    ]
 
 
 def _listening(addresses: Sequence[str], port: int) -> set[int]:

@@ -46,7 +46,7 @@ class _Form(NamedTuple):
     Attributes:
         batch: the type of the batch, whose messages are in field 1.
         messages: the name of that field.
-        one: the type of a message.
+        message: the type of a message.
         kind: the name and the number of the message's field with bulk data.
         head: the type of that field.
         field: the number of the data in it.
@@ -54,7 +54,7 @@ class _Form(NamedTuple):
 
     batch: Any
     messages: str
-    one: Any
+    message: Any
     kind: tuple[str, int]
     head: Any
     field: int
@@ -128,8 +128,8 @@ def _decode_one(body: memoryview, form: _Form) -> Decoded:
             if end != len(body):
                 raise _OtherFormError
             head, data = _cut(body[start:], form.field)
-            return Decoded(form.one(**{name: form.head.FromString(bytes(head))}), data)
-    return Decoded(form.one.FromString(bytes(body)))
+            return Decoded(form.message(**{name: form.head.FromString(bytes(head))}), data)
+    return Decoded(form.message.FromString(bytes(body)))
 
 
 def _cut(message: memoryview, field: int) -> tuple[memoryview, memoryview]:

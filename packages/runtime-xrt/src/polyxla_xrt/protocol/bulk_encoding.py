@@ -35,7 +35,7 @@ class BulkMessage:
         inner = _tag(field) + _varint(len(data))
         body = len(head) + len(inner) + len(data)
         self.buffers: tuple[Buffer, ...] = (_tag(kind) + _varint(body) + head + inner, data)
-        self.size = sum(len(one) for one in self.buffers)
+        self.size = sum(len(buffer) for buffer in self.buffers)
 
 
 def upload(head: pb.Upload, data: Buffer) -> pb.Command | BulkMessage:

@@ -80,7 +80,7 @@ class _Rendezvous:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        return tuple(sorted(set(self.replicas) - {one.ordinal for one in self.arrivals}))
+        return tuple(sorted(set(self.replicas) - {arrival.ordinal for arrival in self.arrivals}))
 
 
 class Mesh:
@@ -100,7 +100,7 @@ class Mesh:
     @property
     def staying(self) -> tuple[int, ...]:
         """The ordinals that have neither said goodbye nor died, including those that never attended."""
-        return tuple(one for one in range(self.world_size) if one not in self._gone)
+        return tuple(ordinal for ordinal in range(self.world_size) if ordinal not in self._gone)
 
     def attend(self, ordinal: int, world_size: int) -> MeshFailure | None:
         """Admit a participant; return the failure if it is refused."""
@@ -151,9 +151,9 @@ class Mesh:
     def expire(self, now: float) -> None:
         """Fail every rendezvous whose deadline has passed: the earliest of the participants that wait."""
         for tag, rendezvous in list(self._rendezvous.items()):
-            if min(one.deadline for one in rendezvous.arrivals) <= now:
+            if min(arrival.deadline for arrival in rendezvous.arrivals) <= now:
                 text = f"Ordinals missing at the deadline: {format_ordinals(rendezvous.missing)}"
-                unseen = tuple(one for one in rendezvous.missing if one not in self._attending)
+                unseen = tuple(ordinal for ordinal in rendezvous.missing if ordinal not in self._attending)
                 text += f" (of these never connected: {format_ordinals(unseen)})" if unseen else ""
                 self._fail(tag, MeshFailure(FailureKind.MISSING, text))
 
@@ -184,8 +184,8 @@ class Mesh:
     ) -> MeshFailure | None:
         """Return why an arrival fails its rendezvous; the texts begin like those of torch_xla 1.13."""
         ordinal, text = arrival.ordinal, None
-        invalid = tuple(one for one in wanted if one >= self.world_size)
-        twice = tuple(one for one, count in Counter(wanted).items() if count > 1)
+        invalid = tuple(ordinal for ordinal in wanted if ordinal >= self.world_size)
+        twice = tuple(ordinal for ordinal, count in Counter(wanted).items() if count > 1)
         if ordinal >= self.world_size or invalid:
             wrong = (ordinal,) if ordinal >= self.world_size else invalid
             text = f"Invalid ordinal: {format_ordinals(wrong)}, of {self.world_size} replicas"
@@ -196,34 +196,34 @@ class Mesh:
         elif wanted != rendezvous.replicas:
             known, given = format_ordinals(rendezvous.replicas), format_ordinals(wanted)
             text = f"Mismatching replicas: ({known}) vs. ({given}) of {ordinal}"
-        elif any(one.ordinal == ordinal for one in rendezvous.arrivals):
+        elif any(arrived.ordinal == ordinal for arrived in rendezvous.arrivals):
             text = f"Duplicate ordinal: {ordinal} already waits here"
         if text:
             return MeshFailure(FailureKind.DISAGREEMENT, text)
-        gone = tuple(one for one in wanted if one in self._gone)
+        gone = tuple(ordinal for ordinal in wanted if ordinal in self._gone)
         return self._is_gone(gone) if gone else None
 
     def _is_gone(self, ordinals: tuple[int, ...]) -> MeshFailure:
-        how = sorted({self._gone[one] for one in ordinals})
+        how = sorted({self._gone[ordinal] for ordinal in ordinals})
         parts = (
-            f"{format_ordinals(tuple(one for one in ordinals if self._gone[one] == text))} {text}"
+            f"{format_ordinals(tuple(lost for lost in ordinals if self._gone[lost] == text))} {text}"
             for text in how
         )
         return MeshFailure(FailureKind.GONE, "Ordinal " + "; ordinal ".join(parts))
 
     def _complete(self, tag: str) -> None:
-        arrivals = sorted(self._rendezvous.pop(tag).arrivals, key=lambda one: one.ordinal)
-        payloads = tuple(one.payload for one in arrivals)
-        for one in arrivals:
-            one.answer(payloads)
+        arrivals = sorted(self._rendezvous.pop(tag).arrivals, key=lambda arrival: arrival.ordinal)
+        payloads = tuple(arrival.payload for arrival in arrivals)
+        for arrival in arrivals:
+            arrival.answer(payloads)
 
     def _fail(self, tag: str, failure: MeshFailure) -> None:
         rendezvous = self._rendezvous.pop(tag)
         if failure.kind is not FailureKind.GONE:
             self._remember(tag, rendezvous, failure)
         # Answered last: an answer may lead to the next call of the same tag.
-        for one in rendezvous.arrivals:
-            one.answer(failure)
+        for arrival in rendezvous.arrivals:
+            arrival.answer(failure)
 
     def _remember(self, tag: str, rendezvous: _Rendezvous, failure: MeshFailure) -> None:
         """Keep a failure for the participants that have not arrived: each gets it once, when it arrives.
@@ -231,9 +231,9 @@ class Mesh:
         Not needed for a participant that is gone: `_problem` finds that again at every later arrival that
         expects it.
         """
-        expected = {one for arrival in rendezvous.arrivals for one in self._wanted(arrival)}
-        answered = {one.ordinal for one in rendezvous.arrivals}
-        owed = {one for one in expected - answered - self._gone.keys() if one < self.world_size}
+        expected = {ordinal for arrival in rendezvous.arrivals for ordinal in self._wanted(arrival)}
+        answered = {arrival.ordinal for arrival in rendezvous.arrivals}
+        owed = {ordinal for ordinal in expected - answered - self._gone.keys() if ordinal < self.world_size}
         if owed:
             self._failed[tag] = _Failed(failure, owed)
 

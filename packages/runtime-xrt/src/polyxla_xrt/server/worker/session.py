@@ -204,23 +204,23 @@ class Session:
         each = len(held) // len(devices)
         rows = [held[place * each : (place + 1) * each] for place in range(len(devices))]
         for row in rows:
-            program.check([one.buffer.type for one in row])
+            program.check([array.buffer.type for array in row])
         sizes = [size_of(type_) for type_ in program.outputs]
         # Programs of a core run one after another, so that one's temporary arrays make room for the next's.
         temporary = len(devices) * self._engine.temporary_bytes(program)
         self._take(len(devices) * sum(sizes) + temporary, program.name)
         self._budget.give_back(temporary)
-        buffers, keep = [[one.buffer for one in row] for row in rows], frozenset(request.keep)
+        buffers, keep = [[array.buffer for array in row] for row in rows], frozenset(request.keep)
         if is_partitioned:
             results = self._engine.execute_partitioned(program, buffers, keep)
         else:
             results = [self._engine.execute(program, devices[0], buffers[0], keep)]
-        for one in held:
-            if one.buffer.is_deleted:
+        for array in held:
+            if array.buffer.is_deleted:
                 # Donated: its memory now belongs to the results, which are counted.
-                self._budget.give_back(one.size)
-                one.size = 0
-        return [[_SessionArray(*one) for one in zip(row, sizes, strict=True)] for row in results]
+                self._budget.give_back(array.size)
+                array.size = 0
+        return [[_SessionArray(*pair) for pair in zip(row, sizes, strict=True)] for row in results]
 
     def _take(self, size: int, what: str) -> None:
         if problem := self._budget.take(size):
@@ -296,7 +296,7 @@ class Session:
         program = pb.Program(
             program=incoming.request,
             name=executable.name,
-            results=[pb.ArrayType(dtype=one.dtype, dims=one.dims) for one in executable.outputs],
+            results=[pb.ArrayType(dtype=output.dtype, dims=output.dims) for output in executable.outputs],
             replicas=executable.num_replicas,
             optimized_hlo=executable.optimized_hlo,
             code_size_bytes=executable.code_size_bytes,
@@ -367,10 +367,10 @@ def _when_all_are_done(futures: Sequence[FutureLike], then: Callable[[BaseExcept
             left -= 1
             is_last = left == 0
         if is_last:
-            then(next((error for one in futures if (error := one.exception())), None))
+            then(next((error for future in futures if (error := future.exception())), None))
 
-    for one in futures:
-        one.add_done_callback(count)
+    for future in futures:
+        future.add_done_callback(count)
     if not futures:
         then(None)
 
