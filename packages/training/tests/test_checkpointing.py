@@ -122,7 +122,7 @@ def test_a_metric_object_that_begins_anew_is_named(capsys: pytest.CaptureFixture
     with pytest.raises(_StopError):
         _fit(Measures(3))
     _fit(Measures())
-    said = "metric objects begin anew, and their values of this epoch are those from here on: ['an_object']"
+    said = "metric objects start from the beginning, and cover the rest of this epoch: ['an_object']"
     assert said in capsys.readouterr().err
 
 

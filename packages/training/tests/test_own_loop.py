@@ -149,7 +149,7 @@ def test_a_nan_in_one_replica_is_a_difference(capsys: pytest.CaptureFixture[str]
     assert "and nan in replica 1" in said(capsys, train)
 
 
-# Records that nobody divided.
+# Records that are not divided.
 
 
 def read(replica: Replica, loader: Any, epochs: int = 2) -> None:
@@ -179,7 +179,7 @@ def test_records_that_nobody_divided_are_reported(capsys: pytest.CaptureFixture[
     text = said(capsys, lambda replica: read(replica, DataLoader(records(), 2, shuffle=shuffle)))
     assert text == (
         f"polyxla: packages/training/tests/{line(read, 7)}: each of 2 replicas trained on all 8 records of "
-        "TensorDataset: nobody divided them. Write: for batch in replica.loader(loader)\n"
+        "TensorDataset: they are not divided. Write: for batch in replica.loader(loader)\n"
     )
 
 

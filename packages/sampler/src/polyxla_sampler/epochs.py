@@ -12,14 +12,14 @@ from itertools import chain, cycle, islice
 from typing import Any, Literal, TypeVar
 
 Remainder = Literal["repeat", "drop", "keep"]
-"""How to treat items left over after full rounds: add repeats, drop them, or let the counts differ."""
+"""The treatment of items left over after full rounds: add repeats, drop them, or let the counts differ."""
 
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How many items each replica gets.
+    """The number of items that each replica gets.
 
     Args:
         items: number of items.

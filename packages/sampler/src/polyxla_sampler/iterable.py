@@ -88,7 +88,7 @@ class ShardedIterable(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         stream = info.id if info else 0
-        # Without this check, records would be read twice or never, and nobody would notice.
+        # Without this check, records would be read twice or never, without any error.
         if stream >= self.stream_count:
             raise ValueError(
                 f"worker {stream} has no stream: ShardedIterable was made with workers={self.stream_count}. "

@@ -35,7 +35,7 @@ _NUMBERS = (
 Source: torch's DistributedSampler, samplers of mmengine and of detectron2, Accelerate, and those above.
 """
 _DEPTH = 4
-"""How many datasets may stand around the one that divides."""
+"""Number of datasets that may wrap the one that divides the records."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Divided:
     parts: int
 
     def note(self, replicas: int) -> str:
-        """Return the sentence to print, for a job of so many replicas."""
+        """Return the sentence to print in a job of this number of replicas."""
         note = f"{self.name} divides the records among {self.parts} replica(s) itself"
         return note if self.parts == replicas else f"{note}, although there are {replicas}"
 

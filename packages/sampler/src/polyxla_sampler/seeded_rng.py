@@ -36,8 +36,8 @@ def iterate_seeded(items: Callable[[], Iterable[Item]], seed: int, block: int) -
 
     The generators are torch's for the CPU, `random`'s and, if numpy is imported, numpy's global one. They
     are replaced while a block is drawn and restored after it, so other code draws the same numbers as
-    without this. Replicas that are threads of one process take turns. Other code of another thread must not
-    draw from them meanwhile: it would draw from the replaced ones.
+    without this. Replicas that are threads of one process take turns. While they are replaced, other code
+    in another thread must not draw from them.
 
     Args:
         items: makes the iterable; what it draws is seeded too.

@@ -32,7 +32,7 @@ REDUCTIONS: Mapping[Any, Reduction] = {
     sum: "sum",
     torch.sum: "sum",
 }
-"""What ``reduce_fx`` may be. Source: Lightning 2.6, which accepts the same."""
+"""The values of ``reduce_fx``. Source: Lightning 2.6, which accepts the same."""
 
 
 def find_reduction(name: str, reduce_fx: Any, before: Reduction | None) -> Reduction:
@@ -185,7 +185,7 @@ class MetricAccumulator:
 
     @contextmanager
     def refusing(self, hook: str) -> Iterator[None]:
-        """Refuse all values in the block: the epoch's metrics are computed already, nobody would see them."""
+        """Refuse all values in the block: the epoch's metrics are computed already, so they would be lost."""
         self._refusing_hook = hook
         try:
             yield
@@ -274,7 +274,7 @@ class MetricAccumulator:
         if self._replica is None or self._replica.world_size == 1:
             return value
         if not isinstance(value, torch.Tensor):
-            # Uploaded, with a dimension: see _add.
+            # Uploaded, and with a dimension, for the reasons that `_add` gives.
             value = torch.tensor([value], dtype=torch.float32).to(self._replica.device)
         return self._replica.all_reduce(_at_least_float32(value), kind)
 

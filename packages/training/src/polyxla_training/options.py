@@ -83,7 +83,7 @@ class FitOptions:
             and the last step are always read. Default: 50, or a tenth of the steps of a shorter training.
         progress: show progress on standard error.
         summary: print a table of the module's layers with their parameters first, if `progress` is set: True
-            for all layers of a small module and the top level of a large one, a number for so many levels.
+            for all layers of a small module and the top level of a large one, a number of levels to show.
         accumulate: number of batches whose gradients make one optimizer update. The last update of an epoch
             takes the batches that are left.
         clip_norm: maximum norm of all gradients together, after they are averaged over the replicas.
@@ -98,8 +98,8 @@ class FitOptions:
         val_check_interval: number of batches after which to validate within an epoch, or their fraction of
             it, such as ``0.25``; a multiple of `accumulate`. None: after the epoch.
         val_every_n_epochs: interval of the epochs that are validated.
-        fast_dev_run: True, or a number: train, validate and test on so many batches (True: one) of one epoch,
-            without log files, checkpoints and profiles.
+        fast_dev_run: True, or a number: train, validate and test on this number of batches (True: one) of one
+            epoch, without log files, checkpoints and profiles.
         callbacks: objects with hook implementations (`polyxla.hookimpl`), such as
             `polyxla_training.EarlyStopping`, and Callback objects of Lightning. Each replica has a copy,
             except a single replica in this process. If they have ``state_dict`` and ``load_state_dict``,
@@ -114,7 +114,7 @@ class FitOptions:
         keep: number of checkpoints to keep; None keeps all.
         resume: path or URL of the checkpoint to resume from, or ``"auto"`` to resume from the newest intact
             checkpoint in `checkpoint_dir`, if there is one.
-        profile_steps: first and last step of which ordinal 0 writes a profile into `log_dir`.
+        profile_steps: first and last step that ordinal 0 profiles; the profile is written to `log_dir`.
         compile_budget: number of programs that may be compiled after the first two steps (three under
             torch.compile) and the first evaluation; None for no limit.
         on_budget: ``"warn"`` or ``"raise"`` when more are compiled.

@@ -83,7 +83,7 @@ def polyxla_shard_module(
 
 @hookimpl
 def polyxla_launch_finished(summaries: Mapping[int, Sequence[Any]]) -> None:
-    """Print what replicas did that is silently wrong together: different parameters, undivided records."""
+    """Print silent faults of several replicas: different parameters, undivided records."""
     from polyxla_training.observe.own_loop.loop_summary import LoopSummary, problems
 
     replicas = {

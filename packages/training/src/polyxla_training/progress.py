@@ -95,7 +95,7 @@ class ValidationSchedule:
 
     @classmethod
     def of(cls, options: FitOptions, batches: int | None) -> ValidationSchedule:
-        """Return the schedule for epochs of so many batches, or of an unknown number.
+        """Return the schedule for epochs of this number of batches; None if it is unknown.
 
         Raises:
             UsageError: an epoch has fewer batches than the interval, or the interval is a fraction of an

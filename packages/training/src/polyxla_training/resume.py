@@ -28,7 +28,7 @@ module."""
 FORMAT = 4
 """Version of `TrainingState.state_dict`; checkpoints of other versions are refused."""
 OWN_KEYS = ("epoch", "global_step", "state_dict")
-"""What a LightningModule finds in its checkpoint, under Lightning's names; it may add other keys."""
+"""The keys of a LightningModule's checkpoint, under Lightning's names; the module may add others."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Checkpoint:
     Attributes:
         path: the file's path, for errors.
         state: as `TrainingState.state_dict` returned it.
-        shards: where the tensors are of which `state` has only the shapes, on the meta device.
+        shards: reads the tensors that are on the meta device in `state`; None if there are none.
     """
 
     path: str
@@ -57,11 +57,11 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a replica loaded.
+    """The state that a replica loaded.
 
     Attributes:
         state: the state.
-        shards: where the tensors are of which `state` holds only the shapes; None if it has all values.
+        shards: reads the tensors that are on the meta device in `state`; None if it has all values.
     """
 
     state: Any
@@ -70,7 +70,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class _Choice:
-    """What one replica found before it loaded anything.
+    """The checkpoint that one replica found, before any is loaded.
 
     Attributes:
         place: the newest checkpoint; None if there is none.
@@ -83,7 +83,7 @@ class _Choice:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """What one replica loaded.
+    """One replica's attempt to load the checkpoint.
 
     Attributes:
         host: name of its host.

@@ -33,7 +33,7 @@ fsspec's memory file system."""
 
 @dataclass(frozen=True)
 class RemoteStatus:
-    """What is known about a file; the names are those of `os.stat_result`.
+    """The size and the time of a file, under the names of `os.stat_result`.
 
     Attributes:
         st_size: size in bytes.

@@ -217,7 +217,7 @@ def _take_state(module: Any, state: Mapping[str, Any]) -> None:
     # Layers that configure_model makes exist only in the replicas' copies so far.
     hook = find_hook(module, "configure_model") if is_module(module) else None
     if hook and set(state) != set(module.state_dict()):
-        # The replicas have called it on their copies.
+        # The replicas have called it on their copies, and not on this module.
         hook()
     if other := sorted(set(state) ^ set(module.state_dict())):
         raise UsageError(

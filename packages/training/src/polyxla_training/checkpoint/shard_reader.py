@@ -67,7 +67,7 @@ class DividedTensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `STATE` holds.
+    """The content of the file `STATE`.
 
     Attributes:
         tree: the state's pytree as JSON; see `state_codec`.

@@ -1,6 +1,6 @@
 """Writing a state whose tensors are divided among replicas: each replica writes its shards.
 
-torch.distributed.checkpoint plans who writes what, and its replicas agree; the files are polyxla's.
+torch.distributed.checkpoint plans which replica writes which tensors; the files are polyxla's.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What LightningModules, data modules and Lightning's users expect of a trainer. Imports no Lightning."""
+"""Lightning's interface, as far as users rely on it: hooks, data, callbacks. Imports no Lightning."""

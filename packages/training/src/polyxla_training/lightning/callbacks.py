@@ -193,7 +193,7 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
 
 
 def _stateful(callbacks: Iterable[Any]) -> dict[str, Any]:
-    """Return the callbacks that have states, by the names of these.
+    """Return the callbacks that have states, by the names of their states.
 
     Raises:
         UsageError: two have one name.
@@ -222,7 +222,7 @@ def states_of(callbacks: Iterable[Any]) -> dict[str, Any]:
 
 
 def load_states(callbacks: Iterable[Any], states: Mapping[str, Any], *, is_first: bool) -> None:
-    """Load what `states_of` returned; a callback that has no state there begins anew.
+    """Load what `states_of` returned; a callback that has no state there starts from the beginning.
 
     Args:
         callbacks: the callbacks.

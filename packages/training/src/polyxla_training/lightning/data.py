@@ -1,4 +1,4 @@
-"""Where a training's batches come from: loaders, a module's methods or a data module, and their hooks.
+"""The sources of a training's batches: loaders, a module's methods or a data module, and their hooks.
 
 Heavy: imports torch.
 """
@@ -141,7 +141,7 @@ class Data:
 def divisible_by_batches(loader: Any) -> Any:
     """Return a loader of the same batches, of which each replica receives every n-th, whole.
 
-    Predictions have the order of the batches then. Records of an iterable dataset stay divided one by one.
+    The predictions then have the order of the batches. An iterable dataset is still divided by records.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return loader

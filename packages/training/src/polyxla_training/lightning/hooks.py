@@ -138,7 +138,7 @@ _BASES = frozenset({"LightningModule", "LightningDataModule", "ModelHooks", "Dat
 
 
 class DataModule(Protocol):
-    """What every LightningDataModule has."""
+    """The methods that every LightningDataModule has."""
 
     def prepare_data(self) -> None:
         """Download the data, in one process of each host."""

@@ -16,7 +16,7 @@ _SHARDED = "Leave it out: polyxla-sampler divides the records among the replicas
 _REDUCED = "Write reduce_fx= in self.log; its values stay on the device."
 
 FIXES: Mapping[str, str] = {
-    # the installed Lightning's
+    # Arguments of the installed Lightning; a test compares them.
     "accumulate_grad_batches": "Write accumulate=.",
     "barebones": "Write progress=False, log_dir=None.",
     "benchmark": "Leave it out: it is for cuDNN.",
@@ -44,7 +44,7 @@ FIXES: Mapping[str, str] = {
     "reload_dataloaders_every_n_epochs": "Leave it out: a loader may change when it is iterated.",
     "sync_batchnorm": "Put torch_xla.core.functions.SyncBatchNorm into the module.",
     "use_distributed_sampler": _SHARDED,
-    # of earlier versions
+    # Arguments of earlier versions, which scripts for torch_xla still use.
     "amp_backend": "Write precision='bf16-mixed'.",
     "amp_level": "Write precision='bf16-mixed'.",
     "auto_lr_find": _NONE_MADE,

@@ -21,14 +21,14 @@ class LoggerListener(Protocol):
 
     @property
     def experiment(self) -> Any:
-        """What the logger's library offers."""
+        """The object of the logger's library."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write values of a step."""
 
 
 class _Nothing:
-    """Has every method, and none does anything."""
+    """An object with every method, none of which does anything."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("__"):

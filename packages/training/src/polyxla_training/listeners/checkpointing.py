@@ -62,7 +62,7 @@ class CheckpointListener:
         return {monitor.name: monitor.best} if monitor is not None and monitor.is_seen else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`; with another metric, begin anew."""
+        """Continue from `state_dict`, unless another metric is monitored now."""
         if self._monitor is not None:
             self._monitor.best = state.get(self._monitor.name)
             self._monitor.is_seen = self._monitor.name in state

@@ -20,14 +20,14 @@ class BestValue:
     Args:
         name: the metric's name.
         mode: ``min`` or ``max``: what is better.
-        where: who asks, for errors.
+        where: the option that names the metric, for errors.
         min_delta: smallest change that counts as an improvement.
 
     Attributes:
         name: the metric's name.
         mode: as given.
         best: the best value so far; None before the first.
-        is_seen: whether the metric was there, perhaps as NaN.
+        is_seen: whether the metric was logged, perhaps as NaN.
 
     Raises:
         UsageError: `mode` or `min_delta` is invalid.
@@ -55,7 +55,7 @@ class BestValue:
         return is_better
 
     def check(self, epoch: int, every_n_epochs: int) -> None:
-        """See that the metric was there, once an epoch with a validation has ended.
+        """Check that the metric was logged, once an epoch with a validation has ended.
 
         Raises:
             UsageError: it was not logged.
@@ -71,8 +71,8 @@ class BestValue:
 class EarlyStopping:
     """Ends a training when a metric has not improved for some evaluations: ``Trainer(callbacks=[...])``.
 
-    All replicas decide alike, because metrics are means over all of them. A checkpoint holds the count, so a
-    resumed training ends where it would have ended. NaN and infinity end it at once.
+    All replicas make the same decision, because metrics are means over all of them. A checkpoint holds the
+    count, so a resumed training ends where it would have ended. NaN and infinity end it at once.
 
     Args:
         monitor: name of a metric: a value logged in ``validation_step``, or in training with
@@ -121,7 +121,7 @@ class EarlyStopping:
 
     @hookimpl
     def polyxla_fit_started(self, replica: Replica, fit: Fit) -> None:
-        """Begin anew, unless the training resumes."""
+        """Start from the beginning, unless the training resumes."""
         self._fit = fit
         # Checked here, because the same object may be used in a second fit, which starts from the beginning.
         if replica.steps == 0:
@@ -149,5 +149,5 @@ class EarlyStopping:
 
     @hookimpl
     def polyxla_epoch_finished(self, epoch: int) -> None:
-        """See that the metric is logged."""
+        """Check that the metric is logged."""
         self._monitor.check(epoch, self._fit.options.val_every_n_epochs)

@@ -1,4 +1,4 @@
-"""What a call of the Trainer sends to the replicas, and what they return. Imports nothing heavy."""
+"""The call that a Trainer sends to its replicas, and the outcome that each returns. Imports nothing heavy."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ class TrainingState:
         ordinal, saved = self.replica.ordinal, state["replicas"]
         self.metrics.hidden.update(*(replica["hidden"] for replica in saved))
         if self.replica.is_first and (names := saved[0]["objects"]):
-            say(f"metric objects begin anew, and their values of this epoch are those from here on: {names}")
+            say(f"metric objects start from the beginning, and cover the rest of this epoch: {names}")
         if len(saved) == self.replica.world_size:
             self.replica.restore_rng(saved[ordinal]["rng"])
             self.metrics.load_state_dict(saved[ordinal]["meter"])

@@ -62,7 +62,7 @@ class TrainingStep:
                     where="Trainer",
                     fix="Leave one of them out.",
                 )
-            # The hook clips instead.
+            # The hook clips in place of `Replica.update`.
             options = {}
         if self._on_before_optimizer_step or self._clip_gradients:
             options["before_step"] = self._call_before_step

@@ -130,7 +130,7 @@ class TrainingLoop:
         saved = {} if checkpoint is None else checkpoint.state["callbacks"]
         load_states(state.callbacks, saved, is_first=self._replica.is_first)
         if checkpoint is not None:
-            # A copy of the whole model, which is not needed any more.
+            # The state on the host is a copy of the whole model, which is not needed any more.
             del checkpoint.state["module"], checkpoint.state["optimizer"]
         self._replica.hook.polyxla_fit_started(replica=self._replica, fit=fit)
 
@@ -227,7 +227,7 @@ class TrainingLoop:
         limit = self._options.max_steps
         if self._progress.stopped or (limit is not None and self._replica.steps >= limit):
             return True
-        # Several replicas agree on it at the end of the epoch.
+        # Several replicas agree on should_stop at the end of the epoch, where all of them meet.
         is_agreed = self._replica.world_size == 1 or self._progress.phase != "training"
         return self._progress.should_stop and is_agreed
 
@@ -236,7 +236,7 @@ class TrainingLoop:
         return self._is_done() and self._loader.batches_before != self._progress.batches_per_epoch
 
     def _validate_within(self, batches: int) -> None:
-        """Validate after so many batches of the epoch, if it is due and the epoch goes on."""
+        """Validate after this number of batches, if a validation is due and the epoch goes on."""
         if batches in (0, self._progress.batches_per_epoch) or self._is_done():
             return
         if self._validation_is_due(batches, is_end=False):
@@ -280,7 +280,7 @@ class TrainingLoop:
         """
         if self._options.checkpoint_dir is not None:
             left = self._state.state_dict()
-            # The owners of these two may still change what they have returned.
+            # Callbacks and the data module may still change the objects that they have returned.
             copies = {name: copy.deepcopy(left[name]) for name in ("callbacks", "datamodule")}
             self._state_before_leaving = left | copies
         self._replica.hook.polyxla_fit_finished(replica=self._replica)

@@ -1,4 +1,4 @@
-"""What one replica works with in a call of the Trainer: the module on the device, its data, its metrics."""
+"""The workspace of one replica in a call of the Trainer: the module on the device, its data, its metrics."""
 
 from __future__ import annotations
 

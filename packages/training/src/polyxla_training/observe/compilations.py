@@ -161,7 +161,7 @@ OTHER_REPLICA = ", or another replica of this process"
 
 
 class StepFacts(NamedTuple):
-    """What the loop tells of a step besides its batch.
+    """The loop's facts about a step, besides its batch.
 
     Attributes:
         optimizer: made the step; None if it is unknown.

@@ -24,7 +24,7 @@ class ChipPeak:
 
     @property
     def device_flops(self) -> float:
-        """Operations per second of one device, hence of one replica."""
+        """Operations per second of one device, and so of one replica."""
         return self.peak_flops / self.devices
 
 
@@ -81,7 +81,7 @@ class ThroughputWindow:
         steps: number of optimizer updates.
         seconds: wall time, without evaluations.
         records: number of records that this replica received; None without a loader of polyxla's.
-        waited_s: the part of `seconds` in which the loop waited for a batch; None likewise.
+        waited_s: the part of `seconds` in which the loop waited for a batch; None without such a loader.
     """
 
     steps: int = 0

@@ -142,8 +142,8 @@ class TraceSchedule:
 
 
 MAX_IDLE_WAITS = 16
-"""How often the counters may be settled for nothing: a training whose batches always have another shape, and
-compile nothing new, must not wait for the device in every step."""
+"""Number of waits for the counters that may turn out to be needless. A training whose batches always have
+another shape, and compile nothing new, must not wait for the device in every step."""
 
 
 class StepCounters:

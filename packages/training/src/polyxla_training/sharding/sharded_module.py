@@ -76,7 +76,7 @@ def initialise(parts: Sequence[torch.nn.Module], seed: int) -> None:
     """Replace the meta tensors of `parts` by tensors on the host with first values; tied ones stay tied.
 
     Args:
-        parts: modules, each of which stands for its own tensors, not for those of its parts.
+        parts: modules; of each, its own tensors are meant, without those of its submodules.
         seed: makes the same values in every replica; torch's generator is as before afterwards.
     """
     parts = [part for part in parts if _own_meta(part)]

@@ -24,7 +24,7 @@ from polyxla.plugin import (
 from polyxla_training.sharding.mesh_shape import DDP, FSDP, TENSOR, ZERO1, complete, read_strategy
 
 _NAMED = 1000
-"""How many layers of a step an error can name."""
+"""Number of layers of a step that are recorded by name, for the error."""
 
 
 class LayerOrder:
@@ -48,7 +48,7 @@ class LayerOrder:
 
     def _add(self, name: str) -> None:
         if torch.compiler.is_compiling():
-            # torch.compile would guard on the recorded values, and compile anew at each step.
+            # torch.compile would guard on the recorded values, and compile again at each step.
             return
         # A running digest costs the same for any number of layers; names are kept for the error only.
         self._digest = zlib.crc32(name.encode(), self._digest)
@@ -153,7 +153,7 @@ class TorchSharding(Sharding):
         return self.devices[(DDP, self.sharder) if DDP in self.mesh else self.sharder]
 
     def watch(self, layers: Mapping[str, torch.nn.Module]) -> None:
-        """Compare between replicas, at each step, in which order they use these layers of one module."""
+        """Compare the order in which replicas use these layers of one module, at each step."""
         self._orders.append(LayerOrder(self._replica, layers))
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> int:
@@ -171,7 +171,7 @@ class TorchSharding(Sharding):
                 and isinstance(grad, DTensor)
                 and grad.placements != parameter.placements
             ):
-                # A sum over the tensor dimension is pending.
+                # The sum over the tensor dimension is still to be computed.
                 parameter.grad = grad.redistribute(placements=parameter.placements)
         # Without other replicas of the data, or with `fully_shard` alone, there is nothing to average.
         if self._data_group is None or self.data_world.world_size == 1:

@@ -1,4 +1,4 @@
-"""What a watched replica returns to the launching process, which compares the replicas.
+"""The summary that a watched replica returns to the launching process, which compares the replicas.
 
 Imports no torch: the launching process may do without.
 """
@@ -57,7 +57,7 @@ class LoopSummary:
         steps: number of optimizer steps.
         line: the line that made the first of them; None if it is unknown.
         parameters: some elements of what was trained.
-        dataset: the dataset of which it read all records; None if it read a part, or is not known to.
+        dataset: the dataset of which it read all records; None if it read a part, or that is unknown.
     """
 
     steps: int
@@ -88,7 +88,7 @@ def problems(replicas: Mapping[int, LoopSummary]) -> Iterator[str]:
     if dataset and all(summary.dataset == dataset for summary in replicas.values()):
         yield (
             f"{at}each of {len(replicas)} replicas trained on all {dataset.records:,} records of "
-            f"{dataset.name}: nobody divided them. Write: for batch in replica.loader(loader)"
+            f"{dataset.name}: they are not divided. Write: for batch in replica.loader(loader)"
         )
 
 

@@ -53,7 +53,7 @@ def attach(receiver: Receiver) -> None:
 
 
 def detach() -> None:
-    """Send the calling thread's events to nobody; after the last one, leave torch as it was."""
+    """Stop sending the calling thread's events; the last thread that stops restores torch."""
     with _lock:
         if _receivers.pop(threading.get_ident(), None) is not None and not _receivers:
             _uninstall()
@@ -193,7 +193,7 @@ class LoopWatch:
 
     @hookimpl
     def polyxla_replica_stopped(self) -> None:
-        """Leave torch as it was, also after an error."""
+        """Restore torch, even after an error."""
         detach()
         if self._steps:
             self._steps.close()

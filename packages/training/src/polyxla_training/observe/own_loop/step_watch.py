@@ -1,4 +1,4 @@
-"""What ordinal 0 reports of the steps of a user's own loop: compilations, host reads, fallbacks, NaN."""
+"""Ordinal 0's reports on the steps of a user's own loop: compilations, host reads, fallbacks, NaN."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from polyxla.plugin import Counters
 
 READ_EVERY, READ_AFTER = 50, 3
-"""Logged values are read this often, and so many steps late: the device has other work until then."""
+"""Interval at which logged values are read, and the delay in steps: by then the device has computed them."""
 MAX_LINES = 3
-"""Number of late compilations that are reported one by one."""
+"""Number of late compilations that are reported, a line each."""
 
 
 class StepWatch:
-    """Reports what a step did that it need not do. Made at the first step.
+    """Reports what a step did without need. Made at the first step.
 
     Args:
         replica: the replica, of ordinal 0.

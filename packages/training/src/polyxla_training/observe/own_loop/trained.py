@@ -1,4 +1,4 @@
-"""What one replica trains: samples of its parameters, and the dataset that its steps read."""
+"""Samples of the parameters that one replica trains, and the dataset that its steps read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from polyxla.plugin import Counters
 
 MAX_TENSORS, MAX_ELEMENTS = 8, 1 << 18
-"""What is read back of each optimizer's parameters at the end: the smallest ones, with a megabyte at most."""
+"""Limits of what is read back of each optimizer's parameters at the end: a megabyte of the smallest ones."""
 MAX_VALUES = 64
 """Number of elements of a tensor that are compared."""
 ROUNDINGS = 64
@@ -102,7 +102,7 @@ def _sample(name: str, parameter: torch.Tensor, steps: int) -> SampledParameter:
 
 
 MAX_ITEMS, MAX_DEPTH = 64, 4
-"""What a digest covers: as many items of a sequence, and as deep."""
+"""Limits of a digest: the items of a sequence, and the depth of nested containers."""
 
 
 @dataclass

@@ -18,7 +18,7 @@ COLOURS = ("#2f7ed8", "#e07b39", "#2a9d6f", "#b5499b", "#8a8a2a", "#6a6ad8")
 DASHES = ("solid", "dot", "dash", "dashdot")
 """Lines of a comparison: the colour is the run's, the dash the curve's."""
 AXES = ("step", "records", "minutes")
-"""What the horizontal axis may show."""
+"""The quantities that the horizontal axis can show."""
 INK = "#8a8f98"
 """Colour of axes and texts, readable on white and on black."""
 FAINT = "rgba(138, 143, 152, 0.2)"
@@ -26,9 +26,9 @@ _STAGES = re.compile(
     r" \(epoch\)$|(?<![a-z0-9])(train(ing)?|val(id(ation)?)?|eval(uation)?|test|epoch|step)(?![a-z0-9])",
     re.IGNORECASE,
 )
-"""What a metric's name says about when it was measured."""
+"""The parts of a metric's name that say when it was measured."""
 FEW_POINTS = 30
-"""Number of points up to which a marker shows each."""
+"""Curves of at most this many points have a marker at each."""
 
 
 @dataclass(frozen=True)

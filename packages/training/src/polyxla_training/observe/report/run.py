@@ -15,7 +15,7 @@ Curve = list[tuple[float, float]]
 
 
 class Position(NamedTuple):
-    """How far a run was at a step: seconds of training so far, without pauses, and records of all replicas.
+    """The progress of a run at a step: seconds of training without pauses, and records of all replicas.
 
     Both are 0 if the log, that of an older release, has none.
     """
@@ -92,7 +92,7 @@ class Run:
 
     @property
     def outcome(self) -> str:
-        """How it ended, in a few words."""
+        """The end of the run, as a phrase."""
         if self.end is None:
             return "no end: it was killed, or is still running"
         error = self.end["error"]
@@ -191,7 +191,7 @@ def _summary(part: _Part, end: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def _findings(parts: list[_Part]) -> list[dict[str, Any]]:
-    # By line: a resumed part finds the same lines again.
+    # Keyed by line, because a resumed part finds the same lines again.
     found = (event for part in parts for event in part.get("finding", []))
     return list({(finding["kind"], finding["op"], finding["line"]): finding for finding in found}.values())
 

@@ -101,7 +101,7 @@ def compilation(event: Mapping[str, Any]) -> str:
 
 
 MAX_RUNS = 6
-"""The plots have so many colours: one run more would have the colour of another."""
+"""The number of the plots' colours: runs of one colour could not be distinguished."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def origin(run: Run) -> dict[str, str]:
 
 
 def git_text(git: Mapping[str, Any] | None) -> str:
-    """Return a commit in a few words, such as ``1a2b3c4d5e on main, 2 files changed``."""
+    """Return a commit as a phrase, such as ``1a2b3c4d5e on main, 2 files changed``."""
     if not git:
         return ""
     changed = git["changed_files"]
