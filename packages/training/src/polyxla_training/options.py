@@ -187,6 +187,7 @@ class FitOptions:
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
 
+        # 0 is a valid budget, so the check of counts does not fit.
         budget, prefetch = self.compile_budget, self.prefetch
         if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
             raise UsageError(
@@ -223,10 +224,12 @@ class FitOptions:
         if self.loggers is None:
             # TensorBoard is the default only where there is a directory to write to.
             return {"tensorboard": {}} if self.log_dir is not None else {}
+        # A mapping has arguments for each logger, a list has none.
         return self.loggers if isinstance(self.loggers, Mapping) else {name: {} for name in self.loggers}
 
     def _check_checkpoints(self) -> None:
         check_mode(self.mode, "Trainer")
+        # The monitor chooses a checkpoint; without checkpoints it would be ignored silently.
         if self.monitor is not None and self.checkpoint_dir is None:
             raise UsageError(
                 f"monitor={self.monitor!r} chooses the best checkpoint, and checkpoint_dir is not set",
@@ -266,6 +269,7 @@ class FitOptions:
 
     def expected_steps(self, steps_per_epoch: int | None) -> float:
         """Return how many updates a training makes; inf if unknown."""
+        # Infinity keeps the comparisons simple: min() with a limit gives the limit.
         whole = float("inf") if steps_per_epoch is None else float(steps_per_epoch * self.max_epochs)
         return min(whole, float(self.max_steps or whole))
 
@@ -273,6 +277,7 @@ class FitOptions:
         """Return `log_every_n_steps`, or its default for a training of `steps` updates; inf if unknown."""
         if self.log_every_n_steps is not None:
             return self.log_every_n_steps
+        # A short training should show more than its first and last values.
         return int(max(1, min(LOG_EVERY_N_STEPS, steps // LEAST_READS)))
 
 
@@ -291,6 +296,8 @@ class TrainerOptions(FitOptions, LaunchOptions):
             log_dir: replaces the option, which may be ``"auto"``.
         """
         values = {option.name: getattr(self, option.name) for option in fields(FitOptions)}
+        # Replaced here and not in the options themselves, so that the Trainer still shows what the user
+        # wrote.
         if self.fast_dev_run:
             # The user's own limits give way too: a fast run must stay fast whatever the script asks for.
             limits = dict.fromkeys(BATCH_LIMITS, int(self.fast_dev_run))
@@ -326,6 +333,7 @@ class Fit:
 def _find_strategy(name: Any) -> str:
     if name in LIGHTNINGS_DEBUG:
         return "debug"
+    # Lightning's name of what happens without a strategy: every replica has the whole module.
     if name == DDP:
         return "auto"
     if name not in STRATEGIES:

@@ -125,6 +125,8 @@ class ValidationSchedule:
             batches: number of this epoch's batches so far.
             is_end: whether the epoch has no further batches.
         """
+        # `epoch` counts finished epochs, so the one that runs is the next.
         if (epoch + 1) % self.every_n_epochs:
             return False
+        # With an interval, an epoch's end is validated only if the interval ends there too.
         return is_end if self.interval is None else batches % self.interval == 0

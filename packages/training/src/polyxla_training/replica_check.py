@@ -104,6 +104,7 @@ def check_replicas(
         Exception: what the module raised.
     """
     _check_numbers(steps=steps, devices=devices, batch_size=batch_size)
+    # Asked before it is called: a class with arguments is the most frequent mistake here.
     if problem := call_problem(make_module, ()):
         name = getattr(make_module, "__name__", type(make_module).__name__)
         raise UsageError(
@@ -117,6 +118,8 @@ def check_replicas(
     workload = prepare(make_module, batches, steps, devices, batch_size)
     # In a process of its own: a device that is opened in this one would block the launch of several replicas.
     [(_, alone)] = launch(train, (workload,), devices=1, runtime=runtime, start_method="forkserver")
+    # Several hosts may have more replicas than this one has devices, so the replicas return the size of the
+    # world.
     sizes, together = zip(*launch(train, (workload,), devices=devices, runtime=runtime), strict=True)
     return ReplicaCheck(sizes[0], steps, tolerance, compare(alone, together), workload.warnings)
 
@@ -157,6 +160,8 @@ def _check_numbers(**numbers: int) -> None:
                 where="check_replicas",
                 fix=f"Write {name}={least}.",
             )
+    # Unequal shares would have unequal weights in the average, and differ from one replica for that reason
+    # alone.
     if numbers["batch_size"] % numbers["devices"]:
         raise UsageError(
             f"a batch of {numbers['batch_size']} does not divide among {numbers['devices']} replicas",

@@ -152,6 +152,7 @@ def load_same(
         CheckpointError: in every replica, if one cannot load the checkpoint, or they loaded different ones.
     """
     where = f"resume={source!r}"
+    # A path that the user wrote is the same in all replicas, so there is nothing to choose.
     if source != "auto":
         place, loaded = locate(source), None
     else:
@@ -160,6 +161,7 @@ def load_same(
         choices = replica.all_gather(choice)
         if errors := [choice.error for choice in choices if choice.error is not None]:
             raise choice.error or errors[0]
+        # Ordinal 0 decides for all: hosts may see different directories, and different newest checkpoints.
         if choices[0].place is None:
             _check_none(choices, replica.all_gather(socket.gethostname()), where)
             return None
@@ -197,6 +199,7 @@ def _choose(
     folder = CheckpointFolder(directory)
     try:
         if replica.is_first:
+            # Only ordinal 0 reads here: to find an intact file it may have to read damaged ones in full.
             entry, loaded = folder.newest_intact(partial(_read, replica, in_shards)) or (None, None)
             return _Choice(entry.path if entry else None), loaded
         # One replica of a process looks, because the others in it see the same files.
@@ -230,6 +233,7 @@ def _check_same(own: _Attempt, attempts: Sequence[_Attempt], place: str, where: 
         return
     found = []
     for (content, problem), ordinals in groups.items():
+        # Grouped, because thousands of replicas must fit into one message.
         who = _who(ordinals, [attempts[ordinal].host for ordinal in ordinals])
         found.append(f"{who}: {problem or f'step {attempts[ordinals[0]].step}, checksum {content}'}")
     raise CheckpointError(
@@ -238,6 +242,7 @@ def _check_same(own: _Attempt, attempts: Sequence[_Attempt], place: str, where: 
 
 
 def _who(ordinals: Sequence[int], hosts: Sequence[str]) -> str:
+    # In the order of the ordinals, without repeats.
     names = list(dict.fromkeys(hosts))
     more = f" and {len(names) - MAX_NAMES} more hosts" if len(names) > MAX_NAMES else ""
     first, last = ordinals[0], ordinals[-1]
@@ -294,6 +299,7 @@ def load_into(
             where="load_into",
             fix='Save {"module": module.state_dict(), "optimizer": optimizer.state_dict(), ...}.',
         )
+    # Before anything is loaded, so that a module that does not fit is unchanged.
     check_state(module.state_dict(), state["module"], where=str(place))
     try:
         divide_into(module, optimizer, state["module"], state["optimizer"], True, shards)

@@ -94,6 +94,7 @@ def load(
 
     _check_format(format, "load")
     check_location(path, "load")
+    # A directory has shards. Whether a URL is a directory takes a request to the store.
     place, device = locate(path), torch.device(device)
     if is_sharded(place):
         from polyxla_training.checkpoint.shard_reader import ShardedCheckpoint
@@ -121,6 +122,7 @@ def fingerprint(path: str | os.PathLike[str]) -> str:
     from polyxla_training.checkpoint import state_file
 
     place = locate(path)
+    # The manifest's header has the checksum of the whole manifest, and that has those of all shards.
     with state_file.opened(place / STATE if is_sharded(place) else place) as file:
         return state_file.header_checksum(file)
 
@@ -157,6 +159,7 @@ class BackgroundWriter:
 
     def __init__(self, timeout_s: float = WAIT_TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
+        # One thread at most, so host memory holds one copy of the state.
         self._thread: threading.Thread | None = None
         self._started = 0.0
         self._failure: BaseException | None = None

@@ -107,6 +107,7 @@ class CheckpointFolder:
             )
         from polyxla_training.checkpoint.state_codec import EncodedState, encode_state
 
+        # Encoded here too, because the name depends on whether the tensors are divided.
         encoded = state if isinstance(state, EncodedState) else encode_state(state)
         name = f"step-{step:08d}{'-kept' if keep_forever else '-best' if is_best else ''}"
         path = self.path / f"{name}.{'shards' if encoded.is_divided else 'safetensors'}"
@@ -138,6 +139,8 @@ class CheckpointFolder:
 
     def best(self) -> CheckpointEntry | None:
         """Return the checkpoint that was last saved as the best, intact or not; None if there is none."""
+        # By time and not by step: a run that resumed from an earlier step may have found a better state at a
+        # lower one.
         found = [entry for entry in self.entries() if entry.is_best]
         return max(found, key=lambda entry: (entry.time_s, entry.step), default=None)
 
@@ -191,6 +194,7 @@ class CheckpointFolder:
     def _delete_old(self, written: Location) -> None:
         if self._keep is None:
             return
+        # Only the latest of the best is kept: those before it were the best of an earlier time.
         best = self.best()
         others = (entry for entry in self.entries() if best is None or entry.path != best.path)
         deletable = [entry.path for entry in others if not entry.is_kept]

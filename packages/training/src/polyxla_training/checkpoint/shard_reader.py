@@ -262,6 +262,7 @@ class ShardedCheckpoint:
             part = chunk
             for dimension, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 part = part.narrow(dimension, start, size)
+            # A part of this replica's shard, on its device; the copy moves the values there.
             target = planner.resolve_tensor(item).detach()
             target.copy_(part)
             planner.commit_tensor(item, target)
@@ -339,6 +340,7 @@ def consolidate(place: Location, out: Location | None = None, *, key: str = "mod
             fix=f"Name one of its keys: {keys}.",
         )
     target = _beside(place, key) if out is None else out
+    # Never overwritten: the command may be repeated by mistake, and takes long.
     if _exists(target):
         raise CheckpointError(
             f"{str(target)!r} exists already", where="-o", fix="Delete it, or name another file with -o FILE."

@@ -55,6 +55,7 @@ def write_shards(state: EncodedState, path: Location) -> bool:
             process_group=group,
         )
     except CheckpointException as error:
+        # Several replicas may fail for one reason; the lowest ordinal's error stands for all.
         ordinal, (cause, _) = min(error.failures.items())
         raise _failed(path, ordinal, cause) from error
     # gloo raises it when a process of the group has ended, or when the group's timeout is over.
@@ -121,6 +122,7 @@ class _ShardWriter(StorageWriter):
         if not plan.items:
             done.set_result([])
             return done
+        # Ordinal 0 has chosen the name, so that all replicas write into the directory that it has made.
         path: Location = plan.storage_data
         _check_directory(path)
         tensors = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
@@ -152,6 +154,8 @@ class _ShardWriter(StorageWriter):
 
 def _check_directory(file: Location) -> None:
     """Check that this replica sees the directory that ordinal 0 has made. An object store has none."""
+    # Checked by each replica: a host without the shared directory would otherwise write to a disk of its
+    # own.
     if isinstance(file, Path) and not appears(file.parent):
         raise CheckpointError(
             f"{socket.gethostname()} does not see the directory {str(file.parent)!r} that ordinal 0 has "

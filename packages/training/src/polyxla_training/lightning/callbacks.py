@@ -98,6 +98,7 @@ def check_callback(callback: Any) -> None:
             raise UsageError(
                 f"{name} needs Lightning's own Trainer", where="Trainer(callbacks=...)", fix=nearest
             )
+    # Refused early: a hook that is never called would be noticed after hours of training, if at all.
     for hook in sorted(_hooks_of(own)):
         if hook not in CALLED | NOT_CALLED and is_overridden(callback, hook):
             raise UsageError(
@@ -141,6 +142,7 @@ class LightningCallbacks:
 
     def hook(self, name: str) -> Callable[..., None] | None:
         """Return what calls the hook `name` of those that override it; None if none does."""
+        # Looked up once: `hook` is called before the loop, and what it returns in every step.
         methods = [method for callback in self.callbacks if (method := find_hook(callback, name)) is not None]
         if not methods:
             return None
@@ -233,5 +235,6 @@ def load_states(callbacks: Iterable[Any], states: Mapping[str, Any], *, is_first
     for key, callback in found.items():
         if key in states:
             callback.load_state_dict(states[key])
+    # Printed, not refused: leaving out a callback on resuming is often intended.
     if is_first and (others := sorted(set(states) - set(found))):
         say(f"the checkpoint has states of callbacks that are not here: {', '.join(others)}")

@@ -32,7 +32,9 @@ class Schedulers:
         self, configs: Iterable[Any], advance: Callable[[Any, float | None], None] | None = None
     ) -> None:
         self.configs = [
-            config if isinstance(config, Mapping) else {"scheduler": config} for config in configs
+            # A bare schedule means: step it after each epoch.
+            config if isinstance(config, Mapping) else {"scheduler": config}
+            for config in configs
         ]
         for config in self.configs:
             _check(config)
@@ -105,6 +107,7 @@ def _needs_metric(config: Mapping[str, Any]) -> bool:
 
 
 def _check(config: Mapping[str, Any]) -> None:
+    # A misspelt key would be ignored, and the learning rate would be another one than intended.
     wrong = [key for key in config if key not in KEYS]
     if wrong or "scheduler" not in config:
         raise UsageError(

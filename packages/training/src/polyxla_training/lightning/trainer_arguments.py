@@ -106,9 +106,11 @@ def check_names(where: str, given: Iterable[str], known: Iterable[str], fixes: M
             continue
         if name in fixes:
             fix = fixes[name]
+            # The number of cores, chips or processes that the script asks for is the number of devices here.
             if fix is _DEVICES and isinstance(given, Mapping):
                 fix = f"Write devices={given[name]!r}."
             raise UsageError(f"{name} is Lightning's", where=f"{where}({name}=...)", fix=fix)
+        # A name of Lightning's may be misspelt too, and its fix is more useful than the name.
         near = difflib.get_close_matches(name, [*known, *fixes], n=1)
         fix = fixes.get(near[0], f"Write {near[0]}=.") if near else f"Write one of {', '.join(known)}."
         raise UsageError(f"there is no option {name!r}", where=f"{where}({name}=...)", fix=fix)

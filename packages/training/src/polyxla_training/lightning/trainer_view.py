@@ -102,6 +102,7 @@ class TrainerView:
         self.node_rank, self.num_nodes = world.host_index, world.host_count
         self.accumulate_grad_batches, self.fast_dev_run = options.accumulate, options.fast_dev_run
         self.gradient_clip_val, self.gradient_clip_algorithm = options.gradient_limit
+        # Objects that the loop makes or completes later, and fills in here.
         self.callbacks: list[Any] = []
         self.optimizers: list[Any] = []
         self.loggers: list[LoggerView] = []
@@ -134,6 +135,7 @@ class TrainerView:
     @property
     def callback_metrics(self) -> dict[str, Any]:
         """The metrics so far, by name, as tensors on the host."""
+        # Imported here, because a script that imports the Trainer must not pay for torch before it trains.
         import torch
 
         return {name: torch.tensor(value) for name, value in self._progress.means.items()}

@@ -49,6 +49,7 @@ class BestValue:
         if math.isnan(value):
             return False
         gain = math.inf if self.best is None else self.best - value
+        # Anything is better than nothing, in either mode.
         is_better = (gain if self.mode == "min" or self.best is None else -gain) > self._min_delta
         if is_better:
             self.best = value
@@ -60,6 +61,7 @@ class BestValue:
         Raises:
             UsageError: it was not logged.
         """
+        # Checked after an epoch only: a metric of a validation is not there before.
         if not self.is_seen and epoch % every_n_epochs == 0:
             raise UsageError(
                 f"monitor={self.name!r} was not logged, by epoch {epoch}",

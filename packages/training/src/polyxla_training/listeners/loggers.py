@@ -59,6 +59,8 @@ class ScalarListener:
     @hookimpl
     def polyxla_step_finished(self, step: int, logged: Mapping[str, Any]) -> None:
         """Write the values of the first step and of every n-th."""
+        # Kept unread: only the last step's values are written at the end, and reading each would wait for
+        # the device.
         self._unwritten = (step, logged)
         if self._logged_values.is_due(step):
             self._write_step()
@@ -76,6 +78,7 @@ class ScalarListener:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write values, until an error has ended the log."""
+        # A module may write through self.logger after the log is lost.
         if not self._log.is_lost:
             with self._log.attempt():
                 self._logger.write(step, values)
@@ -161,6 +164,8 @@ class TensorBoardLogger:
 @functools.cache
 def _leave_errors_to_callers() -> None:
     """Make TensorBoard's thread print no error: the next call of the writer raises it."""
+    # TensorBoard writes in a thread of its own. Python would print that thread's traceback, although the
+    # caller gets the same error at its next call, and reports it in a line.
     before = threading.excepthook
 
     def report(failure: threading.ExceptHookArgs) -> None:
@@ -189,6 +194,7 @@ class WandbLogger:
             import wandb
         except ImportError as error:
             raise _not_installed("wandb", "wandb") from error
+        # The user's own arguments come last, so they replace the defaults.
         given = {"dir": log_dir, "config": dict(settings), **arguments}
         self.experiment = wandb.init(**given)
 
@@ -227,8 +233,10 @@ class MlflowLogger:
             from mlflow.entities import Metric, Param
         except ImportError as error:
             raise _not_installed("MLflow", "mlflow") from error
+        # Kept, so that write() does not import MLflow again.
         self._metric = Metric
         self.experiment = MlflowClient(tracking_uri)
+        # MLflow has no call that finds or creates an experiment.
         found = self.experiment.get_experiment_by_name(experiment_name)
         experiment = found.experiment_id if found else self.experiment.create_experiment(experiment_name)
         self._run_id: str = self.experiment.create_run(experiment, run_name=run_name).info.run_id

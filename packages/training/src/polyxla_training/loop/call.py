@@ -44,6 +44,7 @@ class TrainerCall:
 
     def trains_callers_module(self, world: World) -> bool:
         """Return whether this replica works on the caller's own module, not on a copy."""
+        # A module that is divided, or that several threads would train, is a copy.
         return self.is_callers_process and not world.shares_process and self.options.mesh is None
 
     def returns_state(self, world: World) -> bool:
@@ -52,6 +53,7 @@ class TrainerCall:
         Not ordinal 0: on a pod every host has a caller, and only one host has ordinal 0. A process that
         torchrun started receives the results of its own replicas only.
         """
+        # A launch on a host returns to that host's caller, which needs the parameters once.
         is_first_of_caller = world.local_ordinal == 0 or (self.is_callers_process and world.owns_process)
         return is_first_of_caller and not self.trains_callers_module(world)
 

@@ -60,6 +60,7 @@ class Findings:
     def add(self, step: Mapping[Finding, int]) -> list[tuple[Finding, int]]:
         """Add one traced step; return its new findings with their counts."""
         self.steps += 1
+        # Each line is reported once; its later occurrences only add to the counts of the report.
         new = [(finding, count) for finding, count in step.items() if finding not in self._total]
         self._total.update(step)
         return new
@@ -73,6 +74,7 @@ class Findings:
     def as_json(self) -> list[dict[str, Any]]:
         """Return every finding with its mean count per traced step, the most frequent first."""
         return [
+            # Per traced step, because only a few steps of a run are traced.
             {**finding._asdict(), "per_traced_step": round(count / self.steps, 3)}
             for finding, count in self._total.most_common()
         ]

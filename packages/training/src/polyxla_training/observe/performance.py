@@ -56,6 +56,7 @@ _SPELLINGS = {
 
 def chip_peak(kind: str | None) -> ChipPeak | None:
     """Return the peak of a kind of chip, such as ``TPU v4`` or ``TPU v5 lite``; None if it is unknown."""
+    # libtpu, JAX and TorchTPU spell the same chip in different ways.
     return CHIP_PEAKS.get(_SPELLINGS.get(kind or "", kind or ""))
 
 
@@ -70,6 +71,8 @@ def utilization(flops: float, step_s: float, kind: str | None) -> float | None:
     peak = chip_peak(kind)
     if peak is None or flops <= 0 or step_s <= 0:
         return None
+    # Of a device, not of a chip: on chips that show themselves as two devices, a replica has half of the
+    # peak.
     return flops / step_s / peak.device_flops
 
 
@@ -164,6 +167,7 @@ class ThroughputMeter:
             return None, None
         # A loader's totals are its own, so those of another loader begin at 0.
         before = (self._records, self._waited_s) if loader is self._loader else (0, 0.0)
+        # The totals are kept as they are now, and the next window is the difference to them.
         self._loader, self._records, self._waited_s = loader, loader.records, loader.waited_s
         return loader.records - before[0], loader.waited_s - before[1]
 
@@ -252,4 +256,5 @@ class Summary:
             yield f"{self.step_s * 1e3:.3g} ms a step (median)"
         if self.records_per_s is not None:
             yield f"{self.records_per_s:.4g} records/s"
+        # Said rather than left out: users look for it.
         yield "no MFU: the chip is unknown" if self.mfu is None else f"MFU {self.mfu:.1%} of {self.chip}"

@@ -107,6 +107,7 @@ class Run:
         found = [(step["step"], step["lr"]) for step in self.steps if step.get("lr")]
         if all(len(set(rates)) == 1 for _, rates in found):
             return {"learning rate": [(step, rates[0]) for step, rates in found]}
+        # A hook may have added groups while the run trained.
         groups = range(max(len(rates) for _, rates in found))
         return {
             f"group {group}": [(step, rates[group]) for step, rates in found if group < len(rates)]
@@ -155,6 +156,7 @@ def _parts(events: Iterable[dict[str, Any]]) -> list[_Part]:
     parts: list[_Part] = []
     for event in events:
         kind = str(event.get("event"))
+        # Each resumed run appends to the same file, and begins with a start event.
         if kind == "start":
             parts.append({})
         if parts:
@@ -174,6 +176,7 @@ def _kept(parts: list[_Part], kind: str) -> list[dict[str, Any]]:
 
 def _summary(part: _Part, end: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Return a part's totals; without an end event, the sums of its events."""
+    # Only a run that was killed has no end event.
     if end is not None:
         summary: Mapping[str, Any] = end["summary"]
         return summary
@@ -216,6 +219,7 @@ def _positions(parts: list[_Part]) -> list[Position]:
     found: list[Position] = []
     for part in parts:
         begin = _begin(part)
+        # A resumed part continues from where the run was at its checkpoint, not where it crashed.
         seconds, records = position_at(found, begin)
         found = [position for position in found if position.step < begin]
         found.append(Position(begin, seconds, records))

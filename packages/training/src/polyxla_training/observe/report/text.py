@@ -31,6 +31,7 @@ def facts(run: Run) -> dict[str, str]:
         "reads of the device": _of(summary, "reads_per_step", "{:.3g} a step"),
         "on the host": ", ".join(f"{name} x{count}" for name, count in summary.get("fallbacks", {}).items()),
         "device memory": size_text(summary["peak_bytes"]) if summary.get("peak_bytes") else "",
+        # Said rather than left out: users look for it, and a CPU has no peak to compare with.
         "MFU": _of(summary, "mfu", "{:.1%}") or "not available: the chip is unknown",
     }
     return {name: text for name, text in shown.items() if text}
@@ -78,6 +79,7 @@ def as_lines(run: Run) -> Iterator[str]:
     """Return the run as lines for a terminal."""
     yield f"{title(run)}, {run.started}: {run.outcome}"
     shown = facts(run)
+    # Aligned by hand: rich would wrap at the width of a terminal, which a pipe does not have.
     width = max(map(len, shown))
     yield from (f"  {name:<{width}}  {text}" for name, text in shown.items())
     last = {name: curve[-1][1] for name, curve in run.all_values().items()}
@@ -174,6 +176,7 @@ class Comparison:
 
     def _rows(self, of: Callable[[Run], dict[str, str]]) -> list[Row]:
         columns = [of(run) for run in self.runs.values()]
+        # Rows keep the order in which the first run has them; names of later runs follow.
         names = dict.fromkeys(name for column in columns for name in column)
         return [Row(name, tuple(column.get(name, "") for column in columns)) for name in names]
 
@@ -214,11 +217,13 @@ def short_names(folders: Iterable[str]) -> list[str]:
     parts = [PurePath(folder).parts for folder in folders]
     shared_start = _shared(parts)
     parts = [path[shared_start:] for path in parts]
+    # From the end too: runs are often called runs/A/logs and runs/B/logs.
     shared_end = _shared([path[::-1] for path in parts])
     names = ["/".join(path[: len(path) - shared_end]) or "/".join(path) or "." for path in parts]
     counts: dict[str, int] = {}
     for index, name in enumerate(names):
         counts[name] = counts.get(name, 0) + 1
+        # The same directory may be compared with itself at two times.
         if counts[name] > 1:
             names[index] = f"{name} ({counts[name]})"
     return names
