@@ -150,7 +150,7 @@ def test_a_float32_module_may_not_share_its_weight_with_a_converted_one(net: Net
     net.out.weight = net.head.weight
     with pytest.raises(ValueError, match="shares a parameter with 'head', which is not in keep_float32"):
         keep_float32.convert_tensors(net, BF16, keep_float32.find_modules(net, ["out"]))
-    # In float32 they have one dtype, and autocast casts what it needs.
+    # In float32 both have the same dtype, and autocast casts what it needs.
     keep_float32.convert_tensors(net, F32, keep_float32.find_modules(net, ["out"]))
 
 
@@ -205,7 +205,7 @@ def test_the_casts_move_copy_and_pickle_with_the_module(net: Net, travel: Callab
     other = travel(net)
     x = torch.randn(3, 4, dtype=BF16)
     assert _seen(other.head, other, x) == (F32, F32)
-    # Its own head computes, not that of the module it was copied from.
+    # The copy's own head computes, not the head of the module that it was copied from.
     with torch.no_grad():
         net.head.weight.fill_(2)
         other.head.weight.zero_()

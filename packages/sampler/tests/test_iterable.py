@@ -170,7 +170,7 @@ def test_the_length_is_this_replicas_share() -> None:
     sharded = shard(DataLoader(Sized(21), batch_size=4, num_workers=2), 0, 2)
     assert sharded is not None
     assert len(sharded) == 3
-    # torch warns about nothing: a warning would be an error here.
+    # torch must not warn; a warning is an error here.
     assert len(read(sharded)) == 6 + 5
     sharded.load_state_dict({"streams": 2, "epoch": 0, "position": [8, 8]})
     assert len(sharded) == 1

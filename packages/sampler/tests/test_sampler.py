@@ -53,7 +53,7 @@ def test_all_replicas_together_read_every_record(length: int, world: int, shuffl
     assert len({len(hand) for hand in hands}) == 1
     read = Counter(chain(*hands))
     assert set(read) == set(range(length))
-    # No more repeats than needed, spread over the whole dataset if there are more replicas than records.
+    # Repeats are as few as possible, and spread over the dataset if there are more replicas than records.
     assert sum(read.values()) - length == -length % world
     assert max(read.values(), default=1) - min(read.values(), default=1) <= 1
 

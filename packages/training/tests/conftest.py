@@ -65,7 +65,7 @@ class ScriptedCounters(Counters):
         return self.memory_found
 
 
-# One for all tests, because the operation below, which torch registers once, counts in it.
+# All tests share it: torch registers the operation below once, and that operation counts in it.
 COUNTERS = ScriptedCounters()
 
 

@@ -49,7 +49,7 @@ class _Net(torch.nn.Module):
 
 class _EachEpoch(_Net):
     def validation_step(self, batch: torch.Tensor) -> None:
-        # Each replica has another value; the mean counts.
+        # Each replica logs another value, and the mean of all is monitored.
         self.log("val_loss", self.values[self.trainer.current_epoch] + batch[0, 0])
 
 

@@ -86,7 +86,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(
         last = _kill_while_saving(saving, 1 + 1000 * run, moments.uniform(0, 0.08))
         left_behind += len(_parts(tmp_path))
         state = load(tmp_path / "state")
-        # Killed between the rename and saying so, it has finished one more.
+        # If it is killed between a rename and its report of it, it has finished one write more.
         assert state["step"] in (last, last + 1)
         assert all(bool((part == state["step"]).all()) for part in state["parts"])
     assert left_behind, "it was killed while it wrote"
@@ -107,7 +107,7 @@ def test_the_file_of_a_living_writer_is_not_removed(tmp_path: Path) -> None:
 def test_a_writer_whose_file_a_sweep_removes_starts_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Between its making and its lock: first the sweep has the lock, then it was quicker still.
+    # The sweep comes between the file's creation and its lock: first it has the lock, then the file is gone.
     locks = iter([BlockingIOError, FileNotFoundError, None])
 
     def flock(file: BinaryIO, _: int) -> None:
@@ -269,7 +269,7 @@ def _high_water_bytes() -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is read from /proc")
 def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path) -> None:
-    # Each takes four bytes until it is copied; what is freed of this size the allocator gives back.
+    # Each takes four bytes until it is copied. The allocator returns freed memory of this size to the system.
     state = [torch.full((1,), float(at)).expand(10 * MEBIBYTE) for at in range(4)]
     save([tensor[:1000] for tensor in state], tmp_path / "state")
     Path("/proc/self/clear_refs").write_text("5")

@@ -431,7 +431,7 @@ def test_shards_in_an_object_store() -> None:
     assert done.exit_code == 0, done.output
     module = load(f"{url}/step-00000004-module.safetensors")
     assert torch.equal(module["even"], found[1]["module"]["even"])
-    # Without its manifest, it is as if it had not been written.
+    # A directory without a manifest is not a checkpoint.
     (folder.entries()[-1].path / "state.safetensors").unlink()
     assert folder.entries()[-1].step == 3
     save({"step": 5}, f"{url}/step-00000005.safetensors")

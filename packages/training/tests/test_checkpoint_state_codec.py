@@ -31,7 +31,7 @@ STORABLE = sorted(
         for dtype in DTYPES
         if not str(dtype).startswith(("torch.q", "torch.int", "torch.uint", "torch.bits"))
     }
-    # Which torch itself can neither copy nor print.
+    # torch itself can neither copy nor print these.
     - {torch.float4_e2m1fn_x2}
     | {
         torch.uint8,
@@ -93,7 +93,7 @@ def _of(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 def test_every_dtype_comes_back_bit_for_bit(
     tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
-    # One uint8 before it, so that a file in another order would not be aligned.
+    # A uint8 comes before it, so a file in another order would not be aligned.
     state = {"odd": torch.zeros(1, dtype=torch.uint8), "it": _of(dtype, *shape)}
     save(state, tmp_path / "state")
     assert _is_same(load(tmp_path / "state"), state)
@@ -313,7 +313,7 @@ class _Subclass(torch.Tensor):
 
 
 def _quantized() -> torch.Tensor:
-    # Newer releases of torch warn that they will not have them.
+    # Newer releases of torch warn that they will remove these.
     with warnings.catch_warnings(action="ignore"):
         return torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
 

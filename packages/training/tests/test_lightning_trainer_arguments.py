@@ -34,7 +34,7 @@ def test_the_answer_to_lightnings_argument_is_one_line_that_names_our_option(nam
     assert text.startswith(f"{name} is Lightning's (from Trainer({name}=...)). ")
     assert "\n" not in text
     assert len(text) < 170
-    # What it names exists; `reduce_fx` is an argument of self.log.
+    # Each fix names options that exist; `reduce_fx` is an argument of self.log.
     assert set(re.findall(r"(\w+)=", FIXES[name])) <= OPTIONS | {"reduce_fx", "gradient_clip_algorithm"}
 
 

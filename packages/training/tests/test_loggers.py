@@ -143,7 +143,7 @@ def test_a_full_disk_under_the_logs_ends_no_training(tmp_path: Path) -> None:
     lost = [line for line in done.stderr.splitlines() if "training goes on: " in line]
     assert all(line.endswith("No space left on device") for line in lost)
     assert [sum(name in line for line in lost) for name in ("mid/run.jsonl", "disk/mid")] == [1, 1]
-    # On the disk that is full already, files may be made or not; either way each log is lost once.
+    # The disk is full already, so files may be made or not; either way each log is lost once.
     for name in ("'csv'", "'tensorboard'", "run.jsonl", "is not written, and"):
         assert 1 <= sum(name in line for line in lost) <= 3
     assert "Traceback" not in done.stderr

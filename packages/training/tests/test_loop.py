@@ -30,7 +30,7 @@ def _data(count: int, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 class _Net(torch.nn.Module):
-    # Lent by the Trainer.
+    # The Trainer lends it.
     log: Any
     log_dict: Any
     trainer: Any
@@ -318,7 +318,7 @@ def test_gradients_are_reduced_once_an_update(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(fake._FakeReplication, "average", counted)
     trainer = _trainer(4, accumulate=2)
     trainer.fit(_Net(), _data(12))
-    # Three batches for each replica: an update of two, and one of what is left.
+    # Each replica has three batches: an update of two, and an update of the rest.
     assert trainer.outcome is not None
     assert trainer.outcome.steps == 2
     assert sorted(reduced) == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -343,7 +343,7 @@ class _Asks(_Net):
         return torch.where(valid, (self.layer(batch[0]) - batch[1]).square()[:, 0], 0.0).sum()
 
     def validation_step(self, batch: Any, batch_idx: int, valid: torch.Tensor) -> None:
-        # The padding of a batch may come out as anything.
+        # Padding records may have any value.
         self.log("mean", torch.where(valid, batch[0][:, 0], torch.inf))
 
 

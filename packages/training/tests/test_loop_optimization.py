@@ -61,7 +61,7 @@ class _Warms(_Net):
 def test_optimizer_step_makes_the_same_update(accumulate: int) -> None:
     module = _Warms()
     assert torch.equal(_trained(module, accumulate=accumulate), _trained(_Net(), accumulate=accumulate))
-    # Of 8 batches with 3 to an update, the last two make one at the end of the epoch.
+    # With 8 batches and 3 to an update, the last two batches make an update at the end of the epoch.
     steps = [2, 5, 7] if accumulate == 3 else list(range(8))
     assert module.seen == [(0, batch, step) for step, batch in enumerate(steps)]
     assert "step" not in vars(module)

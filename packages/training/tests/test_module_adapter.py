@@ -36,7 +36,7 @@ def _halving(optimizer: Optimizer) -> ExponentialLR:
 
 
 class _Net(torch.nn.Module):
-    # What a test looks at or replaces.
+    # Attributes that a test looks at or replaces.
     seen: Any
     log: Any
     trainer: Any
@@ -332,7 +332,7 @@ class _KeepsItself(LightningModule):
         for found in copies:
             assert torch.equal(found.layer.weight, self.layer.weight)
             assert found.layer.weight is not self.layer.weight
-            # The methods that the training lends know its replica.
+            # The training lends methods that belong to its replica.
             assert not {"log", "all_gather", "optimizers", "clip_gradients"} & vars(found).keys()
         optimizer: Any = self.optimizers()
         self.clip_gradients(optimizer, 1.0)

@@ -126,7 +126,7 @@ def test_metrics_without_an_evaluation_are_those_of_the_steps(
 def test_what_the_end_of_an_epoch_compiles_is_not_the_next_steps(
     counters: Any, tmp_path: Path, observed_loop: Callable[..., Any]
 ) -> None:
-    # Replicas exchange their metrics, also if there are none, and that may compile a program.
+    # Replicas exchange their metrics even if there are none, and that may compile a program.
     run = observed_loop(counters, tmp_path)
     for _ in range(3):
         counters.compiles += run.replica.steps < 2

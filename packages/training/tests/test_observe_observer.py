@@ -74,7 +74,7 @@ def test_utilization_comes_from_the_traced_steps(
     counters.chip = "TPU v4"
     run = observed_loop(counters, tmp_path)
     for _ in range(4):
-        torch.zeros(8, 16) @ torch.zeros(16, 4)  # Nothing to train, so no backward pass.
+        torch.zeros(8, 16) @ torch.zeros(16, 4)  # There is nothing to train, so there is no backward pass.
         run.step()
     summary = run.stop()[-1]["summary"]
     assert summary["flops_per_step"] == 2 * 8 * 16 * 4

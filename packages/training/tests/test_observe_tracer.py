@@ -162,7 +162,7 @@ def test_tracing_ends_before_torch_compile_compiles(counters: Any) -> None:
 
 
 def test_no_dispatch_mode_is_ever_entered() -> None:
-    # Under one, torch_xla's collectives return other values than without.
+    # Under a dispatch mode, torch_xla's collectives return wrong values.
     directories = [*polyxla.__path__, *polyxla_training.__path__]
     sources = {path: path.read_text() for directory in directories for path in Path(directory).rglob("*.py")}
     assert len(sources) > 100

@@ -65,7 +65,7 @@ def line(function: Callable[..., Any], offset: int) -> str:
     return f"{HERE}:{function.__code__.co_firstlineno + offset}"
 
 
-# Replicas whose parameters differ.
+# Different parameters in the replicas
 
 
 def alone(replica: Replica, *, module: Any = None, step: Any = None) -> None:
@@ -149,7 +149,7 @@ def test_a_nan_in_one_replica_is_a_difference(capsys: pytest.CaptureFixture[str]
     assert "and nan in replica 1" in said(capsys, train)
 
 
-# Records that are not divided.
+# Records that are not divided
 
 
 def read(replica: Replica, loader: Any, epochs: int = 2) -> None:
@@ -218,7 +218,7 @@ def test_evaluating_all_records_in_every_replica_is_not_reported(
     assert said(capsys, lambda replica: evaluate(replica, with_gradients=with_gradients)) == ""
 
 
-# What ordinal 0 reports of its steps.
+# Reports of ordinal 0 on its steps
 
 
 def logging(replica: Replica, losses: list[Any], counters: Any = None) -> None:

@@ -95,7 +95,7 @@ def write(folder: Path, events: list[dict[str, Any]], rest: str = "") -> Path:
 def test_what_is_written_comes_back(tmp_path: Path) -> None:
     log = RunLog(tmp_path / "a" / "run")
     log.write("start", path=Path("x"), nested={"values": [1.0, float("nan")]})
-    # Before the file is closed: a run that is killed has what was written.
+    # Read before the file is closed: a run that is killed must keep these lines.
     [event] = read_run(tmp_path / "a" / "run")
     assert event.pop("time") == pytest.approx(time.time(), abs=TIMEOUT_S)
     assert event == {"event": "start", "path": "x", "nested": {"values": [1.0, None]}}
@@ -375,7 +375,7 @@ def test_the_controls_work_in_a_browser(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
     [found] = re.findall(r'<pre id="found">(.*?)</pre>', done.stdout)
     shown = json.loads(found)
-    # By hand: 5; (5/2 + 10)/1.5; (5/4 + 10/2 + 20)/1.75.
+    # Computed by hand: 5; (5/2 + 10)/1.5; (5/4 + 10/2 + 20)/1.75.
     assert shown["loss"] == [[5, 10, 20], pytest.approx([5, 8.3333333, 15])]
     assert set(map(tuple, shown["ranges"])) == {(5, 15)}
     assert all(shown["drawn"])

@@ -118,7 +118,7 @@ def test_a_torn_object_is_never_loaded(remote: str, capsys: pytest.CaptureFixtur
     for step in (1, 2, 3):
         folder.save(step, {"step": step, "weight": torch.full((64,), step)})
     for step, stop in ((2, -1), (3, 20)):
-        # As a store without atomic uploads leaves it.
+        # A store without atomic uploads leaves such a file.
         data = _bytes(f"{remote}/step-0000000{step}.safetensors")
         locate(f"{remote}/step-0000000{step}.safetensors").write_bytes(data[:stop])
     found = folder.load_latest()

@@ -62,7 +62,7 @@ def test_a_host_with_another_directory_is_an_error_in_all(monkeypatch: pytest.Mo
                 str(error),
             )
     assert list(Path("host0").iterdir()) == []
-    # The other host has got nothing, not even a directory.
+    # The other host's disk is empty: not even a directory was made.
     assert not Path("host1").exists()
 
 
@@ -97,7 +97,7 @@ def test_a_store_that_all_hosts_reach_is_shared_and_one_within_a_process_is_not(
 
     assert _check(["memory://shared/run"] * 4) == [None] * 2
     assert fsspec.filesystem("memory").find("/shared") == []
-    # What another process would find in a memory of its own.
+    # Each process has a memory file system of its own, so another one would find nothing.
     numbers = itertools.count()
     monkeypatch.setattr(shared_directory, "locate", lambda url: locate(f"{url}/{next(numbers)}"))
     assert " has written to 'memory://shared/run': the hosts" in str(_check(["memory://shared/run"] * 4)[0])

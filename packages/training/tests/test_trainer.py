@@ -35,7 +35,7 @@ def _data(count: int, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 class _Net(torch.nn.Module):
-    # Lent by the Trainer.
+    # The Trainer lends it.
     log: Any
     log_dict: Any
     trainer: Any

@@ -37,7 +37,7 @@ class WithFaults:
             return self._application(environ, start)
         if not status:
             threading.Event().wait()
-        # Read first, or the client finds its connection closed while it sends.
+        # Read the request first: the client would find its connection closed while it sends.
         environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         start(f"{status} Refused", [("Content-Type", "application/xml")])
         return [ERROR % CODES[status]]

@@ -60,7 +60,7 @@ def _placements(mesh: DeviceMesh, tensor: torch.Tensor) -> list[Placement]:
 
 
 def _print_error(error: CheckpointError) -> None:
-    # gloo prints lines too.
+    # gloo prints lines of its own.
     os.write(1, f"error in {dist.get_rank()}: {error}\n".encode())
 
 
