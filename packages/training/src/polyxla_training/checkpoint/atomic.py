@@ -15,7 +15,6 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,6 +22,11 @@ from polyxla_training.checkpoint.errors import CheckpointError, size_text
 from polyxla_training.storage import Location, RemotePath, files_in
 
 SUFFIX = ".polyxla-part"
+"""End of the names of files that are being written."""
+STATE = "state.safetensors"
+"""File of the manifest. It is written last: a directory without it is not a checkpoint."""
+SHARD = "shard-"
+"""Beginning of the names of the other files, each of which has the shards of one replica."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -142,12 +146,6 @@ def _is_there(path: Path) -> bool:
         return False
 
 
-STATE = "state.safetensors"
-"""File of the manifest. It is written last: a directory without it is not a checkpoint."""
-SHARD = "shard-"
-"""Beginning of the names of the other files, each of which has the shards of one replica."""
-
-
 def is_sharded(place: Location) -> bool:
     """Return whether a checkpoint is a directory, not a file."""
     if not isinstance(place, RemotePath):
@@ -239,7 +237,7 @@ def delete(directory: Location) -> None:
             pass
 
 
-@contextmanager
+@contextlib.contextmanager
 def _aside(directory: Path) -> Iterator[None]:
     """Rename a directory, if there is one, and delete it after the block; after an error, name it again."""
     if not directory.exists():

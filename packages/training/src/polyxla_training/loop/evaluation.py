@@ -15,8 +15,8 @@ from polyxla_training.loop.workspace import Workspace, no_batch
 from polyxla_training.metrics import MetricAccumulator
 from polyxla_training.progress import Progress
 
-Kind = Literal["validation", "test", "predict"]
-_KINDS: dict[str, tuple[Kind, str]] = {
+StepKind = Literal["validation", "test", "predict"]
+_KINDS: dict[str, tuple[StepKind, str]] = {
     "validate": ("validation", "val"),
     "test": ("test", "test"),
     "predict": ("predict", "predict"),
@@ -36,7 +36,7 @@ def evaluate_call(work: Workspace, data: Iterable[Any] | None) -> None:
 
 
 @torch.no_grad()
-def evaluate(work: Workspace, loader: Loader, kind: Kind) -> None:
+def evaluate(work: Workspace, loader: Loader, kind: StepKind) -> None:
     """Run a step over a loader, with the hooks around it in Lightning's order.
 
     Args:
@@ -85,7 +85,7 @@ def evaluate(work: Workspace, loader: Loader, kind: Kind) -> None:
 
 
 @contextmanager
-def _in_phase(progress: Progress, kind: Kind) -> Iterator[None]:
+def _in_phase(progress: Progress, kind: StepKind) -> Iterator[None]:
     before, progress.phase = progress.phase, kind
     yield
     progress.phase = before

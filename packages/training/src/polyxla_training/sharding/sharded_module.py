@@ -195,12 +195,12 @@ def shard_module(
         for owner, name, parameter in parameters_of(module)
         if id(parameter) in held
     ]
-    division = _Division(replica, sharding, find_styles(module) if TENSOR in sharding.mesh else {})
+    divider = _PartDivider(replica, sharding, find_styles(module) if TENSOR in sharding.mesh else {})
     blocks = find_blocks(module) if sharding.sharder else []
     for block in blocks:
-        division.add(block, take_first)
+        divider.add(block, take_first)
     # Last, what is in no block: it is gathered as one, around all blocks.
-    division.add(module, take_first)
+    divider.add(module, take_first)
     if sharding.sharder and sharding.devices:
         sharding.watch({name: part for name, part in module.named_modules() if part in blocks})
         # Parameters that a replica has not used take part in the sum of gradients too. Otherwise replicas
@@ -229,7 +229,7 @@ def _refuse_stepped(optimizers: Iterable[torch.optim.Optimizer]) -> None:
             )
 
 
-class _Division:
+class _PartDivider:
     """Moves and divides the parts of one module.
 
     Args:

@@ -60,7 +60,7 @@ def divide_into(
         DamagedCheckpointError: a shard is missing or damaged.
     """
     with torch.no_grad():
-        own, division = module.state_dict(), _Division(shards)
+        own, division = module.state_dict(), _DividedState(shards)
         module_shards = {
             name: division.add(own[name], value) for name, value in module_state.items() if name in own
         }
@@ -83,7 +83,7 @@ def divide_into(
         optimizer.load_state_dict({**others, "state": states})
 
 
-class _Division:
+class _DividedState:
     """The tensors of one state, divided: this replica's shards of them.
 
     Args:
