@@ -172,7 +172,7 @@ class Tracer(TorchFunctionMode):
     Attributes:
         is_on: whether it is watching.
         found: number of occurrences of each finding.
-        flops: floating-point operations since `start`, as `polyxla_training.observe.tracer` counts
+        flops: floating-point operations since `start`, as `flops` counts
             them, without those that the backward pass recomputes (checkpointed activations).
         compiled_at: the last line that cut the step and had a program compiled; None if none did.
     """
