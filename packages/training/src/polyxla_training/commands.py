@@ -54,6 +54,7 @@ def report(
             )
         # Only a report has a default run; a comparison needs names.
         places = [locate(run) for run in runs or ()] or ([] if compare else [newest_run(RUNS)])
+        # Read before anything is printed, so that an error in the second run leaves no half report.
         found = [Run.of(str(place), read_run(place)) for place in places]
         comparison = Comparison.of(found) if compare else None
         if as_json:

@@ -102,6 +102,7 @@ def check_others(
     Raises:
         UsageError: there is such an argument.
     """
+    # Only the first: one mistake at a time is easier to read than a list.
     for option in unknown:
         near = difflib.get_close_matches(option, known, n=1)
         raise UsageError(

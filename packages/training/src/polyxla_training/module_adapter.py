@@ -215,6 +215,7 @@ class ModuleAdapter:
 
     def accepts_mask(self, kind: str) -> bool:
         """Return whether ``{kind}_step`` has a parameter ``valid``: the mask of a padded batch."""
+        # Only a step that can ignore padding gets padded batches.
         method = getattr(self._module, f"{kind}_step", None)
         return callable(method) and "valid" in inspect.signature(method).parameters
 

@@ -96,6 +96,7 @@ def _in_order(source: Iterable[Any], batch_size: int) -> Iterable[Any]:
 
 
 def _repeated(batches: Iterable[Any]) -> Iterator[Any]:
+    # Endless: the caller takes as many batches as there are steps, over several passes if needed.
     while True:
         empty = True
         for batch in batches:
@@ -122,6 +123,7 @@ def _records(batch: Any) -> int:
 
 def _check_divides(batch: Any, devices: int) -> None:
     count = _records(batch)
+    # Equal shares only: the mean over replicas gives each of them the same weight.
     if count == 0 or count % devices:
         raise UsageError(
             f"a batch of {count} records does not divide among {devices} replicas",
@@ -214,6 +216,7 @@ def compare(alone: Mapping[str, Tensor], together: Sequence[Mapping[str, Tensor]
         UsageError: training on one replica produced NaN or infinity.
     """
     for name, parameter in alone.items():
+        # A comparison with NaN would fail for every parameter and hide the reason.
         if not parameter.isfinite().all():
             raise UsageError(
                 f"{name} is not finite after training on one replica",

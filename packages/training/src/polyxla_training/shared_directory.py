@@ -62,6 +62,7 @@ def check_shared(replica: Collectives, directory: str | os.PathLike[str], where:
     place = locate(directory)
     with _offered(replica, place) as own:
         offer: _Offer = replica.broadcast(own)
+        # Raised in all replicas, because each of them has received the offer.
         if offer.problem:
             host = _label(offer.host_index, offer.host)
             raise UsageError(
@@ -103,6 +104,7 @@ def _offered(replica: Collectives, place: Location) -> Iterator[_Offer]:
 
 def appears(place: Location) -> bool:
     """Return whether a file or directory that another host has made is there within `SEEN_S`."""
+    # Monotonic, because the system clock may be adjusted while this waits.
     deadline = time.monotonic() + SEEN_S
     while True:
         try:

@@ -100,6 +100,7 @@ class RemotePath(os.PathLike[str]):
             raise ValueError(f"mode {mode!r} is not 'rb'")
         # Asked first: reading beyond the end is an error in some stores.
         size = self.stat().st_size
+        # At least 1 byte: an empty file has no part to buffer.
         return io.BufferedReader(_Reader(self, size), max(1, min(buffering, size)))
 
     @contextmanager
@@ -167,6 +168,7 @@ class RemotePath(os.PathLike[str]):
                 found = store.ls(path, detail=True)
         except FileNotFoundError:
             return
+        # Stores list files and prefixes together; fsspec calls the prefixes directories.
         yield from (entry for entry in found if entry["type"] == kind)
 
 
@@ -210,6 +212,7 @@ def check_scheme(url: str, where: str) -> None:
     Raises:
         UsageError: one is not, or fsspec does not know the scheme.
     """
+    # Checked before training: a package that is missing would otherwise be noticed at the first checkpoint.
     scheme = url.partition("://")[0]
     extra = _EXTRAS.get(scheme)
     try:
@@ -239,6 +242,7 @@ def _package(scheme: str) -> str:
         from fsspec.registry import known_implementations
     except ImportError:
         return "fsspec"
+    # fsspec knows which module has the file system of a scheme, even where it is not installed.
     module: str = known_implementations[scheme]["class"].partition(".")[0]
     return module
 

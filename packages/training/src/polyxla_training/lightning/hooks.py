@@ -189,6 +189,7 @@ def check_hooks(value: Any) -> None:
     Raises:
         UsageError: it overrides such a method.
     """
+    # Overriding a method that Lightning's Trainer would not call either is harmless.
     known = CALLED | NOT_CALLED if is_module(value) else DATA_CALLED | DATA_NOT_CALLED
     for name in sorted(_hooks_of(value)):
         if name not in known and is_overridden(value, name):
@@ -252,6 +253,7 @@ def check_datamodule(datamodule: Any, loaders: Iterable[Any]) -> None:
     if datamodule is None:
         return
     name = type(datamodule).__name__
+    # Lightning refuses it too; which of them to use would be a guess.
     if any(loader is not None for loader in loaders):
         raise UsageError(
             f"loaders were passed beside {name}",

@@ -172,6 +172,7 @@ class RunLog:
         if self._log.is_lost:
             return
         document = {"event": event, "time": round(time.time(), 3), **fields}
+        # default=str: options may hold any object, and a log must not end a training.
         line = json.dumps(_finite(document), allow_nan=False, default=str)
         with self._log.attempt():
             self._file.write(line + "\n")
@@ -240,6 +241,7 @@ def newest_run(directory: str | Path) -> Path:
     Raises:
         UsageError: there is no run.
     """
+    # By the time of writing: directories are named by their start, and a resumed run may be older.
     logs = sorted(Path(directory).glob(f"**/{RUN_LOG}"), key=lambda log: log.stat().st_mtime)
     if not logs:
         raise UsageError(

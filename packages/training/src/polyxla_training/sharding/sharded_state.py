@@ -60,6 +60,7 @@ def divide_into(
         DamagedCheckpointError: a shard is missing or damaged.
     """
     with torch.no_grad():
+        # The module's own tensors tell how each is divided; only names that it has are read.
         own, division = module.state_dict(), _DividedState(shards)
         module_shards = {
             name: division.add(own[name], value) for name, value in module_state.items() if name in own

@@ -77,6 +77,7 @@ def _by_topic(curves: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
 
     Values of different metrics have different sizes; on one axis, the smaller ones would be flat.
     """
+    # The words of a stage are removed from a name; what remains is the topic.
     topics: dict[str, dict[str, Curve]] = {}
     for name, curve in curves.items():
         topic = _STAGES.sub("", name).strip("/_. -") or name
@@ -96,6 +97,7 @@ def _compilations(run: Run) -> dict[str, Curve]:
 
 def _memory(curve: Curve) -> Plot:
     most = max((value for _, value in curve), default=0)
+    # One unit for the whole curve, chosen by its highest point.
     unit, name = (2**30, "GiB") if most >= 2**30 else (2**20, "MiB")
     return Plot("Device memory", name, {"in use": [(step, value / unit) for step, value in curve]})
 
@@ -129,6 +131,7 @@ def compared_figures(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
 
 
 def _compared_figure(parts: list[tuple[str, str, Run, Plot]]) -> dict[str, Any]:
+    # All runs' names first, so that a curve has the same dash in each run.
     names = list(dict.fromkeys(name for *_, plot in parts for name in plot.curves))
     traces = []
     for run_name, colour, run, plot in parts:
@@ -170,6 +173,7 @@ def _trace(run: Run, plot: Plot, curve: Curve, name: str, *, colour: str, dash: 
         heights = [value for _, value in curve]
         stem = {"type": "data", "symmetric": False, "array": [0] * len(heights), "arrayminus": heights}
         return trace | {"mode": "markers", "error_y": stem | {"width": 0, "thickness": 2, "color": colour}}
+    # A single point without a marker would be invisible.
     mode = "lines+markers" if len(curve) <= FEW_POINTS else "lines"
     return trace | {"mode": mode, "line": {"color": colour, "dash": dash, "width": 2}}
 
