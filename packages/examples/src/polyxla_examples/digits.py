@@ -71,7 +71,9 @@ class DigitsNet(nn.Module):
 def datasets() -> tuple[TensorDataset, TensorDataset]:
     """Return the training and the test records: an image ``[1, 8, 8]`` and a label each."""
     images, labels = load_digits(return_X_y=True)
+    # Stratified: with few test images, a random split could leave some digits out.
     parts = train_test_split(images, labels, test_size=TEST_SHARE, stratify=labels, random_state=0)
+    # The images have values from 0 to 16.
     train_x, test_x = (torch.tensor(part, dtype=torch.float32).view(-1, 1, 8, 8) / 16 for part in parts[:2])
     train_y, test_y = (torch.tensor(part, dtype=torch.int64) for part in parts[2:])
     return TensorDataset(train_x, train_y), TensorDataset(test_x, test_y)
@@ -106,6 +108,7 @@ def main(
         resume="auto" if checkpoint_dir else None,
     )
     trainer.fit(module, loader)
+    # Kept before the test, whose outcome takes its place.
     fitted = trainer.outcome
     metrics = trainer.test(module, DataLoader(test, batch_size))
     assert fitted is not None

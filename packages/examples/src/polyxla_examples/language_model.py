@@ -131,6 +131,7 @@ def main(
     """Train with each precision; print batch, time, and perplexity of the hidden bytes of held-out text."""
     train, val = records(text or [Path(pydoc_data.topics.__file__)])
     results = []
+    # None is the policy that the environment chooses.
     policies: list[str | None] = [*precision] if precision else [None]
     for policy in policies:
         polyxla.seed_everything(seed)
@@ -147,6 +148,7 @@ def main(
         loader = DataLoader(train, batch_size, shuffle=True, drop_last=True)
         started = time.perf_counter()
         bits = trainer.fit(module, loader, DataLoader(val, 128))["val_bits"]
+        # The time includes compilations, as a user would wait for them too.
         minutes = (time.perf_counter() - started) / 60
         assert trainer.outcome is not None
         result = {

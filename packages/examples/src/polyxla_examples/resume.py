@@ -35,6 +35,7 @@ class Denoiser(nn.Module):
     def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
         """Return the loss of one batch with new noise."""
         (clean,) = batch
+        # The noise comes from the device's generator, which a checkpoint saves and a resumed run restores.
         loss = F.mse_loss(self.net(clean + 0.3 * torch.randn_like(clean)), clean)
         self.log("mean_loss", loss, on_epoch=True)  # type: ignore[operator]
         return loss
@@ -60,6 +61,7 @@ def main(
 ) -> None:
     """Train to the end, starting from the last checkpoint."""
     polyxla.seed_everything(0)
+    # Seeded above, so that every run makes the same data.
     data = TensorDataset(torch.randn(2000, 4) @ torch.randn(4, 16))
     module = Denoiser()
     trainer = polyxla_training.Trainer(

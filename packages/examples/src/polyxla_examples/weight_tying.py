@@ -64,6 +64,7 @@ def main(
     module = NextWord()
     trainer = polyxla_training.Trainer(max_epochs=epochs, seed=0, log_dir=None)
     trainer.fit(module, DataLoader(pairs, 100, shuffle=True))
+    # After fit, the module is on the host and holds the trained parameters.
     known = torch.arange(WORDS)
     result = {
         "tied": module.output.weight is module.embed.weight,
