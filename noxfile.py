@@ -50,7 +50,9 @@ WITH_TORCH_XLA = [package for package in PROJECTS if package not in ON_TORCH_TPU
 WITH_TORCH_TPU = [package for package in PROJECTS if package not in ON_TORCH_XLA]
 TESTED = [package for package in WITH_TORCH_XLA if any(ROOT.glob(f"packages/{package}/tests/**/test_*.py"))]
 # Tested with both frameworks. The tests of bridge and precision read torch_xla's programs.
-TESTED_ON_TORCH_TPU = ["core", "runtime-torchtpu", "sampler", "training"]
+TESTED_ON_TORCH_TPU = ["core", "runtime-torchtpu", "sampler", "tools", "training"]
+# Where only a part of a package's tests is for both.
+TESTS_ON_TORCH_TPU = {"tools": "tests/fits"}
 # Siblings that a package's tests use and its code does not.
 TESTS_NEED = {
     "bridge": ["testing"],
@@ -204,11 +206,14 @@ def tests(session: nox.Session, package: str) -> None:
 @nox.parametrize("package", TESTED_ON_TORCH_TPU)
 def tests_torchtpu(session: nox.Session, package: str) -> None:
     """Test one package beside TorchTPU, with its release of torch."""
-    packages = [package, *TESTS_NEED.get(package, [])]
+    needs = [sibling for sibling in TESTS_NEED.get(package, []) if sibling not in ON_TORCH_XLA]
     pins = ("-c", CONSTRAINTS_TORCHTPU)
-    install(session, packages, group("test-training"), with_extras=[package], editable=True, options=pins)
+    install(
+        session, [package, *needs], group("test-training"), with_extras=[package], editable=True, options=pins
+    )
     options = [*TWO_AT_ONCE, junit(f"tests-torchtpu-{package}")]
-    session.run("pytest", f"packages/{package}/tests", *options, *session.posargs)
+    tests = TESTS_ON_TORCH_TPU.get(package, "tests")
+    session.run("pytest", f"packages/{package}/{tests}", *options, *session.posargs)
 
 
 @nox.session
