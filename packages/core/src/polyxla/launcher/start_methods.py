@@ -2,7 +2,7 @@
 
 A fork server is a process that imports what all replicas need, once, and forks them before anything else
 runs in it. Importing torch_xla takes seconds, a fork milliseconds. The server stays for later launches.
-Processes may also be prepared ahead of time, as polyxla-warm does.
+Processes may also be prepared ahead of time, as ``polyxla warm`` does.
 """
 
 from __future__ import annotations
