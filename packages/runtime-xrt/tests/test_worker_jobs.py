@@ -56,7 +56,7 @@ def test_an_uploaded_array_is_let_go_once_it_is_sent(start_worker: Callable[...,
         weakref.finalize(host, freed.set)
         engine.from_host(engine.devices[0], ArrayType("uint8", (host.size,)), host.data)
         del host
-        # Nothing else is sent meanwhile.
+        # Nothing else is sent during the wait, so that no later message can release the array.
         assert freed.wait(TIMEOUT_S)
         engine.close()
 

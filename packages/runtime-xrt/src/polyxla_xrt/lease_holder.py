@@ -83,9 +83,10 @@ class LeaseHolder:
             # A terminal sends Ctrl-C to the whole session; the helper ends with its launcher instead.
             start_new_session=True,
         )
+        # While this process held the helper's end, too, the pipe would not end with the helper.
         theirs.close()
         try:
-            # One that has ended is noticed next, when it is waited for.
+            # A helper that has already ended is noticed next, by `_wait`.
             with contextlib.suppress(OSError):
                 ours.send((plan, JobOwner.current()))
             self.lease = self._wait(limit_s + START_S + plan.configuration.mesh_connect_wait_s)
@@ -124,7 +125,7 @@ class LeaseHolder:
                         return message
                     say(message)
         except (EOFError, OSError):
-            # Reset, not ended: it was killed before it had read all that was sent.
+            # An OSError is a reset: the helper was killed before it had read all that was sent.
             raise _failed(f"{self._ending()} before it had a worker") from None
         raise _failed(f"got no worker within {timeout_s:g} s")
 

@@ -17,7 +17,7 @@ from polyxla_xrt.errors import WorkerConnectError
 START_S = 60.0
 """Longest wait for the started worker to listen, in seconds."""
 START_TPU_S = 180.0
-"""The same for a worker on TPU chips, which it opens before."""
+"""The same for a worker that must first open TPU chips."""
 IDLE_S = 5.0
 """How long the started worker stays after its last job, in seconds."""
 _started: list[subprocess.Popen[bytes]] = []
@@ -56,7 +56,7 @@ def ensure_service(
     command += ["--exit-when-idle", f"{IDLE_S:g}"]
     if token := environ.get(env.POLYXLA_XRT_TOKEN_FILE):
         command += ["--token-file", token]
-    # A file of this start: what another worker still writes to is not cut off.
+    # This replaces the file: another worker may still write to the old one, which must not be truncated.
     write_private(log, b"")
     with log.open("ab") as output:
         process = subprocess.Popen(

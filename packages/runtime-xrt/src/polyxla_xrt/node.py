@@ -116,7 +116,7 @@ def _end_process(error: WorkerError, code: int) -> None:
     """
     failures.blame(error, follows_another=code != Code.UNAVAILABLE)
     if code == Code.DEADLINE_EXCEEDED and failures.has_parent():
-        # Here, while the program is still where it waits.
+        # Reported on this thread, while the program's stack still shows where it waits.
         failures.report_stall(f"polyxla: {error.what}\n{describe()}")
         return
     threading.Thread(target=_end, args=(error,), name="polyxla-end", daemon=True).start()
@@ -124,6 +124,6 @@ def _end_process(error: WorkerError, code: int) -> None:
 
 def _end(error: WorkerError) -> None:
     if not failures.has_parent():
-        # The program meets the error where it next uses the device, and may handle it.
+        # Without a launcher, the program gets the error at its next use of the device and may handle it.
         time.sleep(EXIT_GRACE_S)
     failures.give_up(error)

@@ -40,6 +40,7 @@ class Attendance:
         try:
             self._admitted.result(timeout_s)
         except BaseException:
+            # After Ctrl-C, too: an open stream would occupy the ordinal at the service.
             self._stream.cancel()
             raise
 
@@ -77,6 +78,7 @@ def attend(begin: Callable[[], Any], wait_s: float) -> Attendance:
         try:
             attendance.wait(max(deadline - time.monotonic(), PROBE_S))
         except grpc.RpcError as error:
+            # Any code but UNAVAILABLE is the service's answer, which a second attempt would not change.
             is_last = time.monotonic() + RETRY_S >= deadline
             if error.code() is not grpc.StatusCode.UNAVAILABLE or is_last:
                 raise

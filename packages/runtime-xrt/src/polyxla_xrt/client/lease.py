@@ -97,7 +97,7 @@ class Lease:
         self._thread.start()
 
     def _wait_for(self, request: pb.LeaseRequest, on_wait: Callable[[str], None]) -> pb.Granted:
-        """Request the cores; again if the worker's process is replaced meanwhile."""
+        """Request the cores, and repeat the request if the worker's process is replaced during the wait."""
         found = self._channel.status()
         _check_cores(request.cores, found.cores, self._channel.address)
         started, wait_s = time.monotonic(), request.wait_s
@@ -106,9 +106,11 @@ class Lease:
             try:
                 return self._granted(on_wait)
             except WorkerConnectError:
+                # The supervisor replaces a serving process that has failed, and the address answers again.
                 if time.monotonic() - started >= max(wait_s, REPLACED_S):
                     raise
             self._channel.status(timeout_s=REPLACED_S)
+            # The user's limit includes the time spent in the queue of the replaced process.
             request.wait_s = max(0.0, started + wait_s - time.monotonic())
 
     def _granted(self, on_wait: Callable[[str], None]) -> pb.Granted:
@@ -144,6 +146,7 @@ class Lease:
 
     def close(self) -> None:
         """Return the cores to the worker."""
+        # Set before the cancellation: `_watch` sees the call end, and must not report that as a loss.
         self._is_closed = True
         with contextlib.suppress(Exception):
             self._call.cancel()

@@ -47,7 +47,8 @@ class PendingAnswer:
         if self._into is None:
             self._parts.append(data)
         elif self._filled <= len(self._into):
-            # By numpy, which releases the GIL meanwhile.
+            # Excess data is dropped here; `_complete` compares the sizes and reports it.
+            # numpy releases the GIL while it copies, so that other threads can run.
             np.frombuffer(self._into, np.uint8)[start : self._filled] = np.frombuffer(data, np.uint8)
 
     def _complete(self) -> None:

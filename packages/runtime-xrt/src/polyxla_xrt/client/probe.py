@@ -92,6 +92,7 @@ def _listen(peer: socket.socket) -> bytes | None:
     """Return the first bytes that the peer sends; empty if it closes, None if it is silent."""
     answer, deadline = b"", time.monotonic() + PROBE_S
     try:
+        # HTTP/2 frames begin with nine bytes, of which the fourth is the type (RFC 9113, 4.1).
         while len(answer) < 9 and (left := deadline - time.monotonic()) > 0:
             peer.settimeout(left)
             piece = peer.recv(64)

@@ -1,6 +1,6 @@
-"""The token that a worker on loopback makes for itself, where its user has given it none.
+"""The token that a worker on loopback makes for itself if its user has given it none.
 
-It is in a file of the user's private directory, by the worker's address: the same user's clients find it.
+The worker writes it to the user's private directory, under its address, where the user's clients find it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def published(addresses: Sequence[str], token: str, environ: Mapping[str, str]) 
         yield
     finally:
         for file in files:
-            # Unless a worker that has come since has written its own.
+            # A later worker at this address may have written its own token, which must stay.
             with contextlib.suppress(OSError):
                 if file.read_bytes() == token.encode():
                     file.unlink()
@@ -48,15 +48,16 @@ def own_token(address: str, environ: Mapping[str, str]) -> str | None:
     """Return the token that this user's worker at an address has made; None if it has made none.
 
     Raises:
-        UsageError: another user has taken the port meanwhile, and would get the token.
+        UsageError: another user now listens at the port, and would get the token.
     """
     tokens = []
-    # A user who has no private directory has no such worker.
+    # A user without a private directory cannot have such a worker.
     with contextlib.suppress(UsageError):
         for file in _files(address, environ):
             with contextlib.suppress(OSError):
                 tokens.append(file.read_text())
     if tokens:
+        # The file of a killed worker stays: whoever has the port now is checked before it gets the token.
         refuse_another_users(address)
     return next(iter(tokens), None)
 
@@ -92,7 +93,7 @@ def _files(address: str, environ: Mapping[str, str]) -> list[Path]:
     host, _, port = address.rpartition(":")
     if not (found := loopback_addresses(host)):
         return []
-    # With the machine's name: several may share the user's home directory.
+    # The name contains the machine's: several machines may share the user's home directory.
     return [
         private_directory(environ) / f"worker-{socket.gethostname()}-{address}-{port}" for address in found
     ]
@@ -102,7 +103,7 @@ def _listening(addresses: Sequence[str], port: int) -> set[int]:
     """Return the users who listen on a port at one of this machine's addresses, or at all of them."""
     users = set()
     for table in ("tcp", "tcp6"):
-        # Without IPv6 there is no second table.
+        # A kernel without IPv6 has no table tcp6.
         with contextlib.suppress(OSError), Path("/proc/net", table).open() as lines:
             for _, local, _, state, _, _, _, user, *_ in (line.split() for line in lines.readlines()[1:]):
                 where, _, number = local.partition(":")
@@ -117,5 +118,5 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     """Read an address as the kernel shows it: in numbers of four bytes each, the last byte first."""
     words = [bytes.fromhex(text[start : start + 8])[::-1] for start in range(0, len(text), 8)]
     found = ipaddress.ip_address(b"".join(words))
-    # gRPC listens on IPv4 through sockets of IPv6.
+    # gRPC serves IPv4 through IPv6 sockets, which the kernel lists with mapped addresses.
     return getattr(found, "ipv4_mapped", None) or found

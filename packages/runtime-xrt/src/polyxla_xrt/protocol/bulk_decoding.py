@@ -125,6 +125,7 @@ def _decode_one(body: memoryview, form: _Form) -> Decoded:
         number, wire, at = _tag(body, 0)
         if (number, wire) == (kind, _SIZED):
             start, end = _extent(body, at)
+            # Another field follows the data, so that only protobuf can merge the message.
             if end != len(body):
                 raise _OtherFormError
             head, data = _cut(body[start:], form.field)

@@ -1,4 +1,4 @@
-"""A send queue for one stream: messages keep their order, and those that have gathered travel together."""
+"""A send queue for one stream: messages keep their order and are sent in batches."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class Mesh:
         return None
 
     def arrive(self, arrival: Arrival) -> None:
-        """Add a participant to a rendezvous; the one that completes or fails it settles it for all."""
+        """Add a participant to a rendezvous; the arrival that completes or fails it settles it for all."""
         tag, ordinal = arrival.tag, arrival.ordinal
         if ordinal in range(self.world_size) and ordinal not in self._attending | self._gone.keys():
             # Without its attendance stream the service would not notice its death.
@@ -146,6 +146,7 @@ class Mesh:
         if rendezvous and arrival in rendezvous.arrivals:
             rendezvous.arrivals.remove(arrival)
             if not rendezvous.arrivals:
+                # `expire` takes the earliest deadline of the arrivals: there must be one.
                 del self._rendezvous[arrival.tag]
 
     def expire(self, now: float) -> None:
@@ -170,6 +171,7 @@ class Mesh:
             return
         self._attending.remove(ordinal)
         self._gone[ordinal] = how
+        # A participant that is gone never collects its failures, which would be kept forever.
         for tag in list(self._failed):
             self._settle_owed(tag, ordinal)
         for tag, rendezvous in list(self._rendezvous.items()):

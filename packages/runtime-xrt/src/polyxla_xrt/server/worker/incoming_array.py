@@ -61,7 +61,7 @@ class IncomingArray:
         if not self.problem:
             if not self._filled:
                 self.data = _aligned(self.size)
-            # By numpy, which releases the GIL meanwhile.
+            # numpy releases the GIL while it copies, so that other threads can run.
             np.frombuffer(self.data, np.uint8)[self._filled : end] = np.frombuffer(data, np.uint8)
         self._filled = end
 

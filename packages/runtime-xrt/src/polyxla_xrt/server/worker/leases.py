@@ -13,7 +13,7 @@ from polyxla_xrt.server.worker.leased_job import LeasedJob
 MAX_WAITING = 32
 """Maximum number of waiting jobs."""
 RETURNING_S = 30.0
-"""How long every job waits for one that has ended to release the cores, in seconds."""
+"""How long every job waits until an ended job has released the cores, in seconds."""
 _POLL_S = 0.2
 
 
@@ -96,10 +96,12 @@ class Leases:
                         raise DrainingError
                     if gone():
                         return None
+                    # Waiting threads wake in any order; only the first ticket gets the cores.
                     if self._job is None and self._queue[0] is ticket:
                         self._job = make()
                         self.served += 1
                         return self._job
+                    # An ended job is about to release the cores: even a client that does not wait gets them.
                     limit_s = wait_s
                     if self._job is not None and self._job.ended.is_set():
                         limit_s = max(wait_s, RETURNING_S)
@@ -108,6 +110,7 @@ class Leases:
                     # With a timeout: neither `gone` nor a job's end notifies the condition.
                     self._changed.wait(_POLL_S)
             finally:
+                # Wakes the next ticket, which may be the first now.
                 self._queue.remove(ticket)
                 self._changed.notify_all()
 

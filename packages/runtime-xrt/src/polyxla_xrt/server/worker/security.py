@@ -121,7 +121,7 @@ class Security:
             UsageError: it does not, and the workers have certificates.
         """
         if self.cert is None:
-            # The private directory has the token of a worker that has made its own.
+            # A worker that has made its own token has published it in the private directory.
             found = {name: environ[name] for name in WHERE_PRIVATE if name in environ}
             return {**found, env.POLYXLA_XRT_TOKEN_FILE: str(self.token_file or "")}
         if not environ.get(env.POLYXLA_XRT_TLS_CA):
@@ -157,8 +157,8 @@ class TokenInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
             context.abort(grpc.StatusCode.UNAUTHENTICATED, problem(details, "worker"))
             yield
 
-        # Whatever the call's kind: a handler of streams begins before the first message has arrived, which
-        # may never come.
+        # A handler of streams serves calls of every kind. It begins before the first message has arrived,
+        # which may never come.
         return grpc.stream_stream_rpc_method_handler(refuse)
 
 

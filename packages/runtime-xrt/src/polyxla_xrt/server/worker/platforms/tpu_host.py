@@ -65,7 +65,7 @@ def find_library(
             fix="Start the worker on a TPU VM, pass --platform cpu, or emulate a TPU: set "
             f"{env.POLYXLA_EMULATE}=v4-8.",
         )
-    # What describes a part of the host does not matter: a worker serves the whole.
+    # Variables that select a part of the host are ignored: a worker serves the whole host.
     tpu_slice = this_slice({name: value for name, value in environ.items() if name not in _FOR_PARTS})
     members = _members(tpu_slice, workers, emulated) if workers else None
     variables = _of_whole_host(tpu_slice, environ, members)
@@ -75,7 +75,7 @@ def find_library(
         emulated.say(f"a worker has the chips of {where}, {join(tpu_slice.host)}")
         variables |= emulated.library_environment(emulated.devices(environ))
         if members:
-            # By which the serving processes of the emulated hosts know each other.
+            # The serving processes of the emulated hosts recognize each other by this secret.
             variables[POLYXLA_SECRET] = with_secret(environ, len(members.workers))[POLYXLA_SECRET]
         return Library(Path(variables[env.TPU_LIBRARY_PATH]), SOURCE, options, variables, TPU, members)
     _check_free()
@@ -104,12 +104,13 @@ def _of_whole_host(
 ) -> dict[str, str]:
     """Return the variables of the process that opens all chips of this host.
 
-    Without members as if it were a slice alone.
+    Without members, the variables describe the host as a slice of its own.
     """
     bounds, hostnames = Bounds(ONE, tpu_slice.host), ["localhost"]
     if members:
         bounds, hostnames = tpu_slice.bounds, [worker.host for worker in members.workers]
     flags = environ.get(LIBTPU_INIT_ARGS, "")
+    # A user who has set the flag, on or off, keeps that choice.
     if BARRIER not in flags:
         flags = f"{flags} --{BARRIER}=false".strip()
     return {
