@@ -16,7 +16,7 @@ from polyxla.plugin import FOR_TORCH_TPU, FOR_TORCH_XLA, pip_install
 from polyxla_tools.doctor.findings import Finding, note, ok, problem
 
 FRAMEWORKS = ("torch", "torch_xla", "torch_tpu", "libtpu", "jax", "jaxlib", "numpy")
-"""Distributions of others whose versions decide whether training works."""
+"""Distributions of other projects: training works only with certain versions of them."""
 _OURS = "polyxla"
 
 

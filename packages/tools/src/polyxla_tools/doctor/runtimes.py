@@ -1,4 +1,4 @@
-"""The installed runtimes, the choice and its devices by the core's own rules, and what is wrong with them."""
+"""The installed runtimes, the choice and its devices by the core's own rules, and the problems with them."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def check_conflicts(facts: RuntimeFacts) -> list[Finding]:
 def check_devices(facts: RuntimeFacts, host: HostFacts, *, is_emulated: bool) -> list[Finding]:
     """Check that a launch gets the devices that were requested, and compare them with the attached chips.
 
-    A program that has one device where its user expects eight fails late, when it first communicates.
+    A program with fewer devices than its user expects fails late, when it first communicates.
 
     Args:
         facts: the runtimes.

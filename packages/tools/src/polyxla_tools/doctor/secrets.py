@@ -17,7 +17,7 @@ _WORD = (
 )
 _NAME = re.compile(_WORD, re.IGNORECASE)
 _HARMLESS = re.compile(r"(OLD)?PWD$|XDG_|DESKTOP_|DBUS_|SESSION_MANAGER|GDMSESSION|SSH_AUTH_SOCK")
-"""Variables of a login, whose names look like those of secrets."""
+"""Variables of a login session that have names like secrets, and harmless values."""
 _OF_FILE = re.compile(r"FILE|PATH|DIR|KEY|CERT", re.IGNORECASE)
 _PATH = re.compile(r"(?:~|\.{1,2})?/[^=:\s]*$")
 _ARGUMENT = re.compile(
@@ -42,7 +42,7 @@ _LEAST_CHANGES = 6
 _SHORTEST = 6
 """Shorter values are parts of other words."""
 HIDDEN = "(hidden)"
-"""What stands in the place of a secret."""
+"""Replaces each secret."""
 
 
 def shown(name: str, value: str) -> str:
@@ -53,7 +53,7 @@ def shown(name: str, value: str) -> str:
 
 
 def scrubbed(text: str, environ: Mapping[str, str]) -> str:
-    """Return a text without secrets, those of the environment among them, and without the home directory.
+    """Return a text without secrets, including the environment's, and without the home directory.
 
     Args:
         text: any text.
@@ -68,7 +68,7 @@ def scrubbed(text: str, environ: Mapping[str, str]) -> str:
 
 
 def scrubbed_document(document: Any, environ: Mapping[str, str]) -> Any:
-    """Return a document of JSON-compatible values, all of whose texts are scrubbed."""
+    """Return a document of JSON-compatible values with all of its texts scrubbed."""
     if isinstance(document, str):
         return scrubbed(document, environ)
     if isinstance(document, list | tuple):

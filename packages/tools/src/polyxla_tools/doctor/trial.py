@@ -31,12 +31,12 @@ STOP_GRACE_S = 10.0
 
 @dataclass(frozen=True)
 class TrialPlan:
-    """What the trial runs on.
+    """The runtime and the devices of a trial.
 
     Attributes:
         runtime: the runtime's name.
         devices: the indices of the devices.
-        why: why there are no more of them; empty if there is nothing to say.
+        why: why the trial uses no more devices; empty if no reason is needed.
     """
 
     runtime: str
@@ -49,7 +49,7 @@ class TrialResult:
     """How the trial ended.
 
     Attributes:
-        plan: what it ran on.
+        plan: the runtime and devices that it used.
         replicas: what each replica measured, by ordinal; empty if it failed.
         error: why it failed; None if it did not.
     """

@@ -123,7 +123,7 @@ class Logs:
         asked: the fingerprints of the programs that each process has compiled, in order.
         executions: number of executions, by fingerprint, process and device.
         stacks: the calls that led to each program, by fingerprint.
-        mains: the calls in which the main thread was then, if another thread asked, by fingerprint.
+        mains: the main thread's calls at that time, if another thread asked, by fingerprint.
         alive: the most arrays with which each device has executed a program, by fingerprint and device.
     """
 
@@ -182,7 +182,7 @@ class Logs:
 
 
 def programs(directory: Path, logs: Logs) -> list[CollectedProgram]:
-    """Return the distinct programs in the order in which a process has first asked for them.
+    """Return the distinct programs in the order of the first requests for them.
 
     Processes that have asked for programs of the same structure, which differ in numbers such as the place of
     a replica's share, count as processes with the same program.

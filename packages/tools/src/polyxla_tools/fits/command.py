@@ -44,7 +44,7 @@ def fits(
     steps: Annotated[
         int,
         typer.Option(
-            min=0, help="Stop the script after so many steps in a row without a new program; 0: never."
+            min=0, help="Stop the script after this many steps in a row without a new program; 0: never."
         ),
     ] = 10,
     find_batch: Annotated[
@@ -222,7 +222,7 @@ class Work:
 
 
 PLACE = "{}"
-"""What stands for the batch size in the script's arguments."""
+"""Placeholder for the batch size in the script's arguments."""
 TILE = 8
 """Above it, batch sizes are multiples of it: HBM holds arrays in tiles of 8 rows.
 Source: "Cloud TPU performance guide", Cloud TPU documentation."""
@@ -264,7 +264,7 @@ def _number(size: int) -> int:
 
 
 class Progress:
-    """Shows phases and their details on standard error.
+    """Shows phases on standard error; on a terminal, in one line that changes, with their details.
 
     Args:
         status: Rich's, on a terminal; None elsewhere.

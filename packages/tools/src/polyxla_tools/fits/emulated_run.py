@@ -63,7 +63,6 @@ class EmulatedRun:
         """
         directory.mkdir(parents=True, exist_ok=True)
         logs, output = Logs(directory), directory / "output"
-        started, last_new_s, is_settled = time.monotonic(), 0.0, False
         with output.open("wb") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "polyxla", "run", *self.command],
@@ -75,25 +74,32 @@ class EmulatedRun:
                 start_new_session=True,
             )
             try:
-                while process.poll() is None:
-                    has_new, seconds = logs.read(), time.monotonic() - started
-                    last_new_s = seconds if has_new else last_new_s
-                    is_settled = self.has_settled(logs.repeats, last_new_s, seconds)
-                    if is_settled:
-                        break
-                    if seconds > self.timeout_s:
-                        raise ScriptFailedError(
-                            f"the script has not ended, nor repeated its programs {self.steps} times, in "
-                            f"{self.timeout_s:g} s (--timeout). {_tail(output)}"
-                        )
-                    detail(f"{len(logs.stacks)} programs, and {logs.repeats} steps without a new one")
-                    time.sleep(TICK_S)
+                is_settled = self._wait(process, logs, output, detail)
             finally:
                 end_group(process)
         logs.read()
         # A script that was stopped on purpose ends with a signal, which is not a failure.
         self._check(0 if is_settled else process.returncode, logs, output)
         return programs(directory, logs)
+
+    def _wait(
+        self, process: subprocess.Popen[bytes], logs: Logs, output: Path, detail: Callable[[str], None]
+    ) -> bool:
+        """Wait until the script has ended or settled; return whether it has settled."""
+        started, last_new_s = time.monotonic(), 0.0
+        while process.poll() is None:
+            has_new, seconds = logs.read(), time.monotonic() - started
+            last_new_s = seconds if has_new else last_new_s
+            if self.has_settled(logs.repeats, last_new_s, seconds):
+                return True
+            if seconds > self.timeout_s:
+                raise ScriptFailedError(
+                    f"the script has not ended, nor repeated its programs {self.steps} times, in "
+                    f"{self.timeout_s:g} s (--timeout). {_tail(output)}"
+                )
+            detail(f"{len(logs.stacks)} programs, and {logs.repeats} steps without a new one")
+            time.sleep(TICK_S)
+        return False
 
     def has_settled(self, repeats: int, last_new_s: float, now_s: float) -> bool:
         """Return whether enough steps have brought no new program, so that the script can be stopped.
@@ -118,7 +124,7 @@ class EmulatedRun:
             raise ScriptFailedError(f"the script has used no device of the emulated TPU. {_tail(output)}")
 
     def environ(self, environ: Mapping[str, str], directory: Path) -> dict[str, str]:
-        """Return the variables of the script, over those of this process."""
+        """Return the variables of this process, with those that give the script the emulated TPU."""
         kept = {
             name: value
             for name, value in environ.items()

@@ -16,7 +16,7 @@ from polyxla_tools.fits.target import Target
 SMALL_BYTES = 1 << 20
 """Programs that need less HBM are counted, not listed."""
 LISTED = 12
-"""So many of the others are listed, the largest."""
+"""Number of larger programs that are listed; the rest are counted, too."""
 COLUMNS = ("HBM", "args", "outputs", "temps", "code", "FLOPs", "bytes", "at least", "compile")
 WIDTH = 8
 

@@ -21,7 +21,7 @@ class Framework:
         module: the framework's import name.
         runtime: the runtime on which its scripts run.
         libtpu: the releases of libtpu that compile its programs.
-        generations: the TPU generations that it, and each of these releases, supports.
+        generations: the TPU generations that the framework and all these releases of libtpu support.
         is_eager: whether it runs each operation as a program of its own, so that a step is many programs.
         variables: for the script's run, so that the lines of programs are known.
     """
@@ -112,7 +112,7 @@ the same operations per second; a test compares them.
 """
 
 _MEGACORE = ("v4",)
-"""Generations whose two cores are one device only if libtpu is asked for it.
+"""Generations with two cores that form one device only if an option asks libtpu for it.
 
 Source: tried with libtpu 0.0.21 and 0.0.52, which have 8 devices for v4:2x2x1 without it.
 """

@@ -34,7 +34,7 @@ app = typer.Typer(help="A prepared process from which launches start at once.", 
 def on(
     runtime: RuntimeOption = None,
     idle: Annotated[
-        float, typer.Option(metavar="MINUTES", min=0.01, help="End after so long without a job.")
+        float, typer.Option(metavar="MINUTES", min=0.01, help="End after this time without a job.")
     ] = IDLE_MIN,
     as_json: JsonFlag = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""What a process has from its surroundings: compared before a fork, or given to the fork."""
+"""The state that a process inherits: some of it is compared before a fork, the rest is given to the fork."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ _OF_ONE_PROCESS = (
     *("NSpgid", "NSsid", "Kthread", "Vm", "Rss", "Hugetlb", "CoreDumping", "untag_mask", "Threads"),
     *("Sig", "Shd", "voluntary", "nonvoluntary"),
 )
-"""Beginnings of the fields of ``/proc/PID/status`` that differ from process to process, or that `take_state`
-gives. All others are inherited, those that a later kernel adds most likely, too.
+"""Prefixes of the fields of ``/proc/PID/status`` that differ between processes or that `take_state` gives.
+
+All others are inherited, most likely even those that a later kernel adds.
 """
 _FILES = {
     "control group": "cgroup",

@@ -22,7 +22,7 @@ READ_BY_LIBRARIES = (
 )
 # fmt: on
 """Prefixes of the variables that Python, the C library and the libraries of torch, torch_xla, JAX and NumPy
-read in C while they start or are imported; and those by which another runtime would be chosen.
+read in C while they start or are imported, and of the variables that would choose another runtime.
 
 Source: a list of their calls of getenv, made with torch 2.9.1, torch_xla 2.9.0 and jax 0.10.2; LD_, GLIBC_
 and MALLOC_ are the C library's own.
@@ -86,8 +86,8 @@ def difference(
     """Describe the first variable in which `wanted` differs from the warm process's; None if none does.
 
     Args:
-        before: the environment in which the warm process was started.
-        after: the same after its imports, which set variables themselves.
+        before: the environment before the warm process's imports.
+        after: the environment after its imports, which set variables themselves.
         reads: what Python code read during the imports.
         wanted: the environment of the process to start.
     """
@@ -103,7 +103,7 @@ def difference(
 
 
 def relevant(reads: Reads, environ: Mapping[str, str]) -> set[str]:
-    """Return whose values matter: those that were read, and those in `environ` that libraries read."""
+    """Return the variables that matter: Python code has read them, or libraries may read them."""
     in_c = {name for name in environ if name.startswith(READ_BY_LIBRARIES) and name not in READ_LATER}
     return reads.values | in_c
 

@@ -106,7 +106,7 @@ class Preparation:
 
     Attributes:
         runtime: the runtime's name.
-        before: the environment in which it was started.
+        before: the environment before the imports.
         after: the environment after the imports.
         reads: the variables that Python code read during the imports.
         path: entries of `sys.path` that every program has.
@@ -130,7 +130,7 @@ class Preparation:
         return self.imported.change()
 
     def variables(self) -> dict[str, str]:
-        """Return those variables, of the environment in which it was started, that matter."""
+        """Return the variables before the imports that decide whether a request fits."""
         names = imports.relevant(self.reads, self.before)
         return {name: self.before[name] for name in sorted(names) if name in self.before}
 

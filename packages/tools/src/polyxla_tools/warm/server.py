@@ -161,7 +161,7 @@ class Server:
         preparation: what was imported.
         options: how it was started.
         path: of its socket.
-        directory: in which it was started, and its successor is.
+        directory: the working directory for its successor, the same as its own at the start.
     """
 
     def __init__(self, preparation: Preparation, options: Options, path: Path, directory: str) -> None:

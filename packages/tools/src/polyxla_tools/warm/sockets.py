@@ -111,7 +111,7 @@ Source: SCM_MAX_FD of Linux's include/net/scm.h.
 """
 
 Message = dict[str, Any]
-"""One message. Texts may hold lone surrogates, as those of `os.environ` do; JSON escapes them."""
+"""A message. Its texts may hold lone surrogates, as in `os.environ`; JSON escapes them."""
 
 
 def send(connection: socket.socket, **message: Any) -> None:
