@@ -126,7 +126,7 @@ def test_gcloud_needs_a_name_and_a_zone_and_to_be_installed(
     with pytest.raises(UsageError, match="needs a TPU's name and its zone"):
         GcloudTransport(Target(tpu="my-tpu"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UsageError, match="there is no gcloud on this machine"):
+    with pytest.raises(UsageError, match="gcloud is not installed on this machine"):
         GcloudTransport(Target(tpu="my-tpu", zone="z"))
 
 

@@ -109,8 +109,8 @@ def _run(job: Job, transport: Transport, as_json: bool) -> int:
     # Imported here, because the command line of every user loads this module.
     from polyxla_pod.launcher.records import Recorder, root
     from polyxla_pod.launcher.run import Run
-    from polyxla_pod.output.pipeline import HostState
-    from polyxla_pod.output.screens import LiveScreen, PlainScreen
+    from polyxla_pod.pipeline import HostState
+    from polyxla_pod.screens import LiveScreen, PlainScreen
 
     states = [HostState(name) for name in job.hosts]
     # The record exists before anything starts, so that `polyxla pod kill` works at once.

@@ -26,10 +26,10 @@ class Job:
     Attributes:
         command: the program and its arguments.
         hosts: the hosts' names, in the order of their numbers.
-        addresses: the names or addresses by which the hosts reach each other, in the same order.
+        addresses: the names or addresses under which the hosts reach each other, in the same order.
         environ: variables that the user sets for the command; `HOST_NUMBER` in a value is the host's number.
         runtime: the runtime to use; None leaves the choice to each host.
-        directory: the working directory on the hosts; None for the one in which a connection starts.
+        directory: the working directory on the hosts; None for the directory where a connection starts.
         sync: a local directory to copy to `directory` before the start.
         python: the Python on the hosts that has polyxla-pod installed.
         retry: how many times to start again after a failure.
@@ -104,7 +104,7 @@ class Job:
 
 
 def _emulated(environ: Mapping[str, str], addresses: Sequence[str], host: int) -> dict[str, str]:
-    """Return the variables by which a host emulates its part of an emulated slice of several hosts."""
+    """Return the variables that make a host emulate its part of a slice of several hosts."""
     # A single host emulates the whole slice by itself.
     if not environ.get(env.POLYXLA_EMULATE) or len(addresses) == 1:
         return {}

@@ -28,7 +28,7 @@ Source: the table of machine types in "Plan TPUs in GKE", Google Kubernetes Engi
 of one host is ``tpu-v3-device`` there.
 """
 _FLAT = {"v3", "v5e", "v6e"}
-"""Generations whose topology has two numbers."""
+"""Generations with two numbers in their topology."""
 JOB = "hosts"
 """Name of the JobSet's only replicated job."""
 

@@ -31,7 +31,7 @@ MESH_PORT = 8477
 DEFAULT_CORES = "8"
 """Number of cores of a worker if `TPU_NUM_DEVICES` is unset."""
 TOKEN_FILE = "{token_file}"  # noqa: S105
-"""Text in a worker's command that stands for the file with the token, whose name the host chooses."""
+"""Placeholder in a worker's command for the file with the token. The host chooses the file's name."""
 READY = "worker: serving "
 """Text in the line that a worker prints once clients can connect."""
 
@@ -69,7 +69,7 @@ def check_variables(environ: Mapping[str, str], host_count: int) -> None:
     """Check that the user's variables describe all workers, or none.
 
     Raises:
-        UsageError: some are set and others are missing: those of polyxla pod would contradict them.
+        UsageError: some are set and others are missing, and polyxla pod's own would contradict them.
     """
     own = [name for name in _TOGETHER if environ.get(name)]
     if not own:

@@ -50,7 +50,7 @@ class Transport(ABC):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The names or addresses by which the hosts reach each other: their names, without a user."""
+        """The names or addresses under which the hosts reach each other: their names, without a user."""
         return tuple(name.rpartition("@")[2].strip("[]") for name in self.hosts)
 
     @abstractmethod
@@ -59,7 +59,7 @@ class Transport(ABC):
 
     @abstractmethod
     def check_by_hand(self, host: int) -> str:
-        """Return the command by which a user sees whether the host can be reached, for errors."""
+        """Return a command for error messages that shows the user whether the host can be reached."""
 
 
 class SshTransport(Transport):
@@ -154,7 +154,7 @@ class GcloudTransport(Transport):
             done = subprocess.run(command, capture_output=True, text=True, timeout=DESCRIBE_S, check=False)
         except FileNotFoundError:
             raise UsageError(
-                "there is no gcloud on this machine",
+                "gcloud is not installed on this machine",
                 where=where,
                 fix="Install the Google Cloud CLI, or name the hosts: --hosts a,b.",
             ) from None

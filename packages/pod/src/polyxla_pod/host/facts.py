@@ -19,7 +19,7 @@ from polyxla.plugin import tpu_env as env
 from polyxla_pod.tpu_nodes import DISTRIBUTION as NODE_DISTRIBUTION
 
 DISTRIBUTIONS = ("polyxla-core", NODE_DISTRIBUTION, "torch", "torch_xla", "torch_tpu", "libtpu")
-"""Distributions whose versions must be the same on all hosts."""
+"""Distributions that must have the same versions on all hosts."""
 _ANY = IPv4Address(0)
 _LISTENS = "0A"
 """A listening socket's state in ``/proc/net/tcp``. Source: ``include/net/tcp_states.h`` of Linux."""
@@ -120,7 +120,7 @@ def node_facts(address: str, first: str, worker_port: int | None, is_alone: bool
 
     Args:
         address: the name or address of this host, as the other hosts know it.
-        first: that of host 0, where the hosts meet.
+        first: the address of host 0, where the hosts meet.
         worker_port: the port at which a worker must listen; None if none has to.
         is_alone: whether there is no other host.
     """

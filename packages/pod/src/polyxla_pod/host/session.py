@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from polyxla.plugin import snapshot
-from polyxla_pod.host.processes import CommandGroup, Worker, adopt_orphans
-from polyxla_pod.host.unpacking import Unpacking
+from polyxla_pod.host.processes import CommandGroup, Unpacking, Worker, adopt_orphans
 from polyxla_pod.messages import WORKER_STREAM, Message, decode
 from polyxla_pod.tpu_nodes import TOKEN_VARIABLE
 
@@ -356,7 +355,7 @@ def _waiting_bytes(fd: int) -> int:
 
 
 def _environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the whole environment of a program, in which `python` is the one that runs this."""
+    """Return the whole environment of a program, with this process's `python` first in its path."""
     own = snapshot()
     # A command such as `python train.py` then finds the Python with polyxla, without an activated
     # environment.

@@ -1,4 +1,4 @@
-"""One start of a job on all hosts: connect, compare, copy, start, wait, and end all of them."""
+"""One start of a job on all hosts: connect, compare, copy, start, wait, and end all hosts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from polyxla.plugin import POLYXLA_SECRET, say
 from polyxla_pod.job import Job
 from polyxla_pod.launcher import archive, preflight
 from polyxla_pod.launcher.connection import LOST, Connection, HostEndedError
-from polyxla_pod.output.pipeline import HostState, Pipeline
+from polyxla_pod.pipeline import HostState, Pipeline
 from polyxla_pod.tpu_nodes import READY
 from polyxla_pod.transports import Transport
 
@@ -33,7 +33,7 @@ NOT_FOUND = 127
 TELL_S = 1.0
 """Longest wait for the failures to be shown before the other hosts are ended, in seconds."""
 REFUSED = 2
-"""Exit code if the preflight finds a problem: nothing was started."""
+"""Exit code if the preflight finds a problem, before anything is started."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Failure:
     Attributes:
         text: one line, which begins with the host.
         exit_code: what the launcher exits with.
-        host: the host's number; None if none is to blame.
-        is_worker: whether its worker has failed, which explains what fails on all hosts.
+        host: the host's number; None if the failure concerns no single host.
+        is_worker: whether its worker has failed, which explains failures on all hosts.
     """
 
     text: str
@@ -83,7 +83,7 @@ class Attempt:
     async def run(self) -> list[Failure]:
         """Run the command on all hosts; return the failures, the first one first.
 
-        All hosts have ended when it returns, also if it is cancelled.
+        All hosts have ended when it returns, even if it is cancelled.
 
         Raises:
             OSError: nothing shows the output any more.

@@ -15,11 +15,11 @@ from polyxla_pod.job import Job
 from polyxla_pod.messages import SILENCES, WORKER_STREAM, Message, decode, find_misfit
 
 LINE_BYTES = 1 << 20
-"""A longer line is passed on in parts; a host's messages are much shorter."""
+"""Longer lines are passed on in parts. A host's messages are much shorter."""
 
 
 class LocalProcess(asyncio.SubprocessProtocol):
-    """A process whose output is taken as it comes. Belongs to the event loop in which it is made.
+    """A local process with callbacks for its output. Belongs to the event loop in which it is made.
 
     asyncio's own streams are not used: their reader stops at a line that is too long, and their `wait` waits
     for the end of pipes that another process may hold, such as the master of ssh's shared connections.
@@ -31,7 +31,7 @@ class LocalProcess(asyncio.SubprocessProtocol):
     Attributes:
         exited: becomes the exit code.
         closed: is done when standard output has ended, and all its lines were passed on.
-        errors_closed: the same of standard error.
+        errors_closed: the same for standard error.
     """
 
     def __init__(self, on_line: Callable[[bytes], None], on_error: Callable[[str], None]) -> None:
@@ -140,7 +140,7 @@ class End:
     Attributes:
         code: the command's exit code, negative for a signal; None if the host did not report one.
         problem: what went wrong, if it is not the exit code alone.
-        is_worker: whether it is the worker that ended, and not the command.
+        is_worker: whether the worker ended, and not the command.
     """
 
     code: int | None

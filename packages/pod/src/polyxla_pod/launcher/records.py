@@ -20,8 +20,8 @@ from typing import Any, TextIO
 
 from polyxla import UsageError
 from polyxla.plugin import say
-from polyxla_pod.output.folding import FoldedLine
-from polyxla_pod.output.pipeline import HostState
+from polyxla_pod.folding import FoldedLine
+from polyxla_pod.pipeline import HostState
 
 KEPT = 50
 """How many jobs' records are kept."""
@@ -41,7 +41,7 @@ class Recorder:
     """Writes the record of one running job. If it cannot be written, the job goes on without it.
 
     Args:
-        directory: that of all records.
+        directory: the directory of all records.
         description: what is known at the start, as JSON-compatible values; without the values of variables.
         states: the hosts, whose states are written while the job runs.
     """
@@ -103,7 +103,7 @@ class Recorder:
 
 
 def _remove_old(directory: Path) -> None:
-    # An id begins with the date, so the order of names is that of time.
+    # An id begins with the date, so sorting by name sorts by time.
     ids = sorted(path.name for path in directory.iterdir() if path.is_dir())
     for name in ids[:-KEPT]:
         if not is_running(directory / name):
@@ -138,7 +138,7 @@ def find(directory: Path, job: str | None) -> dict[str, Any]:
     """Return the record of a job, by its id or the beginning of it; by default of the newest.
 
     Raises:
-        UsageError: there is no such job, or several begin like this.
+        UsageError: there is no such job, or several jobs have ids with this beginning.
     """
     jobs = read_all(directory)
     found = [record for record in jobs if record["id"].startswith(job)] if job else jobs[-1:]
@@ -158,9 +158,9 @@ def log_lines(
     """Return the lines of a job's log.
 
     Args:
-        directory: that of all records.
+        directory: the directory of all records.
         job: the job's record.
-        host: the only host whose lines are wanted; None for all.
+        host: the only host to return lines of; None for all.
         follow: whether to wait for further lines as long as the job runs.
     """
     path = directory / job["id"]

@@ -18,7 +18,7 @@ from polyxla_pod.job import Job
 from polyxla_pod.launcher import archive
 from polyxla_pod.launcher.attempt import REFUSED, Attempt, Failure
 from polyxla_pod.launcher.connection import LOST
-from polyxla_pod.output.pipeline import HostState, Log, Pipeline, Screen
+from polyxla_pod.pipeline import HostState, Log, Pipeline, Screen
 from polyxla_pod.transports import Transport
 
 PAUSE_S = 1.0
@@ -34,8 +34,8 @@ class Result:
     """How a job ended.
 
     Attributes:
-        exit_code: that of the first failure; 0 if there is none; 128 and its number after a signal.
-        failures: of the last attempt, the first one first.
+        exit_code: the exit code of the first failure; 0 without one; after a signal, 128 plus its number.
+        failures: the failures of the last attempt, in order.
         attempts: how many times the command was started.
     """
 
@@ -67,7 +67,7 @@ class Run:
         self._screen, self._log = screen, log
         self._attempt: Attempt | None = None
         self._signal: signal.Signals | None = None
-        # Number of attempts that have begun.
+        # The number of attempts so far, including the running one.
         self._count = 0
 
     def run(self) -> Result:
@@ -133,7 +133,7 @@ class Run:
 
 
 def _allow_open_files(count: int) -> None:
-    """Raise this process's limit of open files as far as it may."""
+    """Raise this process's limit of open files to what the hosts need, or to its hard limit."""
     # Each host takes three pipes and a file of its process; 1024 is a usual limit.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + 256

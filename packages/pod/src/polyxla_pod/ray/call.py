@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def numbered(replica: Replica, function: Callable[..., Any], *args: Any) -> tuple[int, Any]:
-    """Return the function's result with the replica's ordinal, by which the driver sorts all results."""
+    """Return the function's result with the replica's ordinal, which the driver needs to sort all results."""
     return replica.ordinal, function(replica, *args)
 
 

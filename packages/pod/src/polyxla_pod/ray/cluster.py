@@ -45,7 +45,7 @@ class Slice:
     """A TPU slice.
 
     Attributes:
-        name: the TPU's name; that of a host without one is the node's id.
+        name: the TPU's name; if the nodes do not have one, the node's id.
         type: such as ``v4-16``; empty if the nodes do not say it.
         hosts: its nodes, in the order of their worker ids.
     """
@@ -58,7 +58,7 @@ class Slice:
         return f"{self.name} ({self.type or 'unknown type'}, {len(self.hosts)} host(s))"
 
     def problem(self) -> str | None:
-        """Return what is missing or there twice; None for a whole slice."""
+        """Return which nodes are missing or duplicated; None for a whole slice."""
         workers = [host.worker for host in self.hosts]
         if twice := sorted({worker for worker in workers if workers.count(worker) > 1}):
             return f"several nodes say that they are worker {', '.join(map(str, twice))}"
@@ -88,7 +88,7 @@ def find_slices(nodes: Iterable[Mapping[str, Any]]) -> list[Slice]:
 
 
 def choose(slices: Sequence[Slice], name: str | None, kind: str | None) -> Slice:
-    """Return the only slice that has this name and this type, as far as they are given.
+    """Return the only slice with this name and this type; None allows any.
 
     Raises:
         UsageError: there is none, there are several, or the only one is not whole.
@@ -145,7 +145,7 @@ def connect(address: str | None, environ: Mapping[str, str]) -> None:
     """Connect this process to a cluster, unless the program has done so.
 
     Args:
-        address: as for ``ray.init``; None for that of the environment, or else this machine's cluster.
+        address: as for ``ray.init``; None for the environment's, or else this machine's cluster.
         environ: this process's environment.
 
     Raises:

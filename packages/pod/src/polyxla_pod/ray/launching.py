@@ -10,15 +10,15 @@ from typing import Any
 
 from polyxla import ReplicaLostError, UsageError
 from polyxla.plugin import snapshot, unpack
+from polyxla_pod.folding import FoldedLine
 from polyxla_pod.job import Job
 from polyxla_pod.launcher.attempt import REFUSED, Attempt, Failure
 from polyxla_pod.launcher.connection import CONFIRM_S
-from polyxla_pod.output.folding import FoldedLine
-from polyxla_pod.output.pipeline import HostState, Pipeline
-from polyxla_pod.output.screens import PlainScreen
+from polyxla_pod.pipeline import HostState, Pipeline
 from polyxla_pod.ray import env
 from polyxla_pod.ray.call import HostCall
 from polyxla_pod.ray.transport import RayTransport
+from polyxla_pod.screens import PlainScreen
 from polyxla_pod.transports import Target
 
 COMMAND = ("python", "-m", "polyxla_pod.ray")
@@ -115,7 +115,7 @@ class _Pipeline(Pipeline):
 
 
 class _NoLog:
-    """The caller's own output is all there is."""
+    """Keeps no log: the caller sees the output itself."""
 
     def add(self, line: FoldedLine) -> None:
         """Do nothing."""

@@ -1,7 +1,7 @@
 """``relay.py SOCKET HOST PROGRAM...``: the local end of one host's program, without Ray.
 
-Passes standard input to the process that holds the connection to Ray, and what comes back to standard
-output. There is one for each host: it imports as little as possible.
+Passes standard input to the process that holds the connection to Ray, and the answers to standard output.
+Each host has a relay, so it imports as little as possible.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Broker:
         asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(START_S)
 
     def outcome(self, host: int, timeout_s: float) -> bytes:
-        """Return what the host's call left; empty if that is nothing, or does not come in time."""
+        """Return what the host's call has written; empty without it, or if it does not arrive in time."""
         with contextlib.suppress(TimeoutError):
             return self._outcomes[host].result(timeout_s)
         return b""
@@ -211,7 +211,7 @@ class RayTransport(Transport):
         self._broker = Broker(self._place, call)
 
     def command(self, host: int, program: Sequence[str]) -> list[str]:
-        """Return the command of a relay, which has neither Ray nor an environment's packages to import."""
+        """Return the command of a relay, which imports neither Ray nor an environment's packages."""
         # -I and -S skip site-packages: there is a relay per host, and each starts in milliseconds.
         return [sys.executable, "-I", "-S", relay.__file__, self._broker.path, str(host), *program]
 
@@ -220,7 +220,7 @@ class RayTransport(Transport):
         return "ray status"
 
     def outcome(self, host: int, timeout_s: float) -> bytes:
-        """Return what the host's call left; empty if that is nothing, or does not come in time."""
+        """Return what the host's call has written; empty without it, or if it does not arrive in time."""
         return self._broker.outcome(host, timeout_s)
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ class FoldedLine:
         stream: ``out``, ``err`` or ``worker``.
         text: the line, without its end.
         since_s: when the first of them printed it.
-        hosts: their numbers, in the order in which they came.
+        hosts: their numbers, in order of arrival.
     """
 
     stream: str
@@ -33,7 +33,7 @@ class FoldedLine:
 
 
 class Folder:
-    """Collects lines, and returns each once all hosts have printed it, or once it has waited long enough.
+    """Collects lines; returns each once all hosts have printed it, or after the longest wait.
 
     The lines of each host and stream stay in their order.
 
@@ -110,7 +110,7 @@ class HeldTraceback:
     Attributes:
         host: the host's number.
         since_s: when it printed the first line.
-        was_shown: whether the host went on for so long that the lines were shown.
+        was_shown: whether the lines were shown because the host went on for `HOLD_S`.
         lines: the lines.
     """
 
@@ -144,7 +144,7 @@ class Tracebacks:
         self._last: list[HeldTraceback] = []
 
     def holds(self, host: int, stream: str, text: str, now_s: float) -> bool:
-        """Keep a line if it belongs to a traceback; otherwise return False, and the line is to be shown."""
+        """Keep a line if it belongs to a traceback; return whether it does."""
         if stream != "err":
             return False
         # A process that passes a traceback on may indent it or put a bar before it.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from polyxla_pod.output import pipeline
-from polyxla_pod.output.folding import FoldedLine
-from polyxla_pod.output.pipeline import HostState, Pipeline
+from polyxla_pod import pipeline
+from polyxla_pod.folding import FoldedLine
+from polyxla_pod.pipeline import HostState, Pipeline
 
 
 class Memory:

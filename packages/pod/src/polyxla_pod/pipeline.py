@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from polyxla_pod.folding import FoldedLine, Folder, HeldTraceback, Tracebacks
 from polyxla_pod.messages import WORKER_STREAM
-from polyxla_pod.output.folding import FoldedLine, Folder, HeldTraceback, Tracebacks
 
 _NUMBER = r"[-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|nan|inf)"
 _STEP = re.compile(r"\bsteps?\b\s*[=:#]?\s*(\d{1,18})(?![\d.]*\s*(?:s|ms|it)\b)", re.IGNORECASE)
@@ -59,10 +59,10 @@ class HostState:
     """A host's state.
 
     Attributes:
-        name: as the transport calls it.
+        name: the transport's name for it.
         state: ``connecting``, ``checking``, ``copying``, ``starting its worker``, ``running``, ``ended`` or
             ``failed``.
-        progress: what its lines say.
+        progress: the numbers in its lines.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Log(Protocol):
         """Keep a line."""
 
     def tick(self) -> None:
-        """Make what was kept visible to others, if it is time for that."""
+        """Make the kept lines visible to other processes, if it is time."""
 
 
 class Pipeline:
@@ -121,7 +121,7 @@ class Pipeline:
         self._showing = threading.Lock()
 
     def add(self, host: int, stream: str, text: str) -> None:
-        """Receive a line. Those of workers are in the log only."""
+        """Receive a line. The lines of workers go only to the log."""
         now = time.monotonic()
         if stream == WORKER_STREAM:
             self._log.add(FoldedLine(stream, text, now, [host]))
@@ -151,7 +151,7 @@ class Pipeline:
             self._show(line)
 
     def flush(self, *, traceback: bool = False) -> None:
-        """Have everything shown that waits, then the first real traceback, if that is wanted."""
+        """Have all waiting lines shown, then the first real traceback, if that is wanted."""
         for line in self._folder.take(time.monotonic(), everything=True):
             self._show(line)
         if traceback and (first := self._tracebacks.first()):

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
-from polyxla_pod.output.pipeline import HostState, Progress
-from polyxla_pod.output.screens import chosen_rows, host_table
+from polyxla_pod.pipeline import HostState, Progress
+from polyxla_pod.screens import chosen_rows, host_table
 from polyxla_testing.processes import wait_for_end_of
 
 if TYPE_CHECKING:

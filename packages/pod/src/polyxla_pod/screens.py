@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from polyxla_pod.output.folding import FoldedLine
-from polyxla_pod.output.pipeline import HostState
+from polyxla_pod.folding import FoldedLine
+from polyxla_pod.pipeline import HostState
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,7 +20,7 @@ REFRESHES_PER_S = 4.0
 
 
 class PlainScreen:
-    """Prints lines: those of standard error on standard error.
+    """Prints lines on the streams that they came from.
 
     Args:
         errors_only: whether all lines go to standard error, because standard output belongs to a document.
@@ -72,7 +72,7 @@ class LiveScreen:
 
 
 def host_table(states: Sequence[HostState], rows: int) -> Table:
-    """Return a table of hosts. Those that do not run and those that are behind come first.
+    """Return a table of hosts. Hosts that do not run or are behind take precedence.
 
     Args:
         states: all hosts.
